@@ -27,7 +27,8 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     WireError,
 )
-from diloco_jax.wire.server import SERVICE
+from diloco_jax.wire.principal import COORDINATOR, worker
+from diloco_jax.wire.server import SERVICE, keepalive_options
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain, large_lost
 from diloco_jax.wire.transfers import Connections, Transfers
@@ -199,22 +200,27 @@ class Client:
         self.transfers = self.transfers_at(addresses.bulk_address(address))
         """Uploads and fetches."""
 
-    def transfers_at(self, address: str, worker: int | None = None) -> Transfers:
+    def transfers_at(self, address: str, number: int | None = None) -> Transfers:
         """Return the uploads and fetches at another bulk port, with connections and
-        threads of their own. worker: the worker that has to answer there. Raises
+        threads of their own. number: of the worker that has to answer there. Raises
         ConfigError if it must not go without TLS."""
         addresses.require_tls(
             address, tls=self._tls is not None, insecure=self._insecure
         )
+        # A worker on the coordinator's machine without a key of its own has that one's.
+        whose = () if number is None else (worker(number), COORDINATOR)
         with self._lock:
-            found = self._transfers.get((address, worker))
+            found = self._transfers.get((address, number))
             if found is None:
-                # As many for either direction.
-                most = 2 * max(self._channels, 1)
                 connections = Connections(
-                    address, self._tls, self._deadlines, most, worker
+                    address,
+                    self._tls,
+                    self._deadlines,
+                    2 * max(self._channels, 1),  # As many for either direction.
+                    *whose,
+                    field="placement.advertise",
                 )
-                found = self._transfers[address, worker] = Transfers(
+                found = self._transfers[address, number] = Transfers(
                     connections, self._channels, self._deadlines, self._watch
                 )
         return found
@@ -359,24 +365,15 @@ class Client:
 def channel_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
     """Return gRPC's options: a connection of its own, sizes, reconnection and
     keepalive."""
-    half_budget_ms = int(deadlines.budget_s * 500)
+    retry_ms = int(deadlines.retry_min_s * 1000)
     return [
-        *encoding.SIZE_OPTIONS,
+        *keepalive_options(deadlines),
         ("grpc.use_local_subchannel_pool", 1),
         # Islands dial the advertised address itself.
         ("grpc.enable_http_proxy", 0),
-        ("grpc.initial_reconnect_backoff_ms", int(deadlines.retry_min_s * 1000)),
+        ("grpc.initial_reconnect_backoff_ms", retry_ms),
         ("grpc.min_reconnect_backoff_ms", int(deadlines.connect_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", int(deadlines.retry_max_s * 1000)),
         # A name may move to another address; gRPC would believe the old one for 30 s.
-        (
-            "grpc.dns_min_time_between_resolutions_ms",
-            int(deadlines.retry_min_s * 1000),
-        ),
-        ("grpc.keepalive_time_ms", half_budget_ms),
-        ("grpc.keepalive_timeout_ms", half_budget_ms),
-        # Without it, a peer that is stopped and not gone is noticed after a minute.
-        ("grpc.http2.ping_timeout_ms", half_budget_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.dns_min_time_between_resolutions_ms", retry_ms),
     ]

@@ -1,11 +1,11 @@
 """Bulk: payloads in parallel stripes over several connections; fetches that resume.
 
 Stripes succeed or fail together, each with an idle deadline. Connections are made when
-needed and kept for the next transfer. The one that was given back last is taken first.
-So those that only a burst of transfers needed, as the start of an island is, rest at
-the bottom, and are closed after `rest_s`: each costs a descriptor at either end. Memory
-for fetched payloads is lent again once nobody holds it: new memory costs a page fault
-per page, which takes as long as deciphering the payload.
+needed and kept for the next transfer. The one that was given back last is taken first,
+so those that only a burst of transfers needed, as the start of an island is, are closed
+after `rest_s`: each costs a descriptor at either end. Memory for fetched payloads is
+lent again once nobody holds it: new memory costs a page fault per page, which takes as
+long as deciphering the payload.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from cryptography import x509
+from msgspec.structs import replace
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.protocol.values import Version
@@ -35,8 +35,9 @@ from diloco_jax.wire.bulk import (
     CycleRequest,
     FetchRequest,
     FetchStart,
+    HoldingsRequest,
     KeptStart,
-    Question,
+    RevocationRequest,
     UploadDone,
     UploadStart,
 )
@@ -47,9 +48,10 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     SecurityError,
     VersionGone,
+    WireError,
 )
 from diloco_jax.wire.frames import PROGRESS_BYTES, BulkConnection, prepare
-from diloco_jax.wire.principal import principal_of
+from diloco_jax.wire.principal import Principal
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain
 
@@ -63,15 +65,17 @@ class Connections:
         tls: TlsFiles | None,
         deadlines: Deadlines,
         most: int,
-        worker: int | None = None,
-        island: str | None = None,
+        *answers: Principal,
+        field: str = "",
     ) -> None:
-        """most: connections that are kept while nothing uses them. worker, island: the
-        coordinator's worker, or the island, that has to answer; None: the
-        coordinator."""
-        self.address, self._worker, self._island = address, worker, island
+        """most: connections that are kept while nothing uses them. answers: principals
+        one of which has to answer; none: whoever has this address in its certificate.
+        field: the config's, with the address."""
+        self.address, self._answers, self._field = address, answers, field
         self._deadlines, self._most = deadlines, most
-        make = TlsFiles.client_context if island is None else TlsFiles.peer_context
+        # The certificate of an island names no machine.
+        by_name = all(who.role != "island" for who in answers)
+        make = TlsFiles.client_context if by_name else TlsFiles.peer_context
         self._tls = Renewed(tls, make) if tls is not None else None
         self._context: ssl.SSLContext | None = None
         """That of the idle connections."""
@@ -137,10 +141,10 @@ class Connections:
             try:
                 prepare(connection, self._deadlines)
                 if context is not None:
-                    connection = secure = context.wrap_socket(
+                    connection = secured = context.wrap_socket(
                         connection, server_hostname=host
                     )
-                    self._require_known(secure)
+                    self._require_known(secured)
                 connection.settimeout(None)
             except BaseException:
                 connection.close()
@@ -153,32 +157,26 @@ class Connections:
         return BulkConnection(connection, self.address)
 
     def _require_known(self, connection: ssl.SSLSocket) -> None:
-        """Raise SecurityError unless the worker or island that was dialled answers."""
-        if self._worker is None and self._island is None:
-            return
-        encoded = connection.getpeercert(binary_form=True)
-        assert encoded is not None
-        server = principal_of(x509.load_der_x509_certificate(encoded))
-        if self._island is not None:
-            wrong = principal.not_island(server, self._island)
-        else:
-            wrong = principal.not_worker(server, self._worker or 0)
-        if wrong:
-            raise SecurityError(f"{self.address}: {wrong}")
+        """Raise SecurityError unless one answers that has to."""
+        if self._answers:
+            encoded = connection.getpeercert(binary_form=True) or b""
+            found = principal.principal_of(x509.load_der_x509_certificate(encoded))
+            if wrong := principal.mismatch(found, self._field, *self._answers):
+                raise SecurityError(f"{self.address}: {wrong}")
 
 
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
 
-class CallGroup:
+class Calls:
     """The calls of one transfer."""
 
     def __init__(
-        self, connections: Connections, watch: IdleWatch, idle_s: float
+        self, connections: Connections, watch: IdleWatch, deadlines: Deadlines
     ) -> None:
-        self._connections, self._watch, self._idle_s = connections, watch, idle_s
-        self._peer = connections.address
+        self._connections, self._watch = connections, watch
+        self._deadlines, self._peer = deadlines, connections.address
         self._lock = threading.Lock()
         self._open: set[BulkConnection] = set()
         self._cancelled = threading.Event()
@@ -196,14 +194,15 @@ class CallGroup:
             self._open.add(connection)
         if self._cancelled.is_set():
             connection.cut()
+        idle_s = self._deadlines.idle_s
         try:
-            with self._watch.guard(self._idle_s, connection.cut) as guard:
+            with self._watch.guard(idle_s, connection.cut) as guard:
                 yield connection, guard
         except ConnectionLost as error:
             if guard.expired:
                 raise ConnectionLost(
                     f"{self._peer}: not {PROGRESS_BYTES >> 10} KiB moved for "
-                    f"{self._idle_s:g} s"
+                    f"{idle_s:g} s"
                 ) from error
             if self._cancelled.is_set():
                 raise ConnectionLost(
@@ -215,16 +214,42 @@ class CallGroup:
                 self._open.discard(connection)
             self._connections.give(connection)
 
+    def persist(
+        self,
+        attempt: Callable[[], Result],
+        seconds: float,
+        until: float,
+        what: str,
+        position: Callable[[], int],
+        *again: type[WireError],
+    ) -> Result:
+        """Return what an attempt returns, and repeat it upon these errors, with pauses,
+        as long as `until` allows, which is `seconds` after the transfer began; then
+        raise the first of these errors. what: that is transferred, for people.
+        position: of its next byte; where it moves, pauses are short again."""
+        backoff = Backoff(self._deadlines)
+        while True:
+            before = position()
+            try:
+                return attempt()
+            except again as error:
+                if position() > before:
+                    backoff.reset()
+                pause_s = backoff.next_s()
+                if time.monotonic() + pause_s > until:
+                    raise again[0](
+                        f"{what} given up at byte {position()}, {seconds:g} s after it "
+                        f"began: {error}"
+                    ) from error
+                if self._cancelled.wait(pause_s):
+                    raise
+
     def cancel(self) -> None:
         """Cancel all calls, including later ones."""
         self._cancelled.set()
         with self._lock:
             for connection in self._open:
                 connection.cut()
-
-    def pause(self, seconds: float) -> bool:
-        """Wait; return early and True if the group is cancelled."""
-        return self._cancelled.wait(seconds)
 
     def results(self, running: list[futures.Future[Result]]) -> list[Result]:
         """Return all results; on the first error end the other calls and raise it."""
@@ -261,7 +286,7 @@ LEAST_BYTES = 1 << 20
 """Smaller payloads come from the allocator, which keeps their pages itself."""
 
 
-class SpareMemory:
+class ReceiveBuffers:
     """Keep at most one buffer that was lent and is free again. Any thread may borrow
     it.
     """
@@ -324,9 +349,9 @@ class Transfers:
         # Apart, so that neither direction waits for the other.
         self._upload_pool = DaemonPool(channels, "diloco-upload")
         self._fetch_pool = DaemonPool(channels, "diloco-fetch")
-        self._memory = SpareMemory()
+        self._memory = ReceiveBuffers()
         self._lock = threading.Lock()
-        self._groups: set[CallGroup] = set()
+        self._groups: set[Calls] = set()
         self._closed = False
 
     def upload(
@@ -335,7 +360,7 @@ class Transfers:
         """Send bytes `offset` to `offset + length` of a payload, in parallel stripes.
 
         Returns the bytes sent, headers included. Raises Refused, ConnectionLost,
-        ProtocolError, or Busy if a stripe finds no place for `budget_s`. The whole
+        ProtocolError, or Busy if a stripe finds no slot for `budget_s`. The whole
         upload may be repeated then.
         """
         view = memoryview(payload).cast("B")
@@ -345,21 +370,18 @@ class Transfers:
                 f"and has {len(view)}"
             )
         with self._group() as calls:
-            sending = [
-                self._submit(
-                    self._upload_pool,
-                    self._send,
-                    calls,
-                    msgspec.structs.replace(
-                        start, offset=start.offset + low, length=size
-                    ),
-                    view[low : low + size],
+            sending = []
+            for low, size in stripes(len(view), self._channels):
+                stripe = replace(start, offset=start.offset + low, length=size)
+                part = view[low : low + size]
+                sending.append(
+                    self._submit(self._upload_pool, self._send, calls, stripe, part)
                 )
-                for low, size in stripes(len(view), self._channels)
-            ]
             return sum(calls.results(sending))
 
-    def ask(self, request: Question, kind: type[Answer]) -> Answer:
+    def ask(
+        self, request: HoldingsRequest | RevocationRequest, kind: type[Answer]
+    ) -> Answer:
         """Return the answer, of this kind, to a request without payload. Raises
         Refused, ConnectionLost, or RemoteProtocolError."""
         with self._group() as calls, calls.call() as (connection, _):
@@ -383,34 +405,33 @@ class Transfers:
         than `max_bytes` is refused before anything is allocated.
         """
         rest: list[futures.Future[int]] = []
+        seconds = self._deadlines.pin_s if within_s is None else within_s
         with self._group() as calls:
-            fetch = _Fetch(
-                request,
-                max_bytes,
-                self._peer,
-                self._deadlines,
-                calls,
-                self._memory,
-                self._deadlines.pin_s if within_s is None else within_s,
-            )
+            fetch = _Fetch(request, max_bytes, self._peer, calls, self._memory, seconds)
 
-            def fetch_rest() -> None:
-                left = len(fetch.payload) - FIRST_STRIPE_BYTES
-                if left > 0:
-                    for low, size in stripes(left, self._channels):
-                        begin = FIRST_STRIPE_BYTES + low
-                        stripe = _Stripe(begin, begin + size)
-                        rest.append(self._submit(self._fetch_pool, fetch.run, stripe))
+            def fetch_rest(total: int) -> None:
+                left = total - FIRST_STRIPE_BYTES
+                for low, size in stripes(left, self._channels) if left > 0 else ():
+                    begin = FIRST_STRIPE_BYTES + low
+                    stripe = _Stripe(begin, begin + size)
+                    rest.append(self._submit(self._fetch_pool, fetch.run, stripe))
 
-            first = _Stripe(0, FIRST_STRIPE_BYTES)
             try:
-                wire_bytes = fetch.run(first, fetch_rest)
+                first = fetch.run(_Stripe(0, FIRST_STRIPE_BYTES), fetch_rest)
             except BaseException:
                 calls.cancel()
                 futures.wait(rest)
                 raise
-            wire_bytes += sum(calls.results(rest))
-        return fetch.result(wire_bytes)
+            wire_bytes = first + sum(calls.results(rest))
+        start = fetch.start
+        assert start is not None
+        return Fetched(
+            version=start.version,
+            full=start.full,
+            count=start.count,
+            payload=fetch.payload,
+            wire_bytes=wire_bytes,
+        )
 
     def cancel(self) -> None:
         """Cancel all transfers, including later ones."""
@@ -444,32 +465,25 @@ class Transfers:
                 yield place[:length]
             connection.between = True
 
-    def _send(self, calls: CallGroup, start: UploadStart, view: memoryview) -> int:
+    def _send(self, calls: Calls, start: UploadStart, view: memoryview) -> int:
         """Upload a stripe, and repeat it alone while the peer is too busy for it.
         Return the bytes that all attempts sent."""
-        backoff = Backoff(self._deadlines)
-        deadline = time.monotonic() + self._deadlines.budget_s
         sent = 0
-        while True:
-            try:
-                with calls.call() as (connection, guard):
-                    before = connection.sent_bytes
-                    connection.send(start)
-                    connection.send_payload((view,), 0, len(view), guard, start.offset)
-                    sent += connection.sent_bytes - before
-                    answer(connection, UploadDone)
-                    connection.between = True
-                    return sent
-            except Busy as error:
-                pause_s = backoff.next_s()
-                if time.monotonic() + pause_s > deadline:
-                    raise Busy(
-                        f"upload of {start.what} given up at byte "
-                        f"{start.offset}, {self._deadlines.budget_s:g} s after it "
-                        f"began: {error}"
-                    ) from error
-                if calls.pause(pause_s):
-                    raise
+
+        def attempt() -> None:
+            nonlocal sent
+            with calls.call() as (connection, guard):
+                before = connection.sent_bytes
+                connection.send(start)
+                connection.send_payload((view,), 0, len(view), guard, start.offset)
+                sent += connection.sent_bytes - before
+                answer(connection, UploadDone)
+                connection.between = True
+
+        budget_s, what = self._deadlines.budget_s, f"upload of {start.what}"
+        until = time.monotonic() + budget_s
+        calls.persist(attempt, budget_s, until, what, lambda: start.offset, Busy)
+        return sent
 
     def _submit(
         self, pool: DaemonPool, work: Callable[..., int], *arguments: Any
@@ -483,8 +497,8 @@ class Transfers:
         return ConnectionLost(f"the client of {self._peer} is closed")
 
     @contextlib.contextmanager
-    def _group(self) -> Iterator[CallGroup]:
-        group = CallGroup(self._connections, self._watch, self._deadlines.idle_s)
+    def _group(self) -> Iterator[Calls]:
+        group = Calls(self._connections, self._watch, self._deadlines)
         with self._lock:
             if self._closed:
                 raise self._is_closed()
@@ -507,65 +521,43 @@ class _Stripe:
 class _Fetch:
     """One fetch: what its stripes must agree on, and where they put their bytes."""
 
-    payload: memoryview
-
     def __init__(
         self,
         request: FetchRequest,
         max_bytes: int,
         peer: str,
-        deadlines: Deadlines,
-        calls: CallGroup,
-        memory: SpareMemory,
-        within_s: float,
+        calls: Calls,
+        memory: ReceiveBuffers,
+        seconds: float,
     ) -> None:
-        self._request, self._max_bytes, self._memory = request, max_bytes, memory
-        self._peer, self._deadlines, self._calls = peer, deadlines, calls
-        self._within_s, self._deadline = within_s, time.monotonic() + within_s
-        self._start: FetchStart | None = None
+        self._request, self._max_bytes, self._peer = request, max_bytes, peer
+        self._calls, self._memory = calls, memory
+        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self.start: FetchStart | None = None
+        """What the first stripe was answered."""
+        self.payload = memoryview(b"")
 
     def run(
-        self, stripe: _Stripe, on_first_answer: Callable[[], None] | None = None
+        self, stripe: _Stripe, on_first_answer: Callable[[int], None] | None = None
     ) -> int:
         """Fetch a stripe, attempt after attempt; return the bytes received."""
-        backoff = Backoff(self._deadlines)
-        while True:
-            position = stripe.position
-            try:
-                self._attempt(stripe, on_first_answer)
-                return stripe.wire_bytes
-            except (ConnectionLost, Busy) as error:
-                if stripe.position > position:
-                    backoff.reset()
-                pause_s = backoff.next_s()
-                if time.monotonic() + pause_s > self._deadline:
-                    raise ConnectionLost(
-                        f"fetch of fragment {self._request.fragment} given up at byte "
-                        f"{stripe.position}, {self._within_s:g} s after it began: "
-                        f"{error}"
-                    ) from error
-                if self._calls.pause(pause_s):
-                    raise
-
-    def result(self, wire_bytes: int) -> Fetched:
-        """Return the payload, once all stripes have arrived."""
-        start = self._start
-        assert start is not None
-        return Fetched(
-            version=start.version,
-            full=start.full,
-            count=start.count,
-            payload=self.payload,
-            wire_bytes=wire_bytes,
+        self._calls.persist(
+            lambda: self._attempt(stripe, on_first_answer),
+            self._seconds,
+            self._until,
+            f"fetch of fragment {self._request.fragment}",
+            lambda: stripe.position,
+            ConnectionLost,
+            Busy,
         )
+        return stripe.wire_bytes
 
     def _attempt(
-        self, stripe: _Stripe, on_first_answer: Callable[[], None] | None
+        self, stripe: _Stripe, on_first_answer: Callable[[int], None] | None
     ) -> None:
-        wanted = self._start.version if self._start else self._request.want
-        request = msgspec.structs.replace(
+        request = replace(
             self._request,
-            want=wanted,
+            want=self.start.version if self.start else self._request.want,
             offset=stripe.position,
             length=stripe.end - stripe.position,
         )
@@ -573,10 +565,10 @@ class _Fetch:
             before = connection.received_bytes
             try:
                 start = asked(connection, request, FetchStart)
-                if self._start is None:
+                if self.start is None:
                     self._begin(start, stripe)
                     if on_first_answer is not None:
-                        on_first_answer()
+                        on_first_answer(start.total)
                 self._check_same(start, stripe)
                 while stripe.position < stripe.end:
                     stripe.position += connection.receive_chunk(
@@ -595,12 +587,12 @@ class _Fetch:
                 f"{self._request.fragment}, at most {self._max_bytes} make sense; both "
                 f"ends must run the same configuration"
             )
-        self._start = start
+        self.start = start
         self.payload = self._memory.lend(start.total)
         first.end = min(first.end, start.total)
 
     def _check_same(self, start: FetchStart, stripe: _Stripe) -> None:
-        agreed = self._start
+        agreed = self.start
         assert agreed is not None
         ours = (agreed.version, agreed.full, agreed.count, agreed.total)
         theirs = (start.version, start.full, start.count, start.total)

@@ -22,7 +22,7 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.wire import acceptor, addresses, encoding, threads
+from diloco_jax.wire import addresses, bulk_server, encoding, threads
 from diloco_jax.wire import server as server_module
 from diloco_jax.wire.bulk import UploadDone
 from diloco_jax.wire.errors import RemoteProtocolError
@@ -91,7 +91,7 @@ def test_server_breaks_off_a_peer_that_stalls(
     connection = dial(address)
     connection.sendall(b"".join(parts))
     assert begun.wait(WAIT_S)
-    places = server._bulk._places
+    places = server._bulk._slots
     until(
         lambda: places._free._value == places.count,
         lambda: tick(clock, server._bulk._watch),
@@ -152,7 +152,7 @@ def test_a_handler_that_fails_ends_only_its_transfer(
 def still(monkeypatch):
     """The clock of handshakes."""
     clock = Clock()
-    monkeypatch.setattr(acceptor, "time", clock)
+    monkeypatch.setattr(bulk_server, "time", clock)
     return clock
 
 
@@ -216,7 +216,7 @@ def test_a_flood_of_handshakes_is_bounded_and_shuts_nobody_out(
     client.transfers.upload(upload_start(8), b"12345678")
     connect(address, tls=tls["island"]).transfers.upload(upload_start(8), bytes(8))
     assert all(ended(stranger) for stranger in strangers[:80])
-    lines = [r for r in caplog.records if r.name == acceptor.__name__]
+    lines = [r for r in caplog.records if r.name == bulk_server.__name__]
     assert len(lines) == 1, "one line a minute, however many there are"
 
 

@@ -9,10 +9,16 @@ from wire_support import WAIT_S, Clock, fetch_request, hello
 
 from diloco_jax.protocol.messages import Steer
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import session
+from diloco_jax.wire import limits
 from diloco_jax.wire.errors import Refused, VersionGone
+from diloco_jax.wire.limits import (
+    AT_ONCE,
+    EVERY_S,
+    MOST_CHARS,
+    MOST_KNOWN,
+    RateLimitedLog,
+)
 from diloco_jax.wire.principal import island
-from diloco_jax.wire.session import AT_ONCE, EVERY_S, MOST_CHARS, MOST_KNOWN, FewLines
 
 logger = logging.getLogger("diloco_jax.wire.test")
 
@@ -21,11 +27,13 @@ logger = logging.getLogger("diloco_jax.wire.test")
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
     caplog.set_level(logging.INFO)
     clock = Clock()
-    monkeypatch.setattr(session, "time", clock)
+    monkeypatch.setattr(limits, "time", clock)
     return clock
 
 
-def say(lines: FewLines, name: str, text: str = "refused", times: int = 1) -> None:
+def say(
+    lines: RateLimitedLog, name: str, text: str = "refused", times: int = 1
+) -> None:
     for _ in range(times):
         lines.log(logger, logging.INFO, island(name), text)
 
@@ -36,7 +44,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_peer_has_some_lines_then_one_a_minute_which_counts_the_others(clock, caplog):
-    lines = FewLines()
+    lines = RateLimitedLog()
     say(lines, "a", times=5000)
     assert told(caplog) == ["refused"] * AT_ONCE
     clock.now += EVERY_S
@@ -53,7 +61,7 @@ def test_a_peer_has_some_lines_then_one_a_minute_which_counts_the_others(clock, 
 
 
 def test_what_is_kept_and_written_is_bounded(clock, caplog):
-    lines = FewLines()
+    lines = RateLimitedLog()
     for number in range(MOST_KNOWN + 50):
         say(lines, f"i{number}")
     assert len(lines._known) == MOST_KNOWN
@@ -63,7 +71,7 @@ def test_what_is_kept_and_written_is_bounded(clock, caplog):
 
 
 def test_a_level_that_is_not_logged_costs_no_line(clock, caplog):
-    lines = FewLines()
+    lines = RateLimitedLog()
     for _ in range(2 * AT_ONCE):
         lines.log(logger, logging.DEBUG, None, "busy")
     lines.log(logger, logging.INFO, None, "refused")
@@ -71,7 +79,7 @@ def test_a_level_that_is_not_logged_costs_no_line(clock, caplog):
 
 
 def test_an_error_at_hand_brings_its_trace(clock, caplog):
-    lines = FewLines()
+    lines = RateLimitedLog()
     for _ in range(3 * AT_ONCE):
         try:
             raise OSError("disk")

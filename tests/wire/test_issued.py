@@ -48,19 +48,18 @@ def test_a_certificate_that_was_renewed_is_revoked_with_the_newest(folder):
     newest = pem_of(folder)
     assert gets_in(folder, stolen)
     revoked = certificates.revoke(folder, A)
-    assert len(revoked.serials) == 3
-    assert {serial_of(stolen), serial_of(newest)} < set(revoked.serials)
-    assert not revoked.since, "the list is as old as the authority"
+    assert len(revoked) == 3
+    assert {serial_of(stolen), serial_of(newest)} < set(revoked)
     assert not gets_in(folder, stolen)
     assert not gets_in(folder, newest)
     assert gets_in(folder, other)
 
 
 def test_it_comes_back_with_another_key_and_is_shut_out_again(folder):
-    first = certificates.revoke(folder, A).serials
+    first = certificates.revoke(folder, A)
     certificates.add(folder, [], 90, islands=["a"])
     assert gets_in(folder, again := pem_of(folder))
-    assert certificates.revoke(folder, A).serials == (serial_of(again),)
+    assert certificates.revoke(folder, A) == [serial_of(again)]
     text = (folder / principal.REVOKED).read_text()
     assert principal.serials(text) == [*first, serial_of(again)], "each once"
     with pytest.raises(SecurityError, match="of island a that gets in; it has coordin"):
@@ -78,23 +77,16 @@ def test_a_key_that_is_no_longer_here_is_revoked_all_the_same(folder, capsys):
     assert not gets_in(folder, stolen)
 
 
-def test_a_folder_of_an_earlier_version_says_what_it_does_not_know(folder, capsys):
-    stolen = pem_of(folder)
-    certificates.add(folder, [], 90, islands=["a"])
+def test_a_folder_without_its_list_is_not_added_to(folder):
     (folder / ISSUED).unlink()
-    second = pem_of(folder)
-    certificates.add(folder, [], 90, islands=["a"])
-    today = datetime.datetime.now(datetime.UTC).date()
-    assert cli.main(["certs", str(folder), "--revoke", "island.a"]) == 0
-    told = capsys.readouterr().err
-    assert told.partition(", in ")[0].count(",") == 1, "two are known"
-    assert f"warning: {folder / ISSUED} was begun on {today}: certificates of" in told
-    assert "make a new authority (--replace)" in told
-    assert certificates.register(folder).since == str(today), "from now on"
-    assert not gets_in(folder, second), "overwritten since the list was begun"
-    assert gets_in(folder, stolen), "nobody knows its number"
+    for call in (
+        lambda: certificates.add(folder, [], 90),
+        lambda: certificates.revoke(folder, A),
+    ):
+        with pytest.raises(SecurityError, match=r"issued\.txt is no .*--replace"):
+            call()
     certificates.make_certificates(folder, [], 90, replace=True)
-    assert not certificates.register(folder).since
+    assert len(certificates.issued(folder)) == 3
 
 
 def test_certificates_that_have_ended_are_not_kept(folder):
@@ -102,12 +94,12 @@ def test_certificates_that_have_ended_are_not_kept(folder):
     ended = Issued(7, now - datetime.timedelta(seconds=1), A.stem)
     with (folder / ISSUED).open("a") as file:
         file.write(f"{ended.serial:x} {ended.end.isoformat()} {ended.stem}\n")
-    assert 7 not in certificates.register(folder).serials(A.stem)
+    assert 7 not in {one.serial for one in certificates.issued(folder)}
     certificates.add(folder, [], 90, islands=["a"])
     lines = (folder / ISSUED).read_text().splitlines()
     assert not any(line.startswith("7 ") for line in lines)
-    assert len(certificates.register(folder).serials(A.stem)) == 2
-    assert len(certificates.register(folder).serials(COORDINATOR.stem)) == 1
+    stems = [one.stem for one in certificates.issued(folder)]
+    assert (stems.count(A.stem), stems.count(COORDINATOR.stem)) == (2, 1)
 
 
 def test_a_damaged_list_is_named_with_its_line(folder):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from wire_support import WAIT_S, deadlines, random_bytes, upload_start
 
-from diloco_jax.wire import acceptor
+from diloco_jax.wire import limits
 from diloco_jax.wire.errors import (
     Busy,
 )
@@ -22,7 +22,7 @@ def test_transfers_beyond_the_places_wait_then_are_busy_and_status_gets_through(
     serve, connect, handlers, monkeypatch
 ):
     server, address = serve(max_islands=1, max_hosts=1, bulk_channels=1)
-    monkeypatch.setattr(server._bulk._places, "_wait_s", 0.2)
+    monkeypatch.setattr(server._bulk._slots, "_wait_s", 0.2)
     entered, leave = threading.Semaphore(0), threading.Event()
     original = handlers.upload_end
 
@@ -56,7 +56,7 @@ def test_transfers_beyond_the_places_wait_then_are_busy_and_status_gets_through(
 
 def test_a_transfer_that_waits_gets_the_first_place_that_is_free():
     held, leave, order = threading.Event(), threading.Event(), []
-    one = acceptor.Places(1, WAIT_S)
+    one = limits.TransferSlots(1, WAIT_S)
 
     def hold():
         with one.taken():
@@ -81,9 +81,9 @@ def test_a_transfer_that_waits_gets_the_first_place_that_is_free():
 
 
 def test_places_are_bounded_whatever_the_hosts_and_so_are_those_who_wait(monkeypatch):
-    monkeypatch.setattr(acceptor, "MOST_PLACES", 3)
-    monkeypatch.setattr(acceptor, "MOST_WAITING", 2)
-    few = acceptor.Places(2 * 4 * 64 * 64, WAIT_S)
+    monkeypatch.setattr(limits, "MOST_SLOTS", 3)
+    monkeypatch.setattr(limits, "MOST_WAITING", 2)
+    few = limits.TransferSlots(2 * 4 * 64 * 64, WAIT_S)
     assert (few.count, few.threads) == (3, 5)
     holding, leave = threading.Semaphore(0), threading.Event()
 
@@ -112,7 +112,7 @@ def test_places_are_bounded_whatever_the_hosts_and_so_are_those_who_wait(monkeyp
     ("hard", "expected", "told", "fit"),
     [
         (100_000, 20_512, False, 20_000),
-        (5000, 5000, True, 5000 - acceptor.OTHER_FILES),
+        (5000, 5000, True, 5000 - limits.OTHER_FILES),
         (600, 600, True, 300),
     ],
 )
@@ -120,16 +120,14 @@ def test_the_limit_on_open_files_follows_the_connections(
     monkeypatch, caplog, hard, expected, told, fit
 ):
     """Those that fit leave room for other files."""
-    limits = [(512, hard)]
-    monkeypatch.setattr(acceptor.resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(
-        acceptor.resource, "setrlimit", lambda _, new: limits.append(new)
-    )
-    assert acceptor.allow_connections(20_000) == fit
-    assert limits[-1] == (expected, hard)
+    seen = [(512, hard)]
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: seen[-1])
+    monkeypatch.setattr(limits.resource, "setrlimit", lambda _, new: seen.append(new))
+    assert limits.allow_connections(20_000) == fit
+    assert seen[-1] == (expected, hard)
     assert ("20000 connections" in caplog.text) == told
-    acceptor.allow_connections(0)
-    assert len(limits) == 2, "it is never lowered"
+    limits.allow_connections(0)
+    assert len(seen) == 2, "it is never lowered"
 
 
 def test_every_host_of_an_island_has_places_of_its_own(
@@ -178,7 +176,7 @@ def test_a_stripe_that_finds_the_peer_busy_comes_again_alone(
 
 
 def test_one_peer_cannot_take_all_places():
-    few = acceptor.Places(4, 0.0, each=2)
+    few = limits.TransferSlots(4, 0.0, each=2)
     with few.taken("b"), few.taken("a"), few.taken("a"):
         with (
             pytest.raises(Busy, match="a has 2 transfers under way, the limit is 2"),

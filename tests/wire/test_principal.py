@@ -25,10 +25,10 @@ from diloco_jax.wire.principal import (
     READER,
     Principal,
     island,
-    not_worker,
+    mismatch,
     of_stem,
     of_uri,
-    require_island,
+    require,
     worker,
 )
 from diloco_jax.wire.tls import TlsFiles
@@ -74,23 +74,25 @@ def test_other_uris_name_nobody(uri):
     assert of_uri(uri) is None
 
 
-def test_only_the_island_itself_may_speak_for_it():
-    require_island(island("a"), "a")
-    require_island(None, "a")
-    for who in (island("b"), READER, OPERATOR, COORDINATOR):
-        with pytest.raises(Refused, match=rf"certificate is that of {who}.*island\.a"):
-            require_island(who, "a")
+@pytest.mark.parametrize("wanted", [island("a"), COORDINATOR, OPERATOR])
+def test_a_call_is_for_one_principal_alone(wanted):
+    require(wanted, wanted)
+    require(None, wanted)
+    for who in {island("b"), worker(0), READER, OPERATOR, COORDINATOR} - {wanted}:
+        refused = rf"certificate is that of {who};.*{wanted.stem}\.pem"
+        with pytest.raises(Refused, match=refused):
+            require(who, wanted)
 
 
-def test_a_worker_is_itself_or_uses_the_coordinators_key():
-    assert not_worker(worker(1), 1) == not_worker(COORDINATOR, 1) == ""
-    assert not_worker(worker(1), 1, own=True) == ""
-    assert "of coordinator, and has to be that of worker 1;" in not_worker(
-        COORDINATOR, 1, own=True
-    )
+def test_what_answers_is_one_of_those_that_were_dialled():
+    wanted = worker(1), COORDINATOR
+    assert {mismatch(who, "field", *wanted) for who in wanted} == {""}
     for who in (worker(2), island("1"), READER, None):
-        wrong = not_worker(who, 1)
-        assert wrong.startswith(f"that is the certificate of {who or 'nobody'}, and")
+        assert mismatch(who, "placement.advertise", *wanted) == (
+            f"that is the certificate of {who or 'nobody'}, and has to be that of "
+            f"worker 1 or of the coordinator; check placement.advertise, and what "
+            f"listens there"
+        )
 
 
 def test_an_island_speaks_and_transfers_as_itself(serve, connect, handlers, tls):
@@ -289,7 +291,7 @@ def test_an_island_renews_its_key_without_a_restart(
     client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
     stream = client.open_control(hello())
     client.transfers.upload(upload_start(8), b"12345678")
-    old = authority._certificate(copy, island(ISLAND)).serial_number
+    old = authority.certificate_of(copy, island(ISLAND)).serial_number
     authority.add(copy, [], 1, islands=[ISLAND])
     stream.send(report(1))
     # The old certificate counts until it is revoked.
@@ -338,6 +340,6 @@ def test_only_what_ends_soon_is_renewed(copy):
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {f"{who.stem}.pem" for who in renewed}
     assert authority.renew(copy, 90, within_days=45) == []
-    certificate = authority._certificate(copy, READER)
+    certificate = authority.certificate_of(copy, READER)
     left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert left > datetime.timedelta(days=89)

@@ -9,32 +9,32 @@ from types import SimpleNamespace
 import pytest
 from wire_support import WAIT_S, Clock, hello, report
 
-from diloco_jax.wire import server, session
+from diloco_jax.wire import limits, server, session
 from diloco_jax.wire.errors import Busy
 
 
 def test_a_peer_may_send_a_burst_then_waits(monkeypatch, caplog):
     clock = Clock()
-    monkeypatch.setattr(session, "time", clock)
-    paced = session.Quota("island a")
-    half = session.BURST_BYTES // 2
+    monkeypatch.setattr(limits, "time", clock)
+    paced = limits.Quota("island a")
+    half = limits.BURST_BYTES // 2
     assert [paced.wait_s(half), paced.wait_s(half)] == [0.0, 0.0]
-    waits = [paced.wait_s(session.BYTES_PER_SECOND) for _ in range(3)]
+    waits = [paced.wait_s(limits.BYTES_PER_SECOND) for _ in range(3)]
     assert waits == pytest.approx([1.0, 2.0, 3.0])
     (told,) = caplog.messages
     assert "island a sends more than 65536 bytes of control messages a second" in told
     clock.now += 3.0
     assert paced.wait_s(0) == 0.0
     clock.now += 1e6
-    assert paced.wait_s(session.BURST_BYTES) == 0.0
-    assert paced.wait_s(session.BYTES_PER_SECOND) == pytest.approx(1.0), "no more saved"
+    assert paced.wait_s(limits.BURST_BYTES) == 0.0
+    assert paced.wait_s(limits.BYTES_PER_SECOND) == pytest.approx(1.0), "no more saved"
 
 
 def test_a_session_reads_no_faster(serve, connect, handlers, monkeypatch):
     waited = []
     # None is earned meanwhile.
-    small = functools.partial(session.Quota, rate=1, burst=session.HELLO_BYTES)
-    monkeypatch.setattr(session, "Quota", small)
+    small = functools.partial(limits.Quota, rate=1, burst=limits.HELLO_BYTES)
+    monkeypatch.setattr(server, "Quota", small)
     held = SimpleNamespace(sleep=waited.append, monotonic=time.monotonic)
     monkeypatch.setattr(session, "time", held)
     _, address = serve()

@@ -28,7 +28,7 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.wire import addresses, encoding, principal, session
+from diloco_jax.wire import addresses, encoding, limits, principal, session
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire.errors import Busy
 from diloco_jax.wire.frames import BulkConnection
@@ -154,9 +154,9 @@ def test_what_a_key_has_open_ends_when_it_is_revoked(dial, copy):
 
 def test_requests_without_pause_wait(port, connect, copy, monkeypatch):
     """A peer has so many at once, and so many a second."""
-    monkeypatch.setattr(session, "REQUESTS_PER_SECOND", 0.0)
-    monkeypatch.setattr(session, "LEAST_REQUESTS", 4.0)
-    monkeypatch.setattr(session, "BURST_S", 1.0)
+    monkeypatch.setattr(limits, "REQUESTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(limits, "LEAST_REQUESTS", 4.0)
+    monkeypatch.setattr(limits, "BURST_S", 1.0)
     client = connect(port, tls=TlsFiles.load(copy, island(ISLAND)), bulk_channels=1)
     began = time.monotonic()
     for _ in range(6):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diloco_jax.wire.transfers import LEAST_BYTES, SpareMemory
+from diloco_jax.wire.transfers import LEAST_BYTES, ReceiveBuffers
 
 SIZE = 2 * LEAST_BYTES
 
@@ -12,7 +12,7 @@ def place(view: memoryview) -> int:
 
 
 def test_memory_is_lent_again_once_the_last_view_is_gone():
-    memory = SpareMemory()
+    memory = ReceiveBuffers()
     first = memory.lend(SIZE)
     where, part = place(first), np.frombuffer(first[5:], np.uint8)[3:]
     part[:] = 1
@@ -27,7 +27,7 @@ def test_memory_is_lent_again_once_the_last_view_is_gone():
 
 
 def test_what_is_far_too_large_or_too_small_is_not_lent():
-    memory = SpareMemory()
+    memory = ReceiveBuffers()
     for first, second in ((SIZE, SIZE + 1), (4 * SIZE, SIZE)):
         view = memory.lend(first)
         del view
@@ -38,7 +38,7 @@ def test_what_is_far_too_large_or_too_small_is_not_lent():
 
 
 def test_one_buffer_is_kept_at_most():
-    memory = SpareMemory()
+    memory = ReceiveBuffers()
     views = [memory.lend(SIZE) for _ in range(3)]
     del views
     assert len(memory._free) == 1

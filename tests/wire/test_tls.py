@@ -264,20 +264,15 @@ def _end_all(listener):
             connection.close()
 
 
-def test_no_folder_for_temporary_files_is_needed(tls, monkeypatch):
-    def none() -> str:
-        raise FileNotFoundError("No usable temporary directory found")
-
-    monkeypatch.setattr(tempfile, "gettempdir", none)
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_get_default_tempdir", none)
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_no_folder_for_temporary_files_is_needed(tls, monkeypatch, tmp_path, in_memory):
+    """Unless the system has no files in memory."""
+    if in_memory:
+        monkeypatch.setattr(tempfile, "NamedTemporaryFile", None)
+    else:
+        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for context in (tls["island"].client_context(), tls["island"].peer_context()):
         assert context.get_ca_certs()
     assert tls["coordinator"].server_contexts()().verify_mode == ssl.CERT_REQUIRED
-
-
-def test_systems_without_files_in_memory_have_a_folder(tls, monkeypatch, tmp_path):
-    monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert tls["island"].client_context().get_ca_certs()
     assert list(tmp_path.iterdir()) == []

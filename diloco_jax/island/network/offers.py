@@ -36,9 +36,17 @@ from diloco_jax.island.network.link import Lanes
 from diloco_jax.protocol.island.fetching import Fetch, order_of_peers
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.bulk import FetchRequest, Holdings, HoldingsRequest, Identity
-from diloco_jax.wire.bulk_server import FetchSource, OfferServer, source_of
+from diloco_jax.wire.bulk import (
+    FetchRequest,
+    FetchSource,
+    Holdings,
+    HoldingsRequest,
+    Identity,
+    source_of,
+)
+from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.errors import RemoteProtocolError, VersionGone, WireError
+from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Connections, Fetched, Transfers
@@ -77,11 +85,13 @@ class _Shard(NamedTuple):
         return tiles
 
 
-class Offers:
-    """Answers `OfferServer`. `show` is called by the loop, the rest by many threads."""
+class Offers(Handlers):
+    """Answers other islands of the run. The loop calls `show`, many threads the
+    rest."""
 
-    def __init__(self, fragments: int, kept_s: float) -> None:
+    def __init__(self, run_id: str, fragments: int, kept_s: float) -> None:
         """kept_s: seconds for which a copy stays in the host's memory."""
+        self._run_id = run_id
         self._shown: list[_Shown | None] = [None] * fragments
         self._kept_s = kept_s
         self._lock = threading.Lock()
@@ -98,14 +108,14 @@ class Offers:
             self._drop_old()
             self._lock.release()
 
-    def holdings(self, fragment: int) -> Holdings:
-        """See `OfferHandlers.holdings`."""
-        shown = self._of(fragment)
+    def holdings(self, request: HoldingsRequest) -> Holdings:
+        principal.require_run(request, self._run_id)
+        shown = self._of(request.fragment)
         boxes = tuple(shard.box for shard in _shards(shown))
         return Holdings(version=shown.version, part=boxes)
 
-    def offered(self, request: FetchRequest) -> FetchSource:
-        """See `OfferHandlers.offered`."""
+    def fetch(self, request: FetchRequest) -> FetchSource:
+        principal.require_run(request, self._run_id)
         shown = self._of(request.fragment)
         if shown.version != request.want:
             raise VersionGone(
@@ -208,7 +218,7 @@ def offer(
     versions: Sequence[Version],
     deadlines: Deadlines,
     is_revoked: Callable[[int], bool],
-) -> OfferServer | None:
+) -> BulkServer | None:
     """Offer the anchors that the exchange holds, at these versions, and those that it
     adopts later; return what serves them. is_revoked: asks the coordinator.
 
@@ -232,13 +242,12 @@ def offer(
             error,
         )
         return None
-    offers = Offers(len(versions), deadlines.pin_s)
+    offers = Offers(identity.run_id, len(versions), deadlines.pin_s)
     for fragment, version in enumerate(versions):
         offers.show(fragment, version, exchange.held(fragment))
     exchange.adopted = offers.show
-    server = OfferServer(
+    server = BulkServer(
         offers,
-        identity.run_id,
         tls=TlsFiles.load_given(placement.certificates, principal.island(name)),
         deadlines=deadlines,
         max_hosts=sum(island.hosts for island in config.islands.values()),
@@ -270,7 +279,12 @@ class PeerAnchors:
 
         def transfers(name: str, address: str) -> Transfers:
             connections = Connections(
-                address, tls, deadlines, 2 * channels, island=name
+                address,
+                tls,
+                deadlines,
+                2 * channels,
+                principal.island(name),
+                field=f"islands.{name}.offers",
             )
             return Transfers(connections, channels, deadlines, self._watch)
 
