@@ -53,6 +53,8 @@ def issued(folder: Path) -> list[Issued]:
     """Return the certificates that the folder's authority has signed and that have not
     ended, oldest first. Raises SecurityError if its list of them cannot be read."""
     path, found = folder / ISSUED, list[Issued]()
+    if not (folder / "ca.pem").exists():
+        return []
     where = str(path)
     try:
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -103,15 +105,7 @@ def make_certificates(
             f"choose another folder, or replace it on purpose (`diloco certs "
             f"--replace`)"
         )
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name("diloco authority")
-    certificate = (
-        _builder(subject, subject, key.public_key(), key.public_key(), CA_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(authority=True), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    authority = _Signed(certificate, key)
+    authority = _sign("diloco authority", CA_DAYS)
     wanted = [COORDINATOR, READER, OPERATOR, *map(island, islands)]
     wanted += map(worker, range(workers))
     leaves = _leaves(authority, wanted, [*LOCAL_NAMES, *names], days)
@@ -256,7 +250,6 @@ def _leaves(
     hosts: names of the coordinator's machine."""
     machines, leaves = _hosts(hosts), dict[str, _Signed]()
     for who in wanted:
-        key = ec.generate_private_key(ec.SECP256R1())
         # The coordinator's asks for the status, too, for people on its machine.
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
@@ -266,20 +259,8 @@ def _leaves(
             usages.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
         if _serves(who):
             names += machines
-        builder = (
-            _builder(
-                _name(f"diloco {who}"),
-                authority.certificate.subject,
-                key.public_key(),
-                authority.key.public_key(),
-                days,
-            )
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-            .add_extension(_key_usage(authority=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        )
-        leaves[who.stem] = _Signed(builder.sign(authority.key, hashes.SHA256()), key)
+        extensions = x509.ExtendedKeyUsage(usages), x509.SubjectAlternativeName(names)
+        leaves[who.stem] = _sign(f"diloco {who}", days, authority, *extensions)
     return leaves
 
 
@@ -287,40 +268,24 @@ def _serves(who: Principal) -> bool:
     return who.role in ("coordinator", "worker")
 
 
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    public_key: ec.EllipticCurvePublicKey,
-    issuer_key: ec.EllipticCurvePublicKey,
+def _sign(
+    subject: str,
     days: int,
-) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(public_key)
-        .serial_number(x509.random_serial_number())
-        # One hour back, for machines whose clocks are behind.
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=days))
-        # RFC 5280 asks for it, and Python from 3.13 on insists.
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), False
-        )
+    authority: _Signed | None = None,
+    *extensions: x509.ExtensionType,
+) -> _Signed:
+    """Make a key and its certificate. authority: None = it is one itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
+    itself = authority is None
+    issuer, by = (
+        (authority.certificate.subject, authority.key) if authority else (name, key)
     )
-
-
-def _name(common_name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-
-
-def _key_usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority,
-        key_cert_sign=authority,
-        crl_sign=authority,
+    now = datetime.datetime.now(datetime.UTC)
+    usage = x509.KeyUsage(
+        digital_signature=not itself,
+        key_cert_sign=itself,
+        crl_sign=itself,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
@@ -328,6 +293,27 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    constraints = x509.BasicConstraints(ca=itself, path_length=0 if itself else None)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # One hour back, for machines whose clocks are behind.
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(constraints, critical=True)
+        .add_extension(usage, critical=True)
+    )
+    for extension in (
+        # RFC 5280 asks for them, and Python from 3.13 on insists.
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key()),
+        *extensions,
+    ):
+        builder = builder.add_extension(extension, critical=False)
+    return _Signed(builder.sign(by, hashes.SHA256()), key)
 
 
 def _hosts(names: Iterable[str]) -> list[x509.GeneralName]:

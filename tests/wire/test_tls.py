@@ -38,12 +38,6 @@ def copy(certificates, tmp_path) -> Path:
     return Path(shutil.copytree(certificates, tmp_path / "copy"))
 
 
-def test_control_over_tls(serve, connect, handlers, tls):
-    _, address = serve(tls=tls["coordinator"])
-    stream = connect(address, tls=tls["island"]).open_control(hello())
-    assert stream.welcome.run_id == "r"
-
-
 def test_certificates_are_good_enough_for_the_strictest(serve, tls):
     """As Python is from 3.13 on by default."""
     _, address = serve(tls=tls["coordinator"])
@@ -73,23 +67,6 @@ def test_the_coordinators_certificate_asks_for_status(
     assert TlsFiles.load_any(certificates).who == READER
 
 
-def test_private_keys_are_private(certificates):
-    keys = sorted(path.name for path in certificates.glob("*.key"))
-    stems = ["ca", "coordinator", "island.a", "island.other", "operator", "reader"]
-    assert keys == [f"{stem}.key" for stem in stems]
-    for name in keys:
-        assert (certificates / name).stat().st_mode & 0o777 == 0o600
-
-
-def test_authority_is_not_overwritten_unless_told(copy):
-    before = (copy / "ca.pem").read_bytes()
-    with pytest.raises(SecurityError, match=r"--add.*--replace"):
-        make_certificates(copy, [], 1)
-    assert (copy / "ca.pem").read_bytes() == before
-    make_certificates(copy, [], 1, replace=True)
-    assert (copy / "ca.pem").read_bytes() != before
-
-
 def test_names_added_later_serve_islands_with_old_certificates(
     serve, connect, copy, tls
 ):
@@ -98,12 +75,6 @@ def test_names_added_later_serve_islands_with_old_certificates(
     _, address = serve(bind="127.0.0.2:0", tls=TlsFiles.load(copy, COORDINATOR))
     client = connect(address, tls=tls["island"])
     assert client.status(WAIT_S)["islands"]
-
-
-def test_names_cannot_be_added_without_the_authoritys_key(copy):
-    (copy / "ca.key").unlink()
-    with pytest.raises(SecurityError, match=r"ca\.key"):
-        add(copy, ["x"], 1)
 
 
 @pytest.mark.parametrize("name", ["ca.pem", f"{STEM}.pem", f"{STEM}.key"])

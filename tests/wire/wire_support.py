@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -165,6 +167,15 @@ class Recorder(Handlers):
         event = self.events.get(timeout=WAIT_S)
         assert event[0] == kind, event
         return event[1:]
+
+
+def until(happened: Callable[[], Any], meanwhile: Callable[[], Any] = int) -> None:
+    """Wait for something that other threads bring about."""
+    deadline = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < deadline
+        meanwhile()
+        time.sleep(0.001)
 
 
 def random_bytes(size: int) -> bytes:
