@@ -17,8 +17,6 @@ from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, CountOrNone, Version
 from diloco_jax.wire.errors import Failure
 
-Ticket = Annotated[bytes, msgspec.Meta(max_length=64)]
-"""See `protocol/tickets.py`."""
 Serial = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,40}$")]
 """Serial number of a certificate, in hex."""
 
@@ -38,14 +36,22 @@ class Identity:
         return dataclasses.asdict(self)
 
 
-class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Announce a contiguous stripe of one delta, or of one host's part of it."""
+class IslandCall(Message, frozen=True, kw_only=True):
+    """What an island's process says with each of its calls for a fragment."""
 
     run_id: Identifier
     island: Name
     incarnation: Count
     session: Identifier
     fragment: Count
+    ticket: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    """For a worker, see `protocol/tickets.py`: of the take request, the publish or the
+    welcome."""
+
+
+class UploadStart(IslandCall, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Announce a contiguous stripe of one delta, or of one host's part of it."""
+
     tick: CountOrNone
     offset: Count
     """First byte of this stripe in the part's bytes."""
@@ -56,23 +62,11 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     """Tiles of the fragment's payload that are sent; empty: all of them."""
     version: Version | None = None
     """None: a delta. Otherwise the f32 anchor of the island at this version."""
-    ticket: Ticket = b""
-    """For a worker: of the take request."""
-
-    @property
-    def what(self) -> str:
-        """The name of the payload, for people."""
-        return f"fragment {self.fragment}"
 
 
-class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class FetchRequest(IslandCall, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Ask for a stripe of a fragment: encoded publishes since `have`, or all of A."""
 
-    run_id: Identifier
-    island: Name
-    incarnation: Count
-    session: Identifier
-    fragment: Count
     want: Version
     have: Version | None
     """None: send the anchor (f32)."""
@@ -84,8 +78,6 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=T
     digests: bool = False
     """Send the digests of the anchor's tiles (`core/tiles.py`) in their
     place."""
-    ticket: Ticket = b""
-    """For a worker: of the publish or the welcome."""
 
 
 class FetchStart(Message, frozen=True, kw_only=True, tag=True):

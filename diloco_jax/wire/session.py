@@ -20,7 +20,7 @@ import grpc
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.wire import bulk, encoding, errors
-from diloco_jax.wire.encoding import decoded
+from diloco_jax.wire.encoding import QUEUED_CONTROL_BYTES, decoded
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError, WireError
 from diloco_jax.wire.limits import HELLO_BYTES, Quota, RateLimitedLog
 from diloco_jax.wire.principal import Principal, island, require
@@ -28,7 +28,6 @@ from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
 Identify = Callable[[], Principal | None]
 
 
@@ -55,13 +54,13 @@ class Session:
         self.peer: str = context.peer()
         self._context, self._handlers, self._identify = context, handlers, identify
         self._quota, self._lines = quota, log
-        self._outbox = ByteQueue(OUTBOX_BYTES)
+        self._outbox = ByteQueue(QUEUED_CONTROL_BYTES)
 
     def send(self, message: messages.FromCoordinator) -> None:
         """Queue a message and return at once; do nothing on a closed session.
 
-        A peer that leaves more than `OUTBOX_BYTES` unread is too slow: its session
-        ends, and it may come back.
+        A peer that leaves more than `QUEUED_CONTROL_BYTES` unread is too slow: its
+        session ends, and it may come back.
         """
         try:
             stored = self._outbox.put(encoding.encode(message))
@@ -71,7 +70,7 @@ class Session:
             logger.warning(
                 "%s: more than %d bytes of control messages unread; the session ends",
                 self,
-                OUTBOX_BYTES,
+                QUEUED_CONTROL_BYTES,
             )
             self._outbox.close(discard=True)
             self._context.cancel()

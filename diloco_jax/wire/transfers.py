@@ -366,7 +366,7 @@ class Transfers:
         view = memoryview(payload).cast("B")
         if len(view) != start.length:
             raise LocalProtocolError(
-                f"upload of {start.what} announces {start.length} bytes "
+                f"upload of fragment {start.fragment} announces {start.length} bytes "
                 f"and has {len(view)}"
             )
         with self._group() as calls:
@@ -480,7 +480,8 @@ class Transfers:
                 answer(connection, UploadDone)
                 connection.between = True
 
-        budget_s, what = self._deadlines.budget_s, f"upload of {start.what}"
+        budget_s = self._deadlines.budget_s
+        what = f"upload of fragment {start.fragment}"
         until = time.monotonic() + budget_s
         calls.persist(attempt, budget_s, until, what, lambda: start.offset, Busy)
         return sent

@@ -26,7 +26,6 @@ from diloco_jax.wire.errors import (
     Refused,
     RemoteProtocolError,
 )
-from diloco_jax.wire.session import OUTBOX_BYTES
 
 
 def test_messages_arrive_in_order_both_ways(serve, connect, handlers):
@@ -170,9 +169,9 @@ def test_peer_that_does_not_read_is_put_out_and_memory_stays_bounded(
     while handlers.events.empty() and time.monotonic() - began < WAIT_S:
         session.send(word)
         sent += 1
-        assert session._outbox.held_bytes <= OUTBOX_BYTES
+        assert session._outbox.held_bytes <= encoding.QUEUED_CONTROL_BYTES
     handlers.next("disconnect")  # well before all deadlines
-    assert sent >= OUTBOX_BYTES >> 20
+    assert sent >= encoding.QUEUED_CONTROL_BYTES >> 20
     open_end.set()
     call.cancel()
 
