@@ -166,101 +166,6 @@ class Connections:
 
 
 Answer = TypeVar("Answer")
-Result = TypeVar("Result")
-
-
-class Calls:
-    """The calls of one transfer."""
-
-    def __init__(
-        self, connections: Connections, watch: IdleWatch, deadlines: Deadlines
-    ) -> None:
-        self._connections, self._watch = connections, watch
-        self._deadlines, self._peer = deadlines, connections.address
-        self._lock = threading.Lock()
-        self._open: set[BulkConnection] = set()
-        self._cancelled = threading.Event()
-
-    @contextlib.contextmanager
-    def call(self) -> Iterator[tuple[BulkConnection, Guard]]:
-        """Take a connection for the length of the block, which makes one call on it.
-
-        The block touches the guard as bytes move. Without any for `idle_s`, or
-        once the group is cancelled, the connection is cut and the block raises
-        ConnectionLost.
-        """
-        connection = self._connections.take()
-        with self._lock:
-            self._open.add(connection)
-        if self._cancelled.is_set():
-            connection.cut()
-        idle_s = self._deadlines.idle_s
-        try:
-            with self._watch.guard(idle_s, connection.cut) as guard:
-                yield connection, guard
-        except ConnectionLost as error:
-            if guard.expired:
-                raise ConnectionLost(
-                    f"{self._peer}: not {PROGRESS_BYTES >> 10} KiB moved for "
-                    f"{idle_s:g} s"
-                ) from error
-            if self._cancelled.is_set():
-                raise ConnectionLost(
-                    f"{self._peer}: the transfer was ended at this end ({error})"
-                ) from error
-            raise
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-            self._connections.give(connection)
-
-    def persist(
-        self,
-        attempt: Callable[[], Result],
-        seconds: float,
-        until: float,
-        what: str,
-        position: Callable[[], int],
-        *again: type[WireError],
-    ) -> Result:
-        """Return what an attempt returns, and repeat it upon these errors, with pauses,
-        as long as `until` allows, which is `seconds` after the transfer began; then
-        raise the first of these errors. what: that is transferred, for people.
-        position: of its next byte; where it moves, pauses are short again."""
-        backoff = Backoff(self._deadlines)
-        while True:
-            before = position()
-            try:
-                return attempt()
-            except again as error:
-                if position() > before:
-                    backoff.reset()
-                pause_s = backoff.next_s()
-                if time.monotonic() + pause_s > until:
-                    raise again[0](
-                        f"{what} given up at byte {position()}, {seconds:g} s after it "
-                        f"began: {error}"
-                    ) from error
-                if self._cancelled.wait(pause_s):
-                    raise
-
-    def cancel(self) -> None:
-        """Cancel all calls, including later ones."""
-        self._cancelled.set()
-        with self._lock:
-            for connection in self._open:
-                connection.cut()
-
-    def results(self, running: list[futures.Future[Result]]) -> list[Result]:
-        """Return all results; on the first error end the other calls and raise it."""
-        try:
-            for done in futures.as_completed(running):
-                done.result()
-        except BaseException:
-            self.cancel()
-            futures.wait(running)
-            raise
-        return [done.result() for done in running]
 
 
 def asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answer:
@@ -333,7 +238,10 @@ class Fetched:
 
 
 class Transfers:
-    """Upload and fetch over bulk connections, with threads of their own."""
+    """Upload and fetch over bulk connections, with threads of their own.
+
+    The calls of one transfer are a group: its event is set once it is cancelled.
+    """
 
     def __init__(
         self,
@@ -344,14 +252,16 @@ class Transfers:
     ) -> None:
         """channels: stripes of one transfer that are under way at once."""
         self._connections, self._channels = connections, channels
-        self._peer = connections.address
+        self.peer = connections.address
         self._deadlines, self._watch = deadlines, watch
         # Apart, so that neither direction waits for the other.
         self._upload_pool = DaemonPool(channels, "diloco-upload")
         self._fetch_pool = DaemonPool(channels, "diloco-fetch")
-        self._memory = ReceiveBuffers()
+        self.memory = ReceiveBuffers()
         self._lock = threading.Lock()
-        self._groups: set[Calls] = set()
+        self._open: dict[BulkConnection, threading.Event] = {}
+        """Connections with a call, and its group."""
+        self._groups: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._closed = False
 
     def upload(
@@ -369,22 +279,21 @@ class Transfers:
                 f"upload of fragment {start.fragment} announces {start.length} bytes "
                 f"and has {len(view)}"
             )
-        with self._group() as calls:
-            sending = []
-            for low, size in stripes(len(view), self._channels):
-                stripe = replace(start, offset=start.offset + low, length=size)
-                part = view[low : low + size]
-                sending.append(
-                    self._submit(self._upload_pool, self._send, calls, stripe, part)
-                )
-            return sum(calls.results(sending))
+        group, sending = self._begin(), []
+        for low, size in stripes(len(view), self._channels):
+            stripe = replace(start, offset=start.offset + low, length=size)
+            part = view[low : low + size]
+            sending.append(
+                self._submit(self._upload_pool, self._send, group, stripe, part)
+            )
+        return self._sum(group, sending)
 
     def ask(
         self, request: HoldingsRequest | RevocationRequest, kind: type[Answer]
     ) -> Answer:
         """Return the answer, of this kind, to a request without payload. Raises
         Refused, ConnectionLost, or RemoteProtocolError."""
-        with self._group() as calls, calls.call() as (connection, _):
+        with self.call(self._begin()) as (connection, _):
             found = asked(connection, request, kind)
             connection.between = True
             return found
@@ -404,25 +313,24 @@ class Transfers:
         any more, Refused, ConnectionLost, or RemoteProtocolError. A payload of more
         than `max_bytes` is refused before anything is allocated.
         """
-        rest: list[futures.Future[int]] = []
         seconds = self._deadlines.pin_s if within_s is None else within_s
-        with self._group() as calls:
-            fetch = _Fetch(request, max_bytes, self._peer, calls, self._memory, seconds)
+        group, rest = self._begin(), list[futures.Future[int]]()
+        fetch = _Fetch(request, max_bytes, self, group, seconds)
 
-            def fetch_rest(total: int) -> None:
-                left = total - FIRST_STRIPE_BYTES
-                for low, size in stripes(left, self._channels) if left > 0 else ():
-                    begin = FIRST_STRIPE_BYTES + low
-                    stripe = _Stripe(begin, begin + size)
-                    rest.append(self._submit(self._fetch_pool, fetch.run, stripe))
+        def fetch_rest(total: int) -> None:
+            left = total - FIRST_STRIPE_BYTES
+            for low, size in stripes(left, self._channels) if left > 0 else ():
+                begin = FIRST_STRIPE_BYTES + low
+                stripe = _Stripe(begin, begin + size)
+                rest.append(self._submit(self._fetch_pool, fetch.run, stripe))
 
-            try:
-                first = fetch.run(_Stripe(0, FIRST_STRIPE_BYTES), fetch_rest)
-            except BaseException:
-                calls.cancel()
-                futures.wait(rest)
-                raise
-            wire_bytes = first + sum(calls.results(rest))
+        try:
+            wire_bytes = fetch.run(_Stripe(0, FIRST_STRIPE_BYTES), fetch_rest)
+        except BaseException:
+            self._cut(group)
+            futures.wait(rest)
+            raise
+        wire_bytes += self._sum(group, rest)
         start = fetch.start
         assert start is not None
         return Fetched(
@@ -433,21 +341,6 @@ class Transfers:
             wire_bytes=wire_bytes,
         )
 
-    def cancel(self) -> None:
-        """Cancel all transfers, including later ones."""
-        with self._lock:
-            self._closed = True
-            groups = list(self._groups)
-        for group in groups:
-            group.cancel()
-        self._connections.close()
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the threads, after `cancel`."""
-        deadline = time.monotonic() + timeout_s
-        for pool in (self._upload_pool, self._fetch_pool):
-            pool.close(max(0.0, deadline - time.monotonic()))
-
     def kept(self, request: CycleRequest) -> Iterator[memoryview]:
         """Yield the checked bytes of a file of a kept cycle, in their order.
 
@@ -455,7 +348,7 @@ class Transfers:
         RemoteProtocolError.
         """
         place = memoryview(bytearray(frames.CHUNK_BYTES))
-        with self._group() as calls, calls.call() as (connection, guard):
+        with self.call(self._begin()) as (connection, guard):
             start = asked(connection, request, KeptStart)
             position = 0
             while position < start.total:
@@ -465,14 +358,104 @@ class Transfers:
                 yield place[:length]
             connection.between = True
 
-    def _send(self, calls: Calls, start: UploadStart, view: memoryview) -> int:
+    def cancel(self) -> None:
+        """Cancel all transfers, including later ones."""
+        with self._lock:
+            self._closed = True
+            groups = list(self._groups)
+        for group in groups:
+            self._cut(group)
+        self._connections.close()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the threads, after `cancel`."""
+        deadline = time.monotonic() + timeout_s
+        for pool in (self._upload_pool, self._fetch_pool):
+            pool.close(max(0.0, deadline - time.monotonic()))
+
+    @contextlib.contextmanager
+    def call(self, group: threading.Event) -> Iterator[tuple[BulkConnection, Guard]]:
+        """Take a connection for the length of the block, which makes one call on it.
+
+        The block touches the guard as bytes move. Without any for `idle_s`, or
+        once the group is cancelled, the connection is cut and the block raises
+        ConnectionLost.
+        """
+        connection, idle_s = self._connections.take(), self._deadlines.idle_s
+        with self._lock:
+            self._open[connection] = group
+        if group.is_set():
+            connection.cut()
+        try:
+            with self._watch.guard(idle_s, connection.cut) as guard:
+                yield connection, guard
+        except ConnectionLost as error:
+            if guard.expired:
+                raise ConnectionLost(
+                    f"{self.peer}: not {PROGRESS_BYTES >> 10} KiB moved for "
+                    f"{idle_s:g} s"
+                ) from error
+            if group.is_set():
+                raise ConnectionLost(
+                    f"{self.peer}: the transfer was ended at this end ({error})"
+                ) from error
+            raise
+        finally:
+            with self._lock:
+                del self._open[connection]
+            self._connections.give(connection)
+
+    def persist(
+        self,
+        attempt: Callable[[], object],
+        group: threading.Event,
+        seconds: float,
+        until: float,
+        what: str,
+        position: Callable[[], int],
+        *again: type[WireError],
+    ) -> None:
+        """Repeat an attempt upon these errors, with pauses, as long as `until` allows,
+        which is `seconds` after the transfer began; then raise the first of these
+        errors. what: that is transferred, for people. position: of its next byte; where
+        it moves, pauses are short again."""
+        backoff = Backoff(self._deadlines)
+        while True:
+            before = position()
+            try:
+                attempt()
+                return
+            except again as error:
+                if position() > before:
+                    backoff.reset()
+                pause_s = backoff.next_s()
+                if time.monotonic() + pause_s > until:
+                    raise again[0](
+                        f"{what} given up at byte {position()}, {seconds:g} s after it "
+                        f"began: {error}"
+                    ) from error
+                if group.wait(pause_s):
+                    raise
+
+    def _begin(self) -> threading.Event:
+        """Return a new group."""
+        group = threading.Event()
+        with self._lock:
+            if self._closed:
+                raise ConnectionLost(f"the client of {self.peer} is closed")
+            self._groups.add(group)
+        return group
+
+    def _send(
+        self, group: threading.Event, start: UploadStart, view: memoryview
+    ) -> int:
         """Upload a stripe, and repeat it alone while the peer is too busy for it.
         Return the bytes that all attempts sent."""
         sent = 0
 
         def attempt() -> None:
             nonlocal sent
-            with calls.call() as (connection, guard):
+            with self.call(group) as (connection, guard):
                 before = connection.sent_bytes
                 connection.send(start)
                 connection.send_payload((view,), 0, len(view), guard, start.offset)
@@ -480,10 +463,12 @@ class Transfers:
                 answer(connection, UploadDone)
                 connection.between = True
 
-        budget_s = self._deadlines.budget_s
-        what = f"upload of fragment {start.fragment}"
+        budget_s, what = (
+            self._deadlines.budget_s,
+            f"upload of fragment {start.fragment}",
+        )
         until = time.monotonic() + budget_s
-        calls.persist(attempt, budget_s, until, what, lambda: start.offset, Busy)
+        self.persist(attempt, group, budget_s, until, what, lambda: start.offset, Busy)
         return sent
 
     def _submit(
@@ -492,23 +477,27 @@ class Transfers:
         try:
             return pool.submit(work, *arguments)
         except RuntimeError as error:
-            raise self._is_closed() from error
+            raise ConnectionLost(f"the client of {self.peer} is closed") from error
 
-    def _is_closed(self) -> ConnectionLost:
-        return ConnectionLost(f"the client of {self._peer} is closed")
-
-    @contextlib.contextmanager
-    def _group(self) -> Iterator[Calls]:
-        group = Calls(self._connections, self._watch, self._deadlines)
-        with self._lock:
-            if self._closed:
-                raise self._is_closed()
-            self._groups.add(group)
+    def _sum(self, group: threading.Event, running: list[futures.Future[int]]) -> int:
+        """Return the sum of all results; on the first error end the other calls and
+        raise it."""
         try:
-            yield group
-        finally:
-            with self._lock:
-                self._groups.discard(group)
+            for done in futures.as_completed(running):
+                done.result()
+        except BaseException:
+            self._cut(group)
+            futures.wait(running)
+            raise
+        return sum(done.result() for done in running)
+
+    def _cut(self, group: threading.Event) -> None:
+        """Cancel the calls of a group, including later ones."""
+        group.set()
+        with self._lock:
+            for connection, of in self._open.items():
+                if of is group:
+                    connection.cut()
 
 
 @dataclasses.dataclass
@@ -526,14 +515,13 @@ class _Fetch:
         self,
         request: FetchRequest,
         max_bytes: int,
-        peer: str,
-        calls: Calls,
-        memory: ReceiveBuffers,
+        transfers: Transfers,
+        group: threading.Event,
         seconds: float,
     ) -> None:
-        self._request, self._max_bytes, self._peer = request, max_bytes, peer
-        self._calls, self._memory = calls, memory
-        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._request, self._max_bytes, self._group = request, max_bytes, group
+        self._transfers, self._seconds = transfers, seconds
+        self._until = time.monotonic() + seconds
         self.start: FetchStart | None = None
         """What the first stripe was answered."""
         self.payload = memoryview(b"")
@@ -542,8 +530,9 @@ class _Fetch:
         self, stripe: _Stripe, on_first_answer: Callable[[int], None] | None = None
     ) -> int:
         """Fetch a stripe, attempt after attempt; return the bytes received."""
-        self._calls.persist(
+        self._transfers.persist(
             lambda: self._attempt(stripe, on_first_answer),
+            self._group,
             self._seconds,
             self._until,
             f"fetch of fragment {self._request.fragment}",
@@ -562,7 +551,7 @@ class _Fetch:
             offset=stripe.position,
             length=stripe.end - stripe.position,
         )
-        with self._calls.call() as (connection, guard):
+        with self._transfers.call(self._group) as (connection, guard):
             before = connection.received_bytes
             try:
                 start = asked(connection, request, FetchStart)
@@ -572,10 +561,9 @@ class _Fetch:
                         on_first_answer(start.total)
                 self._check_same(start, stripe)
                 while stripe.position < stripe.end:
+                    room = self.payload[stripe.position : stripe.end]
                     stripe.position += connection.receive_chunk(
-                        self.payload[stripe.position : stripe.end],
-                        stripe.position,
-                        guard,
+                        room, stripe.position, guard
                     )
                 connection.between = True
             finally:
@@ -584,12 +572,12 @@ class _Fetch:
     def _begin(self, start: FetchStart, first: _Stripe) -> None:
         if not 0 <= start.total <= self._max_bytes:
             raise RemoteProtocolError(
-                f"{self._peer} announced {start.total} bytes for fragment "
+                f"{self._transfers.peer} announced {start.total} bytes for fragment "
                 f"{self._request.fragment}, at most {self._max_bytes} make sense; both "
                 f"ends must run the same configuration"
             )
         self.start = start
-        self.payload = self._memory.lend(start.total)
+        self.payload = self._transfers.memory.lend(start.total)
         first.end = min(first.end, start.total)
 
     def _check_same(self, start: FetchStart, stripe: _Stripe) -> None:
@@ -605,7 +593,7 @@ class _Fetch:
         expected = (stripe.position, stripe.end - stripe.position)
         if (start.offset, start.length) != expected:
             raise RemoteProtocolError(
-                f"{self._peer} answered (offset, length) = "
+                f"{self._transfers.peer} answered (offset, length) = "
                 f"{(start.offset, start.length)}, expected {expected}"
             )
 
