@@ -30,21 +30,7 @@ from collections.abc import Callable, Sequence
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.errors import OUT_OF_FILES
-from diloco_jax.wire import addresses, encoding, errors, limits
-from diloco_jax.wire.bulk import (
-    CycleRequest,
-    FetchRequest,
-    FetchSource,
-    FetchStart,
-    HoldingsRequest,
-    KeptStart,
-    Payload,
-    Request,
-    Revocation,
-    RevocationRequest,
-    UploadDone,
-    UploadStart,
-)
+from diloco_jax.wire import addresses, bulk, encoding, errors, limits
 from diloco_jax.wire.errors import Busy, ConnectionLost, RemoteProtocolError, WireError
 from diloco_jax.wire.frames import BulkConnection, prepare
 from diloco_jax.wire.limits import Quota, RateLimitedLog, TransferSlots
@@ -476,38 +462,40 @@ class BulkServer:
         self,
         connection: BulkConnection,
         who: Principal | None,
-        request: Request,
+        request: bulk.Request,
         guard: Guard,
     ) -> None:
         handlers = self.handlers
-        if isinstance(request, UploadStart | FetchRequest | HoldingsRequest):
+        if isinstance(
+            request, bulk.UploadStart | bulk.FetchRequest | bulk.HoldingsRequest
+        ):
             require(who, island(request.island))
         if self._revocations is not None:
             caller, serial = self._peers.named_in(connection.certificate())
             self._revocations.require_valid(serial, caller)
         match request:
-            case UploadStart():
+            case bulk.UploadStart():
                 self._upload(connection, request, guard)
-            case FetchRequest():
+            case bulk.FetchRequest():
                 self._fetch(connection, request, handlers.fetch(request), guard)
-            case HoldingsRequest():
+            case bulk.HoldingsRequest():
                 connection.send(handlers.holdings(request))
-            case RevocationRequest():
+            case bulk.RevocationRequest():
                 if self._revocations is not None:
                     handlers.refuse()
                 revoked = self._peers.is_revoked(int(request.serial, 16))
-                connection.send(Revocation(revoked=revoked))
-            case CycleRequest():
+                connection.send(bulk.Revocation(revoked=revoked))
+            case bulk.CycleRequest():
                 require(who, OPERATOR)
                 view = handlers.kept(request.cycle, request.name)
-                connection.send(KeptStart(total=view.nbytes))
+                connection.send(bulk.KeptStart(total=view.nbytes))
                 _send(connection, [view], 0, view.nbytes, guard)
 
     def _fetch(
         self,
         connection: BulkConnection,
-        wanted: FetchRequest,
-        source: FetchSource,
+        wanted: bulk.FetchRequest,
+        source: bulk.FetchSource,
         guard: Guard,
     ) -> None:
         """Send the stripe of the payload that is asked for."""
@@ -520,7 +508,7 @@ class BulkServer:
         if wanted.length >= 0:
             length = min(length, wanted.length)
         connection.send(
-            FetchStart(
+            bulk.FetchStart(
                 version=source.version,
                 full=source.full,
                 count=source.count,
@@ -532,7 +520,7 @@ class BulkServer:
         _send(connection, source.buffers, wanted.offset, length, guard)
 
     def _upload(
-        self, connection: BulkConnection, start: UploadStart, guard: Guard
+        self, connection: BulkConnection, start: bulk.UploadStart, guard: Guard
     ) -> None:
         if not 0 <= start.offset <= start.offset + start.length <= start.total:
             raise RemoteProtocolError(
@@ -549,12 +537,12 @@ class BulkServer:
                     at = start.offset + stored
                     stored += connection.receive_chunk(room, at, guard)
             complete = handlers.upload_end(start, place)
-        connection.send(UploadDone(complete=complete))
+        connection.send(bulk.UploadDone(complete=complete))
 
 
 def _send(
     connection: BulkConnection,
-    buffers: Sequence[Payload],
+    buffers: Sequence[bulk.Payload],
     offset: int,
     length: int,
     guard: Guard,

@@ -30,17 +30,7 @@ from msgspec.structs import replace
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, encoding, errors, frames, principal
-from diloco_jax.wire.bulk import (
-    CycleRequest,
-    FetchRequest,
-    FetchStart,
-    HoldingsRequest,
-    KeptStart,
-    RevocationRequest,
-    UploadDone,
-    UploadStart,
-)
+from diloco_jax.wire import addresses, bulk, encoding, errors, frames, principal
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -265,7 +255,7 @@ class Transfers:
         self._closed = False
 
     def upload(
-        self, start: UploadStart, payload: bytes | bytearray | memoryview
+        self, start: bulk.UploadStart, payload: bytes | bytearray | memoryview
     ) -> int:
         """Send bytes `offset` to `offset + length` of a payload, in parallel stripes.
 
@@ -289,7 +279,7 @@ class Transfers:
         return self._sum(group, sending)
 
     def ask(
-        self, request: HoldingsRequest | RevocationRequest, kind: type[Answer]
+        self, request: bulk.HoldingsRequest | bulk.RevocationRequest, kind: type[Answer]
     ) -> Answer:
         """Return the answer, of this kind, to a request without payload. Raises
         Refused, ConnectionLost, or RemoteProtocolError."""
@@ -300,7 +290,7 @@ class Transfers:
 
     def fetch(
         self,
-        request: FetchRequest,
+        request: bulk.FetchRequest,
         *,
         max_bytes: int,
         within_s: float | None = None,
@@ -341,7 +331,7 @@ class Transfers:
             wire_bytes=wire_bytes,
         )
 
-    def kept(self, request: CycleRequest) -> Iterator[memoryview]:
+    def kept(self, request: bulk.CycleRequest) -> Iterator[memoryview]:
         """Yield the checked bytes of a file of a kept cycle, in their order.
 
         Each is valid until the next. Raises Refused, ConnectionLost, or
@@ -349,7 +339,7 @@ class Transfers:
         """
         place = memoryview(bytearray(frames.CHUNK_BYTES))
         with self.call(self._begin()) as (connection, guard):
-            start = asked(connection, request, KeptStart)
+            start = asked(connection, request, bulk.KeptStart)
             position = 0
             while position < start.total:
                 room = place[: start.total - position]
@@ -447,7 +437,7 @@ class Transfers:
         return group
 
     def _send(
-        self, group: threading.Event, start: UploadStart, view: memoryview
+        self, group: threading.Event, start: bulk.UploadStart, view: memoryview
     ) -> int:
         """Upload a stripe, and repeat it alone while the peer is too busy for it.
         Return the bytes that all attempts sent."""
@@ -460,7 +450,7 @@ class Transfers:
                 connection.send(start)
                 connection.send_payload((view,), 0, len(view), guard, start.offset)
                 sent += connection.sent_bytes - before
-                answer(connection, UploadDone)
+                answer(connection, bulk.UploadDone)
                 connection.between = True
 
         budget_s, what = (
@@ -513,7 +503,7 @@ class _Fetch:
 
     def __init__(
         self,
-        request: FetchRequest,
+        request: bulk.FetchRequest,
         max_bytes: int,
         transfers: Transfers,
         group: threading.Event,
@@ -522,7 +512,7 @@ class _Fetch:
         self._request, self._max_bytes, self._group = request, max_bytes, group
         self._transfers, self._seconds = transfers, seconds
         self._until = time.monotonic() + seconds
-        self.start: FetchStart | None = None
+        self.start: bulk.FetchStart | None = None
         """What the first stripe was answered."""
         self.payload = memoryview(b"")
 
@@ -554,7 +544,7 @@ class _Fetch:
         with self._transfers.call(self._group) as (connection, guard):
             before = connection.received_bytes
             try:
-                start = asked(connection, request, FetchStart)
+                start = asked(connection, request, bulk.FetchStart)
                 if self.start is None:
                     self._begin(start, stripe)
                     if on_first_answer is not None:
@@ -569,7 +559,7 @@ class _Fetch:
             finally:
                 stripe.wire_bytes += connection.received_bytes - before
 
-    def _begin(self, start: FetchStart, first: _Stripe) -> None:
+    def _begin(self, start: bulk.FetchStart, first: _Stripe) -> None:
         if not 0 <= start.total <= self._max_bytes:
             raise RemoteProtocolError(
                 f"{self._transfers.peer} announced {start.total} bytes for fragment "
@@ -580,7 +570,7 @@ class _Fetch:
         self.payload = self._transfers.memory.lend(start.total)
         first.end = min(first.end, start.total)
 
-    def _check_same(self, start: FetchStart, stripe: _Stripe) -> None:
+    def _check_same(self, start: bulk.FetchStart, stripe: _Stripe) -> None:
         agreed = self.start
         assert agreed is not None
         ours = (agreed.version, agreed.full, agreed.count, agreed.total)

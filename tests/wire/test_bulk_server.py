@@ -177,35 +177,12 @@ def test_a_peer_that_never_shakes_hands_is_closed_and_holds_up_nobody(
     assert ended(silent)
 
 
-def test_who_does_not_speak_tls_is_closed_at_once(serve, dial, tls, still):
-    server, address = serve(tls=tls["coordinator"])
-    stranger = dial(address)
-    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert ended(stranger)
-    assert not server._bulk._acceptor._shaking
-
-
 def test_the_oldest_connection_makes_room_for_a_new_one(serve, connect, dial):
     server, address = serve()
     server._bulk._acceptor._most = 2
     first, *_ = (dial(address) for _ in range(3))
     assert ended(first)
     connect(address).transfers.upload(upload_start(8), b"12345678")
-
-
-def test_one_that_shakes_hands_makes_room_before_one_that_is_idle(
-    serve, connect, dial, tls, still
-):
-    server, address = serve(tls=tls["coordinator"])
-    accepting = server._bulk._acceptor
-    accepting._most = 2
-    client = connect(address, tls=tls["island"])
-    client.transfers.upload(upload_start(8), b"12345678")
-    until(lambda: len(accepting._idle) == 1)
-    silent, *_ = (dial(address) for _ in range(2))
-    assert ended(silent)
-    assert len(accepting._idle) == 1
-    client.transfers.upload(upload_start(8), b"12345678")
 
 
 def test_a_flood_of_handshakes_is_bounded_and_shuts_nobody_out(

@@ -35,15 +35,7 @@ from diloco_jax.island.device.exchange import Exchange, Held
 from diloco_jax.island.network.link import Lanes
 from diloco_jax.protocol.island.fetching import Fetch, order_of_peers
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.bulk import (
-    FetchRequest,
-    FetchSource,
-    Holdings,
-    HoldingsRequest,
-    Identity,
-    source_of,
-)
+from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.errors import RemoteProtocolError, VersionGone, WireError
 from diloco_jax.wire.session import Handlers
@@ -108,13 +100,13 @@ class Offers(Handlers):
             self._drop_old()
             self._lock.release()
 
-    def holdings(self, request: HoldingsRequest) -> Holdings:
+    def holdings(self, request: bulk.HoldingsRequest) -> bulk.Holdings:
         principal.require_run(request, self._run_id)
         shown = self._of(request.fragment)
         boxes = tuple(shard.box for shard in _shards(shown))
-        return Holdings(version=shown.version, part=boxes)
+        return bulk.Holdings(version=shown.version, part=boxes)
 
-    def fetch(self, request: FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> bulk.FetchSource:
         principal.require_run(request, self._run_id)
         shown = self._of(request.fragment)
         if shown.version != request.want:
@@ -130,7 +122,7 @@ class Offers(Handlers):
                 f"{request.fragment}, with digests or publishes; an island offers the "
                 f"values of boxes"
             )
-        return source_of(shown.version, cut, count=0)
+        return bulk.source_of(shown.version, cut, count=0)
 
     def _of(self, fragment: int) -> _Shown:
         shown = self._shown[fragment] if fragment < len(self._shown) else None
@@ -212,7 +204,7 @@ def _cut(
 
 def offer(
     config: Config,
-    identity: Identity,
+    identity: bulk.Identity,
     host: int,
     exchange: Exchange,
     versions: Sequence[Version],
@@ -266,7 +258,7 @@ class PeerAnchors:
         self,
         config: Config,
         own: str,
-        identity: Identity,
+        identity: bulk.Identity,
         coordinator: Transfers | Lanes,
         deadlines: Deadlines,
     ) -> None:
@@ -348,12 +340,14 @@ class PeerAnchors:
     ) -> list[list[Box]] | None:
         """Return the boxes to ask each host of an island for; None if the island is at
         another version, or has not all of the part."""
-        request = HoldingsRequest(
+        request = bulk.HoldingsRequest(
             run_id=self._identity.run_id, island=self._own, fragment=fetch.fragment
         )
         hosts, boxes, wanted = self._hosts[name], layout.boxes(part), []
         with ThreadPoolExecutor(min(len(hosts), ASKED_AT_ONCE)) as pool:
-            holdings = list(pool.map(lambda host: host.ask(request, Holdings), hosts))
+            holdings = list(
+                pool.map(lambda host: host.ask(request, bulk.Holdings), hosts)
+            )
         for found in holdings:
             if found.version != fetch.want:
                 return None
@@ -426,8 +420,8 @@ class PeerAnchors:
 
     def _request(
         self, fetch: Fetch, part: Part, *, digests: bool = False
-    ) -> FetchRequest:
-        return FetchRequest(
+    ) -> bulk.FetchRequest:
+        return bulk.FetchRequest(
             **self._identity.fields(),
             fragment=fetch.fragment,
             want=fetch.want,
