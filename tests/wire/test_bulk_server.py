@@ -201,6 +201,7 @@ def test_a_flood_of_handshakes_is_bounded_and_shuts_nobody_out(
         if number % 2:
             strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert len(accepting._shaking) + len(accepting._idle) <= 8
+        assert len(accepting._idle) == 1, "handshakes make room first"
     client.transfers.upload(upload_start(8), b"12345678")
     connect(address, tls=tls["island"]).transfers.upload(upload_start(8), bytes(8))
     assert all(ended(stranger) for stranger in strangers[:80])
