@@ -119,7 +119,7 @@ def require_run(call: Any, run_id: str) -> None:
         raise Refused(
             "run_id",
             f"this process serves run {run_id}, the call is of run {call.run_id}; "
-            f"check the address that was called",
+            f"check the coordinator's address, or islands.NAME.offers",
         )
 
 
