@@ -209,36 +209,35 @@ def test_a_flood_of_handshakes_is_bounded_and_shuts_nobody_out(
     assert len(lines) == 1, "one line a minute, however many there are"
 
 
+@pytest.fixture
+def full(monkeypatch):
+    """Once lets the process be out of files as a server accepts a connection."""
+    accept, errors = socket.socket.accept, []
+
+    def accepted(listener, server):
+        if errors and listener is server._bulk._acceptor._listener:
+            raise errors.pop()
+        return accept(listener)
+
+    def once(server):
+        errors.append(OSError(errno.EMFILE, "Too many open files"))
+        monkeypatch.setattr(
+            socket.socket, "accept", lambda this: accepted(this, server)
+        )
+        return errors
+
+    return once
+
+
 def test_a_port_without_files_drops_the_oldest_handshake(
-    serve, connect, dial, tls, still, monkeypatch
+    serve, connect, dial, tls, still, full
 ):
     server, address = serve(tls=tls["coordinator"])
-    accepting = server._bulk._acceptor
     silent = dial(address)
-    until(lambda: len(accepting._shaking) == 1)
-    full, listener = threading.Event(), accepting._listener
-
-    class Full:
-        def accept(self):
-            if accepting._shaking and not full.is_set():
-                raise OSError(errno.EMFILE, "too many open files")
-            full.set()
-            return listener.accept()
-
-        def __getattr__(self, name):
-            return getattr(listener, name)
-
-    monkeypatch.setattr(accepting, "_accept", lambda: accept(Full()))
-
-    def accept(from_full):
-        accepting._listener = from_full
-        try:
-            type(accepting)._accept(accepting)
-        finally:
-            accepting._listener = listener
-
+    until(lambda: len(server._bulk._acceptor._shaking) == 1)
+    errors = full(server)
     connect(address, tls=tls["island"]).transfers.upload(upload_start(8), bytes(8))
-    assert full.is_set()
+    assert not errors
     assert ended(silent)
 
 
@@ -298,10 +297,10 @@ def test_who_speaks_during_a_fetch_ends_it(serve, handlers, dial):
 
 
 def test_what_fails_on_one_connection_closes_it_and_no_other(
-    serve, connect, dial, caplog, monkeypatch
+    serve, connect, dial, caplog, full
 ):
     server, address = serve()
-    accepting, accept = server._bulk._acceptor, socket.socket.accept
+    accepting = server._bulk._acceptor
     failing = [ValueError("a bug"), OSError("a file that is missing")]
     accepting._context = lambda: None if not failing else throw(failing.pop(0))
     with caplog.at_level(logging.INFO):
@@ -309,14 +308,7 @@ def test_what_fails_on_one_connection_closes_it_and_no_other(
             assert ended(dial(address))
         for told in ("the bulk port failed on a connection", "broke off: a file that"):
             until(lambda: told in caplog.text)  # noqa: B023
-    full = [OSError(errno.EMFILE, "Too many open files")]
-    monkeypatch.setattr(
-        socket.socket,
-        "accept",
-        lambda this: (
-            throw(full.pop()) if full and this is accepting._listener else accept(this)
-        ),
-    )
+    full(server)
     connect(address).transfers.upload(upload_start(8), b"12345678")
     assert "could not be accepted: [Errno 24] Too many open files" in caplog.text
 
