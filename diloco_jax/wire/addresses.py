@@ -59,21 +59,23 @@ def on_this_machine(address: str) -> str:
     """Return the address at which this machine reaches a server that is bound to
     `address`. A server on all addresses (0.0.0.0, [::]) listens on loopback, too."""
     host, port = parse_address(address)
-    try:
-        everywhere = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        everywhere = False
-    if not everywhere:
+    ip = _ip(host)
+    if ip is None or not ip.is_unspecified:
         return address
     return format_address("::1" if ":" in host else "127.0.0.1", port)
 
 
 def is_loopback(host: str) -> bool:
     """Tell if only this machine can reach `host`. Names are not looked up."""
+    ip = _ip(host)
+    return host == "localhost" if ip is None else ip.is_loopback
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return None
 
 
 def require_tls(address: str, *, tls: bool, insecure: bool) -> None:

@@ -289,15 +289,13 @@ class Client:
             raise self._explained(errors.from_rpc(error, self.address)) from error
         try:
             answer = json.loads(raw)
+            if not isinstance(answer, dict):
+                raise ValueError(f"it is a {type(answer).__name__}")
         except ValueError as error:
             raise RemoteProtocolError(
-                f"{self.address} sent a {what.lower()} that is not JSON: {error}"
+                f"{self.address} sent a {what.lower()} that is no object of JSON: "
+                f"{error}; is it a coordinator of this version of diloco?"
             ) from error
-        if not isinstance(answer, dict):
-            raise RemoteProtocolError(
-                f"{self.address} sent a {what.lower()} of type "
-                f"{type(answer).__name__}, expected an object"
-            )
         return answer
 
     def close(self) -> None:

@@ -295,16 +295,13 @@ def prepare(connection: socket.socket, deadlines: Deadlines) -> None:
     """Set a TCP socket up: small frames leave at once, and a peer that is gone is
     noticed within the time budget."""
     half_budget_s = max(1, int(deadlines.budget_s / 2))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES
-        )
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
-        if hasattr(socket, name):
-            connection.setsockopt(
-                socket.IPPROTO_TCP, getattr(socket, name), half_budget_s
-            )
-    if hasattr(socket, "TCP_KEEPCNT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    for level, name, value in (
+        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+        (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", half_budget_s),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", half_budget_s),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 2),
+    ):
+        if hasattr(socket, name):  # Not every system has all of them.
+            connection.setsockopt(level, getattr(socket, name), value)
