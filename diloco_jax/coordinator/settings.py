@@ -37,8 +37,9 @@ from diloco_jax.protocol.coordinator.islands import SHORTEST_STEP_S
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
 from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
-from diloco_jax.wire.server import Handlers, Server
+from diloco_jax.wire.bulk_server import BulkServer
+from diloco_jax.wire.server import Server
+from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Serve
 
 
 def bulk_server_of(
-    config: Config, handlers: BulkHandlers, tls: TlsFiles | None
+    config: Config, handlers: Handlers, tls: TlsFiles | None
 ) -> BulkServer:
     """Return the server of a worker, with as many places for transfers."""
     return BulkServer(handlers, tls=tls, **_bulk_places(config))

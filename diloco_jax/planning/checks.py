@@ -32,7 +32,7 @@ from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.restart_time import outage_seconds
 from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
-from diloco_jax.wire.acceptor import MOST_PLACES
+from diloco_jax.wire.limits import MOST_SLOTS
 
 LINK_UTILISATION = BandwidthConfig.link_utilisation
 MOST_MEMORY = 0.95
@@ -474,13 +474,13 @@ def _restart(terms: Terms, needs: Needs) -> Check:
 def _places(terms: Terms) -> Check:
     """Count the transfers that may run at once: one per host and channel, each way."""
     channels, hosts = terms.config.placement.bulk_channels, sum(terms.hosts.values())
-    needed, most = 2 * channels * hosts, MOST_PLACES // (2 * hosts)
+    needed, most = 2 * channels * hosts, MOST_SLOTS // (2 * hosts)
     return Check(
         "places",
         needed,
-        MOST_PLACES,
+        MOST_SLOTS,
         f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
-        f"transfers together, and it has places for {MOST_PLACES}; others would wait",
+        f"transfers together, and it has places for {MOST_SLOTS}; others would wait",
         [{"placement.bulk_channels": most}] if most >= 1 else [],
     )
 

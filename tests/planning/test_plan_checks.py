@@ -331,4 +331,4 @@ def test_a_trillion_parameters_are_too_many_for_one_coordinator():
     assert found["memory"].change == found["places"].change == {}
     assert mending(terms) == {}
     assert "link" not in found
-    assert checks.MOST_PLACES < 2 * 4 * 64 * 512
+    assert checks.MOST_SLOTS < 2 * 4 * 64 * 512

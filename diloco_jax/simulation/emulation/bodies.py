@@ -40,7 +40,7 @@ from diloco_jax.protocol.values import NON_FINITE, DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.arrays import Received, VirtualFetch
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.storage import digest_of
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.bulk import FetchSource
 
 
 @dataclasses.dataclass(kw_only=True)
