@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece
-from diloco_jax.core.merging import Plain, merge_piece, start
+from diloco_jax.core.merging import Encoded, merge_piece, start
 
 
 def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:
@@ -44,4 +44,4 @@ def merge_deltas(
 ) -> npt.NDArray[np.float32]:
     """Merge arrays, f32[shape] each, by a rule without state."""
     state = start(rule, tuple(deltas[0].shape)) if deltas else ()
-    return merge_piece(rule, Plain(deltas), weights, share, state).delta
+    return merge_piece(rule, Encoded.of(deltas), weights, share, state).delta

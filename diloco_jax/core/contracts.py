@@ -30,7 +30,7 @@ from diloco_jax.core.fragments import (
     get_piece,
     plan_fragments,
 )
-from diloco_jax.core.merging import Plain, merge_piece, recovered, start
+from diloco_jax.core.merging import Encoded, merge_piece, recovered, start
 from diloco_jax.core.tiles import ArrayLike, TileGrid
 
 
@@ -139,7 +139,7 @@ def check_merge_rule(rule: MergeRule) -> None:
         for islands in (ISLANDS, 1):
             for scale in (1.0, 0.0):
                 drawn = rng.standard_normal((islands, *shape)) * scale
-                deltas = Plain(list(drawn.astype(np.float32)))
+                deltas = Encoded.of(list(drawn.astype(np.float32)))
                 weights = [1.0 + i for i in range(islands)]
                 merged = merge_piece(rule, deltas, weights, 0.5, state)
                 if not np.isfinite(merged.delta).all():
@@ -194,7 +194,7 @@ def _merged(
     first: dict[str, npt.NDArray[np.float32]] = {}
     second: dict[str, npt.NDArray[np.float32]] = {}
     for piece in plan.pieces:
-        own = Plain([get_piece({WHOLE: delta}, piece) for delta in deltas])
+        own = Encoded.of([get_piece({WHOLE: delta}, piece) for delta in deltas])
         state = start(rule, piece.shape)
         for found in (first, second):
             merged = merge_piece(rule, own, weights, 0.5, state)

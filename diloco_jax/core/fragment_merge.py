@@ -31,7 +31,7 @@ from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.kernels import Passes, Step
-from diloco_jax.core.merging import Deltas, Encoded, MergedPiece, rule_for
+from diloco_jax.core.merging import Encoded, MergedPiece, rule_for
 from diloco_jax.core.outer import OuterSettings, PieceStep, piece_step
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.core.tiles import (
@@ -84,7 +84,7 @@ class Measuring:
         # the others, its own square and that sum's.
         self._along, self._own, self._others = np.zeros((3, len(weights)))
 
-    def add(self, deltas: Deltas, piece: MergedPiece) -> None:
+    def add(self, deltas: Encoded, piece: MergedPiece) -> None:
         """Add the next piece."""
         self.sample.append(sample(piece.total) * np.float32(piece.factor))
         squares = np.array(deltas.squares)
@@ -116,7 +116,7 @@ class Measuring:
         lengths = np.sqrt(self._own * self._others)
         return tuple(map(_ratio, self._along, lengths))
 
-    def _add_directions(self, deltas: Deltas) -> None:
+    def _add_directions(self, deltas: Encoded) -> None:
         # Each is decoded twice, so that one at a time is in memory.
         total: Any = 0.0
         for island, weight in enumerate(self._weights):
@@ -162,7 +162,7 @@ def sample(tiles: npt.NDArray[np.float32]) -> Sample:
     return tiles[::SAMPLED, :: _every(*tiles.shape)].copy()
 
 
-def sampled(deltas: Deltas, island: int) -> npt.NDArray[np.float32]:
+def sampled(deltas: Encoded, island: int) -> npt.NDArray[np.float32]:
     """Return what is looked at of a delta, f32[rows, elements]; decode nothing else."""
     every = _every(*TileGrid.of(deltas.shape).in_order)
     return np.asarray(deltas.tiles(island, slice(None, None, SAMPLED), every))
@@ -186,7 +186,7 @@ def _every(tiles: int, elements: int) -> int:
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _direction_square(deltas: Deltas, weights: npt.NDArray[Any]) -> float:
+def _direction_square(deltas: Encoded, weights: npt.NDArray[Any]) -> float:
     """Return |sum w unit(d)|^2 over the sampled tiles."""
     along: Any = 0.0
     for island, weight in enumerate(weights):

@@ -26,7 +26,7 @@ from diloco_jax.core.fragment_merge import (
     sampled,
 )
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merging import Encoded, Plain, merge_piece
+from diloco_jax.core.merging import Encoded, merge_piece
 from diloco_jax.core.outer import OuterSettings
 from diloco_jax.core.tiles import TileGrid
 
@@ -228,8 +228,8 @@ def measured(
     """Merge by that rule, take an outer step of that rate, and measure both."""
     measuring, before, after = Measuring(WEIGHTS), [], []
     for deltas in pieces:
-        merged = merge_piece(MERGE_RULES.find(rule), Plain(deltas), WEIGHTS)
-        measuring.add(Plain(deltas), merged)
+        merged = merge_piece(MERGE_RULES.find(rule), Encoded.of(deltas), WEIGHTS)
+        measuring.add(Encoded.of(deltas), merged)
         before.append(sample(np.ones_like(merged.total)))
         after.append(before[-1] - sample(rate * merged.factor * merged.total))
     return measuring.finish(last or [], before, after), measuring
@@ -299,7 +299,7 @@ def test_odd_extents_make_no_sample_larger(shape: tuple[int, ...]) -> None:
     assert found.nbytes == sample_bytes(shape)
     assert 16384 <= found.size <= 2 * 16384
     assert np.std(found) == pytest.approx(np.std(delta), rel=0.05)
-    np.testing.assert_array_equal(sampled(Plain([delta]), 0), found)
+    np.testing.assert_array_equal(sampled(Encoded.of([delta]), 0), found)
     for name in CODECS.table:
         codec = get_codec(name)
         encoded = codec.encode(delta)
@@ -364,6 +364,6 @@ def test_directions_that_do_not_exist_are_none() -> None:
     zeros = [[np.zeros(s, np.float32)] * 3 for s in SHAPES]
     assert measured(zeros, "rda")[1].directions == (None,) * 3
     two = Measuring(WEIGHTS[:2])
-    deltas = Plain(drawn(0)[0][:2])
+    deltas = Encoded.of(drawn(0)[0][:2])
     two.add(deltas, merge_piece(MERGE_RULES.find("rda"), deltas, WEIGHTS[:2]))
     assert two.directions == ()

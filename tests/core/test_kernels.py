@@ -79,7 +79,7 @@ def test_they_know_the_codecs_of_the_package() -> None:
 def test_squares(passes, codec, elements, seed) -> None:
     (delta,) = deltas(np.random.default_rng(seed), codec, 1, (2, elements))
     decoded = get_codec(codec).decode_tiles(delta, elements)
-    assert passes.kernels.squares(codec, delta, elements) == tiles.tile_squares(decoded)
+    assert passes.tile_squares(codec, delta, elements) == tiles.tile_squares(decoded)
     assert passes.squares(codec, delta, elements) == pytest.approx(
         float(np.sum(np.square(np.asarray(decoded), dtype=np.float64))), rel=1e-12
     )
@@ -91,7 +91,7 @@ def test_squares_of_a_large_tile_need_no_array_of_its_size(passes) -> None:
     encoded = np.zeros((1, tile_bytes("int8", elements)), np.uint8)
     tracemalloc.start()
     try:
-        assert passes.kernels.squares("int8", encoded, elements) == [0.0]
+        assert passes.tile_squares("int8", encoded, elements) == [0.0]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -294,7 +294,7 @@ def test_what_the_functions_do_not_have_goes_by_the_other_route(
 def test_neither_blocks_nor_threads_change_a_bit(passes, monkeypatch) -> None:
     whole = merged(merger(passes, "rda", "nesterov", "int8"))
     with ThreadPoolExecutor(4) as pool:
-        divided = Passes(passes.kernels, pool.map)
+        divided = Passes(passes.path, pool.map)
         for elements in (1, 5000):
             monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
             assert_same(merged(merger(divided, "rda", "nesterov", "int8")), whole)

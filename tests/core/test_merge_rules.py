@@ -16,7 +16,7 @@ from pieces import merge_deltas
 from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS, MergeRule
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge_rules import MEAN, RDA, TRIMMED_MEAN, comparators, weight
-from diloco_jax.core.merging import Plain, rule_for
+from diloco_jax.core.merging import Encoded, rule_for
 
 SHAPE = (6, 5)
 weights_of = st.lists(st.floats(0.01, 1e9), min_size=1, max_size=5)
@@ -106,7 +106,7 @@ def test_rounding_is_not_taken_for_a_direction() -> None:
 def test_norms_of_large_pieces_are_accurate() -> None:
     x = np.random.default_rng(0).random(4_000_000, np.float32) + 1
     exact = np.sqrt(np.sum(np.square(x, dtype=np.float64)))
-    (square,) = Plain([x]).squares
+    (square,) = Encoded.of([x]).squares
     assert abs(np.sqrt(square) / exact - 1) < 1e-12
 
 
