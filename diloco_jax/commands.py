@@ -25,7 +25,7 @@ from diloco_jax.process import uncollected
 from diloco_jax.workdir import add_to_summary, read_config
 
 if TYPE_CHECKING:
-    from diloco_jax.weights.tasks import Speaker
+    from diloco_jax.weights.tasks import TextModel
 
 
 T = TypeVar("T")
@@ -391,11 +391,11 @@ def _eval_tasks(options: EvalOptions) -> tuple[dict[str, Any], str]:
             f"--tasks has two files of the name {sorted(doubled)[0]!r}, by which the "
             f"scores are told apart; rename one"
         )
-    speaker, length = _eval_speaker(options)
+    text_model, length = _eval_model(options)
     console, scores = Console(stderr=True), {}
     for task in tasks:
         with bar(console, task.name) as report:
-            scores[task.name] = score(speaker, task, length, report=report)
+            scores[task.name] = score(text_model, task, length, report=report)
     lines = [_eval_line(name, found) for name, found in scores.items()]
     return {"eval_tasks": scores}, "\n".join(lines)
 
@@ -407,10 +407,10 @@ def _eval_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
     from diloco_jax.observability.terminal import bar
     from diloco_jax.weights import tasks
 
-    speaker, length = _eval_speaker(options)
+    text_model, length = _eval_model(options)
     with bar(Console(stderr=True), "lm-eval") as report:
         found = tasks.scores(
-            speaker,
+            text_model,
             options.lm_eval,
             length,
             limit=options.limit or None,
@@ -423,22 +423,22 @@ def _eval_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
     return {"eval_lm_eval": found}, "\n".join(lines)
 
 
-def _eval_speaker(options: EvalOptions) -> tuple[Speaker, int]:
+def _eval_model(options: EvalOptions) -> tuple[TextModel, int]:
     """Return the run's model, and the length of the rows that it was trained on."""
     from rich.console import Console
 
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights.tasks import open_speaker
+    from diloco_jax.weights.tasks import open_model
 
     config = read_config(options.workdir, trust_code=options.trust_code)
     with bar(Console(stderr=True), "reading the parameters") as report:
-        speaker = open_speaker(
+        text_model = open_model(
             options.workdir,
             cycle=options.cycle or None,
             trust_code=options.trust_code,
             report=report,
         )
-    return speaker, config.run.sequence_length
+    return text_model, config.run.sequence_length
 
 
 def _eval_line(name: str, found: dict[str, Any]) -> str:

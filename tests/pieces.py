@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax.core.changes import apply_publish
+from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece
 from diloco_jax.core.merging import Encoded, merge_piece, start
@@ -34,6 +36,12 @@ def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:
 def to_pieces(plan: FragmentPlan, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return all pieces by name, in the plan's order."""
     return {piece.name: get_piece(params, piece) for piece in plan.pieces}
+
+
+def publish(codec: Codec, theta: Any, anchor: Any) -> tuple[Any, Any]:
+    """Encode the change of a piece, and apply it to the anchor."""
+    encoded = codec.encode(theta - anchor)
+    return encoded, apply_publish(codec, anchor, encoded)
 
 
 def merge_deltas(

@@ -262,8 +262,10 @@ class OuterOptimizer(Protocol):
 
     With `elementwise = True` it treats each element by itself, and a fragment is
     updated a few tiles at a time. Otherwise it is given the whole fragment, each piece
-    in its own shape, which takes more time and memory. An optimizer with `delta_of`
-    keeps its state through a crash of the coordinator up to the last merge.
+    in its own shape, which takes more time and memory. An optimizer whose step
+    determines its merged delta may have `delta_of(updates, state, momentum)`, which
+    returns the delta from which it makes these updates in that state: it keeps its
+    state through a crash of the coordinator up to the last merge.
     `native_step` names the step of `core/kernels.py` that computes an optimizer of the
     package.
     """
@@ -271,14 +273,6 @@ class OuterOptimizer(Protocol):
     def __call__(self, momentum: float) -> optax.GradientTransformation:
         """Make the optimizer at learning rate 1; its updates are added to the
         parameters. momentum: `outer.momentum`, which it may ignore."""
-
-
-class Invertible(OuterOptimizer, Protocol):
-    """An optimizer whose step determines its merged delta."""
-
-    def delta_of(self, updates: Arrays, state: Any, momentum: float) -> Arrays:
-        """Return the delta from which the optimizer, in that state, makes these
-        updates."""
 
 
 OUTER_OPTIMIZERS: Family[OuterOptimizer] = Family(

@@ -300,11 +300,10 @@ class FragmentMerge:
 
         If a sum is not finite, the delta is not either (`is_fit`).
         """
+        arrays = self.layout_up.unpack(payload)
         return tuple(
-            Encoded(self.up, placed.piece.shape, [array], (), self.passes).squares[0]
-            for placed, array in zip(
-                self.layout_up.placed, self.layout_up.unpack(payload), strict=True
-            )
+            Encoded(self.up, piece.shape, [array], (), self.passes).squares[0]
+            for piece, array in zip(self.pieces, arrays, strict=True)
         )
 
     def merge(
@@ -388,9 +387,8 @@ class FragmentMerge:
         merge rule's. A publish of the flush advances neither.
         """
         anchor = self._new(state.anchor)
-        for new, old, encoded in zip(
-            anchor, state.anchor, self.layout_down.unpack(payload), strict=True
-        ):
+        published = self.layout_down.unpack(payload)
+        for new, old, encoded in zip(anchor, state.anchor, published, strict=True):
             tiles = encoded.reshape(len(old), -1)
             for rows in blocks(*old.shape):
                 new[rows] = apply_to_tiles(self.down, old[rows], tiles[rows])

@@ -8,13 +8,14 @@ cycle is gathered from its coordinator.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -247,6 +248,7 @@ def _filled(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 POLL_S = 0.5
+Answer = TypeVar("Answer")
 
 GatherReport = Callable[[str, float], None]
 """Called with what is being done, and the share that is done."""
@@ -269,10 +271,18 @@ class LiveRun:
         """Have a cycle kept, and copy its files as a workdir would have them. Return
         its number.
 
-        No merge of the run waits for this. cycle: 0 = the next one that can be kept.
-        Raises Refused for a cycle that cannot be kept.
+        No merge of the run waits for this. It takes as long as the run's islands need
+        for the cycle, without a deadline while the coordinator answers. cycle: 0 = the
+        next one that can be kept. Raises Refused for a cycle that cannot be kept.
         """
-        cycle, files = self._await(cycle, report)
+        while True:
+            keep = functools.partial(self._client.keep, cycle, self._patience_s)
+            answer = self._patiently(keep)
+            cycle, files = int(answer["cycle"]), list(map(str, answer["files"]))
+            if files:
+                break
+            report(f"cycle {cycle} is being kept", float(answer["share"]))
+            time.sleep(POLL_S)
         folder = kept.path_of(workdir / run_files.KEPT, cycle)
         for done, name in enumerate(files):
             report(f"cycle {cycle} comes", done / len(files))
@@ -280,41 +290,24 @@ class LiveRun:
                 raise ConfigError(f"{self._client.address} names a file {name!r}")
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._copy(cycle, name, path)
+            self._patiently(functools.partial(self._copy, cycle, name, path))
         return cycle
 
     def _copy(self, cycle: int, name: str, path: Path) -> None:
-        """Copy a file; begin it again where it breaks off, until that has gone on for
-        the patience."""
+        with path.open("wb") as file:
+            for part in self._client.kept(cycle, name):
+                file.write(part)
+
+    def _patiently(self, ask: Callable[[], Answer]) -> Answer:
+        """Return an answer; ask again where the coordinator is away, until that has
+        gone on for the patience."""
         broke_off: float | None = None
         while True:
             try:
-                with path.open("wb") as file:
-                    for part in self._client.kept(cycle, name):
-                        file.write(part)
-                return
+                return ask()
             except (Busy, ConnectionLost):
                 now = time.monotonic()
                 broke_off = now if broke_off is None else broke_off
                 if now - broke_off > self._patience_s:
                     raise
                 time.sleep(POLL_S)
-
-    def _await(self, cycle: int, report: GatherReport) -> tuple[int, list[str]]:
-        """Return the cycle and the names of its files once it is kept. A cycle takes as
-        long as the run's islands need for it, so this has no deadline while the
-        coordinator answers."""
-        heard = time.monotonic()
-        while True:
-            try:
-                answer = self._client.keep(cycle, self._patience_s)
-            except (Busy, ConnectionLost):
-                if time.monotonic() - heard > self._patience_s:
-                    raise
-            else:
-                heard = time.monotonic()
-                cycle = int(answer["cycle"])
-                if answer["files"]:
-                    return cycle, list(map(str, answer["files"]))
-                report(f"cycle {cycle} is being kept", float(answer["share"]))
-            time.sleep(POLL_S)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import publish
 
-from diloco_jax.core.changes import REBASE, adopt, apply_publish, delta, moved, publish
+from diloco_jax.core.changes import REBASE, adopt, apply_publish, delta, moved
 from diloco_jax.core.codecs import SMALLEST_NORMAL, get_codec
 from diloco_jax.core.families import ADOPT_RULES
 

@@ -34,7 +34,7 @@ from diloco_jax.weights import adapted, tensor_files
 from diloco_jax.weights.adapted import ADAPTER_CONFIG, ADAPTER_TENSORS, write_adapter
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import first_params, started_from
-from diloco_jax.weights.tasks import open_speaker
+from diloco_jax.weights.tasks import open_model
 
 FAMILIES = Path(__file__).parents[1] / "models" / "families"
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
@@ -216,10 +216,10 @@ def test_a_run_leaves_as_adapters_or_merged(begun, tmp_path):
 
 def test_what_a_run_with_adapters_says_is_what_they_are_merged_to(begun):
     config, workdir = begun
-    speaker = open_speaker(workdir)
+    text_model = open_model(workdir)
     plain = adapted.base_run(config.run)
     wanted = first_params(plain, build(plain))
-    jax.tree.map(np.testing.assert_array_equal, speaker.params, wanted)
+    jax.tree.map(np.testing.assert_array_equal, text_model.params, wanted)
 
 
 def test_a_run_without_adapters_has_nothing_to_merge(tmp_path):
