@@ -54,16 +54,6 @@ def copied(path):
     os.utime(path, ns=(1, 1))
 
 
-def test_a_start_reads_no_large_file(folder, reads):
-    before = load_corpus((str(folder),), 0.3)
-    assert len(reads) == 2 * 16 + 47
-    reads.clear()
-    after = load_corpus((str(folder),), 0.3)
-    assert reads == []
-    assert after.digest == before.digest
-    assert after.names == tuple(f"{number}.txt" for number in range(5))
-
-
 def test_large_and_small_documents_make_one_row(folder, monkeypatch):
     mapped = load_corpus((str(folder),), 0.3)
     monkeypatch.setattr(manifest, "MAPPED_FROM", 1 << 30)
@@ -116,16 +106,6 @@ def test_characters_may_lie_across_chunks(tmp_path, shift):
     path = tmp_path / "all.txt"
     path.write_text("a" * shift + "\U0001f600" * LARGE)
     assert read_file(path, SourceKind.TEXT).values.tobytes() == path.read_bytes()
-
-
-def test_a_changed_file_is_refused_by_a_run_and_read_anew_by_a_new_one(folder):
-    digest = load_corpus((str(folder),), 0.3).digest
-    path = folder / "2.txt"
-    path.write_text("x" * (3 * LARGE))
-    copied(path)
-    with pytest.raises(ConfigError, match=r"2\.txt is not the file of 2\.txt\.manif"):
-        load_corpus((str(folder),), 0.3, copied=True)
-    assert load_corpus((str(folder),), 0.3).digest != digest
 
 
 def test_an_island_believes_the_manifests_of_its_copies(folder, reads, monkeypatch):
