@@ -104,10 +104,8 @@ class WeightedSum(Described, Protocol):
         return None
 
 
-class Fold(Described, Protocol):
-    """Sums over the deltas: `finish(add(add(init, d1, w1), d2, w2), share)`."""
-
-    needs: Literal["fold"] = "fold"
+class Stateful(Described, Protocol):
+    """A rule that may keep a state for each piece."""
 
     def start(self, shape: Shape) -> State:
         """Return the state before the first merge of a run or a term."""
@@ -118,6 +116,12 @@ class Fold(Described, Protocol):
         as after a crash.
         """
         return state
+
+
+class Fold(Stateful, Protocol):
+    """Sums over the deltas: `finish(add(add(init, d1, w1), d2, w2), share)`."""
+
+    needs: Literal["fold"] = "fold"
 
     def init(self, shape: Shape) -> Any:
         """Return the sums of no deltas, a pytree."""
@@ -143,20 +147,10 @@ class Elementwise(Described, Protocol):
         """Merge f32[M, ...], f32[M] -> f32[...], times `share`."""
 
 
-class Whole(Described, Protocol):
+class Whole(Stateful, Protocol):
     """Merges whole pieces of `M` deltas."""
 
     needs: Literal["whole"] = "whole"
-
-    def start(self, shape: Shape) -> State:
-        """Return the state before the first merge of a run or a term."""
-        return ()
-
-    def recovered(self, state: State, change: ArrayLike) -> State:
-        """Return the state after a merge of which only the published change is known,
-        as after a crash.
-        """
-        return state
 
     def merge(
         self, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
