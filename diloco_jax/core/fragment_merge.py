@@ -131,10 +131,7 @@ class Measuring:
             self._others[island] += max(others, 0.0)
 
     def finish(
-        self,
-        last: Sequence[Sample],
-        before: Sequence[Sample],
-        after: Sequence[Sample],
+        self, last: Sequence[Sample], before: Sequence[Sample], after: Sequence[Sample]
     ) -> MergeMeasures:
         """Return the four measures.
 

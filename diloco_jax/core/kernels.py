@@ -75,12 +75,7 @@ class Passes:
         reals = [ctypes.c_float] * 4
         self._squares.argtypes = [whole, number, number, *[pointer] * 2]
         self._sum.argtypes = [whole, *[number] * 3, *[pointer] * 4]
-        self._finish.argtypes = [
-            *[whole] * 2,
-            *reals,
-            *[number] * 2,
-            *[pointer] * 7,
-        ]
+        self._finish.argtypes = [*[whole] * 2, *reals, *[number] * 2, *[pointer] * 7]
 
     def knows(self, codec: str) -> bool:
         """Tell whether there are functions in C for this codec, by its name in the

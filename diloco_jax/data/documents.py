@@ -239,9 +239,7 @@ def _user_files(paths: Iterable[str], field: str) -> Iterator[tuple[str, pathlib
 
 
 def _walk(
-    root: pathlib.Path,
-    field: str = "data.paths",
-    skipped: frozenset[str] = frozenset(),
+    root: pathlib.Path, field: str = "data.paths", skipped: frozenset[str] = frozenset()
 ) -> list[tuple[str, pathlib.Path]]:
     """Return the regular files below root with relative names, in order of the names;
     neither hidden folders nor links to folders are entered."""

@@ -445,11 +445,7 @@ def done_path(folder: Path, number: int) -> Path:
 
 
 def write_part(
-    folder: Path,
-    number: int,
-    sources: Sequence[SourceFile],
-    part: Part,
-    recipe: Recipe,
+    folder: Path, number: int, sources: Sequence[SourceFile], part: Part, recipe: Recipe
 ) -> PartDone:
     """Make a part's files in a folder, whole or not at all, and note that it is done.
 

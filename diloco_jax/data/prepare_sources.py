@@ -348,7 +348,5 @@ def _read(found: Mapping[str, Any], reader: Reader) -> Document:
     messages = spoken if isinstance(spoken, list) else []
     roles = {str(m.get("role")) for m in messages if isinstance(m, dict)}
     return Document(
-        digest.hexdigest(),
-        example._replace(spans=spans),
-        tuple(sorted(roles)),
+        digest.hexdigest(), example._replace(spans=spans), tuple(sorted(roles))
     )

@@ -377,11 +377,7 @@ def _differs(path: str, what: str, here: object, then: object) -> ConfigError:
 
 MOST_OPEN = 256
 """Files that are open at a time."""
-FIELDS: Fields = {
-    "tokens": TOKENS,
-    "segments": SEGMENTS,
-    "weights": WEIGHTS,
-}
+FIELDS: Fields = {"tokens": TOKENS, "segments": SEGMENTS, "weights": WEIGHTS}
 READER = "readahead_buffer_size:0"
 """A row is read alone: what lies behind it belongs to other steps."""
 

@@ -172,9 +172,7 @@ class GenerateOptions:
     prompt: str = setting("", help="Text to be continued.")
     max_tokens: int = setting(100, AT_LEAST_1, help="Most tokens of the continuation.")
     temperature: float = setting(
-        0.0,
-        NOT_NEGATIVE,
-        help="Divides the logits; 0 = always the likeliest token.",
+        0.0, NOT_NEGATIVE, help="Divides the logits; 0 = always the likeliest token."
     )
     top_p: float = setting(
         1.0,
@@ -212,10 +210,7 @@ def generate_command(arguments: Sequence[str]) -> int:
     console = Console(stderr=True)
     with bar(console, "reading the weights") as report:
         text_model = open_model(
-            options.source,
-            options.dtype,
-            trust_code=options.trust_code,
-            report=report,
+            options.source, options.dtype, trust_code=options.trust_code, report=report
         )
     began, tokens, shown = time.monotonic(), list[int](), ""
     prompt = text_model.encode(options.prompt)

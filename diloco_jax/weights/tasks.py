@@ -249,10 +249,7 @@ def _item(path: Path, number: int, raw: Any) -> Item:
 
 
 def score(
-    text_model: TextModel,
-    task: Task,
-    length: int,
-    report: Report = lambda share: None,
+    text_model: TextModel, task: Task, length: int, report: Report = lambda share: None
 ) -> dict[str, Any]:
     """Return the scores of a model, JSON-compatible.
 
@@ -369,10 +366,7 @@ class Answers:
     """
 
     def __init__(
-        self,
-        text_model: TextModel,
-        length: int,
-        report: Report = lambda share: None,
+        self, text_model: TextModel, length: int, report: Report = lambda share: None
     ) -> None:
         """length: most tokens of a row: those of the model's training."""
         self._text_model, self._length, self._report = text_model, length, report

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core.codecs import (
-    get_codec,
-)
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.tiles import TileGrid
 
 NAMES = ("f32", "bf16", "int8", "int4")

@@ -99,12 +99,7 @@ def test_squares_of_a_large_tile_need_no_array_of_its_size(passes) -> None:
 
 
 @some
-@given(
-    codec=codecs,
-    elements=sizes,
-    count=st.integers(1, 64),
-    seed=seeds,
-)
+@given(codec=codecs, elements=sizes, count=st.integers(1, 64), seed=seeds)
 def test_sum(passes, codec, elements, count, seed) -> None:
     rng, shape = np.random.default_rng(seed), (2, elements)
     encoded = deltas(rng, codec, count, shape)

@@ -5,12 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.core.outer import (
-    OuterSettings,
-    flush_step,
-    make_outer,
-    outer_step,
-)
+from diloco_jax.core.outer import OuterSettings, flush_step, make_outer, outer_step
 
 NESTEROV = OuterSettings(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
 

@@ -12,9 +12,7 @@ from begin_support import FAMILIES, begun
 from safetensors.numpy import load_file, save_file
 
 from diloco_jax import cli, run_files
-from diloco_jax.config import (
-    ConfigError,
-)
+from diloco_jax.config import ConfigError
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
 from diloco_jax.files import POINTER, StorageAway

@@ -13,10 +13,7 @@ import pytest
 import reference_forward as reference
 
 from diloco_jax import cli
-from diloco_jax.config import (
-    ConfigError,
-    ModelConfig,
-)
+from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
@@ -26,13 +23,7 @@ from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 from diloco_jax.weights import tasks
 from diloco_jax.weights.first import first_params
-from diloco_jax.weights.tasks import (
-    Answers,
-    TextModel,
-    open_model,
-    read_task,
-    score,
-)
+from diloco_jax.weights.tasks import Answers, TextModel, open_model, read_task, score
 from diloco_jax.workdir import read_config
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
