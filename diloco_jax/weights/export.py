@@ -24,7 +24,7 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.coordinator import kept
-from diloco_jax.core.fragments import from_pieces
+from diloco_jax.core.fragments import LAYERS, Piece, from_pieces
 from diloco_jax.data.tokenizers import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable
@@ -76,27 +76,34 @@ def export(
         beside = kept_folder(workdir, cycle)
         pieces = kept_pieces(config, workdir, built, cycle)
     source = beside / run_files.SOURCE
-    if not run.model.lora_rank:
-        if merged:
-            raise ConfigError(
-                "--merged, but the run has no adapters (model.lora_rank = 0); leave it "
-                "out"
-            )
-        with _appearing(target, source) as scratch:
-            write = _Whole(run, source, scratch, dtype, shard_bytes)
-            for piece, value in pieces:
-                fill(write.views, piece, write.scaled(piece.path, value))
-                report(write.share_done(value.size))
-            return write.finish()
-    adapters = from_pieces(build_plan(run, built), {p.name: v for p, v in pieces})
-    with _appearing(target, source) as scratch:
+    if merged and not run.model.lora_rank:
+        raise ConfigError(
+            "--merged, but the run has no adapters (model.lora_rank = 0); leave it out"
+        )
+    if run.model.lora_rank:
+        adapters = from_pieces(build_plan(run, built), {p.name: v for p, v in pieces})
         if not merged:
-            return write_adapter(run.model, adapters, scratch), ""
-        write = _Whole(base_run(run), source, scratch, dtype, shard_bytes)
-        for path, value in merged_leaves(run, adapters):
-            write.put(path, write.scaled(path, value))
+            with _appearing(target, source) as scratch:
+                return write_adapter(run.model, adapters, scratch), ""
+        run, pieces = base_run(run), _by_layer(merged_leaves(run, adapters))
+    with _appearing(target, source) as scratch:
+        write = _Whole(run, source, scratch, dtype, shard_bytes)
+        for piece, value in pieces:
+            fill(write.views, piece, write.scaled(piece.path, value))
             report(write.share_done(value.size))
         return write.finish()
+
+
+def _by_layer(
+    leaves: Iterator[tuple[tuple[str, ...], np.ndarray]],
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Yield whole parameters as pieces, those of the layers one by one."""
+    for path, value in leaves:
+        if path[0] != LAYERS:
+            yield Piece(path, -1, value.shape, False), value
+            continue
+        for layer, own in enumerate(value):
+            yield Piece(path, layer, own.shape, False), own
 
 
 class _Whole:
@@ -135,17 +142,6 @@ class _Whole:
     def scaled(self, path: tuple[str, ...], value: Any) -> Any:
         """Return a parameter as the family has it: its norms may multiply otherwise."""
         return 1 + value if self._gains and path in self._norms else value
-
-    def put(self, path: tuple[str, ...], value: np.ndarray) -> None:
-        """Write a whole parameter, stacked if it is of the layers."""
-        place: Any = self.views
-        for key in path:
-            place = place[key]
-        if not isinstance(place, list):
-            place[...] = value
-            return
-        for layer, own in zip(place, value, strict=True):
-            layer[...] = own
 
     def share_done(self, more: int) -> float:
         """Count so many values more; return the share that is written."""
