@@ -49,7 +49,7 @@ ASKERS = 16
 """Threads that ask for sizes, since a mounted bucket takes its time for each."""
 
 
-class Folder:
+class DataFolder:
     """A folder of this machine, or a mounted one, or gs://BUCKET/FOLDER. `str` of it is
     its path.
 
@@ -130,7 +130,7 @@ class Folder:
 @functools.cache
 def _copied(folder: str, name: str) -> tempfile.TemporaryDirectory[str]:
     """Copy a tokenizer's files to this machine, for as long as the process lives."""
-    there, here = Folder(folder), tempfile.TemporaryDirectory()
+    there, here = DataFolder(folder), tempfile.TemporaryDirectory()
     for file in (name, *BESIDE):
         if file == name or there.has(file):
             Path(here.name, file).write_bytes(there.read(file))
@@ -306,12 +306,12 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_prepared(folder: str | Path) -> bool:
     """Tell if a path is a folder that has such a manifest."""
-    return Folder(folder).has(MANIFEST)
+    return DataFolder(folder).has(MANIFEST)
 
 
 def read_manifest(folder: str | Path) -> Contents:
     """Read a folder's manifest; raise ConfigError, naming it, if it cannot be read."""
-    there = Folder(folder)
+    there = DataFolder(folder)
     path = there.path(MANIFEST)
     try:
         found = msgspec.json.decode(there.read(MANIFEST), type=Contents)
@@ -337,7 +337,7 @@ def require_whole(
     """Raise ConfigError, with both values, if files are not the manifest's: compare all
     sizes, and `samples` chunks that are drawn."""
     shards = (*prepared.train.shards, *prepared.validation.shards)
-    there = Folder(folder)
+    there = DataFolder(folder)
     sizes = there.sizes([shard.name for shard in shards])
     for shard, size in zip(shards, sizes, strict=True):
         if size != shard.size:
@@ -388,7 +388,7 @@ class PreparedRows:
     fields = FIELDS
 
     def __init__(self, folder: str | Path, prepared: Contents, split: Split) -> None:
-        self._folder, self._records = Folder(folder), prepared.records
+        self._folder, self._records = DataFolder(folder), prepared.records
         self._shards = split.shards
         self._ends = np.array(
             list(itertools.accumulate(shard.rows for shard in split.shards)), np.int64
@@ -479,7 +479,7 @@ def open_folders(run: RunConfig) -> Folders:
     """Open the prepared folders of a run: read their manifests, compare sizes and a few
     chunks of their files. Raise ConfigError if they are not the run's."""
     data = run.data
-    paths = [str(Folder(path)) for path in data.paths]
+    paths = [str(DataFolder(path)) for path in data.paths]
     if doubled := {path for path in paths if paths.count(path) > 1}:
         raise ConfigError(
             f"data.paths names {min(doubled)} {paths.count(min(doubled))} times; give "
@@ -531,7 +531,7 @@ def tokenizer_of(data: DataConfig) -> str | None:
     """
     if not data.paths or not is_prepared(data.paths[0]):
         return data.tokenizer or None
-    folder = Folder(data.paths[0])
+    folder = DataFolder(data.paths[0])
     tokens = read_manifest(data.paths[0]).tokenizer
     if data.tokenizer:
         given = open_tokenizer(data.tokenizer)
