@@ -27,7 +27,7 @@ from diloco_jax.workdir import add_to_summary, read_config
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from diloco_jax.weights.tasks import Speaker
+    from diloco_jax.weights.tasks import TextModel
 
 
 T = TypeVar("T")
@@ -381,11 +381,11 @@ def _eval_tasks(options: EvalOptions, console: Console) -> tuple[dict[str, Any],
             f"--tasks has two files of the name {sorted(doubled)[0]!r}, by which the "
             f"scores are told apart; rename one"
         )
-    speaker, length = _eval_speaker(options, console)
+    text_model, length = _eval_model(options, console)
     scores = {}
     for task in tasks:
         with bar(console, task.name) as report:
-            scores[task.name] = score(speaker, task, length, report=report)
+            scores[task.name] = score(text_model, task, length, report=report)
     lines = [_eval_line(name, found) for name, found in scores.items()]
     return {"eval_tasks": scores}, "\n".join(lines)
 
@@ -395,10 +395,10 @@ def _eval_lm_eval(options: EvalOptions, console: Console) -> tuple[dict[str, Any
     from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.tasks import scores
 
-    speaker, length = _eval_speaker(options, console)
+    text_model, length = _eval_model(options, console)
     limit = options.limit or None
     with bar(console, "lm-eval") as report:
-        found = scores(speaker, options.lm_eval, length, limit=limit, report=report)
+        found = scores(text_model, options.lm_eval, length, limit=limit, report=report)
     lines = [
         f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in results.items())
         for name, results in found.items()
@@ -406,20 +406,20 @@ def _eval_lm_eval(options: EvalOptions, console: Console) -> tuple[dict[str, Any
     return {"eval_lm_eval": found}, "\n".join(lines)
 
 
-def _eval_speaker(options: EvalOptions, console: Console) -> tuple[Speaker, int]:
+def _eval_model(options: EvalOptions, console: Console) -> tuple[TextModel, int]:
     """Return the run's model, and the length of the rows that it was trained on."""
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights.tasks import open_speaker
+    from diloco_jax.weights.tasks import open_model
 
     config = read_config(options.workdir, trust_code=options.trust_code)
     with bar(console, "reading the parameters") as report:
-        speaker = open_speaker(
+        text_model = open_model(
             options.workdir,
             cycle=options.cycle or None,
             trust_code=options.trust_code,
             report=report,
         )
-    return speaker, config.run.sequence_length
+    return text_model, config.run.sequence_length
 
 
 def _eval_line(name: str, found: dict[str, Any]) -> str:

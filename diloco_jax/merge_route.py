@@ -23,7 +23,7 @@ from typing import Any, Literal
 from diloco_jax import files, machine
 from diloco_jax.compilation import cache_home
 from diloco_jax.config.placement import MergeRoute
-from diloco_jax.core.kernels import FLAGS, SOURCES, Kernels, Passes
+from diloco_jax.core.kernels import FLAGS, SOURCES, Each, Passes
 from diloco_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ def route_of(passes: Passes | None) -> Route:
 @functools.cache
 def _passes() -> Passes:
     """Raises NativeError."""
+    cores = machine.cores()
+    each = map if cores == 1 else _Threads(cores)
     try:
-        kernels = _loaded(cache_home() / "merge" / f"{_key()}.so")
+        return _loaded(cache_home() / "merge" / f"{_key()}.so", each)
     except OSError as error:
         raise NativeError(f"{error}") from error
-    cores = machine.cores()
-    return Passes(kernels, map if cores == 1 else _Threads(cores))
 
 
 class _Threads:
@@ -110,16 +110,16 @@ class _Threads:
         return self._pool.map(function, given)
 
 
-def _loaded(path: Path) -> Kernels:
+def _loaded(path: Path, each: Each) -> Passes:
     """Load the library; compile it if it is not there, or cannot be loaded because a
     machine stopped while it was written."""
     if path.exists():
         try:
-            return Kernels(path)
+            return Passes(path, each)
         except OSError as error:
             logger.info("%s cannot be loaded (%s): it is compiled anew", path, error)
     _compile(path)
-    return Kernels(path)
+    return Passes(path, each)
 
 
 def _compile(path: Path) -> None:

@@ -31,7 +31,7 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data import manifest
-from diloco_jax.data.documents import read_token_file
+from diloco_jax.data.documents import SourceKind, read_file
 from diloco_jax.data.examples import Reader
 from diloco_jax.data.prepare import Recipe, prepare
 from diloco_jax.data.prepared import MANIFEST, read_manifest, require_whole
@@ -169,7 +169,7 @@ def manifest_of_tokens(folder: Path) -> Kind:
 def file_of_tokens(folder: Path) -> Kind:
     path = folder / "tokens.npy"
     np.save(path, np.arange(640, dtype=np.int32) % 100)
-    return Kind(path, lambda: read_token_file(path, None).tokens.tolist())
+    return Kind(path, lambda: read_file(path, SourceKind.TOKENS, None).values.tolist())
 
 
 def prepared(folder: Path) -> Path:
