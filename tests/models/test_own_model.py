@@ -212,7 +212,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, made: str, what: str) -> No
 
 
 def test_a_factory_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="'json:dump_s': json has no 'dump_s' .did"):
+    with pytest.raises(ConfigError, match=r"'json:dump_s': json has no 'dump_s' .did"):
         build(made_by("json:dump_s"))
 
 
