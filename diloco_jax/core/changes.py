@@ -106,14 +106,17 @@ class Formula(AdoptRule):
         return self.of(local, base, anchor, alpha)
 
 
-OVERWRITE = Formula(lambda local, base, anchor, alpha: anchor, False, loses_steps=True)
+OVERWRITE = Formula(
+    lambda local, base, anchor, alpha: anchor, adopts_first=False, loses_steps=True
+)
 """The anchor. Steps since the take are lost (Decoupled DiLoCo, arXiv 2604.21428)."""
 BLEND = Formula(
-    lambda local, base, anchor, alpha: alpha * local + (1 - alpha) * anchor, False
+    lambda local, base, anchor, alpha: alpha * local + (1 - alpha) * anchor,
+    adopts_first=False,
 )
 """alpha * local + (1 - alpha) * anchor (Streaming DiLoCo, arXiv 2501.18512). Steps
 since the take count in the next delta."""
 REBASE = Formula(lambda local, base, anchor, alpha: moved(local, base, anchor))
 """anchor + (local - base), which loses no step."""
 KEEP = dataclasses.replace(REBASE, keeps_pending=True)
-"""\"rebase\", beside a delta that no version has yet."""
+"""The rule "rebase", beside a delta that no version has yet."""

@@ -351,12 +351,13 @@ def do_parts(
     """Do the parts that are not done; see `prepare`."""
     sizes = [sum(piece.nbytes for piece in part) for part in parts]
     left = [n for n in range(len(parts)) if not done_path(folder, n).exists()]
-    done = sum(sizes) - sum(sizes[n] for n in left)
+    total = sum(sizes)
+    done = total - sum(sizes[n] for n in left)
     if workers == 1 or len(left) < 2:
         for number in left:
             write_part(folder, number, sources, parts[number], recipe)
             done += sizes[number]
-            report(done / sum(sizes))
+            report(done / total)
         return
     with concurrent.futures.ProcessPoolExecutor(
         min(workers, len(left)),
@@ -369,7 +370,7 @@ def do_parts(
             for future in concurrent.futures.as_completed(waiting):
                 future.result()
                 done += sizes[waiting[future]]
-                report(done / sum(sizes))
+                report(done / total)
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"--workers = {workers}: a worker ended, perhaps for want of memory; "

@@ -176,14 +176,6 @@ def test_ambiguous_names_are_refused() -> None:
         plan_fragments(shapes, axes, 2)
 
 
-def test_pieces_make_up_the_parameters_again() -> None:
-    plan, tree = plan_fragments(SHAPES, AXES, 3), params()
-    again = from_pieces(plan, to_pieces(plan, tree))
-    for piece in plan.pieces:
-        np.testing.assert_array_equal(get_piece(again, piece), get_piece(tree, piece))
-    assert again["blocks"]["wq"].shape == (3, 8, 16)
-
-
 def test_from_pieces_names_what_is_wrong() -> None:
     plan = plan_fragments(SHAPES, AXES, 3)
     arrays = to_pieces(plan, params())

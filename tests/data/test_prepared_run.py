@@ -24,7 +24,6 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
-from diloco_jax.data.batches import ValidationBatches
 from diloco_jax.data.examples import Reader
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.prepare import Recipe, prepare
@@ -101,21 +100,6 @@ def test_a_folder_is_a_runs_data(folders):
     assert epoch == {data.train[n]["tokens"].tobytes() for n in range(len(data.train))}
     assert data.bytes_per_token == pytest.approx(1, abs=0.1)
     assert data.bytes_per_token < 1  # The end of each document is predicted, too.
-
-
-def test_bits_per_byte_count_bytes_of_the_text(in_tokens):
-    path, folder = in_tokens
-    data = load_data(config_of(folder, vocab_size=512).run)
-    fields = {"tokens": data.train.fields["tokens"]}
-    batches = ValidationBatches(data.validation, 4, fields, LENGTH)
-    predicted, text, tokenizer = 0.0, "", open_tokenizer(path)
-    for index in range(len(batches)):
-        batch = batches[index]
-        predicted += float(batch["weights"].sum())
-        kept = batch["tokens"][:, 1:][batch["weights"] > 0]
-        text += tokenizer.decode(kept)
-    assert data.bytes_per_token == len(text.encode()) / predicted
-    assert data.bytes_per_token > 1.2
 
 
 @pytest.mark.parametrize("kind", ["bytes", *make_tokenizers.KINDS])
