@@ -5,6 +5,8 @@ from pathlib import Path
 import make_tokenizers
 import pytest
 
+from diloco_jax.data import manifest
+
 
 @pytest.fixture(scope="session")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -26,3 +28,13 @@ def texts(tmp_path):
     for name, text in found.items():
         (tmp_path / "in" / name).write_text(text)
     return found
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Sizes of the chunks that are read for a manifest."""
+    sizes, digest = [], manifest._digest
+    monkeypatch.setattr(
+        manifest, "_digest", lambda chunk: sizes.append(len(chunk)) or digest(chunk)
+    )
+    return sizes

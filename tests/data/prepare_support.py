@@ -1,6 +1,8 @@
 """Prepared folders for tests: how one is made, of what, and what its rows say."""
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -63,3 +65,14 @@ def many(tmp_path, count=400):
             {"text": f"{number}/{i} " + "word " * (i % 50)} for i in range(count)
         ]
         write_lines(tmp_path / "in" / f"{number}.jsonl", objects)
+
+
+def copy_of(path: Path):
+    """Change the time of a file, as a copy does."""
+    then = path.stat().st_mtime_ns + 5 * 10**9
+    os.utime(path, ns=(then, then))
+
+
+def with_data(config, **changes):
+    data = dataclasses.replace(config.run.data, **changes)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))

@@ -2,10 +2,10 @@
 
 import fcntl
 import math
-import os
 
 import numpy as np
 import pytest
+from prepare_support import copy_of
 
 from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
@@ -28,22 +28,6 @@ def path(tmp_path):
     path = tmp_path / "tokens.npy"
     np.save(path, np.arange(10 * CHUNK, dtype=np.int32) % 100)
     return path
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Sizes of the chunks that are read."""
-    sizes, digest = [], manifest._digest
-    monkeypatch.setattr(
-        manifest, "_digest", lambda chunk: sizes.append(len(chunk)) or digest(chunk)
-    )
-    return sizes
-
-
-def copy_of(path, seconds=5):
-    """Changes the time of a file, as a copy does."""
-    then = path.stat().st_mtime_ns + seconds * 10**9
-    os.utime(path, ns=(then, then))
 
 
 def run_of(path):

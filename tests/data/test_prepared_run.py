@@ -13,6 +13,7 @@ import make_tokenizers
 import numpy as np
 import pytest
 import tiny
+from prepare_support import recipe, with_data
 
 from diloco_jax import emulate
 from diloco_jax.config import (
@@ -24,11 +25,10 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
-from diloco_jax.data.examples import Reader
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.prepare import Recipe, prepare
+from diloco_jax.data.prepare import prepare
 from diloco_jax.data.prepared import MANIFEST, read_manifest
-from diloco_jax.data.tokenizers import Bytes, open_tokenizer
+from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.weights.first import keep_tokenizer
 
 LENGTH = tiny.SEQUENCE_LENGTH
@@ -38,12 +38,7 @@ def folder_of(root: Path, name: str, lines, tokenizer=None, length=LENGTH) -> st
     """A prepared folder of one document a line."""
     source = root / f"{name}.jsonl"
     source.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
-    how = Recipe(
-        tokenizer=tokenizer or Bytes(),
-        reader=Reader(),
-        sequence_length=length,
-        validation_fraction=0.2,
-    )
+    how = recipe(tokenizer, length, 0.2)
     prepare(root / name, (str(source),), how, workers=1)
     return str(root / name)
 
@@ -83,11 +78,6 @@ def config_of(*paths, vocab_size=256, length=LENGTH, **data):
         "b": IslandConfig(batch_size=2, step_seconds=1.7),
     }
     return Config(run=run, islands=islands).validate()
-
-
-def with_data(config, **changes):
-    data = dataclasses.replace(config.run.data, **changes)
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
 
 
 def test_a_folder_is_a_runs_data(folders):

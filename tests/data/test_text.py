@@ -1,7 +1,6 @@
 """A large file of text is read once; its row is the text as if it had been read."""
 
 import errno
-import os
 import re
 import threading
 import time
@@ -9,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from prepare_support import copy_of
 
 from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
 from diloco_jax.config.resolving import resolve
@@ -37,21 +37,6 @@ def folder(tmp_path):
     for number, length in enumerate((30, LARGE, 3 * LARGE, 17, LARGE)):
         (folder / f"{number}.txt").write_text(chr(97 + number) * (length - 2) + "é")
     return folder
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Sizes of the chunks that are read."""
-    sizes, digest = [], manifest._digest
-    monkeypatch.setattr(
-        manifest, "_digest", lambda chunk: sizes.append(len(chunk)) or digest(chunk)
-    )
-    return sizes
-
-
-def copied(path):
-    """Changes the time of a file, as a copy does."""
-    os.utime(path, ns=(1, 1))
 
 
 def test_large_and_small_documents_make_one_row(folder, monkeypatch):
@@ -117,7 +102,7 @@ def test_an_island_believes_the_manifests_of_its_copies(folder, reads, monkeypat
     config = Config(run=run, islands={"a": IslandConfig()})
     digest = resolve(config).run.data.digest
     for path in folder.glob("*.txt"):
-        copied(path)
+        copy_of(path)
     reads.clear()
     assert resolve(config, copied=True).run.data.digest == digest
     assert len(reads) == 6
@@ -143,7 +128,7 @@ def test_the_command_makes_what_is_missing(folder, reads, capsys):
     assert "1.txt: 1,000 tokens up to 195, digest " in told
     assert "2 files below 0 MB need none" in told
     assert len(reads) == 2 * 16 + 47
-    copied(folder / "1.txt")
+    copy_of(folder / "1.txt")
     (folder / "2.txt").write_text("x" * LARGE)
     manifest.manifest_path(folder / "4.txt").unlink()
     reads.clear()

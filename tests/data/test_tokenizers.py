@@ -12,7 +12,7 @@ import make_tokenizers
 import numpy as np
 import pytest
 import tiny
-from prepare_support import documents_of, made, recipe, write_lines
+from prepare_support import documents_of, made, recipe, with_data, write_lines
 
 from diloco_jax import files
 from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
@@ -171,11 +171,6 @@ def config(tokenizers, tmp_path):
     model = dataclasses.replace(tiny.MODEL, vocab_size=512)
     run = RunConfig(model=model, data=data, sequence_length=tiny.SEQUENCE_LENGTH)
     return Config(run=run, islands={"a": IslandConfig()})
-
-
-def with_data(config, **changes):
-    data = dataclasses.replace(config.run.data, **changes)
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
 
 
 def test_the_digest_of_the_data_tells_its_tokenizer(config, tokenizers):
