@@ -125,10 +125,6 @@ def is_fault(text: str) -> bool:
     return _PATTERN.fullmatch(text) is not None
 
 
-def _seconds(text: str | None) -> float | None:
-    return float(text) if text else None
-
-
 def worker_name(number: int) -> str:
     """Return the name of a worker of the coordinator in faults and strikes."""
     return f"{_WORKER}{number}"
@@ -164,6 +160,8 @@ def _parse(text: str, known: list[str], merging: list[str]) -> Fault:
             f"placement.faults has {text!r}, but there is no {who!r}"
             f"{suggest(who, known)}; known are {', '.join(known)}"
         )
+    pause_s = float(match["pause"]) if match["pause"] else None
+    pause_s = math.inf if match["hang"] else pause_s
     factor = math.nan if match["nan"] else None
     if match["scale"]:
         factor = float(match["scale"])
@@ -182,7 +180,7 @@ def _parse(text: str, known: list[str], merging: list[str]) -> Fault:
         who=who,
         incarnation=int(match["incarnation"] or 1),
         step=int(match["step"]),
-        pause_s=math.inf if match["hang"] else _seconds(match["pause"]),
+        pause_s=pause_s,
         host=int(match["host"] or 0),
         prepared=match["prepared"] is not None,
         factor=factor,

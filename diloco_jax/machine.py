@@ -8,13 +8,12 @@ of 200 has 2. Of memory, the process keeps little, and knows what the machine ha
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 from diloco_jax.errors import ConfigError
@@ -157,7 +156,8 @@ def give_memory_back() -> None:
     glibc keeps the memory of freed arrays, and a process can grow to several times what
     it holds. Without glibc nothing happens.
     """
-    if (trim := _trim()) is not None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
         trim(0)
 
 
@@ -200,9 +200,3 @@ def _memory_facts(path: Path) -> dict[str, int]:
         for name, _, rest in lines
         if rest.split()[0:1] and rest.split()[0].isdecimal()
     }
-
-
-@functools.cache
-def _trim() -> Callable[[int], int] | None:
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim

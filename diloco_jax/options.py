@@ -8,11 +8,12 @@ Commands that take a config show its fields as well. Those of `RunConfig` and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
 import re
 import warnings
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -250,14 +251,7 @@ def _registry() -> Any:
 
 
 def _int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value.is_integer():
-        raise ValueError(f"{text} is not a whole number")
-    return int(value)
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        if (value := Fraction(text)).denominator == 1:
+            return int(value)
+    raise ValueError(f"{text} is not a whole number")

@@ -211,13 +211,17 @@ def require_access(folder: Folder) -> None:
     """
     probe = folder / f"probe-{uuid.uuid4().hex}"
     try:
-        if _is_s3(folder):
-            _require_bucket_of_s3(folder)
+        # To make a folder in a bucket of S3 would make one that is missing.
+        if _is_s3(folder) and not Folder(f"{S3}{_bucket(folder)}").exists():
+            raise FileNotFoundError("there is no such bucket, or it may not be listed")
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("may be deleted")
         probe.unlink()
         if is_bucket(str(folder)) and not _is_s3(folder):
-            _require_bucket_of_gcs(folder)
+            # orbax looks at the bucket itself before it lists or deletes objects.
+            from google.cloud import storage
+
+            storage.Client().get_bucket(_bucket(folder))
     except Exception as error:
         # Each bucket backend has its own error classes.
         raise_if_away(folder, error)
@@ -295,20 +299,6 @@ def _http_status(error: BaseException) -> int:
     if isinstance(response, dict):  # botocore's
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     return 0
-
-
-def _require_bucket_of_gcs(folder: Folder) -> None:
-    """Look at the bucket itself, as orbax does before it lists or deletes objects."""
-    from google.cloud import storage
-
-    storage.Client().get_bucket(_bucket(folder))
-
-
-def _require_bucket_of_s3(folder: Folder) -> None:
-    """Look at the bucket itself: to make a folder in it would make one that is
-    missing."""
-    if not Folder(f"{S3}{_bucket(folder)}").exists():
-        raise FileNotFoundError("there is no such bucket, or it may not be listed")
 
 
 def _is_s3(folder: Folder) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -225,21 +226,9 @@ class Cluster:
             waiting(self.coordinator.log)
             interrupt.wait(POLL_S)
         self.address = address
-        attempts = self.workdir / run_files.ATTEMPTS
-        for name, island in self.config.islands.items():
-
-            def command(
-                start: int, name: str = name, hosts: int = island.hosts
-            ) -> list[list[str]]:
-                return island_commands(
-                    self.workdir,
-                    name,
-                    hosts,
-                    self._route(self.workdir, name, self.address),
-                    next_attempt(attempts, name),
-                )
-
-            self.islands[name] = self._managed(name, command, island_environment())
+        for name in self.config.islands:
+            commands = functools.partial(self._island_commands, name)
+            self.islands[name] = self._managed(name, commands, island_environment())
             self.islands[name].start()
 
     def poll(self) -> bool:
@@ -331,6 +320,12 @@ class Cluster:
         first = start == 1 or not has_begun(self.workdir)
         how = (self._first,) if first else ()
         return [coordinator_command(self.workdir, bind, *how)]
+
+    def _island_commands(self, name: str, start: int) -> list[list[str]]:
+        hosts = self.config.islands[name].hosts
+        address = self._route(self.workdir, name, self.address)
+        attempt = next_attempt(self.workdir / run_files.ATTEMPTS, name)
+        return island_commands(self.workdir, name, hosts, address, attempt)
 
     def _read_address(self) -> str:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import shutil
@@ -148,18 +149,15 @@ class Beginning:
 
 def _new_folder(config_path: str) -> Path:
     """Make a folder of this command alone: several may begin in the same second."""
-    begun = time.strftime("%Y%m%d-%H%M%S")
-    name, count = f"{Path(config_path).stem}-{begun}", 1
+    name = f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     parent = Path("runs").absolute()
     workdirs.make_workdir(parent)
-    while True:
+    for count in itertools.count(1):
         folder = parent / (name if count == 1 else f"{name}-{count}")
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            count += 1
-        else:
-            return folder
+            break
+    return folder
 
 
 def _came_to_nothing(workdir: Path, config: Config) -> bool:

@@ -160,13 +160,17 @@ class BadQueryError(ValueError):
 def make_app(onlooker: Onlooker) -> Starlette:
     """Return the application that shows this run."""
 
+    def answer(found: dict[str, Any]) -> Response:
+        # What is not finite becomes null.
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
     def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
     def view(request: Request) -> Response:
         start, stop = _number(request, "start"), _number(request, "stop")
         columns = int(_number(request, "columns") or COLUMNS)
-        return _json(onlooker.view(start, stop, columns))
+        return answer(onlooker.view(start, stop, columns))
 
     def events(request: Request) -> Response:
         wanted = request.query_params.get("words", "")
@@ -175,7 +179,7 @@ def make_app(onlooker: Onlooker) -> Starlette:
                 f"words has {len(wanted)} characters; give {LONGEST_SEARCH} at most"
             )
         start, stop = _number(request, "start"), _number(request, "stop")
-        return _json(onlooker.events(wanted, start, stop))
+        return answer(onlooker.events(wanted, start, stop))
 
     return Starlette(
         routes=[
@@ -242,11 +246,6 @@ def _number(request: Request, name: str) -> float | None:
     if not math.isfinite(value):
         raise BadQueryError(f"{name} is {text[:40]!r}; give a number")
     return value
-
-
-def _json(found: dict[str, Any]) -> Response:
-    """Return an object as JSON; what is not finite becomes null."""
-    return Response(msgspec.json.encode(found), media_type="application/json")
 
 
 async def _bad_query(request: Request, error: Exception) -> Response:

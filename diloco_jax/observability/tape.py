@@ -239,9 +239,10 @@ def read_tape(
                 f"what follows cannot be trusted"
             ) from error
         if prev != expected:
+            named = brief(prev).strip("'") if prev else "none"
             raise TapeError(
                 f"{path}, line {number}: it follows a line with hash "
-                f"{_shown(prev)}, but the line before it has "
+                f"{named}, but the line before it has "
                 f"{expected or 'none'}: line {max(1, number - 1)} was altered, or "
                 f"lines before {number} are missing or out of order; what follows "
                 f"cannot be trusted"
@@ -409,10 +410,6 @@ def _reversed_lines(file: BinaryIO) -> Iterator[bytes]:
         yield from filter(None, whole)
     if rest:
         yield rest
-
-
-def _shown(prev: object) -> str:
-    return brief(prev).strip("'") if prev else "none"
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -52,7 +52,14 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
         Text(f"! {text}", style="yellow")
         for text in status.get("alerts", [])[-ALERTS_SHOWN:]
     ]
-    workers = [Text(_worker(w), style="dim") for w in status.get("workers", ())]
+    workers = [
+        Text(
+            f"worker {worker['worker']}: {worker['address'] or 'away'}, "
+            f"{worker['fragments']} fragments, {bytes_text(worker['memory_bytes'])}",
+            style="dim",
+        )
+        for worker in status.get("workers", ())
+    ]
     up, down = (_number(status, f"bytes_{way}_per_second") for way in ("up", "down"))
     wire = Text(f"{bytes_text(up)}/s up, {bytes_text(down)}/s down", style="dim")
     below = (wire, *workers, *alerts)
@@ -171,25 +178,14 @@ def duration_text(seconds: float) -> str:
 
 def _headline(status: Mapping[str, Any], seconds_left: float | None) -> str:
     left = "" if seconds_left is None else f" | {duration_text(seconds_left)} left"
+    merged = ""  # The newest loss of the merged model, if islands watch it.
+    if (model := status.get("merged_model")) is not None:
+        merged = f" | merged {_loss(model, 'eval_loss')} at cycle {model['cycle']:,}"
     return (
         f"{status.get('phase', 'starting')} {_number(status, 'progress'):.0%} of "
         f"{int(_number(status, 'total_tokens')):,} tokens"
         f" | {int(_number(status, 'merges')):,} merges"
-        f" | goodput {_number(status, 'goodput'):.2f}{_merged(status)}{left}"
-    )
-
-
-def _merged(status: Mapping[str, Any]) -> str:
-    """Return the newest loss of the merged model, if islands watch it."""
-    if (model := status.get("merged_model")) is None:
-        return ""
-    return f" | merged {_loss(model, 'eval_loss')} at cycle {model['cycle']:,}"
-
-
-def _worker(worker: Mapping[str, Any]) -> str:
-    return (
-        f"worker {worker['worker']}: {worker['address'] or 'away'}, "
-        f"{worker['fragments']} fragments, {bytes_text(worker['memory_bytes'])}"
+        f" | goodput {_number(status, 'goodput'):.2f}{merged}{left}"
     )
 
 
