@@ -119,7 +119,7 @@ def test_each_life_of_the_coordinator_has_its_route(recording):
     recording = dataclasses.replace(
         recording,
         coordinators=(first, {**first, "merge_route": "native"}),
-        between=(Recovery(0, {0: Version()}),),
+        between=(Recovery(0, (Version(),)),),
     )
     with replay.Replay(recording) as repeated:
         assert repeated._store.describe()["merge_route"] == "xla"

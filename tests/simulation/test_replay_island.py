@@ -308,7 +308,7 @@ def test_each_use_on_the_tape_is_served_once():
         coordinators=(),
         merges=tuple(RecordedMerge(n, n, made(n)) for n in (1, 2, 3)),
         merges_on_tape=3,
-        between=(Recovery(1, {0: V[0]}),),
+        between=(Recovery(1, (V[0],)),),
         lives={life.who: life for life in lives},
     )
     used = UsedVersions(recording)

@@ -43,7 +43,7 @@ def test_all_that_replay_needs_is_read(workdir):
         (2, 1, Version(1, 1), "1.1"),
         (3, 0, Version(1, 2), "0.2"),
     ]
-    starts = {0: Version(1, 1), 1: Version(1, 0)}
+    starts = (Version(1, 1), Version(1, 0))
     assert recording.between == (Recovery(2, starts),)
     lives = recording.lives
     assert lives[Who("a", 1)].begins() == [Version(1, 0)] * 2

@@ -346,10 +346,9 @@ class Replay(contextlib.ExitStack):
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
         `coordinator.origin`."""
-        if not recovery.of_worker:
-            self._store.use_passes(self._passes.pop(0))
+        self._store.use_passes(self._passes.pop(0))
         logged = recovery.logged(self._recording.merges)
-        for fragment, version in recovery.starts.items():
+        for fragment, version in enumerate(recovery.starts):
             snapshot = self._used.take(("snapshot", fragment, version))
             self._store.load(fragment, snapshot, version)
             for made in (merge.made for merge in logged):
@@ -467,7 +466,7 @@ def _uses(recording: Recording) -> Iterator[Use]:
         if isinstance(event, BegunTerm):
             yield "anchor", event.begun.fragment, event.begun.replaced
         else:
-            for fragment, version in event.starts.items():
+            for fragment, version in enumerate(event.starts):
                 yield "snapshot", fragment, version
             for merge in event.logged(recording.merges):
                 yield "publish", merge.made.fragment, merge.made.version
