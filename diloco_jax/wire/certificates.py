@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from diloco_jax.files import write_text
+from diloco_jax.files import whole, write_text
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.wire.principal import (
     COORDINATOR,
@@ -353,9 +353,7 @@ def _write(folder: Path, known: list[Issued], signed: dict[str, _Signed]) -> Non
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    os.replace(partial, path)
+    with whole(path) as scratch:
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
