@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.chaos.schedule import OF_NETWORK
-from diloco_jax.faults import COORDINATOR, worker_number
+from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import read_lines, read_tape, segments
 
 Line = Mapping[str, Any]
@@ -79,11 +79,8 @@ def measured(
             default=math.inf,
         )
         window = [r for r in tape if strike["time"] < r["time"] < until]
-        worker = worker_number(name)
-        if name == COORDINATOR:
-            found.append(_of_coordinator(strike, window))
-        elif worker is not None and name not in islands:
-            found.append(_of_worker(strike, name, worker, window))
+        if name not in islands:
+            found.append(_of_coordinator(strike, name, window))
         else:
             found.append(_of_island(strike, name, window))
     return found
@@ -184,7 +181,8 @@ def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome
     )
 
 
-def _of_coordinator(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
+def _of_coordinator(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome:
+    """Return the outcome for a coordinator or a worker, which end together."""
     over = strike["time"] + strike["seconds"]
     killed = strike["kind"] == "kill"
     back = next(
@@ -207,50 +205,12 @@ def _of_coordinator(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
         None,
     )
     return StrikeOutcome(
-        who=COORDINATOR,
+        who=name,
         kind=strike["kind"],
         time=strike["time"],
         seconds=strike["seconds"],
         detected_s=None,
         back_s=_since(strike, back),
-        merged_s=_since(strike, again),
-        tokens_lost=0,
-    )
-
-
-def _of_worker(
-    strike: Line, name: str, worker: int, window: Sequence[Line]
-) -> StrikeOutcome:
-    """One that is stopped for less than a lease is not missed, as none of its deltas
-    is: then the next merge is all that is known."""
-    over = strike["time"] + strike["seconds"]
-    back = next(
-        (
-            r
-            for r in window
-            if r["kind"] == "worker_recovered" and r["worker"] == worker
-        ),
-        None,
-    )
-    away = None if back is None else back["away_seconds"]
-    back_s = _since(strike, back)
-    again = next(
-        (
-            r
-            for r in window
-            if r["kind"] == "merged"
-            and r["time"] > (back["time"] if back else over)
-            and (back is None or r["fragment"] in back["fragments"])
-        ),
-        None,
-    )
-    return StrikeOutcome(
-        who=name,
-        kind=strike["kind"],
-        time=strike["time"],
-        seconds=strike["seconds"],
-        detected_s=None if away is None or back_s is None else back_s - away,
-        back_s=back_s,
         merged_s=_since(strike, again),
         tokens_lost=0,
     )

@@ -169,11 +169,6 @@ def text_of(line: Mapping[str, Any]) -> str:
                 f"the coordinator is back, from snapshot {line['snapshot']} and "
                 f"{line['records']:,} records of its log"
             )
-        case "worker_recovered":
-            count = len(line["fragments"])
-            away = line.get("away_seconds")
-            after = "" if away is None else f" after {away:.1f} s"
-            return f"worker {line['worker']} is back with its {count} fragments{after}"
         case "term":
             return f"term {line['term']} begins with anchors of islands"
         case "hello":
@@ -324,8 +319,6 @@ class Timeline:
                 there = any(lane.state for lane in self.lanes.values())
                 since = self.failures.recovered(line, before, time, there=there)
                 self._came_back(since, time)
-            case "worker_recovered":
-                self.failures.worker(line, time)
             case "hello" | "joined":
                 self._joined(line, time)
             case "island":

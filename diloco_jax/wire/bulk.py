@@ -15,8 +15,6 @@ from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, CountOrNone, Version
 from diloco_jax.wire.errors import Failure
 
-Ticket = Annotated[bytes, msgspec.Meta(max_length=64)]
-"""See `protocol/tickets.py`."""
 Serial = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,40}$")]
 """Serial number of a certificate, in hex."""
 
@@ -54,8 +52,6 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     """Tiles of the fragment's payload that are sent; empty: all of them."""
     version: Version | None = None
     """None: a delta. Otherwise the f32 anchor of the island at this version."""
-    ticket: Ticket = b""
-    """For a worker: of the take request."""
 
     @property
     def what(self) -> str:
@@ -82,8 +78,8 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=T
     digests: bool = False
     """Send the digests of the anchor's tiles (`core/tiles.py`) in their
     place."""
-    ticket: Ticket = b""
-    """For a worker: of the publish or the welcome."""
+    theta: bool = False
+    """Send Theta in the place of A, f32: to a coordinator, by its worker."""
 
 
 class FetchStart(Message, frozen=True, kw_only=True, tag=True):

@@ -51,6 +51,7 @@ from diloco_jax.wire.principal import (
     Principal,
     Revocations,
     require_island,
+    require_lead,
     require_operator,
 )
 from diloco_jax.wire.session import FewLines, Quota, internal_error
@@ -352,7 +353,10 @@ class BulkServer(BulkPort):
                 require_island(who, request.island)
                 self._upload(connection, request, guard)
             case FetchRequest():
-                require_island(who, request.island)
+                if request.theta:
+                    require_lead(who, "a worker")
+                else:
+                    require_island(who, request.island)
                 self.send_fetched(
                     connection, request, self.handlers.fetch(request), guard
                 )

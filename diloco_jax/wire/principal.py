@@ -139,13 +139,14 @@ def not_island(server: Principal | None, name: str) -> str:
     )
 
 
-def require_lead(caller: Principal | None, number: int) -> None:
-    """Raise Refused unless the caller may lead this worker; see `require_island`."""
+def require_lead(caller: Principal | None, whom: str) -> None:
+    """Raise Refused unless the caller may lead a worker; see `require_island`. whom:
+    the worker, for people."""
     if caller is None or caller == COORDINATOR:
         return
     raise Refused(
         "identity",
-        f"{worker(number)} obeys the {COORDINATOR} alone, and the caller's certificate "
+        f"{whom} obeys the {COORDINATOR} alone, and the caller's certificate "
         f"is that of {caller}; start the coordinator with its own "
         f"{COORDINATOR.stem}.pem and .key",
     )

@@ -101,22 +101,19 @@ class RecordedMerge:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Return of the coordinator, or of one of its workers, after `merges` merges.
+    """Return of the coordinator after `merges` merges.
 
     Each fragment came from a snapshot and its later publishes.
     """
 
     merges: int
     snapshot_versions: tuple[Version, ...]
-    fragments: tuple[int, ...] | None = None
-    """Those of a worker, in the same order; None: all, of the coordinator."""
     line: int = 0
 
     @property
     def starts(self) -> dict[int, Version]:
-        """Version of the snapshot of each fragment that came back."""
-        fragments = self.fragments or range(len(self.snapshot_versions))
-        return dict(zip(fragments, self.snapshot_versions, strict=True))
+        """Version of the snapshot of each fragment."""
+        return dict(enumerate(self.snapshot_versions))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -411,16 +408,6 @@ class _Reader:
                 self._digested(records.from_tape(record, journal.Digested))
             case "recovered":
                 self._recovered(records.from_tape(record, journal.Recovered))
-            case "worker_recovered":
-                back = records.from_tape(record, journal.WorkerRecovered)
-                self._recoveries.append(
-                    Recovery(
-                        merges=len(self._merges),
-                        snapshot_versions=back.snapshot_versions,
-                        fragments=back.fragments,
-                        line=self._line,
-                    )
-                )
             case "finished":
                 self._finished = True
             case "extended":
@@ -451,9 +438,7 @@ class _Reader:
             workdir=self._path.parent,
             config=self._config,
             plan_digest=self._plan_digest,
-            coordinators=tuple(
-                self._coordinators[: 1 + sum(r.fragments is None for r in recoveries)]
-            ),
+            coordinators=tuple(self._coordinators[: 1 + len(recoveries)]),
             merges=merges,
             merges_on_tape=count,
             recoveries=recoveries,

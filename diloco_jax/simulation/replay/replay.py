@@ -315,8 +315,7 @@ class Replay(contextlib.ExitStack):
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
         `coordinator.origin`."""
-        if recovery.fragments is None:
-            self._store.use_passes(self._passes.pop(0))
+        self._store.use_passes(self._passes.pop(0))
         starts = recovery.starts
         logged: dict[int, list[RecordedMerge]] = {}
         for merge in self._recording.merges[: recovery.merges]:
