@@ -5,63 +5,44 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
-from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.protocol.messages import AnchorRequest, Steer
+from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.simulation.faults.arrays import Anchor, DigestBody
-from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
+from diloco_jax.simulation.faults.coordinator import (
+    FaultyCoordinator,
+    Peer,
+    VirtualGatherer,
+)
 from diloco_jax.simulation.faults.disk import Disk
-from diloco_jax.simulation.faults.gatherer import VirtualGatherer
+from diloco_jax.simulation.faults.faults import LEASE_S, Fault
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
-from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S, DrawnFault, Schedule
+from diloco_jax.simulation.faults.schedule import RESTART_S, RETRY_S, Schedule
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.island import (
-    Connection,
-    IslandSpec,
-    VirtualIsland,
-    VirtualService,
-)
+from diloco_jax.simulation.virtual.island import Connection, IslandSpec, VirtualIsland
+
+REPORT_S = LEASE_S / 3
 
 
 class FaultyIsland(VirtualIsland):
-    """One incarnation.
+    """One incarnation. Its scene starts the next one."""
 
-    refused: called if the coordinator refuses it or puts it out. postponed: called with
-    a connection that the coordinator ends so that the island comes again.
-    """
-
-    def __init__(
-        self,
-        spec: IslandSpec,
-        incarnation: int,
-        run: RunConfig,
-        clock: Clock,
-        report_s: float,
-        monitor: Monitor,
-        refused: Callable[[FaultyIsland], None],
-        postponed: Callable[[Connection], None],
-    ) -> None:
+    def __init__(self, scene: Scene, spec: IslandSpec, incarnation: int) -> None:
         self.who = (spec.name, incarnation)
+        self._scene, self._monitor = scene, scene.monitor
         self.body = DigestBody(
-            ADOPT_RULES.find(run.sync.adopt),
-            run.inner.learning_rate,
-            functools.partial(self._seen, monitor.adopted),
-            functools.partial(self._seen, monitor.trained),
+            ADOPT_RULES.find(scene.run.sync.adopt),
+            scene.run.inner.learning_rate,
+            functools.partial(self._seen, scene.monitor.adopted),
+            functools.partial(self._seen, scene.monitor.trained),
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
         self._anchors: dict[int, Anchor] = {}
         """The anchor that was sent last, by lost fragment."""
-        self._monitor, self._refused, self._postponed = monitor, refused, postponed
-        super().__init__(spec, incarnation, run, clock, self.body, report_s)
-
-    @property
-    def service(self) -> VirtualService | None:
-        """The service to which it was connected last."""
-        return self._coordinator
+        super().__init__(spec, incarnation, scene.run, scene.clock, self.body, REPORT_S)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         assert self.boundary is not None
@@ -72,41 +53,36 @@ class FaultyIsland(VirtualIsland):
         super().put(fragment, tick, encoded)
 
     def send_anchor(self, asked: AnchorRequest) -> None:
-        line, to = self.line, self._coordinator
-        anchor = self.body.anchor(asked.fragment)
+        line, to = self.line, cast(Peer, self._coordinator)
         if line is None:
             return
-        if isinstance(to, VirtualGatherer):
-            line.upload(0, lambda: to.anchor(self.who, asked.fragment, anchor))
-        elif isinstance(to, FaultyCoordinator):
-            self._anchors[asked.fragment] = anchor
+        anchor = self._anchors[asked.fragment] = self.body.anchor(asked.fragment)
 
-            def wanted() -> bool:
-                newest = self._anchors[asked.fragment] is anchor
-                return newest and self.line is line and self.ended is None
+        def wanted() -> bool:
+            newest = self._anchors[asked.fragment] is anchor
+            return newest and self.line is line and self.ended is None
 
-            line.upload(0, lambda: to.anchor(self.who, asked, anchor, wanted))
+        line.upload(0, lambda: to.anchor(self.who, asked, anchor, wanted))
 
     def turned_away(self, reason: str) -> None:
         super().turned_away(reason)
-        self._refused(self)
+        self._scene.refused(self)
 
     def postponed(self, connection: Connection) -> None:
-        self._postponed(connection)
+        newest = self._scene.islands[self.name] is self
+        if newest and self.line is connection.line:
+            self._scene.lose_connection(self, RETRY_S)
 
     def _seen(
         self, observe: Callable[..., None], *observation: Any, **facts: Any
     ) -> None:
         """Pass an observation on, if its process is in the run."""
-        if self._monitor.names.belong_to(self.who, self.session):
+        if self._monitor.belong_to(self.who, self.session):
             observe(self.who, *observation, **facts)
 
 
-Peer = FaultyCoordinator | VirtualGatherer
-
-
 class Scene:
-    """Everything that a world of faults has, and the connections in it."""
+    """Everything that a world of faults has, its islands, and the connections in it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -121,9 +97,6 @@ class Scene:
         self.struck: Counter[str] = Counter()
         """Faults that happened, by kind."""
         self.crashes = 0
-        self.extensions = 0
-        """Times that the run was over, and went on to more tokens."""
-        self.merges = [0] * self.config.fragments
         self.coordinator: FaultyCoordinator | None = None
         self.gatherer: VirtualGatherer | None = None
         """A coordinator without state, which gathers anchors instead."""
@@ -131,8 +104,14 @@ class Scene:
         """Newest incarnation of each island, by name."""
         self.processes: list[FaultyIsland] = []
         """All processes that run, stale ones too."""
+        self.slowness = dict.fromkeys(schedule.islands, 1.0)
 
-    def begun(self, fault: DrawnFault, lasts_s: float) -> bool:
+    @property
+    def merges(self) -> list[int]:
+        """Merges by fragment."""
+        return self.monitor.merges
+
+    def begun(self, fault: Fault, lasts_s: float) -> bool:
         """Note that a fault happens now; return True."""
         self.struck[fault.kind] += 1
         if not fault.awaits_end:
@@ -142,6 +121,70 @@ class Scene:
     def fault_ended(self) -> None:
         """Note that a fault is over for which others wait."""
         raise NotImplementedError
+
+    def set_for(
+        self, for_s: float, of: object, field: str, value: Any, usual: Any = 1.0
+    ) -> None:
+        """Set a field of an object for a while, and then to its usual value again."""
+        setattr(of, field, value)
+        self.clock.after(for_s, lambda: setattr(of, field, usual))
+
+    # ---- islands ------------------------------------------------------------------
+
+    def make_island(self, name: str, incarnation: int) -> FaultyIsland:
+        """Make a process that has not said hello yet."""
+        plan = self.schedule.islands[name]
+        spec = IslandSpec(
+            name=name,
+            batch_size=plan.batch_size,
+            step_seconds=lambda step: plan.step_s * self.slowness[name],
+            join_seconds=plan.join_s,
+            lead=plan.lead,
+        )
+        island = FaultyIsland(self, spec, incarnation)
+        self.processes = [p for p in self.processes if p.ended is None]
+        self.processes.append(island)
+        return island
+
+    def start_island(self, name: str) -> None:
+        """Start the next incarnation of an island."""
+        before = self.islands.get(name)
+        incarnation = before.incarnation + 1 if before is not None else 1
+        self.islands[name] = self.make_island(name, incarnation)
+        self.connect(self.islands[name])
+
+    def start_island_after(self, seconds: float, name: str) -> None:
+        """Start an island later, unless another one started."""
+        before = self.islands[name]
+
+        def start() -> None:
+            if self.islands[name] is before:
+                self.start_island(name)
+
+        self.clock.after(seconds, start)
+
+    def crash_island(
+        self, name: str, down_s: float, noticed: bool = True, lingers: bool = False
+    ) -> None:
+        """Kill the newest incarnation of an island, unless it has ended; start the
+        next one later."""
+        island = self.islands[name]
+        if island.ended is not None:
+            return
+        self.crashes += 1
+        if lingers:
+            _linger(island)
+        island.die()
+        if noticed:
+            self._notice(island)
+        self.start_island_after(down_s, name)
+
+    def refused(self, island: FaultyIsland) -> None:
+        """Start a refused island anew, as its operator would, unless it is replaced."""
+        if self.islands[island.name] is island:
+            self.start_island_after(RESTART_S, island.name)
+
+    # ---- connections ----------------------------------------------------------------
 
     def connect(self, island: FaultyIsland) -> None:
         """Try until the island is connected, or has ended."""
@@ -154,19 +197,14 @@ class Scene:
             island.connect(peer, FaultyLine(self.clock, network))
 
     def break_connection(
-        self, name: str, away_s: float, *, noticed: bool, lingers: bool
-    ) -> bool:
-        """Break the connection of the newest incarnation; False if there is none."""
-        island = self.islands[name]
-        line = island.line
-        if island.ended is not None or not isinstance(line, FaultyLine):
-            return False
+        self, island: FaultyIsland, away_s: float, noticed: bool, lingers: bool
+    ) -> None:
+        """Break the connection of an island."""
         if lingers:
-            line.linger()
+            _linger(island)
         self.lose_connection(island, away_s)
         if noticed:
             self._notice(island)
-        return True
 
     def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
         """Hold all messages in these directions back for `for_s` seconds.
@@ -209,7 +247,7 @@ class Scene:
 
     def _notice(self, island: FaultyIsland) -> None:
         """Let the coordinator see that the connection is gone."""
-        peer = self._peer_of(island)
+        peer = self.coordinator or self.gatherer
         if peer is not None and island.peer is not None:
             peer.disconnected(island.peer)
 
@@ -217,96 +255,7 @@ class Scene:
         """Return the peer that an island's next attempt reaches, if it reaches one."""
         return self.coordinator or self.gatherer
 
-    def _peer_of(self, island: FaultyIsland) -> Peer | None:
-        """Return the peer that may see that an island's connection is gone."""
-        return self.coordinator or self.gatherer
 
-
-LOOKS_EVERY_S = 0.5
-"""Seconds between two looks whether all is as it was ordered."""
-ROUND_EVERY_S = 6.0
-"""Seconds for a round of snapshots of all fragments."""
-ROUND_S = 0.7
-"""Seconds for writing all fragments, while the run goes on."""
-
-
-class SnapshotRounds:
-    """Write the snapshots of whoever leads."""
-
-    def __init__(self, world: Scene) -> None:
-        self._world = world
-        self._failures: list[DrawnFault] = []
-
-    def begin(self) -> None:
-        """Write the first one in its turn."""
-        self._later(0)
-
-    def fail(self, fault: DrawnFault) -> None:
-        """Arm a failure of the next snapshot."""
-        self._failures.append(fault)
-
-    def _later(self, fragment: int) -> None:
-        world = self._world
-        every_s = ROUND_EVERY_S / world.config.fragments
-        world.clock.after(every_s, functools.partial(self._write, fragment))
-
-    def _write(self, fragment: int) -> None:
-        """Write a fragment; after the last one, the state. The next has its turn."""
-        world, count = self._world, self._world.config.fragments
-        self._later((fragment + 1) % count)
-        coordinator, disk = world.coordinator, world.disk
-        if coordinator is None or coordinator.waits or not coordinator.has(fragment):
-            return
-        newest, state = coordinator.anchors.anchors, coordinator.state
-        anchor = newest[fragment]
-        number = disk.rotate() if fragment == count - 1 else None
-        if self._failures:
-            world.begun(self._failures.pop(), 0.0)
-            return
-
-        def complete() -> None:
-            if (
-                world.coordinator is not coordinator
-                or not coordinator.has(fragment)
-                or anchor.version.term != newest[fragment].version.term
-            ):
-                return
-            if disk.save_fragment(fragment, anchor):
-                world.monitor.cut(
-                    fragment, disk.saved(fragment), disk.published(fragment)
-                )
-            if number is not None:
-                disk.save_state(number, state)
-
-        world.clock.after(ROUND_S / count, complete)
-
-
-class Operator:
-    """Repeats orders until the coordinator's state follows them: it may be away, or
-    have lost its state."""
-
-    def __init__(self, world: Scene) -> None:
-        self._world = world
-        self._wanted = dict.fromkeys(sorted(world.schedule.scavenged), True)
-        """Islands that the config does not name, and whether they are to be let in."""
-        self._look()
-
-    def order(self, name: str, *, admitted: bool) -> None:
-        """Let an island in, or no longer."""
-        self._wanted[name] = admitted
-        self.act()
-
-    def act(self) -> None:
-        """Give the orders that the coordinator's state does not follow."""
-        for name, admitted in self._wanted.items():
-            coordinator = self._world.coordinator
-            if coordinator is None or coordinator.waits:
-                return
-            if (name in coordinator.state.admitted) != admitted:
-                order = Steer(how="admit" if admitted else "remove", island=name)
-                coordinator.hear(order)
-
-    def _look(self) -> None:
-        if self._wanted:
-            self.act()
-            self._world.clock.after(LOOKS_EVERY_S, self._look)
+def _linger(island: FaultyIsland) -> None:
+    if isinstance(island.line, FaultyLine):
+        island.line.linger()

@@ -12,7 +12,13 @@ from msgspec.structs import replace
 from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator import ending
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.simulation.faults import draw, liveness, safe_books
+from diloco_jax.simulation.faults import draw, liveness
+from diloco_jax.simulation.faults.faults import (
+    CoordinatorCrash,
+    DiskLost,
+    IslandCrash,
+    Restart,
+)
 from diloco_jax.simulation.faults.play import (
     Played,
     play,
@@ -23,11 +29,7 @@ from diloco_jax.simulation.faults.play import (
 from diloco_jax.simulation.faults.schedule import (
     MOST_STEPS,
     RESTART_S,
-    CoordinatorCrash,
-    DiskLost,
     DrawnIsland,
-    IslandCrash,
-    Restart,
     Schedule,
     from_json,
 )
@@ -42,8 +44,7 @@ SCHEDULE = Schedule(
 )
 BESIDE: dict[str, dict[str, Any]] = {
     "alone": {},
-    "workers apart": {
-        "workers_apart": True,
+    "workers": {
         "workers": 2,
         "fragment_sizes": (2, 1, 1, 2),
     },
@@ -126,7 +127,7 @@ def test_an_extension_that_gives_data_again_is_found() -> None:
     with mock.patch.object(ending, "extended", anew):
         wrong = play(SCHEDULE).wrong
     assert wrong is not None
-    assert wrong.invariant == safe_books.DataOnce.name
+    assert wrong.invariant == "data"
 
 
 def test_a_run_that_is_not_over_after_its_extension_is_a_violation() -> None:

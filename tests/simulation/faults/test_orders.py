@@ -8,17 +8,16 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
-from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import (
+from diloco_jax.simulation.faults.faults import (
     AnyFault,
     CoordinatorCrash,
     DiskFailure,
-    DrawnIsland,
     Export,
     Restart,
     RunStop,
-    Schedule,
 )
+from diloco_jax.simulation.faults.play import play
+from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 AT_S, FOR_S = 9.0, 6.0

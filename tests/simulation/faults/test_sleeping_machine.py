@@ -7,16 +7,15 @@ from msgspec.structs import replace
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
-from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import (
+from diloco_jax.simulation.faults.faults import (
     LEASE_S,
     AnyFault,
     DiskLost,
-    DrawnIsland,
     MachineSleep,
     Restart,
-    Schedule,
 )
+from diloco_jax.simulation.faults.play import play
+from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 AT_S, FOR_S = 9.0, 3 * LEASE_S
