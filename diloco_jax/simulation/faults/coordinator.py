@@ -3,7 +3,6 @@ and gathers anchors. Invariants watch the first, which may die or sleep."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -38,29 +37,11 @@ from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
 from diloco_jax.simulation.faults.facts import Incarnation, Opened
 from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.faults.schedule import RETRY_S, Schedule
+from diloco_jax.simulation.faults.schedule import RETRY_S
 from diloco_jax.simulation.virtual.arrays import VirtualFetch
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import Connection
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a coordinator runs on.
-
-    survives: tells whether it lives to carry out its next effect. disk_failed: ends one
-    that could not write a record.
-    """
-
-    schedule: Schedule
-    config: PolicyConfig
-    clock: Clock
-    disk: Disk
-    monitor: Monitor
-    survives: Callable[[FaultyCoordinator], bool]
-    disk_failed: Callable[[FaultyCoordinator], None]
-
 
 P = ParamSpec("P")
 Method = Callable[Concatenate[Any, P], None]
@@ -87,20 +68,22 @@ class FaultyCoordinator(VirtualCoordinator):
     """
 
     def __init__(
-        self, on: Surroundings, state: State, anchors: Anchors, clock_offset: float
+        self, world: Any, state: State, anchors: Anchors, clock_offset: float
     ) -> None:
+        """world: its `world.FaultyWorld`."""
         super().__init__(
-            on.config,
-            on.clock,
+            world.config,
+            world.clock,
             state,
             anchors,
             self._append_record,
-            merge_seconds=lambda merge: on.schedule.merge_s,
+            merge_seconds=lambda merge: world.schedule.merge_s,
             clock_offset=clock_offset,
             written=self._write_publish,
         )
-        self.anchors, self._on = anchors, on
-        self.disk, self.monitor = on.disk, on.monitor
+        self.anchors, self._world = anchors, world
+        self.disk: Disk = world.disk
+        self.monitor: Monitor = world.monitor
         self._effects: deque[AnyEffect] = deque()
         """Decided effects that are not carried out yet."""
         self._later: deque[Callable[[], None]] = deque()
@@ -225,13 +208,13 @@ class FaultyCoordinator(VirtualCoordinator):
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        if not self._on.survives(self):
+        if not self._world.survives(self):
             return
         self.monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self._on.disk_failed(self)
+            self._world.disk_failed(self)
         if isinstance(effect, Commit):
             fragment = effect.fragment
             if self.has(fragment):

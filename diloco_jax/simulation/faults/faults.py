@@ -59,11 +59,6 @@ def one_of(*values: Any) -> DrawValue:
     return lambda rng: rng.choice(values)
 
 
-def below(stop: int) -> DrawValue:
-    """Return a draw of a number from 0 on."""
-    return lambda rng: rng.randrange(stop)
-
-
 def uniform(low: float, high: float, digits: int = 2) -> DrawValue:
     """Return a draw of a number between two others."""
     return lambda rng: round(rng.uniform(low, high), digits)
@@ -143,8 +138,8 @@ def restart(rng: random.Random) -> Restart:
 
 Seconds = Annotated[float, seconds]
 Coin = Annotated[bool, coin]
-Effects = Annotated[int, below(12)]
-Appends = Annotated[int, below(3)]
+Effects = Annotated[int, one_of(*range(12))]
+Appends = Annotated[int, one_of(*range(3))]
 Again = Annotated[Restart, restart]
 
 
@@ -279,7 +274,7 @@ class Impostor(IslandFault, frozen=True, kw_only=True):
     behind: 0 for the present incarnation, 1 for the one before it.
     """
 
-    behind: Annotated[int, below(2)] = 0
+    behind: Annotated[int, one_of(*range(2))] = 0
 
     def befall(self, world: Any, island: Any) -> float:
         impostor = world.make_island(self.island, island.incarnation - self.behind)
@@ -406,7 +401,7 @@ class WorkerCrash(Fault, frozen=True, kw_only=True):
     notices. down_s: seconds from then to the start. disk_lost: it has lost its disk.
     """
 
-    worker: Annotated[int, below(3)]
+    worker: Annotated[int, one_of(*range(3))]
     down_s: Annotated[float, down_seconds(0.2, 3.0, 9.0)]
     noticed_s: Annotated[float, one_of(0.0, 0.0, 0.05, 0.3)] = 0.0
     effects: Effects = 0
@@ -456,7 +451,7 @@ class SnapshotFailure(Fault, frozen=True, kw_only=True):
     """The next snapshot is not completed."""
 
     def strike(self, world: Any) -> bool:
-        world.snapshots.failures.append(self)
+        world.failing_snapshots.append(self)
         return True
 
 

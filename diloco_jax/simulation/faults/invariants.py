@@ -72,72 +72,50 @@ INVARIANTS = {
     # Merges.
     "merged_once": "No take and no step of a process enters two merges of a fragment.",
     "kept": "An island adopts no version beside a delta that is in that version.",
-    "deltas": "A delta holds exactly the steps, against exactly the version, of the "
-    "books, and so does its merge. A merge has them in the order of names, and of "
-    "incarnations if an island left a delta behind.",
-    "quorum": "At least K deltas of incarnations that have not ended enter a merge. K "
-    "of them are from islands that its tick asked, unless the tick could not ask K "
-    "islands, or a tick of a cycle later found the fragment still open, or it is a "
-    "tick of the flush, which begins with deltas of earlier ticks. The flush's last "
-    "merge of a fragment is exempt.",
-    "recorded": "No delta is merged before the island's records up to its take are on "
-    "the tape.",
-    "fenced": "Nothing is merged that comes from an incarnation after it was replaced "
-    "or ended, and no lower one joins after a higher one. Exempt are deltas that an "
-    "island left behind: they had arrived, they are on the record of its end, and no "
-    "later coordinator merges them. A new term knows only islands that say hello.",
+    "deltas": "Deltas and their merges hold exactly the steps and versions of books.",
+    "quorum": "K deltas of islands that a tick asked, and have not ended, enter a "
+    "merge, unless the tick could not ask K, or found the fragment open a cycle later, "
+    "or is one of the flush, whose last merge of a fragment needs none.",
+    "recorded": "An island's records up to its take are on the tape before the merge.",
+    "fenced": "Nothing is merged that comes from an incarnation after its end, but for "
+    "deltas that are on the record of its end, and no lower one joins after a higher.",
     "held": "A merge has only deltas that arrived in the present life of their "
-    "fragment's worker. While a fragment is lost, no tick asks for it and no merge of "
-    "it is ordered.",
-    "stale": "The base of a merged delta lags the current version by at most "
-    "`max_staleness`, in the same term.",
-    "bounds": "No delta that was refused as unfit is merged, and none that is too long "
-    "beside honest ones, which are at most as long as the number of their steps. After "
-    "a crash of the coordinator, a delta that comes again is judged anew.",
-    "honest": "No delta is refused for its length if that is the sum of its steps' "
-    "learning rates.",
-    "quarantine": "No delta of a quarantined island enters a merge that begins "
-    "afterwards, in any incarnation and after any crash. A new term begins without.",
+    "fragment's worker. While a fragment is lost, no tick or merge is about it.",
+    "stale": "A merged delta's base lags by at most `max_staleness`, in one term.",
+    "bounds": "No delta that was refused as unfit is merged in the coordinator's life, "
+    "and none that is too long beside honest ones, which are at most their steps long.",
+    "honest": "No delta is refused that is as long as the sum of its learning rates.",
+    "quarantine": "No delta of a quarantined island enters a merge that begins then, "
+    "after any crash; a new term begins without quarantines.",
     # Versions.
-    "versions": "Every durable merge makes the version after the last one, and a "
-    "coordinator goes on there. A new term is above all terms that the offering "
-    "islands know, and goes on at the highest version that one which stayed offered.",
-    "adopted": "No version that an island adopted goes back, on the island or in a "
-    "coordinator that comes up. One without state goes by the offers.",
-    "anchors": "A version of a fragment has one value everywhere: at the coordinator "
-    "before and after a crash, and on islands. A term begins with an adopted value.",
-    "ticks": "One tick's number names one fragment's deltas of one life of the "
-    "coordinator, and no take is made twice.",
-    "cycles": "A kept cycle has, of each fragment, the version of the last merge up to "
-    "its turn, whatever is merged later, and in every life of a coordinator.",
-    "gathered": "A fragment that was lost goes on from an anchor that an island had "
-    "adopted, in its next term, with the number and the value of that anchor. Exactly "
-    "what was merged above it is lost. No other fragment begins a term.",
+    "versions": "Every durable merge makes the next version, and a coordinator goes on "
+    "there. A new term is above all that the offering islands know, and goes on at the "
+    "highest version that one which stayed offered.",
+    "adopted": "No adopted version goes back, on an island or as a coordinator starts.",
+    "anchors": "A version has one value everywhere; a term begins with an adopted one.",
+    "ticks": "A tick's number names one fragment's deltas of one life, each take once.",
+    "cycles": "A kept cycle has the versions of the last merges up to their turns.",
+    "gathered": "A fragment that was lost, and no other, begins its next term with an "
+    "adopted anchor, and exactly what was merged above it is lost.",
     # The disk.
-    "prepared": "The publish of a merge, or the anchor with which a lost fragment "
-    "begins a term, is whole on the disk before the record that commits it. What was "
-    "prepared and not committed is gone after a start.",
-    "chains": "From every kept snapshot of a fragment in its term, publishes on the "
-    "disk lead to its last committed version: any one may turn out not to read.",
-    "restored": "A coordinator comes up with the last committed version of every "
-    "fragment: no older one, and none that was prepared and never committed.",
-    "durable": "Everything that an island can see is in the log before it can see it, "
-    "as the newest that is there.",
+    "prepared": "What a record commits is whole on the disk before the record is.",
+    "chains": "Publishes lead from each kept snapshot of the term to the last merge.",
+    "restored": "A coordinator comes up with exactly the committed versions.",
+    "durable": "All that an island can see is in the log before, as the newest there.",
     # The books.
-    "ledger": "Merged, lost and open steps balance at every event, and progress never "
-    "goes back. The merged tokens are those of the log. At the end all computed tokens "
+    "ledger": "Merged, lost and open steps balance at every event, merged tokens are "
+    "those of the log, and progress never goes back. At the end all computed tokens "
     "are merged, lost, or carried from an earlier term, whose log is gone.",
-    "data": "An island trains on the data that it was durably granted, in order. A "
-    "share of the data is granted to one incarnation at a time, and no longer once a "
-    "merge has it; what an ended one had is granted again unless a merge has it.",
-    "door": "No island is in the run that neither the config nor an operator let in. "
-    "What an operator ordered survives any crash; a new term begins without it.",
-    "speeds": "No step time below the config's is believed. No island of these worlds "
-    "claims steps that it did not make, so none is refused for such a claim.",
+    "data": "An island trains on the data that it was durably granted, in order. Data "
+    "is granted to one incarnation at a time, and not once a merge has it; what an "
+    "ended one had is granted again unless a merge has it.",
+    "door": "Only islands are in that the config or an operator let in, after any "
+    "crash; a new term begins without an operator's orders.",
+    "speeds": "No step time below the config's is believed, and nobody is refused for "
+    "such a claim: no island of these worlds claims steps that it did not make.",
     "last_steps": "The end of a run costs no island its steps, unless it is silent for "
-    "longer than a lease meanwhile, its step outlasts the flush, or a delta of its own "
-    "hangs for the flush's share in which others are not to wait for it. Deltas that "
-    "are refused, and steps that an adoption undoes, are lost by other reasons.",
+    "a lease, its step outlasts the flush, or a delta of its own hangs for the flush's "
+    "share in which others are not to wait for it.",
 }
 """What must hold, by the name of the invariant."""
 READS_LOG = (Merge, KeepFragment, Tell)

@@ -9,10 +9,13 @@ connections are tried again. `faults` causes the faults through the methods of
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from msgspec.structs import replace
 
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery, workers
 from diloco_jax.protocol.coordinator.events import (
@@ -22,22 +25,25 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.protocol.coordinator.gathering import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.state import State, initial
-from diloco_jax.protocol.messages import Steer
+from diloco_jax.protocol.messages import AnchorRequest, Steer
 from diloco_jax.simulation.faults import liveness
-from diloco_jax.simulation.faults.arrays import first_anchors
+from diloco_jax.simulation.faults.arrays import Anchor, DigestBody, first_anchors
 from diloco_jax.simulation.faults.coordinator import (
     FaultyCoordinator,
-    Surroundings,
+    Peer,
     VirtualGatherer,
 )
 from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
 from diloco_jax.simulation.faults.facts import Opened, ViolationError
 from diloco_jax.simulation.faults.faults import LEASE_S, LOOKS_EVERY_S, Fault, Restart
+from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.liveness import Expectations
-from diloco_jax.simulation.faults.network import BOTH
-from diloco_jax.simulation.faults.scene import Scene
+from diloco_jax.simulation.faults.network import BOTH, FaultyLine, Network, Way
 from diloco_jax.simulation.faults.schedule import RESTART_S, RETRY_S, Schedule
+from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.island import Connection, IslandSpec, VirtualIsland
 
+REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
 """Calls of the clock at most; a run has some thousand, or ten times that where a rule
 loses steps."""
@@ -49,11 +55,86 @@ ROUND_S = 0.7
 """Seconds for writing all fragments, while the run goes on."""
 
 
-class FaultyWorld(Scene):
-    """World that plays one schedule."""
+class FaultyIsland(VirtualIsland):
+    """One incarnation. Its world starts the next one."""
+
+    def __init__(self, world: FaultyWorld, spec: IslandSpec, incarnation: int) -> None:
+        self.who = (spec.name, incarnation)
+        self._world, self._monitor = world, world.monitor
+        self.body = DigestBody(
+            ADOPT_RULES.find(world.run.sync.adopt),
+            world.run.inner.learning_rate,
+            functools.partial(self._seen, world.monitor.adopted),
+            functools.partial(self._seen, world.monitor.trained),
+        )
+        self.takes: Counter[int] = Counter()
+        """Takes by fragment."""
+        self._anchors: dict[int, Anchor] = {}
+        """The anchor that was sent last, by lost fragment."""
+        super().__init__(spec, incarnation, world.run, world.clock, self.body, REPORT_S)
+
+    def put(self, fragment: int, tick: int, encoded: Any) -> None:
+        assert self.boundary is not None
+        self.takes[fragment] += 1
+        for take in self.boundary.books.outstanding():
+            if take.fragment == fragment:
+                self._seen(self._monitor.took, take, encoded)
+        super().put(fragment, tick, encoded)
+
+    def send_anchor(self, asked: AnchorRequest) -> None:
+        line, to = self.line, cast(Peer, self._coordinator)
+        if line is None:
+            return
+        anchor = self._anchors[asked.fragment] = self.body.anchor(asked.fragment)
+
+        def wanted() -> bool:
+            newest = self._anchors[asked.fragment] is anchor
+            return newest and self.line is line and self.ended is None
+
+        line.upload(0, lambda: to.anchor(self.who, asked, anchor, wanted))
+
+    def turned_away(self, reason: str) -> None:
+        super().turned_away(reason)
+        self._world.refused(self)
+
+    def postponed(self, connection: Connection) -> None:
+        newest = self._world.islands[self.name] is self
+        if newest and self.line is connection.line:
+            self._world.lose_connection(self, RETRY_S)
+
+    def _seen(
+        self, observe: Callable[..., None], *observation: Any, **facts: Any
+    ) -> None:
+        """Pass an observation on, if its process is in the run."""
+        if self._monitor.belong_to(self.who, self.session):
+            observe(self.who, *observation, **facts)
+
+
+class FaultyWorld:
+    """World that plays one schedule: all its processes, their connections, its disk."""
 
     def __init__(self, schedule: Schedule) -> None:
-        super().__init__(schedule)
+        self.schedule = schedule
+        self.run, self.config = schedule.configs()
+        self.clock = Clock()
+        self.networks = {
+            name: Network(schedule.latency_s, schedule.transfer_s)
+            for name in schedule.islands
+        }
+        self.monitor = Monitor(self.config)
+        self.disk = Disk()
+        self.struck: Counter[str] = Counter()
+        """Faults that happened, by kind."""
+        self.crashes = 0
+        self.coordinator: FaultyCoordinator | None = None
+        self.gatherer: VirtualGatherer | None = None
+        """A coordinator without state, which gathers anchors instead."""
+        self.islands: dict[str, FaultyIsland] = {}
+        """Newest incarnation of each island, by name."""
+        self.processes: list[FaultyIsland] = []
+        """All processes that run, stale ones too."""
+        self.slowness = dict.fromkeys(schedule.islands, 1.0)
+
         self.torn_snapshots = 0
         self.extensions = 0
         """Times that the run was over, and went on to more tokens."""
@@ -76,7 +157,8 @@ class FaultyWorld(Scene):
         """Islands that the config does not name, and whether an operator wants them
         to be let in."""
         self._look()
-        self.snapshots = SnapshotRounds(self)
+        self.failing_snapshots: list[Fault] = []
+        """Armed failures of the next snapshots."""
 
     def play(self) -> None:
         """Play until the run is over, for good. Raises ViolationError."""
@@ -87,7 +169,7 @@ class FaultyWorld(Scene):
             self.start_island(name)
         for fault in self.schedule.faults:
             self.clock.at(fault.at_s, functools.partial(self._strike, fault))
-        self.snapshots.begin()
+        self._write_later(0)
         self._expected.begin()
         self._until_over()
         for total_tokens in self.schedule.extended_to:
@@ -110,9 +192,6 @@ class FaultyWorld(Scene):
     def _strike(self, fault: Fault) -> None:
         if not fault.strike(self):
             self.clock.after(RETRY_S, functools.partial(self._strike, fault))
-
-    def fault_ended(self) -> None:
-        self._expected.fault_ended()
 
     # ---- an operator --------------------------------------------------------------
 
@@ -204,21 +283,9 @@ class FaultyWorld(Scene):
                 self.monitor.restored(fragment, anchor)
                 self.monitor.published(fragment, anchor)
         offset_s = clock_s - self.clock.now
-        coordinator = FaultyCoordinator(self.surroundings(), state, merging, offset_s)
+        coordinator = FaultyCoordinator(self, state, merging, offset_s)
         coordinator.lost_fragments = lost
         self._serve(coordinator)
-
-    def surroundings(self) -> Surroundings:
-        """Return what a coordinator runs on."""
-        return Surroundings(
-            schedule=self.schedule,
-            config=self.config,
-            clock=self.clock,
-            disk=self.disk,
-            monitor=self.monitor,
-            survives=self._survives,
-            disk_failed=self._disk_failed,
-        )
 
     def _serve(self, coordinator: FaultyCoordinator) -> None:
         """Let it hear of all that precedes any island."""
@@ -288,7 +355,8 @@ class FaultyWorld(Scene):
         self._armed[fault.kind] = [fault, fault.effects]
         return True
 
-    def _survives(self, lead: FaultyCoordinator) -> bool:
+    def survives(self, lead: FaultyCoordinator) -> bool:
+        """Tell whether a lead lives to carry out its next effect."""
         for kind, armed in list(self._armed.items()):
             armed[1] -= 1
             if armed[1] < 0 and not lead.dead:
@@ -383,7 +451,8 @@ class FaultyWorld(Scene):
         self.disk.fails_in, self.disk.written_share = appends, written_share
         return True
 
-    def _disk_failed(self, coordinator: FaultyCoordinator) -> None:
+    def disk_failed(self, coordinator: FaultyCoordinator) -> None:
+        """End a coordinator that could not write a record."""
         fault, self._disk_failure = self._disk_failure, None
         self.crash_coordinator(coordinator, fault.restart)
         self.begun(fault, fault.restart.lasts_s)
@@ -403,49 +472,182 @@ class FaultyWorld(Scene):
         disk.full, disk.brimful = True, brimful
         self.clock.after(for_s, free)
 
+    def _write_later(self, fragment: int) -> None:
+        """Write the snapshot of a fragment in its turn."""
+        every_s = ROUND_EVERY_S / self.config.fragments
+        self.clock.after(every_s, functools.partial(self._write_snapshot, fragment))
 
-class SnapshotRounds:
-    """Write the snapshots of whoever leads."""
-
-    def __init__(self, world: Scene) -> None:
-        self._world = world
-        self.failures: list[Fault] = []
-        """Armed failures of the next snapshots."""
-
-    def begin(self) -> None:
-        """Write the first one in its turn."""
-        self._later(0)
-
-    def _later(self, fragment: int) -> None:
-        world = self._world
-        every_s = ROUND_EVERY_S / world.config.fragments
-        world.clock.after(every_s, functools.partial(self._write, fragment))
-
-    def _write(self, fragment: int) -> None:
+    def _write_snapshot(self, fragment: int) -> None:
         """Write a fragment; after the last one, the state. The next has its turn."""
-        world, count = self._world, self._world.config.fragments
-        self._later((fragment + 1) % count)
-        coordinator, disk = world.coordinator, world.disk
-        if coordinator is None or coordinator.waits or not coordinator.has(fragment):
+        count, lead, disk = self.config.fragments, self.coordinator, self.disk
+        self._write_later((fragment + 1) % count)
+        if lead is None or lead.waits or not lead.has(fragment):
             return
-        newest, state = coordinator.anchors.anchors, coordinator.state
+        newest, state = lead.anchors.anchors, lead.state
         anchor = newest[fragment]
         number = disk.rotate() if fragment == count - 1 else None
-        if self.failures:
-            world.begun(self.failures.pop(), 0.0)
+        if self.failing_snapshots:
+            self.begun(self.failing_snapshots.pop(), 0.0)
             return
 
         def complete() -> None:
-            if (
-                world.coordinator is not coordinator
-                or not coordinator.has(fragment)
-                or anchor.version.term != newest[fragment].version.term
-            ):
+            same_term = anchor.version.term == newest[fragment].version.term
+            if self.coordinator is not lead or not lead.has(fragment) or not same_term:
                 return
             if disk.save_fragment(fragment, anchor):
                 saved, publishes = disk.saved(fragment), disk.published(fragment)
-                world.monitor.cut(fragment, saved, publishes)
+                self.monitor.cut(fragment, saved, publishes)
             if number is not None:
                 disk.save_state(number, state)
 
-        world.clock.after(ROUND_S / count, complete)
+        self.clock.after(ROUND_S / count, complete)
+
+    @property
+    def merges(self) -> list[int]:
+        """Merges by fragment."""
+        return self.monitor.merges
+
+    def begun(self, fault: Fault, lasts_s: float) -> bool:
+        """Note that a fault happens now; return True."""
+        self.struck[fault.kind] += 1
+        if not fault.awaits_end:
+            self.clock.after(lasts_s, self._expected.fault_ended)
+        return True
+
+    def set_for(
+        self, for_s: float, of: object, field: str, value: Any, usual: Any = 1.0
+    ) -> None:
+        """Set a field of an object for a while, and then to its usual value again."""
+        setattr(of, field, value)
+        self.clock.after(for_s, lambda: setattr(of, field, usual))
+
+    # ---- islands ------------------------------------------------------------------
+
+    def make_island(self, name: str, incarnation: int) -> FaultyIsland:
+        """Make a process that has not said hello yet."""
+        plan = self.schedule.islands[name]
+        spec = IslandSpec(
+            name=name,
+            batch_size=plan.batch_size,
+            step_seconds=lambda step: plan.step_s * self.slowness[name],
+            join_seconds=plan.join_s,
+            lead=plan.lead,
+        )
+        island = FaultyIsland(self, spec, incarnation)
+        self.processes = [p for p in self.processes if p.ended is None]
+        self.processes.append(island)
+        return island
+
+    def start_island(self, name: str) -> None:
+        """Start the next incarnation of an island."""
+        before = self.islands.get(name)
+        incarnation = before.incarnation + 1 if before is not None else 1
+        self.islands[name] = self.make_island(name, incarnation)
+        self.connect(self.islands[name])
+
+    def start_island_after(self, seconds: float, name: str) -> None:
+        """Start an island later, unless another one started."""
+        before = self.islands[name]
+
+        def start() -> None:
+            if self.islands[name] is before:
+                self.start_island(name)
+
+        self.clock.after(seconds, start)
+
+    def crash_island(
+        self, name: str, down_s: float, noticed: bool = True, lingers: bool = False
+    ) -> None:
+        """Kill the newest incarnation of an island, unless it has ended; start the
+        next one later."""
+        island = self.islands[name]
+        if island.ended is not None:
+            return
+        self.crashes += 1
+        if lingers:
+            _linger(island)
+        island.die()
+        if noticed:
+            self._notice(island)
+        self.start_island_after(down_s, name)
+
+    def refused(self, island: FaultyIsland) -> None:
+        """Start a refused island anew, as its operator would, unless it is replaced."""
+        if self.islands[island.name] is island:
+            self.start_island_after(RESTART_S, island.name)
+
+    # ---- connections ----------------------------------------------------------------
+
+    def connect(self, island: FaultyIsland) -> None:
+        """Try until the island is connected, or has ended."""
+        if island.ended is not None or island.line is not None:
+            return
+        network, peer = self.networks[island.name], self._peer_for(island)
+        if peer is None or network.held:
+            self.clock.after(RETRY_S, lambda: self.connect(island))
+        else:
+            island.connect(peer, FaultyLine(self.clock, network))
+
+    def break_connection(
+        self, island: FaultyIsland, away_s: float, noticed: bool, lingers: bool
+    ) -> None:
+        """Break the connection of an island."""
+        if lingers:
+            _linger(island)
+        self.lose_connection(island, away_s)
+        if noticed:
+            self._notice(island)
+
+    def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
+        """Hold all messages in these directions back for `for_s` seconds.
+
+        After a lease of silence both ends give the connection up.
+        """
+        network = self.networks[name]
+        network.held |= set(ways)
+        island = self.islands[name]
+        line = island.line
+
+        def release() -> None:
+            network.held -= set(ways)
+            for process in self.processes:
+                if isinstance(process.line, FaultyLine) and process.name == name:
+                    process.line.release()
+
+        def give_up() -> None:
+            if island.line is line and line is not None:
+                self.lose_connection(island, 0.0)
+                self._notice(island)
+
+        self.clock.after(for_s, release)
+        if for_s > LEASE_S:
+            self.clock.after(LEASE_S, give_up)
+
+    def lose_connection(self, island: FaultyIsland, noticed_s: float) -> None:
+        """Cut the island's line; it notices after `noticed_s` and tries again."""
+        line = island.line
+        if line is None:
+            return
+        line.cut()
+
+        def notice() -> None:
+            if island.line is line:
+                island.disconnect()
+                self.connect(island)
+
+        self.clock.after(noticed_s, notice)
+
+    def _notice(self, island: FaultyIsland) -> None:
+        """Let the coordinator see that the connection is gone."""
+        peer = self.coordinator or self.gatherer
+        if peer is not None and island.peer is not None:
+            peer.disconnected(island.peer)
+
+    def _peer_for(self, island: FaultyIsland) -> Peer | None:
+        """Return the peer that an island's next attempt reaches, if it reaches one."""
+        return self.coordinator or self.gatherer
+
+
+def _linger(island: FaultyIsland) -> None:
+    if isinstance(island.line, FaultyLine):
+        island.line.linger()
