@@ -79,11 +79,7 @@ class Anchors:
 
     def compute(self, merge: Merge, deltas: Sequence[Delta]) -> Prepared:
         publish = digest(
-            merge.version,
-            merge.contributions,
-            list(deltas),
-            merge.share,
-            merge.final,
+            merge.version, merge.contributions, list(deltas), merge.share, merge.final
         )
         self._computed[merge.fragment] = publish
         return Prepared(digest=publish.hex(), payload_bytes=len(publish))

@@ -23,13 +23,7 @@ from diloco_jax.protocol.coordinator.events import (
     Timer,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.holding import (
-    AnchorKept,
-    AwaitAnchor,
-    Commit,
-    Merge,
-    ToHolder,
-)
+from diloco_jax.protocol.holding import AnchorKept, AwaitAnchor, Commit, Merge, ToHolder
 from diloco_jax.protocol.messages import AnchorRequest, Goodbye, Hello
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version

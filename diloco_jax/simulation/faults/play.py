@@ -55,19 +55,15 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
     if len(faults) == 1:
         yield replace(schedule, faults=())
     for name in schedule.islands:
-        yield from _without_island(schedule, name)
+        islands = {n: plan for n, plan in schedule.islands.items() if n != name}
+        rest = tuple(f for f in faults if getattr(f, "island", "") != name)
+        if schedule.quorum <= len(islands):
+            yield replace(schedule, islands=islands, faults=rest)
     if len(schedule.fragment_sizes) > 1:
         yield replace(schedule, fragment_sizes=schedule.fragment_sizes[1:])
-    plain: dict[str, Any] = {
-        "adopt": "rebase",
-        "grace": 0.0,
-        "grace_window": "alike",
-        "quorum": 1,
-        "merge_s": 0.1,
-        "transfer_s": 0.2,
-    }
-    for field, value in plain.items():
-        if getattr(schedule, field) != value:
+    plain = Schedule(islands={}, total_tokens=0)
+    for field in ("adopt", "grace", "grace_window", "quorum", "merge_s", "transfer_s"):
+        if getattr(schedule, field) != (value := getattr(plain, field)):
             yield replace(schedule, **{field: value})
     if schedule.extended_to:
         yield replace(schedule, extended_to=schedule.extended_to[:-1])
@@ -75,15 +71,6 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
         tokens = int(schedule.total_tokens * share)
         if 0 < tokens < schedule.total_tokens:
             yield replace(schedule, total_tokens=tokens)
-
-
-def _without_island(schedule: Schedule, name: str) -> Iterator[Schedule]:
-    islands = {n: plan for n, plan in schedule.islands.items() if n != name}
-    if schedule.quorum <= len(islands):
-        faults = tuple(
-            fault for fault in schedule.faults if getattr(fault, "island", "") != name
-        )
-        yield replace(schedule, islands=islands, faults=faults)
 
 
 CYCLES = 3
@@ -108,14 +95,9 @@ class Played(NamedTuple):
         return world.struck.total() >= FAULTS and min(world.merges) >= CYCLES
 
 
-def world_of(schedule: Schedule) -> FaultyWorld:
-    """Return the world that plays a schedule."""
-    return FaultyWorld(schedule)
-
-
 def play(schedule: Schedule) -> Played:
     """Play a schedule to its end, or to the first violation."""
-    world = world_of(schedule)
+    world = FaultyWorld(schedule)
     return _played(world, world.play)
 
 

@@ -13,16 +13,12 @@ from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator import ending
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.simulation.faults import draw, liveness
-from diloco_jax.simulation.faults.faults import (
-    CoordinatorCrash,
-    Restart,
-)
+from diloco_jax.simulation.faults.faults import CoordinatorCrash, Restart
 from diloco_jax.simulation.faults.play import (
     Played,
     play,
     play_seed,
     shortest,
-    world_of,
 )
 from diloco_jax.simulation.faults.schedule import (
     MOST_STEPS,
@@ -47,7 +43,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 def played(schedule: Schedule) -> FaultyWorld:
-    world = world_of(schedule)
+    world = FaultyWorld(schedule)
     world.play()
     assert world.coordinator is not None
     assert world.coordinator.state.phase == "done"
