@@ -21,17 +21,20 @@ from diloco_jax.simulation.faults.faults import (
     ClockJump,
     Delay,
     DiskGone,
+    DiskLost,
     DrawValue,
     Export,
     Fault,
     FullDisk,
     LongDeltas,
     MachineSleep,
+    Partition,
     Removal,
     Restart,
     RunStop,
     WorkerCrash,
     one_of,
+    restart,
 )
 from diloco_jax.simulation.faults.liveness import merges_within_s, takes_within_s
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
@@ -97,6 +100,9 @@ def draw(seed: int) -> Schedule:
     if chosen and not any(isinstance(fault, LOSSES) for fault in faults):
         faults.append(_drawn(Removal, chosen, storm_s, island=one_of(*names)))
     schedule, faults = _with_workers(generator, schedule, faults, storm_s)
+    ordered = any(isinstance(fault, Removal) for fault in faults)
+    if (chosen := perhaps("deaf", 0.15)) and not ordered:
+        faults += _lost_while_deaf(chosen, names, storm_s)
     if chosen := perhaps("export", 0.15):
         faults += [_drawn(Export, chosen, storm_s) for _ in range(2)]
     if chosen := perhaps("stop", 0.1):
@@ -181,6 +187,15 @@ def _down_s(fault: Fault) -> float:
     """Return the time for which a fault leaves the run without a coordinator, about."""
     restart = getattr(fault, "restart", None)
     return restart.down_s if isinstance(restart, Restart) else 0.0
+
+
+def _lost_while_deaf(rng: random.Random, names: str, storm_s: float) -> list[Fault]:
+    """Draw the loss of the state while an island does not hear of the last merges."""
+    at_s = round(rng.uniform(0.5, 1) * storm_s, 2)
+    for_s = round(rng.uniform(0.5, 1.5) * LEASE_S, 2)
+    cut = Partition(at_s=at_s, island=rng.choice(names), ways=("down",), for_s=for_s)
+    lost_s = round(at_s + rng.uniform(0.5, 1) * for_s, 2)
+    return [cut, DiskLost(at_s=lost_s, restart=restart(rng))]
 
 
 def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> Delay:
