@@ -166,7 +166,8 @@ class Disk:
             raise EmptyDiskError
         for kept in self._snapshots():
             # What does not read does not count as kept.
-            _delete(kept, lambda n, kept=kept: kept[n] is None)
+            for torn in [n for n, snapshot in kept.items() if snapshot is None]:
+                del kept[torn]
         number, state = max(self._states.items())
         assert state is not None
         later = [n for n in sorted(self._segments) if n > number]
