@@ -140,12 +140,12 @@ def coordinator_command(arguments: Sequence[str]) -> int:
 
 def worker_command(arguments: Sequence[str]) -> int:
     """Run `diloco worker CONFIG --index N --workdir DIR`."""
-    from diloco_jax.coordinator.workers.outpost.options import WorkerOptions
+    from diloco_jax.coordinator.workers.options import WorkerOptions
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
     with uncollected():
-        from diloco_jax.coordinator.workers.outpost.outpost import run
+        from diloco_jax.coordinator.workers.listening import run
         from diloco_jax.observability.logs import setup_logging
 
     setup_logging()

@@ -239,8 +239,6 @@ def check_devices(answers_within_s: float = ANSWERS_WITHIN_S) -> Iterator[Findin
 
 
 HOMES = {"XDG_CACHE_HOME": "~/.cache", "XDG_STATE_HOME": "~/.local/state"}
-LONGEST_TMP = 84
-"""Characters of a folder in which workers can have their sockets."""
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
@@ -275,6 +273,11 @@ def _name(folder: Path) -> Iterable[str]:
     return [f"{name} is {address}"] if is_loopback(address) else []
 
 
+def _temporary(folder: Path) -> None:
+    with tempfile.TemporaryFile():
+        pass
+
+
 def _locks(folder: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=existing(folder)) as file:
         files.lock(file, Path(file.name))
@@ -288,9 +291,9 @@ LOOKS: dict[str, tuple[Look, str, str]] = {
         "set HOME, or XDG_CACHE_HOME and XDG_STATE_HOME, to folders to write to",
     ),
     "temporary": (
-        lambda _: [d for d in [tempfile.gettempdir()] if len(d) > LONGEST_TMP],
-        "too long for sockets",
-        f"set TMPDIR to a folder to write to, of {LONGEST_TMP} characters at most",
+        _temporary,
+        "no file can be written there",
+        "set TMPDIR to a folder to write to",
     ),
     "proxies": (
         lambda _: [f"{n}={v}" for n, v in os.environ.items() if n.lower() in PROXIES],

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.chaos.schedule import OF_NETWORK
-from diloco_jax.faults import COORDINATOR, worker_number
+from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import read_lines, read_tape
 
 Line = Mapping[str, Any]
@@ -77,11 +77,8 @@ def measured(
             default=math.inf,
         )
         window = [r for r in tape if strike["time"] < r["time"] < until]
-        worker = worker_number(name)
-        if name == COORDINATOR:
-            found.append(_of_coordinator(strike, window))
-        elif worker is not None and name not in islands:
-            found.append(_of_worker(strike, name, worker, window))
+        if name not in islands:
+            found.append(_of_coordinator(strike, name, window))
         else:
             found.append(_of_island(strike, name, window))
     return found
@@ -161,7 +158,8 @@ def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome
     return _outcome(strike, name, _since(strike, lost), back, again, lost_tokens)
 
 
-def _of_coordinator(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
+def _of_coordinator(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome:
+    """Return the outcome for a coordinator or a worker, which end together."""
     over, again = strike["time"] + strike["seconds"], None
     if strike["kind"] == "kill":
         back = _first(window, lambda r: r["kind"] == "recovered")
@@ -173,30 +171,7 @@ def _of_coordinator(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
             window,
             lambda r: r["kind"] == "merged" and over < r["time"] and since <= r["time"],
         )
-    return _outcome(strike, COORDINATOR, None, back, again)
-
-
-def _of_worker(
-    strike: Line, name: str, worker: int, window: Sequence[Line]
-) -> StrikeOutcome:
-    """One that is stopped for less than a lease is not missed, as none of its deltas
-    is: then the next merge is all that is known."""
-    back = _first(
-        window, lambda r: r["kind"] == "worker_recovered" and r["worker"] == worker
-    )
-    since = back["time"] if back else strike["time"] + strike["seconds"]
-    again = _first(
-        window,
-        lambda r: (
-            r["kind"] == "merged"
-            and r["time"] > since
-            and (back is None or r["fragment"] in back["fragments"])
-        ),
-    )
-    detected_s = None
-    if back and back["away_seconds"] is not None:
-        detected_s = back["time"] - strike["time"] - back["away_seconds"]
-    return _outcome(strike, name, detected_s, back, again)
+    return _outcome(strike, name, None, back, again)
 
 
 def _outcome(

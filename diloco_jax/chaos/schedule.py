@@ -20,7 +20,6 @@ from pathlib import Path
 
 from diloco_jax import run_files
 from diloco_jax.config.fields import NOT_NEGATIVE, SOME_SECONDS, setting
-from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.faults import COORDINATOR, is_fault, worker_name, worker_number
 from diloco_jax.files import write_text
@@ -326,8 +325,11 @@ def found(workdir: Path, name: str) -> list[Target]:
     """Return the processes that have this name in the run now."""
     number = worker_number(name)
     if number is not None:
-        survivor = rendezvous.process_of(workdir, number)
-        return [] if survivor is None else [survivor.send]
+        path = workdir / run_files.WORKERS / f"{number}.json"
+        try:
+            return [_group(json.loads(path.read_bytes())["pid"])]
+        except (OSError, ValueError, KeyError):
+            return []
     try:
         noted = json.loads((workdir / run_files.PROCESSES).read_bytes())
     except OSError:
@@ -338,7 +340,7 @@ def found(workdir: Path, name: str) -> list[Target]:
 def _group(pid: int) -> Target:
     def send(number: signal.Signals) -> bool:
         with contextlib.suppress(ProcessLookupError):
-            # The launcher made it the leader of its group.
+            # The launcher, or the lead, made it the leader of its group.
             if os.getpgid(pid) == pid:
                 os.killpg(pid, number)
                 return True

@@ -63,20 +63,6 @@ class Recovered(records.Written, frozen=True, kw_only=True):
     although merges came after it: it cannot be inferred from a published change."""
 
 
-class WorkerRecovered(
-    records.Written, frozen=True, kw_only=True, tag="worker_recovered"
-):
-    """A worker came back from snapshots and publishes of these fragments, beside a
-    coordinator that went on."""
-
-    worker: int
-    fragments: tuple[int, ...]
-    snapshot_versions: tuple[Version, ...]
-    """Versions of the snapshots, in the order of `fragments`."""
-    away_seconds: float | None = None
-    """Time since it was noticed to be away. None: before this life of the lead."""
-
-
 class Term(records.Written, frozen=True, kw_only=True):
     """The first line of a coordinator that had lost its state: a new term begins with
     anchors of islands."""
@@ -143,17 +129,7 @@ class Alert(records.Written, frozen=True, kw_only=True):
     text: str
 
 
-Note = (
-    Begun
-    | Recovered
-    | WorkerRecovered
-    | Term
-    | Hello
-    | Compiled
-    | Measured
-    | Digested
-    | Alert
-)
+Note = Begun | Recovered | Term | Hello | Compiled | Measured | Digested | Alert
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:

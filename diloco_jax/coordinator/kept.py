@@ -2,8 +2,6 @@
 
 `exports/cycle-N` has a sealed file for each fragment, cycle.json, and the small files
 of the weights that the run started from. It gets its name when all of it is on disk.
-Workers write their fragments' files there (`KeptFragments`), and the lead makes a cycle
-of them.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import mmap
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +25,7 @@ from diloco_jax.protocol.holding import (
     HolderTroubled,
     KeepFragment,
 )
+from diloco_jax.wire.errors import WireError
 from diloco_jax.wire.threads import DaemonPool
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ SUFFIX = ".fragment"
 
 Done = Callable[[int, str], None]
 """Called once a cycle is kept or given up, with the reason for the latter."""
-Fetch = Callable[[int, int], None]
-"""Moves a fragment of a cycle to this machine; given cycle and fragment."""
+Theta = Callable[[], list[Any]]
+"""Returns the arrays of a fragment, on the writer's thread; a worker's are fetched."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -52,46 +51,7 @@ class _Cycle:
 
 
 class _NotFetched(Exception):  # noqa: N818
-    """A fragment did not come from the machine of its worker."""
-
-
-class Keeper(Protocol):
-    """Writes fragments of kept cycles."""
-
-    def keep(self, keep: KeepFragment, theta: Sequence[Any], done: Done) -> None:
-        """Write a fragment of a cycle, later; its arrays are held until then."""
-
-
-class KeptFragments:
-    """Writes a worker's fragments of kept cycles, on a thread of its own."""
-
-    def __init__(
-        self,
-        workdir: Path,
-        whose: dict[str, Any],
-        told: Callable[[KeepFragment, str], None],
-    ) -> None:
-        """whose: see `KeptCycles`. told: called with each fragment that is on disk, or
-        with the reason why it is not."""
-        self._folder, self._whose, self._told = workdir / run_files.KEPT, whose, told
-        self._writer = DaemonPool(1, "diloco-keep")
-
-    def keep(self, keep: KeepFragment, theta: Sequence[Any], done: Done) -> None:
-        """See `Keeper`. The lead knows when the cycle is done."""
-        self._writer.submit(self._write, keep, list(theta))
-
-    def close(self, patience_s: float) -> None:
-        """See `KeptCycles.close`."""
-        self._writer.close(patience_s)
-
-    def _write(self, keep: KeepFragment, theta: list[Any]) -> None:
-        trouble = ""
-        try:
-            _write_fragment(self._folder, self._whose, keep, theta)
-        except Exception as error:
-            logger.exception("fragment %d is not kept", keep.fragment)
-            trouble = str(error)
-        self._told(keep, trouble)
+    """A fragment did not come from its worker."""
 
 
 class KeptCycles:
@@ -111,10 +71,10 @@ class KeptCycles:
         self._cycle = _Cycle(number=-1)
         self._remove_torn()
 
-    def keep(self, keep: KeepFragment, theta: Sequence[Any], done: Done) -> None:
-        """Write a fragment of a cycle; `done` follows its last one, on the writer's
-        thread."""
-        self._writer.submit(self._write, keep, list(theta), done)
+    def keep(self, keep: KeepFragment, theta: Theta, done: Done) -> None:
+        """Write a fragment of a cycle, later; `done` follows its last one, on the
+        writer's thread."""
+        self._writer.submit(self._write, keep, theta, done)
 
     def numbers(self) -> list[int]:
         """Return the cycles that are kept, oldest first."""
@@ -138,37 +98,13 @@ class KeptCycles:
         """
         self._writer.close(patience_s)
 
-    def written(
-        self, keep: KeepFragment, trouble: str, done: Done, fetch: Fetch | None = None
-    ) -> None:
-        """Note that a worker has written a fragment; otherwise `trouble` says why not.
-        `done` follows the last one, as after `keep`. fetch: moves it to this machine
-        from the worker's."""
-        self._writer.submit(self._written, keep, trouble, done, fetch)
-
-    def _write(self, keep: KeepFragment, theta: list[Any], done: Done) -> None:
-        cycle, trouble = self._begun(keep.cycle), ""
-        if cycle.given_up or keep.cycle < cycle.number:
-            return
-        try:
-            _write_fragment(self._folder, self._whose, keep, theta)
-        except Exception as error:
-            logger.exception("fragment %d is not kept", keep.fragment)
-            trouble = str(error)
-        self._written(keep, trouble, done)
-
-    def _written(
-        self, keep: KeepFragment, trouble: str, done: Done, fetch: Fetch | None = None
-    ) -> None:
+    def _write(self, keep: KeepFragment, theta: Theta, done: Done) -> None:
         cycle = self._begun(keep.cycle)
         if cycle.given_up or keep.cycle < cycle.number:
             return
         scratch = path_of(self._folder, keep.cycle, TEMPORARY)
         try:
-            if trouble:
-                raise OSError(trouble)
-            if fetch is not None:
-                _fetch(fetch, keep)
+            _write_fragment(self._folder, self._whose, keep, _at_hand(keep, theta))
             cycle.fragments[keep.fragment] = keep
             if len(cycle.fragments) < len(self._sizes):
                 return
@@ -178,14 +114,12 @@ class KeptCycles:
             logger.error("cycle %d is not kept: %s", keep.cycle, error)
             cycle.given_up = True
             shutil.rmtree(scratch, ignore_errors=True)
-            why = (
-                f"it cannot be written to {self._folder} ({error}); free some space "
-                f"there"
-            )
-            if fetch is not None and trouble:
-                why = f"fragment {keep.fragment} of its worker's machine: {trouble}"
-            elif isinstance(error, _NotFetched):
-                why = str(error)
+            why = str(error)
+            if not isinstance(error, _NotFetched):
+                why = (
+                    f"it cannot be written to {self._folder} ({error}); free some "
+                    f"space there"
+                )
             done(keep.cycle, f"cycle {keep.cycle} is not kept: {why}")
             return
         logger.info("cycle %d is kept", keep.cycle)
@@ -194,15 +128,13 @@ class KeptCycles:
     def _begun(self, number: int) -> _Cycle:
         """Return the cycle that is being written; a new one replaces the last."""
         if number > self._cycle.number:
-            # Workers may be at the next one already.
-            self._remove_torn(path_of(self._folder, number, TEMPORARY))
+            self._remove_torn()
             self._cycle = _Cycle(number=number)
         return self._cycle
 
-    def _remove_torn(self, before: Path | None = None) -> None:
+    def _remove_torn(self) -> None:
         for torn in self._folder.glob(f"{NAME}*{TEMPORARY}"):
-            if before is None or torn < before:
-                shutil.rmtree(torn, ignore_errors=True)
+            shutil.rmtree(torn, ignore_errors=True)
 
     def _finish(self, scratch: Path, cycle: _Cycle) -> None:
         if self._source.is_dir():
@@ -226,8 +158,6 @@ class KeptCycles:
         storage.sync_path(self._folder)
         for old in self.numbers()[: -self._keep]:
             shutil.rmtree(path_of(self._folder, old), ignore_errors=True)
-        # One worker may have been at an older one as another began this one.
-        self._remove_torn(scratch)
 
 
 def telling(tell: Callable[[FromHolder], None]) -> Done:
@@ -241,12 +171,12 @@ def telling(tell: Callable[[FromHolder], None]) -> Done:
     return done
 
 
-def _fetch(fetch: Fetch, keep: KeepFragment) -> None:
+def _at_hand(keep: KeepFragment, theta: Theta) -> list[Any]:
     try:
-        fetch(keep.cycle, keep.fragment)
-    except Exception as error:
+        return theta()
+    except WireError as error:
         raise _NotFetched(
-            f"fragment {keep.fragment} did not come from its worker's machine: {error}"
+            f"fragment {keep.fragment} did not come from its worker: {error}"
         ) from error
 
 

@@ -24,15 +24,14 @@ from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.protocol.coordinator import decide, workers
+from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Event,
+    FragmentsLost,
     MachineSlept,
     Said,
     Timer,
-    WorkerAway,
-    WorkerBack,
 )
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
@@ -215,7 +214,6 @@ class Lead(EngineThread[State, Event]):
         """Sums of the islands' accounts."""
         self._holder, self._metrics = holder, metrics
         self._unwritten: queue.SimpleQueue[_ToBeWritten] = queue.SimpleQueue()
-        self._away_since: dict[int, float] = {}
         self._sleeps = Sleeps()
         self.journal = Journal(
             log,
@@ -254,18 +252,17 @@ class Lead(EngineThread[State, Event]):
             super()._handle(MachineSlept(seconds=slept_s), None, None)
         super()._handle(event, before, peer)
 
-    def hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
-        """Take a holder's message, or news of a worker, on any thread."""
+    def hear(self, message: FromHolder | FragmentsLost) -> None:
+        """Take a holder's message on any thread."""
         match message:
-            case DeltaArrived() | MergePrepared() | AnchorKept() | CycleKept():
+            case (
+                DeltaArrived()
+                | MergePrepared()
+                | AnchorKept()
+                | CycleKept()
+                | FragmentsLost()
+            ):
                 self.post(message)
-            case WorkerBack():
-                self.post(message, lambda: self._note_recovered(message))
-            case WorkerAway(worker=worker):
-                self._away_since.setdefault(worker, time.monotonic())
-                self.post(message)
-                # After that decision: no merge of its fragments is under way then.
-                self.post(None, lambda: self._bring_back(worker))
             case _:
                 self._unwritten.put(message)
                 # A full queue would never take it from the thread that empties it.
@@ -273,22 +270,6 @@ class Lead(EngineThread[State, Event]):
                     self._write_down()
                 else:
                     self.post(None, self._write_down)
-
-    def _bring_back(self, worker: int) -> None:
-        assert isinstance(self._holder, WorkersHolder)
-        versions = [fragment.version for fragment in self.state.fragments]
-        self._holder.bring_back(worker, versions, workers.fences(self.state))
-
-    def _note_recovered(self, back: WorkerBack) -> None:
-        since = self._away_since.pop(back.worker, None)
-        if back.restored:
-            note = journal.WorkerRecovered(
-                worker=back.worker,
-                fragments=tuple(f.fragment for f in back.restored),
-                snapshot_versions=tuple(f.snapshot for f in back.restored),
-                away_seconds=None if since is None else time.monotonic() - since,
-            )
-            self.journal.note(note)
 
     def _write_down(self) -> None:
         """Write what the holder had to tell people, on the lead's thread."""

@@ -45,7 +45,6 @@ from diloco_jax.coordinator.settings import (
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.summary import Announcer
 from diloco_jax.coordinator.watchdog import TurnWatch
-from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
@@ -123,7 +122,7 @@ class Coordinator:
         self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement
         self._tls = own_tls(placement)
-        require_ports(placement, self._tls, workers_left=rendezvous.are_left(workdir))
+        require_ports(placement, self._tls)
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         sinks.require(placement.sinks)
         if placement.checkpoints:

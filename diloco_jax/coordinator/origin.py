@@ -35,8 +35,7 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.settings import outer_settings, policy_of
 from diloco_jax.coordinator.snapshots import StateSnapshots
-from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.workers.holder import WorkersHolder, has_result
 from diloco_jax.core import outer
 from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.machine import give_memory_back
@@ -62,8 +61,7 @@ def initialise(
     workdir: Path,
     given: Params | None = None,
 ) -> tuple[Store, State]:
-    """Begin a new run: draw the parameters, or read them. The tape says so first, since
-    a run with a snapshot goes on after a crash.
+    """Begin a new run: draw the parameters, or read them; see `tell_begun`.
 
     workdir: the run's, which keeps the files of the weights' source. given: the
     parameters, if an island gave them; they are cleared."""
@@ -82,9 +80,28 @@ def initialise(
             run.model.weights,
             time.monotonic() - began,
         )
+    give_memory_back()
+    digest = "" if given is None else store.digest()
+    tell_begun(config, policy, plan, tape, workdir, store.describe(), digest)
+    return store, initial(policy)
+
+
+def tell_begun(
+    config: Config,
+    policy: PolicyConfig,
+    plan: FragmentPlan,
+    tape: Tape,
+    workdir: Path,
+    environment: dict[str, Any],
+    given_digest: str = "",
+) -> None:
+    """Tell the tape that a run begins, before its first snapshot: a run with one goes
+    on after a crash. Keep the files of the weights' source. given_digest: that of the
+    parameters that an island gave."""
+    run = config.run
+    if run.model.weights:
         keep_source(run.model.weights, workdir)
     keep_tokenizer(run.data, workdir)
-    give_memory_back()
     tape.append(
         journal.dated(
             journal.Begun(
@@ -92,13 +109,12 @@ def initialise(
                 fingerprint=policy.fingerprint,
                 plan=plan.digest(),
                 total_tokens=run.total_tokens,
-                environment=store.describe(),
-                first_from="" if given is None else config.placement.first_from,
-                parameters_digest="" if given is None else store.digest(),
+                environment=environment,
+                first_from=config.placement.first_from if given_digest else "",
+                parameters_digest=given_digest,
             )
         )
     )
-    return store, initial(policy)
 
 
 class FromLog(NamedTuple):
@@ -312,21 +328,20 @@ class Holders:
     run_id: str
     opened: contextlib.ExitStack
 
-    def restoring(self, term: int) -> StoreHolder | WorkersHolder:
-        """Return a holder without arrays, for `restore`. Workers that an earlier lead
-        has left are ended, unless they can go on. term: the run's."""
-        placement = self.config.placement
-        rendezvous.end_others(self.workdir, placement.workers_here)
-        if placement.workers > 1:
-            return self._workers(term)
-        return self._in_process(make_store(self.config, self.plan, None))
+    def restoring(self, state: State) -> StoreHolder | WorkersHolder:
+        """Return a holder without arrays, for `restore`. state: the run's."""
+        if self.config.placement.workers == 1:
+            return self._in_process(make_store(self.config, self.plan, None))
+        done = state.phase == "done"
+        done = done and state.progress_tokens >= self.config.run.total_tokens
+        return self._workers(state.term, over=done and has_result(self.workdir))
 
     def beginning(
         self, store: Store, versions: Sequence[Version], term: int
     ) -> StoreHolder | WorkersHolder:
         """Make the fragments of a new run or term durable, and return their holder.
 
-        Worker processes then restore them from the disk, and the store is empty.
+        Workers on this machine then restore them from the disk, and the store is empty.
         versions: by fragment. term: the run's.
         """
         own = self._in_process(store)
@@ -345,6 +360,16 @@ class Holders:
         workers.restore(RestoreFragments(fragments=committed))
         return workers
 
+    def drawing(self) -> tuple[WorkersHolder, FragmentsRestored]:
+        """Have workers draw or read the first parameters of a new run."""
+        workers = self._workers(1)
+        committed = tuple(
+            Committed(fragment=f, version=Version(), digests={})
+            for f in range(len(self.plan.fragments))
+        )
+        asked = RestoreFragments(fragments=committed, first=True)
+        return workers, workers.restore(asked)
+
     def _in_process(self, store: Store) -> StoreHolder:
         whose = checkpoint.whose(self.config.run, self.run_id, self.plan)
         everything = range(len(self.plan.fragments))
@@ -352,14 +377,15 @@ class Holders:
             self.config, store, self.kept, self.workdir, whose, everything
         )
 
-    def _workers(self, term: int) -> WorkersHolder:
+    def _workers(self, term: int, *, over: bool = False) -> WorkersHolder:
         workers = WorkersHolder(
             self.config,
             self.workdir,
             self.run_id,
-            self.plan.sizes,
+            self.plan,
             self.kept,
             term,
+            over=over,
         )
         stop_s = self.config.placement.deadlines.stop_s
         self.opened.callback(workers.end, stop_s)
@@ -391,7 +417,7 @@ class StateMaker:
         """Return the state of the run on the disk, as far as it was durable."""
         folder = self.workdir / run_files.LOG
         recovered = recover(self.policy, self.states, folder)
-        holder = self.holders.restoring(recovered.state.term)
+        holder = self.holders.restoring(recovered.state)
         restored = holder.restore(recovered.restore)
         tell_recovered(self.config, recovered, restored, self.tape)
         # After the snapshot: a kill may have come between snapshot and log.
@@ -400,6 +426,17 @@ class StateMaker:
 
     def of_new_run(self, model: Model, given: Params | None) -> MadeState:
         """Return the state of a new run. given: see `origin.initialise`."""
+        if given is None and self.config.placement.workers > 1:
+            holder, restored = self.holders.drawing()
+            tell_begun(
+                self.config,
+                self.policy,
+                self.plan,
+                self.tape,
+                self.workdir,
+                restored.environment,
+            )
+            return self._saved(holder, initial(self.policy), -1)
         store, state = initialise(
             self.config, self.policy, model, self.plan, self.tape, self.workdir, given
         )
@@ -414,11 +451,16 @@ class StateMaker:
         return self._durable(store, state, found)
 
     def _durable(self, store: Store, state: State, found: int | None) -> MadeState:
-        # After the log's snapshot: where a log is, the run has begun.
-        after = -1 if found is None else found
-        number = durable.next_number(self.workdir / run_files.LOG, after)
         versions = [fragment.version for fragment in state.fragments]
         holder = self.holders.beginning(store, versions, state.term)
+        return self._saved(holder, state, -1 if found is None else found)
+
+    def _saved(
+        self, holder: StoreHolder | WorkersHolder, state: State, after: int
+    ) -> MadeState:
+        """Make a new state durable. after: number of the last snapshot, if any."""
+        # After the log's snapshot: where a log is, the run has begun.
+        number = durable.next_number(self.workdir / run_files.LOG, after)
         with self.states.beginning():
             self.states.save(number, state)
         log = self.open_log(number)

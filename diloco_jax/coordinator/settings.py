@@ -246,17 +246,13 @@ def outer_settings(run: RunConfig) -> OuterSettings:
     )
 
 
-def require_ports(
-    placement: Placement, tls: TlsFiles | None, *, workers_left: bool
-) -> None:
+def require_ports(placement: Placement, tls: TlsFiles | None) -> None:
     """Raise ConfigError if a port that is to be served cannot be bound, or must not be
-    without TLS. workers_left: those of an earlier lead go on, with ports of their
-    own."""
+    without TLS."""
     addresses.require_tls(
         placement.bind, tls=tls is not None, insecure=placement.insecure
     )
-    ports = 2 if workers_left else placement.ports
-    addresses.require_free(placement.bind, ports)
+    addresses.require_free(placement.bind, placement.ports)
     addresses.require_loopback(placement.bind)
     if placement.metrics_bind:
         addresses.require_free(placement.metrics_bind, 1)

@@ -95,7 +95,7 @@ class ShownFailure:
     """One failure. Tokens of takes count once for each fragment."""
 
     who: str
-    """An island, "coordinator" or "worker N"."""
+    """An island, or "coordinator"."""
     incarnation: int
     began: float
     why: str
@@ -266,15 +266,6 @@ class Failures:
             return last.began
         self._stand_still(before, time, why)
         return before
-
-    def worker(self, line: Mapping[str, Any], time: float) -> None:
-        """Note that a worker came back."""
-        name = f"worker {line['worker']}"
-        count = len(line["fragments"])
-        why = f"its process ended; it came back with its {count} fragments"
-        self._all.append(
-            ShownFailure(who=name, incarnation=0, began=time, why=why, ended=time)
-        )
 
     def _stand_still(self, began: float, ended: float, why: str) -> None:
         failure = ShownFailure(

@@ -160,7 +160,6 @@ TEXTS = {
     "compiled": "the coordinator has compiled what merges need",
     "recovered": "the coordinator is back, from snapshot {snapshot} and {records:,} "
     "records of its log",
-    "worker_recovered": "worker {worker} is back with its {count} fragments{after}",
     "term": "term {term} begins with anchors of islands",
     "hello": "{who} says hello from {peer} ({device})",
     "joined": "{who} joins with {tokens_per_step:,} tokens a step",
@@ -188,10 +187,6 @@ def text_of(line: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in shown.items())
     told = {**line, "who": f"{line.get('island')} #{line.get('incarnation')}"}
     match line["kind"]:
-        case "worker_recovered":
-            away = line.get("away_seconds")
-            told["count"] = len(line["fragments"])
-            told["after"] = "" if away is None else f" after {away:.1f} s"
         case "hello":
             told["device"] = line["environment"].get("device_kind", "")
         case "left":
@@ -292,8 +287,6 @@ class Timeline:
                 there = any(lane.state for lane in self.lanes.values())
                 since = self.failures.recovered(line, before, time, there=there)
                 self._came_back(since, time)
-            case "worker_recovered":
-                self.failures.worker(line, time)
             case "hello" | "joined":
                 self._joined(line, time)
             case "island":

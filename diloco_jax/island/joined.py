@@ -481,7 +481,6 @@ class JoinedHost(Parts["JoinedLoop"]):
             pace=Pace(run, goal, warm=restored is not None),
             timing=Timing(self.compile_seconds),
             send_anchor=self._send_anchor,
-            permit=self.sender.permit,
             patience_s=self._data_s,
             leaves=self.leaves,
         )

@@ -77,11 +77,8 @@ class Stepping:
     decisions: Decisions
     pace: Pace
     timing: Timing
-    send_anchor: Callable[[int, Version, bytes], None]
-    """Sends a fragment's anchor at that version, with this ticket, to where it was
-    lost."""
-    permit: Callable[[int, int, bytes], None]
-    """Takes a worker's ticket for a take: fragment, tick, ticket."""
+    send_anchor: Callable[[int, Version], None]
+    """Sends a fragment's anchor at that version to where it was lost."""
     patience_s: float
     """Longest wait for data, and for an end that was announced."""
     checkpoints: Checkpoints | None = None
@@ -146,12 +143,10 @@ class Stepping:
             self._post()
             stepping = self.boundary.may_step(self.done)
             self._seen = self.decisions.at(self.done, stepping=stepping)
-            for take in self._seen.takes:
-                self.permit(take.fragment, take.tick, take.ticket)
             log_refused(self.boundary.act(self._seen, self.done))
             for asked in self._seen.anchors:
                 version = self.boundary.books.version(asked.fragment)
-                self.send_anchor(asked.fragment, version, asked.ticket)
+                self.send_anchor(asked.fragment, version)
             if self._seen.save or self._seen.leaving:
                 self._save(final=self._seen.leaving)
             again = self._seen.again

@@ -394,8 +394,6 @@ class LeadingHost(Generic[L]):
             host.join_s,
             host.lanes.dealt,
         )
-        for fragment, ticket in enumerate(welcome.tickets):
-            receiver.want(fragment, welcome.versions[fragment], ticket)
         mailbox.post(Status(phase="compiling"))
         targets = Targets(want=receiver.want, resend=self._resend, profile=host.profile)
         self._link.start(targets)

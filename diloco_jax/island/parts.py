@@ -221,9 +221,9 @@ class Parts(abc.ABC, Generic[L]):
             self.lanes.is_revoked,
         )
 
-    def _send_anchor(self, fragment: int, version: Version, ticket: bytes) -> None:
+    def _send_anchor(self, fragment: int, version: Version) -> None:
         anchor = self._exchange.anchor(fragment)
-        self.sender.put_anchor(fragment, version, anchor, ticket)
+        self.sender.put_anchor(fragment, version, anchor)
 
 
 class Host(Parts[Loop]):
@@ -356,7 +356,6 @@ class Host(Parts[Loop]):
             evaluator=self._evaluator,
             watcher=watcher,
             send_anchor=self._send_anchor,
-            permit=self.sender.permit,
             patience_s=self._data_s,
             checkpoints=self.checkpoints,
             faults=faults,

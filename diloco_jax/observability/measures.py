@@ -211,9 +211,6 @@ def _wrong(status: Mapping[str, Any]) -> Iterator[str]:
         if (names := by_state.get(state)) and not (ends and state == "gone"):
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             yield f"{', '.join(names[:NAMED])}{more} {state}"
-    for worker in status.get("workers", ()):
-        if not worker["address"]:
-            yield f"worker {worker['worker']} is away"
     yield from status.get("wrong", ())
 
 

@@ -188,7 +188,7 @@ def _merged(status: Mapping[str, Any]) -> str:
 
 def _worker(worker: Mapping[str, Any]) -> str:
     return (
-        f"worker {worker['worker']}: {worker['address'] or 'away'}, "
+        f"worker {worker['worker']}: {worker['address']}, process {worker['pid']}, "
         f"{worker['fragments']} fragments, {bytes_text(worker['memory_bytes'])}"
     )
 

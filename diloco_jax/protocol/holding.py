@@ -10,19 +10,16 @@ The lead's record commits it, and `Commit` makes it visible. At a start the lead
 which versions its log has committed (`RestoreFragments`); what a holder has prepared
 beyond them never was.
 
-With a worker's process come messages for how it begins, shows that it lives, and ends;
-with an outpost, the process on another machine that starts a worker there, those about
-files. Each connection to it begins with the outpost's word. The lead then says
-`BeginWorker`, and speaks with the worker from there on; or it asks about files, one
-after another; or it says that the run is over.
+With a worker's process come messages for how it begins, shows that it lives, and ends.
+Lead and worker have one connection, which the lead opens with `BeginWorker`. Neither
+outlives it: the lead ends, and the worker begins anew from its disk.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from diloco_jax.protocol.messages import Message
 from diloco_jax.protocol.values import (
@@ -46,12 +43,13 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreFragments(Message, frozen=True, kw_only=True):
-    """Bring the fragments to these versions, from snapshots and publishes, or as they
-    are at a holder that has outlived the lead. What was prepared beyond them never was.
-    fences: the deltas and tickets of these incarnations do not count."""
+    """Bring the fragments to these versions, from snapshots and publishes. What was
+    prepared beyond them never was. fences: nothing of these incarnations counts."""
 
     fragments: tuple[Committed, ...]
     fences: tuple[Forget, ...] = ()
+    first: bool = False
+    """The run begins: draw or read the first parameters, and make them durable."""
 
 
 class RestoredFragment(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +151,12 @@ class AwaitAnchor(Message, frozen=True, kw_only=True):
     island: str
     incarnation: int
     term: int
+
+
+class AwaitTake(Message, frozen=True, kw_only=True):
+    """The island is being asked for this delta. A worker takes in no other."""
+
+    delta: DeltaKey
 
 
 ToHolder = Merge | Commit | KeepFragment | Drop | Forget | AwaitAnchor
@@ -262,47 +266,16 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     config: dict[str, Any]
     """The run's, as builtins."""
     workdir: str
+    """The lead's, for a worker on its machine."""
     run_id: str
     worker: int
     fragments: tuple[int, ...]
     bind: str
-    ticket_key: bytes
-    """Key of the tickets of this life of the lead; see `tickets`."""
-    lead: int = 1
-    """Counts the lives of the lead in the run: a worker believes the newest alone."""
-    life: int = 1
-    """Counts the processes of this worker in the run."""
-    dial: int = 0
-    """Counts the lines of this life of the lead to a worker on another machine."""
-    clock: float = 0.0
-    """The lead's clock as it says this, by which its tickets end. It does not jump, and
-    passes while the machine sleeps (`coordinator/watchdog.py`)."""
-
-    def is_newer(self, lead: int, dial: int) -> bool:
-        """Tell whether it comes after a line of that lead, with that number."""
-        return (self.lead, self.dial) > (lead, dial)
-
-    def is_like(self, other: BeginWorker) -> bool:
-        """Tell whether a worker that was begun so can go on with `other`."""
-        return _for_a_worker(self) == _for_a_worker(other)
-
-
-def _for_a_worker(begin: BeginWorker) -> BeginWorker:
-    """Return what must not change under a worker. A lead that is started again may
-    serve at another port, and the worker goes on where it serves."""
-    placement = begin.config.get("placement", {})
-    own = {k: v for k, v in placement.items() if k not in ("bind", "advertise")}
-    config = {**begin.config, "placement": own}
-    return replace(
-        begin,
-        config=config,
-        ticket_key=b"",
-        lead=0,
-        life=0,
-        dial=0,
-        bind="",
-        clock=0.0,
-    )
+    """For a worker on the lead's machine; another one serves beside its address."""
+    term: int
+    """The run's. With `start`, it says which of two leads came later."""
+    start: int
+    """Number of this start of the lead, above those of earlier ones in the term."""
 
 
 class SaveAll(Message, frozen=True, kw_only=True):
@@ -312,22 +285,22 @@ class SaveAll(Message, frozen=True, kw_only=True):
 
 
 class AllSaved(Message, frozen=True, kw_only=True):
-    """Answer to `SaveAll`: digests of Theta, by fragment; text: why snapshots are not
-    written, empty if they are."""
+    """Answer to `SaveAll`: versions and digests of Theta, by fragment; text: why
+    snapshots are not written, empty if they are."""
 
+    versions: dict[int, Version]
     digests: dict[int, str]
     text: str = ""
 
 
-class FragmentKept(Message, frozen=True, kw_only=True):
-    """A fragment of a kept cycle is on disk; `trouble` says why not, if it is not."""
+class LetGo(Message, frozen=True, kw_only=True):
+    """The lead has what `KeepFragment` kept of the fragment, or wants it no more."""
 
-    keep: KeepFragment
-    trouble: str = ""
+    fragment: int
 
 
-class EndWorker(Message, frozen=True, kw_only=True):
-    """End: the coordinator is about to end."""
+class RunOver(Message, frozen=True, kw_only=True):
+    """The run is over, and the lead has all of the result. `WorkerEnds` answers."""
 
 
 class LeadAlive(Message, frozen=True, kw_only=True):
@@ -343,173 +316,121 @@ class WorkerServes(Message, frozen=True, kw_only=True):
 class WorkerAlive(Message, frozen=True, kw_only=True):
     """Sign of life of a worker. alerts: what people should know about its snapshots."""
 
-    alerts: tuple[str, ...]
+    pid: int
+    alerts: tuple[str, ...] = ()
     memory_bytes: int
     """The most memory that the process has had."""
     resident_bytes: int
     """The memory that the process has now."""
-    process: str
-    """Drawn by each process: another one means that the one before has ended."""
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
     """Last message of a worker that cannot go on."""
 
     text: str
-    errno: int = 0
-    """Number of the system's error, if it is one."""
 
 
 class WorkerRefused(Message, frozen=True, kw_only=True):
-    """A worker on another machine does not do that; text: why, with the remedy."""
+    """The worker does not obey this lead; text: why, with the remedy."""
 
+    code: str
     text: str
-    passing: bool = False
-    """Another attempt may succeed."""
 
 
-ToWorker = BeginWorker | RestoreFragments | ToHolder | SaveAll | EndWorker | LeadAlive
+class WorkerEnds(Message, frozen=True, kw_only=True):
+    """Last message of a worker that has heard that the run is over."""
+
+
+ToWorker = (
+    BeginWorker
+    | RestoreFragments
+    | ToHolder
+    | AwaitTake
+    | SaveAll
+    | LetGo
+    | RunOver
+    | LeadAlive
+)
 FromWorker = (
     FragmentsRestored
     | FromHolder
     | WorkerServes
     | WorkerAlive
     | AllSaved
-    | FragmentKept
     | WorkerFailed
     | WorkerRefused
+    | WorkerEnds
 )
-
-OF_ONE_LEAD = MergePrepared | AnchorKept | DeltaArrived
-"""Messages for the lead under which they were made, and for no later one: merges that
-a later one has not committed never were, and it is told of deltas anew."""
 
 encode = msgspec.msgpack.Encoder().encode
 to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 
 
-Kind = Literal["snapshot", "publish"]
-LEADS_OF_TERM = 1 << 32
-"""Numbers of leads that one term has: more than unix time has seconds."""
-
-
-class OutpostReady(Message, frozen=True, kw_only=True):
-    """First word of an outpost: it obeys this caller."""
-
-    worker: int
-
-
-class AboutFiles(Message, frozen=True, kw_only=True):
-    """First message of a connection for files: which lead asks."""
-
-    run_id: str
-    worker: int
-    lead: int
-
-
-class AskNewest(Message, frozen=True, kw_only=True):
-    """Which is the newest snapshot of a fragment there? `Newest` answers."""
-
-    fragment: int
-
-
-class Newest(Message, frozen=True, kw_only=True):
-    """Version of that snapshot; None: there is none. seal: see `sealed.seal_of`."""
-
-    version: Version | None
-    seal: str = ""
-
-
-class PutFile(Message, frozen=True, kw_only=True):
-    """Keep a file of a fragment, whose bytes follow. `Stored` answers."""
-
-    kind: Kind
-    fragment: int
-    version: Version
-    size: int
-
-
-class Stored(Message, frozen=True, kw_only=True):
-    """The file is on disk."""
-
-
-class GetSnapshot(Message, frozen=True, kw_only=True):
-    """Send the newest snapshot of a fragment. `FileComes` answers."""
-
-    fragment: int
-
-
-class GetKept(Message, frozen=True, kw_only=True):
-    """Send a fragment of a kept cycle. `FileComes` answers."""
-
-    cycle: int
-    fragment: int
-
-
-class DropKept(Message, frozen=True, kw_only=True):
-    """Delete it: the lead has it on disk. `Stored` answers."""
-
-    cycle: int
-    fragment: int
-
-
-class RunOver(Message, frozen=True, kw_only=True):
-    """The run is over: nobody will begin the worker again. `OutpostEnds` answers."""
-
-
-class AtWork(Message, frozen=True, kw_only=True):
-    """Sign of life from either end, while it forces a file to disk or checks one; what
-    the other end waits for follows."""
-
-
-class OutpostEnds(Message, frozen=True, kw_only=True):
-    """The outpost ends, and the worker with it."""
-
-
-class FileComes(Message, frozen=True, kw_only=True):
-    """The bytes of the file follow. version: a snapshot's."""
-
-    size: int
-    version: Version = Version()
-
-
-FilesAsked = AskNewest | PutFile | GetSnapshot | GetKept | DropKept | RunOver | AtWork
-FirstWord = BeginWorker | AboutFiles
-FromOutpost = (
-    OutpostReady | WorkerRefused | Newest | Stored | FileComes | OutpostEnds | AtWork
-)
-
-
-def first_number(term: int, unix_s: float) -> int:
-    """Return the least number of a lead of workers on other machines. One that has lost
-    its disk comes after those before it, whatever its clock shows: it opens a term."""
-    return term * LEADS_OF_TERM + int(unix_s)
-
-
-def next_number(last: int, at_least: int) -> int:
-    """Return the number of a lead on a disk whose last one had the number `last`."""
-    return max(at_least, last + 1)
-
-
 class Obeyed(NamedTuple):
-    """The line of a lead that a worker on another machine obeyed last."""
+    """The lead that a worker obeyed last."""
 
     run_id: str = ""
-    lead: int = 0
-    dial: int = 0
+    term: int = 0
+    start: int = 0
 
-    def after(self, word: FirstWord) -> Obeyed | None:
-        """Return what is obeyed after a lead of this run has said that; None if it is
-        an older one, which is refused."""
-        if isinstance(word, BeginWorker):
-            newer, dial = word.is_newer(self.lead, self.dial), word.dial
-        else:
-            newer = word.lead >= self.lead
-            dial = self.dial if word.lead == self.lead else 0
-        return Obeyed(word.run_id, word.lead, dial) if newer else None
+    def refusal(self, begin: BeginWorker, where: str) -> tuple[str, str] | None:
+        """Return code and text of the refusal of a lead of another run, or of one that
+        was started before the obeyed one. where: file that has this, for people."""
+        if self.run_id and begin.run_id != self.run_id:
+            return "run_id", (
+                f"worker {begin.worker} holds fragments of run {self.run_id} "
+                f"({where}), and the lead's run is {begin.run_id}; give another "
+                f"--workdir, or remove that one"
+            )
+        if (begin.term, begin.start) < (self.term, self.start):
+            return "lead", (
+                f"worker {begin.worker} obeys start {self.start} of term {self.term} "
+                f"of run {self.run_id}, and this is start {begin.start} of term "
+                f"{begin.term}: another coordinator of this run was started later; end "
+                f"one of them. If no other one is there, as after a wrong clock, "
+                f"remove {where}"
+            )
+        return None
 
 
-first_word = msgspec.msgpack.Decoder(FirstWord).decode
-files_asked = msgspec.msgpack.Decoder(FilesAsked).decode
-from_outpost = msgspec.msgpack.Decoder(FromOutpost).decode
+def next_start(last: int, unix_s: float) -> int:
+    """Return the number of a start of the lead on a disk whose last one had the number
+    `last`. Without that disk, the time of day counts."""
+    return max(last + 1, int(unix_s))
+
+
+class Awaited:
+    """What the lead awaits at a worker, and from which incarnations. Not
+    thread-safe."""
+
+    def __init__(self) -> None:
+        self._takes: dict[tuple[str, int], tuple[int, int]] = {}
+        """Incarnation and tick by island and fragment: the newest alone."""
+        self._least: dict[str, int] = {}
+        """The first incarnation of each island that counts."""
+
+    def take(self, delta: DeltaKey) -> None:
+        """Note that the island is asked for this delta."""
+        self._takes[delta.island, delta.fragment] = delta.incarnation, delta.tick
+
+    def drop(self, delta: DeltaKey) -> None:
+        """Note that the delta is not needed any more."""
+        if self.is_awaited(delta):
+            del self._takes[delta.island, delta.fragment]
+
+    def forget(self, island: str, before: int) -> None:
+        """End the incarnations of an island below `before`."""
+        self._least[island] = max(before, self.least(island))
+        for key, (incarnation, _) in list(self._takes.items()):
+            if key[0] == island and incarnation < before:
+                del self._takes[key]
+
+    def is_awaited(self, delta: DeltaKey) -> bool:
+        """Tell whether the lead has said that it awaits this delta."""
+        own = self._takes.get((delta.island, delta.fragment))
+        return own == (delta.incarnation, delta.tick)
+
+    def least(self, island: str) -> int:
+        """Return the first incarnation of an island that has not ended."""
+        return self._least.get(island, 0)

@@ -211,8 +211,6 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     workers: tuple[str, ...] = ()
     """HOST:PORT of every worker, for deltas and fragments; empty: the address of the
     coordinator itself."""
-    tickets: tuple[bytes, ...] = ()
-    """For fetches of these versions from workers, by fragment; see `tickets`."""
     next_position: Count = 0
     """As in `Progress`: where grants go on, for an island that outlives the coordinator
     before any other word of it."""
@@ -233,8 +231,6 @@ class TakeRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     fragment: int
     tick: int
     after: Count = 0
-    ticket: bytes = b""
-    """For the upload to a worker; empty: there are none. See `tickets`."""
 
 
 class ResendRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -242,8 +238,6 @@ class ResendRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=
 
     fragment: int
     tick: int
-    ticket: bytes = b""
-    """As in `TakeRequest`."""
 
 
 class Published(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -254,8 +248,6 @@ class Published(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True
     tick: int = -1
     verdict: Verdict = "none"
     reason: str = ""
-    ticket: bytes = b""
-    """For fetches of the version from a worker; see `Welcome.tickets`."""
 
 
 class TakeVerdict(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -266,8 +258,6 @@ class TakeVerdict(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     verdict: Verdict
     reason: str
     version: Version
-    ticket: bytes = b""
-    """As in `Published`."""
 
 
 class Granted(Message, frozen=True, kw_only=True, tag=True):
@@ -295,8 +285,6 @@ class AnchorRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=
     fragment: int
     term: int = 0
     """Term of the fragment that the anchor begins; 0: one of the run."""
-    ticket: bytes = b""
-    """For the upload to a worker; see `tickets`."""
 
 
 class Watch(Message, frozen=True, kw_only=True, tag=True):

@@ -225,7 +225,7 @@ Why = Literal[
     "done",
     "too few islands can be asked",
     "quorum is out of reach",
-    "its worker is away",
+    "its worker has lost it",
 ]
 """Reason for a skipped tick. The first four name the fragment's phase."""
 

@@ -44,9 +44,6 @@ class IslandCall(Message, frozen=True, kw_only=True):
     incarnation: Count
     session: Identifier
     fragment: Count
-    ticket: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
-    """For a worker, see `protocol/tickets.py`: of the take request, the publish or the
-    welcome."""
 
 
 class UploadStart(IslandCall, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -78,6 +75,8 @@ class FetchRequest(IslandCall, frozen=True, kw_only=True, tag=True, omit_default
     digests: bool = False
     """Send the digests of the anchor's tiles (`core/tiles.py`) in their
     place."""
+    theta: bool = False
+    """Send Theta in the place of A, f32: to a coordinator, by its worker."""
 
 
 class FetchStart(Message, frozen=True, kw_only=True, tag=True):

@@ -35,6 +35,7 @@ from diloco_jax.wire.errors import Busy, ConnectionLost, RemoteProtocolError, Wi
 from diloco_jax.wire.frames import BulkConnection, prepare
 from diloco_jax.wire.limits import Quota, RateLimitedLog, TransferSlots
 from diloco_jax.wire.principal import (
+    COORDINATOR,
     OPERATOR,
     Peers,
     Principal,
@@ -469,7 +470,8 @@ class BulkServer:
         if isinstance(
             request, bulk.UploadStart | bulk.FetchRequest | bulk.HoldingsRequest
         ):
-            require(who, island(request.island))
+            of_lead = isinstance(request, bulk.FetchRequest) and request.theta
+            require(who, COORDINATOR if of_lead else island(request.island))
         if self._revocations is not None:
             caller, serial = self._peers.named_in(connection.certificate())
             self._revocations.require_valid(serial, caller)

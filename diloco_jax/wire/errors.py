@@ -16,9 +16,6 @@ from diloco_jax.protocol.messages import Message
 
 MAX_DETAIL_CHARS = 2000
 CODE_KEY = "diloco-code"
-NO_TICKET = "ticket"
-"""Code of a worker's refusal: the ticket does not count any more, and a newer one comes
-with the next word of the lead."""
 REVOKED_CODE = "revoked"
 """Code of a refusal of a certificate; its owner may get another one."""
 

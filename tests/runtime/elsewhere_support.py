@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import signal
 import subprocess
 from pathlib import Path
 
@@ -13,8 +11,6 @@ from runtime_support import PATIENCE_S
 
 from diloco_jax.cluster.cluster import DILOCO, free_port
 from diloco_jax.config import Config
-from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.coordinator.workers.rendezvous import Survivor
 from diloco_jax.wire.certificates import make_certificates
 
 CHECKPOINTS = Path("checkpoints") / "coordinator"
@@ -36,35 +32,19 @@ def with_workers_elsewhere(config: Config, folder: Path, **changes) -> Config:
 
 
 class WorkerProcess:
-    """`diloco worker`, and the process that it has started."""
+    """`diloco worker`, as on a machine of its own."""
 
     def __init__(self, config: Path, index: int, workdir: Path) -> None:
-        self._index, self._workdir = index, workdir
         words = [*DILOCO, "worker", str(config), "--index", str(index)]
         words += ["--workdir", str(workdir)]
-        with workdir.with_suffix(".log").open("ab") as log:
+        self.log = workdir.with_suffix(".log")
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=log)
 
-    def worker(self) -> int:
-        """The worker's process."""
-        reached = rendezvous.reach(self._workdir, self._index)
-        assert reached is not None
-        reached.end.close()
-        return reached.process.pid
-
     def kill(self) -> None:
-        """Kill it; the worker's process lives on."""
+        """Kill it."""
         self.process.kill()
         self.process.wait(PATIENCE_S)
-
-    def kill_machine(self) -> None:
-        """As when the machine goes down: both processes are killed."""
-        worker = self.worker()
-        survivor = Survivor(worker)
-        for pid in (worker, self.process.pid):
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait(PATIENCE_S)
-        survivor.wait(PATIENCE_S)
 
     def close(self) -> None:
         """End it, however it is."""

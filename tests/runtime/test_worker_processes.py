@@ -1,4 +1,5 @@
-"""Worker processes: the bits of one process, and one that is killed before a commit."""
+"""Worker processes, here and as on other machines: the bits of one process, and their
+end together with the lead."""
 
 from __future__ import annotations
 
@@ -8,12 +9,19 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Collection
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from elsewhere_support import (
+    WorkerProcess,
+    snapshots_in,
+    two_workers,
+    with_workers_elsewhere,
+)
 from msgspec.structs import replace
 from runtime_support import client, hello, make_config, placed, run_scripted
 from worker_support import (
@@ -28,26 +36,29 @@ from worker_support import (
 )
 
 from diloco_jax import cli, run_files, storage
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import kept as kept_cycles
 from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
+from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
+from diloco_jax.protocol.coordinator.events import FragmentsLost
 from diloco_jax.protocol.holding import (
     AnchorKept,
     AwaitAnchor,
     Commit,
     Committed,
+    DeltaArrived,
     Forget,
     RestoreFragments,
 )
-from diloco_jax.protocol.messages import AnchorRequest, Published, TakeRequest
+from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
-from diloco_jax.wire.bulk import FetchRequest, UploadStart
+from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.certificates import make_certificates
-from diloco_jax.wire.errors import NO_TICKET, Refused, SecurityError
+from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
 pytestmark = pytest.mark.dist
@@ -81,11 +92,8 @@ def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
     assert found["merges"] == len(digests(spread))
 
 
-def assert_kept(
-    config, workdir: Path, merged: dict[Any, str], recovered: Collection[Any] = ()
-) -> None:
-    """The cycles that the workers wrote have the bits of the merges. recovered:
-    fragments and versions that came from the disk, where Theta is the anchor."""
+def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
+    """The cycles that came from workers have the bits of the merges."""
     store = make_store(config, build_plan(config.run, build(config.run)), None)
     folder = workdir / run_files.KEPT
     assert kept_cycles.numbers(folder)
@@ -97,120 +105,188 @@ def assert_kept(
                 kept_cycles.path_of(folder, cycle) / name, theta
             )
             key = (fragment, *header["version"])
-            if key[-1] and key not in recovered:
+            if key[-1]:
                 assert digest_arrays(theta) == merged[key]
 
 
-def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_path):
-    """The merge that it prepared never was; the other worker notices nothing; the same
-    merge once more gives the bits of a process that was not killed. Without its disk
-    it goes on with an island's anchor, once that is committed. All of it over TLS."""
-    folder = tmp_path / "certificates"
-    make_certificates(folder, [], 1, islands=["a"], workers=2)
-    certificates = str(folder)
-    config = placed(
-        make_config(text),
-        workers=2,
-        time_budget_s=PATIENCE_S,
-        certificates=certificates,
-    )
-    tls = TlsFiles.load_given(certificates, principal.island("a"))
-    (tmp_path / "alone").mkdir(), (tmp_path / "spread").mkdir()
-    in_process(config, tmp_path / "spread")[1].close()
+@pytest.fixture
+def alone(text, tmp_path):
+    """A config, its store with the first parameters, a delta, and the digests of its
+    publish and of Theta as one process makes them."""
+    config = placed(make_config(text), workers=2, time_budget_s=10.0)
+    (tmp_path / "alone").mkdir(), (tmp_path / "lead").mkdir()
     store, holder = in_process(config, tmp_path / "alone")
-    everything = range(len(store.plan.fragments))
     start, payload = delta_of(store, 0)
-
-    before = [store.digest_of(f) for f in everything]
-    alone = Ask(holder)
-    wanted = alone.merge(send_here(holder, payload), start), alone.commit(0)
+    before = [store.digest_of(f) for f in range(2)]
+    ask = Ask(holder)
+    wanted = ask.merge(send_here(holder, payload), start), ask.commit(0)
     holder.close()
     assert wanted[1] != before[0]
+    return config, store, (start, payload), before, wanted
 
-    workers = of_workers(config, tmp_path / "spread")
-    try:
-        first = tuple(
-            Committed(fragment=f, version=FIRST, digests={}) for f in everything
-        )
-        restored = workers.restore(RestoreFragments(fragments=first))
+
+def asked_for(*versions: Version, **fields: Any) -> RestoreFragments:
+    """What a lead says whose log has these versions."""
+    fragments = enumerate(versions)
+    committed = [Committed(fragment=f, version=v, digests={}) for f, v in fragments]
+    return RestoreFragments(fragments=tuple(committed), **fields)
+
+
+@pytest.fixture(params=["here", "elsewhere"])
+def unit(request, alone, tmp_path):
+    """Leads of two workers, in this process, one after another; and processes."""
+    config, *_ = alone
+    if request.param == "here":
+        folder = tmp_path / "certificates"
+        make_certificates(folder, [], 1, islands=["a"], workers=2)
+        yield placed(config, certificates=str(folder)), None
+        return
+    config = with_workers_elsewhere(config, tmp_path / "certificates")
+    write_config_json(config, tmp_path / "config.json")
+    with two_workers(tmp_path / "config.json", tmp_path) as processes:
+        yield config, processes
+
+
+def test_lead_and_workers_end_together_and_go_on_from_their_disks(
+    alone, unit, tmp_path
+):
+    """A merge that was prepared never was, if the log lacks it; one that is committed
+    is there. A worker takes in what the lead awaits alone; without its disk it goes on
+    with an island's anchor. All of it over TLS."""
+    _, store, (start, payload), before, wanted = alone
+    config, processes = unit
+    lead = tmp_path / "lead"
+    tls = TlsFiles.load_given(config.placement.certificates, principal.island("a"))
+
+    with leading(config, lead) as workers:
+        restored = workers.restore(asked_for(FIRST, FIRST, first=True))
         assert [f.digest for f in restored.fragments] == before
-        ask = Ask(workers)
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
-        address = workers.processes()[own].address
+        there = lead if processes is None else tmp_path / f"worker-{own}"
+        ask, address = Ask(workers), workers.processes()[own].address
         with client(address, tls=tls) as island:
-            there = island.transfers_at(address, own)
+            at = island.transfers_at(address, own)
             with pytest.raises(SecurityError, match=f"of worker {own}, and has to be"):
                 island.transfers_at(address, 1 - own).upload(start, payload.data)
+            with pytest.raises(Refused, match="of island a") as refused:
+                at.upload(replace(start, island="b"), payload.data)
+            assert refused.value.code == "identity"
+            with pytest.raises(Refused, match="obeys the coordinator alone"):
+                at.fetch(fetch_of(0, FIRST, theta=True), max_bytes=1 << 30)
+            with ThreadPoolExecutor(1) as beside:
+                sent = beside.submit(at.upload, start, payload.data)
+                time.sleep(0.2)
+                assert not sent.done(), "it is busy until the lead awaits the take"
+                take = TakeRequest(fragment=0, tick=1)
+                assert workers.completed(hello(config, incarnation=1), take) == take
+                sent.result(PATIENCE_S)
+            assert ask.await_(DeltaArrived).refusal == ""
+            assert ask.prepare(0) == wanted[0]
+            workers.hold(Forget(island="a", before=2, kept=()))
+            with pytest.raises(Refused, match="the first that counts is 2") as refused:
+                at.fetch(fetch_of(0, FIRST), max_bytes=1 << 30)
+            assert refused.value.code == "fenced"
+        assert list((there / "publishes" / "00000").glob("*.publish"))
+        os.kill(workers.processes()[own].pid, signal.SIGKILL)
+        gone = str(ask.await_(ConnectionLost))
+        assert f"worker {own}" in gone
+        assert "start it again" in gone
+    if processes is not None:
+        processes[own].process.wait(PATIENCE_S)
+        config_path = tmp_path / "config.json"
+        processes[own] = WorkerProcess(config_path, own, tmp_path / f"worker-{own}")
 
-            def send(start: UploadStart) -> object:
-                who = hello(config, incarnation=start.incarnation)
-                take = TakeRequest(fragment=start.fragment, tick=start.tick)
-                permitted = replace(start, ticket=workers.completed(who, take).ticket)
-                return there.upload(permitted, payload.data)
+    with leading(config, lead) as workers:
+        restored = workers.restore(asked_for(FIRST, FIRST))
+        assert [f.digest for f in restored.fragments] == before
+        assert restored.discarded == 1
+        ask, address = Ask(workers), workers.processes()[own].address
+        take = TakeRequest(fragment=0, tick=1)
+        workers.completed(hello(config, incarnation=1), take)
+        with client(address, tls=tls) as island:
+            at = island.transfers_at(address, own)
+            at.upload(start, payload.data)
+            assert ask.await_(DeltaArrived).refusal == ""
+            assert (ask.prepare(0), ask.commit(0)) == wanted
 
-            def refused(
-                start: UploadStart, send: Any, why: str, code: str = NO_TICKET
-            ) -> None:
-                with pytest.raises(Refused, match=why) as refusal:
-                    send(start)
-                assert refusal.value.code == code
-
-            refused(replace(start, island="b"), send, "of island a", "identity")
-            before_it = replace(start, incarnation=0)
-            refused(start, lambda start: there.upload(start, payload.data), "malformed")
-            fence = Forget(island="a", before=1, kept=())
-            workers.hold(fence)
-            assert ask.merge(send, start) == wanted[0]
-            pids = [worker.pid for worker in workers.processes()]
-            os.kill(pids[own], signal.SIGKILL)
-            assert ask.await_(WorkerAway).worker == own
-            publishes = tmp_path / "spread" / "publishes" / "00000"
-            assert list(publishes.glob("*.publish"))
-            workers.bring_back(own, [FIRST] * len(everything), (fence,))
-            assert ask.await_(WorkerBack).worker == own
-            assert not list(publishes.glob("*.publish"))
-            refused(before_it, send, "fenced")
-            assert workers.processes()[1 - own].pid == pids[1 - own]
-            assert (ask.merge(send, start), ask.commit(0)) == wanted
-
-            # It is killed once more, and its disk is gone.
-            os.kill(workers.processes()[own].pid, signal.SIGKILL)
-            assert ask.await_(WorkerAway).worker == own
-            shutil.rmtree(publishes)
-            shutil.rmtree(tmp_path / "spread" / "checkpoints" / "coordinator" / "00000")
-            workers.bring_back(own, [SECOND, FIRST])
-            assert ask.await_(WorkerBack).lost == (0,)
-            refused(start, send, "begins a new term", "lost")
-            who, begun = hello(config), Version(2, 1)
-            workers.hold(
-                AwaitAnchor(fragment=0, island="a", incarnation=1, term=begun.term)
-            )
-            anchor = b"".join(map(bytes, store.fetch(0, SECOND, None).buffers))
-            whole = replace(start, tick=-1, version=SECOND)
-            whole = replace(whole, length=len(anchor), total=len(anchor))
-            refused(whole, lambda start: there.upload(start, anchor), "malformed")
-            asked = AnchorRequest(fragment=0, term=begun.term)
-            ticket = workers.completed(who, asked).ticket
-            there.upload(replace(whole, ticket=ticket), anchor)
+    for folder in ("publishes", "checkpoints/coordinator"):
+        shutil.rmtree(there / folder / "00000")
+    with leading(config, lead) as workers:
+        restored = workers.restore(asked_for(SECOND, FIRST))
+        assert [f.fragment for f in restored.lost] == [0]
+        ask = Ask(workers)
+        assert ask.await_(FragmentsLost).fragments == (0,)
+        address, begun = workers.processes()[own].address, Version(2, 1)
+        workers.hold(
+            AwaitAnchor(fragment=0, island="a", incarnation=1, term=begun.term)
+        )
+        anchor = b"".join(map(bytes, store.fetch(0, SECOND, None).buffers))
+        whole = replace(start, tick=-1, version=SECOND)
+        whole = replace(whole, length=len(anchor), total=len(anchor))
+        with client(address, tls=tls) as island:
+            at = island.transfers_at(address, own)
+            at.upload(whole, anchor)
             found = ask.await_(AnchorKept)
             assert (found.replaced, found.version) == (SECOND, begun)
-            published = Published(fragment=0, version=begun)
-            fetch = FetchRequest(
-                run_id="r",
-                island="a",
-                incarnation=1,
-                session="s",
-                fragment=0,
-                want=begun,
-                have=None,
-                ticket=workers.completed(who, published).ticket,
-            )
             with ThreadPoolExecutor(1) as beside:
                 size = len(anchor)
-                fetched = beside.submit(there.fetch, fetch, max_bytes=size)
+                fetched = beside.submit(at.fetch, fetch_of(0, begun), max_bytes=size)
                 assert not fetched.done(), "it waits for the commit"
                 workers.hold(Commit(fragment=0, version=begun))
                 assert bytes(fetched.result(PATIENCE_S).payload) == anchor
+        assert workers.save_all(None)
+        if processes is not None:
+            assert snapshots_in(lead) == [0, 1], "the result is here"
+    pids = [worker.pid for worker in workers.processes()]
+    if processes is not None:
+        assert [one.process.wait(PATIENCE_S) for one in processes] == [0, 0]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_worker_elsewhere_obeys_the_newest_lead(alone, tmp_path):
+    """The lead before it ends, and an older one is refused with both numbers."""
+    config = with_workers_elsewhere(alone[0], tmp_path / "certificates")
+    write_config_json(config, tmp_path / "config.json")
+    with (
+        two_workers(tmp_path / "config.json", tmp_path) as processes,
+        leading(config, tmp_path / "lead") as before,
+    ):
+        before.restore(asked_for(FIRST, FIRST, first=True))
+        ask = Ask(before)
+        (tmp_path / "other").mkdir()
+        with leading(config, tmp_path / "other", term=2) as newer:
+            # Its worker's fragments are of term 1: those of term 2 are gathered.
+            restored = newer.restore(asked_for(FIRST, FIRST))
+            assert len(restored.fragments) == 2
+            ask.await_(ConnectionLost)
+            with (
+                leading(config, tmp_path / "lead") as older,
+                pytest.raises(
+                    Refused, match=r"start .* of term 2 .* of term 1: another"
+                ),
+            ):
+                older.restore(asked_for(FIRST, FIRST))
+        assert [one.process.poll() for one in processes] == [None, None]
+
+
+@contextlib.contextmanager
+def leading(config: Any, workdir: Path, term: int = 1) -> Iterator[WorkersHolder]:
+    """A lead of these workers, until the end of the block."""
+    workers = of_workers(config, workdir, term)
+    try:
+        yield workers
     finally:
         workers.end(PATIENCE_S)
-    assert not any(Path(f"/proc/{w.pid}").exists() for w in workers.processes())
+
+
+def fetch_of(fragment: int, want: Version, **fields: Any) -> FetchRequest:
+    return FetchRequest(
+        run_id="r",
+        island="a",
+        incarnation=1,
+        session="s",
+        fragment=fragment,
+        want=want,
+        have=None,
+        **fields,
+    )

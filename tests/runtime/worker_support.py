@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from diloco_jax import checkpoint
@@ -26,6 +25,7 @@ from diloco_jax.protocol.holding import (
     MergePrepared,
 )
 from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire.bulk import UploadStart
 
 RUN_ID = "r"
@@ -38,7 +38,7 @@ def in_process(config: Config, workdir: Path) -> tuple[Store, StoreHolder]:
     model = build(config.run)
     plan = build_plan(config.run, model)
     whose = checkpoint.whose(config.run, RUN_ID, plan)
-    store = make_store(config, plan, jax.device_get(model.init(jax.random.key(0))))
+    store = make_store(config, plan, first_pieces(config.run, model))
     kept = KeptCycles(workdir, 2, whose, plan.sizes)
     fragments = range(len(plan.fragments))
     holder = make_holder(config, store, kept, workdir, whose, fragments)
@@ -46,12 +46,12 @@ def in_process(config: Config, workdir: Path) -> tuple[Store, StoreHolder]:
     return store, holder
 
 
-def of_workers(config: Config, workdir: Path) -> WorkersHolder:
+def of_workers(config: Config, workdir: Path, term: int = 1) -> WorkersHolder:
     """The holder of a lead whose workers have not begun yet."""
     plan = build_plan(config.run, build(config.run))
     whose = checkpoint.whose(config.run, RUN_ID, plan)
     kept = KeptCycles(workdir, 2, whose, plan.sizes)
-    return WorkersHolder(config, workdir, RUN_ID, plan.sizes, kept, term=1)
+    return WorkersHolder(config, workdir, RUN_ID, plan, kept, term)
 
 
 def delta_of(store: Store, fragment: int) -> tuple[UploadStart, np.ndarray]:
@@ -107,7 +107,7 @@ class Ask:
         holder.answer(self._heard.put, self._heard.put)
 
     def await_(self, kind: type) -> Any:
-        """The next answer of that kind; others are passed over."""
+        """The next answer, or error, of that kind; others are passed over."""
         while not isinstance(heard := self._heard.get(timeout=PATIENCE_S), kind):
             assert not isinstance(heard, BaseException), heard
         return heard

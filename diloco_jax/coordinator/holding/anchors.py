@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -112,19 +112,6 @@ class LostFragments:
         self._drop(awaited.fragment)
         assert self._inbox is not None  # Made on this thread, before bytes come.
         self._awaited[awaited.fragment] = awaited
-
-    def begin_anew(self, versions: Mapping[int, Version]) -> tuple[LostFragment, ...]:
-        """Go on for another lead, whose log has committed these versions, by fragment:
-        make those anchors visible, and await no other. Return what is still lost."""
-        for fragment in sorted(self._saver.lost):
-            prepared = self._prepared.get(fragment)
-            if prepared is not None and prepared[0] == versions[fragment]:
-                self.commit(fragment)
-            self._drop(fragment)
-            self._prepared.pop(fragment, None)
-        why = "it was lost before, and has not been gathered"
-        lost = sorted(self._saver.lost)
-        return tuple(LostFragment(fragment=fragment, why=why) for fragment in lost)
 
     def commit(self, fragment: int) -> None:
         """Make the prepared anchor visible: the fragment is not lost any more."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +230,19 @@ def make_store(config: Config, plan: FragmentPlan, params: Params | None) -> Sto
     store = Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
     if params is None:
         return store
-    with bar(Console(stderr=True), "reading the first parameters") as report:
-        for fragment, pieces in enumerate(plan.fragments):
-            values = [get_piece(params, piece) for piece in pieces]
-            store.load(fragment, store.first(fragment, values), Version())
-            report((fragment + 1) / len(plan.fragments))
+    load_first(store, params, range(len(plan.fragments)))
     return store
+
+
+def load_first(store: Store, params: Params, fragments: Sequence[int]) -> None:
+    """Load the first parameters of these fragments."""
+    with bar(Console(stderr=True), "reading the first parameters") as report:
+        for done, fragment in enumerate(fragments, start=1):
+            values = [
+                get_piece(params, piece) for piece in store.plan.fragments[fragment]
+            ]
+            store.load(fragment, store.first(fragment, values), Version())
+            report(done / len(fragments))
 
 
 def restore(
@@ -268,29 +275,6 @@ def restore(
         discarded=discarded,
         environment=store.describe(),
     )
-
-
-def alive(
-    asked: RestoreFragments, store: Store, lost: Container[int]
-) -> Iterator[RestoredFragment]:
-    """Yield the fragments of a holder that has outlived its lead, without those that it
-    had lost. Raises DurableError if one is not at its committed version."""
-    for committed in asked.fragments:
-        fragment, version = committed.fragment, committed.version
-        if fragment in lost:
-            continue
-        here, _ = store.current(fragment)
-        if here != version:
-            raise durable.DurableError(
-                f"fragment {fragment} is at version {tuple(here)} at its worker, and "
-                f"the log is at {tuple(version)}"
-            )
-        yield RestoredFragment(
-            fragment=fragment,
-            snapshot=version,
-            moved=False,
-            digest=store.digest_of(fragment),
-        )
 
 
 def _restored(

@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +31,12 @@ from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S, LostFragments
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     Saver,
-    alive,
     restore,
 )
 from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
 from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.kept import Keeper, telling
+from diloco_jax.coordinator.kept import KeptCycles, telling
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.errors import remedy
@@ -62,7 +61,7 @@ from diloco_jax.protocol.holding import (
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello
-from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.protocol.values import DeltaKey, Prepared
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
@@ -93,61 +92,6 @@ class PreparedMerge(NamedTuple):
         )
 
 
-class MergesUnderWay:
-    """At most one of each fragment. Orders, commits and `give_up` come from one thread;
-    the threads that compute ask whether a merge is still wanted."""
-
-    def __init__(self) -> None:
-        self._ordered: dict[int, tuple[Merge, Future[None]]] = {}
-        self._prepared: dict[int, PreparedMerge] = {}
-
-    def order(self, merge: Merge, compute: Callable[[], None]) -> Callable[[], None]:
-        """Note an ordered merge; return `compute`, for another thread, so that its end
-        is known here.
-        """
-        ended: Future[None] = Future()
-        self._ordered[merge.fragment] = merge, ended
-
-        def job() -> None:
-            try:
-                compute()
-            finally:
-                ended.set_result(None)
-
-        return job
-
-    def is_wanted(self, merge: Merge) -> bool:
-        """Tell whether an ordered merge has not been given up."""
-        ordered = self._ordered.get(merge.fragment)
-        return ordered is not None and ordered[0] is merge
-
-    def prepared(self, prepared: PreparedMerge) -> None:
-        """Note that a merge is prepared."""
-        self._prepared[prepared.merge.fragment] = prepared
-
-    def pop(self, fragment: int) -> PreparedMerge:
-        """Return the prepared merge of a fragment, which is committed."""
-        self._ordered.pop(fragment, None)
-        return self._prepared.pop(fragment)
-
-    def give_up(self, committed: Mapping[int, Version], patience_s: float) -> list[int]:
-        """Give up all merges but prepared ones that were committed, with versions by
-        fragment; return the fragments of those.
-
-        Waits until nothing is computed or written any more. Raises TimeoutError if that
-        takes longer than `patience_s`.
-        """
-        before, self._ordered = self._ordered, {}
-        for _, ended in before.values():
-            ended.result(patience_s)
-        self._prepared = {
-            fragment: prepared
-            for fragment, prepared in self._prepared.items()
-            if prepared.merge.version == committed[fragment]
-        }
-        return list(self._prepared)
-
-
 class PublishWriting:
     """Writes publishes, on any thread."""
 
@@ -164,13 +108,12 @@ class PublishWriting:
         self._wait, self._tell = wait, tell
 
     def write(
-        self, merge: Merge, merged: MergeResult, wanted: Callable[[], bool]
+        self, merge: Merge, merged: MergeResult, ended: Callable[[], bool]
     ) -> Prepared | None:
-        """Write the publish of a merge, however often that takes; None once it is not
-        wanted any more. Raises OSError, naming the fragment and the file, after
-        `within_s`."""
+        """Write the publish of a merge, however often that takes; None once the process
+        ends. Raises OSError, naming the fragment and the file, after `within_s`."""
         told, began = False, time.monotonic()
-        while wanted():
+        while not ended():
             try:
                 return self._publishes.write(
                     merge.fragment, merge.version, merged.payload, final=merge.final
@@ -219,7 +162,7 @@ class StoreHolder:
         inbox: Inbox,
         publishes: Publishes,
         snapshots: FragmentSnapshots,
-        kept: Keeper,
+        kept: KeptCycles | None,
         *,
         write_within_s: float,
     ) -> None:
@@ -234,10 +177,8 @@ class StoreHolder:
         )
         self.faults, self._committed = Faults(), 0
         """Faults are fired with the number of each merge of this process."""
-        self._under_way = MergesUnderWay()
-        self._patience_s = write_within_s
-        self.compiled = False
-        """True once everything that merges need is compiled."""
+        self._prepared: dict[int, PreparedMerge] = {}
+        """The prepared merge of each fragment, until it is committed."""
         self._closing = threading.Event()
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self.lost = LostFragments(
@@ -267,7 +208,6 @@ class StoreHolder:
 
         def compile_all() -> None:
             self.store.warm_up(self._closing.is_set, self.fragments)
-            self.compiled = True
             self._tell(MergesCompiled())
 
         self._submit(compile_all)
@@ -298,7 +238,9 @@ class StoreHolder:
                 self.lost.expect(message)
             case KeepFragment():
                 theta = self.store.arrays(message.fragment)["theta"]
-                self._kept.keep(message, theta, telling(lambda told: self._tell(told)))
+                assert self._kept is not None
+                told = telling(lambda found: self._tell(found))
+                self._kept.keep(message, lambda: theta, told)
             case Drop():
                 self._inbox.drop(message.delta)
             case Forget():
@@ -316,28 +258,6 @@ class StoreHolder:
         found = restore(asked, self.store, self._snapshots, self._publishes)
         self.lost.lose(found.lost)
         return found
-
-    def take_over(self, asked: RestoreFragments) -> FragmentsRestored:
-        """Go on for another lead, whose log says what the one before had committed.
-
-        What was ordered and is not in that log never was. What is in it, and the lead
-        before did not live to say, becomes visible. Raises DurableError if the log has
-        something else than what is here: another process must restore it then."""
-        versions = {c.fragment: c.version for c in asked.fragments}
-        for fragment in self._under_way.give_up(versions, self._patience_s):
-            self._commit(Commit(fragment=fragment, version=versions[fragment]))
-        lost = self.lost.begin_anew(versions)
-        return FragmentsRestored(
-            fragments=tuple(alive(asked, self.store, self._saver.lost)),
-            lost=lost,
-            discarded=self._publishes.discard(versions),
-            environment=self.store.describe(),
-        )
-
-    def arrived(self) -> list[DeltaArrived]:
-        """Return all deltas that are whole and checked and wait for their merge."""
-        found = self._inbox.all_checked()
-        return [_arrived(key, squares) for key, squares in found.items()]
 
     def keep_house(self, now: float) -> None:
         """Begin to write the snapshot that is due, and to give back memory that is."""
@@ -408,7 +328,14 @@ class StoreHolder:
                 start.island,
                 start.incarnation,
             )
-        self._tell(_arrived(key, squares))
+        fit = is_fit(squares)
+        self._tell(
+            DeltaArrived(
+                **key._asdict(),
+                refusal="" if fit else "non_finite",
+                norm=length(squares) if fit else 0.0,
+            )
+        )
         return True
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
@@ -426,25 +353,18 @@ class StoreHolder:
 
     # ---- inside ---------------------------------------------------------------------
 
-    def _is_wanted(self, merge: Merge) -> bool:
-        return self._under_way.is_wanted(merge) and not self._closing.is_set()
-
     def _wait(self, seconds: float) -> None:
         self._closing.wait(seconds)
 
     def _merge(self, merge: Merge) -> None:
         payloads = [self._inbox.payload(key) for key in merge.deltas]
         squares = [self._inbox.squares(key) for key in merge.deltas]
-        self._submit(
-            self._under_way.order(
-                merge, lambda: self._prepare(merge, payloads, squares)
-            )
-        )
+        self._submit(lambda: self._prepare(merge, payloads, squares))
 
     def _commit(self, commit: Commit) -> None:
         self._committed += 1
         self.faults.fire(self._committed)
-        prepared = self._under_way.pop(commit.fragment)
+        prepared = self._prepared.pop(commit.fragment)
         merge, merged = prepared.merge, prepared.merged
         self.store.commit(commit.fragment, commit.version, merged)
         for key in merge.deltas:
@@ -458,7 +378,7 @@ class StoreHolder:
         payloads: Sequence[npt.NDArray[np.uint8]],
         squares: Sequence[Squares],
     ) -> None:
-        if not self._is_wanted(merge):
+        if self._closing.is_set():
             return
         self.store.put_aside(merge.fragment, self._publishes.mapped)
         started = time.monotonic()
@@ -471,11 +391,11 @@ class StoreHolder:
             final=merge.final,
         )
         seconds = time.monotonic() - started
-        prepared = self._writing.write(merge, merged, lambda: self._is_wanted(merge))
+        prepared = self._writing.write(merge, merged, self._closing.is_set)
         if prepared is None:
             return
         self.faults.fire(self._committed + 1, prepared=True)
-        self._under_way.prepared(PreparedMerge(merge, merged, seconds))
+        self._prepared[merge.fragment] = PreparedMerge(merge, merged, seconds)
         self._tell(
             MergePrepared(
                 fragment=merge.fragment, version=merge.version, prepared=prepared
@@ -505,15 +425,6 @@ class StoreHolder:
         self._merger.submit(attempt)
 
 
-def _arrived(key: DeltaKey, squares: Squares) -> DeltaArrived:
-    fit = is_fit(squares)
-    return DeltaArrived(
-        **key._asdict(),
-        refusal="" if fit else "non_finite",
-        norm=length(squares) if fit else 0.0,
-    )
-
-
 def merges_at_once(cores: int) -> int:
     """Return the number of merges that a machine with this many cores computes at a
     time.
@@ -524,13 +435,13 @@ def merges_at_once(cores: int) -> int:
 def make_holder(
     config: Config,
     store: Store,
-    kept: Keeper,
+    kept: KeptCycles | None,
     workdir: Path,
     whose: dict[str, Any],
     fragments: Sequence[int],
 ) -> StoreHolder:
-    """Return the holder of these fragments, with their folders. whose: see
-    `checkpoint`."""
+    """Return the holder of these fragments, with their folders. kept: None for a
+    worker, whose lead keeps cycles. whose: see `checkpoint`."""
     placement, plan = config.placement, store.plan
     rooms = Rooms(
         placement.merge_buffer_bytes // placement.workers,

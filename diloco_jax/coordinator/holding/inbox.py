@@ -417,11 +417,6 @@ class Inbox:
             if key in self._deltas:
                 self._deltas[key].squares = squares
 
-    def all_checked(self) -> dict[DeltaKey, Squares]:
-        """Return the sums of squares of every delta that is complete and `checked`."""
-        with self._lock:
-            return {k: a.squares for k, a in self._deltas.items() if a.squares}
-
     def squares(self, key: DeltaKey) -> Squares:
         """Return a delta's sums of squares, as given to `checked`."""
         with self._lock:

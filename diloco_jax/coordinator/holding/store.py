@@ -443,6 +443,13 @@ class Store:
         watch(pin, source)
         return source
 
+    def values(
+        self, fragment: int, version: Version, arrays: Sequence[Any], part: Part
+    ) -> FetchSource:
+        """Return a part of a fragment's values, f32, such as its Theta."""
+        layout = self._merges[fragment].layout_down
+        return source_of(version, layout.cut_values(arrays, part), count=0)
+
     def expire_pins(self) -> None:
         """Free the anchors that no island is fetching any more."""
         with self._lock:

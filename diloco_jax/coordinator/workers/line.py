@@ -1,10 +1,8 @@
 """The line between the lead's process and a worker's: messages over a connection.
 
-Nobody else can come to it. On one machine it is a socket pair, or a connection that a
-worker took at its `Rendezvous`; to another machine it is a connection with mutual TLS,
-which an outpost took (`outpost/`). A message is its length (u32, little-endian) and
-MessagePack. Either process hears that the other has died: at once on one machine, else
-after a silence.
+On one machine it is a socket pair, to another one a connection with mutual TLS. A
+message is its length (u32, little-endian) and MessagePack. Either process hears that
+the other has died: at once on one machine, else after a silence.
 """
 
 from __future__ import annotations
@@ -24,9 +22,6 @@ from diloco_jax.protocol import holding
 if TYPE_CHECKING:  # It imports jax, which a launcher does without.
     from diloco_jax.wire.duplex import End
 
-START_S = 60.0
-"""Longest wait for the first word of a worker's process, in seconds: it may have to be
-started, and imports jax, on a machine that others use as well."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -41,6 +36,7 @@ class WorkerLine:
         alive_s: float,
         silence_s: float,
         start_s: float = 0.0,
+        broke: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to send, and to receive what `messages` yields later.
 
@@ -51,10 +47,11 @@ class WorkerLine:
             gone. It also counts as gone if it takes no message for so
             long: it takes them while it restores or saves for minutes, too.
           start_s: seconds until its first message, if they may be more.
+          broke: called on another thread once the line broke.
         """
         end.settimeout(max(silence_s, start_s))
         self._silence_s = silence_s
-        self._end, self._decode = end, decode
+        self._end, self._decode, self._broke = end, decode, broke
         self._alive, self._alive_s = alive, alive_s
         # It holds few: a sign of life, and messages of merges that are under way.
         self._waiting: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
@@ -98,6 +95,7 @@ class WorkerLine:
             with contextlib.suppress(OSError):  # It may be closed by now.
                 self._end.settimeout(self._silence_s)
             self._arrived.put(frame)
+        self._broke()
 
     def _write(self) -> None:
         while True:
@@ -116,11 +114,7 @@ class WorkerLine:
 
 def write_frame(end: End, message: msgspec.Struct) -> None:
     """Send one message. Raises OSError if the line is broken."""
-    pass_frame(end, holding.encode(message))
-
-
-def pass_frame(end: End, frame: bytes) -> None:
-    """Send one message that is encoded. Raises OSError if the line is broken."""
+    frame = holding.encode(message)
     end.sendall(_LENGTH.pack(len(frame)) + frame)
 
 

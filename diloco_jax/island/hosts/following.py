@@ -28,7 +28,6 @@ from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
 from diloco_jax.protocol.messages import ResendRequest, Short
 from diloco_jax.wire.errors import (
-    NO_TICKET,
     ConnectionLost,
     Refused,
     VersionGone,
@@ -317,10 +316,8 @@ class OrderThread:
             arrival = self._fetch(order)
         except VersionGone:
             part = Part(outcome="gone")
-        except Refused as refused:
-            if refused.code != NO_TICKET:  # A newer one comes.
-                raise
-            part = Part(outcome="lost")
+        except Refused:
+            raise
         except WireError as error:
             logger.debug("fragment %d not fetched: %s", order.fragment, error)
             part = Part(outcome="lost")

@@ -181,7 +181,7 @@ def ending_of(refused: Refused) -> Ending:
 class Targets:
     """Destination of errands: methods of the receiver, the sender and others."""
 
-    want: Callable[[int, Version, bytes], None]
+    want: Callable[[int, Version], None]
     resend: Callable[[ResendRequest], None]
     profile: Callable[[ProfileRequest], None]
 

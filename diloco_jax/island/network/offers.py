@@ -428,7 +428,6 @@ class PeerAnchors:
             have=None,
             part=part,
             digests=digests,
-            ticket=fetch.ticket if digests else b"",
         )
 
 

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.deadlines import Backoff, Deadlines
@@ -36,7 +35,7 @@ from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Identity, UploadStart
-from diloco_jax.wire.errors import NO_TICKET, Refused, VersionGone, WireError
+from diloco_jax.wire.errors import Refused, VersionGone, WireError
 from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -62,8 +61,6 @@ class _Parcel:
     """Monotonic time of the next attempt, while it is due."""
     attempts: int = 0
     """Attempts that failed since it was put, or asked for again."""
-    ticket: bytes = b""
-    """For an anchor; tickets for deltas may change."""
 
     def __str__(self) -> str:
         if self.version is None:
@@ -96,8 +93,6 @@ class Sender:
         self._deadlines = deadlines
         self._parcels: dict[tuple[int, bool], _Parcel] = {}
         """Parcels by fragment, and by whether they are anchors."""
-        self._tickets: dict[int, tuple[int, bytes]] = {}
-        """Tick and ticket by fragment."""
         self._changed = threading.Condition()
         self._closing = False
         self._lanes = lanes
@@ -116,28 +111,17 @@ class Sender:
         self._put(_Parcel(fragment, tick, None, encoded))
 
     def put_anchor(
-        self,
-        fragment: int,
-        version: Version,
-        encoded: tuple[Any, ...],
-        ticket: bytes = b"",
+        self, fragment: int, version: Version, encoded: tuple[Any, ...]
     ) -> None:
         """Send an anchor once, before any delta. It is encoded as a delta is, in
-        f32. ticket: of the request for it.
-        """
-        self._put(_Parcel(fragment, -1, version, encoded, ticket=ticket))
-
-    def permit(self, fragment: int, tick: int, ticket: bytes) -> None:
-        """Note a worker's ticket for the newest take of a fragment."""
-        with self._changed:
-            self._tickets[fragment] = tick, ticket
+        f32."""
+        self._put(_Parcel(fragment, -1, version, encoded))
 
     def resend(self, request: ResendRequest) -> None:
         """Send the delta of this take again, if the sender still has it."""
         with self._changed:
             parcel = self._parcels.get((request.fragment, False))
             if parcel is not None and parcel.tick == request.tick:
-                self._tickets[request.fragment] = request.tick, request.ticket
                 parcel.due, parcel.not_before, parcel.attempts = True, 0.0, 0
                 self._changed.notify_all()
 
@@ -210,11 +194,7 @@ class Sender:
             total=len(parcel.payload),
             part=parcel.part,
             version=parcel.version,
-            ticket=parcel.ticket,
         )
-        tick, ticket = self._tickets.get(parcel.fragment, (-1, b""))
-        if parcel.version is None and tick == parcel.tick:
-            start = replace(start, ticket=ticket)
         try:
             nbytes = self._transfers.upload(start, parcel.payload)
         except Refused as refused:
@@ -308,10 +288,10 @@ class Receiver:
             for of_others in others
         ]
 
-    def want(self, fragment: int, version: Version, ticket: bytes = b"") -> None:
+    def want(self, fragment: int, version: Version) -> None:
         """Note a published version. Versions older than known ones are ignored."""
         with self._changed:
-            self._fetching.want(fragment, version, ticket)
+            self._fetching.want(fragment, version)
             self._changed.notify_all()
 
     def fetch_all(self) -> list[Version]:
@@ -395,9 +375,7 @@ class Receiver:
             try:
                 return self._fetch(fetch)
             except WireError as error:
-                if self._mailbox.ending is not None or (
-                    isinstance(error, Refused) and error.code != NO_TICKET
-                ):
+                if self._mailbox.ending is not None or isinstance(error, Refused):
                     raise
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
@@ -473,7 +451,6 @@ class Fetcher:
                 want=fetch.want,
                 have=fetch.have,
                 part=part,
-                ticket=fetch.ticket,
             ),
             max_bytes=max(exchange.anchor_bytes(fragment), MAX_CHAIN * size),
         )

@@ -142,11 +142,11 @@ def at_end(config: PolicyConfig, state: State) -> list[Effect]:
     To be called at the end of the flush, before open steps are booked as lost.
     """
     raised: list[Effect] = []
-    away = [fragment.index for fragment in state.fragments if fragment.away]
-    if away:
+    if state.lost:
         text = (
-            f"the run ended without a last merge of fragments {away}: their worker was "
-            f"away when {config.flush_s:g} s had passed; look at its log"
+            f"the run ended without a last merge of fragments {list(state.lost)}: "
+            f"their worker had lost them, and no island gave them back within "
+            f"{config.flush_s + config.outage_budget_s:g} s; look at its log"
         )
         raised.append(Alert(text=text))
     open_steps = {

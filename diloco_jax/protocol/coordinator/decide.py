@@ -30,12 +30,12 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     steering,
     takes,
-    workers,
 )
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Effect,
     Event,
+    FragmentsLost,
     KeepAsked,
     MachineSlept,
     Note,
@@ -46,8 +46,6 @@ from diloco_jax.protocol.coordinator.events import (
     SaidAhead,
     Tell,
     Timer,
-    WorkerAway,
-    WorkerBack,
 )
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
@@ -114,11 +112,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
                 state = _waits_longer(config, state, now)
         case AnchorKept():
             state, effects = _anchor_kept(config, state, event, now)
-        case WorkerAway():
-            state, effects = workers.away(config, state, event)
-            state = _waits_longer(config, state, now)
-        case WorkerBack():
-            state, effects = workers.back(config, state, event, now)
+        case FragmentsLost():
+            state, effects = lost_fragments.lose(config, state, event, now)
             state = _waits_longer(config, state, now)
         case MachineSlept(seconds=seconds):
             state, effects = claims.slept(state, seconds), []
@@ -267,11 +262,6 @@ def _arrived(
         )
         return state, [*drops, ignored("island", "gone", "bytes")]
     before = state.fragments[event.fragment]
-    if before.away:
-        return state, [ignored("fragment", "away", "bytes")]
-    if island.status == "absent" and before.accounts[event.island].take is None:
-        fragment, effects = takes.came_early(before, event)
-        return with_fragment(state, fragment), effects
     fragment, effects = takes.arrived(before, event, now)
     state = with_fragment(state, fragment)
     if fragment is not before:
@@ -349,8 +339,8 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
         tick, fleet = state.tick, Fleet(config, state)
         counted = state.islands.standing.counted
         found: list[Effect]
-        if fragment.away:
-            found = [fragments.skipped(fragment, tick, "its worker is away")]
+        if fragment.lost is not None:
+            found = [fragments.skipped(fragment, tick, "its worker has lost it")]
         elif fragment.phase == "idle":
             fragment, found = fragments.open_tick(
                 config, fragment, fleet, tick, counted, now

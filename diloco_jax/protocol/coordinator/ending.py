@@ -120,10 +120,9 @@ def awaited(state: State) -> tuple[str, ...]:
 
 
 def wait(config: PolicyConfig, state: State, now: float) -> State:
-    """Return the state whose flush waits from now: for deltas, and while a worker is
-    away for its restart too, after which anchors of what it lost may come."""
-    away = any(fragment.away for fragment in state.fragments)
-    until = now + config.flush_s + (config.outage_budget_s if away else 0.0)
+    """Return the state whose flush waits from now: for deltas, and for the anchors of
+    fragments that a worker has lost."""
+    until = now + config.flush_s + (config.outage_budget_s if state.lost else 0.0)
     pause_s = _pause_s(config, len(state.islands.standing.answering))
     hangs_at = until - (1.0 - OPEN_BY) * config.flush_s
     return replace(state, deadline=until, opens_at=now + pause_s, hangs_at=hangs_at)
@@ -157,7 +156,7 @@ def flush(
     islands than a quorum have such takes, or they have not come for a time, those
     deltas enter the flush, and the later steps enter a second merge of it.
     """
-    if fragment.phase != "idle" or (fragment.away and not hurry):
+    if fragment.phase != "idle" or (fragment.lost and not hurry):
         return state, []
     islands, accounts = state.islands, fragment.accounts
     unsettled = tuple(n for n in live if accounts[n].start < islands[n].steps)

@@ -21,7 +21,6 @@ from diloco_jax.protocol.holding import (
     CycleKept,
     DeltaArrived,
     MergePrepared,
-    RestoredFragment,
     ToHolder,
 )
 from diloco_jax.protocol.messages import (
@@ -90,20 +89,11 @@ class KeepAsked(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-class WorkerAway(msgspec.Struct, frozen=True, kw_only=True):
-    """The connection of a worker broke: what it had not committed is gone."""
+class FragmentsLost(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker has lost these fragments with its disk; the first event of a start."""
 
     worker: int
-
-
-class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker has brought its fragments to what is committed, but for those that it
-    has lost with its disk."""
-
-    worker: int
-    lost: tuple[int, ...] = ()
-    restored: tuple[RestoredFragment, ...] = ()
-    """The others, for the tape; none at a start of the lead."""
+    fragments: tuple[int, ...]
 
 
 Event = (
@@ -119,8 +109,7 @@ Event = (
     | RunExtended
     | KeepAsked
     | CycleKept
-    | WorkerAway
-    | WorkerBack
+    | FragmentsLost
     | MachineSlept
     | Timer
 )

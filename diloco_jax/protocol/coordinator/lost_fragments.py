@@ -21,6 +21,7 @@ from diloco_jax.protocol.coordinator import fragments
 from diloco_jax.protocol.coordinator.events import (
     Alert,
     Effect,
+    FragmentsLost,
     Tell,
 )
 from diloco_jax.protocol.coordinator.islands import Island
@@ -42,17 +43,17 @@ from diloco_jax.protocol.values import WORKER, Verdict, Version
 Step = tuple[State, list[Effect]]
 
 
-def lose(config: PolicyConfig, state: State, fragment: Fragment, now: float) -> State:
-    """Note that the worker of a fragment, which is away, has lost it."""
-    lost = Lost(hopes_until=now + config.lease_s)
-    state = with_fragment(state, replace(fragment, lost=lost))
-    return replace(state, lost=tuple(sorted({*state.lost, fragment.index})))
-
-
-def found(state: State, fragment: Fragment) -> State:
-    """End the search for an anchor: the fragment has one, or its worker is away."""
-    state = with_fragment(state, replace(fragment, lost=None))
-    return replace(state, lost=tuple(f for f in state.lost if f != fragment.index))
+def lose(config: PolicyConfig, state: State, event: FragmentsLost, now: float) -> Step:
+    """Note at a start that a worker has lost fragments."""
+    for index in event.fragments:
+        lost = Lost(hopes_until=now + config.lease_s)
+        state = with_fragment(state, replace(state.fragments[index], lost=lost))
+    lost_now = sorted({*state.lost, *event.fragments})
+    text = (
+        f"worker {event.worker} has lost its fragments {list(event.fragments)}: their "
+        f"files are gone or damaged, see its log. They are gathered from islands"
+    )
+    return replace(state, lost=tuple(lost_now)), [Alert(text=text)]
 
 
 def advance(config: PolicyConfig, state: State, now: float) -> Step:
@@ -94,7 +95,8 @@ def kept(config: PolicyConfig, state: State, event: AnchorKept) -> Step:
         digest=event.digest,
     )
     fragment = begun(fragment, record)
-    state = found(state, fragment)
+    others = tuple(f for f in state.lost if f != fragment.index)
+    state = with_fragment(replace(state, lost=others), fragment)
     verdicts: dict[str, tuple[int, Verdict, str]] = {}
     effects: list[Effect] = []
     for name in sorted(fragment.accounts):
@@ -128,7 +130,7 @@ def begun(fragment: Fragment, record: records.TermBegun) -> Fragment:
         version=record.version,
         phase=phase,
         merging=(),
-        away=False,
+        lost=None,
         newest=(*newest, MergedTokens(version=record.version)),
     )
 

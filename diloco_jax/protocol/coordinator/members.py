@@ -240,15 +240,12 @@ def is_carrying(state: State, event: Hello) -> bool:
 def without_take(fragment: Fragment, fleet: Fleet, name: str) -> FragmentStep:
     """Repeat the request to an island that holds no take of the fragment: the first
     may be lost."""
-    fragment, effects = takes.forget_early(fragment, name)
     take = fragment.accounts[name].take
-    if take is None or take.ready:
-        return fragment, effects
-    if take.end is not None:
-        # The island gave the refused take up; the record of it is on its way.
-        return fragment, effects
-    fragment, asks = fragments.request(fragment, fleet, name)
-    return fragment, [*effects, *asks]
+    # With an end it is ready, or the island gave the refused take up, and the record
+    # of that is on its way.
+    if take is None or take.end is not None:
+        return fragment, []
+    return fragments.request(fragment, fleet, name)
 
 
 def with_take(
@@ -275,9 +272,6 @@ def with_take(
         fragment, effects = takes.known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
     if take is None or take.tick != held.tick:
-        if recorded:
-            fragment, drops = takes.forget_early(fragment, name)
-            effects = effects + drops
         return fragment, effects
     if take.refused:
         return fragment, effects or [
@@ -305,6 +299,7 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
             return put_out(state, known, wrong)
         return _resume(config, state, heard, event, now)
     effects: list[Effect] = []
+    fence: list[Effect] = []
     if known is not None and known.status != "gone":
         state, effects = leave(state, known.name, "died")
         fenced = Refused(
@@ -312,8 +307,8 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
             message=f"island {known.name!r} is incarnation {event.incarnation} now, "
             f"this is {known.incarnation}; stop this process",
         )
-        effects += turned_away(known.name, known.session, fenced)
-    state, joined = _join(config, state, event, now)
+        fence = turned_away(known.name, known.session, fenced)
+    state, joined = _join(config, state, event, fence, now)
     return state, effects + joined
 
 
@@ -430,8 +425,6 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
     for fragment in state.fragments:
         if fragment.accounts[name].take is not None:
             drops.append(takes.drop(fragment, name))
-        fragment, found = takes.forget_early(fragment, name)
-        state, drops = with_fragment(state, fragment), drops + found
     before = _lost_by_fragment(state, name, reason)
     state = ended(state, name, reason, settled, kept)
     lost = _lost_by_fragment(state, name, reason)
@@ -513,7 +506,10 @@ def joined(state: State, island: Island, carried: records.Carrying | None) -> St
     return state
 
 
-def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
+def _join(
+    config: PolicyConfig, state: State, event: Hello, fence: list[Effect], now: float
+) -> Step:
+    """Let an incarnation in. fence: tells the one before that it has ended."""
     before = state.islands.get(event.island)
     island = Island(
         name=event.island,
@@ -553,7 +549,9 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     )
     effects: list[Effect] = [
         Persist(record=record),
+        # Holders take nothing more of the one before once it hears of its end.
         Forget(island=event.island, before=event.incarnation, kept=tuple(_kept(state))),
+        *fence,
         _welcome(config, state, event, resumed=False),
     ]
     state, grants = leases.top_up(config, state, event.island, now)

@@ -68,8 +68,6 @@ def recover(
             asked=(),
             merging=(),
             left_behind=(),
-            early=(),
-            away=False,
             lost=None,
             accounts={
                 name: replace(account, take=None)

@@ -34,7 +34,6 @@ from diloco_jax.protocol.coordinator.islands import (
     Island,
     Islands,
 )
-from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
     NOTHING,
@@ -211,8 +210,6 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     tick: int = 0
     asked: tuple[str, ...] = ()
     """Islands whose deltas count towards the quorum."""
-    away: bool = False
-    """True while its worker is away, or has lost it."""
     put_off: bool = False
     """True if some take may be put off; see `fragments.hasten`."""
     lost: Lost | None = None
@@ -229,8 +226,6 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """Share of all tokens per second that is in the merge."""
     left_behind: tuple[Contribution, ...] = ()
     """Deltas of incarnations that said goodbye, for the next merge; one per island."""
-    early: tuple[DeltaArrived, ...] = ()
-    """Deltas at the worker of takes that this lead has not heard of; one per island."""
     accounts: dict[str, Account] = msgspec.field(default_factory=dict)
     lost_in_all: int = 0
     """Tokens lost in all accounts together."""
@@ -465,7 +460,6 @@ RUN: StateMachine[RunState] = StateMachine(
 MACHINES: tuple[StateMachine[str], ...] = (FRAGMENT, TAKE, ISLAND, RUN)  # type: ignore[assignment]
 
 EXPECTED: Mapping[tuple[str, str, str], str] = {
-    ("fragment", "away", "bytes"): "its worker died after it had told of them",
     ("fragment", "found", "anchor"): "another island was asked meanwhile",
     ("take", "none", "bytes"): "the verdict was sent while the bytes were on their way",
     ("take", "none", "give up"): "it was booked before a crash, or at a goodbye",

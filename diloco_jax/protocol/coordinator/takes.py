@@ -2,10 +2,6 @@
 
 The record of a delta's steps comes on the control stream, its bytes on a bulk stream;
 the delta can be merged when both have arrived.
-
-A worker that outlives its lead has deltas whose takes the next lead does not know. It
-tells of them at once. These early deltas wait for the island's hello or record, which
-says what they are of. Then the bytes count as arrived, or they are dropped.
 """
 
 from __future__ import annotations
@@ -72,8 +68,7 @@ def took(
     if expected or take is asked or take is None:
         return fragment, effects
     if not (take.refused or take.arrived):
-        # The take was asked for before a crash: bytes that came first were not kept,
-        # unless by a worker that outlived it.
+        # The take was asked for before a crash: bytes that came first were not kept.
         fragment, asks = ask_to_resend(fragment, name, record.tick)
         effects = effects + asks
     return fragment, effects
@@ -114,20 +109,7 @@ def known(
     else:
         fragment, effects = refuse_if_untimely(config, fragment, name)
         effects = effects or pending(fragment, name)
-    fragment, found = _claimed(fragment, name, now)
-    return fragment, effects + found
-
-
-def _claimed(fragment: Fragment, name: str, now: float) -> Step:
-    """Note that the bytes of a take that is known now came before; drop others."""
-    take = fragment.accounts[name].take
-    event = early_of(fragment, name)
-    if event is None or take is None:
-        return fragment, []
-    if event.tick != take.tick or take.refused or take.arrived:
-        return forget_early(fragment, name)
-    fragment = without_early(fragment, name)
-    return arrived(_untimed(fragment, name), event, now)
+    return fragment, effects
 
 
 def _known_as(account: Account, tick: int) -> str:
@@ -367,10 +349,8 @@ def drop(fragment: Fragment, name: str) -> Drop:
 def drop_unknown(
     fragment: Fragment, name: str, incarnation: int, tick: int
 ) -> list[Effect]:
-    """Drop a delta with no outstanding take that nothing else keeps: neither left
-    behind, nor come before and waiting for its take."""
+    """Drop a delta with no outstanding take, unless it was left behind."""
     kept = {(c.island, c.incarnation, c.tick) for c in fragment.left_behind}
-    kept |= {(event.island, event.incarnation, event.tick) for event in fragment.early}
     is_kept = (name, incarnation, tick) in kept
     return [] if is_kept else [_drop(fragment.index, name, incarnation, tick)]
 
@@ -404,32 +384,3 @@ def _refusal(
 
 def _drop(fragment: int, name: str, incarnation: int, tick: int) -> Drop:
     return Drop(delta=DeltaKey(name, incarnation, fragment, tick))
-
-
-def came_early(fragment: Fragment, event: DeltaArrived) -> Step:
-    """Keep a delta, the newest alone of each island."""
-    before = early_of(fragment, event.island)
-    if before is not None and before.tick == event.tick:
-        return fragment, []
-    fragment, effects = forget_early(fragment, event.island)
-    return replace(fragment, early=(*fragment.early, event)), effects
-
-
-def early_of(fragment: Fragment, name: str) -> DeltaArrived | None:
-    """Return the island's delta that waits, if one does."""
-    return next((event for event in fragment.early if event.island == name), None)
-
-
-def forget_early(fragment: Fragment, name: str) -> Step:
-    """Drop the island's delta that waits, if one does."""
-    event = early_of(fragment, name)
-    if event is None:
-        return fragment, []
-    key = DeltaKey(name, event.incarnation, fragment.index, event.tick)
-    return without_early(fragment, name), [Drop(delta=key)]
-
-
-def without_early(fragment: Fragment, name: str) -> Fragment:
-    """Return the fragment with no delta of the island that waits."""
-    others = tuple(event for event in fragment.early if event.island != name)
-    return replace(fragment, early=others)

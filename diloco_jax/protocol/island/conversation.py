@@ -41,8 +41,6 @@ class Wanted(NamedTuple):
 
     fragment: int
     version: Version
-    ticket: bytes = b""
-    """For a worker; see `protocol/tickets.py`."""
 
 
 Errand = Wanted | ResendRequest | ProfileRequest
@@ -117,10 +115,10 @@ class Conversation:
                             version=version,
                         )
                     )
-                return (self._want(fragment, version, message.ticket),)
+                return (self._want(fragment, version),)
             case TakeVerdict():
                 self._judge(message)
-                return (self._want(message.fragment, message.version, message.ticket),)
+                return (self._want(message.fragment, message.version),)
             case Granted():
                 self._grant(message.offset, message.span)
             case AnchorRequest(fragment=fragment):
@@ -248,13 +246,13 @@ class Conversation:
             self.stop, self.has_news = False, True
         self._run_id, self._term = welcome.run_id, max(self._term, welcome.term)
         self._next_position = max(self._next_position, welcome.next_position)
-        tickets = welcome.tickets or (b"",) * len(welcome.versions)
-        wanted = zip(welcome.versions, tickets, strict=True)
-        return tuple(self._want(f, *each) for f, each in enumerate(wanted))
+        return tuple(
+            self._want(f, version) for f, version in enumerate(welcome.versions)
+        )
 
-    def _want(self, fragment: int, version: Version, ticket: bytes) -> Wanted:
+    def _want(self, fragment: int, version: Version) -> Wanted:
         self._published[fragment] = max(version, self._published.get(fragment, version))
-        return Wanted(fragment, version, ticket)
+        return Wanted(fragment, version)
 
     def _request(self, request: TakeRequest) -> None:
         """Note a take request unless a newer one for its fragment came before: requests

@@ -45,8 +45,6 @@ class Fetch(NamedTuple):
     """The version to continue from; None: in full."""
     accepted: Version | None
     """The newest version that all hosts have; publishes after it must not be used."""
-    ticket: bytes = b""
-    """For the worker; empty: there are none."""
 
 
 Outcome = Literal["done", "gone", "lost"]
@@ -82,7 +80,6 @@ class Fetching:
     def __init__(self, versions: Sequence[Version]) -> None:
         """versions: the versions to join with, or newer ones."""
         self._wanted = list(versions)
-        self._tickets = [b""] * len(versions)
         self._have: list[Version | None] = [None] * len(versions)
         self._accepted: dict[int, Version] = {}
         self._under_way: set[int] = set()
@@ -100,11 +97,10 @@ class Fetching:
         be under way."""
         return bool(self._behind)
 
-    def want(self, fragment: int, version: Version, ticket: bytes = b"") -> None:
-        """Note a published version, and the ticket for it; versions older than a known
-        one are ignored."""
+    def want(self, fragment: int, version: Version) -> None:
+        """Note a published version; versions older than a known one are ignored."""
         if version >= self._wanted[fragment]:
-            self._wanted[fragment], self._tickets[fragment] = version, ticket
+            self._wanted[fragment] = version
             self._compare(fragment)
 
     def next(self, away: Set[int] = frozenset()) -> Fetch | None:
@@ -158,7 +154,6 @@ class Fetching:
             want=self._wanted[fragment],
             have=self._have[fragment],
             accepted=self._accepted.get(fragment),
-            ticket=self._tickets[fragment],
         )
 
     def _compare(self, fragment: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from diloco_jax.coordinator.engine import AnyEffect
@@ -12,19 +12,16 @@ from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import (
     Event,
+    FragmentsLost,
     MachineSlept,
     Persist,
-    WorkerBack,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
     AnchorKept,
     AwaitAnchor,
     Commit,
-    DeltaArrived,
-    Drop,
     Merge,
-    MergePrepared,
     ToHolder,
 )
 from diloco_jax.protocol.messages import AnchorRequest, Hello
@@ -39,8 +36,6 @@ from diloco_jax.simulation.virtual.arrays import VirtualFetch
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import Connection
-
-FromAWorker = DeltaArrived | MergePrepared | AnchorKept
 
 
 class Surroundings(Protocol):
@@ -113,16 +108,9 @@ class FaultyCoordinator(VirtualCoordinator):
         """Calls that wait until it is awake."""
         self.lost_fragments: set[int] = set()
         """Fragments that live workers have lost with their disks."""
-        self.parted: set[int] = set()
-        """Fragments whose worker the lead does not reach."""
-        self._to_worker: list[ToHolder] = []
-        self._from_worker: list[Event] = []
-        """Messages that wait until the lead reaches it again."""
         self._awaited: dict[int, AwaitAnchor] = {}
         self._kept: dict[int, Anchor] = {}
         """Anchors that are on disk and not committed."""
-        self._heir: FaultyCoordinator | None = None
-        """The next lead of the same workers, once this one is dead."""
 
     def _append_record(self, record: Durable) -> None:
         try:
@@ -208,8 +196,6 @@ class FaultyCoordinator(VirtualCoordinator):
         """See VirtualCoordinator."""
         if self.stopped:
             self.when_awake(functools.partial(self.hear, event))
-        elif isinstance(event, FromAWorker) and event.fragment in self.parted:
-            self._from_worker.append(event)
         elif self._effects:
             self._wait(event)
         else:
@@ -248,37 +234,11 @@ class FaultyCoordinator(VirtualCoordinator):
         if self.stopped:
             self.when_awake(functools.partial(self.arrived, key, encoded))
             return
-        if self._heir is not None:
-            self._heir.find(key, encoded)
-            return
         if key.fragment in self.lost_fragments:
             return
         if key.fragment not in self.dead_fragments:
             self.monitor.arrived(key)
         super().arrived(key, encoded)
-
-    def leave_deltas_to(self, heir: FaultyCoordinator) -> None:
-        """Let another lead hear of the deltas at the workers of this one, which died,
-        and of those that are on their way to them.
-        """
-        self._heir = heir
-        for key, delta in list(self._deltas.items()):
-            heir.find(key, delta)
-
-    def find(self, key: DeltaKey, encoded: Any) -> None:
-        """Hear of a delta at a worker that has outlived the lead before."""
-        island = self.state.islands.get(key.island)
-        fenced = (
-            island is None
-            or island.incarnation != key.incarnation
-            or island.status == "gone"
-        )
-        if self.dead or fenced or not self.has(key.fragment):
-            return
-        delta, refusal, norm = self.merging.receive(key, encoded)
-        self._deltas[key] = delta
-        self.monitor.arrived(key)
-        self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
 
     def fetch(
         self, fragment: int, want: Version, have: Version | None
@@ -308,34 +268,13 @@ class FaultyCoordinator(VirtualCoordinator):
         """Tell whether a fragment's worker is there, and has it."""
         return not (fragment in self.dead_fragments or fragment in self.lost_fragments)
 
-    def heal(self) -> None:
-        """Let the messages come that waited between the lead and a worker."""
-        self.parted = set()
-        to_worker, self._to_worker = self._to_worker, []
-        from_worker, self._from_worker = self._from_worker, []
-        for message in to_worker:
-            self.hold(message)
-        for event in from_worker:
-            self.hear(event)
-
-    def forget_line(self, fragments: Sequence[int]) -> None:
-        """Forget the messages of a worker that is away."""
-        if self.parted.intersection(fragments):
-            self.parted = set()
-            self._to_worker, self._from_worker = [], []
-
     def hold(self, message: ToHolder) -> None:
         """See VirtualCoordinator."""
-        of = message.delta.fragment if isinstance(message, Drop) else None
-        fragment = getattr(message, "fragment", of)
-        if fragment in self.parted:
-            self._to_worker.append(message)
-        elif isinstance(message, AwaitAnchor):
+        if isinstance(message, AwaitAnchor):
             if message.fragment not in self.dead_fragments:
                 self._awaited[message.fragment] = message
-        elif isinstance(message, Commit) and fragment in self.lost_fragments:
-            # A worker that has just died hears of it when it is back.
-            if fragment not in self.dead_fragments:
+        elif isinstance(message, Commit) and message.fragment in self.lost_fragments:
+            if message.fragment not in self.dead_fragments:
                 self._begin_term(message)
         else:
             super().hold(message)
@@ -403,8 +342,8 @@ class FaultyCoordinator(VirtualCoordinator):
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         before, monitor = self.state, self.monitor
         effects = super().decide(event, now)
-        if isinstance(event, WorkerBack) and event.lost:
-            monitor.lost(event.lost)
+        if isinstance(event, FragmentsLost):
+            monitor.lost(event.fragments)
         monitor.decided(self.state, effects)
         if before.phase in ("stopping", "flushing"):
             monitor.ending(before, self.state, now)
@@ -419,10 +358,6 @@ class FaultyCoordinator(VirtualCoordinator):
             super().carry_out(effect)
         except DiskError:
             world.disk_failed(self)
-        if (
-            isinstance(effect, Commit)
-            and self.has(effect.fragment)
-            and effect.fragment not in self.parted
-        ):
+        if isinstance(effect, Commit) and self.has(effect.fragment):
             anchor = self.anchors.anchors[effect.fragment]
             self.monitor.published(effect.fragment, anchor)

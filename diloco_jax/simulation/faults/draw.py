@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from diloco_jax.config import GraceWindow
 from diloco_jax.core.families import ADOPT_RULES
@@ -46,79 +45,7 @@ from diloco_jax.simulation.faults.schedule import (
     TornWrite,
     Unfit,
     WorkerCrash,
-    WorkerPartition,
 )
-
-CUT_LEASES = (0.5, 2.5, 5.0)
-"""Longest partitions: in which no line breaks, the worker's end does, both do."""
-APART_CRASHES_SHARE = 0.7
-"""Share of the schedules in which one more worker dies."""
-APART_LOST_SHARE = 0.25
-"""Share in which the lead's disk is lost, beside those that lose it anyway."""
-APART_SLEPT_SHARE = 0.5
-"""Share in which a lead that dials a worker in vain sleeps until others leave it."""
-
-
-def with_workers_apart(
-    rng: random.Random, schedule: Schedule, faults: Sequence[AnyFault], storm_s: float
-) -> tuple[Schedule, list[AnyFault]]:
-    """Return a schedule and its faults with workers on other machines.
-
-    A disk of the lead that was to come back is lost for good: no worker would obey its
-    lead after that of a new term.
-    """
-    workers = schedule.workers if schedule.workers > 1 else rng.choice([2, 3])
-    kept = [_lost_for_good(fault) for fault in faults]
-    for _ in range(rng.choice([1, 2])):
-        longest_s = rng.choice(CUT_LEASES) * LEASE_S
-        kept.append(_cut(rng, _time(rng, storm_s), 0.3 * longest_s, longest_s))
-    if rng.random() < APART_CRASHES_SHARE:
-        kept.append(_apart_crash(rng, _time(rng, storm_s)))
-    # A loss of the state is also one of what an operator ordered.
-    keeps = not any(isinstance(fault, DiskLost | Removal) for fault in kept)
-    if keeps and rng.random() < APART_LOST_SHARE:
-        restart = Restart(down_s=round(rng.uniform(0.2, 9), 2))
-        kept.append(DiskLost(at_s=_time(rng, storm_s), restart=restart))
-    if rng.random() < APART_SLEPT_SHARE:
-        kept += _slept(rng, _time(rng, storm_s))
-    return replace(schedule, workers_apart=True, workers=workers), kept
-
-
-def _lost_for_good(fault: AnyFault) -> AnyFault:
-    if isinstance(fault, DiskGone):
-        return DiskLost(at_s=fault.at_s, restart=fault.restart)
-    return fault
-
-
-def _cut(
-    rng: random.Random, at_s: float, least_s: float, longest_s: float
-) -> WorkerPartition:
-    for_s = round(rng.uniform(least_s, longest_s), 2)
-    return WorkerPartition(at_s=at_s, worker=rng.randrange(3), for_s=for_s)
-
-
-def _apart_crash(rng: random.Random, at_s: float) -> WorkerCrash:
-    return WorkerCrash(
-        at_s=at_s,
-        worker=rng.randrange(3),
-        down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),
-        noticed_s=rng.choice([0.0, 0.05, 0.3]),
-        effects=rng.randrange(12),
-        disk_lost=rng.random() < 0.3,
-    )
-
-
-def _slept(rng: random.Random, at_s: float) -> list[AnyFault]:
-    """Draw a partition that breaks a worker's line, and a sleep of the lead in it."""
-    cut = _cut(rng, at_s, 4.5 * LEASE_S, 7 * LEASE_S)
-    later_s = round(at_s + LEASE_S * rng.uniform(2.5, 4), 2)
-    for_s = round(LEASE_S * rng.uniform(2, 5), 2)
-    return [cut, MachineSleep(at_s=later_s, for_s=for_s)]
-
-
-def _time(rng: random.Random, latest_s: float) -> float:
-    return round(rng.uniform(0, latest_s), 2)
-
 
 DrawValue = Callable[[random.Random], Any]
 
@@ -133,11 +60,6 @@ WORKERS_SHARE = 0.5
 LOST_SHARE = 0.3
 """Share of the crashes of workers that cost the disk; and of the schedules without
 several workers in which they may."""
-PARTED_SHARE = 0.8
-"""Share of the schedules with several workers in which the lead does not reach one."""
-OUTLIVED_SHARE = 0.6
-"""Share of the lead's crashes, in schedules with several workers, that these outlive;
-none outlives a power cut, or a lost disk."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
 LOSSES = (DiskGone, DiskLost)
@@ -160,8 +82,6 @@ ASLEEP_SHARE = 0.15
 """Share of the schedules in which the coordinator's machine sleeps, its clock too."""
 CROWDED_SHARE = 0.5
 """Share of the schedules in which memory has room for few fragments' deltas."""
-APART_SHARE = 0.15
-"""Share of the schedules in which the workers are on other machines."""
 LOSING_SHARE = 0.35
 """Tokens of a schedule whose rule loses steps, as a share of those of others. Where
 fewer survive, the run lasts longer; where it is over too soon, it is extended."""
@@ -270,14 +190,6 @@ def draw(seed: int) -> Schedule:
     lost = random.Random(f"lost {seed}")
     if schedule.workers > 1 or lost.random() < LOST_SHARE:
         faults = [_with_lost_disk(lost, fault) for fault in faults]
-    if schedule.workers > 1 and lost.random() < PARTED_SHARE:
-        faults.append(_drawn(WorkerPartition, lost, storm_s, **WORKER_PARTITION))
-    outlived = random.Random(f"outlived {seed}")
-    if schedule.workers > 1:
-        faults = [_perhaps_outlived(outlived, fault) for fault in faults]
-    apart = random.Random(f"apart {seed}")
-    if apart.random() < APART_SHARE:
-        schedule, faults = with_workers_apart(apart, schedule, faults, storm_s)
     export = random.Random(f"export {seed}")
     if export.random() < EXPORTED_SHARE:
         faults += [_drawn(Export, export, storm_s) for _ in range(2)]
@@ -357,13 +269,6 @@ def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:
     return msgspec.structs.replace(fault, restart=restart)
 
 
-def _perhaps_outlived(rng: random.Random, fault: AnyFault) -> AnyFault:
-    if not isinstance(fault, CRASHES) or rng.random() >= OUTLIVED_SHARE:
-        return fault
-    restart = msgspec.structs.replace(fault.restart, workers_live=True)
-    return msgspec.structs.replace(fault, restart=restart)
-
-
 def _restart(rng: random.Random) -> Restart:
     return Restart(
         down_s=_down_seconds(rng, 0.2, 3.0, 9.0),
@@ -418,11 +323,6 @@ WORKER_CRASH: dict[str, DrawValue] = {
     "down_s": lambda rng: _down_seconds(rng, 0.2, 3.0, 9.0),
     "noticed_s": _one_of(0.0, 0.0, 0.05, 0.3),
     "effects": _below(12),
-}
-WORKER_PARTITION: dict[str, DrawValue] = {
-    "worker": _below(3),
-    "for_s": lambda rng: round(_seconds(rng) * rng.choice([0.3, 1.0, 4.0]), 2),
-    "down_s": lambda rng: _down_seconds(rng, 0.2, 3.0),
 }
 CRASH: dict[str, DrawValue] = {"effects": _below(12), "restart": _restart}
 KINDS: tuple[tuple[type[AnyFault], dict[str, DrawValue]], ...] = (

@@ -37,8 +37,7 @@ def merges_within_s(schedule: Schedule) -> float:
     restart; a step of the slowest island, a transfer and a merge; and the time in which
     the hosts of an island agree on a take and an adoption; and if a worker has lost its
     disk, the time to gather its fragments; and the time until an island is out of
-    quarantine, if a quorum needs it; and the time until a lead
-    has its workers.
+    quarantine, if a quorum needs it.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
@@ -46,7 +45,7 @@ def merges_within_s(schedule: Schedule) -> float:
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
     lost = any(getattr(fault, "disk_lost", False) for fault in schedule.faults)
     lost_s = gathered_within_s(schedule) if lost else 0.0
-    lost_s += brought_up_within_s(schedule) + released_within_s(schedule)
+    lost_s += released_within_s(schedule)
     return back_s + lost_s + cycles_s + _merged_s(schedule) + _agreed_s(schedule)
 
 
@@ -56,20 +55,6 @@ def gathered_within_s(schedule: Schedule) -> float:
     island on all its hosts, and a transfer."""
     agreed_s = schedule.slowest_s + _agreed_s(schedule)
     return LEASE_S + RETRY_S + agreed_s + schedule.transfer_s
-
-
-def brought_up_within_s(schedule: Schedule) -> float:
-    """Bound the time in which a lead has its workers on other machines; 0 if they are
-    on its own.
-
-    It is the sum of: a restart, if the first attempt failed; the end of what workers
-    compute; the dialling again of one that could not go on; and the time in which an
-    island comes back to a lead, twice.
-    """
-    if not schedule.workers_apart:
-        return 0.0
-    dialled_s = schedule.merge_s + 2 * RETRY_S + 8 * schedule.latency_s
-    return RESTART_S + dialled_s + 2 * (LEASE_S + RETRY_S)
 
 
 def released_within_s(schedule: Schedule) -> float:

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, check_bounds, setting
-from diloco_jax.simulation.faults.apart_world import ApartWorld
 from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule, from_json
@@ -58,8 +57,6 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
         yield replace(schedule, faults=())
     for name in schedule.islands:
         yield from _without_island(schedule, name)
-    if schedule.workers_apart:
-        yield replace(schedule, workers_apart=False)
     if len(schedule.fragment_sizes) > 1:
         yield replace(schedule, fragment_sizes=schedule.fragment_sizes[1:])
     plain: dict[str, Any] = {
@@ -121,8 +118,7 @@ class Played(NamedTuple):
 
 def world_of(schedule: Schedule) -> FaultyWorld:
     """Return the world that plays a schedule."""
-    kind = ApartWorld if schedule.workers_apart else FaultyWorld
-    return kind(schedule, strike)
+    return FaultyWorld(schedule, strike)
 
 
 def play(schedule: Schedule) -> Played:

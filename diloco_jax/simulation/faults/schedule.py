@@ -74,15 +74,12 @@ class Restart(
     clock_s: reading of its monotonic clock at that start.
     noticed_s: seconds after which the islands see that their connections are broken.
     power_cut: its newest snapshot cannot be read, if there is one before it.
-    workers_live: its workers, where it has several, go on without it, with the deltas
-    that they have and those that are under way.
     """
 
     down_s: float
     clock_s: float = 0.0
     noticed_s: float = 0.0
     power_cut: bool = False
-    workers_live: bool = False
 
 
 # ---- islands ---------------------------------------------------------------------
@@ -207,11 +204,11 @@ class CoordinatorCrash(DrawnFault, frozen=True):
 
 
 class WorkerCrash(DrawnFault, frozen=True):
-    """A worker dies in the middle of the lead's effects, and comes back.
+    """A worker dies in the middle of the lead's effects. The lead ends once it notices,
+    and starts again with all workers.
 
     effects: effects that the lead still carries out. noticed_s: seconds until the lead
-    notices. down_s: seconds from then to the worker's return. disk_lost: it has lost
-    its disk.
+    notices. down_s: seconds from then to the start. disk_lost: it has lost its disk.
     """
 
     worker: int
@@ -219,17 +216,6 @@ class WorkerCrash(DrawnFault, frozen=True):
     noticed_s: float = 0.0
     effects: int = 0
     disk_lost: bool = False
-
-
-class WorkerPartition(DrawnFault, frozen=True):
-    """Messages between a worker and its lead wait. Islands reach both. If it lasts, the
-    worker ends, the lead notices that a lease later, and it comes back `down_s` after
-    that.
-    """
-
-    worker: int
-    for_s: float
-    down_s: float = 1.0
 
 
 class DiskFailure(DrawnFault, frozen=True):
@@ -376,7 +362,6 @@ AnyFault = (
     | Boast
     | CoordinatorCrash
     | WorkerCrash
-    | WorkerPartition
     | DiskFailure
     | TornWrite
     | SnapshotFailure
@@ -466,8 +451,6 @@ class Schedule(
     room: int = 0
     """Fragments of a worker for whose deltas, of all islands, memory has room; 0:
     nobody counts them."""
-    workers_apart: bool = False
-    """The workers are on machines of their own, and go on with the next lead."""
     steps_per_cycle: int = 4
     overlap_steps: int = 2
     quorum: int = 1
@@ -585,30 +568,12 @@ def from_json(text: str) -> Schedule:
             f"{sorted(schedule.islands)}"
         )
     _check_values(schedule)
-    _check_apart(schedule)
     if not 1 <= schedule.quorum <= len(schedule.islands):
         raise ConfigError(
             f"--schedule has quorum {schedule.quorum} and {len(schedule.islands)} "
             f"islands; choose a quorum from 1 to {len(schedule.islands)}"
         )
     return schedule
-
-
-def _check_apart(schedule: Schedule) -> None:
-    """Refuse workers on machines of their own where they cannot be."""
-    if not schedule.workers_apart:
-        return
-    if schedule.workers < 2:
-        raise ConfigError(
-            f"--schedule has workers_apart and workers = {schedule.workers}; give it "
-            f"at least 2, or leave out workers_apart"
-        )
-    if any(fault.kind == "disk_gone" for fault in schedule.faults):
-        raise ConfigError(
-            "--schedule has workers_apart and the fault disk_gone: workers that obey "
-            "the lead of a new term refuse that of the old disk; leave one of them "
-            "out, or let the disk be lost (disk_lost)"
-        )
 
 
 def _check_values(schedule: Schedule) -> None:

@@ -36,7 +36,6 @@ from diloco_jax.simulation.faults.schedule import (
     TornWrite,
     Unfit,
     WorkerCrash,
-    WorkerPartition,
 )
 from diloco_jax.simulation.faults.world import FaultyWorld
 
@@ -194,11 +193,6 @@ def _(fault: CoordinatorCrash, world: FaultyWorld) -> bool:
 @strike.register
 def _(fault: WorkerCrash, world: FaultyWorld) -> bool:
     return world.worker_crashes.arm(fault)
-
-
-@strike.register
-def _(fault: WorkerPartition, world: FaultyWorld) -> bool:
-    return world.worker_crashes.part(fault)
 
 
 @strike.register

@@ -65,16 +65,12 @@ class FaultyWorld(Scene):
         self._expected = Expectations(self)
         self._armed_crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
-        self.worker_crashes = self._crashes_of_workers()
+        self.worker_crashes = WorkerCrashes(
+            self, liveness.gathered_within_s(schedule), self.crash_coordinator
+        )
         self.operator = Operator(self)
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
-        self.snapshots = self._rounds_of_snapshots()
-
-    def _crashes_of_workers(self) -> WorkerCrashes:
-        return WorkerCrashes(self, liveness.gathered_within_s(self.schedule))
-
-    def _rounds_of_snapshots(self) -> SnapshotRounds:
-        return SnapshotRounds(self)
+        self.snapshots = SnapshotRounds(self)
 
     def play(self) -> None:
         """Play until the run is over, for good. Raises ViolationError."""
@@ -134,7 +130,7 @@ class FaultyWorld(Scene):
 
     def _start_again_after(self, seconds: float, last: FaultyCoordinator) -> None:
         restart = Restart(down_s=seconds, clock_s=self.clock.now)
-        self.worker_crashes.lead_dies(last, restart)
+        last.die()
         self._went_down(last, restart)
 
     def _is_over(self) -> bool:
@@ -243,7 +239,7 @@ class FaultyWorld(Scene):
 
     def crash_coordinator(self, dying: FaultyCoordinator, restart: Restart) -> None:
         """Kill a coordinator; every connection to it breaks."""
-        self.worker_crashes.lead_dies(dying, restart)
+        dying.die()
         self.crashes += 1
         if restart.power_cut:
             self.torn_snapshots += dying.disk.tear_snapshots()

@@ -82,15 +82,14 @@ class RecordedMerge(NamedTuple):
 
 
 class Recovery(NamedTuple):
-    """Return of the coordinator, or of one of its workers, after `merges` merges.
+    """Return of the coordinator after `merges` merges.
 
     Each fragment came from a snapshot and its later publishes.
     """
 
     merges: int
     starts: dict[int, Version]
-    """Version of the snapshot of each fragment that came back."""
-    of_worker: bool = False
+    """Version of the snapshot of each fragment."""
 
     def logged(self, merges: Sequence[RecordedMerge]) -> list[RecordedMerge]:
         """Return the merges whose publishes came after the snapshots, in order."""
@@ -333,14 +332,6 @@ class _Reader:
                 self._coordinators.append(back.environment)
                 starts = dict(enumerate(back.snapshot_versions))
                 self._between.append(Recovery(len(self._merges), starts))
-            case "worker_recovered":
-                worker = from_tape(record, journal.WorkerRecovered)
-                starts = dict(
-                    zip(worker.fragments, worker.snapshot_versions, strict=True)
-                )
-                self._between.append(
-                    Recovery(len(self._merges), starts, of_worker=True)
-                )
             case "finished":
                 self._finished = True
             case "extended":
@@ -367,7 +358,7 @@ class _Reader:
             )
         merges = tuple(self._merges[:until])
         between = tuple(e for e in self._between if e.merges < len(merges))
-        lives = 1 + sum(isinstance(e, Recovery) and not e.of_worker for e in between)
+        lives = 1 + sum(isinstance(e, Recovery) for e in between)
         return Recording(
             workdir=self._path.parent,
             config=self._config,

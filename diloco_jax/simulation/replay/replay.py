@@ -346,8 +346,7 @@ class Replay(contextlib.ExitStack):
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
         `coordinator.origin`."""
-        if not recovery.of_worker:
-            self._store.use_passes(self._passes.pop(0))
+        self._store.use_passes(self._passes.pop(0))
         logged = recovery.logged(self._recording.merges)
         for fragment, version in recovery.starts.items():
             snapshot = self._used.take(("snapshot", fragment, version))
