@@ -212,8 +212,6 @@ class SyntheticIsland:
         """Act on what came in, and count a step if one is due; return False once the
         island is to end."""
         decision = self._mailbox.decide()
-        for take in decision.takes:
-            self._sender.permit(take.fragment, take.tick, take.ticket)
         self._boundary.act(decision, self.done)
         stepping = self._boundary.may_step(self.done)
         batch = self._config.island(self._name).batch_size

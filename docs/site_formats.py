@@ -18,7 +18,7 @@ from site_structs import Struct, rows, section
 from diloco_jax.coordinator import journal
 from diloco_jax.observability.tape import SEGMENT_BYTES
 from diloco_jax.options import paragraph
-from diloco_jax.protocol import messages, records, tickets
+from diloco_jax.protocol import messages, records
 from diloco_jax.wire import bulk, encoding, errors, frames
 from diloco_jax.wire.server import SERVICE
 
@@ -153,10 +153,8 @@ def wire() -> str:
         - Payloads are the encoded tiles of a fragment in the plan's order
           ([codecs](../docs/extending.md#a-codec)), or f32 for an anchor.
 
-        **Tickets.** With `placement.workers` above 1, an island shows a worker what the
-        lead has permitted: {tickets.MOMENT_BYTES} bytes of the permit's last moment,
-        and {tickets.MAC_BYTES} bytes of a MAC over island, incarnation, fragment and
-        take or version.
+        With `placement.workers` above 1, uploads and fetches go to the worker of their
+        fragment (`Welcome.workers`).
         """,
         WIRE_GROUPS,
         "[Tape format](tape.md): what is written of all this.",

@@ -33,9 +33,9 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     steering,
     takes,
-    workers,
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
+from diloco_jax.protocol.coordinator.state import with_account, with_fragment
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.records import Merged, Removed
@@ -76,16 +76,36 @@ def _loses_the_first_publish(join: Callable[..., Any]) -> Callable[..., Any]:
     return lambda arrival, later: later
 
 
-def _keeps_what_a_worker_had(unheld: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda fragment: replace(unheld(fragment), accounts=fragment.accounts)
+def _keeps_what_a_worker_had(recover: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(config: Any, snapshot: Any, records: Any, now: float) -> Any:
+        after = recover(config, snapshot, records, now)
+        for before in snapshot.fragments:
+            fragment = after.fragments[before.index]
+            for name, account in before.accounts.items():
+                kept = replace(fragment.accounts[name], take=account.take)
+                fragment = with_account(fragment, name, kept)
+            after = with_fragment(after, fragment)
+        return after
+
+    return broken
 
 
-def _asks_for_nothing(back: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments: (back(*arguments)[0], [])
+def _asks_for_nothing(ask: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda fragment, name, tick: (fragment, [])
 
 
-def _holds_all_the_time(unheld: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda fragment: replace(unheld(fragment), away=False)
+def _holds_all_the_time(due_ticks: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(config: Any, state: Any, now: float) -> Any:
+        lost = [fragment.lost for fragment in state.fragments]
+        for fragment in state.fragments:
+            state = with_fragment(state, replace(fragment, lost=None))
+        state, effects = due_ticks(config, state, now)
+        for fragment in state.fragments:
+            whole = replace(fragment, lost=lost[fragment.index])
+            state = with_fragment(state, whole)
+        return state, effects
+
+    return broken
 
 
 def _awaits_nobody(more_may_come: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,16 +340,16 @@ PLANTS = {
     ),
     "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", lambda is_at: _at_once),
     "deltas_outlive_their_worker": Plant(
-        "held", workers, "_unheld", _keeps_what_a_worker_had
+        "held", recovery, "recover", _keeps_what_a_worker_had
     ),
     "what_was_merged_above_an_anchor_stays_merged": Plant(
         "gathered", lost_fragments, "_merged_above", _loses_none_of_it
     ),
-    "ticks_ask_for_what_is_away": Plant(
-        "held", workers, "_unheld", _holds_all_the_time
+    "ticks_ask_for_what_is_lost": Plant(
+        "held", decide, "_due_ticks", _holds_all_the_time
     ),
     "a_worker_that_is_back_gets_nothing": Plant(
-        "liveness", workers, "back", _asks_for_nothing
+        "liveness", takes, "ask_to_resend", _asks_for_nothing
     ),
     "what_a_worker_lost_is_in_no_book": Plant(
         "ledger", ledger, "lose_missing", _loses_nothing

@@ -23,10 +23,8 @@ import site_sections  # noqa: E402
 PAGES = {"wire": site_formats.wire(), "tape": site_formats.tape()}
 
 
-BEHIND_THE_LEAD = tuple(
-    f"diloco_jax.protocol.{name}" for name in ("holding", "working", "outposts")
-)
-"""Messages that no page shows: lead and holder, worker or outpost run one version."""
+BEHIND_THE_LEAD = ("diloco_jax.protocol.holding",)
+"""Messages that no page shows: lead and workers run one version."""
 
 
 def leaves(kind: type) -> Iterator[type]:

@@ -134,27 +134,14 @@ def test_strikes_on_the_process_or_disk_of_the_coordinator_are_its_own():
     ]
 
 
-def test_a_worker_that_is_killed():
-    def recovered(time, worker, fragments, away):
-        return {
-            "time": time,
-            "kind": "worker_recovered",
-            "worker": worker,
-            "fragments": fragments,
-            "away_seconds": away,
-        }
-
+def test_a_worker_that_is_killed_ends_the_coordinator():
     tape = [
-        recovered(12.0, 0, [0], 1.0),
-        recovered(14.0, 1, [1, 3], 3.5),
-        {**merged(15.0, ("a", 1)), "fragment": 0},
+        {"time": 14.0, "kind": "recovered"},
         {**merged(16.0, ("a", 1)), "fragment": 3},
     ]
     (found,) = measure.measured([strike(10.0, "worker-1", "kill")], tape, ["a"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (0.5, 4.0, 6.0)
-    stopped = [strike(10.0, "worker-2", "stop", 3.0)]
-    (found,) = measure.measured(stopped, tape, ["a"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (None, None, 5.0)
+    assert found.who == "worker-1"
+    assert (found.detected_s, found.back_s, found.merged_s) == (None, 4.0, 6.0)
 
 
 def test_rows_say_what_is_missing():

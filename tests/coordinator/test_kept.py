@@ -1,18 +1,19 @@
 """Kept cycles on the disk: whole or not there, few, and read back as they were."""
 
 import errno
+import functools
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from diloco_jax import run_files, storage
 from diloco_jax.coordinator import kept
-from diloco_jax.coordinator.kept import KeptCycles, KeptFragments
+from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire.errors import ConnectionLost
 
 SIZES = (6, 2)
 WHOSE = {"run_id": "r", "plan": "p"}
@@ -46,7 +47,7 @@ def keep(cycles, cycle, told, fragments=(0, 1)):
             merges=cycle,
             tokens=100 * (1 + fragment),
         )
-        cycles.keep(effect, theta(fragment, cycle), told)
+        cycles.keep(effect, functools.partial(theta, fragment, cycle), told)
 
 
 @pytest.fixture
@@ -80,118 +81,18 @@ def test_a_cycle_appears_when_all_of_it_is_on_disk(cycles, tmp_path):
     assert (facts["merges"], facts["tokens"]) == (6, 125)
 
 
-def written_by_workers(cycles, cycle, told, workers):
-    """Fragment f is of worker f; the lead hears of each that is on disk."""
-    for fragment, worker in enumerate(workers):
-        effect = KeepFragment(
-            cycle=cycle, fragment=fragment, version=Version(1, 1), merges=1, tokens=8
-        )
-        worker.keep(effect, theta(fragment, cycle), told)
-
-
-@pytest.fixture
-def workers(cycles, tmp_path):
-    told = Told()
-    made = [
-        KeptFragments(
-            tmp_path, WHOSE, lambda keep, why: cycles.written(keep, why, told)
-        )
-        for _ in SIZES
-    ]
-    yield made, told
-    for worker in made:
-        worker.close(60.0)
-
-
-def test_workers_write_their_fragments_and_the_lead_makes_the_cycle(
-    cycles, workers, tmp_path
-):
-    made, told = workers
-    for cycle in (2, 3, 4):
-        written_by_workers(cycles, cycle, told, made)
-        told.wait()
-    assert told.said == [(2, ""), (3, ""), (4, "")]
-    assert cycles.numbers() == [3, 4]
-    names = ["00000.fragment", "00001.fragment", "cycle.json"]
-    assert cycles.files(4) == names
-    facts = json.loads(
-        (tmp_path / run_files.KEPT / "cycle-000004/cycle.json").read_bytes()
-    )
-    assert (facts["merges"], facts["tokens"]) == (2, 8)
-
-
-def test_a_cycle_that_lost_a_worker_goes_with_the_next_one(cycles, workers, tmp_path):
-    made, told = workers
-    written_by_workers(cycles, 2, told, made[:1])
-    written_by_workers(cycles, 3, told, made)
-    told.wait()
-    assert told.said == [(3, "")]
-    assert [path.name for path in (tmp_path / run_files.KEPT).iterdir()] == [
-        "cycle-000003"
-    ]
-
-
-def test_what_a_slow_worker_still_wrote_of_an_older_cycle_goes(
-    cycles, workers, tmp_path
-):
-    """Another worker was at the next cycle already."""
-    made, told = workers
-    older = tmp_path / run_files.KEPT / "cycle-000001.tmp"
-    older.mkdir(parents=True)
-    effect = KeepFragment(
-        cycle=3, fragment=1, version=Version(1, 1), merges=1, tokens=8
-    )
-    made[1].keep(effect, theta(1, 3), told)
-    deadline = time.monotonic() + 60
-    while older.exists():  # The lead has not begun cycle 3 yet.
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    written_by_workers(cycles, 2, told, made[:1])
-    written_by_workers(cycles, 3, told, made[:1])
-    told.wait()
-    assert told.said == [(3, "")]
-    kept_cycles = [path.name for path in (tmp_path / run_files.KEPT).iterdir()]
-    assert kept_cycles == ["cycle-000003"]
-
-
-def test_a_worker_that_cannot_write_gives_the_cycle_up(
-    cycles, workers, tmp_path, monkeypatch
-):
-    made, told = workers
-    with monkeypatch.context() as patched:
-
-        def full(path, facts, arrays):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-        patched.setattr(storage, "write_sealed", full)
-        written_by_workers(cycles, 1, told, made)
-        told.wait()
-    ((cycle, trouble),) = told.said
-    assert cycle == 1
-    assert "No space left" in trouble
-    written_by_workers(cycles, 2, told, made)
-    told.wait()
-    assert cycles.numbers() == [2]
-
-
-@pytest.mark.parametrize(
-    ("trouble", "why"),
-    [
-        ("", "fragment 1 did not come from its worker's machine: the line broke"),
-        ("no space", "fragment 1 of its worker's machine: no space"),
-    ],
-)
-def test_a_fragment_that_does_not_come_is_no_fault_of_this_disk(cycles, trouble, why):
+def test_a_fragment_that_does_not_come_is_no_fault_of_this_disk(cycles):
     told = Told()
 
-    def breaks(cycle, fragment):
-        raise ConnectionError("the line broke")
+    def breaks():
+        raise ConnectionLost("the line broke")
 
     effect = KeepFragment(
         cycle=1, fragment=1, version=Version(1, 1), merges=1, tokens=8
     )
-    cycles.written(effect, trouble, told, breaks)
+    cycles.keep(effect, breaks, told)
     told.wait()
+    why = "fragment 1 did not come from its worker: the line broke"
     assert told.said == [(1, f"cycle 1 is not kept: {why}")]
 
 

@@ -63,13 +63,6 @@ LINES = {
         **HERE,
         "peer": "ipv4:10.0.0.2:4000",
     },
-    journal.WorkerRecovered: {
-        "kind": "worker_recovered",
-        "worker": 1,
-        "fragments": [1, 3],
-        "snapshot_versions": [[1, 3], [2, 4]],
-        "away_seconds": 2.5,
-    },
     journal.Compiled: {"kind": "compiled"},
     journal.Alert: {"kind": "alert", "text": "slow"},
 }

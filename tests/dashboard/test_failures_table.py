@@ -137,13 +137,6 @@ def test_quarantine_is_a_failure_until_the_release(told):
     assert found(told)[0].ended == BEGIN + 35
 
 
-def test_a_worker_that_came_back_had_ended(told):
-    told.tape(
-        31.0, journal.WorkerRecovered(worker=2, fragments=(1, 3), snapshot_versions=())
-    )
-    assert [one.who for one in found(told)] == ["worker 2"]
-
-
 def test_the_list_is_bounded():
     told = Told()
     for life in range(failures.KEPT + 50):

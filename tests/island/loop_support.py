@@ -18,7 +18,7 @@ class Network:
     def forget(self, fragment, tick):
         self.forgotten.append((fragment, tick))
 
-    def send_anchor(self, fragment, version, ticket=b""):
+    def send_anchor(self, fragment, version):
         self.anchors.append((fragment, version, self.steps))
 
     def clock(self):

@@ -23,7 +23,7 @@ from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire.errors import NO_TICKET, ConnectionLost, Refused, VersionGone
+from diloco_jax.wire.errors import VersionGone
 
 PATIENCE_S = 30.0
 FIELD = "placement.compile_budget_s"
@@ -185,30 +185,6 @@ def test_hosts_that_got_an_anchor_and_publishes_fetch_again(other, fits):
     number = orders.give(Fetch(0, want, Version(1, 1), Version(1, 1)))
     with contextlib.nullcontext() if fits else pytest.raises(VersionGone):
         orders.await_answers(number, here(0, want))
-    thread.close(PATIENCE_S)
-
-
-def test_a_host_whose_ticket_does_not_count_is_asked_again():
-    store, followers = Store(), Mailbox()
-    orders = Orders(Hosts(store, 0, 2), Mailbox(), PATIENCE_S)
-
-    def fetch(fetch):
-        if fetch.ticket == b"old":
-            raise Refused(NO_TICKET, "forged")
-        return here(0, fetch.want)
-
-    nothing = lambda _: None  # noqa: E731
-    deadlines = Deadlines(PATIENCE_S)
-    host = Hosts(store, 1, 2)
-    thread = OrderThread(host, followers, fetch, nothing, nothing, deadlines)
-    thread.start()
-    want = Version(1, 1)
-    with pytest.raises(ConnectionLost):
-        orders.await_answers(
-            orders.give(Fetch(0, want, None, None, b"old")), here(0, want)
-        )
-    orders.await_answers(orders.give(Fetch(0, want, None, None, b"new")), here(0, want))
-    assert followers.ending is None
     thread.close(PATIENCE_S)
 
 

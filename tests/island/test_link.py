@@ -32,7 +32,6 @@ from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.bulk import FetchRequest, FetchSource
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import (
-    NO_TICKET,
     Busy,
     ConnectionLost,
     Refused,
@@ -63,17 +62,15 @@ def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     send = coordinator.session.send
     send(messages.TakeRequest(fragment=2, tick=5))
     assert wait_for_news(mailbox).takes == (messages.TakeRequest(fragment=2, tick=5),)
-    resend = messages.ResendRequest(fragment=2, tick=5, ticket=b"t")
+    resend = messages.ResendRequest(fragment=2, tick=5)
     send(resend)
     assert link.resent.get(timeout=WAIT_S) == resend
     send(
-        messages.Published(
-            fragment=2, version=Version(1, 9), tick=5, verdict="merged", ticket=b"u"
-        )
+        messages.Published(fragment=2, version=Version(1, 9), tick=5, verdict="merged")
     )
     (verdict,) = wait_for_news(mailbox).verdicts
     assert (verdict.fragment, verdict.tick, verdict.verdict) == (2, 5, "merged")
-    assert wanted.get(timeout=WAIT_S) == (2, Version(1, 9), b"u")
+    assert wanted.get(timeout=WAIT_S) == (2, Version(1, 9))
     send(messages.Granted(span=Span(40, 48), offset=0))
     assert wait_for_news(mailbox).grants == (Span(40, 48),)
     send(messages.Granted(span=Span(40, 48), offset=0))
@@ -231,21 +228,19 @@ def test_ends_that_do_not_understand_each_other_part(coordinator, link, mailbox)
 
 
 def test_deltas_are_sent_and_sent_again(coordinator, sender, mailbox):
-    sender.permit(0, 4, b"first")
     sender.put(0, 4, encoded(1.0))
     start, payload = coordinator.uploads.get(timeout=WAIT_S)
     assert (start.island, start.tick, start.total) == ("a", 4, 38 * 4)
     assert payload == np.ones(38, np.float32).tobytes()
-    sender.resend(messages.ResendRequest(fragment=0, tick=4, ticket=b"again"))
+    sender.resend(messages.ResendRequest(fragment=0, tick=4))
     again = coordinator.uploads.get(timeout=WAIT_S)
     assert again[1] == payload
-    assert (start.ticket, again[0].ticket) == (b"first", b"again")
     sender.resend(messages.ResendRequest(fragment=0, tick=3))
     sender.forget(0, 4)
     sender.resend(messages.ResendRequest(fragment=0, tick=4))
     sender.put(0, 5, encoded(2.0))
     newer = coordinator.uploads.get(timeout=WAIT_S)[0]
-    assert (newer.tick, newer.ticket) == (5, b"")
+    assert newer.tick == 5
 
 
 def test_a_busy_coordinator_is_asked_again(coordinator, sender, mailbox):
@@ -308,13 +303,12 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     while not coordinator.requests.empty():
         coordinator.requests.get()
     receiver.start()
-    receiver.want(0, Version(1, 4), b"of 4")
+    receiver.want(0, Version(1, 4))
     assert wait_for_news(mailbox).adoptions == ((0, Version(1, 4)),)
     arrival = mailbox.arrivals.pick(0, Version(1, 4))
     assert arrival.publishes == ((payload(1),), (payload(2),))
     request = coordinator.requests.get(timeout=WAIT_S)
     assert (request.have, request.want) == (Version(1, 2), Version(1, 4))
-    assert request.ticket == b"of 4"
     receiver.want(0, Version(1, 3))  # Known: nothing is fetched.
     measures = mailbox.status().measures
     assert measures.bytes_join >= len(anchor)
@@ -334,20 +328,6 @@ def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox)
     assert mailbox.arrivals.pick(0, Version(2, 1)).anchor == (anchor,)
     asked = [coordinator.requests.get(timeout=WAIT_S).have for _ in range(2)]
     assert asked == [Version(1, 0), None]
-
-
-def test_a_fetch_whose_ticket_is_of_an_earlier_lead_comes_again_with_the_new_one(
-    coordinator, receiver
-):
-    def fetch(request):
-        if request.ticket == b"new":
-            return source(Version(1, 2), bytes(4 * 38), full=True)
-        receiver.want(0, Version(1, 2), b"new")
-        raise Refused(NO_TICKET, "forged")
-
-    coordinator.fetch = fetch
-    receiver.want(0, Version(1, 2), b"old")
-    assert receiver.fetch_all() == [Version(1, 2)]
 
 
 def test_a_join_gives_up_when_the_island_must_end(coordinator, receiver, mailbox):

@@ -102,7 +102,6 @@ def loop(built):
         timing=Timing(0.0, network.clock),
         evaluator=Evaluator(trainer, validation, 4, 2),
         send_anchor=network.send_anchor,
-        permit=lambda *_: None,
         patience_s=config.placement.patience_s,
         clock=network.clock,
         sleep=network.sleep,

@@ -81,12 +81,6 @@ def test_an_anchor_is_sent_ahead_and_once(coordinator, sender):
     assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4
 
 
-def test_an_anchor_has_the_ticket_of_its_request(coordinator, sender):
-    sender.permit(0, 4, b"of a take")
-    sender.put_anchor(0, Version(1, 7), encoded(2.0)[:1], b"of the request")
-    assert coordinator.uploads.get(timeout=WAIT_S)[0].ticket == b"of the request"
-
-
 def test_a_delta_that_nobody_takes_holds_up_no_anchor_and_no_other_delta(
     sender, monkeypatch
 ):

@@ -182,7 +182,7 @@ def peers(stack, config):
 
 
 def fetch_of(fragment, want=V1):
-    return Fetch(fragment=fragment, want=want, have=None, accepted=None, ticket=b"t")
+    return Fetch(fragment=fragment, want=want, have=None, accepted=None)
 
 
 def only(config, *names):
@@ -206,8 +206,7 @@ def test_an_anchor_comes_from_another_island_as_the_coordinator_has_it(
     assert bytes(fetched.payload) == payload_of(params, fragment)
     assert (fetched.version, fetched.full) == (V1, True)
     assert fetched.wire_bytes > len(fetched.payload)
-    (asked,) = coordinator.asked
-    assert asked.ticket == b"t"
+    assert len(coordinator.asked) == 1
 
 
 def test_a_host_fetches_its_part_alone(serve, peers, config):
@@ -429,7 +428,7 @@ def test_all_hosts_of_an_island_are_asked_at_once() -> None:
         Host(asked, version=Version(1, 7), part=()) for _ in range(HOSTS)
     ]
     peers._hosts["b"] = hosts
-    fetch = Fetch(fragment=0, want=Version(1, 8), have=None, accepted=None, ticket=b"t")
+    fetch = Fetch(fragment=0, want=Version(1, 8), have=None, accepted=None)
     layout: Any = SimpleNamespace(boxes=lambda part: [])
     assert peers.fetch(fetch, (), layout) is None, "they are at another version"
     assert not asked.broken

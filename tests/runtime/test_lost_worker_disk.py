@@ -1,5 +1,6 @@
-"""A worker process is killed and its disk is gone, in a run of two islands: its
-fragments alone are gathered, the ledger is exact, and replay repeats all of it."""
+"""A worker of a run of two islands is killed, and another time loses its disk: lead and
+workers start again, the lost fragments alone are gathered, the ledger is exact, and
+replay repeats all of it."""
 
 from __future__ import annotations
 
@@ -9,18 +10,22 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_support import await_state, coordinator, make_config, placed
+from runtime_support import PATIENCE_S, await_state, make_config, placed
 from training_support import slowed, trained
 
 from diloco_jax import cli
+from diloco_jax.cluster.cluster import free_port
+from diloco_jax.coordinator import main
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.wire.errors import ConnectionLost
 
 pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 
@@ -42,47 +47,49 @@ def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_
     config = placed(
         slowed(make_config(text, cycles=CYCLES, quorum=1)),
         workers=2,
+        bind=f"127.0.0.1:{free_port()}",
         time_budget_s=10.0,
-        restart_delay_s=0.1,
         evaluate_every_steps=0,
         snapshot_every_s=2.0,
     )
     run = tmp_path / "run"
-    with coordinator(config, run) as service:
 
-        def kill_worker_of(fragment: int) -> None:
-            holder = service.holder
-            (own,) = [n for n in range(2) if fragment in holder.of(n)]
-            os.kill(holder.processes()[own].pid, signal.SIGKILL)
+    def led(until: Callable[[State], bool], kill: int | None) -> State:
+        """A life of the coordinator until this; then the worker of a fragment dies."""
+        service = main.Coordinator(config, run, init=not run.exists())
+        with contextlib.closing(service):
+            service.start()
+            failed: list[BaseException] = []
+            thread = threading.Thread(target=_run, args=(service, failed))
+            thread.start()
+            await_state(service, until)
+            state = service.lead.state
+            if kill is not None:
+                holder = service.holder
+                (own,) = [n for n in range(2) if kill in holder.of(n)]
+                os.kill(holder.processes()[own].pid, signal.SIGKILL)
+                thread.join(PATIENCE_S)
+                assert isinstance(failed[0], ConnectionLost), "it ends with its worker"
+            else:
+                service.lead.stop()
+                thread.join(PATIENCE_S)
+            return state
 
-        with trained(config, service.address, tmp_path):
-            await_state(service, merged_to(3, 1, LOST))
-            kill_worker_of(LOST)
-            name = f"{LOST:05d}"
-            shutil.rmtree(run / "publishes" / name)
-            shutil.rmtree(run / "checkpoints" / "coordinator" / name)
-            await_state(service, lambda state: state.fragments[LOST].away)
-            there = service.lead.state.fragments[OTHER].version.number
-            await_state(service, merged_to(0, 2, LOST))
-            begun = service.lead.state.fragments[LOST].version.number
-            await_state(service, merged_to(begun + 3, 2, LOST))
-            away = service.lead.state.fragments[OTHER].version
-            assert away.term == 1
-            assert away.number > there + 3, "it went on meanwhile"
-            kill_worker_of(OTHER)
-            await_state(service, lambda state: state.fragments[OTHER].away)
-            there = service.lead.state.fragments[OTHER].version.number
-            await_state(service, merged_to(there + 2, 1, OTHER))
-        state = service.lead.state
-        assert ledger.check(state) == []
-        lost = {
-            name: account.lost_tokens.get("worker", 0)
-            for name, account in state.fragments[LOST].accounts.items()
-        }
+    with trained(config, config.placement.bind, tmp_path):
+        led(merged_to(3, 1, LOST), OTHER)
+        led(merged_to(6, 1, LOST), LOST)
+        name = f"{LOST:05d}"
+        shutil.rmtree(run / "publishes" / name)
+        shutil.rmtree(run / "checkpoints" / "coordinator" / name)
+        state = led(merged_to(9, 2, LOST), None)
+    assert ledger.check(state) == []
+    assert state.fragments[OTHER].version.term == 1
+    lost = {
+        name: account.lost_tokens.get("worker", 0)
+        for name, account in state.fragments[LOST].accounts.items()
+    }
     tape = list(read_tape(run / "tape.jsonl"))
-    (back,) = of_kind(tape, "worker_recovered")
-    assert back["fragments"] == [OTHER]
-    assert 0.0 < back["away_seconds"] < 60.0
+    assert len(of_kind(tape, "recovered")) == 2
     (record,) = of_kind(tape, "term_begun")
     assert (record["fragment"], record["version"][0]) == (LOST, 2)
     assert record["replaced"][0] == 1
@@ -97,6 +104,13 @@ def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_
             booked[c["island"]] += c["tokens"]
     assert lost == booked
     replayed(run, len(of_kind(tape, "merged")))
+
+
+def _run(service: main.Coordinator, failed: list[BaseException]) -> None:
+    try:
+        service.run()
+    except ConnectionLost as error:
+        failed.append(error)
 
 
 def replayed(run: Path, merges: int) -> None:

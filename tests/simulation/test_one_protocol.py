@@ -78,7 +78,6 @@ def trained() -> int:
         timing=Timing(0.0),
         evaluator=cast(Any, SimpleNamespace(due=lambda step: False)),
         send_anchor=lambda fragment, version: None,
-        permit=lambda *_: None,
         patience_s=Placement().patience_s,
     )
     decisions.wait = lambda timeout_s: says.finished(mailbox)  # type: ignore[method-assign]

@@ -185,7 +185,7 @@ class LedWorker:
 
     def tell_over(self) -> bool:
         """Tell it that the run is over; return whether it has heard."""
-        if self._line is None and not self.heard_over:
+        if self._thread is None or not (self._thread.is_alive() or self.heard_over):
             self.start(RunOver())
         self.send(RunOver())
         if self._thread is not None:

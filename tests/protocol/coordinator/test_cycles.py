@@ -14,12 +14,11 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator import cycles
 from diloco_jax.protocol.coordinator.events import (
     Effect,
+    FragmentsLost,
     KeepAsked,
     Persist,
     RunExtended,
     Said,
-    WorkerAway,
-    WorkerBack,
 )
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import initial
@@ -261,13 +260,12 @@ def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:
     assert state.unkept == ()
 
 
-def test_a_fragment_whose_worker_is_away_is_kept_once_it_is_back() -> None:
+def test_a_fragment_that_its_worker_lost_is_not_kept_before_it_is_back() -> None:
     d = training(workers=2)
     d.report("a", 2)
     d.merge(0, a=2)
-    d.feed(WorkerAway(worker=0))
+    d.feed(FragmentsLost(worker=0, fragments=(0,)))
     assert kept(d.feed(KeepAsked())) == {}
-    assert kept(d.feed(WorkerBack(worker=0))) == {0: (1, Version(1, 1))}
 
 
 def test_a_crash_forgets_the_cycle_under_way() -> None:

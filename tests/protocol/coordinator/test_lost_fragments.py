@@ -8,11 +8,7 @@ from typing import Any
 from kit import Driver, of, only, persisted, verdicts
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.events import (
-    Alert,
-    WorkerAway,
-    WorkerBack,
-)
+from diloco_jax.protocol.coordinator.events import Alert, FragmentsLost
 from diloco_jax.protocol.coordinator.state import (
     MERGES_KNOWN,
     with_island,
@@ -51,8 +47,10 @@ class Gathering(Driver):
             self.report(name, self.steps, adopted)
 
     def lose(self) -> list[Any]:
-        self.feed(WorkerAway(worker=0))
-        return self.feed(WorkerBack(worker=0, lost=(0,)))
+        """The lead has started, and worker 0 lacks fragment 0."""
+        effects = self.feed(FragmentsLost(worker=0, fragments=(0,)))
+        assert self.fragment(0).lost is not None
+        return effects
 
     def pass_lease(self) -> list[Any]:
         """A lease passes, in which the islands are heard."""
@@ -139,7 +137,7 @@ def test_recovery_from_the_log_gives_the_same_books() -> None:
     for state, skipped in ((None, 0), (snapshot, skip)):
         d.crash(state, skipped)
         for f, was in zip(d.state.fragments, before.fragments, strict=True):
-            assert (f.version, f.newest, f.away) == (was.version, was.newest, False)
+            assert (f.version, f.newest, f.lost) == (was.version, was.newest, None)
             for name, account in was.accounts.items():
                 assert f.accounts[name].merged_tokens == account.merged_tokens
                 assert f.accounts[name].lost_tokens == account.lost_tokens
@@ -238,23 +236,10 @@ def test_a_quarantined_island_is_the_last_choice() -> None:
     assert requests(d.disconnect("b")) == [("a", 0, 2)]
 
 
-def test_a_worker_that_dies_once_more_says_again_what_it_has() -> None:
-    d = Gathering()
-    d.adopt(1, "a")
-    d.lose()
-    d.feed(WorkerAway(worker=0))
-    assert d.state.lost == ()
-    assert persisted(d.kept("a", 1), "term_begun") == []
-    assert [(i.state, i.expected) for i in d.ignored] == [("found", True)]
-    d.feed(WorkerBack(worker=0))
-    assert not d.fragment(0).away, "its disk was only away"
-
-
 def test_a_lead_that_comes_up_is_told_what_its_worker_lost_before() -> None:
     d = Gathering()
     d.crash()
-    d.feed(WorkerBack(worker=0, lost=(0,)))
-    assert d.fragment(0).away
+    d.lose()
     versions = (Version(1, 1), Version(1, 1))
     back = d.hello("a", phase="training", steps=d.steps, versions=versions)
     assert requests(back) == [("a", 0, 2)]

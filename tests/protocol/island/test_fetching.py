@@ -53,15 +53,6 @@ def test_a_failed_join_goes_on_with_the_newest_version():
     assert fetching.next() is None
 
 
-def test_a_fetch_has_the_newest_ticket_for_its_version():
-    fetching = joined([V[3]])
-    fetching.want(0, V[4], b"first")
-    fetching.want(0, V[4], b"again")
-    fetching.want(0, V[3], b"late")
-    fetch = fetching.next()
-    assert (fetch.want, fetch.ticket) == (V[4], b"again")
-
-
 def test_after_it_fetches_go_one_at_a_time_and_first_what_lags_most():
     fetching = joined([V[3], V[1], V[2]])
     for fragment in range(3):

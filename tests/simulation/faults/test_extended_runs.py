@@ -42,8 +42,7 @@ SCHEDULE = Schedule(
 )
 BESIDE: dict[str, dict[str, Any]] = {
     "alone": {},
-    "workers apart": {
-        "workers_apart": True,
+    "workers": {
         "workers": 2,
         "fragment_sizes": (2, 1, 1, 2),
     },

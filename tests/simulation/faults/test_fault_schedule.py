@@ -22,22 +22,6 @@ def test_json_brings_a_schedule_back(seed: int) -> None:
         ({"fault": []}, "unknown field `fault`"),
         ({"faults": [{"kind": "flood", "at_s": 1}]}, "flood"),
         ({"faults": [{"kind": "unfit", "at_s": 1, "island": "z"}]}, r"\['z'\]"),
-        ({"workers_apart": True, "workers": 1}, "workers_apart and workers = 1"),
-        (
-            {
-                "workers_apart": True,
-                "workers": 2,
-                "faults": [
-                    {
-                        "kind": "disk_gone",
-                        "at_s": 1,
-                        "restart": {"down_s": 1},
-                        "gone_s": 1,
-                    }
-                ],
-            },
-            r"workers_apart and the fault disk_gone",
-        ),
     ],
 )
 def test_what_is_no_schedule_is_refused(

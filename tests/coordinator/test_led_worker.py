@@ -1,0 +1,240 @@
+"""A worker as the lead has it: it comes up, is missing, refuses, fails, or hangs up.
+
+A script stands in for a child, and a thread for a worker at an address.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator.workers import led
+from diloco_jax.coordinator.workers.led import LedWorker
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.coordinator.workers.process import sign_of_life
+from diloco_jax.protocol.holding import (
+    AllSaved,
+    BeginWorker,
+    FragmentsRestored,
+    HolderTroubled,
+    RestoreFragments,
+    RunOver,
+    SaveAll,
+    WorkerEnds,
+    WorkerFailed,
+    WorkerRefused,
+    WorkerServes,
+    to_worker,
+)
+from diloco_jax.wire.errors import ConnectionLost, Refused
+
+PATIENCE_S = 60.0
+NOTHING = RestoreFragments(fragments=())
+RESTORED = FragmentsRestored(fragments=(), discarded=0, environment={})
+Speak = Callable[[socket.socket], None]
+CHILD = """
+import socket, sys
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.protocol.holding import FragmentsRestored, WorkerFailed, WorkerServes
+
+end = socket.socket(fileno=int(sys.argv[1]))
+read_frame(end), read_frame(end)
+restored = FragmentsRestored(fragments=(), discarded=0, environment={})
+"""
+SERVES_AND_ENDS = f"""{CHILD}
+write_frame(end, restored)
+write_frame(end, WorkerServes(address="127.0.0.1:7079"))
+"""
+FAILS = f"""{CHILD}
+write_frame(end, WorkerFailed(text="its disk is read-only"))
+"""
+
+
+class Led:
+    """A worker, and what the lead hears of it."""
+
+    def __init__(self, dialled: str = "", **placement: object) -> None:
+        addresses = (dialled, "127.0.0.1:9") if dialled else ()
+        config = Config(
+            islands={"a": IslandConfig()},
+            placement=Placement(workers=2, worker_addresses=addresses, **placement),
+        )
+        begin = BeginWorker(
+            config=dataclasses.asdict(config),
+            workdir="",
+            run_id="r",
+            worker=0,
+            fragments=(0,),
+            bind="",
+            term=1,
+            start=1,
+        )
+        self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.worker = LedWorker(begin, config, self.said.put, self.said.put)
+
+    def heard(self, kind: type) -> object:
+        found = self.said.get(timeout=PATIENCE_S)
+        assert isinstance(found, kind), found
+        return found
+
+
+@pytest.fixture
+def child(monkeypatch):
+    """Gives a worker whose process is a script."""
+    made: list[Led] = []
+
+    def start(script: str) -> LedWorker:
+        monkeypatch.setattr(led, "COMMAND", (sys.executable, "-c", script))
+        made.append(Led())
+        made[-1].worker.start(NOTHING)
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.worker.end()
+        one.worker.join(PATIENCE_S)
+
+
+@pytest.fixture
+def dialled(monkeypatch) -> Iterator[Callable[..., Led]]:
+    """Gives a worker that is dialled; each function speaks on one of its lines."""
+    made: list[Led] = []
+
+    def make(*speaks: Speak, first=NOTHING, **placement) -> Led:
+        left = list(speaks)
+
+        def dial(address: str, *_: object) -> socket.socket:
+            if not left:
+                raise ConnectionLost(f"{address}: no connection")
+            own, other = socket.socketpair()
+            speak = left.pop(0)
+
+            def run() -> None:
+                with other:
+                    assert isinstance(to_worker(read_frame(other)), BeginWorker)
+                    write_frame(other, sign_of_life(("low on disk",)))
+                    speak(other)
+
+            threading.Thread(target=run, daemon=True).start()
+            return own
+
+        monkeypatch.setattr(led, "dial_worker", dial)
+        made.append(Led("host:7070", **placement))
+        made[-1].worker.start(first)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.worker.end()
+
+
+def serves(end: socket.socket) -> None:
+    read_frame(end)
+    write_frame(end, RESTORED)
+    write_frame(end, WorkerServes(address="ignored:1"))
+
+
+def until(kind: type, end: socket.socket) -> None:
+    """Read until the lead says this."""
+    while not isinstance(to_worker(read_frame(end)), kind):
+        pass
+
+
+def test_a_child_whose_line_breaks_ends_the_lead(child):
+    one = child(SERVES_AND_ENDS)
+    assert one.worker.restored() == RESTORED
+    gone = str(one.heard(ConnectionLost))
+    assert "worker 0, which serves at 127.0.0.1:7079, is gone: the line to it" in gone
+    assert "start it again" in gone
+
+
+def test_a_child_that_fails_as_it_starts_is_named_with_its_reason(child):
+    with pytest.raises(
+        ConnectionLost, match="worker 0 did not come up: it failed: its"
+    ):
+        child(FAILS).worker.restored()
+
+
+def test_one_that_is_missing_is_dialled_and_told(dialled, caplog):
+    def breaks(end: socket.socket) -> None:
+        read_frame(end)
+
+    one = dialled(breaks, serves)
+    assert one.worker.restored() == RESTORED
+    assert "worker 0 at host:7070 is missing: the line to it broke" in caplog.text
+    shown = one.worker.shown()
+    assert (shown.address, shown.pid > 0, shown.fragments) == ("host:7071", True, 1)
+    assert one.worker.alerts == ("low on disk",)
+
+
+def test_one_that_does_not_come_in_time_fails_the_start(dialled):
+    one = dialled(outage_budget_s=0.3)
+    with pytest.raises(ConnectionLost, match="at host:7070 did not come up: host:7070"):
+        one.worker.restored()
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "why"),
+    [
+        ("lead", Refused, "worker 0 at host:7070: a later one"),
+        ("config", ConfigError, "worker 0 at host:7070 did not come up: a later one"),
+    ],
+)
+def test_one_that_refuses_is_not_dialled_again(dialled, code, error, why):
+    one = dialled(
+        lambda end: write_frame(end, WorkerRefused(code=code, text="a later one"))
+    )
+    with pytest.raises(error, match=why):
+        one.worker.restored()
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        (lambda end: write_frame(end, WorkerFailed(text="no memory")), "no memory"),
+        (lambda end: end.sendall(b"\x01\0\0\0x"), "what it says cannot be read"),
+    ],
+)
+def test_once_it_serves_its_last_word_ends_the_lead(dialled, last, why):
+    def speak(end: socket.socket) -> None:
+        serves(end)
+        write_frame(end, HolderTroubled(text="a full disk"))
+        last(end)
+
+    one = dialled(speak)
+    one.worker.restored()
+    assert one.heard(HolderTroubled).text == "a full disk"
+    assert why in str(one.heard(ConnectionLost))
+
+
+def test_at_the_end_it_saves_and_hears_that_the_run_is_over(dialled):
+    def speak(end: socket.socket) -> None:
+        serves(end)
+        until(SaveAll, end)
+        write_frame(end, AllSaved(versions={}, digests={}))
+        until(RunOver, end)
+        write_frame(end, WorkerEnds())
+
+    one = dialled(speak)
+    one.worker.restored()
+    one.worker.send(SaveAll(within_s=None))
+    assert one.worker.saved() == AllSaved(versions={}, digests={})
+    assert one.worker.tell_over()
+    assert one.said.empty()
+
+
+def test_one_that_did_not_hear_it_is_dialled_to_be_told(dialled):
+    def ends(end: socket.socket) -> None:
+        until(RunOver, end)
+        write_frame(end, WorkerEnds())
+
+    assert dialled(ends, first=RunOver()).worker.tell_over()
+    silent = dialled(outage_budget_s=0.2, time_budget_s=1.0, first=RunOver())
+    assert not silent.worker.tell_over()
