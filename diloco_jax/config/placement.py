@@ -263,8 +263,8 @@ class Placement:
         5,
         NOT_NEGATIVE,
         group=PROCESSES,
-        help="Times in a row that diloco run restarts one crashed process, and the "
-        "coordinator one of its workers; ten minutes in which it ran end the row.",
+        help="Times in a row that diloco run restarts one crashed process; ten minutes "
+        "in which it ran end the row.",
     )
     fruitless_starts: int = setting(
         0,

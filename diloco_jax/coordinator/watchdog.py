@@ -11,7 +11,7 @@ supervises it starts it again, as after a kill: what was decided and seen is dur
 
 The monotonic clock stands still while a machine sleeps, or is stopped as a virtual
 machine, on Linux. Silences and waits go by it: nobody could be heard then, and nobody
-is late. A permission that others count as well goes by `clock`.
+is late.
 """
 
 from __future__ import annotations
@@ -368,12 +368,6 @@ class TurnWatch(QuietWatch):
 
 LEAST_S = 1.0
 """Shortest sleep that is noticed. A clock that is merely corrected moves by less."""
-
-
-def clock() -> float:
-    """Return seconds that also pass while the machine sleeps, where it has them."""
-    boot = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if boot is None else time.clock_gettime(boot)
 
 
 class Sleeps:

@@ -5,7 +5,6 @@ coordinator notices that its machine slept, and believes what islands did.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,16 +327,6 @@ def test_a_sleep_is_noticed_once_and_a_correction_is_not() -> None:
     for corrected_s in (-50.0, LEAST_S / 2, LEAST_S / 2, LEAST_S / 2):
         machine.unix += corrected_s
         assert sleeps.since_last_s() == 0.0
-
-
-def test_the_clock_of_permissions_passes_during_sleep(monkeypatch) -> None:
-    clocks = {"monotonic": lambda: 33.0}
-    for more, shown in (
-        ({}, 33.0),
-        ({"CLOCK_BOOTTIME": 7, "clock_gettime": {7: 77.0}.get}, 77.0),
-    ):
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(**clocks, **more))
-        assert watchdog.clock() == shown
 
 
 @pytest.mark.parametrize("slept_s", [0.0, 600.0])
