@@ -140,7 +140,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
 
 def worker_command(arguments: Sequence[str]) -> int:
     """Run `diloco worker CONFIG --index N --workdir DIR`."""
-    from diloco_jax.coordinator.workers.options import WorkerOptions
+    from diloco_jax.coordinator.going_on import WorkerOptions
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)

@@ -1,5 +1,5 @@
 """Begin a run, go on with a stopped one, or give one that is over more tokens; and the
-options of `diloco coordinator`, which say so.
+options of `diloco coordinator`, which say so, and of `diloco worker`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.config.fields import setting
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import with_model_of
@@ -19,6 +19,7 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.options import TRUST_CODE
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.wire import addresses
 from diloco_jax.workdir import RunFacts, begin_run, find_run, holds_run, read_facts
 from diloco_jax.workdir import held as held_by_one
 
@@ -178,3 +179,41 @@ def with_source(arguments: Sequence[str]) -> list[str]:
         if argument == "--init" and follows.startswith("-"):
             spelled.append(DRAWN)
     return spelled
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerOptions:
+    """The options of `diloco worker`."""
+
+    index: int = setting(-1, help="Number of the worker, from 0.")
+
+    listen: str = setting(
+        "",
+        help="HOST:PORT where it listens, and serves islands at the next port; empty = "
+        "its address in placement.worker_addresses.",
+    )
+
+    def address(self, placement: Placement) -> str:
+        """Return where the worker listens. Raises ConfigError, naming option or
+        field."""
+        given = placement.worker_addresses
+        if not given:
+            raise ConfigError(
+                "placement.worker_addresses is empty: the coordinator starts its "
+                "workers itself; name there where each worker runs, or leave `diloco "
+                "worker` out"
+            )
+        if not 0 <= self.index < len(given):
+            raise ConfigError(
+                f"--index {self.index}, but placement.worker_addresses has "
+                f"{len(given)} addresses; give a number from 0 to {len(given) - 1}"
+            )
+        dialled = given[self.index]
+        own = self.listen or dialled
+        _, port = addresses.parse_address(own, "--listen")
+        if port != addresses.parse_address(dialled)[1]:
+            raise ConfigError(
+                f"--listen {own}, but the coordinator dials {dialled} "
+                f"(placement.worker_addresses); give the same port"
+            )
+        return own

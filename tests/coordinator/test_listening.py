@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator.going_on import WorkerOptions
 from diloco_jax.coordinator.workers import led, listening
 from diloco_jax.coordinator.workers.led import LedWorker
 from diloco_jax.coordinator.workers.listening import Listening
-from diloco_jax.coordinator.workers.options import WorkerOptions
 from diloco_jax.coordinator.workers.process import facts_of
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.holding import (
