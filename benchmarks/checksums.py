@@ -2,9 +2,9 @@
 
 Question: which checksums can a path of bulk bytes afford? Frames of the wire carry
 xxh3_64 of their bytes, sealed files (snapshots, publishes) xxh3_128, records of the log
-CRC-32; keys, configs and chunks of data are named by SHA-256, and tickets are HMACs of
-it, all of which are short. BLAKE2b is what `hashlib` has beside it. One buffer is
-summed, and copied, in turn; seconds are those of the processor.
+CRC-32; keys, configs and chunks of data are named by SHA-256, and are short. BLAKE2b is
+what `hashlib` has beside it. One buffer is summed, and copied, in turn; seconds are
+those of the processor.
 
 The wire may take 0.85 core seconds per GB at each end, TLS included. A checksum there
 is to be a small part of that: less than a tenth.
@@ -36,7 +36,7 @@ USED = {
     "xxh3_64": "each frame of the wire",
     "xxh3_128": "snapshots and publishes",
     "CRC-32": "records of the log",
-    "SHA-256": "names of configs, keys, chunks of data; tickets",
+    "SHA-256": "names of configs, keys, chunks of data",
     "BLAKE2b": "order of peers",
     COPY: "",
 }
