@@ -292,7 +292,7 @@ def test_publishes_that_a_restart_has_read_are_not_kept_in_memory(
 class Workers:
     """Stands for the workers' processes, which restore what is on disk."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, over=False):
         self.alive_as_they_restore = None
         Workers.last = self
 

@@ -60,7 +60,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.wire import addresses, bulk
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.bulk import FetchSource
 from diloco_jax.wire.errors import Busy, WireError
 
 logger = logging.getLogger(__name__)

@@ -47,6 +47,7 @@ from diloco_jax.wire import addresses
 from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.duplex import End, dial_worker
 from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError, WireError
+from diloco_jax.wire.principal import COORDINATOR, worker
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import Renewed, TlsFiles
 from diloco_jax.wire.transfers import Connections, Transfers
@@ -366,7 +367,9 @@ class LedWorker:
                 self._tls_files,
                 self._deadlines,
                 channels,
-                self._begin.worker,
+                worker(self._begin.worker),
+                COORDINATOR,
+                field="placement.advertise",
             ),
             channels,
             self._deadlines,

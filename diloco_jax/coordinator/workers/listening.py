@@ -13,7 +13,6 @@ import queue
 import socket
 import ssl
 import threading
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,10 +33,10 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.files import is_bucket, write_json
 from diloco_jax.protocol.holding import BeginWorker, Obeyed, WorkerRefused, to_worker
 from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.acceptor import TOLD_EVERY_S
 from diloco_jax.wire.duplex import End, TlsEnd
 from diloco_jax.wire.errors import Refused, SecurityError
 from diloco_jax.wire.frames import prepare
+from diloco_jax.wire.limits import RateLimitedLog
 from diloco_jax.wire.principal import Peers
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -90,7 +89,7 @@ class Listening:
         self._admitting = threading.Lock()
         self._newest: Speaking | None = None
         self._came: queue.SimpleQueue[Came] = queue.SimpleQueue()
-        self._closing, self._told = threading.Event(), -TOLD_EVERY_S
+        self._closing, self._lines = threading.Event(), RateLimitedLog(at_once=1)
         self.within_s = FIRST_S
         """Longest wait for a lead; later as the last one's config says."""
         self.address = addresses.format_address(*self._listener.getsockname()[:2])
@@ -176,8 +175,7 @@ class Listening:
         try:
             if isinstance(end, TlsEnd) and self._peers is not None:
                 pem = ssl.DER_cert_to_PEM_cert(end.certificate()).encode()
-                whom = str(principal.worker(self._index))
-                principal.require_lead(self._peers.identify(pem), whom)
+                principal.require(self._peers.identify(pem), principal.COORDINATOR)
             frame = read_frame(end)
             if frame is None:
                 return False
@@ -244,10 +242,7 @@ class Listening:
 
     def _warn(self, text: str, *facts: object) -> None:
         """Log what strangers can bring about, now and then."""
-        now = time.monotonic()
-        if now - self._told >= TOLD_EVERY_S:
-            self._told = now
-            logger.warning(text, *facts)
+        self._lines.log(logger, logging.WARNING, "strangers", text % facts)
 
 
 def cut(end: End) -> None:

@@ -63,11 +63,12 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire import addresses, bulk, principal
-from diloco_jax.wire.acceptor import allow_connections
-from diloco_jax.wire.bulk_server import BulkServer, FetchSource
+from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.duplex import End
 from diloco_jax.wire.errors import Busy, Refused, VersionGone
+from diloco_jax.wire.limits import allow_connections
+from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ LOCKED_S = 10.0
 """Longest wait for the worker before this one to let go of its folders, in seconds."""
 
 
-class HoldingWorker:
+class HoldingWorker(Handlers):
     """One life of a worker: restore, then merge and serve, until its line breaks."""
 
     def __init__(self, begin: BeginWorker, config: Config, workdir: Path) -> None:
@@ -111,14 +112,14 @@ class HoldingWorker:
         """Return a sign of life."""
         return sign_of_life(tuple(self.holder.alerts(time.monotonic())))
 
-    def serve(self, line: WorkerLine) -> bool:
+    def obey(self, line: WorkerLine) -> bool:
         """Do what the lead says until the line breaks; tell whether the run is over."""
         self._line = line
         for message in line.messages():
             if isinstance(message, RunOver):
                 line.send(WorkerEnds())
                 return True
-            self._receive(message)
+            self._do(message)
         return False
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -138,7 +139,7 @@ class HoldingWorker:
 
     # ---- what the lead says ---------------------------------------------------------
 
-    def _receive(self, message: ToWorker) -> None:
+    def _do(self, message: ToWorker) -> None:
         match message:
             case RestoreFragments(fences=fences):
                 for fence in fences:
@@ -262,7 +263,7 @@ class HoldingWorker:
         """Accept a stripe in its place."""
         return self.holder.upload_end(start, place)
 
-    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> bulk.FetchSource:
         """Return published fragments for an island, or Theta for the lead."""
         self._require_own(request)
         fragment, want = request.fragment, request.want
@@ -283,18 +284,9 @@ class HoldingWorker:
             )
         return self.holder.fetch(request)
 
-    def kept(self, cycle: int, name: str) -> memoryview:
-        """Raise Refused: the coordinator serves kept cycles."""
-        raise Refused("cycle", "a worker serves no cycles; ask the coordinator")
-
     def _require_own(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         begin = self._begin
-        if call.run_id != begin.run_id:
-            raise Refused(
-                "run_id",
-                f"this worker serves run {begin.run_id}, the call is of run "
-                f"{call.run_id}; check the coordinator's address",
-            )
+        principal.require_run(call, begin.run_id)
         if call.fragment not in begin.fragments:
             raise Busy(
                 f"worker {begin.worker} has not fragment {call.fragment}, but "
@@ -397,7 +389,7 @@ def serve_lead(
                 locks.enter_context(held)
             worker = HoldingWorker(begin, config, workdir)
             speaking.alive = worker.alive
-            return worker.serve(line)
+            return worker.obey(line)
         except ConfigError as error:
             logger.error("worker %d: %s", begin.worker, error)
             line.send(WorkerRefused(code="config", text=str(error)))
