@@ -39,7 +39,8 @@ import pytest
 from support import at_least, at_most, parser, write_results
 
 from diloco_jax.files import write_json
-from diloco_jax.simulation.faults.play import check
+from diloco_jax.simulation.faults.draw import draw
+from diloco_jax.simulation.faults.play import check_schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutation_survivors.json")
@@ -258,7 +259,7 @@ def _try(mutant: Mutant | None, schedules: int) -> int:
     if mutant is not None:
         plant(mutant)
     for seed in range(schedules):
-        if check([seed], shorten=False).violations:
+        if check_schedule(draw(seed)).violations:
             return BY_SCHEDULES
     tests = sorted((ROOT / "tests" / "protocol").rglob("test_*.py"))
     if mutant is not None:  # Those of its module first, which are the likeliest.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from msgspec.structs import replace
-from plants_of_disk import DISK_PLANTS
 
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
@@ -36,10 +35,13 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_account, with_fragment
+from diloco_jax.protocol.holding import MergePrepared
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.records import Merged, Removed
 from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.faults.disk import Disk
+from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 
 
 class Plant(NamedTuple):
@@ -51,12 +53,22 @@ class Plant(NamedTuple):
     broken: Callable[[Any], Any]
 
 
-def _believes(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda said_s, shortest_s: said_s
+Broken = Callable[[Any], Any]
+"""Makes a broken function of a function."""
 
 
-def _at_once(*arguments: Any) -> bool:
-    return True
+def _always(value: Any) -> Broken:
+    return lambda function: lambda *arguments, **options: value
+
+
+def _argument(index: int) -> Broken:
+    """Change nothing: give an argument back as it is."""
+    return lambda function: lambda *arguments: arguments[index]
+
+
+def _without_effects(index: int) -> Broken:
+    """Decide nothing: give an argument back as it is, and no effects."""
+    return lambda function: lambda *arguments: (arguments[index], [])
 
 
 def _forgets_the_last_merge(recover: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,10 +82,6 @@ def _forgets_the_last_merge(recover: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reads_no_log(recover: Callable[..., Any]) -> Callable[..., Any]:
     return lambda config, snapshot, records, now: recover(config, snapshot, (), now)
-
-
-def _loses_the_first_publish(join: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda arrival, later: later
 
 
 def _keeps_what_a_worker_had(recover: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,10 +98,6 @@ def _keeps_what_a_worker_had(recover: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def _asks_for_nothing(ask: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda fragment, name, tick: (fragment, [])
-
-
 def _holds_all_the_time(due_ticks: Callable[..., Any]) -> Callable[..., Any]:
     def broken(config: Any, state: Any, now: float) -> Any:
         lost = [fragment.lost for fragment in state.fragments]
@@ -106,26 +110,6 @@ def _holds_all_the_time(due_ticks: Callable[..., Any]) -> Callable[..., Any]:
         return state, effects
 
     return broken
-
-
-def _awaits_nobody(more_may_come: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, fragment, now: False
-
-
-def _ends_as_it_wakes(awake: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda config, state, now: state
-
-
-def _loses_nothing(lose: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, fragment, reason: fragment
-
-
-def _loses_none_of_it(merged_above: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda fragment, version: {}
-
-
-def _uses_ticks_again(after_crash: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda config, state: state
 
 
 def _keeps_the_take(book: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,22 +172,6 @@ def _tells_what_it_counts_now(report: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda config, fragment, fleet: (fragment, [])
-
-
-def _believes_all_rates(highest_rate: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda fleet, tokens: math.inf
-
-
-def _turns_nothing_away(turn_away: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda config, state: (state, [])
-
-
-def _leaves_the_door_open(unknown: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda config, name, also=(): ""
-
-
 def _lets_the_removed_stay(remove: Callable[..., Any]) -> Callable[..., Any]:
     def broken(state: Any, name: str) -> Any:
         state = members.with_admitted(state, name, admitted=False)
@@ -247,10 +215,6 @@ def _hides_what_they_leave(end: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def _takes_no_time(slept: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, seconds: state
-
-
 def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
     def broken(before: Any, c: Any, merged: int) -> Any:
         return book(before, replace(c, tokens=2 * c.tokens), merged)
@@ -262,20 +226,12 @@ def _frees_all_data(release: Callable[..., Any]) -> Callable[..., Any]:
     return lambda state, name, kept: release(state, name, ())
 
 
-def _keeps_it_for_good(free: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state: state
-
-
 def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
     def broken(*arguments: Any) -> Any:
         state, effects = step(*arguments)
         return state, sorted(effects, key=lambda effect: isinstance(effect, Persist))
 
     return broken
-
-
-def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda f, fleet, name: (f, [])
 
 
 def _leaves_a_gap(grant: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,10 +241,6 @@ def _leaves_a_gap(grant: Callable[..., Any]) -> Callable[..., Any]:
         return state, [record, replace(tell, message=message)]
 
     return broken
-
-
-def _takes_any_anchor(version: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, name, index: Version()
 
 
 def _allows_one_version_more(is_in_time: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,33 +282,59 @@ def _begins_with_all_data(first_state: Callable[..., Any]) -> Callable[..., Any]
     return broken
 
 
+def _says_prepared(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(coordinator: Any, merge: Any, prepared: Any) -> Any:
+        if not coordinator.dead:
+            coordinator._written(merge, prepared)
+            coordinator.hear(
+                MergePrepared(
+                    fragment=merge.fragment, version=merge.version, prepared=prepared
+                )
+            )
+
+    return broken
+
+
+def _forgets_all(forget: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(disk: Any, fragment: int, through: Any) -> Any:
+        forget(disk, fragment, disk.saved(fragment)[-1])
+
+    return broken
+
+
+def _counts_what_was_prepared(restore: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(disk: Any, committed: Any) -> Any:
+        found = enumerate(committed)
+        return restore(disk, [max([*disk.published(f), v]) for f, v in found])
+
+    return broken
+
+
 PLANTS = {
     "recovery_forgets_a_merge": Plant(
         "versions", recovery, "recover", _forgets_the_last_merge
     ),
     "recovery_reads_no_log": Plant("adopted", recovery, "recover", _reads_no_log),
-    "a_publish_is_skipped": Plant(
-        "anchors", Arrival, "followed_by", _loses_the_first_publish
-    ),
-    "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", lambda is_at: _at_once),
+    "a_publish_is_skipped": Plant("anchors", Arrival, "followed_by", _argument(1)),
+    "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", _always(True)),
     "deltas_outlive_their_worker": Plant(
         "held", recovery, "recover", _keeps_what_a_worker_had
     ),
     "what_was_merged_above_an_anchor_stays_merged": Plant(
-        "gathered", lost_fragments, "_merged_above", _loses_none_of_it
+        "gathered", lost_fragments, "_merged_above", _always({})
     ),
     "ticks_ask_for_what_is_lost": Plant(
         "held", decide, "_due_ticks", _holds_all_the_time
     ),
     "a_worker_that_is_back_gets_nothing": Plant(
-        "liveness", takes, "ask_to_resend", _asks_for_nothing
+        "liveness", takes, "ask_to_resend", _without_effects(0)
     ),
     "what_a_worker_lost_is_in_no_book": Plant(
-        "ledger", ledger, "lose_missing", _loses_nothing
+        "ledger", ledger, "lose_missing", _argument(1)
     ),
-    "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _uses_ticks_again),
+    "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _argument(1)),
     "a_new_term_takes_any_anchor": Plant(
-        "versions", gathering, "_version", _takes_any_anchor
+        "versions", gathering, "_version", _always(Version())
     ),
     "a_new_term_grants_data_again": Plant(
         "data", gathering, "first_state", _begins_with_all_data
@@ -372,7 +350,7 @@ PLANTS = {
     "fenced_ones_come_in": Plant("fenced", members, "entry_refusal", _lets_everyone_in),
     "the_dead_merge_unsaid": Plant("fenced", members, "end", _hides_what_they_leave),
     "stale_deltas_are_merged": Plant(
-        "stale", takes, "refuse_if_untimely", _refuses_nothing
+        "stale", takes, "refuse_if_untimely", _without_effects(1)
     ),
     "one_more_version_is_no_delay": Plant(
         "stale", takes, "_is_in_time", _allows_one_version_more
@@ -387,38 +365,51 @@ PLANTS = {
         "durable", members, "entry_refusal", _lets_a_second_process_in
     ),
     "long_deltas_are_merged": Plant(
-        "bounds", quarantine, "refuse_long", _refuses_nothing
+        "bounds", quarantine, "refuse_long", _without_effects(1)
     ),
     "any_rates_are_believed": Plant(
-        "bounds", schedule.Fleet, "highest_rate", _believes_all_rates
+        "bounds", schedule.Fleet, "highest_rate", _always(math.inf)
     ),
     "all_steps_have_one_rate": Plant(
         "honest", Books, "stepped", lambda stepped: lambda books, _: stepped(books, 1.0)
     ),
     "quarantined_deltas_are_merged": Plant(
-        "quarantine", quarantine, "turn_away", _turns_nothing_away
+        "quarantine", quarantine, "turn_away", _without_effects(1)
     ),
-    "whoever_comes_is_let_in": Plant("door", members, "unknown", _leaves_the_door_open),
+    "whoever_comes_is_let_in": Plant("door", members, "unknown", _always("")),
     "who_was_removed_stays": Plant("door", steering, "_remove", _lets_the_removed_stay),
-    "boasts_are_believed": Plant("speeds", claims, "_no_shorter", _believes),
-    "a_sleep_is_no_time": Plant("speeds", claims, "slept", _takes_no_time),
+    "boasts_are_believed": Plant("speeds", claims, "_no_shorter", _argument(0)),
+    "a_sleep_is_no_time": Plant("speeds", claims, "slept", _argument(0)),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
     "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),
     "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),
     "merged_data_is_free": Plant("data", leases, "release", _frees_all_data),
     "data_of_lost_deltas_stays_away": Plant(
-        "data", leases, "free_departed", _keeps_it_for_good
+        "data", leases, "free_departed", _argument(0)
     ),
     "the_log_is_written_last": Plant("durable", decide, "step", _writes_last),
     "the_end_awaits_nobody": Plant(
-        "last_steps", ending, "_more_may_come", _awaits_nobody
+        "last_steps", ending, "_more_may_come", _always(False)
     ),
-    "the_end_is_slept_through": Plant("last_steps", ending, "awake", _ends_as_it_wakes),
+    "the_end_is_slept_through": Plant("last_steps", ending, "awake", _argument(1)),
     "the_end_waits_for_what_hangs": Plant(
         "last_steps", ending, "OPEN_BY", lambda share: 1.0
     ),
-    "takes_are_asked_for_once": Plant("liveness", members, "without_take", _asks_once),
-    **{name: Plant(*fields) for name, fields in DISK_PLANTS.items()},
+    "takes_are_asked_for_once": Plant(
+        "liveness", members, "without_take", _without_effects(0)
+    ),
+    "a_full_disk_counts_as_written": Plant(
+        "prepared", VirtualCoordinator, "_prepare", _says_prepared
+    ),
+    "publishes_go_with_the_newest_snapshot": Plant(
+        "chains", Disk, "forget", _forgets_all
+    ),
+    "a_record_without_space_counts_as_written": Plant(
+        "data", Disk, "has_space", _always(True)
+    ),
+    "a_prepared_merge_is_restored": Plant(
+        "restored", Disk, "restore", _counts_what_was_prepared
+    ),
     "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }
 

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,11 +79,7 @@ class Anchors:
 
     def compute(self, merge: Merge, deltas: Sequence[Delta]) -> Prepared:
         publish = digest(
-            merge.version,
-            merge.contributions,
-            list(deltas),
-            merge.share,
-            merge.final,
+            merge.version, merge.contributions, list(deltas), merge.share, merge.final
         )
         self._computed[merge.fragment] = publish
         return Prepared(digest=publish.hex(), payload_bytes=len(publish))
@@ -124,18 +120,12 @@ class _Local:
     """`start` before the outstanding take, as long as that take can be reopened."""
 
 
-class Adopted(Protocol):
-    """Callback for every anchor that an island adopts."""
-
-    def __call__(self, fragment: int, anchor: Anchor, *, kept: bool) -> None:
-        """Note an adopted anchor. kept: the delta of the last take stays beside it."""
-
-
 class DigestBody:
     """`body.Body` of one incarnation.
 
     peak: learning rate whose steps have length 1; an honest delta goes straight on.
-    adopted: called with every adopted anchor.
+    adopted: called with the fragment and every adopted anchor; kept: the delta of the
+    last take stays beside it.
     trained: called at every step.
     """
 
@@ -143,7 +133,7 @@ class DigestBody:
         self,
         rule: AdoptTraits,
         peak: float,
-        adopted: Adopted,
+        adopted: Callable[..., None],
         trained: Callable[[int, np.ndarray], None],
     ) -> None:
         self.finite = True
@@ -162,15 +152,11 @@ class DigestBody:
             self._adopted(fragment, whole.data, kept=False)
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
-        if isinstance(fetched.data, Anchor):
-            return Arrival(
-                fragment=fragment, version=fetched.version, anchor=(fetched.data,)
-            )
-        return Arrival(
-            fragment=fragment,
-            version=fetched.version,
-            publishes=tuple((publish,) for publish in fetched.data),
-        )
+        version, data = fetched.version, fetched.data
+        if isinstance(data, Anchor):
+            return Arrival(fragment=fragment, version=version, anchor=(data,))
+        publishes = tuple((publish,) for publish in data)
+        return Arrival(fragment=fragment, version=version, publishes=publishes)
 
     def anchor(self, fragment: int) -> Anchor:
         """Return the island's anchor of a fragment."""

@@ -8,7 +8,7 @@ publishes are deleted once the oldest snapshot does not need them.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -100,38 +100,39 @@ class Disk:
         self._segments[ended + 1] = io.BytesIO()
         return ended
 
+    # ---- snapshots ------------------------------------------------------------------
+
     def save_state(self, number: int, state: State) -> bool:
         """Save a complete snapshot of the state; delete log segments that the oldest
         one does not need. Return False if the disk is full.
         """
-        if self.full:
-            return False
-        self._states[number] = state
-        for old in sorted(self._states)[:-SNAPSHOTS_KEPT]:
-            del self._states[old]
-        oldest = min(self._states)
-        for segment in [n for n in self._segments if n <= oldest]:
-            del self._segments[segment]
-        return True
+        if not self.full:
+            oldest = _keep(self._states, number, state)
+            for segment in [n for n in self._segments if n <= oldest]:
+                del self._segments[segment]
+        return not self.full
 
     def save_fragment(self, fragment: int, anchor: Anchor) -> bool:
         """Save a complete snapshot of a fragment; delete publishes that the oldest one
         does not need. Return False if the disk is full.
         """
-        if self.full:
-            return False
-        saved = self._anchors[fragment]
-        saved[anchor.version] = anchor
-        for old in sorted(saved)[:-SNAPSHOTS_KEPT]:
-            del saved[old]
-        self.forget(fragment, min(saved))
-        return True
+        if not self.full:
+            oldest = _keep(self._anchors[fragment], anchor.version, anchor)
+            self.forget(fragment, oldest)
+        return not self.full
+
+    def begin_fragment(self, fragment: int, anchor: Anchor) -> bool:
+        """Write the first snapshot of a fragment in a term like
+        `Saver.begin_fragment`; False if the disk is full.
+        """
+        if not self.full:
+            self._anchors[fragment] = {anchor.version: anchor}
+            self._publishes[fragment] = {}
+        return not self.full
 
     def forget(self, fragment: int, through: Version) -> None:
         """Delete publishes up to a version."""
-        publishes = self._publishes[fragment]
-        for version in [v for v in publishes if v <= through]:
-            del publishes[version]
+        _delete(self._publishes[fragment], lambda version: version <= through)
 
     def saved(self, fragment: int) -> list[Version]:
         """Return the versions of the snapshots of a fragment, oldest first; torn ones
@@ -147,13 +148,14 @@ class Disk:
         older one reads; return their number.
         """
         torn = 0
-        snapshots: list[dict[Any, Any]] = [self._states, *self._anchors]
-        for kept in snapshots:
+        for kept in self._snapshots():
             readable = sorted(n for n, snapshot in kept.items() if snapshot)
             if len(readable) > 1:
                 kept[readable[-1]] = None
                 torn += 1
         return torn
+
+    # ---- a start --------------------------------------------------------------------
 
     def load(self) -> Found:
         """Return the newest readable snapshot of the state and the records after it.
@@ -162,9 +164,10 @@ class Disk:
         """
         if self.empty:
             raise EmptyDiskError
-        snapshots: list[dict[Any, Any]] = [self._states, *self._anchors]
-        for kept in snapshots:
-            _remove_torn(kept)
+        for kept in self._snapshots():
+            # What does not read does not count as kept.
+            for torn in [n for n, snapshot in kept.items() if snapshot is None]:
+                del kept[torn]
         number, state = max(self._states.items())
         assert state is not None
         later = [n for n in sorted(self._segments) if n > number]
@@ -191,35 +194,34 @@ class Disk:
         lost = {
             fragment
             for fragment, through in enumerate(committed)
-            if not self.restore_fragment(anchors, fragment, through)
+            if not self._restore_fragment(anchors, fragment, through)
         }
         return anchors, lost
 
-    def restore_fragment(
+    def _restore_fragment(
         self, anchors: Anchors, fragment: int, through: Version
     ) -> bool:
-        """Bring one of the anchors to this version; return False if it is lost. See
-        `restore`."""
-        self.discard(fragment, through)
-        saved = self._anchors[fragment]
-        _remove_torn(saved)
+        """Bring one of the anchors to this version; return False if it is lost."""
+        saved, publishes = self._anchors[fragment], self._publishes[fragment]
+        _delete(publishes, lambda version: version > through)
         known = [a for a in saved.values() if a is not None and a.version <= through]
         if not known or max(known).version.term != through.term:
             return False
         begin = max(known)
-        for unfit in [v for v in saved if v > begin.version]:
-            del saved[unfit]  # See `FragmentSnapshots.load`.
+        # See `FragmentSnapshots.load`.
+        _delete(saved, lambda version: version > begin.version)
         anchors.load(fragment, begin)
         version = begin.version
         while version < through:
             version = version.next()
-            publish = self._publishes[fragment].get(version)
-            if publish is None:
+            if version not in publishes:
                 raise durable.DurableError(
                     f"the publish of fragment {fragment}, {version}, is missing"
                 )
-            anchors.replay(fragment, version, publish)
+            anchors.replay(fragment, version, publishes[version])
         return True
+
+    # ---- a lost disk ----------------------------------------------------------------
 
     def lose(self, fragments: Iterable[int]) -> None:
         """Lose the snapshots and publishes of these fragments."""
@@ -237,22 +239,6 @@ class Disk:
         )
         self._anchors[fragment], self._publishes[fragment] = snapshots, publishes
 
-    def begin_fragment(self, fragment: int, anchor: Anchor) -> bool:
-        """Write the first snapshot of a fragment in a term like
-        `Saver.begin_fragment`; False if the disk is full.
-        """
-        if self.full:
-            return False
-        self._anchors[fragment] = {anchor.version: anchor}
-        self._publishes[fragment] = {}
-        return True
-
-    def discard(self, fragment: int, committed: Version) -> None:
-        """Delete the publishes of a fragment above this version."""
-        publishes = self._publishes[fragment]
-        for prepared in [v for v in publishes if v > committed]:
-            del publishes[prepared]
-
     def _format(self, fragments: int) -> None:
         self._segments: dict[int, io.BytesIO] = {0: io.BytesIO()}
         self._states: dict[int, State | None] = {}
@@ -265,8 +251,18 @@ class Disk:
         self._copies: dict[int, tuple[Any, Any]] = {}
         """Contents of lost fragments, for runs in which no island has an anchor."""
 
+    def _snapshots(self) -> list[dict[Any, Any]]:
+        return [self._states, *self._anchors]
 
-def _remove_torn(snapshots: dict[Any, Any]) -> None:
-    """Delete what does not read, so that it does not count as kept."""
-    for torn in [n for n, snapshot in snapshots.items() if snapshot is None]:
-        del snapshots[torn]
+
+def _keep(kept: dict[Any, Any], key: Any, snapshot: Any) -> Any:
+    """Keep one more snapshot, but not too many; return the key of the oldest."""
+    kept[key] = snapshot
+    for old in sorted(kept)[:-SNAPSHOTS_KEPT]:
+        del kept[old]
+    return min(kept)
+
+
+def _delete(kept: dict[Any, Any], unneeded: Callable[[Any], bool]) -> None:
+    for key in [key for key in kept if unneeded(key)]:
+        del kept[key]

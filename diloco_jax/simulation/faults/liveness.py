@@ -10,17 +10,13 @@ from typing import Any
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
-from diloco_jax.simulation.faults.observing import ViolationError
-from diloco_jax.simulation.faults.scene import Scene
+from diloco_jax.simulation.faults.facts import ViolationError
+from diloco_jax.simulation.faults.faults import LEASE_S, PATIENCE_S, LongDeltas, Unfit
 from diloco_jax.simulation.faults.schedule import (
-    LEASE_S,
-    PATIENCE_S,
     RESTART_S,
     RETRY_S,
     SEQUENCE_LENGTH,
-    LongDeltas,
     Schedule,
-    Unfit,
 )
 from diloco_jax.simulation.virtual.clock import Clock
 
@@ -117,42 +113,6 @@ def over_within_s(schedule: Schedule, total_tokens: int) -> float:
     return merges_within_s(schedule) + anew_s + ends_s
 
 
-def expect(
-    what: str,
-    counts: Callable[[], Mapping[Any, int]],
-    clock: Clock,
-    within_s: float,
-    running: Callable[[], bool],
-) -> None:
-    """Expect that every count grows within `within_s` seconds, again and again.
-
-    The expectation ends with `running`: when the run has its tokens. Raises
-    ViolationError on the clock.
-    """
-    before = counts()
-
-    def must_have_grown() -> None:
-        if not running():
-            return
-        stuck = [key for key, count in counts().items() if count == before[key]]
-        if stuck:
-            raise ViolationError(NAME, f"no {what} {stuck} within {within_s:.1f} s")
-        expect(what, counts, clock, within_s, running)
-
-    clock.after(within_s, must_have_grown)
-
-
-def expect_end(clock: Clock, within_s: float, needless: Callable[[], bool]) -> None:
-    """Expect the end of the run in `within_s`; if it is late, the clock raises
-    ViolationError. needless: the end came, and the run goes on."""
-
-    def must_be_over() -> None:
-        if not needless():
-            raise ViolationError(NAME, f"the run is not over after {within_s:.1f} s")
-
-    clock.after(within_s, must_be_over)
-
-
 def _agreed_s(schedule: Schedule) -> float:
     """Return the time in which hosts of an island agree on a take and an adoption."""
     return 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
@@ -165,26 +125,34 @@ def _merged_s(schedule: Schedule) -> float:
 
 class Expectations:
     """Progress is expected from the time at which the last fault has ended, and after
-    each extension anew."""
+    each extension anew. lacks_tokens: tells whether the run lacks tokens; until then
+    every one of the `counts` must grow, again and again."""
 
-    def __init__(self, world: Scene) -> None:
-        self._world = world
-        faults = world.schedule.faults
-        self._left = sum(not fault.awaits_end for fault in faults)
+    def __init__(
+        self, schedule: Schedule, clock: Clock, lacks_tokens: Callable[[], bool]
+    ) -> None:
+        self.counts: dict[str, Callable[[], Mapping[Any, int]]] = {}
+        """Merges, then takes: counts by what is counted, and a name of it."""
+        self._schedule, self._clock = schedule, clock
+        self._lacks_tokens = lacks_tokens
+        self._tokens = schedule.total_tokens
+        self._left = sum(not fault.awaits_end for fault in schedule.faults)
         """Faults that have not ended."""
         self._down = False
         """All processes have ended, and start again to extend the run."""
+        self._extensions = 0
 
     def begin(self) -> None:
         """Expect that all faults strike in time."""
         self._expect_if_calm()
-        self._world.clock.after(PATIENCE_S, self._out_of_patience)
+        self._clock.after(PATIENCE_S, self._out_of_patience)
 
-    def begin_again(self, after_s: float) -> None:
+    def begin_again(self, after_s: float, tokens: int) -> None:
         """Expect progress of a run that is extended, once its processes have started;
         nothing else any more."""
-        self._down = True
-        self._world.clock.after(after_s, self._is_up)
+        self._tokens, self._down = tokens, True
+        self._extensions += 1
+        self._clock.after(after_s, self._is_up)
 
     def _is_up(self) -> None:
         self._down = False
@@ -195,46 +163,37 @@ class Expectations:
         self._left -= 1
         self._expect_if_calm()
 
-    def _expect_if_calm(self) -> None:
-        if not self._left and not self._down:
-            self._expect()
-
     def _out_of_patience(self) -> None:
         if self._left:
             what = f"not all faults have struck within {PATIENCE_S} s"
             raise ViolationError(NAME, what)
 
-    def _expect(self) -> None:
-        world, extensions = self._world, self._world.extensions
-        schedule, clock = world.schedule, world.clock
+    def _expect_if_calm(self) -> None:
+        if self._left or self._down:
+            return
+        schedule, extensions = self._schedule, self._extensions
+        bounds = merges_within_s(schedule), takes_within_s(schedule)
+        for what, within_s in zip(self.counts, bounds, strict=True):
+            self._expect(what, within_s, extensions)
+        over_s = over_within_s(schedule, self._tokens)
 
-        def is_extended() -> bool:
-            return world.extensions > extensions
+        def must_be_over() -> None:
+            if self._extensions == extensions:
+                what = f"the run is not over after {over_s:.1f} s"
+                raise ViolationError(NAME, what)
 
-        def is_running() -> bool:
-            lead = world.coordinator
-            return not is_extended() and (lead is None or lead.state.phase == "running")
+        self._clock.after(over_s, must_be_over)
 
-        def takes() -> Mapping[tuple[str, int], int]:
-            return {
-                (name, fragment): island.takes[fragment]
-                for name, island in world.islands.items()
-                for fragment in range(world.config.fragments)
-            }
+    def _expect(self, what: str, within_s: float, extensions: int) -> None:
+        before = self.counts[what]()
 
-        expect(
-            "merges of fragments",
-            lambda: dict(enumerate(world.merges)),
-            clock,
-            merges_within_s(schedule),
-            is_running,
-        )
-        expect(
-            "takes of islands' fragments",
-            takes,
-            clock,
-            takes_within_s(schedule),
-            is_running,
-        )
-        over_s = over_within_s(schedule, world.config.total_tokens)
-        expect_end(clock, over_s, is_extended)
+        def must_have_grown() -> None:
+            if self._extensions > extensions or not self._lacks_tokens():
+                return
+            now = self.counts[what]()
+            stuck = [key for key, count in now.items() if count == before[key]]
+            if stuck:
+                raise ViolationError(NAME, f"no {what} {stuck} within {within_s:.1f} s")
+            self._expect(what, within_s, extensions)
+
+        self._clock.after(within_s, must_have_grown)

@@ -66,35 +66,31 @@ class FaultyLine(Line):
         self._send(DOWN, arrive)
 
     def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer(UP, arrive, repeats=True)
+        self._transfer(UP, arrive)
 
     def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer(BOTH, arrive, repeats=False)
+        self._transfer(BOTH, arrive)
 
     def _send(self, way: Ways, arrive: Callable[[], None]) -> None:
         network = self._network
         at = self._clock.now + network.latency_s + network.control_late_s
         at = self._in_order[way] = max(at, self._in_order[way])
-        self._carry(at, way, arrive, repeats=True)
+        self._carry(at, way, arrive)
 
-    def _transfer(
-        self, ways: Ways, arrive: Callable[[], None], *, repeats: bool
-    ) -> None:
+    def _transfer(self, ways: Ways, arrive: Callable[[], None]) -> None:
         network = self._network
         at = self._clock.now + network.transfer_s + network.bulk_late_s
         if not network.corrupts:
-            self._carry(at, ways, arrive, repeats=repeats)
+            self._carry(at, ways, arrive)
             return
 
         def again() -> None:
             if self.open:
-                self._transfer(ways, arrive, repeats=repeats)
+                self._transfer(ways, arrive)
 
         self._clock.at(at + RESEND_S, again)
 
-    def _carry(
-        self, at: float, ways: Ways, arrive: Callable[[], None], *, repeats: bool
-    ) -> None:
+    def _carry(self, at: float, ways: Ways, arrive: Callable[[], None]) -> None:
         network = self._network
 
         def land() -> None:
@@ -106,5 +102,6 @@ class FaultyLine(Line):
                 arrive()
 
         self._clock.at(at, land)
-        if repeats and network.repeat_after_s:
+        # What is fetched comes once.
+        if network.repeat_after_s and ways != BOTH:
             self._clock.at(at + network.repeat_after_s, land)

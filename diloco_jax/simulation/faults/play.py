@@ -13,7 +13,7 @@ import logging
 import shlex
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,9 +24,8 @@ from msgspec.structs import replace
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, check_bounds, setting
 from diloco_jax.simulation.faults.draw import FAULTS, draw
-from diloco_jax.simulation.faults.observing import ViolationError
+from diloco_jax.simulation.faults.facts import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule, from_json
-from diloco_jax.simulation.faults.strike import strike
 from diloco_jax.simulation.faults.world import FaultyWorld
 from diloco_jax.simulation.output import Progress, nobody
 
@@ -56,19 +55,15 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
     if len(faults) == 1:
         yield replace(schedule, faults=())
     for name in schedule.islands:
-        yield from _without_island(schedule, name)
+        islands = {n: plan for n, plan in schedule.islands.items() if n != name}
+        rest = tuple(f for f in faults if getattr(f, "island", "") != name)
+        if schedule.quorum <= len(islands):
+            yield replace(schedule, islands=islands, faults=rest)
     if len(schedule.fragment_sizes) > 1:
         yield replace(schedule, fragment_sizes=schedule.fragment_sizes[1:])
-    plain: dict[str, Any] = {
-        "adopt": "rebase",
-        "grace": 0.0,
-        "grace_window": "alike",
-        "quorum": 1,
-        "merge_s": 0.1,
-        "transfer_s": 0.2,
-    }
-    for field, value in plain.items():
-        if getattr(schedule, field) != value:
+    plain = Schedule(islands={}, total_tokens=0)
+    for field in ("adopt", "grace", "grace_window", "quorum", "merge_s", "transfer_s"):
+        if getattr(schedule, field) != (value := getattr(plain, field)):
             yield replace(schedule, **{field: value})
     if schedule.extended_to:
         yield replace(schedule, extended_to=schedule.extended_to[:-1])
@@ -76,15 +71,6 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
         tokens = int(schedule.total_tokens * share)
         if 0 < tokens < schedule.total_tokens:
             yield replace(schedule, total_tokens=tokens)
-
-
-def _without_island(schedule: Schedule, name: str) -> Iterator[Schedule]:
-    islands = {n: plan for n, plan in schedule.islands.items() if n != name}
-    if schedule.quorum <= len(islands):
-        faults = tuple(
-            fault for fault in schedule.faults if getattr(fault, "island", "") != name
-        )
-        yield replace(schedule, islands=islands, faults=faults)
 
 
 CYCLES = 3
@@ -96,18 +82,11 @@ SHORTENED = 10
 """Violations per invariant whose schedules are shortened, a few seconds for each."""
 
 
-class Wrong(NamedTuple):
-    """A violation: the invariant that does not hold, and the observation."""
-
-    invariant: str
-    what: str
-
-
 class Played(NamedTuple):
     """Result of a schedule. wrong: None if everything held."""
 
     world: FaultyWorld
-    wrong: Wrong | None
+    wrong: ViolationError | None
 
     @property
     def is_full(self) -> bool:
@@ -116,47 +95,39 @@ class Played(NamedTuple):
         return world.struck.total() >= FAULTS and min(world.merges) >= CYCLES
 
 
-def world_of(schedule: Schedule) -> FaultyWorld:
-    """Return the world that plays a schedule."""
-    return FaultyWorld(schedule, strike)
-
-
 def play(schedule: Schedule) -> Played:
     """Play a schedule to its end, or to the first violation."""
-    world = world_of(schedule)
-    return Played(world, _wrong(world.play))
+    world = FaultyWorld(schedule)
+    return _played(world, world.play)
 
 
 def play_seed(seed: int) -> Played:
-    """Play the schedule of a seed; extend the run if it was over too soon."""
+    """Play the schedule of a seed; extend the run if it was over too soon, to half of
+    its first tokens more."""
     played = play(draw(seed))
     while not played.is_full and played.wrong is None:
-        played = _extended(played.world)
+        world = played.world
+        assert world.coordinator is not None
+        schedule, done = world.schedule, world.coordinator.state.progress_tokens
+        total_tokens = done + max(1, schedule.total_tokens // 2)
+        # So that the schedule plays the same again.
+        extended_to = (*schedule.extended_to, total_tokens)
+        world.schedule = replace(schedule, extended_to=extended_to)
+        played = _played(world, functools.partial(world.extend, total_tokens))
     return played
 
 
-def _extended(world: FaultyWorld) -> Played:
-    """Play a run that is over on to half of its first tokens more."""
-    assert world.coordinator is not None
-    schedule, done = world.schedule, world.coordinator.state.progress_tokens
-    total_tokens = done + max(1, schedule.total_tokens // 2)
-    # So that the schedule plays the same again.
-    extended_to = (*schedule.extended_to, total_tokens)
-    world.schedule = msgspec.structs.replace(schedule, extended_to=extended_to)
-    return Played(world, _wrong(functools.partial(world.extend, total_tokens)))
-
-
-def _wrong(played: Callable[[], None]) -> Wrong | None:
-    """Play; return the violation at which it ended, or None."""
+def _played(world: FaultyWorld, go_on: Callable[[], None]) -> Played:
+    """Play; return the violation at which it ended, if there is one."""
     try:
-        played()
+        go_on()
     except ViolationError as violation:
-        return Wrong(violation.invariant, violation.what)
+        return Played(world, violation)
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{error!r} in {place.name}, {place.filename}:{place.lineno}"
-        return Wrong(UNBROKEN, what)
-    return None
+        return Played(world, ViolationError(UNBROKEN, what))
+    return Played(world, None)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -166,7 +137,7 @@ class Violation:
     seed: int | None
     invariant: str
     what: str
-    shortest: Schedule | None
+    shortest: Schedule | None = None
     """None if it was not shortened: only the first `SHORTENED` of an invariant are."""
     like_seed: int | None = None
     """First seed that violated this invariant, if this one was not shortened."""
@@ -215,35 +186,34 @@ def check(
     progress: Progress = nobody,
     *,
     found: Found = lambda violation: None,
-    shorten: bool = True,
     report: FaultsReport | None = None,
 ) -> FaultsReport:
-    """Play the schedules of these seeds.
+    """Play the schedules of these seeds; shorten the first `SHORTENED` that violate an
+    invariant.
 
-    Args:
-      shorten: shorten the first `SHORTENED` schedules that violate an invariant.
-      report: filled and returned; it holds the violations found so far if this is
-        interrupted.
+    report: filled and returned; it holds the violations found so far if this is
+    interrupted.
     """
     report = report or FaultsReport()
-    by_invariant: dict[str, list[int]] = {}
+    by_invariant: dict[str, list[int]] = defaultdict(list)
     with _quiet():
         for index, seed in enumerate(seeds):
             report.next_seed = seed
-            began = time.perf_counter()
-            played = play_seed(seed)
-            gc.collect()
-            report.seconds += time.perf_counter() - began
-            _add(report, played)
+            played = _count(report, functools.partial(play_seed, seed))
             report.next_seed = seed + 1
-            if played.wrong is not None:
-                alike = by_invariant.setdefault(played.wrong.invariant, [])
+            if (wrong := played.wrong) is not None:
+                alike = by_invariant[wrong.invariant]
                 alike.append(seed)
-                violation = _violation(played.wrong, seed)
+                violation = Violation(
+                    seed=seed,
+                    invariant=wrong.invariant,
+                    what=wrong.what,
+                    command=_command("--seeds", "1", "--first-seed", str(seed)),
+                )
                 report.violations.append(violation)
                 try:
-                    if not shorten or len(alike) > SHORTENED:
-                        violation.like_seed = alike[0] if shorten else None
+                    if len(alike) > SHORTENED:
+                        violation.like_seed = alike[0]
                     else:
                         _shorten(violation, played.world.schedule)
                 finally:  # Without a shortest schedule if this is interrupted.
@@ -259,33 +229,34 @@ def check_schedule(
     """Play one schedule as it is."""
     report = FaultsReport()
     with _quiet():
-        began = time.perf_counter()
-        played = play(schedule)
-        report.seconds = time.perf_counter() - began
-    _add(report, played)
-    if played.wrong is not None:
-        command = _command("--schedule", schedule.json())
-        report.violations.append(
-            Violation(
-                seed=None, **played.wrong._asdict(), shortest=schedule, command=command
-            )
+        wrong = _count(report, lambda: play(schedule)).wrong
+    if wrong is not None:
+        violation = Violation(
+            seed=None,
+            invariant=wrong.invariant,
+            what=wrong.what,
+            shortest=schedule,
+            command=_command("--schedule", schedule.json()),
         )
-        found(report.violations[0])
+        report.violations.append(violation)
+        found(violation)
     return report
 
 
-def _add(report: FaultsReport, played: Played) -> None:
+def _count(report: FaultsReport, playing: Callable[[], Played]) -> Played:
+    """Play, and count what happened."""
+    began = time.perf_counter()
+    played = playing()
+    gc.collect()
+    report.seconds += time.perf_counter() - began
+    world = played.world
     report.schedules += 1
-    report.merges += sum(played.world.merges)
-    report.crashes += played.world.crashes
-    report.torn_snapshots += played.world.torn_snapshots
-    report.extensions += played.world.extensions
-    report.faults.update(played.world.struck)
-
-
-def _violation(wrong: Wrong, seed: int) -> Violation:
-    command = _command("--seeds", "1", "--first-seed", str(seed))
-    return Violation(seed=seed, **wrong._asdict(), shortest=None, command=command)
+    report.merges += sum(world.merges)
+    report.crashes += world.crashes
+    report.torn_snapshots += world.torn_snapshots
+    report.extensions += world.extensions
+    report.faults.update(world.struck)
+    return played
 
 
 def _shorten(violation: Violation, schedule: Schedule) -> None:

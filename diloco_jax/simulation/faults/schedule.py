@@ -1,11 +1,9 @@
 """A run and its faults, as data: drawn from a seed, written as JSON.
 
-A fault strikes at `at_s`, or as soon afterwards as there is something to strike.
+What a fault is and does stands in `faults`.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 
@@ -14,7 +12,6 @@ from diloco_jax.config.family_fields import check_member
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     BELOW_1,
-    BETWEEN,
     NOT_NEGATIVE,
     SECONDS,
     SOME_SECONDS,
@@ -25,362 +22,17 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.island.books import AdoptTraits
-from diloco_jax.simulation.faults.network import Way
-
-
-def _tag(name: str) -> str:
-    """Return the tag of a class: `IslandCrash` -> "island_crash"."""
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
-
-
-class DrawnFault(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    tag_field="kind",
-    tag=_tag,
-):
-    """A fault of any kind. at_s: seconds from the start of the run.
-
-    What it does to a world is in `strike`.
-    """
-
-    at_s: float
-
-    @property
-    def kind(self) -> str:
-        """Name of the kind in JSON."""
-        return str(self.__struct_config__.tag)
-
-    @property
-    def awaits_end(self) -> bool:
-        """True if it happens only once the run has its tokens. Nobody waits for it to
-        see that the run goes on."""
-        return False
-
-
-class Restart(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-):
-    """Return of a coordinator that died.
-
-    down_s: seconds until it starts again.
-    clock_s: reading of its monotonic clock at that start.
-    noticed_s: seconds after which the islands see that their connections are broken.
-    power_cut: its newest snapshot cannot be read, if there is one before it.
-    """
-
-    down_s: float
-    clock_s: float = 0.0
-    noticed_s: float = 0.0
-    power_cut: bool = False
-
-
-# ---- islands ---------------------------------------------------------------------
-
-
-class IslandCrash(DrawnFault, frozen=True):
-    """An island's process dies and starts again.
-
-    noticed: the coordinator sees the connection break; otherwise only its lease ends.
-    lingers: messages that it had sent still arrive.
-    """
-
-    island: str
-    down_s: float
-    noticed: bool = True
-    lingers: bool = False
-
-
-class JoinCrash(DrawnFault, frozen=True):
-    """An island dies, starts again, and dies again `joining_s` into its join."""
-
-    island: str
-    down_s: float
-    joining_s: float
-
-
-class Leave(DrawnFault, frozen=True):
-    """An island says goodbye, and comes back as another incarnation.
-
-    notice_s: seconds of notice, at most, in which the island is asked for its open
-    takes.
-    """
-
-    island: str
-    away_s: float
-    notice_s: float = 0.0
-
-
-class Replacement(DrawnFault, frozen=True):
-    """The next incarnation starts while the present one, now stale, goes on."""
-
-    island: str
-
-
-class Impostor(DrawnFault, frozen=True):
-    """A second process says hello under the name of an incarnation.
-
-    behind: 0 for the present incarnation, 1 for the one before it.
-    """
-
-    island: str
-    behind: int = 0
-
-
-class StepJump(DrawnFault, frozen=True):
-    """An island's steps take `factor` times as long for a while."""
-
-    island: str
-    for_s: float
-    factor: float
-
-
-class Unfit(DrawnFault, frozen=True):
-    """An island's next delta is not finite."""
-
-    island: str
-
-
-class LongDeltas(DrawnFault, frozen=True):
-    """An island's deltas are `factor` times too long, and so are the learning rates
-    that it says it has, for a while or until its process ends.
-    """
-
-    island: str
-    for_s: float
-    factor: float
-
-
-class Boast(DrawnFault, frozen=True):
-    """An island says that its steps take `factor` of their time, for a while or until
-    its process ends."""
-
-    island: str
-    for_s: float
-    factor: float
-
-
-# ---- an operator -----------------------------------------------------------------
-
-
-class Removal(DrawnFault, frozen=True):
-    """An operator removes an island, and admits it again after `for_s`.
-
-    The config does not name such an island: it was admitted as the run began.
-    """
-
-    island: str
-    for_s: float
-
-
-class Export(DrawnFault, frozen=True):
-    """An operator exports the run, so that its present cycle is kept."""
-
-
-class RunStop(DrawnFault, frozen=True):
-    """An operator stops all processes, and resumes the run `for_s` later."""
-
-    for_s: float
-
-
-# ---- the coordinator, its workers, its disk, its clock ---------------------------
-
-
-class CoordinatorCrash(DrawnFault, frozen=True):
-    """The coordinator dies in the middle of its effects.
-
-    effects: effects that it still carries out.
-    """
-
-    restart: Restart
-    effects: int = 0
-
-
-class WorkerCrash(DrawnFault, frozen=True):
-    """A worker dies in the middle of the lead's effects. The lead ends once it notices,
-    and starts again with all workers.
-
-    effects: effects that the lead still carries out. noticed_s: seconds until the lead
-    notices. down_s: seconds from then to the start. disk_lost: it has lost its disk.
-    """
-
-    worker: int
-    down_s: float
-    noticed_s: float = 0.0
-    effects: int = 0
-    disk_lost: bool = False
-
-
-class DiskFailure(DrawnFault, frozen=True):
-    """An append fails, and the coordinator's process ends.
-
-    appends: appends that still succeed.
-    written: the record is on the disk all the same.
-    """
-
-    restart: Restart
-    appends: int = 0
-    written: bool = False
-
-
-class TornWrite(DrawnFault, frozen=True):
-    """An append fails, and a part of the record is on the disk.
-
-    appends: appends that still succeed.
-    """
-
-    restart: Restart
-    appends: int = 0
-    written_share: float = 0.5
-
-
-class SnapshotFailure(DrawnFault, frozen=True):
-    """The next snapshot is not completed."""
-
-
-class FullDisk(DrawnFault, frozen=True):
-    """The disk has room for small records only, for a while. brimful: not even for
-    these."""
-
-    for_s: float
-    brimful: bool = False
-
-
-class DiskGone(DrawnFault, frozen=True):
-    """The coordinator dies, and finds an empty disk for the next `gone_s` seconds.
-
-    If that takes long, a new term begins on the empty disk, and the old disk is useless
-    when it comes back.
-    """
-
-    restart: Restart
-    gone_s: float
-
-
-class DiskLost(DrawnFault, frozen=True):
-    """The coordinator dies, and its disk is lost for good."""
-
-    restart: Restart
-
-
-class ClockJump(DrawnFault, frozen=True):
-    """The coordinator's clock jumps forward, as one that counts its sleep. at_end: once
-    the run has its tokens."""
-
-    forward_s: float
-    at_end: bool = False
-
-    @property
-    def awaits_end(self) -> bool:
-        return self.at_end
-
-
-class MachineSleep(DrawnFault, frozen=True):
-    """The coordinator's machine sleeps, as a virtual one that is moved: nothing reaches
-    it, and its clock stands still. Islands go on. at_end: once the run has its tokens.
-    """
-
-    for_s: float
-    at_end: bool = False
-
-    @property
-    def awaits_end(self) -> bool:
-        return self.at_end
-
-
-# ---- the network -----------------------------------------------------------------
-
-
-class Break(DrawnFault, frozen=True):
-    """A connection breaks.
-
-    lingers: messages under way still arrive; otherwise they are lost.
-    noticed: the coordinator sees the break; otherwise it sees only silence.
-    """
-
-    island: str
-    away_s: float
-    noticed: bool = True
-    lingers: bool = False
-
-
-class Partition(DrawnFault, frozen=True):
-    """Nothing comes through in these directions, and neither end is told.
-
-    Messages wait, and are lost if an end gives the connection up for its silence.
-    """
-
-    island: str
-    for_s: float
-    ways: tuple[Way, ...] = ("up", "down")
-
-
-class Repeat(DrawnFault, frozen=True):
-    """Messages and transfers arrive a second time, `after_s` later."""
-
-    island: str
-    for_s: float
-    after_s: float
-
-
-class Delay(DrawnFault, frozen=True):
-    """Everything of one channel arrives `late_s` later: bulk and control overtake each
-    other."""
-
-    island: str
-    for_s: float
-    late_s: float
-    channel: Literal["control", "bulk"] = "control"
-
-
-class Corruption(DrawnFault, frozen=True):
-    """Bulk bytes are damaged on the way, and sent again."""
-
-    island: str
-    for_s: float
-
-
-AnyFault = (
-    IslandCrash
-    | JoinCrash
-    | Leave
-    | Replacement
-    | Impostor
-    | StepJump
-    | Unfit
-    | LongDeltas
-    | Removal
-    | Export
-    | RunStop
-    | Boast
-    | CoordinatorCrash
-    | WorkerCrash
-    | DiskFailure
-    | TornWrite
-    | SnapshotFailure
-    | FullDisk
-    | DiskGone
-    | DiskLost
-    | ClockJump
-    | MachineSleep
-    | Break
-    | Partition
-    | Repeat
-    | Delay
-    | Corruption
+from diloco_jax.simulation.faults.faults import (
+    LEASE_S,
+    AnyFault,
+    Data,
+    Removal,
+    StepJump,
+    check,
 )
 
 RUN_ID = "run"
 SEQUENCE_LENGTH = 8
-LEASE_S = 4.0
-"""Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
 COMPILE_BUDGET_S = 10.0
 QUARANTINE_AFTER = 2
 """Unfit deltas in a row after which an island is quarantined; one cycle releases it."""
@@ -390,36 +42,15 @@ RESTART_S = 1.0
 """Seconds from the end of a refused process to the next process."""
 RETRY_S = 0.5
 """Seconds between attempts to connect, to find a disk, or to strike."""
-PATIENCE_S = 600.0
-"""Longest time in seconds until the last fault has struck."""
 MOST_STEPS = 10_000
 """Steps of all islands, where a second of waiting counts as one step. A run of this
 length has far fewer calls than `world.MOST_CALLS`.
 """
 BATCH_SIZE = Bound(1, 1000)
 LEAD = Bound(0, 100)
-FAULT = {
-    "behind": Bound(0, 1),  # The first incarnation is 1.
-    "factor": Bound(1e-6, 100),
-    "effects": Bound(0, 1000),
-    "worker": Bound(0, 1000),
-    "appends": Bound(0, 1000),
-    "written_share": BETWEEN,
-    # A clock may have any reading.
-    "clock_s": SECONDS,
-    "forward_s": SECONDS,
-}
-FAULT_SECONDS = Bound(0, PATIENCE_S)
-"""Bounds of all other fields."""
 
 
-class DrawnIsland(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-):
+class DrawnIsland(Data, frozen=True, kw_only=True):
     """An island: its batch, its speed and its hosts."""
 
     step_s: float = 1.0
@@ -430,13 +61,7 @@ class DrawnIsland(
     """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
 
 
-class Schedule(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-):
+class Schedule(Data, frozen=True, kw_only=True):
     """Everything that a played run depends on. Times count from its start."""
 
     islands: dict[str, DrawnIsland]
@@ -599,7 +224,7 @@ def _check_values(schedule: Schedule) -> None:
         within(plan, LEAD, "lead")
     _check_length(schedule)
     for fault in schedule.faults:
-        _check_fault(fault)
+        check(fault)
 
 
 def _check_length(schedule: Schedule) -> None:
@@ -614,14 +239,3 @@ def _check_length(schedule: Schedule) -> None:
             f"{steps:.2g} steps and seconds of all islands, more than {MOST_STEPS:,}; "
             f"lower total_tokens or extended_to, or choose other step_s or batch_size"
         )
-
-
-def _check_fault(fault: AnyFault | Restart) -> None:
-    for field in fault.__struct_fields__:
-        value = getattr(fault, field)
-        if isinstance(value, Restart):
-            _check_fault(value)
-        elif field in FAULT or isinstance(value, float):
-            within(fault, FAULT.get(field, FAULT_SECONDS), field)
-        elif value == ():
-            raise ConfigError(f"{field} = []; name at least one")

@@ -2,75 +2,163 @@
 
 Time is virtual and nothing is drawn here, so a schedule always plays the same. Dead
 processes are started again, as `diloco run` or an operator would do, and broken
-connections are tried again. `strike` causes the faults through the methods of
+connections are tried again. `faults` causes the faults through the methods of
 `FaultyWorld`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
-import msgspec
+from msgspec.structs import replace
 
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery
-from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
+from diloco_jax.protocol.coordinator import recovery, workers
+from diloco_jax.protocol.coordinator.events import (
+    FragmentsLost,
+    RunExtended,
+    RunResumed,
+)
 from diloco_jax.protocol.coordinator.gathering import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.state import State, initial
+from diloco_jax.protocol.messages import AnchorRequest, Steer
 from diloco_jax.simulation.faults import liveness
-from diloco_jax.simulation.faults.arrays import first_anchors
-from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
+from diloco_jax.simulation.faults.arrays import Anchor, DigestBody, first_anchors
+from diloco_jax.simulation.faults.coordinator import (
+    FaultyCoordinator,
+    Peer,
+    VirtualGatherer,
+)
 from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
-from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
+from diloco_jax.simulation.faults.facts import Opened, ViolationError
+from diloco_jax.simulation.faults.faults import LEASE_S, LOOKS_EVERY_S, Fault, Restart
+from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.liveness import Expectations
-from diloco_jax.simulation.faults.network import FaultyLine
-from diloco_jax.simulation.faults.observing import ViolationError
-from diloco_jax.simulation.faults.scene import (
-    FaultyIsland,
-    Operator,
-    Scene,
-    SnapshotRounds,
-)
-from diloco_jax.simulation.faults.schedule import (
-    LEASE_S,
-    RESTART_S,
-    RETRY_S,
-    AnyFault,
-    DrawnFault,
-    Restart,
-    Schedule,
-)
-from diloco_jax.simulation.faults.worker_crashes import WorkerCrashes
-from diloco_jax.simulation.virtual.island import Connection, IslandSpec
+from diloco_jax.simulation.faults.network import BOTH, FaultyLine, Network, Way
+from diloco_jax.simulation.faults.schedule import RESTART_S, RETRY_S, Schedule
+from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.island import Connection, IslandSpec, VirtualIsland
 
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
 """Calls of the clock at most; a run has some thousand, or ten times that where a rule
 loses steps."""
+AGAIN_S = 0.5
+"""Seconds between two looks whether a lost fragment can be gathered."""
+ROUND_EVERY_S = 6.0
+"""Seconds for a round of snapshots of all fragments."""
+ROUND_S = 0.7
+"""Seconds for writing all fragments, while the run goes on."""
 
-Strike = Callable[[AnyFault, "FaultyWorld"], bool]
+
+class FaultyIsland(VirtualIsland):
+    """One incarnation. Its world starts the next one."""
+
+    def __init__(self, world: FaultyWorld, spec: IslandSpec, incarnation: int) -> None:
+        self.who = (spec.name, incarnation)
+        self._world, self._monitor = world, world.monitor
+        self.body = DigestBody(
+            ADOPT_RULES.find(world.run.sync.adopt),
+            world.run.inner.learning_rate,
+            functools.partial(self._seen, world.monitor.adopted),
+            functools.partial(self._seen, world.monitor.trained),
+        )
+        self.takes: Counter[int] = Counter()
+        """Takes by fragment."""
+        self._anchors: dict[int, Anchor] = {}
+        """The anchor that was sent last, by lost fragment."""
+        super().__init__(spec, incarnation, world.run, world.clock, self.body, REPORT_S)
+
+    def put(self, fragment: int, tick: int, encoded: Any) -> None:
+        assert self.boundary is not None
+        self.takes[fragment] += 1
+        for take in self.boundary.books.outstanding():
+            if take.fragment == fragment:
+                self._seen(self._monitor.took, take, encoded)
+        super().put(fragment, tick, encoded)
+
+    def send_anchor(self, asked: AnchorRequest) -> None:
+        line, to = self.line, cast(Peer, self._coordinator)
+        if line is None:
+            return
+        anchor = self._anchors[asked.fragment] = self.body.anchor(asked.fragment)
+
+        def wanted() -> bool:
+            newest = self._anchors[asked.fragment] is anchor
+            return newest and self.line is line and self.ended is None
+
+        line.upload(0, lambda: to.anchor(self.who, asked, anchor, wanted))
+
+    def turned_away(self, reason: str) -> None:
+        super().turned_away(reason)
+        self._world.refused(self)
+
+    def postponed(self, connection: Connection) -> None:
+        newest = self._world.islands[self.name] is self
+        if newest and self.line is connection.line:
+            self._world.lose_connection(self, RETRY_S)
+
+    def _seen(
+        self, observe: Callable[..., None], *observation: Any, **facts: Any
+    ) -> None:
+        """Pass an observation on, if its process is in the run."""
+        if self._monitor.belong_to(self.who, self.session):
+            observe(self.who, *observation, **facts)
 
 
-class FaultyWorld(Scene):
-    """World that plays one schedule. strike: does or arms a fault; see `strike`."""
+class FaultyWorld:
+    """World that plays one schedule: all its processes, their connections, its disk."""
 
-    def __init__(self, schedule: Schedule, strike: Strike) -> None:
-        super().__init__(schedule)
-        self._strike_as = strike
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.run, self.config = schedule.configs()
+        self.clock = Clock()
+        self.networks = {
+            name: Network(schedule.latency_s, schedule.transfer_s)
+            for name in schedule.islands
+        }
+        self.monitor = Monitor(self.config)
+        self.disk = Disk()
+        self.struck: Counter[str] = Counter()
+        """Faults that happened, by kind."""
+        self.crashes = 0
+        self.coordinator: FaultyCoordinator | None = None
+        self.gatherer: VirtualGatherer | None = None
+        """A coordinator without state, which gathers anchors instead."""
+        self.islands: dict[str, FaultyIsland] = {}
+        """Newest incarnation of each island, by name."""
+        self.processes: list[FaultyIsland] = []
+        """All processes that run, stale ones too."""
         self.slowness = dict.fromkeys(schedule.islands, 1.0)
+
         self.torn_snapshots = 0
+        self.extensions = 0
+        """Times that the run was over, and went on to more tokens."""
         self._resumed: RunResumed | None = None
         """Event that a coordinator hears first after a stop of the run."""
-        self._expected = Expectations(self)
-        self._armed_crash: tuple[DrawnFault, Restart] | None = None
-        self._effects_left = 0
-        self.worker_crashes = WorkerCrashes(
-            self, liveness.gathered_within_s(schedule), self.crash_coordinator
+        self._armed: dict[str, list[Any]] = {}
+        """Faults that happen after so many effects of the lead, one of each kind."""
+        self._disk_failure: Any = None
+        """Fault with a restart that an append meets."""
+        self._expected = Expectations(schedule, self.clock, self._lacks_tokens)
+        self._expected.counts["merges of fragments"] = lambda: dict(
+            enumerate(self.merges)
         )
-        self.operator = Operator(self)
-        self._disk_failure: tuple[DrawnFault, Restart] | None = None
-        self.snapshots = SnapshotRounds(self)
+        self._expected.counts["takes of islands' fragments"] = lambda: {
+            (name, fragment): island.takes[fragment]
+            for name, island in self.islands.items()
+            for fragment in range(self.config.fragments)
+        }
+        self._wanted = dict.fromkeys(sorted(schedule.scavenged), True)
+        """Islands that the config does not name, and whether an operator wants them
+        to be let in."""
+        self._look()
+        self.failing_snapshots: list[Fault] = []
+        """Armed failures of the next snapshots."""
 
     def play(self) -> None:
         """Play until the run is over, for good. Raises ViolationError."""
@@ -81,7 +169,7 @@ class FaultyWorld(Scene):
             self.start_island(name)
         for fault in self.schedule.faults:
             self.clock.at(fault.at_s, functools.partial(self._strike, fault))
-        self.snapshots.begin()
+        self._write_later(0)
         self._expected.begin()
         self._until_over()
         for total_tokens in self.schedule.extended_to:
@@ -95,6 +183,18 @@ class FaultyWorld(Scene):
         assert self.coordinator is not None
         self.monitor.finished(self.coordinator.state)
 
+    def _is_over(self) -> bool:
+        return self.coordinator is not None and self.coordinator.finished
+
+    def _lacks_tokens(self) -> bool:
+        return self.coordinator is None or self.coordinator.state.phase == "running"
+
+    def _strike(self, fault: Fault) -> None:
+        if not fault.strike(self):
+            self.clock.after(RETRY_S, functools.partial(self._strike, fault))
+
+    # ---- an operator --------------------------------------------------------------
+
     def extend(self, total_tokens: int) -> None:
         """Start all processes of a run that is over with a config of more tokens, and
         play until it is over. Raises ViolationError."""
@@ -102,10 +202,10 @@ class FaultyWorld(Scene):
         if total_tokens <= self.coordinator.state.progress_tokens:
             return  # The product refuses that.
         self.extensions += 1
-        extended = msgspec.structs.replace(self.schedule, total_tokens=total_tokens)
+        extended = replace(self.schedule, total_tokens=total_tokens)
         self.run, self.config = extended.configs()
         self._begin_again(self.coordinator, RESTART_S)
-        self._expected.begin_again(RESTART_S)
+        self._expected.begin_again(RESTART_S, total_tokens)
         self._until_over()
 
     def stop_run(self, for_s: float) -> bool:
@@ -133,27 +233,37 @@ class FaultyWorld(Scene):
         last.die()
         self._went_down(last, restart)
 
-    def _is_over(self) -> bool:
-        return self.coordinator is not None and self.coordinator.finished
+    def order(self, name: str, *, admitted: bool) -> None:
+        """Let an island in, or no longer. The order is repeated until the coordinator's
+        state follows it: it may be away, or have lost its state."""
+        self._wanted[name] = admitted
+        self._order()
 
-    # ---- faults -------------------------------------------------------------------
+    def _order(self) -> None:
+        for name, admitted in self._wanted.items():
+            coordinator = self.coordinator
+            if coordinator is None or coordinator.waits:
+                return
+            if (name in coordinator.state.admitted) != admitted:
+                order = Steer(how="admit" if admitted else "remove", island=name)
+                coordinator.hear(order)
 
-    def _strike(self, fault: AnyFault) -> None:
-        if not self._strike_as(fault, self):
-            self.clock.after(RETRY_S, functools.partial(self._strike, fault))
+    def _look(self) -> None:
+        if self._wanted:
+            self._order()
+            self.clock.after(LOOKS_EVERY_S, self._look)
 
-    def fault_ended(self) -> None:
-        """See Scene."""
-        self._expected.fault_ended()
-
-    # ---- the coordinator ----------------------------------------------------------
+    # ---- the coordinator's lives ----------------------------------------------------
 
     def _start_coordinator(self, clock_s: float) -> None:
         """Start the coordinator. clock_s: reading of its monotonic clock."""
         try:
             state = self._recovered(self.disk, clock_s)
         except EmptyDiskError:
-            self._gather()
+            names = frozenset(self.schedule.islands)
+            self.gatherer = VirtualGatherer(
+                self.config, names, self.clock, self._gathered
+            )
             return
         self._go_on(state, clock_s)
 
@@ -173,12 +283,13 @@ class FaultyWorld(Scene):
                 self.monitor.restored(fragment, anchor)
                 self.monitor.published(fragment, anchor)
         offset_s = clock_s - self.clock.now
-        self.coordinator = FaultyCoordinator(self, state, merging, offset_s)
-        self.coordinator.lost_fragments = lost
-        self._serve(self.coordinator)
+        coordinator = FaultyCoordinator(self, state, merging, offset_s)
+        coordinator.lost_fragments = lost
+        self._serve(coordinator)
 
     def _serve(self, coordinator: FaultyCoordinator) -> None:
         """Let it hear of all that precedes any island."""
+        self.coordinator = coordinator
         if coordinator.state.phase == "done":
             coordinator.hear(RunExtended())
         resumed, self._resumed = self._resumed, None
@@ -186,8 +297,8 @@ class FaultyWorld(Scene):
             coordinator.hear(resumed)
         if coordinator.dead:
             return
-        self.worker_crashes.lead_is_up(coordinator)
-        self.operator.act()
+        self._tell_lost(coordinator)
+        self._order()
 
     @property
     def new_term_within_s(self) -> float:
@@ -197,20 +308,6 @@ class FaultyWorld(Scene):
         awaited_s = 2 * LEASES_AWAITED * LEASE_S + RETRY_S
         anchor_s = schedule.slowest_s + schedule.transfer_s
         return awaited_s + self.config.fragments * anchor_s
-
-    def _gather(self) -> None:
-        """Gather the islands' anchors: nothing else is left of the state."""
-        self.gatherer = VirtualGatherer(
-            self.config,
-            frozenset(self.schedule.islands),
-            self.clock,
-            self._gathered,
-        )
-
-    def _postponed(self, peer: Connection) -> None:
-        island = self.islands[peer.hello.island]
-        if island.line is peer.line:
-            self.lose_connection(island, RETRY_S)
 
     def _gathered(self, opened: Opened | None) -> None:
         """Open a new term. With None the coordinator has given up, and its process
@@ -232,10 +329,7 @@ class FaultyWorld(Scene):
         start = functools.partial(self._start_coordinator, self.clock.now)
         self.clock.after(restart_s, start)
 
-    def persisted(self, by: FaultyCoordinator, record: records.Durable) -> None:
-        """Count what a coordinator has appended to its log."""
-        if isinstance(record, records.Merged):
-            self.merges[record.fragment] += 1
+    # ---- the coordinator's ends -----------------------------------------------------
 
     def crash_coordinator(self, dying: FaultyCoordinator, restart: Restart) -> None:
         """Kill a coordinator; every connection to it breaks."""
@@ -253,42 +347,115 @@ class FaultyWorld(Scene):
         start = functools.partial(self._start_coordinator, restart.clock_s)
         self.clock.after(restart.down_s, start)
 
-    def crash_after(self, fault: DrawnFault, restart: Restart, effects: int) -> bool:
-        """Arm a crash after `effects` more effects."""
-        if self._armed_crash is not None:
+    def arm(self, fault: Any) -> bool:
+        """Let a fault happen to the lead after its `effects` more; False if one of this
+        kind is armed."""
+        if fault.kind in self._armed:
             return False
-        self._armed_crash, self._effects_left = (fault, restart), effects
+        self._armed[fault.kind] = [fault, fault.effects]
         return True
 
-    def survives(self, coordinator: FaultyCoordinator) -> bool:
-        """Tell whether a coordinator lives to carry out its next effect."""
-        self.worker_crashes.strike_if_due(coordinator)
-        if self._armed_crash is None:
-            return True
-        self._effects_left -= 1
-        if self._effects_left >= 0:
-            return True
-        (fault, restart), self._armed_crash = self._armed_crash, None
-        self.crash_coordinator(coordinator, restart)
-        self.begun(fault, max(restart.down_s, restart.noticed_s))
-        return False
+    def survives(self, lead: FaultyCoordinator) -> bool:
+        """Tell whether a lead lives to carry out its next effect."""
+        for kind, armed in list(self._armed.items()):
+            armed[1] -= 1
+            if armed[1] < 0 and not lead.dead:
+                del self._armed[kind]
+                fault = armed[0]
+                self.begun(fault, fault.meet(self, lead))
+        return not lead.dead
 
-    def fail_append(
-        self, fault: DrawnFault, restart: Restart, appends: int, written_share: float
-    ) -> bool:
+    def sleep(self, lead: FaultyCoordinator, for_s: float) -> None:
+        """Let the lead's machine sleep: nothing reaches it."""
+        for name in self.schedule.islands:
+            self.hold(name, BOTH, for_s)
+        lead.sleep(for_s)
+
+    # ---- its workers ----------------------------------------------------------------
+
+    def crash_worker(
+        self,
+        lead: FaultyCoordinator,
+        worker: int,
+        noticed_s: float,
+        down_s: float,
+        *,
+        disk_lost: bool,
+    ) -> float:
+        """Kill a worker, and the lead once it notices; return how long it lasts."""
+        fragments = self._fragments_of(worker)
+        lasts_s = noticed_s + down_s
+        if lead.dead_fragments.issuperset(fragments):
+            return lasts_s
+        if disk_lost:
+            lead.disk.lose(fragments)
+            lasts_s += liveness.gathered_within_s(self.schedule)
+        lead.lose(fragments)
+        self.monitor.worker_died(fragments)
+        self._end_unit(lead, noticed_s, down_s)
+        return lasts_s
+
+    def _end_unit(
+        self, lead: FaultyCoordinator, noticed_s: float, down_s: float
+    ) -> None:
+        """End a lead once it notices that a worker is gone."""
+
+        def notice() -> None:
+            if self.coordinator is lead and not lead.dead:
+                restart = Restart(down_s=down_s, clock_s=self.clock.now)
+                self.crash_coordinator(lead, restart)
+
+        self.clock.after(noticed_s, lambda: lead.when_awake(notice))
+
+    def _fragments_of(self, worker: int) -> list[int]:
+        config = self.config
+        dealt = workers.deal(config.fragment_sizes, config.workers)
+        return [f for f, of in enumerate(dealt) if of == worker % config.workers]
+
+    def _tell_lost(self, lead: FaultyCoordinator) -> None:
+        """Tell a lead which has just come up what its workers have lost."""
+        for worker in range(self.config.workers):
+            lost = lead.lost_fragments & set(self._fragments_of(worker))
+            if lost:
+                own = tuple(sorted(lost))
+                lead.hear(FragmentsLost(worker=worker, fragments=own))
+        self._look_for_anchors(lead)
+
+    def _look_for_anchors(self, lead: FaultyCoordinator) -> None:
+        """Look now and then whether some process has an anchor of each lost fragment
+        that counts. If none has, the run is lost, unless that disk comes back."""
+        if lead.dead or not lead.lost_fragments:
+            return
+        for fragment in sorted(lead.lost_fragments):
+            state = lead.state.fragments[fragment]
+            known = {merged.version for merged in state.newest}
+            if not any(
+                island.ended is None
+                and island.boundary is not None
+                and island.body.anchor(fragment).version in known
+                for island in self.islands.values()
+            ):
+                lead.disk.bring_back(fragment, state.version)
+                self._end_unit(lead, 0.0, AGAIN_S)
+                return  # The next start looks again.
+        again = functools.partial(self._look_for_anchors, lead)
+        self.clock.after(AGAIN_S, again)
+
+    # ---- the disk -------------------------------------------------------------------
+
+    def fail_append(self, fault: Any, appends: int, written_share: float) -> bool:
         """Arm a failure after `appends` more appends."""
         if self._disk_failure is not None:
             return False
-        self._disk_failure = (fault, restart)
+        self._disk_failure = fault
         self.disk.fails_in, self.disk.written_share = appends, written_share
         return True
 
     def disk_failed(self, coordinator: FaultyCoordinator) -> None:
         """End a coordinator that could not write a record."""
-        assert self._disk_failure is not None
-        (fault, restart), self._disk_failure = self._disk_failure, None
-        self.crash_coordinator(coordinator, restart)
-        self.begun(fault, max(restart.down_s, restart.noticed_s))
+        fault, self._disk_failure = self._disk_failure, None
+        self.crash_coordinator(coordinator, fault.restart)
+        self.begun(fault, fault.restart.lasts_s)
 
     def fill_disk(self, for_s: float, *, brimful: bool) -> None:
         """Leave room for small records only, or for nothing, for a while."""
@@ -296,13 +463,63 @@ class FaultyWorld(Scene):
 
     def fill(self, disk: Disk, for_s: float, *, brimful: bool) -> None:
         """Fill one of the disks; see `fill_disk`."""
-        disk.full, disk.brimful = True, brimful
-        self.clock.after(for_s, functools.partial(self._free, disk))
 
-    def _free(self, disk: Disk) -> None:
-        disk.full = disk.brimful = False
-        if self.coordinator is not None:
-            self.coordinator.go_on()
+        def free() -> None:
+            disk.full = disk.brimful = False
+            if self.coordinator is not None:
+                self.coordinator.go_on()
+
+        disk.full, disk.brimful = True, brimful
+        self.clock.after(for_s, free)
+
+    def _write_later(self, fragment: int) -> None:
+        """Write the snapshot of a fragment in its turn."""
+        every_s = ROUND_EVERY_S / self.config.fragments
+        self.clock.after(every_s, functools.partial(self._write_snapshot, fragment))
+
+    def _write_snapshot(self, fragment: int) -> None:
+        """Write a fragment; after the last one, the state. The next has its turn."""
+        count, lead, disk = self.config.fragments, self.coordinator, self.disk
+        self._write_later((fragment + 1) % count)
+        if lead is None or lead.waits or not lead.has(fragment):
+            return
+        newest, state = lead.anchors.anchors, lead.state
+        anchor = newest[fragment]
+        number = disk.rotate() if fragment == count - 1 else None
+        if self.failing_snapshots:
+            self.begun(self.failing_snapshots.pop(), 0.0)
+            return
+
+        def complete() -> None:
+            same_term = anchor.version.term == newest[fragment].version.term
+            if self.coordinator is not lead or not lead.has(fragment) or not same_term:
+                return
+            if disk.save_fragment(fragment, anchor):
+                saved, publishes = disk.saved(fragment), disk.published(fragment)
+                self.monitor.cut(fragment, saved, publishes)
+            if number is not None:
+                disk.save_state(number, state)
+
+        self.clock.after(ROUND_S / count, complete)
+
+    @property
+    def merges(self) -> list[int]:
+        """Merges by fragment."""
+        return self.monitor.merges
+
+    def begun(self, fault: Fault, lasts_s: float) -> bool:
+        """Note that a fault happens now; return True."""
+        self.struck[fault.kind] += 1
+        if not fault.awaits_end:
+            self.clock.after(lasts_s, self._expected.fault_ended)
+        return True
+
+    def set_for(
+        self, for_s: float, of: object, field: str, value: Any, usual: Any = 1.0
+    ) -> None:
+        """Set a field of an object for a while, and then to its usual value again."""
+        setattr(of, field, value)
+        self.clock.after(for_s, lambda: setattr(of, field, usual))
 
     # ---- islands ------------------------------------------------------------------
 
@@ -316,16 +533,7 @@ class FaultyWorld(Scene):
             join_seconds=plan.join_s,
             lead=plan.lead,
         )
-        island = FaultyIsland(
-            spec,
-            incarnation,
-            self.run,
-            self.clock,
-            REPORT_S,
-            self.monitor,
-            self._refused,
-            self._postponed,
-        )
+        island = FaultyIsland(self, spec, incarnation)
         self.processes = [p for p in self.processes if p.ended is None]
         self.processes.append(island)
         return island
@@ -338,7 +546,7 @@ class FaultyWorld(Scene):
         self.connect(self.islands[name])
 
     def start_island_after(self, seconds: float, name: str) -> None:
-        """Start an island later, unless the run is over or another one started."""
+        """Start an island later, unless another one started."""
         before = self.islands[name]
 
         def start() -> None:
@@ -348,22 +556,98 @@ class FaultyWorld(Scene):
         self.clock.after(seconds, start)
 
     def crash_island(
-        self, name: str, down_s: float, *, noticed: bool = True, lingers: bool = False
-    ) -> bool:
-        """Kill the newest incarnation of an island; False if it has ended."""
+        self, name: str, down_s: float, noticed: bool = True, lingers: bool = False
+    ) -> None:
+        """Kill the newest incarnation of an island, unless it has ended; start the
+        next one later."""
         island = self.islands[name]
         if island.ended is not None:
-            return False
+            return
         self.crashes += 1
-        if lingers and isinstance(island.line, FaultyLine):
-            island.line.linger()
+        if lingers:
+            _linger(island)
         island.die()
         if noticed:
             self._notice(island)
         self.start_island_after(down_s, name)
-        return True
 
-    def _refused(self, island: FaultyIsland) -> None:
+    def refused(self, island: FaultyIsland) -> None:
         """Start a refused island anew, as its operator would, unless it is replaced."""
         if self.islands[island.name] is island:
             self.start_island_after(RESTART_S, island.name)
+
+    # ---- connections ----------------------------------------------------------------
+
+    def connect(self, island: FaultyIsland) -> None:
+        """Try until the island is connected, or has ended."""
+        if island.ended is not None or island.line is not None:
+            return
+        network, peer = self.networks[island.name], self._peer_for(island)
+        if peer is None or network.held:
+            self.clock.after(RETRY_S, lambda: self.connect(island))
+        else:
+            island.connect(peer, FaultyLine(self.clock, network))
+
+    def break_connection(
+        self, island: FaultyIsland, away_s: float, noticed: bool, lingers: bool
+    ) -> None:
+        """Break the connection of an island."""
+        if lingers:
+            _linger(island)
+        self.lose_connection(island, away_s)
+        if noticed:
+            self._notice(island)
+
+    def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
+        """Hold all messages in these directions back for `for_s` seconds.
+
+        After a lease of silence both ends give the connection up.
+        """
+        network = self.networks[name]
+        network.held |= set(ways)
+        island = self.islands[name]
+        line = island.line
+
+        def release() -> None:
+            network.held -= set(ways)
+            for process in self.processes:
+                if isinstance(process.line, FaultyLine) and process.name == name:
+                    process.line.release()
+
+        def give_up() -> None:
+            if island.line is line and line is not None:
+                self.lose_connection(island, 0.0)
+                self._notice(island)
+
+        self.clock.after(for_s, release)
+        if for_s > LEASE_S:
+            self.clock.after(LEASE_S, give_up)
+
+    def lose_connection(self, island: FaultyIsland, noticed_s: float) -> None:
+        """Cut the island's line; it notices after `noticed_s` and tries again."""
+        line = island.line
+        if line is None:
+            return
+        line.cut()
+
+        def notice() -> None:
+            if island.line is line:
+                island.disconnect()
+                self.connect(island)
+
+        self.clock.after(noticed_s, notice)
+
+    def _notice(self, island: FaultyIsland) -> None:
+        """Let the coordinator see that the connection is gone."""
+        peer = self.coordinator or self.gatherer
+        if peer is not None and island.peer is not None:
+            peer.disconnected(island.peer)
+
+    def _peer_for(self, island: FaultyIsland) -> Peer | None:
+        """Return the peer that an island's next attempt reaches, if it reaches one."""
+        return self.coordinator or self.gatherer
+
+
+def _linger(island: FaultyIsland) -> None:
+    if isinstance(island.line, FaultyLine):
+        island.line.linger()

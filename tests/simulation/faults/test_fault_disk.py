@@ -8,11 +8,14 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.arrays import Anchor, first_anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
 
+FIRST = first_anchors(1)[0]
 
-def begun() -> Disk:
-    disk = Disk()
-    disk.begin(State(), first_anchors(1))
-    return disk
+
+@pytest.fixture
+def disk() -> Disk:
+    begun = Disk()
+    begun.begin(State(), (FIRST,))
+    return begun
 
 
 def numbers(disk: Disk) -> list[int]:
@@ -20,10 +23,9 @@ def numbers(disk: Disk) -> list[int]:
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 1), (0.1, 1), (0.9, 1), (1.0, 2)])
-def test_a_write_that_fails_leaves_all_nothing_or_a_torn_record(
-    share: float, kept: int
+def test_an_append_that_fails_leaves_all_of_it_or_nothing(
+    disk: Disk, share: float, kept: int
 ) -> None:
-    disk = begun()
     disk.fails_in, disk.written_share = 1, share
     disk.append({"n": 0})
     with pytest.raises(DiskError) as failure:
@@ -34,33 +36,27 @@ def test_a_write_that_fails_leaves_all_nothing_or_a_torn_record(
     assert numbers(disk) == [*[0, 1][:kept], 7]
 
 
-def with_states(count: int) -> Disk:
+def save_states(disk: Disk, count: int) -> None:
     """So many after the first, each with its number in a record after it."""
-    disk = begun()
     for number in range(1, count + 1):
         disk.append({"n": number})
         disk.save_state(disk.rotate(), State(tick=number))
     disk.append({"n": count + 1})
-    return disk
 
 
-def test_the_newest_snapshot_is_gone_on_from() -> None:
-    disk = with_states(2)
-    assert disk.load().state.tick == 2
-    assert numbers(disk) == [3]
-
-
-def test_a_snapshot_counts_once_it_is_complete() -> None:
-    disk = with_states(1)
+def test_a_snapshot_counts_once_it_is_complete(disk: Disk) -> None:
+    save_states(disk, 2)
+    assert (disk.load().state.tick, numbers(disk)) == (2, [3])
     disk.rotate()
-    disk.append({"n": 3})
-    assert disk.load().state.tick == 1
-    assert numbers(disk) == [2, 3]
+    disk.append({"n": 4})
+    assert (disk.load().state.tick, numbers(disk)) == (2, [3, 4])
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_torn_snapshot_is_passed_over_and_does_not_count_as_kept(count: int) -> None:
-    disk = with_states(count)
+def test_a_torn_snapshot_is_passed_over_and_does_not_count_as_kept(
+    disk: Disk, count: int
+) -> None:
+    save_states(disk, count)
     assert disk.tear_snapshots() == 1
     assert disk.load().state.tick == count - 1
     assert numbers(disk) == [count, count + 1]
@@ -79,9 +75,14 @@ def merged(disk: Disk, anchor: Anchor, count: int) -> Anchor:
     return anchor
 
 
-def test_publishes_lead_from_any_kept_snapshot_to_what_is_committed() -> None:
-    disk = begun()
-    anchor = first_anchors(1)[0]
+def restored(disk: Disk, anchor: Anchor) -> bool:
+    return disk.restore([anchor.version])[0].anchors == [anchor]
+
+
+def test_publishes_lead_from_any_kept_snapshot_to_what_is_committed(
+    disk: Disk,
+) -> None:
+    anchor = FIRST
     for _ in range(3):
         anchor = merged(disk, anchor, 2)
         disk.save_fragment(0, anchor)
@@ -89,53 +90,48 @@ def test_publishes_lead_from_any_kept_snapshot_to_what_is_committed() -> None:
     newest = merged(disk, anchor, 1)
     assert list(disk.published(0)) == [Version(1, n) for n in (5, 6, 7)]
     for _ in range(2):
-        assert disk.restore([newest.version])[0].anchors == [newest]
+        assert restored(disk, newest)
         disk.tear_snapshots()
         disk.load()
 
 
-def test_what_is_prepared_and_not_committed_is_discarded() -> None:
-    disk = begun()
-    committed = merged(disk, first_anchors(1)[0], 1)
+def test_what_is_prepared_and_not_committed_is_discarded(disk: Disk) -> None:
+    committed = merged(disk, FIRST, 1)
     merged(disk, committed, 1)
-    assert disk.restore([committed.version])[0].anchors == [committed]
+    assert restored(disk, committed)
     assert list(disk.published(0)) == [committed.version]
 
 
-def test_a_snapshot_of_what_never_was_goes_before_another_has_its_version() -> None:
+def test_a_snapshot_of_what_never_was_goes_before_another_has_its_version(
+    disk: Disk,
+) -> None:
     """A worker had swapped it in, and the next lead's log has not committed it."""
-    disk = begun()
-    committed = merged(disk, first_anchors(1)[0], 1)
+    committed = merged(disk, FIRST, 1)
     disk.save_fragment(0, committed)
     disk.save_fragment(0, committed.next(b"never was"))
-    assert disk.restore([committed.version])[0].anchors == [committed]
+    assert restored(disk, committed)
     assert disk.saved(0) == [committed.version]
-    newest = merged(disk, committed, 1)
-    assert disk.restore([newest.version])[0].anchors == [newest]
+    assert restored(disk, merged(disk, committed, 1))
 
 
-def test_a_committed_publish_that_is_missing_is_damage() -> None:
-    disk = begun()
-    committed = merged(disk, first_anchors(1)[0], 2)
+def test_a_committed_publish_that_is_missing_is_damage(disk: Disk) -> None:
+    committed = merged(disk, FIRST, 2)
     disk.forget(0, Version(1, 1))
     with pytest.raises(DurableError, match="is missing"):
         disk.restore([committed.version])
 
 
-def test_a_full_disk_takes_small_records_only() -> None:
-    disk = begun()
+def test_a_full_disk_takes_small_records_only(disk: Disk) -> None:
     disk.full = True
     disk.append({"n": 0})
     assert numbers(disk) == [0]
-    anchor = first_anchors(1)[0]
     assert not disk.prepare(0, Version(1, 1), b"")
-    assert not disk.save_fragment(0, anchor._replace(version=Version(1, 1)))
+    assert not disk.save_fragment(0, FIRST._replace(version=Version(1, 1)))
     assert not disk.save_state(disk.rotate(), State())
-    assert disk.saved(0) == [anchor.version]
+    assert disk.saved(0) == [FIRST.version]
 
 
-def test_an_empty_disk_and_a_torn_middle_are_errors() -> None:
-    disk = begun()
+def test_an_empty_disk_and_a_torn_middle_are_errors(disk: Disk) -> None:
     disk.fails_in, disk.written_share = 0, 0.5
     with pytest.raises(DiskError):
         disk.append({"n": 0})

@@ -1,5 +1,7 @@
 """A network in trouble: what arrives, when, and how often."""
 
+import pytest
+
 from diloco_jax.simulation.faults.network import RESEND_S, FaultyLine, Network
 from diloco_jax.simulation.virtual.clock import Clock
 
@@ -62,13 +64,13 @@ def test_a_partition_holds_one_direction_until_it_ends() -> None:
     assert wire.arrived[1:] == [(9.0, "up")]
 
 
-def test_after_a_cut_only_what_lingers_arrives() -> None:
-    for lingers in (False, True):
-        wire = Wire()
-        wire.up("up")
-        wire.line.send_down(lambda wire=wire: wire.note("down"))
-        if lingers:
-            wire.line.linger()
-        wire.line.cut()
-        wire.clock.run()
-        assert wire.arrived == ([(1.0, "up")] if lingers else [])
+@pytest.mark.parametrize("lingers", [False, True])
+def test_after_a_cut_only_what_lingers_arrives(lingers: bool) -> None:
+    wire = Wire()
+    wire.up("up")
+    wire.line.send_down(lambda: wire.note("down"))
+    if lingers:
+        wire.line.linger()
+    wire.line.cut()
+    wire.clock.run()
+    assert wire.arrived == ([(1.0, "up")] if lingers else [])

@@ -1,11 +1,23 @@
 """Random schedules of faults: what must hold, holds; and enough happens in each."""
 
+import json
 from collections import Counter
 
 import pytest
+from plants import planted
 
-from diloco_jax.simulation.faults.draw import FAULTS, KINDS, draw
-from diloco_jax.simulation.faults.play import CYCLES, check, play, play_seed
+from diloco_jax.config import ConfigError
+from diloco_jax.simulation.faults.draw import FAULTS, draw
+from diloco_jax.simulation.faults.faults import APART, LIKELY
+from diloco_jax.simulation.faults.play import (
+    CYCLES,
+    PLAYS,
+    check,
+    play,
+    play_seed,
+    shortest,
+)
+from diloco_jax.simulation.faults.schedule import Schedule, from_json
 
 SEEDS = range(100)
 
@@ -16,10 +28,7 @@ def test_what_must_hold_holds() -> None:
     assert report.schedules == len(SEEDS)
     kinds = {fault.kind for seed in range(1000) for fault in draw(seed).faults}
     assert set(report.faults) == kinds
-    assert len(kinds) == len({kind for kind, _ in KINDS}) + 9, (
-        "a full disk, a liar, one that boasts, three orders of an operator, a machine "
-        "that sleeps, and deaths and cut lines of workers are drawn apart"
-    )
+    assert len(kinds) == len({*LIKELY, *APART})
     assert report.merges > CYCLES * len(SEEDS)
     assert report.crashes >= report.faults["island_crash"]
     assert report.torn_snapshots > 0
@@ -53,3 +62,69 @@ def test_schedules_differ() -> None:
         "overwrite",
         "blend",
     }
+
+
+# ---- schedules are data: written as JSON, read back, refused when they are none ----
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_json_brings_a_schedule_back(seed: int) -> None:
+    schedule = draw(seed)
+    assert from_json(schedule.json()) == schedule
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quorum": 7}, "quorum 7 and . islands"),
+        ({"fault": []}, "unknown field `fault`"),
+        ({"faults": [{"kind": "flood", "at_s": 1}]}, "flood"),
+        ({"faults": [{"kind": "unfit", "at_s": 1, "island": "z"}]}, r"\['z'\]"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(
+    change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_json(json.dumps({**json.loads(draw(1).json()), **change}))
+
+
+# ---- a schedule that fails becomes shorter, as long as it still fails ----
+
+
+def test_only_what_makes_it_fail_is_left() -> None:
+    schedule = draw(3)
+    wanted = schedule.faults[2]
+    short = shortest(schedule, lambda s: wanted in s.faults)
+    assert short.faults == (wanted,)
+    assert len(short.islands) == 1
+    assert short.total_tokens < schedule.total_tokens
+    assert (short.quorum, len(short.fragment_sizes)) == (1, 1)
+
+
+def test_it_does_not_try_for_ever() -> None:
+    tried: list[Schedule] = []
+
+    def never(schedule: Schedule) -> bool:
+        tried.append(schedule)
+        return False
+
+    schedule = draw(3)
+    assert shortest(schedule, never) == schedule
+    assert 0 < len(tried) <= PLAYS
+
+
+def test_the_shortest_schedule_of_a_planted_fault_still_finds_it() -> None:
+    def fails(schedule: Schedule) -> bool:
+        wrong = play(schedule).wrong
+        return wrong is not None and wrong.invariant == "ticks"
+
+    with planted("ticks_are_used_again"):
+        schedules = (play_seed(seed).world.schedule for seed in range(20))
+        schedule = next(filter(fails, schedules))
+        short = shortest(schedule, fails)
+        assert fails(short)
+    assert len(short.faults) < len(schedule.faults)
+    assert any(hasattr(fault, "restart") for fault in short.faults), (
+        "another life of a coordinator"
+    )

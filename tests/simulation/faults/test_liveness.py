@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator import fragments, ledger
 from diloco_jax.simulation.faults import liveness, world
 from diloco_jax.simulation.faults.draw import draw
+from diloco_jax.simulation.faults.faults import PATIENCE_S, ClockJump
 from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import PATIENCE_S, ClockJump
 
 # Some of them were over later than an earlier bound said, without a fault.
 SEEDS = (0, 1, 2, 3, 149, 385, 553, 768, 912, 1178, 1193, 1380, 1449)

@@ -10,23 +10,22 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Version
-from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import (
+from diloco_jax.simulation.faults.faults import (
     AnyFault,
     CoordinatorCrash,
     DiskFailure,
     DiskGone,
     DiskLost,
-    DrawnIsland,
     Impostor,
     IslandCrash,
     Leave,
     Partition,
     Replacement,
     Restart,
-    Schedule,
     TornWrite,
 )
+from diloco_jax.simulation.faults.play import play
+from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 RESTART = Restart(down_s=0.5)

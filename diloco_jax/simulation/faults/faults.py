@@ -1,0 +1,641 @@
+"""The faults of a schedule, as one table: fields, how they are drawn, what they strike.
+
+A fault strikes at `at_s`, or as soon afterwards as there is something to strike.
+Fields are annotated with how they are drawn, in this order.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+from collections.abc import Callable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+
+from diloco_jax.config import ConfigError
+from diloco_jax.config.fields import BETWEEN, SECONDS, Bound, within
+from diloco_jax.protocol.coordinator.events import KeepAsked, Timer
+from diloco_jax.simulation.faults.network import Way
+
+LEASE_S = 4.0
+"""Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
+LOOKS_EVERY_S = 0.5
+"""Seconds between two looks of an operator whether all is as it was ordered."""
+PATIENCE_S = 600.0
+"""Longest time in seconds until the last fault has struck."""
+JOIN_S = 2.0
+"""Longest join in seconds that is drawn, about the time until the first step."""
+BOUNDS = {
+    "behind": Bound(0, 1),  # The first incarnation is 1.
+    "factor": Bound(1e-6, 100),
+    "effects": Bound(0, 1000),
+    "worker": Bound(0, 1000),
+    "appends": Bound(0, 1000),
+    "written_share": BETWEEN,
+    # A clock may have any reading.
+    "clock_s": SECONDS,
+    "forward_s": SECONDS,
+}
+SECONDS_BOUND = Bound(0, PATIENCE_S)
+"""Bounds of all other fields."""
+
+# ---- how values are drawn ---------------------------------------------------------
+
+DrawValue = Callable[[random.Random], Any]
+
+
+def one_of(*values: Any) -> DrawValue:
+    """Return a draw of one of these values."""
+    return lambda rng: rng.choice(values)
+
+
+def uniform(low: float, high: float, digits: int = 2) -> DrawValue:
+    """Return a draw of a number between two others."""
+    return lambda rng: round(rng.uniform(low, high), digits)
+
+
+def coin(rng: random.Random) -> bool:
+    """Draw True or False."""
+    return rng.random() < 0.5
+
+
+def seconds(rng: random.Random) -> float:
+    """Draw seconds shorter or longer than a lease."""
+    return round(rng.choice([0.3, 1.0, 2.0]) * LEASE_S * rng.uniform(0.3, 1), 2)
+
+
+def none_or_seconds(rng: random.Random) -> float:
+    """Draw 0 or `seconds`."""
+    return rng.choice([0.0, seconds(rng)])
+
+
+def times(*factors: float) -> DrawValue:
+    """Return a draw of `seconds`, times one of these."""
+    return lambda rng: round(seconds(rng) * rng.choice(factors), 2)
+
+
+def down_seconds(*longest: float) -> DrawValue:
+    """Return a draw of seconds up to one of these."""
+    return lambda rng: round(rng.choice(longest) * rng.uniform(0.5, 1), 2)
+
+
+# ---- what all have ----------------------------------------------------------------
+
+
+def _tag(name: str) -> str:
+    """Return the tag of a class: `IslandCrash` -> "island_crash"."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+class Data(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """A part of a schedule, as JSON without the default values."""
+
+
+class Restart(Data, frozen=True, kw_only=True):
+    """Return of a coordinator that died.
+
+    down_s: seconds until it starts again.
+    clock_s: reading of its monotonic clock at that start.
+    noticed_s: seconds after which the islands see that their connections are broken.
+    power_cut: its newest snapshot cannot be read, if there is one before it.
+    """
+
+    down_s: float
+    clock_s: float = 0.0
+    noticed_s: float = 0.0
+    power_cut: bool = False
+
+    @property
+    def lasts_s(self) -> float:
+        """Seconds until it is there again, for all that see it."""
+        return max(self.down_s, self.noticed_s)
+
+
+def restart(rng: random.Random) -> Restart:
+    """Draw the return of a coordinator."""
+    return Restart(
+        down_s=down_seconds(0.2, 3.0, 9.0)(rng),
+        clock_s=round(rng.choice([10.0, 5000.0]) * rng.random(), 1),
+        noticed_s=rng.choice([0.0, 0.0, 4.0]),
+    )
+
+
+Seconds = Annotated[float, seconds]
+Coin = Annotated[bool, coin]
+Effects = Annotated[int, one_of(*range(12))]
+Appends = Annotated[int, one_of(*range(3))]
+Again = Annotated[Restart, restart]
+
+
+class Fault(Data, frozen=True, kw_only=True, tag_field="kind", tag=_tag):
+    """A fault of any kind. at_s: seconds from the start of the run."""
+
+    at_s: float
+
+    @classmethod
+    @functools.cache
+    def draws(cls) -> dict[str, DrawValue]:
+        """Return the fields that are drawn from a seed, in order."""
+        hints = get_type_hints(cls, include_extras=True).items()
+        return {
+            name: hint.__metadata__[0]
+            for name, hint in hints
+            if get_origin(hint) is Annotated
+        }
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind in JSON."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def awaits_end(self) -> bool:
+        """True if it happens only once the run has its tokens. Nobody waits for it to
+        see that the run goes on."""
+        return bool(getattr(self, "at_end", False))
+
+    def strike(self, world: Any) -> bool:
+        """Do or arm it in a `world.FaultyWorld`; return False if there is nothing to
+        strike just now. `world.begun` is called once it really happens."""
+        lasts_s = self.happen(world)
+        return lasts_s is not None and bool(world.begun(self, lasts_s))
+
+    def happen(self, world: Any) -> float | None:
+        """Do it; return the seconds until it is over. None: there is nothing to strike
+        just now."""
+        raise NotImplementedError
+
+
+def check(part: Fault | Restart) -> None:
+    """Raise ConfigError for a value out of its bounds."""
+    for field in part.__struct_fields__:
+        value = getattr(part, field)
+        if isinstance(value, Restart):
+            check(value)
+        elif field in BOUNDS or isinstance(value, float):
+            within(part, BOUNDS.get(field, SECONDS_BOUND), field)
+        elif value == ():
+            raise ConfigError(f"{field} = []; name at least one")
+
+
+# ---- islands ----------------------------------------------------------------------
+
+
+class IslandFault(Fault, frozen=True, kw_only=True):
+    """Base: a fault of an island whose newest process has not ended."""
+
+    island: str
+
+    def happen(self, world: Any) -> float | None:
+        island = world.islands[self.island]
+        return None if island.ended is not None else self.befall(world, island)
+
+    def befall(self, world: Any, island: Any) -> float | None:
+        """See `happen`. island: the process."""
+        raise NotImplementedError
+
+
+class IslandCrash(IslandFault, frozen=True, kw_only=True):
+    """An island's process dies and starts again.
+
+    noticed: the coordinator sees the connection break; otherwise only its lease ends.
+    lingers: messages that it had sent still arrive.
+    """
+
+    down_s: Seconds
+    noticed: Coin = True
+    lingers: Coin = False
+
+    def befall(self, world: Any, island: Any) -> float:
+        world.crash_island(self.island, self.down_s, self.noticed, self.lingers)
+        return self.down_s
+
+
+class JoinCrash(IslandFault, frozen=True, kw_only=True):
+    """An island dies, starts again, and dies again `joining_s` into its join."""
+
+    down_s: Annotated[float, uniform(0.1, 3)]
+    joining_s: Annotated[float, uniform(0, JOIN_S)]
+
+    def befall(self, world: Any, island: Any) -> float:
+        world.crash_island(self.island, self.down_s)
+        again_s = self.down_s + self.joining_s
+        world.clock.after(again_s, lambda: world.crash_island(self.island, self.down_s))
+        return again_s + self.down_s
+
+
+class Leave(IslandFault, frozen=True, kw_only=True):
+    """An island says goodbye, and comes back as another incarnation.
+
+    notice_s: seconds of notice, at most, in which the island is asked for its open
+    takes.
+    """
+
+    away_s: Seconds
+    notice_s: Annotated[float, one_of(0.0, 0.3, 3.0)] = 0.0
+
+    def befall(self, world: Any, island: Any) -> float:
+        if self.notice_s:
+            island.notice(self.notice_s)
+        else:
+            island.leave("stopped")
+        again_s = self.notice_s + self.away_s
+        world.start_island_after(again_s, self.island)
+        return again_s
+
+
+class Replacement(IslandFault, frozen=True, kw_only=True):
+    """The next incarnation starts while the present one, now stale, goes on."""
+
+    def befall(self, world: Any, island: Any) -> float:
+        world.start_island(self.island)
+        return 0.0
+
+
+class Impostor(IslandFault, frozen=True, kw_only=True):
+    """A second process says hello under the name of an incarnation.
+
+    behind: 0 for the present incarnation, 1 for the one before it.
+    """
+
+    behind: Annotated[int, one_of(*range(2))] = 0
+
+    def befall(self, world: Any, island: Any) -> float:
+        impostor = world.make_island(self.island, island.incarnation - self.behind)
+        # No two processes have one session.
+        impostor.session += f".impostor.{world.struck[self.kind]}"
+        world.connect(impostor)
+        return 0.0
+
+
+class StepJump(Fault, frozen=True, kw_only=True):
+    """An island's steps take `factor` times as long for a while."""
+
+    island: str
+    for_s: Seconds
+    factor: Annotated[float, one_of(0.4, 3.0, 8.0)]
+
+    def happen(self, world: Any) -> float:
+        slowness, name = world.slowness, self.island
+        slowness[name] = self.factor
+        world.clock.after(self.for_s, lambda: slowness.update({name: 1.0}))
+        # A step that began meanwhile keeps its length.
+        step_s: float = world.schedule.islands[name].step_s
+        return self.for_s + self.factor * step_s
+
+
+class Unfit(IslandFault, frozen=True, kw_only=True):
+    """An island's next delta is not finite."""
+
+    def befall(self, world: Any, island: Any) -> float:
+        island.body.finite = False
+        return 0.0
+
+
+class LongDeltas(IslandFault, frozen=True, kw_only=True):
+    """An island's deltas are `factor` times too long, and so are the learning rates
+    that it says it has, for a while or until its process ends.
+    """
+
+    for_s: float
+    factor: float
+
+    def befall(self, world: Any, island: Any) -> float:
+        world.set_for(self.for_s, island.body, "lie", self.factor)
+        world.set_for(self.for_s, island, "boasted_rates", self.factor)
+        return self.for_s
+
+
+class Boast(IslandFault, frozen=True, kw_only=True):
+    """An island says that its steps take `factor` of their time, for a while or until
+    its process ends."""
+
+    for_s: float
+    factor: float
+
+    def befall(self, world: Any, island: Any) -> float:
+        world.set_for(self.for_s, island, "boast", self.factor)
+        return self.for_s
+
+
+# ---- an operator ------------------------------------------------------------------
+
+
+class Removal(Fault, frozen=True, kw_only=True):
+    """An operator removes an island, and admits it again after `for_s`.
+
+    The config does not name such an island: it was admitted as the run began.
+    """
+
+    island: str
+    for_s: Seconds
+
+    def happen(self, world: Any) -> float:
+        world.order(self.island, admitted=False)
+        world.clock.after(self.for_s, lambda: world.order(self.island, admitted=True))
+        return self.for_s + LOOKS_EVERY_S
+
+
+class Export(Fault, frozen=True, kw_only=True):
+    """An operator exports the run, so that its present cycle is kept."""
+
+    def happen(self, world: Any) -> float | None:
+        lead = world.coordinator
+        if lead is None or lead.waits:
+            return None
+        lead.hear(KeepAsked())
+        return 0.0
+
+
+class RunStop(Fault, frozen=True, kw_only=True):
+    """An operator stops all processes, and resumes the run `for_s` later."""
+
+    for_s: Seconds
+
+    def happen(self, world: Any) -> float | None:
+        return self.for_s if world.stop_run(self.for_s) else None
+
+
+# ---- the coordinator, its workers, its disk, its clock ----------------------------
+
+
+class CoordinatorCrash(Fault, frozen=True, kw_only=True):
+    """The coordinator dies in the middle of its effects.
+
+    effects: effects that it still carries out.
+    """
+
+    effects: Effects = 0
+    restart: Again
+
+    def strike(self, world: Any) -> bool:
+        return bool(world.arm(self))
+
+    def meet(self, world: Any, lead: Any) -> float:
+        """Happen to a lead that has carried out the effects; see `happen`."""
+        world.crash_coordinator(lead, self.restart)
+        return self.restart.lasts_s
+
+
+class WorkerCrash(Fault, frozen=True, kw_only=True):
+    """A worker dies in the middle of the lead's effects. The lead ends once it notices,
+    and starts again with all workers.
+
+    effects: effects that the lead still carries out. noticed_s: seconds until the lead
+    notices. down_s: seconds from then to the start. disk_lost: it has lost its disk.
+    """
+
+    worker: Annotated[int, one_of(*range(3))]
+    down_s: Annotated[float, down_seconds(0.2, 3.0, 9.0)]
+    noticed_s: Annotated[float, one_of(0.0, 0.0, 0.05, 0.3)] = 0.0
+    effects: Effects = 0
+    disk_lost: bool = False
+
+    def strike(self, world: Any) -> bool:
+        return world.coordinator is not None and bool(world.arm(self))
+
+    def meet(self, world: Any, lead: Any) -> float:
+        """Happen to a lead that has carried out the effects; see `happen`."""
+        lasts_s: float = world.crash_worker(
+            lead, self.worker, self.noticed_s, self.down_s, disk_lost=self.disk_lost
+        )
+        return lasts_s
+
+
+class DiskFailure(Fault, frozen=True, kw_only=True):
+    """An append fails, and the coordinator's process ends.
+
+    appends: appends that still succeed.
+    written: the record is on the disk all the same.
+    """
+
+    appends: Appends = 0
+    written: Coin = False
+    restart: Again
+
+    def strike(self, world: Any) -> bool:
+        return bool(world.fail_append(self, self.appends, float(self.written)))
+
+
+class TornWrite(Fault, frozen=True, kw_only=True):
+    """An append fails, and a part of the record is on the disk.
+
+    appends: appends that still succeed.
+    """
+
+    appends: Appends = 0
+    written_share: Annotated[float, uniform(0.02, 0.98)] = 0.5
+    restart: Again
+
+    def strike(self, world: Any) -> bool:
+        return bool(world.fail_append(self, self.appends, self.written_share))
+
+
+class SnapshotFailure(Fault, frozen=True, kw_only=True):
+    """The next snapshot is not completed."""
+
+    def strike(self, world: Any) -> bool:
+        world.failing_snapshots.append(self)
+        return True
+
+
+class FullDisk(Fault, frozen=True, kw_only=True):
+    """The disk has room for small records only, for a while. brimful: not even for
+    these."""
+
+    for_s: Seconds
+    brimful: Coin = False
+
+    def happen(self, world: Any) -> float:
+        world.fill_disk(self.for_s, brimful=self.brimful)
+        return self.for_s
+
+
+class LeadFault(Fault, frozen=True, kw_only=True):
+    """Base: a fault of the coordinator that leads, at the end of the run if it awaits
+    that."""
+
+    def happen(self, world: Any) -> float | None:
+        lead = world.coordinator
+        if lead is None or (self.awaits_end and lead.state.phase == "running"):
+            return None
+        return self.befall(world, lead)
+
+    def befall(self, world: Any, lead: Any) -> float | None:
+        """See `happen`."""
+        raise NotImplementedError
+
+
+class DiskGone(LeadFault, frozen=True, kw_only=True):
+    """The coordinator dies, and finds an empty disk for the next `gone_s` seconds.
+
+    If that takes long, a new term begins on the empty disk, and the old disk is useless
+    when it comes back.
+    """
+
+    restart: Again
+    # Drawn from the coordinator's return on.
+    gone_s: Annotated[float, lambda rng: rng.uniform(0, 6)]
+
+    def befall(self, world: Any, lead: Any) -> float:
+        world.set_for(self.gone_s, world.disk, "empty", True, usual=False)
+        world.crash_coordinator(lead, self.restart)
+        gathered_s: float = self.restart.down_s + world.new_term_within_s
+        return max(self.gone_s, gathered_s)
+
+
+class DiskLost(LeadFault, frozen=True, kw_only=True):
+    """The coordinator dies, and its disk is lost for good."""
+
+    restart: Again
+
+    def befall(self, world: Any, lead: Any) -> float:
+        world.disk.empty = True
+        world.crash_coordinator(lead, self.restart)
+        gathered_s: float = self.restart.down_s + world.new_term_within_s
+        return gathered_s
+
+
+class ClockJump(LeadFault, frozen=True, kw_only=True):
+    """The coordinator's clock jumps forward, as one that counts its sleep. at_end: once
+    the run has its tokens."""
+
+    forward_s: Annotated[float, uniform(1, 40, digits=1)]
+    at_end: bool = False
+
+    def befall(self, world: Any, lead: Any) -> float:
+        lead.clock_offset += self.forward_s
+        lead.hear(Timer())
+        return 0.0
+
+
+class MachineSleep(LeadFault, frozen=True, kw_only=True):
+    """The coordinator's machine sleeps, as a virtual one that is moved: nothing reaches
+    it, and its clock stands still. Islands go on. at_end: once the run has its tokens.
+    """
+
+    for_s: Annotated[float, times(1.0, 1.0, 5.0)]
+    at_end: Annotated[bool, lambda rng: rng.random() < 0.3] = False
+
+    def befall(self, world: Any, lead: Any) -> float | None:
+        if lead.stopped:
+            return None
+        world.sleep(lead, self.for_s)
+        return self.for_s
+
+
+# ---- the network ------------------------------------------------------------------
+
+
+class Break(IslandFault, frozen=True, kw_only=True):
+    """A connection breaks.
+
+    lingers: messages under way still arrive; otherwise they are lost.
+    noticed: the coordinator sees the break; otherwise it sees only silence.
+    """
+
+    away_s: Annotated[float, none_or_seconds]
+    noticed: Coin = True
+    lingers: Coin = False
+
+    def befall(self, world: Any, island: Any) -> float | None:
+        if island.line is None:
+            return None
+        world.break_connection(island, self.away_s, self.noticed, self.lingers)
+        return self.away_s
+
+
+class Partition(Fault, frozen=True, kw_only=True):
+    """Nothing comes through in these directions, and neither end is told.
+
+    Messages wait, and are lost if an end gives the connection up for its silence.
+    """
+
+    island: str
+    ways: Annotated[tuple[Way, ...], one_of(("up",), ("down",), ("up", "down"))] = (
+        "up",
+        "down",
+    )
+    for_s: Seconds
+
+    def happen(self, world: Any) -> float:
+        world.hold(self.island, self.ways, self.for_s)
+        return self.for_s
+
+
+class Repeat(Fault, frozen=True, kw_only=True):
+    """Messages and transfers arrive a second time, `after_s` later."""
+
+    island: str
+    for_s: Seconds
+    after_s: Annotated[float, one_of(0.01, 0.5, 3.0)]
+
+    def happen(self, world: Any) -> float:
+        of = world.networks[self.island]
+        world.set_for(self.for_s, of, "repeat_after_s", self.after_s, usual=0.0)
+        return self.for_s + self.after_s
+
+
+class Delay(Fault, frozen=True, kw_only=True):
+    """Everything of one channel arrives `late_s` later: bulk and control overtake each
+    other."""
+
+    island: str
+    for_s: Seconds
+    late_s: Annotated[float, uniform(0.5, 4, digits=1)]
+    channel: Annotated[Literal["control", "bulk"], one_of("control", "bulk")] = (
+        "control"
+    )
+
+    def happen(self, world: Any) -> float:
+        of, field = world.networks[self.island], f"{self.channel}_late_s"
+        world.set_for(self.for_s, of, field, self.late_s, usual=0.0)
+        return self.for_s + self.late_s
+
+
+class Corruption(Fault, frozen=True, kw_only=True):
+    """Bulk bytes are damaged on the way, and sent again."""
+
+    island: str
+    for_s: Seconds
+
+    def happen(self, world: Any) -> float:
+        of = world.networks[self.island]
+        world.set_for(self.for_s, of, "corrupts", True, usual=False)
+        return self.for_s
+
+
+CRASHES = (CoordinatorCrash, DiskFailure, TornWrite)
+"""Crashes of a coordinator whose disk stays."""
+LOSSES = (DiskGone, DiskLost)
+"""Losses of a state, and with it of what an operator ordered."""
+LIKELY: tuple[type[Fault], ...] = (
+    *(IslandCrash, JoinCrash, Leave, Replacement, Impostor, StepJump, Unfit),
+    *(CoordinatorCrash, *CRASHES, SnapshotFailure, *LOSSES, ClockJump),
+    *(Break, Partition, Repeat, Delay, Corruption),
+)
+"""Kinds that are equally likely in a drawn schedule."""
+APART: tuple[type[Fault], ...] = (
+    *(LongDeltas, Boast, Removal, Export, RunStop),
+    *(WorkerCrash, FullDisk, MachineSleep),
+)
+"""Kinds that are drawn apart, each with a share of the schedules."""
+AnyFault: TypeAlias = Fault
+if not TYPE_CHECKING:  # For the decoder, which wants a union of what it may meet.
+    AnyFault = functools.reduce(operator.or_, LIKELY + APART)
