@@ -14,8 +14,7 @@ from typing import Any
 from fault_cases import FRAGMENTS, ISLANDS, Case
 
 from diloco_jax import run_files
-from diloco_jax.chaos.measure import Tail
-from diloco_jax.observability.tape import read_lines
+from diloco_jax.observability.tape import NewLines, read_lines
 
 LOOK_S = 0.01
 """Seconds between two looks at a run."""
@@ -38,7 +37,7 @@ class Phase:
         """merging: the file of `slow_mean.py`."""
         self._phase, self._victim = phase, victim
         self._islands, self._merging = set(islands), merging
-        self._tail: Tail | None = None
+        self._tail: NewLines | None = None
         self._merges = 0
         self._open: dict[int, set[str]] = {}
         """Islands that have taken, by tick."""
@@ -46,8 +45,8 @@ class Phase:
     def __call__(self, workdir: Path) -> bool:
         """Read what is new on the tape, and tell."""
         if self._tail is None:
-            self._tail = Tail(workdir / run_files.TAPE)
-        for record in self._tail.new():
+            self._tail = NewLines(workdir / run_files.TAPE)
+        for record in self._tail:
             self.note(record)
         return self._merges >= SETTLED_MERGES and self._is_now()
 
@@ -78,7 +77,7 @@ class Recovery:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._tail: Tail | None = None
+        self._tail: NewLines | None = None
         self._merged: dict[str, tuple[float, int]] = {}
         """Time of an island's last merge, and its incarnation."""
         self._fit: set[tuple[str, int]] = set()
@@ -88,8 +87,8 @@ class Recovery:
     def __call__(self, workdir: Path) -> bool:
         """Read what is new on the tape, and tell."""
         if self._tail is None:
-            self._tail = Tail(workdir / run_files.TAPE)
-        for record in self._tail.new():
+            self._tail = NewLines(workdir / run_files.TAPE)
+        for record in self._tail:
             self.note(record)
         try:
             struck = list(read_lines(workdir / run_files.CHAOS))

@@ -61,16 +61,15 @@ from typing import Any
 import support
 
 from diloco_jax.cluster.cluster import ALLOCATOR
-from diloco_jax.coordinator.too_late import TooLate
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses
-from diloco_jax.wire.bulk import FetchRequest, UploadStart
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.bulk import FetchRequest, FetchSource, UploadStart
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.server import Server
+from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles
 
 CORE_SECONDS_PER_GB = 0.85
@@ -282,7 +281,7 @@ def _serve(certificates: Path, size: int, *, tls: bool) -> tuple[Server, str]:
     files = TlsFiles.load(certificates, COORDINATOR) if tls else None
     server = Server(
         "127.0.0.1:0",
-        _Places(size),
+        _OneBuffer(size),
         tls=files,
         deadlines=DEADLINES,
         max_islands=1,
@@ -292,7 +291,7 @@ def _serve(certificates: Path, size: int, *, tls: bool) -> tuple[Server, str]:
     return server, server.start()
 
 
-class _Places(TooLate):
+class _OneBuffer(Handlers):
     """Handlers with one buffer, for uploads and for fetches; all else is refused."""
 
     def __init__(self, size: int) -> None:

@@ -121,14 +121,22 @@ def save(
     except Exception as error:
         # Otherwise a full disk would stay full.
         if local and jax.process_index() == 0:
-            _remove_unfinished(Path(manager.directory), number)
+            torn = f"{number}{ocp.utils.TMP_DIR_SUFFIX}*"
+            for path in Path(manager.directory).glob(torn):
+                shutil.rmtree(path, ignore_errors=True)
         # tensorstore reports a full disk as a ValueError.
         reason = os.strerror(errno.ENOSPC)
         if local and reason in str(error):
             raise OSError(errno.ENOSPC, reason, str(manager.directory)) from error
         raise
     if local:
-        _sync(Path(manager.directory), number)
+        # The record log is cut off once the checkpoint exists, which must survive a
+        # power cut. orbax leaves most of its files, and the folder's name, to the
+        # operating system.
+        folder = Path(manager.directory)
+        whole = folder / str(number)
+        for path in (*whole.rglob("*"), whole, folder):
+            sync_path(path)
 
 
 def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
@@ -228,20 +236,3 @@ def refuse_other_model(
             f"checkpoint {number} in {folder} does not fit: {lines[0]}. Bring the code "
             f"back as it was when the run began"
         )
-
-
-def _remove_unfinished(folder: Path, number: int) -> None:
-    for path in folder.glob(f"{number}{ocp.utils.TMP_DIR_SUFFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(folder: Path, number: int) -> None:
-    """Force a checkpoint to disk.
-
-    The record log is cut off once the checkpoint exists, so the checkpoint must survive
-    a power cut. orbax leaves most of its files, and the folder's name, to the operating
-    system.
-    """
-    whole = folder / str(number)
-    for path in (*whole.rglob("*"), whole, folder):
-        sync_path(path)

@@ -199,10 +199,16 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         return _fail(str(error), EXIT_FAILED)
     except OSError as error:
         if "No usable temporary directory" in str(error):
-            return _fail(_no_temporary_folder(error), EXIT_CONFIG)
+            given = f"(TMPDIR = {os.environ.get('TMPDIR', '')!r})"
+            said = f"{error.strerror} {given}; set TMPDIR to a folder to write in"
+            return _fail(said, EXIT_CONFIG)
         if error.errno in UNNAMEABLE:
             return _fail(f"{error}; give another path", EXIT_CONFIG)
-        message = disk_failure(error, after=_goes_on(name))
+        after = " and do it again"
+        if name in ("run", *MEMBERS):
+            local = "a local run with `diloco run --resume WORKDIR`"
+            after = f"; what was running goes on after that, {local}"
+        message = disk_failure(error, after=after)
         if not message:
             raise
         return _fail(message, EXIT_FAILED)
@@ -221,9 +227,9 @@ def replay_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax.
     skip_absent_tpu()
-    from diloco_jax.simulation.replay import command as replay_command
+    from diloco_jax.simulation import commands
 
-    return replay_command.replay_command(arguments)
+    return commands.replay_command(arguments)
 
 
 def _of(module: str, function: str) -> Callable[[Sequence[str]], int]:
@@ -373,18 +379,6 @@ def _help() -> str:
         "Exit codes: 0 done, 2 bad arguments or config, 3 refused, 1 anything else.",
     ]
     return "\n".join(lines)
-
-
-def _goes_on(name: str) -> str:
-    if name not in ("run", *MEMBERS):
-        return " and do it again"
-    after = "; what was running goes on after that"
-    return f"{after}, a local run with `diloco run --resume WORKDIR`"
-
-
-def _no_temporary_folder(error: OSError) -> str:
-    given = os.environ.get("TMPDIR", "")
-    return f"{error.strerror} (TMPDIR = {given!r}); set TMPDIR to a folder to write in"
 
 
 def _fail(message: str, code: int) -> int:

@@ -25,7 +25,9 @@ from diloco_jax.process import uncollected
 from diloco_jax.workdir import add_to_summary, read_config
 
 if TYPE_CHECKING:
-    from diloco_jax.weights.tasks import Speaker
+    from rich.console import Console
+
+    from diloco_jax.weights.tasks import TextModel
 
 
 T = TypeVar("T")
@@ -40,11 +42,7 @@ def run_command(arguments: Sequence[str]) -> int:
     from diloco_jax.machine import fit_threads
 
     fit_threads()
-    from diloco_jax.cluster.options import (
-        RunOptions,
-        require_one_workdir,
-        with_config,
-    )
+    from diloco_jax.cluster.options import RunOptions, require_one_workdir, with_config
 
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
@@ -102,11 +100,7 @@ def chaos_command(arguments: Sequence[str]) -> int:
 
 def coordinator_command(arguments: Sequence[str]) -> int:
     """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
-    from diloco_jax.coordinator.going_on import (
-        DRAWN,
-        CoordinatorOptions,
-        with_source,
-    )
+    from diloco_jax.coordinator.going_on import DRAWN, CoordinatorOptions, with_source
 
     _, config, options = _config_and_options(
         "coordinator", with_source(arguments), CoordinatorOptions()
@@ -340,10 +334,11 @@ def eval_command(arguments: Sequence[str]) -> int:
     setup_logging()
     if options.tasks and options.lm_eval:
         raise ConfigError("--tasks and --lm-eval are both given; give one at a time")
-    if options.lm_eval:
-        result, text = _eval_lm_eval(options)
-    else:
-        result, text = _eval_tasks(options) if options.tasks else _eval_loss(options)
+    from rich.console import Console
+
+    tasks = _eval_tasks if options.tasks else _eval_loss
+    evaluate = _eval_lm_eval if options.lm_eval else tasks
+    result, text = evaluate(options, Console(stderr=True))
     if options.cycle:
         result["eval_cycle"] = options.cycle
     else:
@@ -355,32 +350,27 @@ def eval_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _eval_loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
+def _eval_loss(options: EvalOptions, console: Console) -> tuple[dict[str, Any], str]:
     """Return the loss for programs and for people."""
-    from rich.console import Console
-
     from diloco_jax.evaluation import run
     from diloco_jax.observability.terminal import bar, loss_line
 
     config = read_config(
         options.workdir, options.paths or None, trust_code=options.trust_code
     )
-    console, cycle = Console(stderr=True), options.cycle or None
     with (
         bar(console, "evaluating") as report,
         bar(console, "reading the parameters") as reading,
     ):
-        result = run(config, options.workdir, cycle, report, reading)
+        result = run(config, options.workdir, options.cycle or None, report, reading)
     return result, (
         f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
         f"{result['eval_tokens']:,} tokens"
     )
 
 
-def _eval_tasks(options: EvalOptions) -> tuple[dict[str, Any], str]:
+def _eval_tasks(options: EvalOptions, console: Console) -> tuple[dict[str, Any], str]:
     """Return the scores for programs and for people."""
-    from rich.console import Console
-
     from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.tasks import read_task, score
 
@@ -391,31 +381,24 @@ def _eval_tasks(options: EvalOptions) -> tuple[dict[str, Any], str]:
             f"--tasks has two files of the name {sorted(doubled)[0]!r}, by which the "
             f"scores are told apart; rename one"
         )
-    speaker, length = _eval_speaker(options)
-    console, scores = Console(stderr=True), {}
+    text_model, length = _eval_model(options, console)
+    scores = {}
     for task in tasks:
         with bar(console, task.name) as report:
-            scores[task.name] = score(speaker, task, length, report=report)
+            scores[task.name] = score(text_model, task, length, report=report)
     lines = [_eval_line(name, found) for name, found in scores.items()]
     return {"eval_tasks": scores}, "\n".join(lines)
 
 
-def _eval_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
+def _eval_lm_eval(options: EvalOptions, console: Console) -> tuple[dict[str, Any], str]:
     """Return what lm-eval finds, for programs and for people."""
-    from rich.console import Console
-
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights import tasks
+    from diloco_jax.weights.tasks import scores
 
-    speaker, length = _eval_speaker(options)
-    with bar(Console(stderr=True), "lm-eval") as report:
-        found = tasks.scores(
-            speaker,
-            options.lm_eval,
-            length,
-            limit=options.limit or None,
-            report=report,
-        )
+    text_model, length = _eval_model(options, console)
+    limit = options.limit or None
+    with bar(console, "lm-eval") as report:
+        found = scores(text_model, options.lm_eval, length, limit=limit, report=report)
     lines = [
         f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in results.items())
         for name, results in found.items()
@@ -423,22 +406,20 @@ def _eval_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
     return {"eval_lm_eval": found}, "\n".join(lines)
 
 
-def _eval_speaker(options: EvalOptions) -> tuple[Speaker, int]:
+def _eval_model(options: EvalOptions, console: Console) -> tuple[TextModel, int]:
     """Return the run's model, and the length of the rows that it was trained on."""
-    from rich.console import Console
-
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights.tasks import open_speaker
+    from diloco_jax.weights.tasks import open_model
 
     config = read_config(options.workdir, trust_code=options.trust_code)
-    with bar(Console(stderr=True), "reading the parameters") as report:
-        speaker = open_speaker(
+    with bar(console, "reading the parameters") as report:
+        text_model = open_model(
             options.workdir,
             cycle=options.cycle or None,
             trust_code=options.trust_code,
             report=report,
         )
-    return speaker, config.run.sequence_length
+    return text_model, config.run.sequence_length
 
 
 def _eval_line(name: str, found: dict[str, Any]) -> str:

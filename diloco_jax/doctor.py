@@ -94,7 +94,11 @@ def check_packages() -> Iterator[Finding]:
     installed, and on jax's libraries.
     """
     required, extras = _requirements()
-    yield _complete(required)
+    if wrong := [text for r in required if (text := _wrong(r))]:
+        remedy = f"pip install --upgrade {PACKAGE}"
+        yield problem("packages", "; ".join(wrong), remedy)
+    else:
+        yield ok("packages", f"all {len(required)} that are required")
     yield from _begun(required, extras)
     yield _jax()
     if before_jax.libtpu_version():
@@ -121,13 +125,6 @@ def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
     return required, extras
 
 
-def _complete(required: list[Requirement]) -> Finding:
-    wrong = [text for r in required if (text := _wrong(r))]
-    if wrong:
-        return problem("packages", "; ".join(wrong), f"pip install --upgrade {PACKAGE}")
-    return ok("packages", f"all {len(required)} that are required")
-
-
 def _begun(
     required: list[Requirement], extras: dict[str, list[Requirement]]
 ) -> Iterator[Finding]:
@@ -137,17 +134,15 @@ def _begun(
         if extra in OF_DEVELOPERS:
             continue
         own = [r for r in requirements if r.name.lower() not in base]
-        wrong = [text for r in own if _applies(r, extra) and (text := _wrong(r))]
+        where = {"extra": extra}
+        wanted = [r for r in own if not r.marker or r.marker.evaluate(where)]
+        wrong = [text for r in wanted if (text := _wrong(r))]
         if wrong and len(wrong) < len(own):
             yield note(
                 f"extra {extra}",
                 "; ".join(wrong),
                 f"pip install '{PACKAGE}[{extra}]', if it is wanted",
             )
-
-
-def _applies(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def _wrong(requirement: Requirement) -> str:

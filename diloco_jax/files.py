@@ -11,6 +11,7 @@ import json
 import math
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +19,8 @@ from typing import IO, Any
 from diloco_jax.errors import UNNAMEABLE, ConfigError
 
 S3 = "s3://"
+TEMPORARY = ".tmp"
+"""Suffix of a file that is not whole yet."""
 
 
 class StorageAway(Exception):  # noqa: N818
@@ -152,16 +155,34 @@ def write_json(value: Mapping[str, Any], path: str | Path) -> None:
 
 def write_text(text: str, path: Path) -> None:
     """Replace a file atomically: a reader sees the old text or the new one."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with whole(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield the name of a file beside this one, to be written in the block.
+
+    At its end the file has its name, in place of one that had it, and is on the disk. A
+    failure leaves nothing of it."""
+    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
     try:
-        with naming(path), scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except OSError:
+        with naming(path):
+            yield scratch
+            sync_path(scratch)
+            scratch.replace(path)
+    except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def sync_path(path: Path) -> None:
+    """Force to disk the contents of a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def lock(file: int | IO[Any], path: Path) -> bool:

@@ -15,16 +15,15 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from diloco_jax import machine
+from diloco_jax import files, machine
 from diloco_jax.compilation import cache_home
 from diloco_jax.config.placement import MergeRoute
-from diloco_jax.core.kernels import FLAGS, SOURCES, Kernels, Passes
+from diloco_jax.core.kernels import FLAGS, SOURCES, Each, Passes
 from diloco_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -88,12 +87,12 @@ def route_of(passes: Passes | None) -> Route:
 @functools.cache
 def _passes() -> Passes:
     """Raises NativeError."""
+    cores = machine.cores()
+    each = map if cores == 1 else _Threads(cores)
     try:
-        kernels = _loaded(cache_home() / "merge" / f"{_key()}.so")
+        return _loaded(cache_home() / "merge" / f"{_key()}.so", each)
     except OSError as error:
         raise NativeError(f"{error}") from error
-    cores = machine.cores()
-    return Passes(kernels, map if cores == 1 else _Threads(cores))
 
 
 class _Threads:
@@ -111,16 +110,16 @@ class _Threads:
         return self._pool.map(function, given)
 
 
-def _loaded(path: Path) -> Kernels:
+def _loaded(path: Path, each: Each) -> Passes:
     """Load the library; compile it if it is not there, or cannot be loaded because a
     machine stopped while it was written."""
     if path.exists():
         try:
-            return Kernels(path)
+            return Passes(path, each)
         except OSError as error:
             logger.info("%s cannot be loaded (%s): it is compiled anew", path, error)
     _compile(path)
-    return Kernels(path)
+    return Passes(path, each)
 
 
 def _compile(path: Path) -> None:
@@ -133,22 +132,21 @@ def _compile(path: Path) -> None:
             f"installed"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, scratch = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
-    os.close(number)
-    command = [found[0], *FLAGS, *OF_THIS_MACHINE, "-o", scratch, str(SOURCES[0])]
+    command = [found[0], *FLAGS, *OF_THIS_MACHINE, str(SOURCES[0]), "-o"]
     try:
-        subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=COMPILE_S
-        )
-        os.chmod(scratch, 0o755)
-        os.replace(scratch, path)
+        with files.whole(path) as scratch:
+            subprocess.run(
+                [*command, str(scratch)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=COMPILE_S,
+            )
     except subprocess.TimeoutExpired as error:
         raise NativeError(f"{found[0]} took more than {COMPILE_S:g} s") from error
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.split())[:TOLD]
         raise NativeError(f"{found[0]} refused the source: {said}") from error
-    finally:
-        Path(scratch).unlink(missing_ok=True)
     logger.info("compiled the native route of merges into %s", path)
 
 

@@ -49,11 +49,6 @@ ANY_ISLAND = {"NAME": IslandConfig()}
 """Stand-in, in the help, for the islands of a config that is not given."""
 
 
-@dataclasses.dataclass(frozen=True)
-class NoOptions:
-    """The options of a command that has none of its own."""
-
-
 def parse(
     parts: Sequence[Any], arguments: Sequence[str], prog: str, description: str
 ) -> list[Any]:
@@ -72,18 +67,9 @@ def parse(
     Returns:
       One instance for each of the parts.
     """
-    parsed, _ = _parse(_sections(parts), arguments, prog, description, plain=True)
+    sections = [(f"part_{i}", _section(part)) for i, part in enumerate(parts)]
+    parsed = _parse(sections, arguments, prog, description, plain=True)
     return [_original(values) for values in vars(parsed).values()]
-
-
-def parse_known(
-    parts: Sequence[Any], arguments: Sequence[str], prog: str, description: str
-) -> tuple[list[Any], list[str]]:
-    """Read options as `parse` does; return them and the arguments left over."""
-    parsed, unknown = _parse(
-        _sections(parts), arguments, prog, description, plain=True, known_only=True
-    )
-    return [_original(values) for values in vars(parsed).values()], unknown
 
 
 def parse_with_config(
@@ -121,7 +107,7 @@ def parse_with_config(
         *((f"placement_{name}", _section(placement, group=name)) for name in groups),
         ("launch", launch),
     ]
-    parsed, _ = _parse(
+    parsed = _parse(
         sections,
         [PREFIX.sub("--", argument) for argument in arguments],
         prog,
@@ -139,10 +125,6 @@ def parse_with_config(
     return config.validate(), _original(parsed.own)
 
 
-def _sections(parts: Sequence[Any]) -> list[Any]:
-    return [(f"part_{i}", _section(part)) for i, part in enumerate(parts)]
-
-
 def _parse(
     sections: Sequence[Any],
     arguments: Sequence[str],
@@ -150,9 +132,8 @@ def _parse(
     description: str,
     *,
     plain: bool = False,
-    known_only: bool = False,
-) -> tuple[Any, list[str]]:
-    """Have tyro read options; return their values and the arguments left over.
+) -> Any:
+    """Have tyro read options; return their values.
 
     plain: nested fields go by their own names, and flags have no negative.
     """
@@ -163,17 +144,14 @@ def _parse(
     with warnings.catch_warnings():
         # These warn of values of a wrong type, which the command's own checks name.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"tyro\b")
-        read: Any = tyro.cli
-        parsed = read(
+        return tyro.cli(
             kind,
             prog=prog,
             description=paragraph(description),
             args=list(arguments),
             config=flat if plain else (),
             registry=_registry(),
-            return_unknown_args=known_only,
         )
-    return parsed if known_only else (parsed, [])
 
 
 def _section(part: Any, *, name: str | None = "", group: str | None = None) -> Any:

@@ -16,6 +16,7 @@ from diloco_jax.hardware.machines import (
     MACHINES,
     disk_bytes_per_s,
     machine_of,
+    rate_of,
 )
 
 STATE_BYTES = 12
@@ -59,7 +60,7 @@ def outage_seconds(config: Config, parameters: int) -> float:
             machine.disk_bytes_per_s,
         ),
         replayed,
-        CONSTANTS.replaying(config.run.sync.codec_down),
+        rate_of(CONSTANTS.replay_core_seconds, config.run.sync.codec_down),
     )
     return max(config.placement.outage_budget_s, restored_s)
 

@@ -27,15 +27,15 @@ from etils.epath import Path as Folder
 from xxhash import xxh3_64_intdigest, xxh3_128
 
 from diloco_jax.errors import ConfigError
-from diloco_jax.files import S3, StorageAway, is_bucket, naming
+from diloco_jax.files import S3, StorageAway, is_bucket, whole
+from diloco_jax.files import TEMPORARY as TEMPORARY
+from diloco_jax.files import sync_path as sync_path
 
 _HEAD = struct.Struct("<8sIQ")
 _MAGIC = b"diloco-1"
 DIGEST_BYTES = 16
 BLOCK_BYTES = 8 << 20
 """Bytes that are written and hashed at a time."""
-TEMPORARY = ".tmp"
-"""Suffix of a local file that is not whole yet."""
 
 Buffer = npt.NDArray[Any] | bytes | bytearray | memoryview
 
@@ -57,18 +57,9 @@ def write_sealed(
     if is_bucket(str(path)):
         with epath.Path(path).open("wb") as file:
             return _write_all(file, header, buffers)
-    final = Path(path)
-    scratch = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
-    try:
-        with naming(final), scratch.open("wb") as file:
-            digest = _write_all(file, header, buffers)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(final)
-        sync_path(final.parent)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    with whole(Path(path)) as scratch, scratch.open("wb") as file:
+        digest = _write_all(file, header, buffers)
+    sync_path(Path(path).parent)
     return digest
 
 
@@ -137,15 +128,6 @@ def map_sealed(path: Path) -> tuple[dict[str, Any], memoryview]:
         start = file.tell()
         whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return header, memoryview(whole)[start:-DIGEST_BYTES]
-
-
-def sync_path(path: Path) -> None:
-    """Force to disk the contents of a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_all(

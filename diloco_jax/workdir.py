@@ -17,13 +17,7 @@ from typing import Any
 import msgspec
 
 from diloco_jax import run_files
-from diloco_jax.config import (
-    Config,
-    ConfigError,
-    RunConfig,
-    differences,
-    shared_fields,
-)
+from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, require_trust, write_config_json
 from diloco_jax.files import lock, require_writable, write_json
 
@@ -208,7 +202,11 @@ def held(path: Path, what: str, patience_s: float = RELEASE_S) -> Iterator[None]
     descriptor = os.open(path, flags, 0o666)
     try:
         _lock(descriptor, path, what, patience_s)
-        if not _is_still(path, descriptor):
+        # The open file may not be the one that has the name now.
+        still = False
+        with contextlib.suppress(FileNotFoundError):
+            still = os.path.samestat(path.stat(), os.fstat(descriptor))
+        if not still:
             raise ConfigError(f"{path} was removed by {what} just now; start once more")
         if not folder:
             os.truncate(descriptor, 0)
@@ -228,14 +226,6 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    """Return True if the open file is the one that has the name."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _lock(descriptor: int, path: Path, what: str, patience_s: float) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax.config import Config
 from diloco_jax.config.loading import read_config
-from diloco_jax.options import NoOptions, parse_with_config
+from diloco_jax.options import parse_with_config
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """The options of a command that has none of its own."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

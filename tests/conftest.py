@@ -27,9 +27,7 @@ os.environ.setdefault("XDG_STATE_HOME", str(CACHE.parent / "state"))
 
 # How long an example takes is the machine's doing.
 hypothesis.settings.register_profile(
-    "patient",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("patient")
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pieces import merge_deltas, set_piece
+from pieces import merge_deltas, publish, set_piece
 
-from diloco_jax.core.changes import adopt, apply_publish, delta, publish
+from diloco_jax.core.changes import adopt, apply_publish, delta
 from diloco_jax.core.codecs import encode_with_feedback, get_codec
 from diloco_jax.core.families import ADOPT_RULES, MERGE_RULES, WEIGHTINGS
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax.core.changes import apply_publish
+from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece
-from diloco_jax.core.merging import Plain, merge_piece, start
+from diloco_jax.core.merging import Encoded, merge_piece, start
 
 
 def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:
@@ -36,12 +38,15 @@ def to_pieces(plan: FragmentPlan, params: Mapping[str, Any]) -> dict[str, Any]:
     return {piece.name: get_piece(params, piece) for piece in plan.pieces}
 
 
+def publish(codec: Codec, theta: Any, anchor: Any) -> tuple[Any, Any]:
+    """Encode the change of a piece, and apply it to the anchor."""
+    encoded = codec.encode(theta - anchor)
+    return encoded, apply_publish(codec, anchor, encoded)
+
+
 def merge_deltas(
-    deltas: Sequence[Any],
-    weights: Sequence[float],
-    rule: MergeRule,
-    share: float = 1.0,
+    deltas: Sequence[Any], weights: Sequence[float], rule: MergeRule, share: float = 1.0
 ) -> npt.NDArray[np.float32]:
     """Merge arrays, f32[shape] each, by a rule without state."""
     state = start(rule, tuple(deltas[0].shape)) if deltas else ()
-    return merge_piece(rule, Plain(deltas), weights, share, state).delta
+    return merge_piece(rule, Encoded.of(deltas), weights, share, state).delta

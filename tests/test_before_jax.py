@@ -10,7 +10,6 @@ import pytest
 
 from diloco_jax import before_jax, machine
 from diloco_jax.before_jax import (
-    FLAG_SOURCES,
     LIBTPU_FLAGS,
     SPARSE_CORE,
     dial_directly,
@@ -180,14 +179,6 @@ def test_no_known_version_is_told_what_it_refuses(generation, version):
     assert not any("async_collective_fusion" in flag for flag in flags)
     # Together with fusion reported to give NaN on v6e (jax issue 38741).
     assert not any("overlap_compute_collective_tc" in flag for flag in flags)
-
-
-def test_every_flag_has_a_source():
-    given = {
-        flag for rows in LIBTPU_FLAGS.values() for _, flags in rows for flag in flags
-    }
-    assert given == set(FLAG_SOURCES)
-    assert all(FLAG_SOURCES.values())
 
 
 def test_the_newest_row_that_is_not_too_new_counts(monkeypatch):

@@ -148,37 +148,6 @@ def test_strikes_of_the_soak_become_faults_at_the_steps_made_by_then():
     assert [(strike.at_s, strike.kind) for strike in later] == [(10.0, "stop")]
 
 
-def test_wrapping_changes_prose_alone():
-    from support import wrapped
-
-    long = "word " * 30
-    text = f"{long}\n\n- {long}\n  on\n- b\n\n| {long} |\n\n```\n{long}\n```\n"
-    lines = wrapped(text).splitlines()
-    assert f"| {long} |" in lines
-    assert long in lines
-    prose = [line for line in lines if line not in (f"| {long} |", long)]
-    assert max(map(len, prose)) <= 100
-    assert any(line.endswith("word on") for line in prose), "it goes on with the item"
-    assert "- b" in lines
-    assert wrapped(wrapped(text)) == wrapped(text)
-
-
-def test_the_error_of_bits_per_byte_is_that_of_drawing_documents():
-    from finetune_text import HeldOut
-
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(500, 1500, 4000)
-    bits = 0.8 * sizes + rng.normal(0, 60, sizes.size)
-    values, errors = [], []
-    for drawn in np.split(np.arange(sizes.size), 100):
-        held_out = HeldOut(np.zeros((40, 2), np.int32), sizes[drawn])
-        value, error = held_out.per_byte(bits[drawn])
-        values.append(value)
-        errors.append(error)
-    assert np.mean(values) == pytest.approx(0.8, abs=0.004)
-    assert np.std(values) == pytest.approx(np.mean(errors), rel=0.15)
-
-
 def test_bits_of_a_document_are_those_of_its_own_tokens():
     from finetune_text import HeldOut
 
@@ -188,37 +157,6 @@ def test_bits_of_a_document_are_those_of_its_own_tokens():
     found = HeldOut(tokens, np.full(6, 8)).bits(run.model, params)
     loss, _ = build(run).loss(params, {"tokens": tokens[5:]})
     assert found[5] == pytest.approx(8 * float(loss) / np.log(2), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("x = 1\ny = 2\nz = (", 1.0),
-        ("x = 1\ny = )\nz", 0.5),
-        ("the cat\nsat\non", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_the_share_of_lines_that_python_parses(text, share):
-    from finetune import parsed
-
-    assert parsed(text) == share
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["--minutes", "60", "--folder", "/a/run"], "--minutes 60 --folder FOLDER"),
-        (["--out=/a/b", "--quick"], "--quick"),
-        (["--json", "--out", "/a/b", "--pairs", "2"], "--pairs 2"),
-        (["~/run", "--preset", "0.3m"], "PATH --preset 0.3m"),
-        (["--folder", "runs/a"], "--folder runs/a"),
-    ],
-)
-def test_a_page_names_no_path_of_the_machine_that_made_it(words, shown):
-    from machine import without_paths
-
-    assert without_paths(words) == shown.split()
 
 
 def test_no_result_names_one():

@@ -60,35 +60,31 @@ def fake(monkeypatch):
     return fake
 
 
-def test_help_is_quick_to_import_and_names_all_commands():
-    code = (
-        "import sys; from diloco_jax.cli import main; code = main(sys.argv[1:]);"
-        "heavy = {'jax', 'grpc', 'tyro', 'numpy', 'rich'} & set(sys.modules);"
-        "sys.exit(code or ' '.join(heavy) or None)"
-    )
+HEAVY = "{'jax', 'grpc', 'tyro', 'numpy', 'rich'} & set(sys.modules)"
+QUICK = {
+    "help": "from diloco_jax.cli import main; code = main(['--help']); of = set()",
+    "package": "import diloco_jax; code = 0; of = {name for name in sys.modules "
+    "if name.startswith('diloco_jax.')}",
+}
+
+
+def said_by_python(code, *arguments):
+    """Standard output of code that ends well and says nothing else."""
     done = subprocess.run(
-        [sys.executable, "-c", code, "--help"],
+        [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
-        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    for name in cli.COMMANDS:
-        assert f"diloco {name} " in done.stdout
+    return done.stdout
 
 
-def test_the_package_is_quick_to_import():
-    code = (
-        "import sys, diloco_jax\n"
-        "of = {name for name in sys.modules if name.startswith('diloco_jax.')}\n"
-        "heavy = {'jax', 'grpc', 'tyro', 'numpy', 'rich'} & set(sys.modules)\n"
-        "sys.exit(' '.join(of | heavy) or None)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("what", QUICK)
+def test_help_and_package_are_quick_to_import(what):
+    ends = f"sys.exit(code or ' '.join(of | {HEAVY}) or None)"
+    said = said_by_python(f"import sys\n{QUICK[what]}\n{ends}")
+    assert all((f"diloco {name} " in said) == (what == "help") for name in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
@@ -99,15 +95,7 @@ def test_every_command_has_help_without_jax(name):
         "except SystemExit as end:\n"
         "    sys.exit('jax' if 'jax' in sys.modules else end.code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, name, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"diloco {name}" in done.stdout
+    assert f"diloco {name}" in said_by_python(code, name, "--help")
 
 
 def test_run_with_json_prints_the_summary_and_nothing_else(path, fake, capsys):
@@ -198,6 +186,8 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
         (OSError(errno.ENOSPC, "No space left on device"), 1),
         (OSError(errno.EROFS, "Read-only file system", "ro/c"), 1),
         (FileExistsError(errno.EEXIST, "File exists", "a-file"), 1),
+        (OSError(errno.ENAMETOOLONG, "too long", "w/x"), 2),
+        (RuntimeError("can't start new thread"), 1),
     ):
         fake("diloco_jax.cluster.run", error)
         assert cli.main(["run", path]) == code
@@ -207,6 +197,8 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
         "No space left on device: make room there",
         "ro/c: Read-only file system; check that place",
         "a-file: File exists; check that place",
+        "'w/x'; give another path",
+        "error: can't start new thread; raise `ulimit -u`",
     ):
         assert text in shown
 
@@ -359,8 +351,7 @@ def test_no_folder_for_temporary_files_is_a_matter_of_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("x" * 300, "File name too long"), ("a\0b", "embedded null")],
+    ("name", "said"), [("x" * 300, "File name too long"), ("a\0b", "embedded null")]
 )
 def test_a_name_that_no_file_can_have_is_refused(path, capsys, name, said):
     for words in (["run", path, "--workdir", name], ["status", name]):
@@ -385,19 +376,6 @@ def test_a_machine_without_threads_is_refused_before_anything_starts(
     assert "21 of about" in (said := capsys.readouterr().err)
     assert "raise `ulimit -u`" in said
     assert not workdir.exists()
-
-
-def test_a_thread_that_cannot_be_started_later_is_no_traceback(path, fake, capsys):
-    fake("diloco_jax.cluster.run", RuntimeError("can't start new thread"))
-    assert cli.main(["run", path]) == 1
-    message = capsys.readouterr().err
-    assert message.startswith("error: can't start new thread; raise `ulimit -u`")
-
-
-def test_a_path_that_proves_too_long_is_the_user_s(path, fake, capsys):
-    fake("diloco_jax.cluster.run", OSError(errno.ENAMETOOLONG, "too long", "w/x"))
-    assert cli.main(["run", path]) == 2
-    assert "'w/x'; give another path" in capsys.readouterr().err
 
 
 OPTIONS = {"run": ["--json", "--sync.quorum"], "doctor": ["--folder", "--json"]}
@@ -436,11 +414,7 @@ def test_fish_has_a_line_for_each_word():
 
 
 def test_the_options_of_a_command_are_those_of_its_help():
-    assert cli.options_of(cli.COMMANDS["doctor"][0]) == [
-        "--folder",
-        "--help",
-        "--json",
-    ]
+    assert cli.options_of(cli.COMMANDS["doctor"][0]) == ["--folder", "--help", "--json"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -112,12 +112,6 @@ def test_what_is_no_entry_stays(entries, tmp_path):
     assert "old" not in names(tmp_path)
 
 
-def test_a_folder_that_is_not_there_is_empty(entries, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "none"))
-    compilation.use_cache(tmp_path)
-    assert list(tmp_path.rglob("*")) == [tmp_path / "none"]
-
-
 def test_a_file_in_the_place_of_the_cache_is_told_and_not_used(
     tmp_path, monkeypatch, caplog
 ):

@@ -48,13 +48,6 @@ def test_a_config_without_options_is_what_the_file_says(path):
     assert config.run == RunConfig()
 
 
-def test_a_value_of_a_wrong_type_is_told_once(path):
-    """Warnings are errors here."""
-    path.write_text(FILE.replace("placement", 'run=RunConfig(seed="2"), placement'))
-    with pytest.raises(ConfigError, match=r"seed = '2': Expected `int`"):
-        load_config(path)
-
-
 def test_run_and_placement_fields_are_named_without_prefix(path):
     options = "--sync.quorum 2 --total-tokens 5000 --workdir runs/x --seed 3"
     config = load_config(path, options.split())
@@ -88,14 +81,11 @@ def test_hyphen_and_underscore_are_one(path, options):
     assert config.run.total_tokens == 9
 
 
-def test_whole_numbers_may_be_written_with_an_exponent(path, capsys):
+def test_whole_numbers_may_be_written_with_an_exponent(path):
     options = ["--total-tokens", "1.2e6", "--islands.v6e.loss-chunk", "1e2"]
     config = load_config(path, options)
     assert config.run.total_tokens == 1_200_000
     assert config.islands["v6e"].loss_chunk == 100
-    with pytest.raises(SystemExit):
-        load_config(path, ["--total-tokens", "1.5"])
-    assert "1.5 is not a whole number" in capsys.readouterr().err
 
 
 def test_lists_take_any_number_of_values(path):
@@ -111,13 +101,6 @@ def test_what_is_decided_by_the_preset_can_be_given_and_taken_back(path):
     assert load_config(path, ["--outer.learning-rate", "None"]).run.outer == (
         OuterConfig()
     )
-
-
-def test_a_missing_file_is_named_with_the_nearest_one(path):
-    with pytest.raises(ConfigError, match=r"'two\.py'"):
-        load_config(path.with_name("tow.py"))
-    with pytest.raises(ConfigError, match="neither"):
-        load_config(path.rename(path.with_suffix(".txt")))
 
 
 def test_a_config_imports_what_lies_beside_it(path, monkeypatch):
@@ -141,40 +124,6 @@ def test_every_config_of_the_repository_is_valid(pytestconfig):
     assert files
     for file in files:
         load_config(file)
-
-
-# ---- what validate() refuses -----------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "both_values"),
-    [
-        (["--sync.quorum", "3"], ["sync.quorum = 3", "2 islands"]),
-        (
-            ["--islands.v6e.mesh-fsdp", "3"],
-            ["islands.v6e.batch_size = 8", "1 * 3 * 1 = 3", "multiple of 3"],
-        ),
-        (["--islands.v6e.mesh-tensor", "0"], ["mesh_tensor = 0", "at least 1"]),
-        (["--islands.v6e.loss-chunk=-1"], ["v6e.loss_chunk = -1", "at least 0"]),
-        (["--sync.fragments", "0"], ["sync.fragments = 0", "at least 1"]),
-        (["--data.validation-fraction", "1"], ["data.validation_fraction = 1.0"]),
-        (["--inner.learning-rate", "nan"], ["inner.learning_rate = nan", "finite"]),
-        (["--model.num-kv-heads", "4"], ["model.num_heads = 6", "num_kv_heads = 4"]),
-        (["--workdir", "gs://b/run"], ["'gs://b/run'", "--checkpoints gs://b/run"]),
-        (["--checkpoints-kept", "0"], ["checkpoints_kept = 0", "at least 1"]),
-        (["--checkpoint-every-s=-1"], ["checkpoint_every_s = -1.0", "at least 0"]),
-    ],
-)
-def test_errors_name_field_and_both_values(path, options, both_values):
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, options)
-    for shown in both_values:
-        assert shown in str(caught.value)
-
-
-def test_an_unknown_island_is_told_with_the_nearest(path):
-    with pytest.raises(ConfigError, match="did you mean 'v6e'"):
-        load_config(path).island("v6")
 
 
 def test_tensor_parallel_devices_share_their_sequences(path):
@@ -227,11 +176,11 @@ def test_config_json_gives_the_same_config(path, tmp_path):
     [
         (
             lambda c: c["run"]["sync"].update(quorun=2),
-            r"run\.sync\.quorun; did you mean 'quorum'",
+            r"run\.sync\.quorun \(did you mean 'quorum'",
         ),
         (
             lambda c: c["islands"]["v6e"].update(batchsize=2),
-            r"islands\.v6e\.batchsize; did you mean 'batch_size'",
+            r"islands\.v6e\.batchsize \(did you mean 'batch_size'",
         ),
         (lambda c: c["run"].update(seed="x"), r"\$\.run\.seed"),
         (
@@ -248,12 +197,6 @@ def test_config_json_is_read_strictly(path, tmp_path, change, what):
     target.write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=what):
         read_config_json(target)
-
-
-def test_config_json_that_is_not_json_is_an_error(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read as JSON"):
-        read_config_json(tmp_path / "config.json")
 
 
 # ---- resolve ---------------------------------------------------------------------

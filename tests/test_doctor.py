@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 
 from diloco_jax import before_jax, cli, doctor, files, process
 from diloco_jax.doctor import LOOKS, Level, check_surroundings, ok, problem
-from diloco_jax.errors import ConfigError
 
 
 def named(findings):
@@ -282,12 +281,3 @@ def test_a_file_that_another_holds_is_no_error(tmp_path):
     with path.open("w") as one, path.open("w") as other:
         assert files.lock(one, path)
         assert not files.lock(other, path)
-
-
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.fcntl, "flock", unlockable)
-    with (
-        (tmp_path / "lock").open("w") as file,
-        pytest.raises(ConfigError, match=r"lock cannot be locked .*local disk"),
-    ):
-        files.lock(file, tmp_path / "lock")

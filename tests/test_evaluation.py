@@ -25,10 +25,7 @@ from diloco_jax.protocol.values import Version
 
 @pytest.mark.parametrize(
     "judge",
-    [
-        lambda config: evaluation.whole_validation(config, None, None),
-        baseline.run,
-    ],
+    [lambda config: evaluation.whole_validation(config, None, None), baseline.run],
     ids=["evaluation", "baseline"],
 )
 def test_a_loss_on_other_text_than_the_runs_is_no_result(judge, tmp_path) -> None:

@@ -15,11 +15,6 @@ def test_the_cheapest_files_are_taken_until_the_budget_is_spent():
     assert fast.chosen({}, 1.0) == set()
 
 
-def test_a_file_that_is_dear_is_left_out_whatever_the_budget():
-    dear = {"a": fast.FILE_S, "b": fast.FILE_S + 0.1}
-    assert fast.chosen(dear, 1000.0) == {"a"}
-
-
 def test_the_list_is_that_of_this_checkout():
     """A file that is not on the list runs, so new ones may be missing for a while."""
     known = fast.read_list()
@@ -69,22 +64,3 @@ def test_fast_leaves_out_what_is_dear_or_marked(suite):
     done = suite.inline_run("--fast")
     passed = [report.nodeid for report in done.getreports() if report.when == "call"]
     assert sorted(passed) == ["test_cheap.py::test_plain", "test_new.py::test_plain"]
-
-
-def test_measure_sees_enough_of_a_file_that_is_dear(suite, monkeypatch):
-    used = iter(range(0, 1000, 10))
-    monkeypatch.setattr(fast, "cpu_seconds", lambda: float(next(used)))
-    suite.makepyfile(test_long="def test_a(): pass\ndef test_b(): pass")
-    done = suite.inline_run("--measure", "test_long.py")
-    outcomes = [r.outcome for r in done.getreports() if r.when in ("setup", "call")]
-    assert outcomes == ["passed", "passed", "skipped"]
-    assert fast.read_list()["test_long.py"] > fast.FILE_S
-
-
-def test_measure_writes_what_each_file_used(suite):
-    suite.inline_run("--measure", "test_cheap.py", "test_new.py")
-    assert fast.read_list() == {
-        "test_cheap.py": 0.0,
-        "test_dear.py": 1000,
-        "test_new.py": 0.0,
-    }

@@ -48,21 +48,6 @@ def test_faults_of_parameters_are_those_of_all_hosts_and_strike_no_process():
         parse_faults(["coordinator@3:nan"], ISLANDS)
 
 
-@pytest.mark.parametrize(
-    "text", ["v6e", "v6e@x:kill", "v6e@3:explode", "v6e@3:pause", "v6e#0@3:kill", ""]
-)
-def test_unknown_form_is_refused_with_the_forms(text):
-    with pytest.raises(ConfigError, match="the forms are") as error:
-        parse_faults([text], ISLANDS)
-    assert repr(text) in str(error.value)
-
-
-def test_unknown_name_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match="did you mean 'v5p-a'") as error:
-        parse_faults(["v5p-b@3:kill"], ISLANDS)
-    assert "v6e" in str(error.value)
-
-
 def fire(action: str, step: int) -> "subprocess.Popen[bytes]":
     code = (
         "from diloco_jax.faults import parse_faults\n"

@@ -33,10 +33,7 @@ def test_a_figure_is_made_and_is_the_same_each_time(name, tmp_path):
 
 
 def test_every_figure_has_a_script_and_a_page_that_shows_it():
-    pages = [
-        FIGURES.parents[1] / "README.md",
-        *FIGURES.parent.rglob("*.md"),
-    ]
+    pages = [FIGURES.parents[1] / "README.md", *FIGURES.parent.rglob("*.md")]
     text = "".join(page.read_text() for page in pages)
     for picture in FIGURES.glob("*.svg"):
         assert picture.with_suffix(".py").is_file()

@@ -138,33 +138,10 @@ def test_every_option_has_a_text_in_whole_sentences(command, width, help_of):
     assert [(entry.name, breaks(entry)) for entry in found if breaks(entry)] == []
 
 
-@pytest.mark.parametrize("command", OF_CONFIG)
-def test_no_island_is_shown_that_no_config_has(command, help_of):
-    names = [entry.name for entry in entries(help_of(80, command))]
-    islands = {name.split(".")[1] for name in names if name.startswith("--islands.")}
-    assert islands == {"NAME"}
-
-
 def test_the_islands_of_a_config_are_shown(help_of):
     shown = help_of(80, "run", "configs/quickstart.py")
     assert "--islands.NAME." not in shown
     assert "--islands.v6e-a.batch-size" in shown or "--islands.v6e.batch-size" in shown
-
-
-@pytest.mark.parametrize("command", OF_CONFIG)
-def test_rare_options_stand_apart_and_have_no_prefix(command, help_of):
-    found = entries(help_of(80, command))
-    groups = {entry.name.partition(" ")[0]: entry.group for entry in found}
-    assert groups["--workdir"] == groups["--total-tokens"] == "options"
-    assert groups["--time-budget-s"] == "deadline options"
-    assert groups["--snapshots-kept"] == "checkpoint options"
-    assert groups["--evaluate-batches"] == "evaluation options"
-    assert groups["--faults"] == "process options"
-
-
-def test_launch_options_are_those_of_launch(help_of):
-    assert "--launch.zones" in help_of(80, "launch")
-    assert "--launch.zones" not in help_of(80, "run")
 
 
 def test_entries_of_a_dict_have_a_text(help_of):

@@ -122,53 +122,6 @@ def test_a_request_to_end_is_raised_and_all_is_as_before(hangup, number):
     assert not any("_watch" in thread.name for thread in threading.enumerate())
 
 
-def test_a_request_ends_a_wait_in_a_library():
-    ears, mouth = os.pipe()
-
-    def work():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.read(ears, 1)
-
-    assert interrupted(work)
-    os.close(ears)
-    os.close(mouth)
-
-
-def test_a_request_that_a_callback_discards_is_raised_again(capsys):
-    """As with jax, whose callback of the garbage collector is in Python."""
-    called = []
-
-    def callback(phase, info):
-        if not called:
-            called.append(phase)
-            os.kill(os.getpid(), signal.SIGINT)
-            until_it_is_raised()
-
-    def work():
-        gc.callbacks.append(callback)
-        try:
-            gc.collect()
-            until_it_is_raised()
-        finally:
-            gc.callbacks.remove(callback)
-
-    assert interrupted(work)
-    assert called
-    assert capsys.readouterr().err == ""
-
-
-def test_what_else_is_discarded_is_told_as_before(monkeypatch):
-    class Falls:
-        def __del__(self):
-            raise ValueError("fell")
-
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(args.exc_value))
-    with Interruptible():
-        Falls()
-    assert [str(error) for error in told] == ["fell"]
-
-
 IMPORTED = """
 import os, signal, time
 from diloco_jax import cli, process

@@ -124,19 +124,3 @@ def test_each_system_is_compared_with_itself():
     rows = [peers.row_of(each, found) for each in found]
     shown = [row["useful tokens/s, relative"] for row in rows]
     assert shown == ["1.00", "1.00", "0.90", "0.80", "0.40"]
-
-
-def test_every_scenario_is_run_by_both():
-    for quick in (False, True):
-        found = {(system, work.scenario) for system, work in peers.runs(quick, None)}
-        for scenario in SCENARIOS:
-            for system in one.SYSTEMS[:2]:
-                assert (system, scenario) in found
-
-
-def test_it_says_how_it_is_used(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["peers", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        peers.main()
-    assert ended.value.code == 0
-    assert "--venv" in capsys.readouterr().out

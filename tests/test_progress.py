@@ -19,7 +19,7 @@ from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncC
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
-from diloco_jax.launch.submit import Command, LaunchStep, Submitter
+from diloco_jax.launch.submit import Command, Submitter
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability import terminal
 from diloco_jax.weights.first import first_params
@@ -62,7 +62,7 @@ def launch(given: Given) -> None:
     submitter = Submitter(
         None, only=(), show=lambda line: None, confirm=lambda question: True
     )
-    submitter._carry_out([LaunchStep(Command(("true",), 9.0))] * 2)
+    submitter._carry_out([Command(("true",), 9.0)] * 2)
 
 
 def coordinator(given: Given) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from diloco_jax.config import Config, IslandConfig, LaunchConfig, Placement, RunConfig
-from diloco_jax.hardware.machines import CONSTANTS
+from diloco_jax.hardware.machines import CONSTANTS, rate_of
 from diloco_jax.restart_time import lasting, outage_seconds, state_seconds
 
 CONFIG = Config(
@@ -31,7 +31,7 @@ def test_a_small_model_has_the_budget_that_is_set():
 def test_every_wait_of_islands_follows_from_the_size_of_the_state():
     lasts = lasting(CONFIG, 12 * 10**9).placement
     # 144 GB of state and 72 of publishes at 700 MiB/s, 72e9 parameters decoded.
-    decoded_s = 72 * CONSTANTS.replaying("int8")
+    decoded_s = 72 * rate_of(CONSTANTS.replay_core_seconds, "int8")
     read_s = 216e9 / (700 * 2**20)
     assert lasts.outage_budget_s == pytest.approx(read_s + decoded_s, rel=1e-3)
     assert lasts.patience_s == 3 * lasts.outage_budget_s

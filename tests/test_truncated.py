@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from diloco_jax import checkpoint, storage
+from diloco_jax import checkpoint
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.processes import next_attempt
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
@@ -32,7 +31,7 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data import manifest
-from diloco_jax.data.documents import read_token_file
+from diloco_jax.data.documents import SourceKind, read_file
 from diloco_jax.data.examples import Reader
 from diloco_jax.data.prepare import Recipe, prepare
 from diloco_jax.data.prepared import MANIFEST, read_manifest, require_whole
@@ -43,10 +42,8 @@ from diloco_jax.observability.tape import (
     JsonLines,
     Tape,
     TapeError,
-    newest_record,
     read_lines,
     read_tape,
-    tells_of_the_end,
 )
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.values import Version
@@ -82,22 +79,6 @@ def tape(folder: Path) -> Kind:
     return Kind(path, lambda: [line["n"] for line in read_tape(path)], prefix=True)
 
 
-def tape_that_goes_on(folder: Path) -> Kind:
-    """Its writer opens it again, and others look at its newest lines."""
-    path = folder / "tape.jsonl"
-    shutil.copy(tape(folder / "first").path, path)
-
-    def read() -> list[int]:
-        assert not tells_of_the_end(path)
-        opened = Tape(path)
-        opened.append({"kind": "tick", "n": -1, "time": 2.0})
-        opened.close()
-        assert newest_record(path, "tick")["n"] == -1
-        return [line["n"] for line in read_tape(path)][:-1]
-
-    return Kind(path, read, prefix=True)
-
-
 def segment_of_a_tape(folder: Path) -> Kind:
     """One that was put aside: a later one follows it."""
     path = folder / "tape.jsonl"
@@ -129,17 +110,6 @@ def record_log(folder: Path) -> Kind:
     return Kind(
         path, lambda: [r["through"] for r in durable.read(folder, -1)], prefix=True
     )
-
-
-def older_segment_of_the_log(folder: Path) -> Kind:
-    log = durable.RecordLog(folder)
-    for number in range(40):
-        log.append({"kind": "ticks", "through": number})
-        if number == 20:
-            log.rotate()
-    log.close()
-    path = min(folder.glob("log-*.bin"))
-    return Kind(path, lambda: list(durable.read(folder, -1)))
 
 
 def state_snapshot(folder: Path) -> Kind:
@@ -187,20 +157,6 @@ def publish(folder: Path) -> Kind:
     return Kind(path, read)
 
 
-def mapped_publish(folder: Path) -> Kind:
-    """One that a run serves from the disk, unchecked: cut off, it is not served."""
-    publishes = Publishes(folder)
-    publishes.write(0, Version(1, 2), bytes(range(256)) * 4, final=False)
-
-    def read() -> bytes:
-        found = publishes.mapped(0, Version(1, 2))
-        if found is None:
-            raise storage.SealedError(f"{folder} has it no longer")
-        return bytes(found)
-
-    return Kind(next(folder.rglob("*.publish")), read, named=str(folder))
-
-
 def manifest_of_tokens(folder: Path) -> Kind:
     path = folder / "tokens.npy"
     np.save(path, np.arange(640, dtype=np.int32) % 100)
@@ -213,7 +169,7 @@ def manifest_of_tokens(folder: Path) -> Kind:
 def file_of_tokens(folder: Path) -> Kind:
     path = folder / "tokens.npy"
     np.save(path, np.arange(640, dtype=np.int32) % 100)
-    return Kind(path, lambda: read_token_file(path, None).tokens.tolist())
+    return Kind(path, lambda: read_file(path, SourceKind.TOKENS, None).values.tolist())
 
 
 def prepared(folder: Path) -> Path:
@@ -221,10 +177,7 @@ def prepared(folder: Path) -> Path:
     for number in range(12):
         (folder / "in" / f"{number}.txt").write_text(f"text {number} " * 20)
     recipe = Recipe(
-        tokenizer=Bytes(),
-        reader=Reader(),
-        sequence_length=32,
-        validation_fraction=0.3,
+        tokenizer=Bytes(), reader=Reader(), sequence_length=32, validation_fraction=0.3
     )
     prepare(folder / "out", (str(folder / "in"),), recipe, workers=1)
     return folder / "out"
@@ -288,23 +241,14 @@ def certificate(folder: Path) -> Kind:
     return Kind(path, lambda: str(TlsFiles.load(folder, COORDINATOR).who))
 
 
-def key(folder: Path) -> Kind:
-    make_certificates(folder, [], 1)
-    path = folder / "coordinator.key"
-    return Kind(path, lambda: str(TlsFiles.load(folder, COORDINATOR).who))
-
-
 KINDS = (
     tape,
-    tape_that_goes_on,
     segment_of_a_tape,
     metrics,
     record_log,
-    older_segment_of_the_log,
     state_snapshot,
     fragment_snapshot,
     publish,
-    mapped_publish,
     manifest_of_tokens,
     file_of_tokens,
     prepared_manifest,
@@ -315,9 +259,8 @@ KINDS = (
     summary,
     attempts,
     certificate,
-    key,
 )
-CUTS = 50
+CUTS = 60
 """Files of each kind."""
 
 

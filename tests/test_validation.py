@@ -113,35 +113,6 @@ def test_a_number_outside_its_bounds_is_refused(section, field, bound):
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "value"),
-    [
-        ("", "sync.grace", 1.0),
-        ("", "sync.blend_alpha", 1.1),
-        ("", "inner.warmup_fraction", 2.0),
-        ("", "inner.final_fraction", 7.0),
-        ("", "inner.beta1", 1.0),
-        ("", "inner.beta2", 1.5),
-        ("", "outer.momentum", 1.0),
-        ("", "outer.learning_rate", 0.0),
-        ("", "model.rope_base", 0.0),
-        ("", "data.validation_fraction", 1.0),
-        ("islands.v6e.", "hosts", 0),
-        ("islands.v6e.", "step_seconds", math.nan),
-        ("placement.", "time_budget_s", 0.0),
-        ("placement.", "outage_budget_s", -5.0),
-        ("placement.", "compile_budget_s", 0.0),
-        ("placement.", "notice_s", math.nan),
-        ("placement.", "snapshot_every_s", 0.0),
-        ("", "seed", 2**32),
-        ("placement.", "bulk_channels", 0),
-        ("placement.", "restarts", -1),
-    ],
-)
-def test_what_could_not_train_is_refused(section, field, value):
-    assert f"{section}{field} = {value}; " in refusal(with_value(section, field, value))
-
-
-@pytest.mark.parametrize(
     ("fields", "shown"),
     [
         ({"islands": [IslandConfig()]}, "must be a dict of IslandConfig by name"),
@@ -177,12 +148,17 @@ def test_bounds_tell_which_ends_are_in():
 @pytest.mark.parametrize(
     ("section", "field", "value", "shown"),
     [
-        ("islands.v6e.", "attention", "splsh", "did you mean 'splash'?; choose from"),
+        ("islands.v6e.", "attention", "splsh", "(did you mean 'splash'?); choose from"),
         ("", "sync.codec_up", "int2", "choose from f32, bf16, int8, int4"),
-        ("", "sync.codec_up", "int9", "did you mean 'int8'?; choose from"),
-        ("", "sync.adopt", "keeps", "did you mean 'keep'?; choose from keep, rebase"),
-        ("", "sync.weighting", "token", "did you mean 'tokens'?; choose from tokens"),
-        ("", "outer.optimizer", "adamm", "did you mean 'adam'?; choose sgd, nesterov"),
+        ("", "sync.codec_up", "int9", "(did you mean 'int8'?); choose from"),
+        ("", "sync.adopt", "keeps", "(did you mean 'keep'?); choose from keep, rebase"),
+        ("", "sync.weighting", "token", "(did you mean 'tokens'?); choose from tokens"),
+        (
+            "",
+            "outer.optimizer",
+            "adamm",
+            "(did you mean 'adam'?); choose sgd, nesterov",
+        ),
         ("islands.v6e.", "batch_size", "8", "Expected `int`, got `str`"),
         ("islands.v6e.", "hosts", 1.5, "Expected `int`, got `float`"),
         ("", "sync.quorum", None, "Expected `int`, got `null`"),
@@ -199,29 +175,10 @@ def test_another_type_or_choice_is_refused(section, field, value, shown):
 # ---- what must fit together ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("island", "shown"),
-    [
-        (
-            {"hosts": 3},
-            ["islands.v6e.hosts = 3", "divide 1, the", "1 * 1 * 1", "a divisor of 1"],
-        ),
-        (
-            {"hosts": 4, "mesh_fsdp": 2, "mesh_tensor": 3},
-            ["hosts = 4", "divide 6, the", "1 * 2 * 3", "a divisor of 6"],
-        ),
-        (
-            {"attention": "splash"},
-            ["islands.v6e.attention = 'splash'", "= 96", "of 128", "'dot_product'"],
-        ),
-    ],
-)
-def test_an_island_that_cannot_train_is_refused(island, shown):
-    config = Config(
-        run=RunConfig(sequence_length=96), islands={"v6e": IslandConfig(**island)}
-    )
-    message = refusal(config)
-    for text in shown:
+def test_hosts_that_do_not_share_the_devices_are_refused():
+    island = IslandConfig(hosts=4, mesh_fsdp=2, mesh_tensor=3)
+    message = refusal(Config(islands={"v6e": island}))
+    for text in ("hosts = 4", "divide 6, the", "1 * 2 * 3", "a divisor of 6"):
         assert text in message
 
 
@@ -248,18 +205,14 @@ def test_an_islands_name_must_do_for_files_and_faults(name, shown):
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
-        ("bind", "nonsense", ["placement.bind: address 'nonsense'", "HOST:PORT"]),
+        ("checkpoints", "ftp://x", ["checkpoints = 'ftp://x'", "gs:// or s3://"]),
         ("bind", "", ["placement.bind: address ''", "write 10.0.0.1:7077"]),
-        ("workers", 99, ["placement.workers = 99", "fragments", "at most"]),
         ("advertise", "host", ["placement.advertise: address 'host'", "HOST:PORT"]),
-        ("advertise", "host:0", ["placement.advertise = 'host:0'", "give the port"]),
-        ("faults", ("v6e/1@3:kill",), ["v6e/1@3", "1 host,", "a host below 1"]),
         (
             "faults",
             ("coordinator/2@3:kill",),
             ["coordinator/2@3", "1 host,", "never strike"],
         ),
-        ("faults", ("v6e@0:kill",), ["v6e@0", "from 1", "above 0"]),
         ("faults", ("v6@3:kill",), ["no 'v6'", "did you mean 'v6e'"]),
     ],
 )

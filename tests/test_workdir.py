@@ -58,9 +58,7 @@ def of_another_format(config, workdir):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["run", "--resume"], ["status"], ["eval"], ["replay"]],
-    ids=" ".join,
+    "command", [["run", "--resume"], ["status"], ["eval"], ["replay"]], ids=" ".join
 )
 def test_whoever_reads_a_workdir_looks_at_its_format_first(
     config, tmp_path, capsys, command

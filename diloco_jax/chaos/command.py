@@ -7,6 +7,7 @@ of this machine that somebody started.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -33,7 +34,8 @@ from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.workdir import read_config
+from diloco_jax.observability.terminal import say
+from diloco_jax.workdir import read_config, read_summary
 
 
 def run(
@@ -54,7 +56,7 @@ def run(
     if options.save_schedule:
         write_schedule(planned, Path(options.save_schedule))
     for text in planned:
-        console.print(f"strike: {text}", highlight=False)
+        _tell(console, text)
 
     def run_under(
         config: Config, strikes: tuple[Strike, ...]
@@ -62,18 +64,14 @@ def run(
         striker = Striker(
             strikes,
             tuple(config.islands),
-            lambda text: console.print(f"strike: {text}", highlight=False),
+            functools.partial(_tell, console),
             moment=moment,
             look_s=look_s,
             link_bytes_per_s=options.link_bytes_per_s or math.inf,
         )
         try:
             ran = run_locally(
-                config,
-                config_path,
-                console,
-                baseline=False,
-                route=striker.route,
+                config, config_path, console, baseline=False, route=striker.route
             )
         finally:
             striker.close()
@@ -83,15 +81,13 @@ def run(
     if workdir is None or not (workdir / run_files.TAPE).exists():
         return code, {}
     findings = report(workdir, config, planned, summary)
-    write_json(findings, workdir / run_files.CHAOS_REPORT)
     if options.twin and code == EXIT_DONE:
-        console.print("\nthe same without strikes", highlight=False)
+        say(console, "\nthe same without strikes")
         code, summary, _ = run_under(twin_of(config, workdir), ())
         findings["twin_goodput"] = summary.get("goodput")
         write_json(findings, workdir / run_files.CHAOS_REPORT)
-    findings["workdir"] = str(workdir)
-    show(findings, console)
-    return code, findings
+    show(findings, workdir, console)
+    return code, {**findings, "workdir": str(workdir)}
 
 
 def scheduled(
@@ -116,37 +112,32 @@ def scheduled(
 
 def with_faults(config: Config, faults: tuple[str, ...]) -> Config:
     """Return the config with these faults too."""
-    placement = config.placement
-    placement = dataclasses.replace(placement, faults=placement.faults + faults)
-    return dataclasses.replace(config, placement=placement).validate()
+    return _placed(config, faults=config.placement.faults + faults).validate()
 
 
 def with_restarts(config: Config, strikes: tuple[Strike, ...]) -> Config:
     """Return the config with a restart for each kill: they are in a row."""
-    islands = tuple(config.islands)
-    faults = parse_faults(config.placement.faults, islands).faults
-    kills = sum(s.kind == "kill" for s in strikes)
-    kills += sum(fault.kills for fault in faults)
-    placement = config.placement
-    placement = dataclasses.replace(placement, restarts=placement.restarts + kills)
-    return dataclasses.replace(config, placement=placement)
+    faults = parse_faults(config.placement.faults, config.islands).faults
+    kills = sum(s.kind == "kill" for s in strikes) + sum(f.kills for f in faults)
+    return _placed(config, restarts=config.placement.restarts + kills)
 
 
 def twin_of(config: Config, workdir: Path) -> Config:
     """Return the config of a run in a folder beside the workdir, without faults."""
-    beside = str(workdir.with_name(f"{workdir.name}-twin"))
-    placement = dataclasses.replace(config.placement, faults=(), workdir=beside)
+    beside = workdir.with_name(f"{workdir.name}-twin")
+    return _placed(config, faults=(), workdir=str(beside))
+
+
+def _placed(config: Config, **changes: Any) -> Config:
+    placement = dataclasses.replace(config.placement, **changes)
     return dataclasses.replace(config, placement=placement)
 
 
 def report(
-    workdir: Path,
-    config: Config,
-    planned: list[str],
-    summary: dict[str, Any],
+    workdir: Path, config: Config, planned: list[str], summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Measure, draw the plot in the workdir, and return the report. planned: the
-    schedule."""
+    """Measure, write report and plot into the workdir, and return the report. planned:
+    the schedule."""
     found = measure.outcomes(workdir, config.islands)
     findings = {
         "planned": planned,
@@ -160,10 +151,11 @@ def report(
     }
     tape = list(read_tape(workdir / run_files.TAPE))
     measure.write_plot(found, tape, workdir / run_files.CHAOS_PLOT)
+    write_json(findings, workdir / run_files.CHAOS_REPORT)
     return findings
 
 
-def show(findings: dict[str, Any], console: Console) -> None:
+def show(findings: dict[str, Any], workdir: Path, console: Console) -> None:
     """Print a report for people."""
     found = [measure.StrikeOutcome(**outcome) for outcome in findings["outcomes"]]
     head, *rows = measure.rows(found)
@@ -175,13 +167,12 @@ def show(findings: dict[str, Any], console: Console) -> None:
     for name, gap in findings["longest_gap_medians"].items():
         lost = findings["tokens_lost"][name]
         text = f"{name}: longest gap {gap:.1f} median steps, {lost:,} tokens lost"
-        console.print(text, highlight=False)
+        say(console, text)
     if findings["goodput"] is not None:
         twin = findings.get("twin_goodput")
         beside = f", without strikes {twin:.1%}" if twin is not None else ""
-        console.print(f"goodput {findings['goodput']:.1%}{beside}", highlight=False)
-    path = Path(findings["workdir"]) / run_files.CHAOS_PLOT
-    console.print(f"plot: {path}", highlight=False, soft_wrap=True)
+        say(console, f"goodput {findings['goodput']:.1%}{beside}")
+    say(console, f"plot: {workdir / run_files.CHAOS_PLOT}")
 
 
 SETTLE_S = 60.0
@@ -213,32 +204,25 @@ def strike_running(
         write_schedule(planned, Path(options.save_schedule))
     _warn(config, strikes, console)
 
-    def say(text: str) -> None:
-        console.print(f"strike: {text}", highlight=False)
-
-    striker = Striker(
-        strikes, tuple(config.islands), say, moment=lambda workdir: True, look_s=LOOK_S
-    )
+    tell = functools.partial(_tell, console)
+    islands = tuple(config.islands)
+    striker = Striker(strikes, islands, tell, moment=lambda workdir: True)
     striker.watch(workdir)
     try:
         while not striker.done.wait(LOOK_S):
             if not _is_running(workdir):
-                say("the run is over before its last strikes")
+                tell("the run is over before its last strikes")
                 break
         else:
-            say(f"none is left; what they cost is watched for {settle_s:g} s")
+            tell(f"none is left; what they cost is watched for {settle_s:g} s")
             striker.closed.wait(settle_s)
     except KeyboardInterrupt:
-        say("ended by hand; what was stopped goes on")
+        tell("ended by hand; what was stopped goes on")
     finally:
         striker.close()
-    summary = workdir / run_files.SUMMARY
-    facts = json.loads(summary.read_bytes()) if summary.exists() else {}
-    findings = report(workdir, config, planned, facts)
-    write_json(findings, workdir / run_files.CHAOS_REPORT)
-    findings["workdir"] = str(workdir)
-    show(findings, console)
-    return EXIT_DONE, findings
+    findings = report(workdir, config, planned, read_summary(workdir))
+    show(findings, workdir, console)
+    return EXIT_DONE, {**findings, "workdir": str(workdir)}
 
 
 def _is_running(workdir: Path) -> bool:
@@ -276,13 +260,17 @@ def _require_possible(
             )
 
 
+def _tell(console: Console, text: str) -> None:
+    say(console, f"strike: {text}")
+
+
 def _warn(config: Config, strikes: Sequence[Strike], console: Console) -> None:
     """Tell people if the launcher may give up before the last kill."""
     kills = sum(strike.kind == "kill" for strike in strikes)
     restarts = config.placement.restarts
     if kills > restarts:
-        console.print(
+        say(
+            console,
             f"{kills} kills are planned, and this run starts a process again "
             f"{restarts} times in a row (placement.restarts): it may end",
-            highlight=False,
         )

@@ -6,18 +6,16 @@ The tape may still be being written.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.chaos.schedule import OF_NETWORK
 from diloco_jax.faults import COORDINATOR, worker_number
-from diloco_jax.observability.tape import read_lines, read_tape, segments
+from diloco_jax.observability.tape import read_lines, read_tape
 
 Line = Mapping[str, Any]
 LOST = ("absent", "left")
@@ -105,18 +103,9 @@ def rows(found: Sequence[StrikeOutcome]) -> list[tuple[str, ...]]:
     ]
     for kind, who in sorted({(o.kind, o.who) for o in found}):
         of = [o for o in found if (o.kind, o.who) == (kind, who)]
-        out.append(
-            (
-                kind,
-                who,
-                str(len(of)),
-                *(
-                    _middle([getattr(o, field) for o in of])
-                    for field in ("detected_s", "back_s", "merged_s")
-                ),
-                str(sum(o.tokens_lost for o in of)),
-            )
-        )
+        times = zip(*((o.detected_s, o.back_s, o.merged_s) for o in of), strict=True)
+        lost = str(sum(o.tokens_lost for o in of))
+        out.append((kind, who, str(len(of)), *map(_middle, times), lost))
     return out
 
 
@@ -152,70 +141,39 @@ def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome
     over = strike["time"] + strike["seconds"]
     killed = strike["kind"] == "kill"
     own = [r for r in window if r.get("island") == name]
-    lost = next((r for r in own if r["kind"] in LOST), None)
-    again = next((r for r in window if r["time"] > over and _has(r, name, None)), None)
+    lost = _first(own, lambda r: r["kind"] in LOST)
+    again = _first(window, lambda r: r["time"] > over and _has(r, name, None))
     back = ended = None
     if lost and not killed and again and again["time"] <= lost["time"]:
         lost = None  # It was merged again, and nobody had noticed.
     elif lost or killed:
         # A killed island may be back before anyone has noticed.
         since = lost["time"] if lost else over
-        back = next((r for r in own if r["kind"] in BACK and r["time"] >= since), None)
+        back = _first(own, lambda r: r["kind"] in BACK and r["time"] >= since)
         after = until = back["time"] if back else math.inf
         if not (back or killed) and lost and lost["kind"] == "absent":
             # It was heard again on the connection that it had, of which no line tells.
             after, until = lost["time"], -math.inf
         after = max(over, after)
-        again = next(
-            (r for r in window if r["time"] > after and _has(r, name, back)), None
-        )
-        ended = next(
-            (r for r in own if r["kind"] == "left" and r["time"] <= until), None
-        )
-    return StrikeOutcome(
-        who=name,
-        kind=strike["kind"],
-        time=strike["time"],
-        seconds=strike["seconds"],
-        detected_s=_since(strike, lost),
-        back_s=_since(strike, back),
-        merged_s=_since(strike, again),
-        tokens_lost=max(ended["lost_tokens_by_fragment"], default=0) if ended else 0,
-    )
+        again = _first(window, lambda r: r["time"] > after and _has(r, name, back))
+        ended = _first(own, lambda r: r["kind"] == "left" and r["time"] <= until)
+    lost_tokens = max(ended["lost_tokens_by_fragment"], default=0) if ended else 0
+    return _outcome(strike, name, _since(strike, lost), back, again, lost_tokens)
 
 
 def _of_coordinator(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
-    over = strike["time"] + strike["seconds"]
-    killed = strike["kind"] == "kill"
-    back = next(
-        (
-            r
-            for r in window
-            if (r["kind"] == "recovered" if killed else r["time"] >= over)
-        ),
-        None,
-    )
-    again = next(
-        (
-            r
-            for r in window
-            if r["kind"] == "merged"
-            and back
-            and r["time"] > over
-            and r["time"] >= back["time"]
-        ),
-        None,
-    )
-    return StrikeOutcome(
-        who=COORDINATOR,
-        kind=strike["kind"],
-        time=strike["time"],
-        seconds=strike["seconds"],
-        detected_s=None,
-        back_s=_since(strike, back),
-        merged_s=_since(strike, again),
-        tokens_lost=0,
-    )
+    over, again = strike["time"] + strike["seconds"], None
+    if strike["kind"] == "kill":
+        back = _first(window, lambda r: r["kind"] == "recovered")
+    else:
+        back = _first(window, lambda r: r["time"] >= over)
+    if back:
+        since = back["time"]
+        again = _first(
+            window,
+            lambda r: r["kind"] == "merged" and over < r["time"] and since <= r["time"],
+        )
+    return _outcome(strike, COORDINATOR, None, back, again)
 
 
 def _of_worker(
@@ -223,37 +181,46 @@ def _of_worker(
 ) -> StrikeOutcome:
     """One that is stopped for less than a lease is not missed, as none of its deltas
     is: then the next merge is all that is known."""
-    over = strike["time"] + strike["seconds"]
-    back = next(
-        (
-            r
-            for r in window
-            if r["kind"] == "worker_recovered" and r["worker"] == worker
-        ),
-        None,
+    back = _first(
+        window, lambda r: r["kind"] == "worker_recovered" and r["worker"] == worker
     )
-    away = None if back is None else back["away_seconds"]
-    back_s = _since(strike, back)
-    again = next(
-        (
-            r
-            for r in window
-            if r["kind"] == "merged"
-            and r["time"] > (back["time"] if back else over)
+    since = back["time"] if back else strike["time"] + strike["seconds"]
+    again = _first(
+        window,
+        lambda r: (
+            r["kind"] == "merged"
+            and r["time"] > since
             and (back is None or r["fragment"] in back["fragments"])
         ),
-        None,
     )
+    detected_s = None
+    if back and back["away_seconds"] is not None:
+        detected_s = back["time"] - strike["time"] - back["away_seconds"]
+    return _outcome(strike, name, detected_s, back, again)
+
+
+def _outcome(
+    strike: Line,
+    who: str,
+    detected_s: float | None,
+    back: Line | None,
+    again: Line | None,
+    tokens_lost: int = 0,
+) -> StrikeOutcome:
     return StrikeOutcome(
-        who=name,
+        who=who,
         kind=strike["kind"],
         time=strike["time"],
         seconds=strike["seconds"],
-        detected_s=None if away is None or back_s is None else back_s - away,
-        back_s=back_s,
+        detected_s=detected_s,
+        back_s=_since(strike, back),
         merged_s=_since(strike, again),
-        tokens_lost=0,
+        tokens_lost=tokens_lost,
     )
+
+
+def _first(records: Sequence[Line], holds: Callable[[Line], bool]) -> Line | None:
+    return next((record for record in records if holds(record)), None)
 
 
 def _has(record: Line, name: str, back: Line | None) -> bool:
@@ -283,30 +250,3 @@ def _middle(values: Sequence[float | None]) -> str:
         return "-"
     missing = f", {len(values) - len(known)} not" if len(known) < len(values) else ""
     return f"{statistics.median(known):.1f} (worst {max(known):.1f}{missing})"
-
-
-class Tail:
-    """Reads each line of a tape once, and a line that is not whole later. Hashes are
-    not checked."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read: dict[int, int] = {}
-        """Bytes that were read of each file, by its number in the file system."""
-
-    def new(self) -> list[dict[str, Any]]:
-        """Return the lines that were written since the last call; none if there is no
-        tape yet."""
-        lines: list[dict[str, Any]] = []
-        try:
-            for file in segments(self._path):
-                number = os.fstat(file.fileno()).st_ino
-                # What a writer cuts off after a crash is behind the last whole line.
-                file.seek(begin := self._read.get(number, 0))
-                octets = file.read()
-                whole = octets[: octets.rfind(b"\n") + 1]
-                self._read[number] = begin + len(whole)
-                lines += map(json.loads, whole.splitlines())
-        except FileNotFoundError:
-            pass  # It has not begun.
-        return lines

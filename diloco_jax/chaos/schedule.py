@@ -41,8 +41,7 @@ class ChaosOptions:
         help="File of more strikes, one a line; lines that begin with # are comments.",
     )
     save_schedule: str = setting(
-        "",
-        help="File to which all strikes are written before the run, for --schedule.",
+        "", help="File to which all strikes are written before the run, for --schedule."
     )
     schedule_seed: int = setting(
         0,

@@ -17,11 +17,10 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.chaos import measure
-from diloco_jax.chaos.measure import Tail
 from diloco_jax.chaos.relay import Relay
 from diloco_jax.chaos.schedule import OF_DISK, Strike, Target, found
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.observability.tape import JsonLines
+from diloco_jax.observability.tape import JsonLines, NewLines
 
 
 class LiveReport:
@@ -31,7 +30,7 @@ class LiveReport:
         self, workdir: Path, islands: Sequence[str], say: Callable[[str], None]
     ) -> None:
         self._islands, self._say = tuple(islands), say
-        self._tail = Tail(workdir / run_files.TAPE)
+        self._new = NewLines(workdir / run_files.TAPE)
         self._struck: list[measure.Line] = []
         self._tape: list[dict[str, Any]] = []
         """Lines since the first strike whose cost is not told yet."""
@@ -43,7 +42,7 @@ class LiveReport:
 
     def look(self) -> None:
         """Read what is new, and tell the costs that it shows."""
-        self._tape += self._tail.new()
+        self._tape += self._new
         found = measure.measured(self._struck, self._tape, self._islands)
         for number, outcome in enumerate(found):
             if (outcome.who, outcome.time) in self._told:
@@ -119,17 +118,16 @@ Moment = Callable[[Path], bool]
 """Tells of a workdir whether the moment has come from which times count."""
 
 
-class FirstMerge:
-    """The moment at which the first merge is on the tape."""
+def first_merge() -> Moment:
+    """Return the moment at which the first merge is on the tape."""
+    lines: list[NewLines] = []
 
-    def __init__(self) -> None:
-        self._tail: Tail | None = None
+    def has_come(workdir: Path) -> bool:
+        if not lines:
+            lines.append(NewLines(workdir / run_files.TAPE))
+        return any(line["kind"] == "merged" for line in lines[0])
 
-    def __call__(self, workdir: Path) -> bool:
-        """Tell whether it has come."""
-        if self._tail is None:
-            self._tail = Tail(workdir / run_files.TAPE)
-        return any(line["kind"] == "merged" for line in self._tail.new())
+    return has_come
 
 
 class Striker:
@@ -154,7 +152,7 @@ class Striker:
         self.workdir: Path | None = None
         """Workdir of the run, once an island was started."""
         self._strikes, self._islands, self._say = strikes, tuple(islands), say
-        self._moment, self._look_s = moment or FirstMerge(), look_s
+        self._moment, self._look_s = moment or first_merge(), look_s
         self._link_bytes_per_s = link_bytes_per_s
         self._relayed = {n for s in strikes for n in s.links(islands)}
         if link_bytes_per_s < math.inf:

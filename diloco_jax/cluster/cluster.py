@@ -23,8 +23,8 @@ from diloco_jax.cluster.processes import (
     ManagedProcess,
     kill_group,
     last_error,
-    log_tail,
     next_attempt,
+    quoted,
     start_child,
     wait_all,
 )
@@ -144,10 +144,9 @@ class ClusterError(Exception):
     """A run cannot start or go on; tells the process, why, and the end of its log."""
 
     def __init__(self, process: ManagedProcess, what: str, exit_code: int = 1):
-        tail = "\n".join(f"  {line}" for line in log_tail(process.log, 15))
         super().__init__(
             f"{process.name} {what}{': ' if process.reason else ''}{process.reason}"
-            f"\n{process.log}:\n{tail or '  (empty)'}"
+            f"\n{quoted(process.log)}"
         )
         self.exit_code = exit_code
 
@@ -185,11 +184,8 @@ class Cluster:
         self.outages = Outages()
         self._noted: dict[str, list[int]] = {}
         self._deadlines = config.placement.deadlines
-        environment = coordinator_environment()
         self.coordinator = self._managed(
-            "coordinator",
-            self._coordinator_command,
-            environment,
+            "coordinator", self._coordinator_command, coordinator_environment()
         )
         self.islands: dict[str, ManagedProcess] = {}
         self._step_seconds = max(i.step_seconds for i in config.islands.values())
@@ -254,20 +250,17 @@ class Cluster:
             if island.poll() == "restarting" or island.starts != starts:
                 self.outages.down(name, time.monotonic())
         state = self.coordinator.poll()
-        self._note_processes()
+        managed = {"coordinator": self.coordinator, **self.islands}
+        pids = {name: process.pids for name, process in managed.items()}
+        if pids != self._noted:
+            self._noted = pids
+            write_json(pids, self.workdir / run_files.PROCESSES)
         return state in ALIVE
 
     @property
     def done(self) -> bool:
         """Whether the coordinator has ended well."""
         return self.coordinator.state == "done"
-
-    def _note_processes(self) -> None:
-        managed = {"coordinator": self.coordinator, **self.islands}
-        pids = {name: process.pids for name, process in managed.items()}
-        if pids != self._noted:
-            self._noted = pids
-            write_json(pids, self.workdir / run_files.PROCESSES)
 
     def alone(self) -> bool:
         """Return True if no island runs or will run again."""

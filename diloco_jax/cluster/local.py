@@ -24,7 +24,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.cluster.cluster import DILOCO
-from diloco_jax.cluster.processes import log_tail, private_files, start_child
+from diloco_jax.cluster.processes import private_files, quoted, start_child
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.files import absolute, write_json
@@ -182,6 +182,5 @@ class LocalCluster:
         return self._launcher is None or self._launcher.poll() is not None
 
     def _error(self, what: str, status: dict[str, Any]) -> LocalClusterError:
-        tail = "\n".join(f"  {line}" for line in log_tail(self.log, 15))
         phase = f" (phase {status['phase']})" if "phase" in status else ""
-        return LocalClusterError(f"the run {what}{phase}; {self.log}:\n{tail}")
+        return LocalClusterError(f"the run {what}{phase}; {quoted(self.log)}")

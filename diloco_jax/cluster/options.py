@@ -32,8 +32,7 @@ class RunOptions:
         "with config.json and safetensors, or of a run.",
     )
     resume: str = setting(
-        "",
-        help="Workdir of a stopped run that should go on; CONFIG may be left out.",
+        "", help="Workdir of a stopped run that should go on; CONFIG may be left out."
     )
     dashboard: bool = setting(
         False, help="Show the run in a browser, too, until it ends: prints the address."

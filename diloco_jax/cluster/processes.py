@@ -260,7 +260,7 @@ class ManagedProcess:
             self.state = "done"
         elif code in (EXIT_CONFIG, EXIT_REFUSED):
             self.state = "refused" if code == EXIT_REFUSED else "failed"
-            self.reason = _last_line(self.log) or ended
+            self.reason = "".join(log_tail(self.log, 1)) or ended
         elif asked:
             self.state, self.reason = "stopped", ended
         else:
@@ -306,14 +306,16 @@ def log_tail(path: Path, lines: int) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
 
 
+def quoted(path: Path) -> str:
+    """Return the end of a log, for a message."""
+    tail = "\n".join(f"  {line}" for line in log_tail(path, 15))
+    return f"{path}:\n{tail or '  (empty)'}"
+
+
 def last_error(path: Path) -> str:
     """Return the last error message of a `diloco` command in its log; "" if none."""
     said = [line for line in log_tail(path, TAIL_BYTES) if line.startswith(ERROR)]
     return said[-1].removeprefix(ERROR) if said else ""
-
-
-def _last_line(path: Path) -> str:
-    return "".join(log_tail(path, 1))
 
 
 def _signal_name(number: int) -> str:

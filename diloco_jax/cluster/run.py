@@ -31,10 +31,11 @@ from diloco_jax.cluster.processes import (
     kill_group,
     log_tail,
     private_files,
+    quoted,
     start_child,
     with_keys,
 )
-from diloco_jax.cluster.status import status_client
+from diloco_jax.cluster.status import asking
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
@@ -45,7 +46,13 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import is_bucket, write_json
 from diloco_jax.observability.tape import newest_record, tells_of_the_end
-from diloco_jax.observability.terminal import Dashboard, bar, closing_report, comparison
+from diloco_jax.observability.terminal import (
+    Dashboard,
+    bar,
+    closing_report,
+    comparison,
+    say,
+)
 from diloco_jax.process import Interrupt
 from diloco_jax.protocol.records import from_tape
 from diloco_jax.wire import addresses
@@ -100,16 +107,17 @@ class Beginning:
         Raises ConfigError, and changes nothing, if a run is there already. Removes the
         files of an earlier start of this run that was killed before the run began."""
         if _came_to_nothing(self.workdir, self._config):
-            lock = self.workdir / run_files.LOCK
-            if lock.exists():
-                with workdirs.held(lock, "a coordinator"):
-                    pass
+            _require_no_coordinator(self.workdir)
             self._remove(self._before)
             self._before = set(self.workdir.iterdir())
         if any((self.workdir / file).exists() for file in SIGNS_OF_A_RUN):
+            or_go_on = ""
+            if workdirs.holds_run(self.workdir):
+                go_on = f"diloco run --resume {self.workdir}"
+                or_go_on = f", or go on with that run: {go_on}"
             raise ConfigError(
                 f"workdir {self.workdir} holds {_described(self.workdir, self._config)}"
-                f"; give another --workdir{_or_go_on(self.workdir)}"
+                f"; give another --workdir{or_go_on}"
             )
         write_config_json(self._config, self.workdir / run_files.CONFIG)
         return self._config
@@ -185,10 +193,12 @@ def _described(workdir: Path, config: Config) -> str:
     return "this run" if workdirs.holds_run(workdir) else "another run of this config"
 
 
-def _or_go_on(workdir: Path) -> str:
-    if not workdirs.holds_run(workdir):
-        return ""
-    return f", or go on with that run: diloco run --resume {workdir}"
+def _require_no_coordinator(workdir: Path) -> None:
+    """Raise ConfigError if a coordinator serves the run there just now."""
+    lock = workdir / run_files.LOCK
+    if lock.exists():
+        with workdirs.held(lock, "a coordinator"):
+            pass
 
 
 def resumed_config(config: Config, workdir: Path) -> Config:
@@ -218,10 +228,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
         )
     if more != written:
         _require_over(workdir, written.total_tokens, total)
-    lock = workdir / run_files.LOCK
-    if lock.exists():
-        with workdirs.held(lock, "a coordinator"):
-            pass
+    _require_no_coordinator(workdir)
     return config
 
 
@@ -261,8 +268,8 @@ class ReplacedFiles:
         for name in (run_files.SUMMARY, run_files.ADDRESS):
             (workdir / name).unlink(missing_ok=True)
 
-    def undo(self) -> None:
-        """Restore config and summary as they were."""
+    def undo(self, *, keep_logs: bool = True) -> None:
+        """Restore config and summary as they were; logs are kept in any case."""
         for path, octets in self._before.items():
             write_json(json.loads(octets), path)
 
@@ -272,11 +279,8 @@ def tell_resumed(workdir: Path, console: Console) -> None:
     line = newest_record(workdir / run_files.TAPE, "recovered")
     recovered = from_tape(line, Recovered)
     merges = sum(version.number for version in recovered.versions)
-    console.print(
-        f"goes on after {merges:,} merges from global parameters "
-        f"{recovered.parameters_digest}",
-        highlight=False,
-    )
+    digest = recovered.parameters_digest
+    say(console, f"goes on after {merges:,} merges from global parameters {digest}")
 
 
 def tell_extended(config: Config, workdir: Path, console: Console) -> None:
@@ -286,12 +290,11 @@ def tell_extended(config: Config, workdir: Path, console: Console) -> None:
     if summary.get("phase") != "done" or done >= total:
         return
     inner = config.run.inner
-    console.print(
+    say(
+        console,
         f"extended from {done:,} to {total:,} tokens: the learning rate, which ended "
         f"at {learning_rate(inner, 1.0):.3g}, goes on from "
         f"{learning_rate(inner, done / total):.3g}",
-        highlight=False,
-        soft_wrap=True,
     )
 
 
@@ -368,30 +371,29 @@ def _run(
     baseline: bool,
 ) -> tuple[int, dict[str, Any]]:
     """Run it in its workdir. begun: undoes a new run; None = a run that goes on."""
-    resume = begun is None
-    console.print(f"{len(config.islands)} islands, workdir {workdir}", highlight=False)
-    cluster = Cluster(config, workdir, resume=resume, route=route)
+    say(console, f"{len(config.islands)} islands, workdir {workdir}")
+    cluster = Cluster(config, workdir, resume=begun is None, route=route)
     with Interrupt() as interrupt:
-        if resume and finished(config, workdir):
-            console.print("the run in it is finished", highlight=False)
+        if begun is None and finished(config, workdir):
+            say(console, "the run in it is finished")
             code = EXIT_DONE
         else:
             code = _processes(cluster, console, interrupt, begun)
-            if resume and finished(config, workdir):
+            if begun is None and finished(config, workdir):
                 # The run only had to end: its islands were refused, or not started.
                 code = EXIT_DONE
         summary = workdirs.read_summary(workdir)
         if code == EXIT_DONE and summary and "eval_loss" not in summary:
             code = _evaluate(config, workdir, summary, console, interrupt)
     if not summary:
-        console.print(f"no summary: see {workdir / 'logs'}", highlight=False)
-        _say_what_next(workdir, console, interrupt)
-        return code or EXIT_FAILED, {}
-    placement = config.placement
-    faults = parse_faults(placement.faults, config.islands, placement.workers)
-    report = closing_report(summary, cluster.outages.by_island(), faults)
-    console.print(f"\n{report}", highlight=False, soft_wrap=True)
-    if baseline and code == EXIT_DONE:
+        say(console, f"no summary: see {workdir / 'logs'}")
+        code = code or EXIT_FAILED
+    else:
+        placement = config.placement
+        faults = parse_faults(placement.faults, config.islands, placement.workers)
+        report = closing_report(summary, cluster.outages.by_island(), faults)
+        say(console, f"\n{report}")
+    if summary and baseline and code == EXIT_DONE:
         from diloco_jax.baseline import run as run_baseline
 
         with bar(console, "the baseline trains") as told:
@@ -399,31 +401,21 @@ def _run(
                 config, lambda done, total, loss: told(min(1.0, done / total))
             )
         workdirs.add_to_summary(workdir, {"baseline": summary["baseline"]})
-        text = comparison(summary, summary["baseline"])
-        console.print(f"\n{text}", highlight=False, soft_wrap=True)
-    _say_what_next(workdir, console, interrupt)
+        say(console, f"\n{comparison(summary, summary['baseline'])}")
+    if workdirs.has_begun(workdir):
+        say(console, f"look at it with: diloco dashboard {workdir}")
+        if interrupt.count or not summary:
+            say(console, f"go on with: diloco run --resume {workdir}")
     return code, summary
-
-
-def _say_what_next(workdir: Path, console: Console, interrupt: Interrupt) -> None:
-    cut_off = interrupt.count or not workdirs.read_summary(workdir)
-    if not workdirs.has_begun(workdir):
-        return
-    texts = [f"look at it with: diloco dashboard {workdir}"]
-    if cut_off:
-        texts.append(f"go on with: diloco run --resume {workdir}")
-    for text in texts:
-        console.print(text, highlight=False, soft_wrap=True)
 
 
 def _processes(
     cluster: Cluster, console: Console, interrupt: Interrupt, begun: Beginning | None
 ) -> int:
     """Start, watch and stop everything; return the exit code of the run so far."""
-    resume = begun is None
-    if resume:
+    if begun is None:
         tell_extended(cluster.config, cluster.workdir, console)
-    change = ReplacedFiles(cluster.config, cluster.workdir) if resume else None
+    change = begun or ReplacedFiles(cluster.config, cluster.workdir)
     try:
         cluster.config = with_keys(cluster.config, cluster.workdir)
         with console.status("the coordinator starts") as shown:
@@ -431,21 +423,14 @@ def _processes(
     except Exception as error:
         # Nothing has run: leave the workdir as it was.
         cluster.kill()
-        if change is not None:
-            change.undo()
-        if begun is not None:
-            keep_logs = not isinstance(error, ConfigError)
-            begun.undo(keep_logs=keep_logs)
+        change.undo(keep_logs=not isinstance(error, ConfigError))
         raise
     else:
-        if resume and not interrupt.count:
+        if begun is None and not interrupt.count:
             tell_resumed(cluster.workdir, console)
         code = _supervise(cluster, console, interrupt)
-        unserved = not cluster.address and not workdirs.read_summary(cluster.workdir)
-        if begun is not None and unserved:
-            begun.undo(keep_logs=True)
-        if change is not None and unserved:
-            change.undo()
+        if not cluster.address and not workdirs.read_summary(cluster.workdir):
+            change.undo(keep_logs=True)
         return code
     finally:
         cluster.kill()
@@ -472,8 +457,7 @@ def _check_security(config: Config, resume: str) -> None:
 def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:
     """Watch and stop the processes; return the exit code of the run so far."""
     if cluster.islands and not interrupt.count:
-        client = status_client(cluster.address, cluster.config.placement)
-        with contextlib.closing(client):
+        with asking(cluster.address, cluster.config.placement) as client:
             _watch(cluster, client, console, interrupt)
     if interrupt.count:
         console.print("ending: islands say goodbye, the coordinator sums up")
@@ -502,7 +486,7 @@ def _watch(
                 over = tells_of_the_end(cluster.workdir / run_files.TAPE)
                 give_up_s = now + (CONCLUDE_S if over else deadlines.flush_s)
                 if over:
-                    console.print("all is merged: the coordinator saves it")
+                    say(console, "all is merged: the coordinator saves it")
             if now >= next_status_s:
                 next_status_s = now + STATUS_EVERY_S
                 try:
@@ -518,12 +502,8 @@ def _watch(
 def _exit_code(cluster: Cluster, console: Console) -> int:
     for process in (*cluster.islands.values(), cluster.coordinator):
         if process.state in ("refused", "failed"):
-            console.print(
-                f"{process.name} {process.state}: {process.reason} ({process.log})",
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
-            )
+            text = f"{process.name} {process.state}: {process.reason} ({process.log})"
+            say(console, text)
     if cluster.done and any(
         island.state == "done" for island in cluster.islands.values()
     ):
@@ -562,22 +542,15 @@ def _evaluate(
         kill_group(process)
         process.communicate()
         if not interrupt.count:
-            console.print(
+            say(
+                console,
                 f"evaluation took longer than placement.compile_budget_s = "
                 f"{config.placement.compile_budget_s:g}; "
                 f"`diloco eval {workdir}` has no time limit",
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
             )
     if process.returncode != 0:
-        tail = "\n".join(f"  {line}" for line in log_tail(log, 15))
-        console.print(
-            f"evaluation ended with code {process.returncode}\n{log}:\n{tail}",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+        said = f"evaluation ended with code {process.returncode}\n{quoted(log)}"
+        say(console, said)
         return EXIT_FAILED
     summary.update(json.loads(output))
     return EXIT_DONE

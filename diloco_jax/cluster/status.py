@@ -33,21 +33,44 @@ from diloco_jax.workdir import has_begun, is_held, read_summary, require_format
 
 if TYPE_CHECKING:
     from diloco_jax.wire.client import Client
+    from diloco_jax.wire.principal import Principal
 
 
-def status_client(address: str, placement: Placement) -> Client:
-    """Return a connection for `status()` alone; the caller closes it."""
+@contextlib.contextmanager
+def asking(
+    address: str, placement: Placement, who: Principal | None = None
+) -> Iterator[Client]:
+    """Yield a connection for words alone. who: the principal, whose certificate must be
+    there; None = any that is, which is enough for `status()`."""
     from diloco_jax.wire.client import Client
     from diloco_jax.wire.tls import TlsFiles
 
-    folder = placement.certificates
-    return Client(
+    tls = None
+    if folder := placement.certificates:
+        tls = TlsFiles.load(folder, who) if who else TlsFiles.load_any(folder)
+    client = Client(
         address,
-        tls=TlsFiles.load_any(folder) if folder else None,
+        tls=tls,
         deadlines=placement.deadlines,
         bulk_channels=0,
         insecure=placement.insecure,
     )
+    with contextlib.closing(client):
+        yield client
+
+
+def require_target(target: str) -> Path | None:
+    """Return the workdir that was given, or None for HOST:PORT; raise ConfigError if it
+    is neither."""
+    workdir = expand(target)
+    if workdir.is_dir():
+        return workdir
+    if ":" not in target:
+        raise ConfigError(
+            f"{target!r} is neither a folder nor HOST:PORT; give a run's workdir, or "
+            f"its coordinator's address"
+        )
+    return None
 
 
 def reached(target: str, placement: Placement) -> tuple[str, Placement]:
@@ -57,19 +80,16 @@ def reached(target: str, placement: Placement) -> tuple[str, Placement]:
     For a workdir, certificates are those of the run's config unless `placement` names
     others. Raises ConfigError, or ConnectionLost if no coordinator is up there.
     """
-    workdir = expand(target)
-    if not workdir.is_dir():
-        if ":" not in target:
-            raise ConfigError(
-                f"{target!r} is neither a folder nor HOST:PORT; give a run's workdir, "
-                f"or its coordinator's address"
-            )
+    if (workdir := require_target(target)) is None:
         return target, placement
     require_format(workdir)
     file = workdir / run_files.ADDRESS
     if not file.exists():
         raise ConnectionLost(f"no coordinator is up in {workdir}")
-    return file.read_text().strip(), _own(workdir, placement)
+    if not placement.certificates:
+        own = read_config_json(workdir / run_files.CONFIG).placement
+        placement = with_own_keys(own, workdir)
+    return file.read_text().strip(), placement
 
 
 def read_status(target: str, placement: Placement) -> dict[str, Any]:
@@ -77,40 +97,31 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
 
     If the coordinator of a workdir is gone, this is the run's summary with `phase`
     "done", "evaluating" while a `diloco run` computes its loss, or "stopped" if the run
-    had not ended. Raises ConnectionLost if there is no
-    summary either. If `placement` names no certificates, those of the workdir's config
-    are used.
+    had not ended. Raises ConnectionLost if there is no summary either. If `placement`
+    names no certificates, those of the workdir's config are used.
     """
     workdir = expand(target)
     if not workdir.is_dir():
-        return _ask(*reached(target, placement))
+        return _ask(target, placement)
     require_format(workdir)
-    address, summary = workdir / run_files.ADDRESS, read_summary(workdir)
-    if not address.exists() and not summary:
-        if has_begun(workdir):
-            raise ConnectionLost(f"no coordinator is up. {_cut_off(workdir)}")
+    up, summary = (workdir / run_files.ADDRESS).exists(), read_summary(workdir)
+    if not up and not summary and not has_begun(workdir):
         raise ConfigError(
             f"{workdir} has neither {run_files.ADDRESS} nor summary.json: no run was "
             f"started there, or its coordinator is not up yet"
         )
-    if address.exists():
-        try:
-            return _ask(*reached(target, placement))
-        except ConnectionLost as error:
-            if not summary:
-                raise ConnectionLost(f"{error}. {_cut_off(workdir)}") from error
+    try:
+        if up:
+            return _ask(target, placement)
+        if not summary:
+            raise ConnectionLost("no coordinator is up")
+    except ConnectionLost as error:
+        if not summary:
+            raise ConnectionLost(f"{error}. {_cut_off(workdir)}") from error
     phase = "done" if summary["phase"] == "done" else "stopped"
     if phase == "done" and "eval_loss" not in summary and is_held(workdir):
         phase = EVALUATING
     return {**summary, "phase": phase}
-
-
-def _own(workdir: Path, placement: Placement) -> Placement:
-    """Return the placement with which to call a workdir's coordinator."""
-    if placement.certificates:
-        return placement
-    own = read_config_json(workdir / run_files.CONFIG).placement
-    return with_own_keys(own, workdir)
 
 
 def _cut_off(workdir: Path) -> str:
@@ -126,12 +137,10 @@ def _cut_off(workdir: Path) -> str:
     )
 
 
-def _ask(address: str, placement: Placement) -> dict[str, Any]:
-    client = status_client(address, placement)
-    try:
+def _ask(target: str, placement: Placement) -> dict[str, Any]:
+    address, placement = reached(target, placement)
+    with asking(address, placement) as client:
         return client.status(placement.deadlines.connect_s)
-    finally:
-        client.close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,11 +226,12 @@ def admit_command(arguments: Sequence[str]) -> int:
         "name it. It stays admitted when the coordinator is started again.",
     )
     order = Steer(how="remove" if options.remove else "admit", island=options.name)
-    admitted = _steer(options, order)["admitted"]
+    with operator_of(options) as (client, patience_s):
+        told = client.steer(order, patience_s)
     done = "is let in no longer" if options.remove else "is let in"
     print(
         f"island {options.name} {done}; besides those of the config: "
-        f"{', '.join(admitted) or 'none'}",
+        f"{', '.join(told['admitted']) or 'none'}",
         file=sys.stderr,
     )
     return EXIT_DONE
@@ -235,10 +245,11 @@ def release_command(arguments: Sequence[str]) -> int:
         "diloco release",
         "Let the deltas of a quarantined island be merged again at once.",
     )
-    apart = _steer(options, Steer(how="release", island=options.name))["quarantined"]
+    with operator_of(options) as (client, patience_s):
+        told = client.steer(Steer(how="release", island=options.name), patience_s)
     print(
         f"island {options.name} is in no quarantine; still in it: "
-        f"{', '.join(apart) or 'none'}",
+        f"{', '.join(told['quarantined']) or 'none'}",
         file=sys.stderr,
     )
     return EXIT_DONE
@@ -253,8 +264,8 @@ def profile_command(arguments: Sequence[str]) -> int:
         "Have an island that trains trace its next steps with jax.profiler. Its host 0 "
         "writes the trace into its own workdir, in profiles/NAME-STEP.",
     )
+    order = ProfileOrder(island=options.name, steps=options.steps)
     with operator_of(options) as (client, patience_s):
-        order = ProfileOrder(island=options.name, steps=options.steps)
         told = client.profile(order, patience_s)
     print(
         f"island {options.name} traces its next {options.steps} steps into "
@@ -265,41 +276,15 @@ def profile_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _steer(options: OneIslandOptions, order: Steer) -> dict[str, list[str]]:
-    """Have the coordinator do it; return its answer."""
-    with operator_of(options) as (client, patience_s):
-        return client.steer(order, patience_s)
-
-
 @contextlib.contextmanager
 def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
     """Yield a connection with an operator's key, and the longest wait for an answer."""
+    from diloco_jax.wire.principal import OPERATOR
+
     check_name(options.name)
     if not options.coordinator:
         raise ConfigError("--coordinator is missing: HOST:PORT, or the run's workdir")
-    with operator_at(
-        options.coordinator,
-        Placement(certificates=options.certificates, insecure=options.insecure),
-    ) as operator:
-        yield operator
-
-
-@contextlib.contextmanager
-def operator_at(target: str, given: Placement) -> Iterator[tuple[Client, float]]:
-    """Do so for a coordinator at HOST:PORT, or that of a workdir."""
-    from diloco_jax.wire.client import Client
-    from diloco_jax.wire.principal import OPERATOR
-    from diloco_jax.wire.tls import TlsFiles
-
-    address, placement = reached(target, given)
-    client = Client(
-        address,
-        tls=TlsFiles.load_given(placement.certificates, OPERATOR),
-        deadlines=placement.deadlines,
-        bulk_channels=0,
-        insecure=placement.insecure,
-    )
-    try:
+    given = Placement(certificates=options.certificates, insecure=options.insecure)
+    address, placement = reached(options.coordinator, given)
+    with asking(address, placement, OPERATOR) as client:
         yield client, 2 * placement.deadlines.budget_s
-    finally:
-        client.close()

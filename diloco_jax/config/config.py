@@ -10,17 +10,18 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from diloco_jax.config.family_fields import check_members
 from diloco_jax.config.fields import check_fields, types_of
 from diloco_jax.config.island import IslandConfig
 from diloco_jax.config.launch import LaunchConfig
 from diloco_jax.config.placement import Placement
 from diloco_jax.config.run import RunConfig
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.files import is_bucket
 from diloco_jax.observability.sinks import check_names as check_sinks
 from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.addresses import LAST_PORT, bulk_address, parse_address
@@ -93,8 +94,7 @@ class Config:
 
 
 URLS = ("https://", "http://")
-
-
+BUCKETS = ("gs://", "s3://")
 LANES = 128
 """Tokens of a block of the attention kernel for TPUs, which needs whole blocks."""
 
@@ -236,11 +236,17 @@ def _check_island(where: str, island: IslandConfig) -> None:
 
 
 def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) -> None:
-    if "://" in placement.workdir:
+    if is_bucket(placement.workdir):
         raise ConfigError(
             f"placement.workdir = {placement.workdir!r} is no folder of this machine, "
             f"which the record log needs (it is synced to disk); give a local one, and "
             f"--checkpoints {placement.workdir} for snapshots and checkpoints"
+        )
+    where = placement.checkpoints
+    if is_bucket(where) and not where.startswith(BUCKETS):
+        raise ConfigError(
+            f"placement.checkpoints = {where!r} is no folder, and a bucket's begins "
+            f"with {' or '.join(BUCKETS)}; give one of them"
         )
     for name in placement.admit:
         check_name(name)
@@ -321,6 +327,22 @@ def _port(field: str, address: str) -> int:
     return parse_address(address, f"placement.{field}")[1]
 
 
+def with_paths(config: Config, changed: Callable[[str], str]) -> Config:
+    """Return the config with each of its folders and files changed; empty ones stay."""
+    placement, data = config.placement, config.run.data
+    folders: dict[str, Any] = {
+        name: changed(getattr(placement, name))
+        for name in ("workdir", "certificates", "checkpoints")
+    }
+    paths, tokenizer = tuple(map(changed, data.paths)), changed(data.tokenizer)
+    data = dataclasses.replace(data, paths=paths, tokenizer=tokenizer)
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, data=data),
+        placement=dataclasses.replace(placement, **folders),
+    )
+
+
 SECTIONS = ("run", "placement")
 """Sections whose fields go by their own names, as on the command line."""
 
@@ -336,7 +358,11 @@ def replaced(config: Any, name: str, value: Any) -> Any:
         if head in _names(getattr(config, section)):
             head, rest = section, name
     if head not in _names(config):
-        raise _unknown(name, config)
+        known = list(_paths(config))
+        raise ConfigError(
+            f"no field {name!r} in this config{suggest(name, known)}; the help of any "
+            f"command that takes a config lists them all (diloco run --help)"
+        )
     if not rest:
         # Rules of a whole section are checked where the config is used.
         return dataclasses.replace(config, **{head: value})
@@ -370,14 +396,6 @@ def _with(section: Any, path: str, value: Any, name: str) -> Any:
     if not rest:
         check_fields(made, name.removesuffix(head))
     return made
-
-
-def _unknown(name: str, config: Any) -> ConfigError:
-    known = list(_paths(config))
-    return ConfigError(
-        f"no field {name!r} in this config{suggest(name, known)}; the help of any "
-        f"command that takes a config lists them all (diloco run --help)"
-    )
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[str]:

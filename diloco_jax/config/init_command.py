@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -62,6 +63,8 @@ def init_command(arguments: Sequence[str]) -> int:
 
 
 WIDTH = 88
+SECTION = re.compile(r"^ *(?:return |\w+=|\"[^\"]*\": )?(\w+)\($", re.MULTILINE)
+"""A line that begins the call of a section's class, and the name of that."""
 MAIN = {
     "RunConfig": ("sequence_length", "total_tokens", "seed"),
     "ModelConfig": ("d_model", "num_layers", "vocab_size"),
@@ -84,7 +87,7 @@ def render(config: Config, title: str, *, whole: bool = False) -> str:
     """
     body = list(_call(config, "    ", whole, set()))
     body[0] = f"    return {body[0].strip()}"
-    sections = sorted({word for line in body for word in _sections_in(line)})
+    sections = sorted(set(SECTION.findall("\n".join(body))))
     lines = [
         f'"""{title}"""',
         "",
@@ -114,7 +117,9 @@ def _call(section: Any, indent: str, whole: bool, explained: set[str]) -> Iterat
             continue
         name = f"{kind}.{field.name}"
         if name not in explained:
-            yield from _comment(field, inner)
+            text = field.metadata.get("help", "")
+            for line in textwrap.wrap(text, WIDTH - len(inner) - 2):
+                yield f"{inner}# {line}"
         explained.add(name)
         first, *rest = _value(value, inner, whole, explained)
         yield f"{inner}{field.name}={first.strip()}"
@@ -158,17 +163,3 @@ def _matters(section: Any, field: dataclasses.Field[Any], value: Any) -> bool:
     if dataclasses.is_dataclass(value) and type(value).__name__ in MAIN:
         return True
     return bool(value != default)
-
-
-def _comment(field: dataclasses.Field[Any], indent: str) -> Iterator[str]:
-    text = field.metadata.get("help", "")
-    for line in textwrap.wrap(text, WIDTH - len(indent) - 2):
-        yield f"{indent}# {line}"
-
-
-def _sections_in(line: str) -> Iterator[str]:
-    """Yield the name of the class that a line calls, if it does."""
-    head = line.strip().removeprefix("return ")
-    name = head.removesuffix("(").rpartition("=")[2].rpartition(" ")[2]
-    if head.endswith("(") and not head.startswith("#"):
-        yield name

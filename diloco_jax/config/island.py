@@ -34,9 +34,7 @@ class IslandConfig:
         help="Devices over which sequences are spread, each with its own parameters.",
     )
     mesh_fsdp: int = setting(
-        1,
-        AT_LEAST_1,
-        help="Devices over which sequences and parameters are spread.",
+        1, AT_LEAST_1, help="Devices over which sequences and parameters are spread."
     )
     mesh_tensor: int = setting(
         1, AT_LEAST_1, help="Devices over which the work on a sequence is spread."

@@ -51,8 +51,7 @@ class LaunchConfig:
         "account.",
     )
     coordinator_account: str = setting(
-        "",
-        help="The same for the coordinator, if it is another one than the islands'.",
+        "", help="The same for the coordinator, if it is another one than the islands'."
     )
     when_done: WhenDone = setting(
         "delete",

@@ -31,7 +31,7 @@ import msgspec
 from diloco_jax import config as configs
 from diloco_jax import run_files
 from diloco_jax.config import Config
-from diloco_jax.config.config import require_sections
+from diloco_jax.config.config import require_sections, with_paths
 from diloco_jax.config.fields import types_of
 from diloco_jax.config.placement import Placement
 from diloco_jax.config.run import RunConfig
@@ -49,6 +49,7 @@ from diloco_jax.files import (
 UNKNOWN_FIELD = re.compile(
     r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
 )
+"""Python's message about a keyword argument that a class does not have."""
 
 
 def read_config(path: str | Path) -> Config:
@@ -122,23 +123,13 @@ def read_config_json(path: str | Path) -> Config:
 
 def _moved(config: Config, workdir: Path) -> Config:
     """Return the config of the run in `workdir`, which may have begun elsewhere."""
-    placement, data = config.placement, config.run.data
-    before = placement.workdir
+    before = config.placement.workdir
 
     def here(path: str) -> str:
         inside = before and Path(path).is_relative_to(before)
         return str(workdir / Path(path).relative_to(before)) if inside else path
 
-    names = ("workdir", "certificates", "checkpoints")
-    moved: dict[str, Any] = {name: here(getattr(placement, name)) for name in names}
-    data = dataclasses.replace(
-        data, paths=tuple(map(here, data.paths)), tokenizer=here(data.tokenizer)
-    )
-    return dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, data=data),
-        placement=dataclasses.replace(placement, **moved),
-    )
+    return with_paths(config, here)
 
 
 def from_builtins(fields: Any, source: object) -> Config:
@@ -289,11 +280,7 @@ def require_trust(
 
 
 def require_trust_flag(
-    run: RunConfig,
-    whose: str,
-    *,
-    trust_code: bool,
-    placement: Placement | None = None,
+    run: RunConfig, whose: str, *, trust_code: bool, placement: Placement | None = None
 ) -> None:
     """Raise ConfigError if a foreign config names code, unless `trust_code` is True.
 
@@ -334,6 +321,3 @@ def _key(*, make: bool) -> bytes:
     if len(key) != KEY_BYTES:
         raise ValueError(f"{path} has {len(key)} bytes, expected {KEY_BYTES}")
     return key
-
-
-# Python's message about a keyword argument that a class does not have.

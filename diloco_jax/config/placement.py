@@ -51,8 +51,7 @@ class Placement:
         "bound address.",
     )
     certificates: str = setting(
-        "",
-        help="Folder made by diloco certs; required on any but a loopback address.",
+        "", help="Folder made by diloco certs; required on any but a loopback address."
     )
     insecure: bool = setting(
         False,

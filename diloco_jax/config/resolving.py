@@ -11,9 +11,9 @@ import logging
 import math
 from typing import Any, TypeVar
 
-from diloco_jax.config.config import Config
+from diloco_jax.config.config import Config, with_paths
 from diloco_jax.config.fields import own_code
-from diloco_jax.config.run import ModelConfig, OuterConfig, RunConfig
+from diloco_jax.config.run import OuterConfig, RunConfig
 from diloco_jax.files import absolute
 
 logger = logging.getLogger(__name__)
@@ -92,31 +92,18 @@ def with_model_of(run: RunConfig, config: Config) -> Config:
 
 def with_absolute_paths(config: Config) -> Config:
     """Return the config with absolute paths, which mean the same in any folder."""
-    placement = dataclasses.replace(
-        config.placement,
-        workdir=absolute(config.placement.workdir),
-        certificates=absolute(config.placement.certificates),
-        checkpoints=absolute(config.placement.checkpoints),
-    )
+    config = with_paths(config, absolute)
     run = config.run
-    data = dataclasses.replace(
-        run.data,
-        paths=tuple(map(absolute, run.data.paths)),
-        tokenizer=absolute(run.data.tokenizer),
-    )
+    kind, colon, folder = run.model.weights.partition(":")
+    weights = f"{kind}{colon}{absolute(folder)}"
     run = dataclasses.replace(
         run,
-        data=_with_absolute_code(data),
-        model=_with_absolute_source(_with_absolute_code(run.model)),
+        data=_with_absolute_code(run.data),
+        model=dataclasses.replace(_with_absolute_code(run.model), weights=weights),
         sync=_with_absolute_code(run.sync),
         outer=_with_absolute_code(run.outer),
     )
-    return dataclasses.replace(config, run=run, placement=placement)
-
-
-def _with_absolute_source(model: ModelConfig) -> ModelConfig:
-    kind, colon, folder = model.weights.partition(":")
-    return dataclasses.replace(model, weights=f"{kind}{colon}{absolute(folder)}")
+    return dataclasses.replace(config, run=run)
 
 
 def _with_absolute_code(section: T) -> T:

@@ -118,9 +118,7 @@ class ModelConfig:
         "window; 0 = no layer has one.",
     )
     window_pattern: int = setting(
-        6,
-        AT_LEAST_1,
-        help="With a window: the last of every so many layers has none.",
+        6, AT_LEAST_1, help="With a window: the last of every so many layers has none."
     )
     rope_base: float = setting(
         10_000.0, POSITIVE, help="Base of the rotary position embedding's wavelengths."
@@ -253,7 +251,7 @@ class SyncConfig:
       >>> Config().replace("sync.qorum", 2)
       Traceback (most recent call last):
           ...
-      diloco_jax.errors.ConfigError: no field 'sync.qorum' in this config; did...
+      diloco_jax.errors.ConfigError: no field 'sync.qorum' in this config (did...
     """
 
     steps_per_cycle: int = setting(
@@ -356,9 +354,7 @@ class SyncConfig:
         0.5, SHARE, help='Share of the local value that adopt = "blend" keeps.'
     )
     codec_up: str = setting(
-        "int8",
-        code=True,
-        help='Encoding of deltas: "f32", "bf16", "int8" or "int4".',
+        "int8", code=True, help='Encoding of deltas: "f32", "bf16", "int8" or "int4".'
     )
     codec_down: str = setting(
         "int8", code=True, help="Encoding of merged fragments: the same choices."

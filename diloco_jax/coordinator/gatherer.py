@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -39,9 +39,9 @@ from diloco_jax.protocol.coordinator.gathering import (
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, Refused
-from diloco_jax.wire.session import FewLines, Session
+from diloco_jax.wire.limits import RateLimitedLog
+from diloco_jax.wire.session import Handlers, Session
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Gathered(NamedTuple):
     """Anchors as a nested dict."""
 
 
-class Gatherer:
-    """`Handlers` of the wire's server until `gather` returns."""
+class Gatherer(Handlers):
+    """The answers of the wire's server until `gather` returns."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Gatherer:
         # One anchor of each fragment, and one that was given up and is still arriving.
         # The same again is for parts on their way.
         self._inbox = Inbox(self._layouts, Rooms(4 * total))
-        self._sessions, self._lines = Sessions(), FewLines()
+        self._sessions, self._lines = Sessions(), RateLimitedLog()
         self._lock = threading.Lock()
         self._arriving: set[DeltaKey] = set()
         self._arrays: dict[str, jax.Array] = {}
@@ -169,24 +169,8 @@ class Gatherer:
         self._thread.post(arrived, lambda: self._decode(key_of(start)))
         return True
 
-    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
-        """Answer Busy: there is nothing to fetch yet."""
-        raise Busy(f"{self._waits}; come again")
-
-    def keep(self, cycle: int) -> dict[str, Any]:
-        """Answer Busy: there is nothing to keep yet."""
-        raise Busy(f"{self._waits}; come again")
-
-    def steer(self, order: messages.Steer) -> dict[str, Any]:
-        """Answer Busy: there is no state to change yet."""
-        raise Busy(f"{self._waits}; come again")
-
-    def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
-        """Answer Busy: nobody trains yet."""
-        raise Busy(f"{self._waits}; come again")
-
-    def kept(self, cycle: int, name: str) -> memoryview:
-        """Answer Busy: nothing is kept."""
+    def refuse(self) -> NoReturn:
+        """Answer Busy: there is nothing to fetch, keep or change yet."""
         raise Busy(f"{self._waits}; come again")
 
     def status(self) -> dict[str, Any]:

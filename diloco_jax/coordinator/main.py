@@ -58,7 +58,7 @@ from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.process import heed_signals
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire import addresses
-from diloco_jax.wire.server import Handlers
+from diloco_jax.wire.session import Handlers
 from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class Coordinator:
     def _answer(self, phase: str) -> None:
         """Tell those who come after the run's end how far its coordinator is."""
         status = {**self._announcer.shown(), "phase": phase}
-        self._server.hand_over(too_late.TooLate(self.lead, status))
+        self._server.hand_over(too_late.AfterEndHandlers(self.lead, status))
 
     def close(self) -> None:
         """End service and close the files; also after a start that failed."""

@@ -48,7 +48,7 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.holding import Committed, FragmentsRestored, RestoreFragments
 from diloco_jax.protocol.values import Version
 from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
-from diloco_jax.wire.server import Handlers
+from diloco_jax.wire.session import Handlers
 
 logger = logging.getLogger(__name__)
 

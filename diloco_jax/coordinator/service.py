@@ -36,9 +36,9 @@ from diloco_jax.protocol.coordinator.events import (
     SaidAhead,
 )
 from diloco_jax.wire import bulk
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
-from diloco_jax.wire.session import Session
+from diloco_jax.wire.principal import require_run
+from diloco_jax.wire.session import Handlers, Session
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ DECIDED_WITHIN_S = 10.0
 """Longest wait of an operator's call until that is decided."""
 
 
-class Service:
-    """The `Handlers` of the wire's server."""
+class Service(Handlers):
+    """The answers of the wire's server while the run goes on."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class Service:
         """Accept a stripe in its place; the last one makes the delta an event."""
         return self._holder.upload_end(start, place)
 
-    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> bulk.FetchSource:
         """Return published fragments for an island."""
         self._check(request)
         return self._holder.fetch(request)
@@ -343,12 +343,7 @@ class Service:
 
     def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         config = self._lead.config
-        if call.run_id != config.run_id:
-            raise Refused(
-                "run_id",
-                f"this coordinator serves run {config.run_id}, the call is of run "
-                f"{call.run_id}; check the coordinator's address",
-            )
+        require_run(call, config.run_id)
         if not 0 <= call.fragment < config.fragments:
             raise Refused(
                 "fragment",

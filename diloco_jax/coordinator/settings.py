@@ -31,14 +31,15 @@ from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.core.outer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
-from diloco_jax.hardware.tpus import chip_of, find_slice
+from diloco_jax.hardware.tpus import find_slice
 from diloco_jax.models.flops import least_sequence_flops
 from diloco_jax.protocol.coordinator.islands import SHORTEST_STEP_S
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
 from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
-from diloco_jax.wire.server import Handlers, Server
+from diloco_jax.wire.bulk_server import BulkServer
+from diloco_jax.wire.server import Server
+from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Serve
 
 
 def bulk_server_of(
-    config: Config, handlers: BulkHandlers, tls: TlsFiles | None
+    config: Config, handlers: Handlers, tls: TlsFiles | None
 ) -> BulkServer:
     """Return the server of a worker, with as many places for transfers."""
     return BulkServer(handlers, tls=tls, **_bulk_places(config))
@@ -292,7 +293,7 @@ def _flops_per_s(name: str, island: IslandConfig) -> float:
     if not island.topology:
         return island.devices * ANY_DEVICE_FLOPS_PER_S
     found = find_slice(island.topology, f"islands.{name}.topology")
-    return max(found.chips, island.devices) * chip_of(found).flops_per_s
+    return max(found.chips, island.devices) * found.generation.flops_per_s
 
 
 class StateSizes(NamedTuple):

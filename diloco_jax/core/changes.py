@@ -11,7 +11,9 @@ anchor. The difference local - base since then is not in any delta yet.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,26 +33,15 @@ def delta(anchor: jax.Array, local: jax.Array) -> jax.Array:
     return anchor.astype(jnp.float32) - local.astype(jnp.float32)
 
 
-def publish(
-    codec: Codec, theta: ArrayLike, anchor: ArrayLike
-) -> tuple[jax.Array, jax.Array]:
-    """Encode the change of one piece; return it, uint8[*grid, tile_bytes], and the new
-    anchor, f32[shape].
-
-    The new anchor comes from the encoded bytes through `apply_publish`, as on the
-    islands. Nothing is donated.
-    """
-    encoded = _encode_change(codec, theta, anchor)
-    return encoded, apply_publish(codec, anchor, encoded)
-
-
 def publish_tiles(
     codec: Codec, theta: ArrayLike, anchor: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Publish the change of some tiles: f32[n, elements] each -> uint8[n, tile_bytes]
-    and the new anchor, f32[n, elements]. See `publish`.
+    """Encode the change of some tiles, f32[n, elements] each; return it, uint8[n,
+    tile_bytes], and the new anchor, f32[n, elements].
+
+    The new anchor comes from the encoded bytes, as on the islands. Nothing is donated.
     """
-    encoded = _encode_change_of_tiles(codec, theta, anchor)
+    encoded = _encode_change(codec, theta, anchor)
     return encoded, apply_to_tiles(codec, anchor, encoded)
 
 
@@ -76,13 +67,6 @@ def _moved(anchor: jax.Array, change: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode_change(codec: Codec, theta: jax.Array, anchor: jax.Array) -> jax.Array:
-    return codec.encode(theta - anchor)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _encode_change_of_tiles(
-    codec: Codec, theta: jax.Array, anchor: jax.Array
-) -> jax.Array:
     return codec.encode_tiles(theta - anchor)
 
 
@@ -105,56 +89,31 @@ def moved(value: jax.Array, before: jax.Array, anchor: jax.Array) -> jax.Array:
     return anchor + (value - before)
 
 
-class Overwrite(AdoptRule):
-    """The anchor. Steps since the take are lost (Decoupled DiLoCo, arXiv
-    2604.21428)."""
+@dataclasses.dataclass(frozen=True)
+class Formula(AdoptRule):
+    """An adopt rule of the package: a function of local, base, anchor and alpha, and
+    what `AdoptRule` says of it."""
 
-    adopts_first = False
-    loses_steps = True
-
-    def adopt(
-        self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
-    ) -> jax.Array:
-        """Return the anchor."""
-        return anchor
-
-
-OVERWRITE = Overwrite()
-
-
-class Blend(AdoptRule):
-    """alpha * local + (1 - alpha) * anchor (Streaming DiLoCo, arXiv 2501.18512). Steps
-    since the take count in the next delta."""
-
-    adopts_first = False
+    of: Callable[[jax.Array, jax.Array, jax.Array, Alpha], jax.Array]
+    adopts_first: bool = True
+    keeps_pending: bool = False
+    loses_steps: bool = False
 
     def adopt(
         self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
     ) -> jax.Array:
-        """Return a weighted mean of both."""
-        return alpha * local + (1 - alpha) * anchor
+        """Return the function's value."""
+        return self.of(local, base, anchor, alpha)
 
 
-BLEND = Blend()
-
-
-class Rebase(AdoptRule):
-    """anchor + (local - base), which loses no step."""
-
-    def adopt(
-        self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
-    ) -> jax.Array:
-        """Return the anchor plus the island's change since its base."""
-        return moved(local, base, anchor)
-
-
-REBASE = Rebase()
-
-
-class Keep(Rebase):
-    """ "rebase", beside a delta that no version has yet."""
-
-    keeps_pending = True
-
-
-KEEP = Keep()
+OVERWRITE = Formula(lambda local, base, anchor, alpha: anchor, False, loses_steps=True)
+"""The anchor. Steps since the take are lost (Decoupled DiLoCo, arXiv 2604.21428)."""
+BLEND = Formula(
+    lambda local, base, anchor, alpha: alpha * local + (1 - alpha) * anchor, False
+)
+"""alpha * local + (1 - alpha) * anchor (Streaming DiLoCo, arXiv 2501.18512). Steps
+since the take count in the next delta."""
+REBASE = Formula(lambda local, base, anchor, alpha: moved(local, base, anchor))
+"""anchor + (local - base), which loses no step."""
+KEEP = dataclasses.replace(REBASE, keeps_pending=True)
+"""\"rebase\", beside a delta that no version has yet."""

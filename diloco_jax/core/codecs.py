@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,80 +155,56 @@ def round_to_bf16(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-class Float32:
-    """4 bytes per element, nothing lost."""
+@dataclasses.dataclass(frozen=True)
+class Floats:
+    """A `TileCodec` of floats of one type, rounded to nearest even."""
+
+    dtype: Any
 
     def tile_bytes(self, elements: int) -> int:
-        """Return 4 bytes per element."""
-        return 4 * elements
-
-    def encode(self, tiles: jax.Array) -> jax.Array:
-        """Write the values as octets, unchanged."""
-        return to_octets(tiles, jnp.float32)
-
-    def decode(self, octets: jax.Array, elements: int) -> jax.Array:
-        """Return the values unchanged."""
-        return from_octets(octets, jnp.float32)
-
-    def largest_error(self, tiles: jax.Array) -> jax.Array:
-        """Return zeros."""
-        return jnp.zeros_like(tiles)
-
-
-F32 = Float32()
-
-
-class BFloat16:
-    """2 bytes per element, rounded to nearest even."""
-
-    def tile_bytes(self, elements: int) -> int:
-        """Return 2 bytes per element."""
-        return 2 * elements
+        """Return the bytes of that many floats."""
+        width: int = jnp.dtype(self.dtype).itemsize
+        return elements * width
 
     def encode(self, tiles: jax.Array) -> jax.Array:
         """Round the values and write them as octets."""
-        return to_octets(round_to_bf16(tiles), jnp.bfloat16)
+        rounded = tiles if self.dtype == jnp.float32 else round_to_bf16(tiles)
+        return to_octets(rounded, self.dtype)
 
     def decode(self, octets: jax.Array, elements: int) -> jax.Array:
         """Return the rounded values."""
-        return from_octets(octets, jnp.bfloat16)
+        return from_octets(octets, self.dtype)
 
     def largest_error(self, tiles: jax.Array) -> jax.Array:
-        """Return half a step of an 8-bit significand."""
-        return jnp.abs(tiles) * 2.0**-8
+        """Return half a step of the significand, 0 of f32."""
+        return jnp.abs(tiles) * (0.0 if self.dtype == jnp.float32 else 2.0**-8)
 
 
-BF16 = BFloat16()
-
-
-class BlockCodec:
-    """A `TileCodec` of integers from -peak to peak, with a scale per block of a tile; a
-    subclass defines their layout.
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A `TileCodec` of integers from -peak to peak, with a scale per block of a tile.
 
     An encoded tile is its integers and then one bf16 scale per block of consecutive
     elements. An integer times a bf16 scale is exact in f32, so all machines decode the
     same bits, fused or not. A block with a NaN or an infinity has a NaN scale.
+
+    An integer is a byte, or half of one: element i of n is the low half of byte i,
+    element i + ceil(n / 2) the high one.
     """
 
-    def __init__(self, block: int, peak: int) -> None:
-        """block: number of elements that share one scale."""
-        self.block, self.peak = block, peak
+    bits: int
+    """Bits of an integer: 8 or 4."""
+    block: int
+    """Number of elements that share one scale."""
 
-    def payload_bytes(self, elements: int) -> int:
-        """Return the bytes of that many integers."""
-        raise NotImplementedError
-
-    def pack(self, octets: jax.Array) -> jax.Array:
-        """Pack two's complement uint8[..., elements] -> uint8[..., payload_bytes]."""
-        raise NotImplementedError
-
-    def unpack(self, payload: jax.Array) -> jax.Array:
-        """Invert `pack`; more elements may follow."""
-        raise NotImplementedError
+    @property
+    def peak(self) -> int:
+        """The largest integer."""
+        return (1 << (self.bits - 1)) - 1
 
     def tile_bytes(self, elements: int) -> int:
         """Return the bytes of the integers, plus 2 per block."""
-        return self.payload_bytes(elements) + 2 * -(-elements // self.block)
+        return self._payload_bytes(elements) + 2 * -(-elements // self.block)
 
     def encode(self, tiles: jax.Array) -> jax.Array:
         """Round to the nearest integer, in units of the block's scale."""
@@ -242,15 +219,21 @@ class BlockCodec:
         clipped = jnp.clip(quantized, -self.peak, self.peak)
         quantized = jnp.where(usable, clipped, 0.0)
         flat = quantized.astype(jnp.int8).reshape(*tiles.shape[:-1], -1)[..., :elements]
-        payload = self.pack(lax.bitcast_convert_type(flat, jnp.uint8))
+        payload = lax.bitcast_convert_type(flat, jnp.uint8)
+        if self.bits == 4:
+            low, high = jnp.split(_padded(payload, 2), 2, axis=-1)
+            payload = (low & 0xF) | (high << 4)
         scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)[..., 0]
         return jnp.concatenate([payload, to_octets(scale, jnp.bfloat16)], axis=-1)
 
     def decode(self, octets: jax.Array, elements: int) -> jax.Array:
         """Multiply integers by scales."""
-        cut = self.payload_bytes(elements)
+        cut = self._payload_bytes(elements)
         scale = from_octets(octets[..., cut:], jnp.bfloat16)
-        payload = self.unpack(octets[..., :cut])[..., :elements]
+        payload = octets[..., :cut]
+        if self.bits == 4:
+            nibbles = jnp.concatenate([payload & 0xF, payload >> 4], axis=-1)
+            payload = ((nibbles ^ 8) - 8)[..., :elements]  # Signs are extended.
         quantized = lax.bitcast_convert_type(payload, jnp.int8).astype(jnp.float32)
         blocks = self._to_blocks(quantized) * scale[..., None]
         return blocks.reshape(*octets.shape[:-1], -1)[..., :elements]
@@ -262,53 +245,18 @@ class BlockCodec:
         spread = jnp.broadcast_to(largest, blocks.shape)
         return spread.reshape(*tiles.shape[:-1], -1)[..., : tiles.shape[-1]]
 
+    def _payload_bytes(self, elements: int) -> int:
+        return -(-elements * self.bits // 8)
+
     def _to_blocks(self, tiles: jax.Array) -> jax.Array:
         """Reshape [..., n] -> [..., ceil(n / block), block], padded with zeros."""
-        missing = -tiles.shape[-1] % self.block
-        tiles = jnp.pad(tiles, [(0, 0)] * (tiles.ndim - 1) + [(0, missing)])
-        return tiles.reshape(*tiles.shape[:-1], -1, self.block)
+        return _padded(tiles, self.block).reshape(*tiles.shape[:-1], -1, self.block)
 
 
-class Int8(BlockCodec):
-    """A byte per element, and a bf16 scale per 256 elements."""
-
-    def payload_bytes(self, elements: int) -> int:
-        """Return one byte per element."""
-        return elements
-
-    def pack(self, octets: jax.Array) -> jax.Array:
-        """Return the octets unchanged."""
-        return octets
-
-    def unpack(self, payload: jax.Array) -> jax.Array:
-        """Return the payload unchanged."""
-        return payload
+def _padded(x: jax.Array, to: int) -> jax.Array:
+    """Pad the last axis with zeros to a multiple."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % to)])
 
 
-INT8 = Int8(block=256, peak=127)
-
-
-class Int4(BlockCodec):
-    """Half a byte per element, and a bf16 scale per 32 elements.
-
-    Element i of n is the low half of byte i, element i + ceil(n / 2) the high one.
-    """
-
-    def payload_bytes(self, elements: int) -> int:
-        """Return half a byte per element, rounded up."""
-        return -(-elements // 2)
-
-    def pack(self, octets: jax.Array) -> jax.Array:
-        """Pack the first half of the elements low, the second half high."""
-        missing = octets.shape[-1] % 2
-        octets = jnp.pad(octets, [(0, 0)] * (octets.ndim - 1) + [(0, missing)])
-        low, high = jnp.split(octets, 2, axis=-1)
-        return (low & 0xF) | (high << 4)
-
-    def unpack(self, payload: jax.Array) -> jax.Array:
-        """Invert `pack`, up to padding at the end; signs are extended."""
-        nibbles = jnp.concatenate([payload & 0xF, payload >> 4], axis=-1)
-        return (nibbles ^ 8) - 8
-
-
-INT4 = Int4(block=32, peak=7)
+F32, BF16 = Floats(jnp.float32), Floats(jnp.bfloat16)
+INT8, INT4 = Blocks(bits=8, block=256), Blocks(bits=4, block=32)

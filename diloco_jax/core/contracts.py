@@ -30,8 +30,23 @@ from diloco_jax.core.fragments import (
     get_piece,
     plan_fragments,
 )
-from diloco_jax.core.merging import Plain, merge_piece, recovered, start
+from diloco_jax.core.merging import Encoded, merge_piece, recovered, start
 from diloco_jax.core.tiles import ArrayLike, TileGrid
+
+
+def _require(
+    what: str, found: ArrayLike, of: str, given: ArrayLike, wanted: ArrayLike
+) -> None:
+    """Raise ValueError unless what a member made has shape and dtype of another array,
+    and only finite numbers. of, given: what it was made of."""
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise ValueError(
+            f"{what} made {found.dtype}{list(found.shape)} of {of}, "
+            f"{given.dtype}{list(given.shape)}; it must make "
+            f"{wanted.dtype}{list(wanted.shape)}"
+        )
+    if not np.isfinite(found).all():
+        raise ValueError(f"{what} made numbers that are not finite of finite ones")
 
 
 def check_weighting(weighting: Weighting) -> None:
@@ -61,13 +76,7 @@ def check_adopt_rule(rule: AdoptRule) -> None:
     rng = np.random.default_rng(0)
     local, base, anchor = rng.standard_normal((3, *ADOPTED)).astype(np.float32)
     found = adopt(rule, local, base, anchor, 0.5)
-    if (found.shape, found.dtype) != (ADOPTED, jnp.float32):
-        raise ValueError(
-            f"adopt made {found.dtype}{list(found.shape)} of local values of float32"
-            f"{list(ADOPTED)}; it must keep shape and dtype"
-        )
-    if not np.isfinite(found).all():
-        raise ValueError("adopt made numbers that are not finite of finite ones")
+    _require("adopt", found, "local values", local, local)
 
 
 TILES, ELEMENTS = 3, 40
@@ -81,20 +90,10 @@ def check_codec(codec: TileCodec) -> None:
     rng = np.random.default_rng(0)
     tiles = jnp.asarray(rng.standard_normal((TILES, ELEMENTS)), jnp.float32)
     octets = jax.jit(codec.encode)(tiles)
-    if (octets.shape, octets.dtype) != ((TILES, nbytes), jnp.uint8):
-        raise ValueError(
-            f"encode made {octets.dtype}{list(octets.shape)} of float32"
-            f"{list(tiles.shape)}; with tile_bytes = {nbytes} it must make uint8"
-            f"{[TILES, nbytes]}"
-        )
+    wanted = np.empty((TILES, nbytes), np.uint8)
+    _require(f"encode with tile_bytes = {nbytes}", octets, "tiles", tiles, wanted)
     decoded = jax.jit(codec.decode, static_argnums=1)(octets, ELEMENTS)
-    if (decoded.shape, decoded.dtype) != (tiles.shape, jnp.float32):
-        raise ValueError(
-            f"decode made {decoded.dtype}{list(decoded.shape)}; it must make float32"
-            f"{list(tiles.shape)}, as was encoded"
-        )
-    if not np.isfinite(decoded).all():
-        raise ValueError("decode made numbers that are not finite of finite ones")
+    _require("decode", decoded, "octets", octets, tiles)
     bad = codec.decode(codec.encode(tiles.at[0, 1].set(jnp.nan)), ELEMENTS)
     if np.isfinite(bad[0]).all():
         raise ValueError(
@@ -139,7 +138,7 @@ def check_merge_rule(rule: MergeRule) -> None:
         for islands in (ISLANDS, 1):
             for scale in (1.0, 0.0):
                 drawn = rng.standard_normal((islands, *shape)) * scale
-                deltas = Plain(list(drawn.astype(np.float32)))
+                deltas = Encoded.of(list(drawn.astype(np.float32)))
                 weights = [1.0 + i for i in range(islands)]
                 merged = merge_piece(rule, deltas, weights, 0.5, state)
                 if not np.isfinite(merged.delta).all():
@@ -194,7 +193,7 @@ def _merged(
     first: dict[str, npt.NDArray[np.float32]] = {}
     second: dict[str, npt.NDArray[np.float32]] = {}
     for piece in plan.pieces:
-        own = Plain([get_piece({WHOLE: delta}, piece) for delta in deltas])
+        own = Encoded.of([get_piece({WHOLE: delta}, piece) for delta in deltas])
         state = start(rule, piece.shape)
         for found in (first, second):
             merged = merge_piece(rule, own, weights, 0.5, state)
@@ -221,15 +220,8 @@ def check_outer_optimizer(optimizer: OuterOptimizer) -> None:
     state = tx.init(theta)
     for _ in range(OUTER_STEPS):
         updates, after = jax.jit(tx.update)(theta, state, theta)
-        for update, shape in zip(updates, SHAPES, strict=True):
-            if (update.shape, update.dtype) != (shape, jnp.float32):
-                raise ValueError(
-                    f"its update of float32{list(shape)} is "
-                    f"{update.dtype}{list(update.shape)}; it must be of that shape and "
-                    f"dtype"
-                )
-            if not np.isfinite(update).all():
-                raise ValueError("its update of a finite delta is not finite")
+        for update, delta in zip(updates, theta, strict=True):
+            _require("its update", update, "a delta", delta, delta)
         if jax.tree.map(jnp.shape, after) != jax.tree.map(jnp.shape, state):
             raise ValueError("its state changes its structure from step to step")
         state = after

@@ -104,10 +104,8 @@ class WeightedSum(Described, Protocol):
         return None
 
 
-class Fold(Described, Protocol):
-    """Sums over the deltas: `finish(add(add(init, d1, w1), d2, w2), share)`."""
-
-    needs: Literal["fold"] = "fold"
+class Stateful(Described, Protocol):
+    """A rule that may keep a state for each piece."""
 
     def start(self, shape: Shape) -> State:
         """Return the state before the first merge of a run or a term."""
@@ -118,6 +116,12 @@ class Fold(Described, Protocol):
         as after a crash.
         """
         return state
+
+
+class Fold(Stateful, Protocol):
+    """Sums over the deltas: `finish(add(add(init, d1, w1), d2, w2), share)`."""
+
+    needs: Literal["fold"] = "fold"
 
     def init(self, shape: Shape) -> Any:
         """Return the sums of no deltas, a pytree."""
@@ -143,20 +147,10 @@ class Elementwise(Described, Protocol):
         """Merge f32[M, ...], f32[M] -> f32[...], times `share`."""
 
 
-class Whole(Described, Protocol):
+class Whole(Stateful, Protocol):
     """Merges whole pieces of `M` deltas."""
 
     needs: Literal["whole"] = "whole"
-
-    def start(self, shape: Shape) -> State:
-        """Return the state before the first merge of a run or a term."""
-        return ()
-
-    def recovered(self, state: State, change: ArrayLike) -> State:
-        """Return the state after a merge of which only the published change is known,
-        as after a crash.
-        """
-        return state
 
     def merge(
         self, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
@@ -262,8 +256,10 @@ class OuterOptimizer(Protocol):
 
     With `elementwise = True` it treats each element by itself, and a fragment is
     updated a few tiles at a time. Otherwise it is given the whole fragment, each piece
-    in its own shape, which takes more time and memory. An optimizer with `delta_of`
-    keeps its state through a crash of the coordinator up to the last merge.
+    in its own shape, which takes more time and memory. An optimizer whose step
+    determines its merged delta may have `delta_of(updates, state, momentum)`, which
+    returns the delta from which it makes these updates in that state: it keeps its
+    state through a crash of the coordinator up to the last merge.
     `native_step` names the step of `core/kernels.py` that computes an optimizer of the
     package.
     """
@@ -271,14 +267,6 @@ class OuterOptimizer(Protocol):
     def __call__(self, momentum: float) -> optax.GradientTransformation:
         """Make the optimizer at learning rate 1; its updates are added to the
         parameters. momentum: `outer.momentum`, which it may ignore."""
-
-
-class Invertible(OuterOptimizer, Protocol):
-    """An optimizer whose step determines its merged delta."""
-
-    def delta_of(self, updates: Arrays, state: Any, momentum: float) -> Arrays:
-        """Return the delta from which the optimizer, in that state, makes these
-        updates."""
 
 
 OUTER_OPTIMIZERS: Family[OuterOptimizer] = Family(

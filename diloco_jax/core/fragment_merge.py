@@ -31,7 +31,7 @@ from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.kernels import Passes, Step
-from diloco_jax.core.merging import Deltas, Encoded, MergedPiece, rule_for
+from diloco_jax.core.merging import Encoded, MergedPiece, rule_for
 from diloco_jax.core.outer import OuterSettings, PieceStep, piece_step
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.core.tiles import (
@@ -84,7 +84,7 @@ class Measuring:
         # the others, its own square and that sum's.
         self._along, self._own, self._others = np.zeros((3, len(weights)))
 
-    def add(self, deltas: Deltas, piece: MergedPiece) -> None:
+    def add(self, deltas: Encoded, piece: MergedPiece) -> None:
         """Add the next piece."""
         self.sample.append(sample(piece.total) * np.float32(piece.factor))
         squares = np.array(deltas.squares)
@@ -116,7 +116,7 @@ class Measuring:
         lengths = np.sqrt(self._own * self._others)
         return tuple(map(_ratio, self._along, lengths))
 
-    def _add_directions(self, deltas: Deltas) -> None:
+    def _add_directions(self, deltas: Encoded) -> None:
         # Each is decoded twice, so that one at a time is in memory.
         total: Any = 0.0
         for island, weight in enumerate(self._weights):
@@ -131,10 +131,7 @@ class Measuring:
             self._others[island] += max(others, 0.0)
 
     def finish(
-        self,
-        last: Sequence[Sample],
-        before: Sequence[Sample],
-        after: Sequence[Sample],
+        self, last: Sequence[Sample], before: Sequence[Sample], after: Sequence[Sample]
     ) -> MergeMeasures:
         """Return the four measures.
 
@@ -162,7 +159,7 @@ def sample(tiles: npt.NDArray[np.float32]) -> Sample:
     return tiles[::SAMPLED, :: _every(*tiles.shape)].copy()
 
 
-def sampled(deltas: Deltas, island: int) -> npt.NDArray[np.float32]:
+def sampled(deltas: Encoded, island: int) -> npt.NDArray[np.float32]:
     """Return what is looked at of a delta, f32[rows, elements]; decode nothing else."""
     every = _every(*TileGrid.of(deltas.shape).in_order)
     return np.asarray(deltas.tiles(island, slice(None, None, SAMPLED), every))
@@ -186,7 +183,7 @@ def _every(tiles: int, elements: int) -> int:
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _direction_square(deltas: Deltas, weights: npt.NDArray[Any]) -> float:
+def _direction_square(deltas: Encoded, weights: npt.NDArray[Any]) -> float:
     """Return |sum w unit(d)|^2 over the sampled tiles."""
     along: Any = 0.0
     for island, weight in enumerate(weights):
@@ -300,11 +297,10 @@ class FragmentMerge:
 
         If a sum is not finite, the delta is not either (`is_fit`).
         """
+        arrays = self.layout_up.unpack(payload)
         return tuple(
-            Encoded(self.up, placed.piece.shape, [array], (), self.passes).squares[0]
-            for placed, array in zip(
-                self.layout_up.placed, self.layout_up.unpack(payload), strict=True
-            )
+            Encoded(self.up, piece.shape, [array], (), self.passes).squares[0]
+            for piece, array in zip(self.pieces, arrays, strict=True)
         )
 
     def merge(
@@ -388,9 +384,8 @@ class FragmentMerge:
         merge rule's. A publish of the flush advances neither.
         """
         anchor = self._new(state.anchor)
-        for new, old, encoded in zip(
-            anchor, state.anchor, self.layout_down.unpack(payload), strict=True
-        ):
+        published = self.layout_down.unpack(payload)
+        for new, old, encoded in zip(anchor, state.anchor, published, strict=True):
             tiles = encoded.reshape(len(old), -1)
             for rows in blocks(*old.shape):
                 new[rows] = apply_to_tiles(self.down, old[rows], tiles[rows])

@@ -1,11 +1,11 @@
 """The merge route "native": passes over tiles in C, for rules, codecs and optimizers of
 the package.
 
-`Kernels` binds the compiled functions of `merge.c`. Each goes over some tiles of a
-piece, f32[tiles, elements], in one call that holds no lock of the interpreter: callers
-may divide the tiles among threads. It makes the bits that the functions compiled by XLA
-make (`fragment_merge.py`, `merging.py`). `Passes` go over whole pieces, cut into blocks
-of tiles, which `each` may give to threads: no bit depends on the cut.
+`Passes` bind the compiled functions of `merge.c`. Each goes over some tiles of a piece,
+f32[tiles, elements], in one call that holds no lock of the interpreter, and makes the
+bits that the functions compiled by XLA make (`fragment_merge.py`, `merging.py`). A
+piece is cut into blocks of tiles, which `each` may give to threads: no bit depends on
+the cut.
 """
 
 from __future__ import annotations
@@ -53,44 +53,59 @@ class Step:
     rate: float = 1.0
 
 
-class Kernels:
-    """The functions of one compiled library. Arrays are contiguous; ValueError if not,
-    or if their shapes or dtypes do not agree."""
+Each = Callable[[Callable[[slice], Any], Iterable[slice]], Iterable[Any]]
+"""A `map`: it returns the results in order, whatever computes them."""
 
-    def __init__(self, path: Path) -> None:
-        """Load it; OSError if that is no library of this machine."""
+
+class Passes:
+    """The passes of one process over whole pieces, by the functions of one compiled
+    library.
+
+    Arrays are contiguous; ValueError if not, or if their shapes or dtypes do not agree.
+    """
+
+    def __init__(self, path: Path, each: Each = map) -> None:
+        """Load the library; OSError if that is none of this machine."""
         library = ctypes.CDLL(str(path))
+        self.path, self.each = path, each
         self._squares = library.merge_squares
         self._sum = library.merge_sum
         self._finish = library.merge_finish
-        number, pointer = ctypes.c_int64, ctypes.c_void_p
-        self._squares.argtypes = [ctypes.c_int, number, number, *[pointer] * 2]
-        self._sum.argtypes = [ctypes.c_int, *[number] * 3, *[pointer] * 4]
+        whole, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         reals = [ctypes.c_float] * 4
-        self._finish.argtypes = [
-            *[ctypes.c_int] * 2,
-            *reals,
-            *[number] * 2,
-            *[pointer] * 7,
-        ]
+        self._squares.argtypes = [whole, number, number, *[pointer] * 2]
+        self._sum.argtypes = [whole, *[number] * 3, *[pointer] * 4]
+        self._finish.argtypes = [*[whole] * 2, *reals, *[number] * 2, *[pointer] * 7]
 
-    def squares(self, codec: str, encoded: Octets, elements: int) -> list[float]:
+    def knows(self, codec: str) -> bool:
+        """Tell whether there are functions in C for this codec, by its name in the
+        config.
+        """
+        return codec in CODECS
+
+    def squares(self, codec: str, encoded: Octets, elements: int) -> float:
+        """Return the sum of the squares of a delta, uint8[tiles, tile_bytes]."""
+        return math.fsum(self.tile_squares(codec, encoded, elements))
+
+    def tile_squares(self, codec: str, encoded: Octets, elements: int) -> list[float]:
         """Decode uint8[tiles, tile_bytes]; return the sum of each tile's squares."""
-        tiles = len(encoded)
-        halved = np.empty((tiles, _parts(elements)))
-        self._call(
-            self._squares,
-            *(CODECS.index(codec), tiles, elements),
-            _at(encoded, np.uint8, (tiles, tile_bytes(codec, elements))),
-            _at(halved, np.float64, halved.shape),
-        )
-        return _summed(halved)
+
+        def of(rows: slice, halved: npt.NDArray[np.float64]) -> None:
+            tiles = len(halved)
+            self._call(
+                self._squares,
+                *(CODECS.index(codec), tiles, elements),
+                _at(encoded[rows], np.uint8, (tiles, tile_bytes(codec, elements))),
+                _at(halved, np.float64, halved.shape),
+            )
+
+        return self._by_tile(of, len(encoded), elements)
 
     def sum(
         self,
         codec: str,
         encoded: Sequence[Octets],
-        factors: npt.NDArray[np.float32],
+        factors: Sequence[float],
         total: Values,
     ) -> list[float]:
         """Sum deltas times their factors into `total`; return each tile's sum of
@@ -98,19 +113,22 @@ class Kernels:
 
         Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements].
         """
-        tiles, elements = total.shape
-        halved = np.empty((tiles, _parts(elements)))
-        shape = tiles, tile_bytes(codec, elements)
-        places = [_at(array, np.uint8, shape) for array in encoded]
-        self._call(
-            self._sum,
-            *(CODECS.index(codec), len(encoded), tiles, elements),
-            (ctypes.c_void_p * len(encoded))(*places),
-            _at(factors, np.float32, (len(encoded),)),
-            _at(total, np.float32, total.shape),
-            _at(halved, np.float64, halved.shape),
-        )
-        return _summed(halved)
+        given: npt.NDArray[np.float32] = np.array(factors, np.float32)
+        elements = total.shape[1]
+
+        def of(rows: slice, halved: npt.NDArray[np.float64]) -> None:
+            shape = len(halved), tile_bytes(codec, elements)
+            places = [_at(array[rows], np.uint8, shape) for array in encoded]
+            self._call(
+                self._sum,
+                *(CODECS.index(codec), len(encoded), len(halved), elements),
+                (ctypes.c_void_p * len(encoded))(*places),
+                _at(given, np.float32, (len(encoded),)),
+                _at(total[rows], np.float32, (len(halved), elements)),
+                _at(halved, np.float64, halved.shape),
+            )
+
+        return self._by_tile(of, *total.shape)
 
     def finish(
         self,
@@ -125,8 +143,8 @@ class Kernels:
         new_anchor: Values,
         encoded: Octets,
     ) -> None:
-        """Take the outer step and encode the publish of some tiles, f32[tiles,
-        elements] each.
+        """Take the outer step of a piece and encode its publish; all f32[tiles,
+        elements].
 
         Args:
           codec: of the publish.
@@ -136,16 +154,44 @@ class Kernels:
           new_trace, new_anchor, encoded: the results; encoded: uint8[tiles,
             tile_bytes].
         """
-        tiles, elements = theta.shape
         values = old, trace, anchor, theta, new_trace, new_anchor
-        self._call(
-            self._finish,
-            *(CODECS.index(codec), STEPS.index(step.kind)),
-            *(step.factor, step.guard, step.momentum, step.rate),
-            *(tiles, elements),
-            *(v if v is None else _at(v, np.float32, theta.shape) for v in values),
-            _at(encoded, np.uint8, (tiles, tile_bytes(codec, elements))),
-        )
+
+        def of(rows: slice) -> None:
+            tiles, elements = theta[rows].shape
+            self._call(
+                self._finish,
+                *(CODECS.index(codec), STEPS.index(step.kind)),
+                *(step.factor, step.guard, step.momentum, step.rate),
+                *(tiles, elements),
+                *(
+                    value
+                    if value is None
+                    else _at(value[rows], np.float32, (tiles, elements))
+                    for value in values
+                ),
+                _at(encoded[rows], np.uint8, (tiles, tile_bytes(codec, elements))),
+            )
+
+        for _ in self.each(of, blocks(*theta.shape)):
+            pass
+
+    def _by_tile(
+        self,
+        of: Callable[[slice, npt.NDArray[np.float64]], None],
+        tiles: int,
+        elements: int,
+    ) -> list[float]:
+        """Return the sums of tiles' squares, whose parts `of` writes, by blocks."""
+
+        def summed(rows: slice) -> list[float]:
+            halved = np.empty((rows.stop - rows.start, _parts(elements)))
+            of(rows, halved)
+            # As `tiles.tile_squares` does.
+            found: list[float] = halved.sum(axis=1).tolist()
+            return found
+
+        found = self.each(summed, blocks(tiles, elements))
+        return [value for block in found for value in block]
 
     def _call(self, function: Any, *arguments: Any) -> None:
         if function(*arguments):
@@ -179,94 +225,3 @@ def _parts(elements: int) -> int:
     if elements > MOST_ELEMENTS:
         return -(-elements // MOST_ELEMENTS)
     return elements // (elements & -elements)
-
-
-def _summed(halved: npt.NDArray[np.float64]) -> list[float]:
-    """Add up f64[tiles, parts] tile by tile, as `tiles.tile_squares` does."""
-    found: list[float] = halved.sum(axis=1).tolist()
-    return found
-
-
-Each = Callable[[Callable[[slice], Any], Iterable[slice]], Iterable[Any]]
-"""A `map`: it returns the results in order, whatever computes them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """The passes of one process."""
-
-    kernels: Kernels
-    each: Each = map
-
-    def knows(self, codec: str) -> bool:
-        """Tell whether there are functions in C for this codec, by its name in the
-        config.
-        """
-        return codec in CODECS
-
-    def squares(self, codec: str, encoded: Octets, elements: int) -> float:
-        """Return the sum of the squares of a delta, uint8[tiles, tile_bytes]."""
-
-        def of(rows: slice) -> list[float]:
-            return self.kernels.squares(codec, encoded[rows], elements)
-
-        return math.fsum(self._flat(of, (len(encoded), elements)))
-
-    def sum(
-        self,
-        codec: str,
-        encoded: Sequence[Octets],
-        factors: Sequence[float],
-        total: Values,
-    ) -> list[float]:
-        """Sum deltas times their factors into `total`; return each tile's sum of
-        squares.
-
-        Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements].
-        """
-        given: npt.NDArray[np.float32] = np.array(factors, np.float32)
-
-        def of(rows: slice) -> list[float]:
-            parts = [delta[rows] for delta in encoded]
-            return self.kernels.sum(codec, parts, given, total[rows])
-
-        return self._flat(of, total.shape)
-
-    def finish(
-        self,
-        codec: str,
-        step: Step,
-        *,
-        old: Values,
-        trace: Values | None,
-        anchor: Values,
-        theta: Values,
-        new_trace: Values | None,
-        new_anchor: Values,
-        encoded: Octets,
-    ) -> None:
-        """Take the outer step of a piece and encode its publish: see
-        `Kernels.finish`."""
-
-        def of(rows: slice) -> None:
-            self.kernels.finish(
-                codec,
-                step,
-                old=old[rows],
-                trace=None if trace is None else trace[rows],
-                anchor=anchor[rows],
-                theta=theta[rows],
-                new_trace=None if new_trace is None else new_trace[rows],
-                new_anchor=new_anchor[rows],
-                encoded=encoded[rows],
-            )
-
-        for _ in self.each(of, blocks(*theta.shape)):
-            pass
-
-    def _flat(
-        self, of: Callable[[slice], list[float]], shape: tuple[int, ...]
-    ) -> list[float]:
-        tiles, elements = shape
-        found = self.each(of, blocks(tiles, elements))
-        return [value for block in found for value in block]

@@ -104,9 +104,9 @@ def said(error: Exception) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?`, or "" if no known name is near."""
+    """Return ` (did you mean 'x'?)`, or "" if no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def find_beside(path: Path) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,77 +41,79 @@ from diloco_jax.core.tiles import (
 )
 
 
-class Deltas(Protocol):
-    """One piece's deltas, by island. Values are computed on demand, and not kept."""
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of each delta."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, island: int) -> ArrayLike:
-        """Return the island's delta, f32[shape]."""
-
-    def tiles(self, island: int, rows: slice, every: int = 1) -> ArrayLike:
-        """Return these of its tiles, f32[rows, elements], in the order of the grid;
-        of each only the elements at multiples of `every`."""
-
-    def weighted_sum(
-        self, factors: Sequence[float], out: npt.NDArray[np.float32]
-    ) -> list[float]:
-        """Sum the deltas, each times its factor, into f32[tiles, elements]; return the
-        sum of the squares of each tile of that."""
-
-    @property
-    def squares(self) -> Sequence[float]:
-        """The sum of the squares of each delta."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """`Deltas` as they arrived: uint8[*grid, tile_bytes] each."""
+    """One piece's deltas by island, as they arrived: uint8[*grid, tile_bytes] each.
+    Values are computed on demand, and not kept."""
 
     codec: Codec
     shape: Shape
+    """Shape of each delta."""
     encoded: Sequence[ArrayLike]
     known: Sequence[float] = ()
     """`squares`, if they are known already."""
     passes: Passes | None = None
     """The merge route "native"; None: "xla"."""
 
+    @classmethod
+    def of(cls, arrays: Sequence[ArrayLike]) -> Encoded:
+        """Return these deltas, f32[shape] each, without loss."""
+        codec = Codec("f32")
+        shape = tuple(arrays[0].shape) if arrays else ()
+        return cls(codec, shape, [codec.encode(array) for array in arrays])
+
     def __len__(self) -> int:
         return len(self.encoded)
 
     def __getitem__(self, island: int) -> ArrayLike:
+        """Return the island's delta, f32[shape]."""
         return self.codec.decode(self.encoded[island], self.shape)
 
     def tiles(self, island: int, rows: slice, every: int = 1) -> ArrayLike:
-        """Decode only these tiles."""
+        """Return these of its tiles, f32[rows, elements], in the order of the grid;
+        of each only the elements at multiples of `every`."""
         encoded = self._in_order(island)[rows]
         return self.codec.decode_tiles(encoded, self._elements, every)
 
     def weighted_sum(
         self, factors: Sequence[float], out: npt.NDArray[np.float32]
     ) -> list[float]:
-        """See `Deltas`."""
+        """Sum the deltas, each times its factor, into f32[tiles, elements]; return the
+        sum of the squares of each tile of that."""
         if self._native is None:
-            return sum_blocks(self, factors, out)
+            return self._sum_blocks(factors, out)
         encoded = [self._in_order(island) for island in range(len(self))]
         return self._native.sum(self.codec.name, encoded, factors, out)
 
     @functools.cached_property
     def squares(self) -> Sequence[float]:
-        """See `Deltas`."""
+        """The sum of the squares of each delta; inf or NaN if a value is not
+        finite."""
         if self.known:
             return self.known
-        if self._native is None:
-            return square_sums(self)
-        name, elements = self.codec.name, self._elements
-        return [
-            self._native.squares(name, self._in_order(island), elements)
-            for island in range(len(self))
-        ]
+        return [self._square(island) for island in range(len(self))]
+
+    def _square(self, island: int) -> float:
+        encoded, elements = self._in_order(island), self._elements
+        if self._native is not None:
+            return self._native.squares(self.codec.name, encoded, elements)
+        cut = blocks(len(encoded), elements)
+        found = (tile_squares(self.tiles(island, rows)) for rows in cut)
+        return math.fsum(square for block in found for square in block)
+
+    def _sum_blocks(
+        self, factors: Sequence[float], out: npt.NDArray[np.float32]
+    ) -> list[float]:
+        found: list[float] = []
+        for rows in blocks(*out.shape):
+            block = jnp.zeros(out[rows].shape, jnp.float32)
+            for island, factor in enumerate(factors):
+                block = _added(block, self.tiles(island, rows), np.float32(factor))
+                # Otherwise all deltas would be decoded ahead of the sum, into memory.
+                jax.block_until_ready(block)  # type: ignore[no-untyped-call]
+            out[rows] = block
+            found += tile_squares(block)
+        return found
 
     @property
     def _elements(self) -> int:
@@ -127,70 +129,6 @@ class Encoded:
         """Return uint8[tiles, tile_bytes]."""
         encoded = self.encoded[island]
         return encoded.reshape(-1, encoded.shape[-1])
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """`Deltas` as arrays, f32[shape] each."""
-
-    arrays: Sequence[ArrayLike]
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of each delta."""
-        return tuple(self.arrays[0].shape)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-    def __getitem__(self, island: int) -> ArrayLike:
-        return self.arrays[island]
-
-    def tiles(self, island: int, rows: slice, every: int = 1) -> ArrayLike:
-        """Split the whole delta, and return these tiles."""
-        tiles: ArrayLike = TileGrid.of(self.shape).to_tiles(self.arrays[island])
-        return tiles[rows, ::every]
-
-    def weighted_sum(
-        self, factors: Sequence[float], out: npt.NDArray[np.float32]
-    ) -> list[float]:
-        """See `Deltas`."""
-        return sum_blocks(self, factors, out)
-
-    @functools.cached_property
-    def squares(self) -> Sequence[float]:
-        """See `Deltas`."""
-        return square_sums(self)
-
-
-def square_sums(deltas: Deltas) -> list[float]:
-    """Return the sum of the squares of each delta; inf or NaN if a value is not
-    finite."""
-    shape = TileGrid.of(deltas.shape).in_order
-    return [
-        math.fsum(
-            square
-            for rows in blocks(*shape)
-            for square in tile_squares(deltas.tiles(island, rows))
-        )
-        for island in range(len(deltas))
-    ]
-
-
-def sum_blocks(
-    deltas: Deltas, factors: Sequence[float], out: npt.NDArray[np.float32]
-) -> list[float]:
-    """`Deltas.weighted_sum` by the merge route "xla"."""
-    found: list[float] = []
-    for rows in blocks(*out.shape):
-        block = jnp.zeros(out[rows].shape, jnp.float32)
-        for island, factor in enumerate(factors):
-            block = _added(block, deltas.tiles(island, rows), np.float32(factor))
-            # Otherwise all deltas would be decoded ahead of the sum, into memory.
-            jax.block_until_ready(block)  # type: ignore[no-untyped-call]
-        out[rows] = block
-        found += tile_squares(block)
-    return found
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -226,7 +164,7 @@ class MergedPiece(NamedTuple):
 
 def merge_piece(
     rule: MergeRule,
-    deltas: Deltas,
+    deltas: Encoded,
     weights: Sequence[float],
     share: float = 1.0,
     state: State = (),
@@ -316,7 +254,7 @@ def merging_bytes(rule: MergeRule, islands: int, elements: int) -> int:
 
 def _sum(
     rule: WeightedSum,
-    deltas: Deltas,
+    deltas: Encoded,
     weights: list[float],
     share: float,
     out: npt.NDArray[np.float32],
@@ -340,7 +278,7 @@ def _sum(
 
 def _by_blocks(
     rule: Elementwise,
-    deltas: Deltas,
+    deltas: Encoded,
     weights: list[float],
     share: float,
     out: npt.NDArray[np.float32],
@@ -356,42 +294,26 @@ def _by_blocks(
 
 def _by_pieces(
     rule: Fold | Whole,
-    deltas: Deltas,
+    deltas: Encoded,
     weights: list[float],
     share: float,
     state: State,
     out: npt.NDArray[np.float32],
 ) -> MergedPiece:
     if rule.needs == "fold":
-        merged, after = _fold(rule, deltas, weights, share, state)
+        sums = _init(rule, deltas.shape)
+        for island, weight in enumerate(weights):
+            sums = _add(rule, sums, deltas[island], weight, state)
+            # Otherwise all deltas would be decoded ahead of the sums, into memory.
+            jax.block_until_ready(sums)  # type: ignore[no-untyped-call]
+        merged, after = _finish(rule, deltas.shape, sums, share, state)
     else:
-        merged, after = _whole(rule, deltas, weights, share, state)
+        stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
+        merged, after = _merge_whole(rule, stacked, jnp.asarray(weights), share, state)
     grid = TileGrid.of(deltas.shape)
     out[...] = grid.to_tiles(np.asarray(merged))
     square = [s for rows in blocks(*out.shape) for s in tile_squares(out[rows])]
     return MergedPiece(deltas.shape, out, 1.0, math.fsum(square), after, None)
-
-
-def _fold(
-    rule: Fold, deltas: Deltas, weights: list[float], share: float, state: State
-) -> tuple[jax.Array, State]:
-    sums = _init(rule, deltas.shape)
-    for island, weight in enumerate(weights):
-        sums = _add(rule, sums, deltas[island], weight, state)
-        # Otherwise all deltas would be decoded ahead of the sums, into memory.
-        jax.block_until_ready(sums)  # type: ignore[no-untyped-call]
-    merged: tuple[jax.Array, State] = _finish(rule, deltas.shape, sums, share, state)
-    return merged
-
-
-def _whole(
-    rule: Whole, deltas: Deltas, weights: list[float], share: float, state: State
-) -> tuple[jax.Array, State]:
-    stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
-    merged: tuple[jax.Array, State] = _merge_whole(
-        rule, stacked, jnp.asarray(weights), share, state
-    )
-    return merged
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -256,44 +256,27 @@ def advance_by_piece(
         CutTree(s, old.shape, empty)
         for s, (old, _) in zip(states, anchors, strict=True)
     ]
+
+    def deltas() -> Iterator[tuple[CutTree, slice, Arrays]]:
+        """Yield the deltas that made the publish, by blocks of tiles."""
+        for parts, (old, new) in zip(before, anchors, strict=True):
+            for rows in blocks(*old.shape):
+                change = (new[rows] - old[rows],)
+                yield parts, rows, _inferred(settings, parts.of(rows), change)
+
     norm = None
     if settings.norm_guard:
-        norm = np.float32(math.sqrt(math.fsum(_squares(settings, before, anchors))))
-    for parts, (old, new) in zip(before, anchors, strict=True):
-        for rows in blocks(*old.shape):
-            own = parts.of(rows)
-            delta = _inferred(settings, own, (new[rows] - old[rows],))
-            parts.put(rows, _updated(settings, own, delta, norm))
+        squares = (s for *_, (delta,) in deltas() for s in tile_squares(delta))
+        norm = np.float32(math.sqrt(math.fsum(squares)))
+    for parts, rows, delta in deltas():
+        parts.put(rows, _updated(settings, parts.of(rows), delta, norm))
     return [parts.whole() for parts in before]
-
-
-def _squares(
-    settings: OuterSettings,
-    states: Sequence[CutTree],
-    anchors: Sequence[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
-) -> Iterator[float]:
-    """Yield the sum of the squares of each tile of the deltas that made a publish."""
-    for parts, (old, new) in zip(states, anchors, strict=True):
-        for rows in blocks(*old.shape):
-            change = new[rows] - old[rows]
-            (delta,) = _inferred(settings, parts.of(rows), (change,))
-            yield from tile_squares(delta)
 
 
 def is_elementwise(optimizer: str) -> bool:
     """Tell whether the named optimizer treats each element by itself, so that a
     fragment can be cut as one likes."""
     return bool(getattr(OUTER_OPTIMIZERS.find(optimizer), "elementwise", False))
-
-
-def native_step(optimizer: str) -> StepKind | None:
-    """Return the kind of step in `core/kernels.py` that computes the named optimizer;
-    None if there is none.
-    """
-    kind: StepKind | None = getattr(
-        OUTER_OPTIMIZERS.find(optimizer), "native_step", None
-    )
-    return kind
 
 
 def is_invertible(settings: OuterSettings) -> bool:
@@ -401,7 +384,8 @@ def piece_step(
       norm: length of the whole fragment's merged delta.
       empty: makes the array of the new momentum.
     """
-    kind = native_step(settings.optimizer)
+    optimizer = OUTER_OPTIMIZERS.find(settings.optimizer)
+    kind: StepKind | None = getattr(optimizer, "native_step", None)
     if kind is None:
         return None
     scalars = step_scalars(settings, state, norm)

@@ -8,6 +8,7 @@ over the box. A full anchor travels as the f32 values of the same boxes of tiles
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ import numpy.typing as npt
 
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.tiles import TileGrid
 
 Buffer = bytes | bytearray | memoryview
 
@@ -131,7 +131,7 @@ class PayloadLayout:
 
     def values_bytes(self, part: Part) -> int:
         """Return the bytes of the values in a part; ValueError as `part_bytes`."""
-        return 4 * sum(map(math.prod, self._value_shapes(part)))
+        return self._values.part_bytes(part)
 
     def cut(self, payload: Buffer, part: Part) -> list[npt.NDArray[np.uint8]]:
         """Return views of a part's bytes in the whole payload, box by box, or one view
@@ -166,8 +166,18 @@ class PayloadLayout:
         Raises:
           ValueError: `octets` has another length than the part.
         """
-        flat = _of_length(octets, self.part_bytes(part))
-        return _split(flat, self.boxes(part), self._shapes(part))
+        flat, expected = np.frombuffer(octets, np.uint8), self.part_bytes(part)
+        if flat.size != expected:
+            raise ValueError(
+                f"a part of {expected} bytes came with {flat.size}; sender and "
+                f"receiver disagree on the fragment or its codec"
+            )
+        found, start = [], 0
+        for box, shape in zip(self.boxes(part), self._shapes(part), strict=True):
+            stop = start + math.prod(shape)
+            found.append((box, flat[start:stop].reshape(shape)))
+            start = stop
+        return found
 
     def split_values(
         self, octets: Buffer, part: Part
@@ -178,8 +188,8 @@ class PayloadLayout:
         Raises:
           ValueError: `octets` and the part's values differ in length.
         """
-        flat = _of_length(octets, self.values_bytes(part)).view("<f4")
-        return _split(flat, self.boxes(part), self._value_shapes(part))
+        found = self._values.split(octets, part)
+        return [(box, tiles.view("<f4")) for box, tiles in found]
 
     def scatter(self, payload: Buffer, part: Part, octets: Buffer) -> None:
         """Copy the bytes of a part to their places in the whole payload.
@@ -198,15 +208,10 @@ class PayloadLayout:
             for box in self.boxes(part)
         ]
 
-    def _value_shapes(self, part: Part) -> list[tuple[int, ...]]:
-        """Return (*tiles, elements) of every box."""
-        return [
-            (
-                *self._box_shape(b),
-                TileGrid.of(self.placed[b.piece].piece.shape).elements,
-            )
-            for b in self.boxes(part)
-        ]
+    @functools.cached_property
+    def _values(self) -> PayloadLayout:
+        """Layout of the values, which travel as the codec f32 has them."""
+        return PayloadLayout.of(Codec("f32"), [p.piece for p in self.placed])
 
     def _box_shape(self, box: Box) -> tuple[int, ...]:
         grid: tuple[int, ...] = ()
@@ -274,24 +279,3 @@ def within(box: Box, outer: Box) -> Box:
 def tiles_of(box: Box) -> tuple[slice, ...]:
     """Return the tiles of a box, as an index into its piece's grid."""
     return tuple(map(slice, box.start, box.stop))
-
-
-def _of_length(octets: Buffer, expected: int) -> npt.NDArray[np.uint8]:
-    flat = np.frombuffer(octets, np.uint8)
-    if flat.size != expected:
-        raise ValueError(
-            f"a part of {expected} bytes came with {flat.size}; sender and receiver "
-            f"disagree on the fragment or its codec"
-        )
-    return flat
-
-
-def _split(
-    flat: npt.NDArray[Any], boxes: Part, shapes: Sequence[tuple[int, ...]]
-) -> list[tuple[Box, npt.NDArray[Any]]]:
-    found, start = [], 0
-    for box, shape in zip(boxes, shapes, strict=True):
-        stop = start + math.prod(shape)
-        found.append((box, flat[start:stop].reshape(shape)))
-        start = stop
-    return found

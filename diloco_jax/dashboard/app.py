@@ -23,10 +23,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diloco_jax.dashboard.run_readers import Telling, status_or_why
+from diloco_jax.dashboard.run_readers import Telling
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import Window, find_events, view
+from diloco_jax.errors import ConfigError
 from diloco_jax.observability.measures import health_of
+from diloco_jax.wire.errors import WireError
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +57,7 @@ class Onlooker:
         self._status: dict[str, Any] = {}
         self._threads = [
             threading.Thread(target=self._every, args=pair, daemon=True)
-            for pair in (
-                (STATUS_EVERY_S, self.ask),
-                (LINES_EVERY_S, self.read),
-            )
+            for pair in ((STATUS_EVERY_S, self.ask), (LINES_EVERY_S, self.read))
         ]
 
     def __enter__(self) -> Onlooker:
@@ -70,15 +69,13 @@ class Onlooker:
         self._over.set()
         for thread in self._threads:
             thread.join(STOP_S)
-        self.close()
-
-    def close(self) -> None:
-        """Close the source's files."""
-        self._source.close()
 
     def ask(self) -> None:
         """Read the status once."""
-        self._status = status_or_why(self._source)
+        try:
+            self._status = self._source.status()
+        except (WireError, ConfigError, OSError) as error:
+            self._status = {"unreachable": str(error)}
 
     def read(self) -> None:
         """Take all lines that are new."""

@@ -10,12 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.config.fields import (
-    NOT_NEGATIVE,
-    check_bounds,
-    positional,
-    setting,
-)
+from diloco_jax.config.fields import NOT_NEGATIVE, check_bounds, positional, setting
 from diloco_jax.options import parse
 
 LOOPBACK = "127.0.0.1"

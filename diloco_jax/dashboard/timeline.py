@@ -155,83 +155,51 @@ class ShownMerge:
     measures: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
 
 
+TEXTS = {
+    "begun": "run {run_id} begins, to {total_tokens:,} tokens",
+    "compiled": "the coordinator has compiled what merges need",
+    "recovered": "the coordinator is back, from snapshot {snapshot} and {records:,} "
+    "records of its log",
+    "worker_recovered": "worker {worker} is back with its {count} fragments{after}",
+    "term": "term {term} begins with anchors of islands",
+    "hello": "{who} says hello from {peer} ({device})",
+    "joined": "{who} joins with {tokens_per_step:,} tokens a step",
+    "resumed": "{who} is back after {steps:,} steps",
+    "absent": "{who} is away: {why}",
+    "left": "{who} ended after {steps:,} steps: {reason}{said}; {cost}",
+    "leaving": "{who} is leaving, and sends what it has",
+    "refused": "the delta of {who} for fragment {fragment} is refused: {reason}",
+    "skipped": "tick {tick} of fragment {fragment} is skipped: {why}",
+    "turned_away": "{island} is turned away ({code}): {message}",
+    "quarantined": "{who} is quarantined after {refused} unfit deltas",
+    "released": "{who} is out of quarantine",
+    "stopping": "the run has its tokens ({tokens:,}): the flush begins",
+    "finished": "the run is over",
+    "extended": "the run goes on to {total_tokens:,} tokens",
+    "alert": "{text}",
+}
+"""What lines of the tape say, by their kinds."""
+
+
 def text_of(line: Mapping[str, Any]) -> str:
     """Return what a line of the tape says; for an unknown kind, its fields."""
-    kind = line["kind"]
-    island, incarnation = line.get("island", ""), line.get("incarnation", 0)
-    match kind:
-        case "begun":
-            return f"run {line['run_id']} begins, to {line['total_tokens']:,} tokens"
-        case "compiled":
-            return "the coordinator has compiled what merges need"
-        case "recovered":
-            return (
-                f"the coordinator is back, from snapshot {line['snapshot']} and "
-                f"{line['records']:,} records of its log"
-            )
+    if line["kind"] not in TEXTS:
+        shown = {k: v for k, v in line.items() if k not in ("kind", "time", "prev")}
+        return ", ".join(f"{name} {value}" for name, value in shown.items())
+    told = {**line, "who": f"{line.get('island')} #{line.get('incarnation')}"}
+    match line["kind"]:
         case "worker_recovered":
-            count = len(line["fragments"])
             away = line.get("away_seconds")
-            after = "" if away is None else f" after {away:.1f} s"
-            return f"worker {line['worker']} is back with its {count} fragments{after}"
-        case "term":
-            return f"term {line['term']} begins with anchors of islands"
+            told["count"] = len(line["fragments"])
+            told["after"] = "" if away is None else f" after {away:.1f} s"
         case "hello":
-            device = line["environment"].get("device_kind", "")
-            return f"{island} #{incarnation} says hello from {line['peer']} ({device})"
-        case "joined":
-            return (
-                f"{island} #{incarnation} joins with "
-                f"{line['tokens_per_step']:,} tokens a step"
-            )
-        case "resumed":
-            return f"{island} #{incarnation} is back after {line['steps']:,} steps"
-        case "absent":
-            return f"{island} #{incarnation} is away: {line['why']}"
+            told["device"] = line["environment"].get("device_kind", "")
         case "left":
-            return _left(line)
-        case "leaving":
-            return f"{island} #{incarnation} is leaving, and sends what it has"
-        case "refused":
-            return (
-                f"the delta of {island} #{incarnation} for fragment "
-                f"{line['fragment']} is refused: {line['reason']}"
-            )
-        case "skipped":
-            return (
-                f"tick {line['tick']} of fragment {line['fragment']} is skipped: "
-                f"{line['why']}"
-            )
-        case "turned_away":
-            return f"{island} is turned away ({line['code']}): {line['message']}"
-        case "quarantined":
-            return (
-                f"{island} #{incarnation} is quarantined after {line['refused']} "
-                f"unfit deltas"
-            )
-        case "released":
-            return f"{island} #{incarnation} is out of quarantine"
-        case "stopping":
-            return f"the run has its tokens ({line['tokens']:,}): the flush begins"
-        case "finished":
-            return "the run is over"
-        case "extended":
-            return f"the run goes on to {line['total_tokens']:,} tokens"
-        case "alert":
-            return str(line["text"])
-    shown = {k: v for k, v in line.items() if k not in ("kind", "time", "prev")}
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
-
-
-def _left(line: Mapping[str, Any]) -> str:
-    fragments = line["lost_tokens_by_fragment"]
-    lost = sum(fragments) / max(1, len(fragments))
-    said = f" ({line['said']})" if line["said"] else ""
-    cost = f"; {lost:,.0f} tokens are lost" if lost else "; nothing is lost"
-    return (
-        f"{line['island']} #{line['incarnation']} ended after {line['steps']:,} steps: "
-        f"{line['reason']}{said}{cost}"
-    )
+            of_fragments = line["lost_tokens_by_fragment"]
+            lost = sum(of_fragments) / max(1, len(of_fragments))
+            told["said"] = f" ({line['said']})" if line["said"] else ""
+            told["cost"] = f"{lost:,.0f} tokens are lost" if lost else "nothing is lost"
+    return TEXTS[line["kind"]].format(**told)
 
 
 STATES = ("joining", "compiling", "training", "stopped", "quarantined", "absent")

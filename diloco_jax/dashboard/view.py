@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -357,17 +356,13 @@ def _merges(
                     round(1000 * merge.tokens.get(n, 0) / total) for n in names
                 ],
                 "stale": merge.stale,
-                **_measures_of(merge.measures),
+                **{
+                    name: None if value is None else float(f"{value:.3g}")
+                    for name, value in merge.measures.items()
+                },
             }
         )
     return shown
-
-
-def _measures_of(measures: Mapping[str, float | None]) -> dict[str, float | None]:
-    return {
-        name: None if value is None else float(f"{value:.3g}")
-        for name, value in measures.items()
-    }
 
 
 def find_events(

@@ -118,6 +118,8 @@ class OwnRows:
         return self.parts[start, stop]
 
 
+_Reading = tuple[list[concurrent.futures.Future[None]], Arrays]
+"""A batch that is being read, and its arrays."""
 Batch = Mapping[str, np.ndarray | OwnRows]
 """Arrays of a batch by name, [B, ...], or the host's own rows of them."""
 
@@ -182,7 +184,7 @@ class LeasedStream:
         self._per_step = sequences_per_step
         self._lock = threading.Lock()
         self._positions = LeasedPositions()
-        self._ready: collections.deque[_Reading] = collections.deque()
+        self._ready = collections.deque[_Reading]()
         self._readers = concurrent.futures.ThreadPoolExecutor(
             min(machine.cores(), MOST_READERS), "data"
         )
@@ -237,18 +239,18 @@ class LeasedStream:
                     f"{self._positions.granted - self._positions.drawn} sequences are "
                     f"leased, a step takes {self._per_step}; wait for a grant"
                 )
-            first = self._ready.popleft()
+            parts, arrays = self._ready.popleft()
             self._consumed += self._per_step
             self._prepare()
-        _, late = concurrent.futures.wait(first.parts, timeout_s)
+        _, late = concurrent.futures.wait(parts, timeout_s)
         if late:
             raise TimeoutError(
                 f"a batch of {self._per_step} sequences was not read within "
                 f"{timeout_s:g} s; is the corpus on a slow disk?"
             )
-        for part in first.parts:
+        for part in parts:
             part.result()
-        return by_range(first.arrays, self._own, self._per_step)
+        return by_range(arrays, self._own, self._per_step)
 
     def close(self) -> None:
         """End the readers."""
@@ -269,26 +271,18 @@ class LeasedStream:
                 return
             if self._own:
                 positions = np.concatenate([positions[a:b] for a, b in self._own])
-            self._ready.append(_Reading(self._readers, self._reader, positions))
+            self._ready.append(self._begin(positions))
 
-
-class _Reading:
-    """One batch that is being read, in parts side by side."""
-
-    def __init__(
-        self,
-        readers: concurrent.futures.Executor,
-        reader: BatchReader,
-        positions: np.ndarray,
-    ) -> None:
-        self.arrays = reader.empty(len(positions))
+    def _begin(self, positions: np.ndarray) -> _Reading:
+        """Begin to read a batch, in parts side by side."""
+        arrays = self._reader.empty(len(positions))
 
         def read(start: int) -> None:
             for place in range(start, min(start + ROWS_AT_ONCE, len(positions))):
-                reader.read(int(positions[place]), self.arrays, place)
+                self._reader.read(int(positions[place]), arrays, place)
 
         starts = range(0, len(positions), ROWS_AT_ONCE)
-        self.parts = [readers.submit(read, start) for start in starts]
+        return [self._readers.submit(read, start) for start in starts], arrays
 
 
 class ValidationBatches:
@@ -328,11 +322,6 @@ class ValidationBatches:
         own = self._own or ((0, self.batch_size),)
         first = index * self.batch_size
         numbers = np.concatenate([np.arange(a, b) + first for a, b in own])
-        arrays = self._read(numbers)
-        return by_range(arrays, self._own, self.batch_size)
-
-    def _read(self, numbers: np.ndarray) -> Arrays:
-        """Return these rows; zeros in place of those that the source does not have."""
         arrays = self._reader.empty(len(numbers))
         for place, number in enumerate(numbers):
             if number < self._count:
@@ -340,7 +329,7 @@ class ValidationBatches:
             else:
                 for array in arrays.values():
                     array[place] = 0
-        return arrays
+        return by_range(arrays, self._own, self.batch_size)
 
     def spread(self, count: int) -> list[int]:
         """Return the indices of at most `count` batches, evenly over the source."""

@@ -112,23 +112,19 @@ def data_command(arguments: Sequence[str]) -> int:
     for name, split in (("train", made.train), ("validation", made.validation)):
         found = split.counts
         filled = found.tokens / (found.rows * (made.sequence_length + 1))
-        print(
+        said = (
             f"{name}: {found.documents:,} documents in {found.rows:,} rows, "
             f"{found.predicted:,} predicted tokens of {found.text_bytes:,} bytes, rows "
             f"filled to {filled:.1%}"
-            + (
-                f", {found.left_out:,} with nothing to learn left out"
-                if found.left_out
-                else ""
-            )
-            + (
+        )
+        if found.left_out:
+            said += f", {found.left_out:,} with nothing to learn left out"
+        if found.cut:
+            said += (
                 f", {found.cut:,} answers not learned: the chat_template leaves out a "
                 f"part of them, or of what they answer, once others follow"
-                if found.cut
-                else ""
-            ),
-            file=sys.stderr,
-        )
+            )
+        print(said, file=sys.stderr)
     if reader.unfit and made.train.counts.chats + made.validation.counts.chats:
         print(f"warning: --turn: {reader.unfit}", file=sys.stderr)
     if made.validation_fraction != options.validation_fraction:
@@ -168,12 +164,7 @@ def manifest_command(arguments: Sequence[str]) -> int:
         "Read large files once, and write beside each what starts compare.",
     )
     from diloco_jax.data import manifest
-    from diloco_jax.data.documents import (
-        SourceKind,
-        find_documents,
-        make_text_manifest,
-        make_token_manifest,
-    )
+    from diloco_jax.data.documents import SourceKind, find_documents, make_manifest
     from diloco_jax.data.prepared import is_prepared
 
     small = prepared = 0
@@ -186,10 +177,12 @@ def manifest_command(arguments: Sequence[str]) -> int:
         if not manifest.is_large(file):
             small += 1
             continue
-        if options.missing and manifest.has_size(file):
-            continue
-        is_tokens = kind is SourceKind.TOKENS
-        made = make_token_manifest(file) if is_tokens else make_text_manifest(file)
+        if options.missing:
+            # The time of change may differ, as that of a copy does.
+            found = manifest.find(file)
+            if found is not None and found.size == file.stat().st_size:
+                continue
+        made = make_manifest(file, kind)
         print(
             f"{file}: {made.tokens:,} tokens up to {made.largest}, digest "
             f"{made.digest.hex()[:16]}",

@@ -11,9 +11,7 @@ import dataclasses
 import hashlib
 import logging
 import math
-import pathlib
-import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -22,13 +20,13 @@ from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
 from diloco_jax.data.documents import (
     SourceKind,
+    SourcePath,
     TokenRow,
     Tokens,
     encoded,
     find_documents,
     inventory,
-    read_text_file,
-    read_token_file,
+    read_file,
 )
 from diloco_jax.data.manifest import ReadProgress
 from diloco_jax.data.source import TOKENS, WEIGHTS, Fields, Row, cut
@@ -87,8 +85,7 @@ def load_corpus(
     used = [file for file in found if file.kind is not SourceKind.LEFT_OUT]
     if len(used) < len(found):
         logger.warning("data.paths: %s", inventory(found))
-    files = [(name, path) for name, path, _ in used]
-    large = sum(manifest.is_large(path) for _, path in files)
+    large = sum(manifest.is_large(path) for _, path, _ in used)
     samples = max(1, SAMPLES // max(large, 1)) if copied else None
     tokenised = [path for _, path, kind in used if kind is SourceKind.TOKENS]
     for _, path, kind in used:
@@ -102,76 +99,60 @@ def load_corpus(
                 f"data.paths: {tokenised[0]} has tokens, and {path} is text; give "
                 f"files of one kind"
             )
-    if tokenised:
-        return _load_tokens(files, validation_fraction, samples)
-    return _load_text(files, paths, validation_fraction, samples)
+    return _load(used, not tokenised, validation_fraction, samples)
 
 
-def _load_text(
-    files: Sequence[tuple[str, pathlib.Path]],
-    paths: tuple[str, ...],
+def _load(
+    files: Sequence[SourcePath],
+    of_bytes: bool,
     validation_fraction: float,
     samples: int | None,
 ) -> Corpus:
     documents: dict[str, np.ndarray] = {}
-    digest = hashlib.sha256()
-    with _told(files) as progress:
-        for name, path in files:
-            file = read_text_file(path, samples)
-            size = len(file.text)
-            if not size:
-                continue
-            digest.update(f"{len(encoded(name, path))}:{name}:{size}:".encode())
-            digest.update(file.digested)
-            documents[name] = file.text
-            if not isinstance(file.text, np.memmap):
-                progress.advance(size)
-    if not documents:
-        where = ", ".join(paths) or sysconfig.get_path("stdlib")
-        raise ConfigError(
-            f"data.paths: no text in {where}; name files or folders with text"
-        )
-    train, validation = _split(documents, validation_fraction, _cut)
-    return Corpus(
-        _row(train), _row(validation), digest.hexdigest()[:16], tuple(documents)
-    )
-
-
-def _load_tokens(
-    files: Sequence[tuple[str, pathlib.Path]],
-    validation_fraction: float,
-    samples: int | None,
-) -> Corpus:
-    read, digest = {}, hashlib.sha256()
-    for name, path in files:
-        name_bytes = encoded(name, path)
-        read[name] = read_token_file(path, samples)
-        digest.update(name_bytes + b":" + read[name].digest)
-    documents = {name: file.tokens for name, file in read.items() if len(file.tokens)}
-    if not documents:
-        raise ConfigError(f"data.paths: no tokens in {', '.join(read)}")
-    train, validation = _split(documents, validation_fraction, _cut_tokens)
-    return Corpus(
-        TokenRow(train),
-        TokenRow(validation),
-        digest.hexdigest()[:16],
-        tuple(documents),
-        max(file.largest for file in read.values()),
-        of_bytes=False,
-    )
-
-
-def _told(files: Sequence[tuple[str, pathlib.Path]]) -> ReadProgress:
-    """Tell of the reading of the small files, if that takes long."""
-    sizes = [path.stat().st_size for _, path in files]
-    small = [size for size in sizes if size < manifest.MAPPED_FROM]
-    return ReadProgress(
+    digest, largest = hashlib.sha256(), 0
+    small = [size for file in files if (size := _small(file))]
+    with ReadProgress(
         f"reading {len(small):,} files of text, as every start does: files below "
         f"{manifest.MAPPED_FROM >> 20} MB get no manifest, so join them into "
         f"larger ones",
         sum(small),
         told_from=TOLD_FROM,
+    ) as progress:
+        for name, path, kind in files:
+            name_bytes, file = encoded(name, path), read_file(path, kind, samples)
+            size, largest = len(file.values), max(largest, file.largest)
+            if not of_bytes:
+                digest.update(name_bytes + b":" + file.digested)
+            elif size:
+                digest.update(f"{len(name_bytes)}:{name}:{size}:".encode())
+                digest.update(file.digested)
+            if size:
+                documents[name] = file.values
+            if of_bytes and not isinstance(file.values, np.memmap):
+                progress.advance(size)
+    if not documents:
+        raise ConfigError(
+            f"data.paths: no {'text' if of_bytes else 'tokens'} in "
+            f"{', '.join(name for name, *_ in files)}; name files or folders that hold "
+            f"some"
+        )
+    train, validation = _split(documents, validation_fraction, of_bytes)
+    row = _row if of_bytes else TokenRow
+    return Corpus(
+        row(train),
+        row(validation),
+        digest.hexdigest()[:16],
+        tuple(documents),
+        largest,
+        of_bytes,
     )
+
+
+def _small(file: SourcePath) -> int:
+    """Return the bytes of a text that every start reads, 0 of any other file."""
+    size = file.path.stat().st_size
+    is_read = file.kind is SourceKind.TEXT and size < manifest.MAPPED_FROM
+    return size if is_read else 0
 
 
 def load_checked_corpus(data: DataConfig, *, copied: bool = False) -> Corpus:
@@ -222,26 +203,6 @@ def _of_tokenizer(corpus: Corpus, data: DataConfig) -> Corpus:
     return dataclasses.replace(corpus, digest=both.hexdigest()[:16])
 
 
-def require_window(nbytes: int, sequence_length: int) -> None:
-    """Raise ConfigError if a training text of that length does not fill a window."""
-    if nbytes <= sequence_length:
-        raise ConfigError(
-            f"the training text has {nbytes} bytes, but one window at "
-            f"sequence_length = {sequence_length} takes {sequence_length + 1}; "
-            f"give more text (data.paths) or lower sequence_length"
-        )
-
-
-def require_prediction(nbytes: int) -> None:
-    """Raise ConfigError if a validation text of that length has nothing to predict."""
-    if nbytes < 2:
-        raise ConfigError(
-            f"the validation text has {nbytes} bytes, but 2 are needed to "
-            f"predict one; raise data.validation_fraction or give more text "
-            f"(data.paths)"
-        )
-
-
 def is_validation(name: str, fraction: float) -> bool:
     """Return True if the document of this name is held out."""
     return place(name) < fraction * 2**64
@@ -253,33 +214,24 @@ def place(name: str) -> int:
 
 
 def _split(
-    documents: Mapping[str, np.ndarray],
-    fraction: float,
-    cut: Callable[[np.ndarray, float], tuple[np.ndarray, np.ndarray]],
+    documents: Mapping[str, np.ndarray], fraction: float, of_bytes: bool
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return documents to train on and to validate on. cut: splits one into both."""
+    """Return documents to train on and to validate on. A text that is cut in two is cut
+    at the beginning of a character."""
     held = {name for name in documents if is_validation(name, fraction)}
     if 0 < len(held) < len(documents):
         return (
             [data for name, data in documents.items() if name not in held],
             [data for name, data in documents.items() if name in held],
         )
-    parts = [cut(data, fraction) for data in documents.values()]
-    heads = [head for head, _ in parts if len(head)]
-    return heads, [tail for _, tail in parts if len(tail)]
-
-
-def _cut(data: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Cut a text in two at the beginning of a character."""
-    at = len(data) - math.ceil(len(data) * fraction)
-    while at > 0 and data[at] & 0xC0 == 0x80:
-        at -= 1
-    return data[:at], data[at:]
-
-
-def _cut_tokens(tokens: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    at = len(tokens) - math.ceil(len(tokens) * fraction)
-    return tokens[:at], tokens[at:]
+    heads, tails = [], []
+    for data in documents.values():
+        at = len(data) - math.ceil(len(data) * fraction)
+        while of_bytes and at > 0 and data[at] & 0xC0 == 0x80:
+            at -= 1
+        heads.append(data[:at])
+        tails.append(data[at:])
+    return [head for head in heads if len(head)], [t for t in tails if len(t)]
 
 
 def _row(documents: Sequence[np.ndarray]) -> Tokens:
@@ -309,7 +261,12 @@ class Windows:
 
     def __init__(self, tokens: Tokens, sequence_length: int):
         """tokens: integers [tokens]. ConfigError if they do not fill one window."""
-        require_window(len(tokens), sequence_length)
+        if len(tokens) <= sequence_length:
+            raise ConfigError(
+                f"the training text has {len(tokens)} bytes, but one window at "
+                f"sequence_length = {sequence_length} takes {sequence_length + 1}; "
+                f"give more text (data.paths) or lower sequence_length"
+            )
         self._length = sequence_length
         self._tokens = tokens
 
@@ -337,7 +294,12 @@ class ValidationWindows:
 
     def __init__(self, tokens: Tokens, sequence_length: int):
         """tokens: integers [tokens]. ConfigError if there is nothing to predict."""
-        require_prediction(len(tokens))
+        if len(tokens) < 2:
+            raise ConfigError(
+                f"the validation text has {len(tokens)} bytes, but 2 are needed to "
+                f"predict one; raise data.validation_fraction or give more text "
+                f"(data.paths)"
+            )
         self._length = sequence_length
         self._tokens = tokens
 

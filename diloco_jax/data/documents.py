@@ -239,9 +239,7 @@ def _user_files(paths: Iterable[str], field: str) -> Iterator[tuple[str, pathlib
 
 
 def _walk(
-    root: pathlib.Path,
-    field: str = "data.paths",
-    skipped: frozenset[str] = frozenset(),
+    root: pathlib.Path, field: str = "data.paths", skipped: frozenset[str] = frozenset()
 ) -> list[tuple[str, pathlib.Path]]:
     """Return the regular files below root with relative names, in order of the names;
     neither hidden folders nor links to folders are entered."""
@@ -294,42 +292,55 @@ BEGINNINGS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class TextFile:
-    """One file of text, uint8 [bytes]; a large one is mapped.
+class CorpusFile:
+    """One file of text, uint8 [bytes], or of tokens, integers [tokens]; a large one is
+    mapped.
 
-    digested: its part of the corpus's digest: the text itself or, for a large file, a
-    digest.
+    digested: its part of the corpus's digest: a small text itself, or a digest of type
+    and contents.
     """
 
-    text: np.ndarray
+    values: np.ndarray
     digested: bytes
+    largest: int = 255
 
 
-def read_text_file(path: pathlib.Path, samples: int | None = None) -> TextFile:
-    """Read a small file; map a large one, and check it once, which its manifest
-    remembers. Raise ConfigError, naming the file, if it is not text.
+def read_file(
+    path: pathlib.Path, kind: SourceKind, samples: int | None = None
+) -> CorpusFile:
+    """Read a small file of text; map any other, and check it once, which its manifest
+    remembers. Raise ConfigError, naming the file, if it is not what its kind says.
 
     samples: see `manifest.described`.
     """
-    try:
-        if not manifest.is_large(path):
+    if kind is not SourceKind.TOKENS and not manifest.is_large(path):
+        try:
             data = path.read_bytes()
-            small = np.frombuffer(data, np.uint8)
-            _check_text(path, small, slice(0, len(small)))
-            data = data.removeprefix(BOM)
-            return TextFile(np.frombuffer(data, np.uint8), data)
-        text = np.memmap(path, np.uint8, mode="r")
+        except OSError as error:
+            raise unreadable(error) from error
+        require_text(data, path, 0)
+        data = data.removeprefix(BOM)
+        return CorpusFile(np.frombuffer(data, np.uint8), data)
+    values, check = _mapped(path, kind)
+    found = manifest.described(path, values, check, samples)
+    if check is _check_text and bytes(values[: len(BOM)]) == BOM:
+        # The manifest is of the whole file.
+        return CorpusFile(values[len(BOM) :], found.digest + BOM)
+    return CorpusFile(values, found.digest, found.largest)
+
+
+def make_manifest(path: pathlib.Path, kind: SourceKind) -> manifest.Manifest:
+    """Read the whole file and write its manifest, even if it has one."""
+    return manifest.make(path, *_mapped(path, kind))
+
+
+def _mapped(path: pathlib.Path, kind: SourceKind) -> tuple[np.ndarray, manifest.Check]:
+    if kind is SourceKind.TOKENS:
+        return _open_tokens(path), _check_tokens
+    try:
+        return np.memmap(path, np.uint8, mode="r"), _check_text
     except OSError as error:
         raise unreadable(error) from error
-    digest = manifest.described(path, text, _check_text, samples).digest
-    if bytes(text[: len(BOM)]) == BOM:  # The manifest is of the whole file.
-        return TextFile(text[len(BOM) :], digest + BOM)
-    return TextFile(text, digest)
-
-
-def make_text_manifest(path: pathlib.Path) -> manifest.Manifest:
-    """Read the whole file and write its manifest, even if it has one."""
-    return manifest.make(path, np.memmap(path, np.uint8, mode="r"), _check_text)
 
 
 def require_text(
@@ -412,31 +423,6 @@ class TokenRow:
 
 Tokens = np.ndarray | TokenRow
 """Integers [tokens]; both are read by slices."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenFile:
-    """One file of tokens, mapped, [tokens]. `digest`: of its type and contents."""
-
-    tokens: np.ndarray
-    digest: bytes
-    largest: int
-
-
-def read_token_file(path: pathlib.Path, samples: int | None = None) -> TokenFile:
-    """Map a file, and check every token once, which its manifest remembers. Raise
-    ConfigError, naming the file, if it is not a row of token numbers.
-
-    samples: see `manifest.described`.
-    """
-    tokens = _open_tokens(path)
-    found = manifest.described(path, tokens, _check_tokens, samples)
-    return TokenFile(tokens, found.digest, found.largest)
-
-
-def make_token_manifest(path: pathlib.Path) -> manifest.Manifest:
-    """Read the whole file and write its manifest, even if it has one."""
-    return manifest.make(path, _open_tokens(path), _check_tokens)
 
 
 def _open_tokens(path: pathlib.Path) -> np.ndarray:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -124,34 +125,26 @@ def described(
     if not is_large(path):
         return _facts(path, row, check)
     found = find(path)
-    if found is not None and samples is not None and not is_unchanged(path, found):
+    if found is not None and is_unchanged(path, found):
+        return found
+    if found is not None and samples is not None:
         require_same(path, found, row, samples)
         return found
-    if found is None or not is_unchanged(path, found):
-        with _alone(path):
-            # Who had it before may have made the manifest.
-            found = find(path)
-            if found is None or not is_unchanged(path, found):
-                if found is not None:
-                    logger.info("%s has changed since its manifest", path)
-                return make(path, row, check)
-    return found
+    with _alone(path):
+        # Who had it before may have made the manifest.
+        found = find(path)
+        if found is not None and is_unchanged(path, found):
+            return found
+        return make(path, row, check)
 
 
 def make(path: Path, row: np.ndarray, check: Check) -> Manifest:
-    """Read and check the whole file, on all cores, and write its manifest. Raise
-    ConfigError, naming the file, for values that may not be there."""
+    """Read and check the whole file, on all cores, and write its manifest beside it;
+    warn if the folder cannot be written. Raise ConfigError, naming the file, for values
+    that may not be there."""
     made = _facts(path, row, check)
-    keep(path, made)
-    return made
-
-
-def keep(path: Path, manifest: Manifest) -> None:
-    """Write the manifest beside its file; warn if the folder cannot be written."""
     try:
-        files.write_text(
-            msgspec.json.encode(manifest).decode() + "\n", manifest_path(path)
-        )
+        files.write_text(msgspec.json.encode(made).decode() + "\n", manifest_path(path))
     except OSError as error:
         logger.warning(
             "%s cannot be written (%s): every start on this machine reads all of %s; "
@@ -160,6 +153,7 @@ def keep(path: Path, manifest: Manifest) -> None:
             error.strerror,
             path.name,
         )
+    return made
 
 
 def find(path: Path) -> Manifest | None:
@@ -176,14 +170,6 @@ def find(path: Path) -> Manifest | None:
             f"data.paths: {manifest_path(path)} is no manifest ({error}); delete it, "
             f"and `diloco manifest {path}` makes it anew"
         ) from error
-
-
-def has_size(path: Path) -> bool:
-    """Tell if the file has a manifest with the file's size. The time of change may
-    differ, as that of a copy does.
-    """
-    found = find(path)
-    return found is not None and found.size == path.stat().st_size
 
 
 def is_unchanged(path: Path, manifest: Manifest) -> bool:
@@ -227,32 +213,35 @@ def _alone(path: Path) -> Iterator[None]:
     told, began = False, time.monotonic()
     within_s = LOCK_WAIT_S + path.stat().st_size / SLOWEST_BYTES_PER_S
     with path.open("rb") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                waited_s = time.monotonic() - began
-                if waited_s >= within_s:
-                    raise ConfigError(
-                        f"data.paths: another process has been reading {path} for its "
-                        f"manifest for {waited_s:.0f} s, and {within_s:.0f} s are "
-                        f"enough for its size; end that process, on whatever machine "
-                        f"it is, or make the manifest before the run with `diloco "
-                        f"manifest {path}`"
-                    ) from error
-                if not told:
-                    logger.warning(
-                        "waiting for another process that reads %s, for %.0f s at most",
-                        path,
-                        within_s,
-                    )
-                told = True
-                time.sleep(LOCK_POLL_S)
-                continue
-            except OSError as error:
-                logger.debug("%s cannot be locked: %s", path, error)
-            break
+        while not _is_locked(file):
+            waited_s = time.monotonic() - began
+            if waited_s >= within_s:
+                raise ConfigError(
+                    f"data.paths: another process has been reading {path} for its "
+                    f"manifest for {waited_s:.0f} s, and {within_s:.0f} s are enough "
+                    f"for its size; end that process, on whatever machine it is, or "
+                    f"make the manifest before the run with `diloco manifest {path}`"
+                )
+            if not told:
+                logger.warning(
+                    "waiting for another process that reads %s, for %.0f s at most",
+                    path,
+                    within_s,
+                )
+            told = True
+            time.sleep(LOCK_POLL_S)
         yield
+
+
+def _is_locked(file: BinaryIO) -> bool:
+    """Lock a file, where its file system has locks; tell if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.debug("%s cannot be locked: %s", file.name, error)
+    return True
 
 
 def _facts(path: Path, row: np.ndarray, check: Check) -> Manifest:

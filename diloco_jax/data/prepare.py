@@ -27,9 +27,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,7 +59,7 @@ from diloco_jax.data.prepared import (
     Tokens,
     shard_of,
 )
-from diloco_jax.data.tokenizers import Bytes, Tokenizer, kept_name, open_tokenizer
+from diloco_jax.data.tokenizers import Tokenizer, kept_name
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import naming
 from diloco_jax.storage import sync_path
@@ -187,7 +186,9 @@ def _begin(scratch: Path, plan: WorkPlan) -> None:
         then, now = getattr(begun, name), getattr(plan, name)
         if then != now:
             if name == "sources":
-                then, now = _first_difference(then, now)
+                pairs = zip(then, now, strict=False)
+                counts = f"{len(then)} files", f"{len(now)} files"
+                then, now = next((pair for pair in pairs if pair[0] != pair[1]), counts)
             raise ConfigError(
                 f"OUT: the work in {scratch} began with {name} = {then}, now it is "
                 f"{now}; give what it began with, or delete {scratch} and begin again"
@@ -245,15 +246,6 @@ def _split(
         )
     apart = places[:2] if border <= places[0] else places[-2:]
     return dataclasses.replace(recipe, validation_fraction=sum(apart) / 2**65)
-
-
-def _first_difference(
-    then: Sequence[SourceFile], now: Sequence[SourceFile]
-) -> tuple[object, object]:
-    for before, after in zip(then, now, strict=False):
-        if before != after:
-            return before, after
-    return f"{len(then)} files", f"{len(now)} files"
 
 
 def _finish(
@@ -331,23 +323,8 @@ def _together(splits: Sequence[Split]) -> Split:
 
 
 SAFE_PATH = "PYTHONSAFEPATH"
-TOLD_EVERY_S = 0.2
 WATCH_S = 1.0
 """Seconds between two looks of a worker at whether the command still runs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """The needs of a worker, for every part. A tokenizer is opened where it is used."""
-
-    folder: Path
-    sources: Sequence[SourceFile]
-    recipe: Recipe
-    tokenizer: str
-    read: Synchronized[int]
-
-
-_work: _Work
 
 
 @contextlib.contextmanager
@@ -369,40 +346,30 @@ def do_parts(
     parts: Sequence[Part],
     recipe: Recipe,
     workers: int,
-    report: Callable[[float], None],
+    report: Report,
 ) -> None:
     """Do the parts that are not done; see `prepare`."""
     sizes = [sum(piece.nbytes for piece in part) for part in parts]
     left = [n for n in range(len(parts)) if not done_path(folder, n).exists()]
-    total, before = sum(sizes), sum(sizes) - sum(sizes[n] for n in left)
+    done = sum(sizes) - sum(sizes[n] for n in left)
     if workers == 1 or len(left) < 2:
-        read = before
-
-        def advance(nbytes: int) -> None:
-            nonlocal read
-            read += nbytes
-            report(min(read / total, 1.0))
-
         for number in left:
-            write_part(folder, number, sources, parts[number], recipe, advance)
+            write_part(folder, number, sources, parts[number], recipe)
+            done += sizes[number]
+            report(done / sum(sizes))
         return
-    context = multiprocessing.get_context("spawn")
-    counter: Synchronized[int] = context.Value("q", before)
-    files = recipe.tokenizer.files
-    bare = dataclasses.replace(recipe, tokenizer=Bytes())  # A stand-in, until opened.
-    work = _Work(folder, sources, bare, str(files[0]) if files else "", counter)
     with concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(left)), context, _begin_worker, (work, os.getpid())
+        min(workers, len(left)),
+        multiprocessing.get_context("spawn"),
+        _begin_worker,
+        (os.getpid(), folder, sources, recipe),
     ) as pool:
         try:
-            waiting = {pool.submit(_do_part, n, parts[n]) for n in left}
-            while waiting:
-                done, waiting = concurrent.futures.wait(
-                    waiting, TOLD_EVERY_S, concurrent.futures.FIRST_COMPLETED
-                )
-                report(min(counter.value / total, 1.0))
-                for one in done:
-                    one.result()
+            waiting = {pool.submit(_do_part, n, parts[n]): n for n in left}
+            for future in concurrent.futures.as_completed(waiting):
+                future.result()
+                done += sizes[waiting[future]]
+                report(done / sum(sizes))
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"--workers = {workers}: a worker ended, perhaps for want of memory; "
@@ -414,10 +381,14 @@ def do_parts(
                 process.terminate()
 
 
-def _begin_worker(work: _Work, parent: int) -> None:
+_work: tuple[Path, Sequence[SourceFile], Recipe]
+
+
+def _begin_worker(parent: int, *work: Any) -> None:
     """Make this process a worker: it leaves signals of the terminal to the command,
     and ends when that is gone."""
     global _work
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Each worker has one core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -428,18 +399,11 @@ def _begin_worker(work: _Work, parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    recipe = dataclasses.replace(work.recipe, tokenizer=open_tokenizer(work.tokenizer))
-    _work = dataclasses.replace(work, recipe=recipe)
 
 
 def _do_part(number: int, part: Part) -> None:
-    counter = _work.read
-
-    def advance(nbytes: int) -> None:
-        with counter.get_lock():
-            counter.value += nbytes
-
-    write_part(_work.folder, number, _work.sources, part, _work.recipe, advance)
+    folder, sources, recipe = _work
+    write_part(folder, number, sources, part, recipe)
 
 
 SUFFIX = ".arrayrecord"
@@ -449,9 +413,6 @@ TRAILING = 4
 """Tokens at the end of a text among which one that ends it is looked for."""
 AT_ONCE = 256
 """Documents that a tokenizer gets together."""
-
-Advance = Callable[[int], None]
-"""Called with the number of bytes of a source that were read since the last call."""
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -484,12 +445,7 @@ def done_path(folder: Path, number: int) -> Path:
 
 
 def write_part(
-    folder: Path,
-    number: int,
-    sources: Sequence[SourceFile],
-    part: Part,
-    recipe: Recipe,
-    advance: Advance,
+    folder: Path, number: int, sources: Sequence[SourceFile], part: Part, recipe: Recipe
 ) -> PartDone:
     """Make a part's files in a folder, whole or not at all, and note that it is done.
 
@@ -503,7 +459,6 @@ def write_part(
         for piece, digest in zip(part, digests, strict=True):
             source = sources[piece.source]
             for document in read(source, piece, recipe.reader):
-                advance(document.nbytes)
                 for span in document.example.spans:
                     digest.update(span.text.encode())
                 digest.update(b"\0")

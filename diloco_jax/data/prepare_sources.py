@@ -172,7 +172,10 @@ def _slices(number: int, source: SourceFile, limit: int) -> Iterator[SourceSlice
     if source.kind is SourceKind.LIST or source.packed:
         yield SourceSlice(number, 0, source.size, source.size)
     elif source.kind is SourceKind.TABLE:
-        yield from _groups(number, source)
+        with open_table(source.path) as table:
+            for group in range(table.num_row_groups):
+                nbytes = table.metadata.row_group(group).total_byte_size
+                yield SourceSlice(number, group, group + 1, nbytes)
     else:
         step = limit
         if source.kind is SourceKind.TEXT:
@@ -181,14 +184,6 @@ def _slices(number: int, source: SourceFile, limit: int) -> Iterator[SourceSlice
         for start in range(0, source.size, step):
             stop = min(start + step, source.size)
             yield SourceSlice(number, start, stop, stop - start)
-
-
-def _groups(number: int, source: SourceFile) -> Iterator[SourceSlice]:
-
-    with open_table(source.path) as table:
-        for group in range(table.num_row_groups):
-            nbytes = table.metadata.row_group(group).total_byte_size
-            yield SourceSlice(number, group, group + 1, nbytes)
 
 
 PAIR = {"prompt", "completion"}
@@ -205,8 +200,6 @@ class Document(NamedTuple):
 
     key: str
     example: Example
-    nbytes: int
-    """Bytes that were read for it."""
     roles: tuple[str, ...] = ()
     """Roles of its messages."""
 
@@ -248,7 +241,7 @@ def _texts(source: SourceFile, part: SourceSlice) -> Iterator[Document]:
             text = (data if begin else data.removeprefix(BOM)).decode()
             number = nominal // DOCUMENT_BYTES
             key = f"{source.name}#{number}" if number else source.name
-            yield Document(key, Example([Passage(text, True)]), len(data))
+            yield Document(key, Example([Passage(text, True)]))
             begin = end
 
 
@@ -280,7 +273,7 @@ def _lines(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Do
             if bare.strip():
                 where = f"{source.path}, offset {at}: the line there"
                 found = _parsed(bare, at, where)
-                yield _document(found, reader, where, len(line))
+                yield _document(found, reader, where)
             at += len(line)
 
 
@@ -288,8 +281,7 @@ def _list(source: SourceFile, reader: Reader) -> Iterator[Document]:
     with _opened(source) as file:
         found = _parsed(file.read().removeprefix(BOM), 0, source.path)
     for number, item in enumerate(found):
-        where = f"{source.path}, item {number}"
-        yield _document(item, reader, where, source.size // len(found))
+        yield _document(item, reader, f"{source.path}, item {number}")
 
 
 def _opened(source: SourceFile) -> BinaryIO:
@@ -327,11 +319,11 @@ def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Do
         yield found
 
 
-def _document(found: Any, reader: Reader, where: str, nbytes: int) -> Document:
+def _document(found: Any, reader: Reader, where: str) -> Document:
     try:
         if not isinstance(found, dict):
             raise ValueError("it is no object")
-        return _read(found, reader)._replace(nbytes=nbytes)
+        return _read(found, reader)
     except ValueError as error:
         raise _no_document(where, error) from error
 
@@ -356,8 +348,5 @@ def _read(found: Mapping[str, Any], reader: Reader) -> Document:
     messages = spoken if isinstance(spoken, list) else []
     roles = {str(m.get("role")) for m in messages if isinstance(m, dict)}
     return Document(
-        digest.hexdigest(),
-        example._replace(spans=spans),
-        sum(len(span.text) for span in spans),
-        tuple(sorted(roles)),
+        digest.hexdigest(), example._replace(spans=spans), tuple(sorted(roles))
     )

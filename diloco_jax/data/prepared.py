@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,108 +49,73 @@ ASKERS = 16
 """Threads that ask for sizes, since a mounted bucket takes its time for each."""
 
 
-class Folder(Protocol):
-    """A folder's files by name. `str` of it is its path."""
+class DataFolder:
+    """A folder of this machine, or a mounted one, or gs://BUCKET/FOLDER. `str` of it is
+    its path.
+
+    Methods raise ConfigError, naming the account, where a bucket may not be read, and
+    StorageAway where it does not answer.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Raise ConfigError for a bucket that no library here reads rows of."""
+        self._local = not is_bucket(str(path))
+        if not self._local and not str(path).startswith(SCHEME):
+            raise ConfigError(
+                f"data.paths: {path} is a bucket, and rows are read of {SCHEME} alone; "
+                f"mount it (mount-s3, rclone mount) and give the folder, or copy it"
+            )
+        self._path = str(Path(path)) if self._local else str(path).rstrip("/")
+
+    def __str__(self) -> str:
+        return self._path
+
+    def path(self, name: str) -> str:
+        """Return the path of a file."""
+        return f"{self._path}/{name}"
 
     def has(self, name: str) -> bool:
         """Tell if there is such a file."""
+        if self._local:
+            return Path(self.path(name)).is_file()
+        with contextlib.suppress(FileNotFoundError), self._bucket() as bucket:
+            return bool(bucket.info(self.path(name))["type"] == "file")
+        return False
 
     def sizes(self, names: Sequence[str]) -> list[int | str]:
         """Return the bytes of each file, or what is wrong with it."""
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of a file, as far as there are any."""
-
-    def path(self, name: str) -> str:
-        """Return the path of a file."""
-
-    def at_hand(self, name: str) -> Path:
-        """Return a tokenizer's file on this machine, with those that belong to it."""
-
-
-def folder_at(path: str | Path) -> Folder:
-    """Return the folder of a path; raise ConfigError for a bucket that no library here
-    reads rows of."""
-    if not is_bucket(str(path)):
-        return LocalFolder(Path(path))
-    if not str(path).startswith(SCHEME):
-        raise ConfigError(
-            f"data.paths: {path} is a bucket, and rows are read of {SCHEME} alone; "
-            f"mount it (mount-s3, rclone mount) and give the folder, or copy it"
-        )
-    return BucketFolder(str(path).rstrip("/"))
-
-
-class LocalFolder:
-    """A folder of this machine, or a mounted one."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __str__(self) -> str:
-        return str(self._folder)
-
-    def has(self, name: str) -> bool:
-        return (self._folder / name).is_file()
-
-    def sizes(self, names: Sequence[str]) -> list[int | str]:
         def size(name: str) -> int | str:
             try:
-                return (self._folder / name).stat().st_size
+                return Path(self.path(name)).stat().st_size
             except OSError as error:
                 return str(error.strerror)
 
-        with ThreadPoolExecutor(ASKERS) as pool:
-            return list(pool.map(size, names))
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with (self._folder / name).open("rb") as file:
-            file.seek(start)
-            return file.read(-1 if stop is None else stop - start)
-
-    def path(self, name: str) -> str:
-        return str(self._folder / name)
-
-    def at_hand(self, name: str) -> Path:
-        return self._folder / name
-
-
-class BucketFolder:
-    """A folder gs://BUCKET/FOLDER. Methods raise ConfigError, naming the account, where
-    it may not be read, and StorageAway where the bucket does not answer."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def __str__(self) -> str:
-        return self._folder
-
-    def has(self, name: str) -> bool:
-        try:
-            with self._bucket() as bucket:
-                return bool(bucket.info(self.path(name))["type"] == "file")
-        except FileNotFoundError:
-            return False
-
-    def sizes(self, names: Sequence[str]) -> list[int | str]:
+        if self._local:
+            with ThreadPoolExecutor(ASKERS) as pool:
+                return list(pool.map(size, names))
         with self._bucket() as bucket:
-            listed = bucket.ls(self._folder, detail=True, refresh=True)
+            listed = bucket.ls(self._path, detail=True, refresh=True)
         found = {entry["name"].rpartition("/")[2]: entry["size"] for entry in listed}
         return [found.get(name, "No such object") for name in names]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._bucket() as bucket:
-            return bytes(bucket.cat_file(self.path(name), start=start, end=stop))
-
-    def path(self, name: str) -> str:
-        return f"{self._folder}/{name}"
+        """Return the bytes [start, stop) of a file, as far as there are any."""
+        if not self._local:
+            with self._bucket() as bucket:
+                return bytes(bucket.cat_file(self.path(name), start=start, end=stop))
+        with open(self.path(name), "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
 
     def at_hand(self, name: str) -> Path:
-        return Path(_copied(self._folder, name).name, name)
+        """Return a tokenizer's file on this machine, with those that belong to it."""
+        folder = self._path if self._local else _copied(self._path, name).name
+        return Path(folder, name)
 
     @contextlib.contextmanager
     def _bucket(self) -> Iterator[Any]:
-        there = BucketPath(self._folder)
+        there = BucketPath(self._path)
         try:
             import fsspec
 
@@ -165,7 +130,7 @@ class BucketFolder:
 @functools.cache
 def _copied(folder: str, name: str) -> tempfile.TemporaryDirectory[str]:
     """Copy a tokenizer's files to this machine, for as long as the process lives."""
-    there, here = BucketFolder(folder), tempfile.TemporaryDirectory()
+    there, here = DataFolder(folder), tempfile.TemporaryDirectory()
     for file in (name, *BESIDE):
         if file == name or there.has(file):
             Path(here.name, file).write_bytes(there.read(file))
@@ -341,12 +306,12 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_prepared(folder: str | Path) -> bool:
     """Tell if a path is a folder that has such a manifest."""
-    return folder_at(folder).has(MANIFEST)
+    return DataFolder(folder).has(MANIFEST)
 
 
 def read_manifest(folder: str | Path) -> Contents:
     """Read a folder's manifest; raise ConfigError, naming it, if it cannot be read."""
-    there = folder_at(folder)
+    there = DataFolder(folder)
     path = there.path(MANIFEST)
     try:
         found = msgspec.json.decode(there.read(MANIFEST), type=Contents)
@@ -372,12 +337,14 @@ def require_whole(
     """Raise ConfigError, with both values, if files are not the manifest's: compare all
     sizes, and `samples` chunks that are drawn."""
     shards = (*prepared.train.shards, *prepared.validation.shards)
-    there = folder_at(folder)
+    there = DataFolder(folder)
     sizes = there.sizes([shard.name for shard in shards])
     for shard, size in zip(shards, sizes, strict=True):
         if size != shard.size:
             raise _differs(there.path(shard.name), "size", size, shard.size)
-    places = [(shard, number) for shard in shards for number in range(_chunks(shard))]
+    places = [
+        (shard, number) for shard in shards for number in range(len(shard.chunks))
+    ]
     for at in draw(range(len(places)), min(samples, len(places))):
         shard, number = places[at]
         start = number * CHUNK_BYTES
@@ -401,10 +368,6 @@ def chunk_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _chunks(shard: Shard) -> int:
-    return len(shard.chunks)
-
-
 def _differs(path: str, what: str, here: object, then: object) -> ConfigError:
     return ConfigError(
         f"data.paths: {path} is not the file of {MANIFEST}: {what} is {here} here, "
@@ -414,11 +377,7 @@ def _differs(path: str, what: str, here: object, then: object) -> ConfigError:
 
 MOST_OPEN = 256
 """Files that are open at a time."""
-FIELDS: Fields = {
-    "tokens": TOKENS,
-    "segments": SEGMENTS,
-    "weights": WEIGHTS,
-}
+FIELDS: Fields = {"tokens": TOKENS, "segments": SEGMENTS, "weights": WEIGHTS}
 READER = "readahead_buffer_size:0"
 """A row is read alone: what lies behind it belongs to other steps."""
 
@@ -429,7 +388,7 @@ class PreparedRows:
     fields = FIELDS
 
     def __init__(self, folder: str | Path, prepared: Contents, split: Split) -> None:
-        self._folder, self._records = folder_at(folder), prepared.records
+        self._folder, self._records = DataFolder(folder), prepared.records
         self._shards = split.shards
         self._ends = np.array(
             list(itertools.accumulate(shard.rows for shard in split.shards)), np.int64
@@ -520,7 +479,7 @@ def open_folders(run: RunConfig) -> Folders:
     """Open the prepared folders of a run: read their manifests, compare sizes and a few
     chunks of their files. Raise ConfigError if they are not the run's."""
     data = run.data
-    paths = [str(folder_at(path)) for path in data.paths]
+    paths = [str(DataFolder(path)) for path in data.paths]
     if doubled := {path for path in paths if paths.count(path) > 1}:
         raise ConfigError(
             f"data.paths names {min(doubled)} {paths.count(min(doubled))} times; give "
@@ -528,7 +487,13 @@ def open_folders(run: RunConfig) -> Folders:
         )
     found = [read_manifest(path) for path in paths]
     for path, prepared in zip(paths, found, strict=True):
-        _require_length(path, prepared, run.sequence_length)
+        if prepared.sequence_length != run.sequence_length:
+            raise ConfigError(
+                f"sequence_length = {run.sequence_length}, but the rows of {path} have "
+                f"{prepared.sequence_length} predicted tokens; set it to "
+                f"{prepared.sequence_length}, or prepare the data again with "
+                f"--sequence-length {run.sequence_length}"
+            )
         require_digest(
             prepared.tokenizer.digest,
             found[0].tokenizer.digest,
@@ -566,7 +531,7 @@ def tokenizer_of(data: DataConfig) -> str | None:
     """
     if not data.paths or not is_prepared(data.paths[0]):
         return data.tokenizer or None
-    folder = folder_at(data.paths[0])
+    folder = DataFolder(data.paths[0])
     tokens = read_manifest(data.paths[0]).tokenizer
     if data.tokenizer:
         given = open_tokenizer(data.tokenizer)
@@ -622,13 +587,3 @@ def _digest(found: Sequence[Contents], weights: Sequence[float]) -> str:
         return found[0].digest
     parts = [prepared.digest for prepared in found]
     return hashlib.sha256(f"{parts}:{slots_of(weights)}".encode()).hexdigest()[:16]
-
-
-def _require_length(path: str, prepared: Contents, sequence_length: int) -> None:
-    if prepared.sequence_length != sequence_length:
-        raise ConfigError(
-            f"sequence_length = {sequence_length}, but the rows of {path} have "
-            f"{prepared.sequence_length} predicted tokens; set it to "
-            f"{prepared.sequence_length}, or prepare the data again with "
-            f"--sequence-length {sequence_length}"
-        )

@@ -11,6 +11,7 @@ those of its own file.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import hashlib
@@ -18,7 +19,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -41,56 +42,57 @@ Placed = tuple[Sequence[int], Sequence[tuple[int, int]]]
 token of a part of a character may have an empty place before it."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(abc.ABC):
     """Turns text into tokens and back. Two tokenizers of one digest give the same
     tokens.
     """
 
-    @property
-    def name(self) -> str:
-        """The path of the file, or "bytes"; for messages."""
+    name: str
+    """The path of the file, or "bytes"; for messages."""
+    digest: str
+    """16 hex digits over the file's contents; "bytes" if there is no file."""
+    vocab_size: int
+    """The highest token plus one."""
+    start: tuple[int, ...] = ()
+    """Tokens that the tokenizer itself puts before a text."""
+    end: int | None
+    """The token that ends a document; None if the tokenizer's files name none."""
+    files: tuple[Path, ...] = ()
+    """The files from which `open_tokenizer` makes the same tokenizer again."""
 
-    @property
-    def digest(self) -> str:
-        """16 hex digits over the file's contents; "bytes" if there is no file."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process open the file again."""
+        return open_tokenizer, (str(self.files[0]) if self.files else "",)
 
-    @property
-    def vocab_size(self) -> int:
-        """The highest token plus one."""
-
-    @property
-    def start(self) -> tuple[int, ...]:
-        """Tokens that the tokenizer itself puts before a text."""
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a document; None if the tokenizer's files name none."""
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files from which `open_tokenizer` makes the same tokenizer
-        again.
-        """
-
+    @abc.abstractmethod
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text, int32 [n], without start and end tokens.
 
         A text that spells a special token becomes that token.
         """
 
+    @abc.abstractmethod
     def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
         """Return the tokens of each text, as `encode` does, with their places."""
 
+    @abc.abstractmethod
     def token_of(self, word: str) -> int | None:
         """Return the token of a word, None if the tokenizer has no such word."""
 
+    @abc.abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones, and without those that the
         tokenizer does not have. Broken characters become replacement marks.
         """
 
+    @abc.abstractmethod
     def word(self, token: int) -> str:
         """Return the word of a token as the files have it, empty if they have none."""
+
+    def _name(self, path: Path, contents: bytes) -> None:
+        self.name, self.digest = str(path), hashlib.sha256(contents).hexdigest()[:16]
+        beside = (path.with_name(name) for name in BESIDE)
+        self.files = (path, *(file for file in beside if file.is_file()))
 
 
 def open_tokenizer(path: str | Path, field: str = "data.tokenizer") -> Tokenizer:
@@ -172,34 +174,30 @@ SEPARATOR = 0
 VOCAB_SIZE = 256
 
 
-class Bytes:
-    """The tokenizer of UTF-8 bytes; see `Tokenizer`."""
+class Bytes(Tokenizer):
+    """The tokenizer of UTF-8 bytes. There are no words; a separator becomes the end of
+    a line."""
 
     name = digest = "bytes"
     vocab_size = VOCAB_SIZE
-    start: tuple[int, ...] = ()
     end = SEPARATOR
-    files: tuple[Path, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the bytes of each text, int32 [bytes]."""
         return [encode_bytes(text).astype(np.int32) for text in texts]
 
     def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
-        """Return the bytes of each text, and the characters that they are of."""
-        characters = [
-            [(n, n + 1) for n, c in enumerate(t) for _ in c.encode()] for t in texts
+        return [
+            (
+                list(text.encode()),
+                [(n, n + 1) for n, c in enumerate(text) for _ in c.encode()],
+            )
+            for text in texts
         ]
-        return list(
-            zip(map(np.ndarray.tolist, self.encode(texts)), characters, strict=True)
-        )
 
     def token_of(self, word: str) -> int | None:
-        """Return None: there are no words."""
         return None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes; separators become line ends."""
         return decode_bytes(
             np.array([t for t in tokens if 0 <= t < VOCAB_SIZE], np.uint8)
         )
@@ -224,8 +222,8 @@ def decode_bytes(tokens: np.ndarray) -> str:
 PROBE = "a"
 
 
-class JsonTokenizer:
-    """A tokenizer in a file tokenizer.json; see `Tokenizer`.
+class JsonTokenizer(Tokenizer):
+    """A tokenizer in a file tokenizer.json.
 
     It never cuts or pads a document, even if the file asks for that.
     """
@@ -250,44 +248,36 @@ class JsonTokenizer:
                 raise ValueError(f"it has the token {highest}")
             whole = list(self._made.encode(PROBE).ids)
             bare = list(self._made.encode(PROBE, add_special_tokens=False).ids)
-        self.name = str(path)
-        self.digest = hashlib.sha256(data).hexdigest()[:16]
+        self._name(path, data)
         self.vocab_size = highest + 1
-        beside = (path.with_name(name) for name in BESIDE)
-        self.files = (path, *(file for file in beside if file.is_file()))
         at = next((i for i in range(len(whole)) if whole[i:][: len(bare)] == bare), 0)
         self.start = tuple(whole[:at])
         after = whole[at + len(bare) :]
         end = after[0] if after else named_token(path, "eos_token", self.token_of, -1)
-        self.end: int | None = end if end >= 0 else None
+        self.end = end if end >= 0 else None
         # It would leave spaces out of a token's place, and nothing else is asked of it.
         self._made.post_processor = None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, int32 [n]."""
         with refusing(Path(self.name), "encode a text"):
             made = self._made.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in made]
 
     def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
-        """Return the tokens of each text, and the characters of each token."""
         with refusing(Path(self.name), "encode a text"):
             made = self._made.encode_batch(list(texts), add_special_tokens=False)
         return [(one.ids, one.offsets) for one in made]
 
     def token_of(self, word: str) -> int | None:
-        """Return the token of a word, None if there is none."""
         found: int | None = self._made.token_to_id(word)
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         with refusing(Path(self.name), "decode tokens"):
             text: str = self._made.decode([int(token) for token in tokens])
         return text
 
     def word(self, token: int) -> str:
-        """Return the word of a token."""
         return self._made.id_to_token(token) or ""
 
 
@@ -296,8 +286,8 @@ NO_PREFIX = b"\x1a\x02\x18\x00"
 of a name counts, so behind a model's bytes it changes the model."""
 
 
-class PiecesTokenizer:
-    """A tokenizer of SentencePiece; see `Tokenizer`."""
+class PiecesTokenizer(Tokenizer):
+    """A tokenizer of SentencePiece."""
 
     def __init__(self, path: Path) -> None:
         """Raise ConfigError if the file is no tokenizer, the files beside it are of
@@ -337,49 +327,44 @@ class PiecesTokenizer:
         self._words |= added
         longest_first = sorted(self._words, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        self.name = str(path)
-        of_words = repr(sorted(added.items())).encode() if added else b""
-        self.digest = hashlib.sha256(data + of_words).hexdigest()[:16]
+        self._name(
+            path, data + (repr(sorted(added.items())).encode() if added else b"")
+        )
         self.vocab_size = max(self._pieces - 1, *self._words.values()) + 1
-        beside = (path.with_name(name) for name in BESIDE)
-        self.files = (path, *(file for file in beside if file.is_file()))
         start = named_token(path, "bos_token", self.token_of, self._made.bos_id())
         begins = settings.get("add_bos_token") is not False and start >= 0
-        self.start: tuple[int, ...] = (start,) if begins else ()
+        self.start = (start,) if begins else ()
         end = named_token(path, "eos_token", self.token_of, self._made.eos_id())
-        self.end: int | None = end if end >= 0 else None
+        self.end = end if end >= 0 else None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, int32 [n]."""
         found = []
         with refusing(Path(self.name), "encode a text"):
             for text in texts:
-                tokens = list[int]()
-                for offset, part, token in self._stretches(text):
-                    made = self._later() if offset else self._made
-                    tokens += made.encode(part) if token is None else [token]
-                found.append(np.array(tokens, np.int32))
+                parts = (
+                    made.encode(part) if token is None else [token]
+                    for made, _, part, token in self._stretches(text)
+                )
+                found.append(np.array([*itertools.chain(*parts)], np.int32))
         return found
 
     def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
-        """Return the tokens of each text, and the characters of each token."""
-        found = list[Placed]()
-        for text in texts:
-            tokens, places = list[int](), list[tuple[int, int]]()
-            for offset, part, token in self._stretches(text):
-                made = self._later() if offset else self._made
-                if token is None:
-                    one = made.encode(part, return_type="offset_mapping")
-                    tokens += one["ids"]
-                    places += [(offset + b, offset + e) for b, e in one["offsets"]]
-                else:
-                    tokens.append(token)
-                    places.append((offset, offset + len(part)))
-            found.append((tokens, places))
-        return found
+        with refusing(Path(self.name), "encode a text"):
+            return [self._placed(text) for text in texts]
+
+    def _placed(self, text: str) -> Placed:
+        tokens, places = list[int](), list[tuple[int, int]]()
+        for made, offset, part, token in self._stretches(text):
+            if token is None:
+                one = made.encode(part, return_type="offset_mapping")
+                tokens += one["ids"]
+                places += [(offset + b, offset + e) for b, e in one["offsets"]]
+            else:
+                tokens.append(token)
+                places.append((offset, offset + len(part)))
+        return tokens, places
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         parts, made = list[str](), self._made
         for word, group in itertools.groupby(map(int, tokens), self._shown.get):
             run = list(group)
@@ -389,24 +374,23 @@ class PiecesTokenizer:
         return "".join(parts)
 
     def word(self, token: int) -> str:
-        """Return the word of a token."""
         if 0 <= token < self._pieces:
             return str(self._made.id_to_piece(token))
         return next((word for word, t in self._words.items() if t == token), "")
 
     def token_of(self, word: str) -> int | None:
-        """Return the token of a word, None if there is none."""
         token = self._words.get(word, self._made.piece_to_id(word))
         return int(token) if self.word(token) == word else None
 
-    def _stretches(self, text: str) -> Iterator[tuple[int, str, int | None]]:
+    def _stretches(self, text: str) -> Iterator[tuple[Any, int, str, int | None]]:
         """Yield the special words of a text, with their tokens, and the parts between
-        them, each with its offset. The space that the model puts before a text is for
-        its first part alone."""
+        them, each with its encoder and its offset. The space that the model puts before
+        a text is for its first part alone."""
         at = 0
         for number, part in enumerate(self._special.split(text)):
             if part:
-                yield at, part, self._words[part] if number % 2 else None
+                made = self._later() if at else self._made
+                yield made, at, part, self._words[part] if number % 2 else None
             at += len(part)
 
     def _added(self, listed: dict[str, Any], decoder: dict[str, Any]) -> dict[str, int]:

@@ -233,24 +233,6 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
     wire_from: str
     """The same of the wire's."""
 
-    def merging(self, codec: str) -> float:
-        """Return `merge_core_seconds` of a codec; of the slowest if this one was not
-        measured.
-        """
-        return _or_dearest(self.merge_core_seconds, codec)
-
-    def per_delta(self, codec: str) -> float:
-        """Return `delta_core_seconds` of a codec; of the slowest if this one was not
-        measured.
-        """
-        return _or_dearest(self.delta_core_seconds, codec)
-
-    def replaying(self, codec: str) -> float:
-        """Return `replay_core_seconds` of a codec; of the slowest if this one was not
-        measured.
-        """
-        return _or_dearest(self.replay_core_seconds, codec)
-
     def lines(self, rule: str) -> list[str]:
         """Return lines for people: each rate, and where it is from. rule: the run's,
         whose rates are told if it has any of its own."""
@@ -309,7 +291,8 @@ def constants_of(route: MergeRoute) -> MachineRates:
     return NATIVE if route == "native" else CONSTANTS
 
 
-def _or_dearest(rates: dict[str, float], codec: str) -> float:
+def rate_of(rates: dict[str, float], codec: str) -> float:
+    """Return the rate of a codec; of the slowest if this one was not measured."""
     return rates.get(codec, max(rates.values()))
 
 

@@ -4,7 +4,7 @@ machine.
 A topology is written GENERATION:SHAPE, as in "v5p:4x4x4" or "v6e:16x16". Facts that a
 provider may change stand in the tables here, and nowhere else.
 
-Sources of `CHIPS`, looked up 2026-11-20, per chip: peak bf16 FLOP/s, HBM bandwidth and
+Rates, looked up 2026-11-20, per chip: peak bf16 FLOP/s, HBM bandwidth and
 the ICI total of both directions from Google's pages on v5p and v6e
 (cloud.google.com/tpu/docs/v5p, v6e); links and wrap-around from "How to Scale Your
 Model" (jax-ml.github.io/scaling-book), which has HBM bandwidth and links up to 12 %
@@ -42,8 +42,27 @@ class Generation:
     max_chips: int
     zones: tuple[str, ...]
     """Zones known to offer it, for messages; the provider has the last word."""
+    flops_per_s: float
+    """Peak of a chip for bf16, and for f32 operands at the default precision, which
+    rounds to bf16.
+    """
+    hbm_bytes: int
+    """Bytes of a chip's HBM that a program may use."""
+    hbm_bytes_per_s: float
+    ici_bytes_per_s: float
+    """Bytes per second of all links of a chip, one direction."""
+    links: int
+    """Links of a chip to neighbours, two per axis."""
+    wraps_from: int
+    """An axis is a ring if its length is a multiple of this, in chips, else a line.
+    v5p: only if this holds for all axes.
+    """
+    wraps_together: bool
+    device_kinds: tuple[str, ...]
+    """Names under which JAX shows the chip (`Device.device_kind`)."""
 
 
+GIB = 1 << 30
 GENERATIONS = {
     "v5p": Generation(
         name="v5p",
@@ -58,6 +77,14 @@ GENERATIONS = {
         cube=4,
         max_chips=6144,
         zones=("us-central1-a", "us-east5-a", "europe-west4-b"),
+        flops_per_s=459e12,
+        hbm_bytes=int(95.74 * GIB),
+        hbm_bytes_per_s=2765e9,
+        ici_bytes_per_s=600e9,
+        links=6,
+        wraps_from=4,
+        wraps_together=True,
+        device_kinds=("TPU v5", "TPU v5p"),
     ),
     "v6e": Generation(
         name="v6e",
@@ -76,6 +103,14 @@ GENERATIONS = {
             *("us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b"),
             *("europe-west4-a", "asia-northeast1-b", "southamerica-west1-a"),
         ),
+        flops_per_s=918e12,
+        hbm_bytes=int(31.25 * GIB),
+        hbm_bytes_per_s=1638e9,
+        ici_bytes_per_s=400e9,
+        links=4,
+        wraps_from=16,
+        wraps_together=False,
+        device_kinds=("TPU v6 lite", "TPU v6e"),
     ),
 }
 
@@ -219,72 +254,12 @@ def _axes(shape: str) -> list[int]:
     return [int(part) for part in parts] if all(map(str.isdecimal, parts)) else []
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """Published rates of one generation of chips."""
-
-    flops_per_s: float
-    """Peak for bf16, and for f32 operands at the default precision, which rounds to
-    bf16.
-    """
-    hbm_bytes: int
-    """Bytes of HBM that a program may use."""
-    hbm_bytes_per_s: float
-    ici_bytes_per_s: float
-    """Bytes per second of all links of a chip, one direction."""
-    links: int
-    """Links to neighbours, two per axis."""
-    wraps_from: int
-    """An axis is a ring if its length is a multiple of this, in chips, else a line.
-    v5p: only if this holds for all axes.
-    """
-    wraps_together: bool
-    device_kinds: tuple[str, ...]
-    """Names under which JAX shows the chip (`Device.device_kind`)."""
-
-
-GIB = 1 << 30
-CHIPS = {
-    "v5p": Chip(
-        flops_per_s=459e12,
-        hbm_bytes=int(95.74 * GIB),
-        hbm_bytes_per_s=2765e9,
-        ici_bytes_per_s=600e9,
-        links=6,
-        wraps_from=4,
-        wraps_together=True,
-        device_kinds=("TPU v5", "TPU v5p"),
-    ),
-    "v6e": Chip(
-        flops_per_s=918e12,
-        hbm_bytes=int(31.25 * GIB),
-        hbm_bytes_per_s=1638e9,
-        ici_bytes_per_s=400e9,
-        links=4,
-        wraps_from=16,
-        wraps_together=False,
-        device_kinds=("TPU v6 lite", "TPU v6e"),
-    ),
-}
-
-
-def chip_of(found: Slice) -> Chip:
-    """Return the rates of a slice's chips; ConfigError if they are not in the table."""
-    name = found.generation.name
-    if name not in CHIPS:
-        raise ConfigError(
-            f"{found.topology}: the rates of {name} are not known; plan for "
-            f"{' or '.join(CHIPS)}"
-        )
-    return CHIPS[name]
-
-
 def peak_flops_per_s(device_kind: str) -> float | None:
     """Return the peak of a chip by the name that JAX has for it; None if that is not in
     the table."""
-    for chip in CHIPS.values():
-        if device_kind in chip.device_kinds:
-            return chip.flops_per_s
+    for generation in GENERATIONS.values():
+        if device_kind in generation.device_kinds:
+            return generation.flops_per_s
     return None
 
 
@@ -294,8 +269,7 @@ def ici_bytes_per_s(found: Slice) -> float:
     A ring axis has two links per chip, a line has one, and an axis of one chip has
     none. The result is 0 for a single chip.
     """
-    chip = chip_of(found)
-    axes = found.axes
+    chip, axes = found.generation, found.axes
     rings = [axis % chip.wraps_from == 0 for axis in axes]
     if chip.wraps_together:
         rings = [all(rings)] * len(axes)

@@ -55,7 +55,7 @@ from diloco_jax.protocol.messages import ProfileRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
-from diloco_jax.wire.bulk_server import OfferServer
+from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 
@@ -89,7 +89,7 @@ class Parts(abc.ABC, Generic[L]):
         self.watched: Callable[[str, float, str], None] = lambda *part: None
         """Called as each part of the start begins; see `HangWatch.begin`."""
         self._hosts: Hosts | None = None
-        self._offering: OfferServer | None = None
+        self._offering: BulkServer | None = None
         self._peers: PeerAnchors | None = None
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
         tls = TlsFiles.load_given(placement.certificates, principal.island(name))

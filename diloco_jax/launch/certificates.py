@@ -16,7 +16,7 @@ from pathlib import Path
 from cryptography import x509
 
 from diloco_jax.config import LaunchConfig
-from diloco_jax.launch.order import Order
+from diloco_jax.launch.spec import LaunchSpec
 from diloco_jax.wire.certificates import (
     add,
     coordinator_names,
@@ -34,15 +34,17 @@ WITHOUT_END_DAYS = 365
 `create` or `run` makes them anew."""
 
 
-def prepare_certificates(folder: Path, hosts: tuple[str, ...], order: Order) -> None:
-    """Make certificates for the coordinator on `hosts`, for the order's islands and
+def prepare_certificates(
+    folder: Path, hosts: tuple[str, ...], spec: LaunchSpec
+) -> None:
+    """Make certificates for the coordinator on `hosts`, for the launch's islands and
     workers in `folder`, and STEM.tar of each one's files (`files_of`).
 
     Existing files are kept unless they end too soon. Raises SecurityError if they
     cannot be completed.
     """
-    names, workers = [i.name for i in order.islands], len(order.workers)
-    lasting, needed = days(order.settings)
+    names, workers = [i.name for i in spec.islands], len(spec.workers)
+    lasting, needed = days(spec.settings)
     if not (folder / "ca.pem").exists():
         make_certificates(folder, hosts, lasting, islands=names, workers=workers)
     else:

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
@@ -17,7 +19,7 @@ from diloco_jax.files import absolute, is_bucket, write_json
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.certificates import prepare_certificates
-from diloco_jax.launch.order import COORDINATOR, Backend, Order, make_order
+from diloco_jax.launch.spec import COORDINATOR, Backend, LaunchSpec, make_spec
 from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.launch.variables import flag_notes
 from diloco_jax.planning.options import (
@@ -38,11 +40,6 @@ OF_NO_STEP = frozenset({"memory", "merge buffer", "places", "disk bytes"})
 """Checks of the plan that do not depend on the islands' speed."""
 SLOW_STEP_S = 3600.0
 """Step so long that no other check refuses."""
-
-PREEMPTED = (
-    "note: a slice that is preempted does not come back on tpu_vm: delete it (--action "
-    "delete --only ISLAND) and launch again; --on sky and --on gke buy it again",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,23 +97,22 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     """
     prices = parse_prices(options.price)
     on, action = _backend_of(options), options.action
-    order = make_order(config, path, on, options.init)
+    spec = make_spec(config, path, on, options.init)
     planned: list[str] = []
     if action == "create" and not options.unplanned:
         planned = require_planned(config)
-    _check_owners(order, options.only)
-    workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
-    folder, certificates = workdir / "launch", _certificates(config, workdir)
+    _check_owners(spec, options.only)
+    workdir = Path(absolute(config.placement.workdir or f"runs/{spec.name}"))
+    folder, own = workdir / "launch", config.placement.certificates
+    certificates = Path(absolute(own)) if own else workdir / "certificates"
     note = workdir / "launch.json"
     _check_backend(note, on)
     if action in ("create", "run") and not options.dry_run:
-        prepare_certificates(certificates, BACKENDS[on].hosts(order), order)
+        prepare_certificates(certificates, BACKENDS[on].hosts(spec), spec)
         workdir.mkdir(parents=True, exist_ok=True)
         write_json({"on": on}, note)
     now_unix = int(time.time())
-    deployment = BACKENDS[on].deployment(
-        order, str(certificates), str(folder), now_unix
-    )
+    deployment = BACKENDS[on].deployment(spec, str(certificates), str(folder), now_unix)
     submitter = Submitter(
         deployment,
         only=options.only,
@@ -124,10 +120,11 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         confirm=_asker(options.yes),
         dry_run=options.dry_run,
     )
-    for line in (*_zone_remarks(order), *planned):
-        _show(line)
+    notes = [*_zone_notes(spec), *planned]
     if action in ("create", "run"):
-        _show_notes(config, order, on, prices)
+        notes += [*flag_notes(config), *_notes(spec, on), *_costs(config, prices)]
+    for line in notes:
+        _show(line)
     if action in ("create", "run", "results"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in deployment.files.items():
@@ -232,52 +229,18 @@ def _check_backend(note: Path, on: Backend) -> None:
         )
 
 
-def _certificates(config: Config, workdir: Path) -> Path:
-    own = config.placement.certificates
-    return Path(absolute(own)) if own else workdir / "certificates"
-
-
-def _show_notes(
-    config: Config, order: Order, on: Backend, prices: dict[str, float]
-) -> None:
-    """Show what to know before machines are made, and what they cost."""
-    if prices:
-        require_prices(config, prices)
-    notes = (
-        *flag_notes(config),
-        *_image_notes(order),
-        *_data_notes(order),
-        *_source_notes(order),
-        *_account_notes(order, on),
-        *(PREEMPTED if on == "tpu_vm" else ()),
-    )
-    for line in (*notes, *_costs(config, prices)):
-        _show(line)
-
-
 def _act(submitter: Submitter, options: LaunchOptions) -> None:
-    """Carry out an action that ends by itself."""
-    match options.action:
-        case "create":
-            submitter.create()
-        case "run":
-            submitter.run()
-        case "status":
-            _render(submitter.status())
-        case "logs":
-            submitter.logs()
-        case "results":
-            submitter.results()
-        case "stop":
-            submitter.stop()
-        case "delete":
-            submitter.delete(disk=options.disk)
+    """Carry out the action."""
+    if options.action == "delete":
+        submitter.delete(disk=options.disk)
+    elif options.action == "status":
+        _render(submitter.status())
+    else:
+        getattr(submitter, options.action)()
 
 
 def _render(status: dict[str, Any]) -> None:
     if status:
-        from rich.console import Console
-
         from diloco_jax.observability.terminal import render
 
         Console(stderr=True, markup=False).print(render(status, None))
@@ -287,13 +250,14 @@ def _costs(config: Config, prices: dict[str, float]) -> list[str]:
     """Return what is known of the launch's price per hour."""
     limit = f"{config.launch.max_hours:g} hours" if config.launch.max_hours else "none"
     end = f"launch.max_hours: {limit}; at the end of the run: {config.launch.when_done}"
-    if prices:
-        return [price_sentence(price_per_hour(config, prices)), end]
-    return [f"price per hour: unknown, give --price; {end}"]
+    if not prices:
+        return [f"price per hour: unknown, give --price; {end}"]
+    require_prices(config, prices)
+    return [price_sentence(price_per_hour(config, prices)), end]
 
 
-def _check_owners(order: Order, only: tuple[str, ...]) -> None:
-    known = [COORDINATOR, *(island.name for island in order.islands)]
+def _check_owners(spec: LaunchSpec, only: tuple[str, ...]) -> None:
+    known = [COORDINATOR, *(island.name for island in spec.islands)]
     for name in only:
         if name not in known:
             raise ConfigError(
@@ -302,72 +266,66 @@ def _check_owners(order: Order, only: tuple[str, ...]) -> None:
             )
 
 
-def _image_notes(order: Order) -> list[str]:
-    shows = {"image": "push", "cloud_image": "pull"}
-    images = {field: getattr(order.settings, field) for field in shows}
-    return [
-        f"note: launch.{field} = {image!r} is a name that may come to mean another "
-        f"image while the run goes on; write its digest, REGISTRY/PATH@sha256:..., "
-        f"which `docker {shows[field]}` has shown"
-        for field, image in images.items()
-        if "@sha256:" not in image
-    ]
+def _zone_notes(spec: LaunchSpec) -> Iterator[str]:
+    for island in spec.islands:
+        known = island.slice.generation
+        for zone in island.zones:
+            if zone not in known.zones:
+                yield (
+                    f"note: {zone} is not among the zones known to offer {known.name}: "
+                    f"{', '.join(known.zones)}"
+                )
 
 
-def _source_notes(order: Order) -> list[str]:
-    if not is_bucket(order.source.partition(":")[2]):
-        return []
-    return [
-        f"note: the weights of --init {order.source} are not read here, so what they "
-        f"need of the coordinator's machine was judged by run.model of the config"
-    ]
-
-
-def _account_notes(order: Order, on: Backend) -> list[str]:
+def _notes(spec: LaunchSpec, on: Backend) -> Iterator[str]:
+    """Yield what to know before machines are made."""
+    settings = spec.settings
+    for field, shows in (("image", "push"), ("cloud_image", "pull")):
+        image = getattr(settings, field)
+        if "@sha256:" not in image:
+            yield (
+                f"note: launch.{field} = {image!r} is a name that may come to mean "
+                f"another image while the run goes on; write its digest, "
+                f"REGISTRY/PATH@sha256:..., which `docker {shows}` has shown"
+            )
+    if settings.data:
+        yield (
+            f"note: every machine copies {settings.data}, and reads large files that "
+            f"have no manifests beside them; make those once: `diloco manifest "
+            f"FOLDER`, then `gcloud storage rsync --recursive FOLDER {settings.data}`"
+        )
+    if is_bucket(spec.source.partition(":")[2]):
+        yield (
+            f"note: the weights of --init {spec.source} are not read here, so what "
+            f"they need of the coordinator's machine was judged by run.model of the "
+            f"config"
+        )
+    islands, coordinator = settings.service_account, settings.coordinator_account
     if on == "sky":
-        return [
-            f"note: SkyPilot's machines act as {sky.account(order)}, islands and the "
+        yield (
+            f"note: SkyPilot's machines act as {sky.account(spec)}, islands and the "
             f"coordinator alike, whatever launch.service_account says: whoever takes "
             f"over one of them may change or delete machines, slices and buckets of "
             f"the project; --on tpu_vm and --on gke have accounts of your own"
-        ]
-    settings = order.settings
-    islands, coordinator = settings.service_account, settings.coordinator_account
-    notes = []
-    if not islands:
-        notes.append(
+        )
+    elif not islands:
+        yield (
             "note: launch.service_account is empty: machines act as the project's "
             "default account, which may often change or delete anything in it; make "
             "accounts of their own (docs/gke.md, Accounts of your own)"
         )
-    if coordinator in ("", islands):
-        notes.append(
+    if on != "sky" and coordinator in ("", islands):
+        yield (
             f"note: islands and the coordinator act as one account "
             f"(launch.coordinator_account = {coordinator!r}): whoever takes over an "
             f"island's machine may do what the coordinator's may; set another one"
         )
-    return notes
-
-
-def _zone_remarks(order: Order) -> list[str]:
-    return [
-        f"note: {zone} is not among the zones known to offer "
-        f"{island.slice.generation.name}: {', '.join(island.slice.generation.zones)}"
-        for island in order.islands
-        for zone in island.zones
-        if zone not in island.slice.generation.zones
-    ]
-
-
-def _data_notes(order: Order) -> list[str]:
-    data = order.settings.data
-    if not data:
-        return []
-    return [
-        f"note: every machine copies {data}, and reads large files that have no "
-        f"manifests beside them; make those once: `diloco manifest FOLDER`, then "
-        f"`gcloud storage rsync --recursive FOLDER {data}`"
-    ]
+    if on == "tpu_vm":
+        yield (
+            "note: a slice that is preempted does not come back on tpu_vm: delete it "
+            "(--action delete --only ISLAND) and launch again; --on sky and --on gke "
+            "buy it again"
+        )
 
 
 def _asker(yes: bool) -> Callable[[str], bool]:

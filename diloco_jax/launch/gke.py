@@ -10,19 +10,21 @@ So does the pool of the coordinator.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from diloco_jax.launch import manifests
 from diloco_jax.launch.certificates import digest, files_of
 from diloco_jax.launch.manifests import ISLAND, PART, yaml_text
-from diloco_jax.launch.order import (
+from diloco_jax.launch.spec import (
     CERTIFICATES,
     COORDINATOR,
     PORT,
     WORKDIR,
     GkeCluster,
-    Order,
+    LaunchSpec,
     PlacedIsland,
     in_cluster,
 )
@@ -31,7 +33,6 @@ from diloco_jax.launch.submit import (
     SHARED,
     Command,
     Deployment,
-    Owned,
     Resource,
 )
 from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, part_of
@@ -51,194 +52,198 @@ LOG_LINES = 100
 
 
 def deployment(
-    order: Order, certificates: str, folder: str, now_unix: int
+    spec: LaunchSpec, certificates: str, folder: str, now_unix: int
 ) -> Deployment:
     """Return all that `diloco launch --on gke` makes and runs; see
     `tpu_vm.deployment`."""
-    home, islands, name = order.cluster, order.islands, order.coordinator
+    home, islands, name = spec.cluster, spec.islands, spec.coordinator
     clusters = dict.fromkeys([home, *(island.cluster for island in islands)])
     where = {principal.island(i.name).stem: i.cluster for i in islands}
-    shared = order.settings.namespace != "default"
+    shared = spec.settings.namespace != "default"
     files = {
-        "config.yaml": yaml_text(manifests.config_map(order)),
-        "begin.yaml": yaml_text(manifests.permit(order)),
-        "disk.yaml": yaml_text(manifests.disk(order, name, COORDINATOR)),
-        "coordinator.yaml": yaml_text(*manifests.coordinator(order, now_unix)),
-        "reader.yaml": yaml_text(manifests.reader(order)),
+        "config.yaml": yaml_text(manifests.config_map(spec)),
+        "begin.yaml": yaml_text(manifests.permit(spec)),
+        "disk.yaml": yaml_text(manifests.disk(spec, name, COORDINATOR)),
+        "coordinator.yaml": yaml_text(*manifests.coordinator(spec, now_unix)),
+        "reader.yaml": yaml_text(manifests.reader(spec)),
     }
-    for number, worker in enumerate(order.workers):
+    for number, worker in enumerate(spec.workers):
         part = manifests.part_of_worker(number)
-        made = manifests.worker(order, number, now_unix)
-        files[f"{worker}-disk.yaml"] = yaml_text(manifests.disk(order, worker, part))
+        made = manifests.worker(spec, number, now_unix)
+        files[f"{worker}-disk.yaml"] = yaml_text(manifests.disk(spec, worker, part))
         files[f"{worker}.yaml"] = yaml_text(*made)
     for island in islands:
-        made = manifests.island(order, island, now_unix)
+        made = manifests.island(spec, island, now_unix)
         files[f"{island.resource}.yaml"] = yaml_text(*made)
-    login = ("gcloud", "container", "clusters", "get-credentials")
     return Deployment(
         files=files,
-        prepare=tuple(Command((*login, c.name, *_cluster(c))) for c in clusters),
+        prepare=tuple(map(_login, clusters)),
         resources=(
-            _coordinators_pool(order),
-            *(pool for island in islands for pool in _island_pools(order, island)),
-            *(_namespace(order, cluster) for cluster in clusters if shared),
+            _coordinators_pool(spec),
+            *(pool for island in islands for pool in _island_pools(spec, island)),
+            *(_namespace(spec, cluster) for cluster in clusters if shared),
             *(
-                _secret(order, where.get(stem, home), stem, certificates)
-                for stem in order.secrets
+                _secret(spec, where.get(stem, home), stem, certificates)
+                for stem in spec.secrets
             ),
-            *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
-            _disk(order, name, f"{folder}/disk.yaml"),
-            _permit(order, f"{folder}/begin.yaml"),
-            _job(order, name, f"{folder}/coordinator.yaml"),
+            *(_config_map(spec, c, f"{folder}/config.yaml") for c in clusters),
+            _disk(spec, name, f"{folder}/disk.yaml"),
+            _permit(spec, f"{folder}/begin.yaml"),
+            _job(spec, name, f"{folder}/coordinator.yaml"),
             *(
                 made
-                for worker in order.workers
+                for worker in spec.workers
                 for made in (
-                    _disk(order, worker, f"{folder}/{worker}-disk.yaml"),
-                    _job(order, worker, f"{folder}/{worker}.yaml"),
+                    _disk(spec, worker, f"{folder}/{worker}-disk.yaml"),
+                    _job(spec, worker, f"{folder}/{worker}.yaml"),
                 )
             ),
-            *(_jobset(order, i, f"{folder}/{i.resource}.yaml") for i in islands),
+            *(_jobset(spec, i, f"{folder}/{i.resource}.yaml") for i in islands),
         ),
-        logs=_logs(order),
-        status=_status(order),
-        results=_results(order, folder),
+        status=_status(spec),
+        results=_results(spec, folder),
     )
 
 
-def hosts(order: Order) -> tuple[str, ...]:
+def hosts(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the names by which islands reach the coordinator and its workers, for
     their certificates."""
-    names = (order.inside, order.coordinator, order.settings.coordinator_address)
-    workers = (in_cluster(worker, order.settings) for worker in order.workers)
+    names = (spec.inside, spec.coordinator, spec.settings.coordinator_address)
+    workers = (in_cluster(worker, spec.settings) for worker in spec.workers)
     return (*filter(None, names), *workers)
+
+
+def _login(cluster: GkeCluster) -> Command:
+    line = f"gcloud container clusters get-credentials {cluster.name} {_place(cluster)}"
+    return Command(tuple(shlex.split(line)))
 
 
 # ---- machines -----------------------------------------------------------------------
 
 
-def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
+def _island_pools(spec: LaunchSpec, island: PlacedIsland) -> list[Resource]:
     """Return a node pool in each zone of the island; at most one has a slice."""
-    found = island.slice
+    found, generation = island.slice, island.slice.generation
     bought = {
-        "on_demand": [],
-        "spot": ["--spot"],
-        "reserved": [
-            *("--reservation-affinity=specific", f"--reservation={island.reservation}"),
-        ],
+        "on_demand": "",
+        "spot": "--spot",
+        "reserved": f"--reservation-affinity=specific "
+        f"--reservation={quote(island.reservation)}",
     }
-    shape = [f"--tpu-topology={found.shape}"] if found.hosts > 1 else []
+    options = (
+        f"--machine-type={found.machine_type} "
+        f"{f'--tpu-topology={found.shape}' if found.hosts > 1 else ''} "
+        f"{bought[island.purchase]} --max-nodes={found.hosts} "
+        f"--node-labels={ISLAND}={island.resource}"
+    )
+    remedy = (
+        f"{generation.name} is known to be offered in {', '.join(generation.zones)}: "
+        f"set launch.zones.{island.name} to one of them in launch.location = "
+        f"{island.cluster.location!r}, or ask for quota "
+        f"(launch.purchase.{island.name} = {island.purchase!r})"
+    )
+    account, owner = spec.settings.service_account, island.name
     return [
-        _pool(
-            order,
-            island.cluster,
-            pool,
-            island.name,
-            zone,
-            *(f"--machine-type={found.machine_type}", *shape, *bought[island.purchase]),
-            f"--max-nodes={found.hosts}",
-            f"--node-labels={ISLAND}={island.resource}",
-            account=order.settings.service_account,
-            remedy=(
-                f"{found.generation.name} is known to be offered in "
-                f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} "
-                f"to one of them in launch.location = {island.cluster.location!r}, or "
-                f"ask for quota (launch.purchase.{island.name} = {island.purchase!r})"
-            ),
-        )
+        _pool(spec, island.cluster, pool, owner, zone, options, account, remedy)
         for pool, zone in zip(island.pools, island.zones, strict=True)
     ]
 
 
-def _coordinators_pool(order: Order) -> Resource:
-    settings = order.settings
-    return _pool(
-        order,
-        order.cluster,
-        order.coordinator,
-        COORDINATOR,
-        settings.coordinator_zone,
-        f"--machine-type={settings.coordinator_machine}",
-        f"--max-nodes={1 + len(order.workers)}",
-        f"--node-taints={PART}={COORDINATOR}:NoSchedule",
-        account=order.coordinators_account,
+def _coordinators_pool(spec: LaunchSpec) -> Resource:
+    name, zone = spec.coordinator, spec.settings.coordinator_zone
+    options = (
+        f"--machine-type={spec.settings.coordinator_machine} "
+        f"--max-nodes={1 + len(spec.workers)} "
+        f"--node-taints={PART}={COORDINATOR}:NoSchedule"
     )
+    account = spec.coordinators_account
+    return _pool(spec, spec.cluster, name, COORDINATOR, zone, options, account)
 
 
 def _pool(
-    order: Order,
+    spec: LaunchSpec,
     cluster: GkeCluster,
     name: str,
     owner: str,
     zone: str,
-    *options: str,
+    options: str,
     account: str,
     remedy: str = "",
 ) -> Resource:
-    pools = ("gcloud", "container", "node-pools")
-    where = (f"--cluster={cluster.name}", *_cluster(cluster))
-    create = Command(
-        (
-            *(*pools, "create", name, *where, f"--node-locations={zone}", *options),
-            # Machines are bought when pods ask for them, and given back after them.
-            *("--num-nodes=0", "--enable-autoscaling", "--min-nodes=0"),
-            f"--labels={RUN_LABEL}={order.name},{PART_LABEL}={part_of(owner)}",
-            *([f"--service-account={account}"] if account else []),
-            *("--scopes=cloud-platform", "--workload-metadata=GKE_METADATA"),
-        ),
-        1800,
-        remedy,
+    """Return a node pool, whose machines are bought when pods ask for them, and given
+    back after them."""
+
+    def line(verb: str, words: str, **how: Any) -> Command:
+        where = f"--cluster={cluster.name} {_place(cluster)}"
+        line = f"gcloud container node-pools {verb} {name} {where} {words}"
+        return Command(tuple(shlex.split(line)), **how)
+
+    created = (
+        f"--node-locations={zone} {options} --num-nodes=0 --enable-autoscaling "
+        f"--min-nodes=0 --labels={RUN_LABEL}={spec.name},{PART_LABEL}={part_of(owner)} "
+        f"{f'--service-account={quote(account)}' if account else ''} "
+        f"--scopes=cloud-platform --workload-metadata=GKE_METADATA"
     )
     return Resource(
         what=f"node pool {name} in {zone}",
         owner=owner,
-        find=Command((*pools, "describe", name, *where, "--format=value(status)")),
-        create=(create,),
-        delete=Command((*pools, "delete", name, *where), 1800),
+        find=line("describe", "'--format=value(status)'"),
+        create=(line("create", created, deadline_s=1800, remedy=remedy),),
+        delete=line("delete", "", deadline_s=1800, deletes=True),
         dead=("ERROR",),
     )
 
 
-def _cluster(cluster: GkeCluster) -> tuple[str, ...]:
-    where = (f"--location={cluster.location}", f"--project={cluster.project}")
-    return (*where, "--quiet")
+def _place(cluster: GkeCluster) -> str:
+    where = f"--location={quote(cluster.location)} --project={quote(cluster.project)}"
+    return f"{where} --quiet"
 
 
 # ---- objects in the clusters --------------------------------------------------------
 
 
-def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
-    state, name = NAME + " {.status.terminalState}", island.resource
-    made, dead = _apply(order, island.cluster, file), ("Failed",)
-    where = order, island.cluster, ISLAND_OBJECTS, name, state
-    return _made(*where, made, owner=island.name, dead=dead, runs=True)
-
-
-def _job(order: Order, name: str, file: str) -> Resource:
-    """Return the coordinator, or a worker."""
-    where, made = (
-        (order.cluster, OBJECTS, name, STATE),
-        _apply(order, order.cluster, file),
+def _jobset(spec: LaunchSpec, island: PlacedIsland, file: str) -> Resource:
+    name, cluster = island.resource, island.cluster
+    pods = (
+        f"--prefix --selector=jobset.sigs.k8s.io/jobset-name={name} "
+        f"--max-log-requests={island.slice.hosts}"
     )
-    return _made(order, *where, made, dead=("Failed",), runs=True)
+    return _made(
+        *(spec, cluster, ISLAND_OBJECTS, name, NAME + " {.status.terminalState}"),
+        _apply(spec, cluster, file),
+        owner=island.name,
+        dead=("Failed",),
+        runs=True,
+        logs=_logs(spec, cluster, pods),
+    )
 
 
-def _disk(order: Order, name: str, file: str) -> Resource:
-    where = order.cluster, "persistentvolumeclaim", name, NAME
-    return _made(order, *where, _apply(order, order.cluster, file), keeps=True)
+def _job(spec: LaunchSpec, name: str, file: str) -> Resource:
+    """Return the coordinator, or a worker."""
+    cluster = spec.cluster
+    return _made(
+        *(spec, cluster, OBJECTS, name, STATE, _apply(spec, cluster, file)),
+        dead=("Failed",),
+        runs=True,
+        logs=_logs(spec, cluster, f"job/{name}"),
+    )
 
 
-def _permit(order: Order, file: str) -> Resource:
+def _disk(spec: LaunchSpec, name: str, file: str) -> Resource:
+    where = spec.cluster, "persistentvolumeclaim", name, NAME
+    return _made(spec, *where, _apply(spec, spec.cluster, file), keeps=True)
+
+
+def _permit(spec: LaunchSpec, file: str) -> Resource:
     """Return the Job that lets the run begin on its disk, before its coordinator comes.
     It outlives that disk."""
-    name, cluster = order.permit, order.cluster
-    until = ("--for=condition=Complete", "--timeout=1800s")
+    cluster, until = spec.cluster, "--for=condition=Complete --timeout=1800s"
     # Its machine has to come, and the image.
-    wait = _kubectl(order, cluster, "wait", f"job/{name}", *until, deadline_s=1900)
-    where, made = (order, cluster, "job", name, STATE), _apply(order, cluster, file)
+    line = f"wait job/{spec.permit} {until}"
+    wait = _kubectl(spec, cluster, line, deadline_s=1900)
     return _made(
-        *where,
-        *(made, wait),
+        *(spec, cluster, "job", spec.permit, STATE),
+        *(_apply(spec, cluster, file), wait),
         dead=("Failed",),
         content="Complete",
         update=(wait,),
@@ -246,39 +251,41 @@ def _permit(order: Order, file: str) -> Resource:
     )
 
 
-def _config_map(order: Order, cluster: GkeCluster, file: str) -> Resource:
-    made, content = _apply(order, cluster, file), manifests.config_digest(order)
-    where = cluster, "configmap", manifests.config_name(order), LABELLED
-    return _made(order, *where, made, owner=SHARED, content=content, update=(made,))
+def _config_map(spec: LaunchSpec, cluster: GkeCluster, file: str) -> Resource:
+    made, content = _apply(spec, cluster, file), manifests.config_digest(spec)
+    where = cluster, "configmap", manifests.config_name(spec), LABELLED
+    return _made(spec, *where, made, owner=SHARED, content=content, update=(made,))
 
 
 def _secret(
-    order: Order, cluster: GkeCluster, stem: str, certificates: str
+    spec: LaunchSpec, cluster: GkeCluster, stem: str, certificates: str
 ) -> Resource:
     """Return the secret with the certificates of this stem. It gets its label last:
     broken off before that, it has no content that is known."""
-    name, content = order.secrets[stem], digest(Path(certificates), stem)
-    files = files_of(Path(certificates), stem)
-    create = _kubectl(
-        *(order, cluster, "create", "secret", "generic", name),
-        *(f"--from-file={certificates}/{file}" for file in files),
+    name, content = spec.secrets[stem], digest(Path(certificates), stem)
+    files = " ".join(
+        quote(f"--from-file={certificates}/{file}")
+        for file in files_of(Path(certificates), stem)
     )
-    label = _kubectl(order, cluster, "label", "secret", name, f"{CONTENT}={content}")
-    where, owner = (cluster, "secret", name, LABELLED), order.owner_of(stem)
-    made = create, label
-    update = _delete(order, cluster, "secret", name), *made
-    return _made(order, *where, *made, owner=owner, content=content, update=update)
+    label = f"label secret {name} {CONTENT}={content}"
+    made = (
+        _kubectl(spec, cluster, f"create secret generic {name} {files}"),
+        _kubectl(spec, cluster, label),
+    )
+    where, owner = (cluster, "secret", name, LABELLED), spec.owner_of(stem)
+    update = _delete(spec, cluster, "secret", name), *made
+    return _made(spec, *where, *made, owner=owner, content=content, update=update)
 
 
-def _namespace(order: Order, cluster: GkeCluster) -> Resource:
-    name = order.settings.namespace
-    create = _kubectl(order, cluster, "create", "namespace", name)
-    made = _made(order, cluster, "namespace", name, NAME, create, owner=SHARED)
+def _namespace(spec: LaunchSpec, cluster: GkeCluster) -> Resource:
+    name = spec.settings.namespace
+    create = _kubectl(spec, cluster, f"create namespace {name}")
+    made = _made(spec, cluster, "namespace", name, NAME, create, owner=SHARED)
     return dataclasses.replace(made, delete=None)
 
 
 def _made(
-    order: Order,
+    spec: LaunchSpec,
     cluster: GkeCluster,
     kinds: str,
     name: str,
@@ -288,14 +295,15 @@ def _made(
     **fields: Any,
 ) -> Resource:
     """Return objects of one name. kinds: the first is looked at. shown: JSONPath."""
-    get = ("get", kinds.partition(",")[0], name, "--ignore-not-found")
-    elsewhere = "" if cluster == order.cluster else f" in {cluster.context}"
+    elsewhere = "" if cluster == spec.cluster else f" in {cluster.context}"
+    get = f"get {kinds.partition(',')[0]} {name} --ignore-not-found"
+    output = quote(f"jsonpath={shown}")
     return Resource(
         what=f"{kinds} {name}{elsewhere}",
         owner=owner,
-        find=_kubectl(order, cluster, *get, "-o", f"jsonpath={shown}"),
+        find=_kubectl(spec, cluster, f"{get} -o {output}"),
         create=create,
-        delete=_delete(order, cluster, kinds, name),
+        delete=_delete(spec, cluster, kinds, name),
         **fields,
     )
 
@@ -303,42 +311,31 @@ def _made(
 # ---- looks at a run -----------------------------------------------------------------
 
 
-def _status(order: Order) -> Command:
+def _status(spec: LaunchSpec) -> Command:
     """Return the command that asks the coordinator, in its own pod."""
-    inside = ("exec", f"job/{order.coordinator}", "--container=diloco", "--")
-    host = order.settings.coordinator_address or order.inside
-    ask = ("diloco", "status", f"{host}:{PORT}", "--json")
-    line = (*inside, *ask, "--certificates", CERTIFICATES)
-    return _kubectl(order, order.cluster, *line)
+    host = spec.settings.coordinator_address or spec.inside
+    line = f"exec job/{spec.coordinator} --container=diloco"
+    ask = f"diloco status {host}:{PORT} --json --certificates {CERTIFICATES}"
+    return _kubectl(spec, spec.cluster, line, inside=("--", *ask.split()))
 
 
-def _logs(order: Order) -> tuple[Owned, ...]:
-    """Return the commands that print the last lines of every process."""
-    own = ("logs", "--container=diloco", f"--tail={LOG_LINES}")
-    served = (order.coordinator, *order.workers)
-    logs = [
-        Owned(COORDINATOR, _kubectl(order, order.cluster, *own, f"job/{name}"))
-        for name in served
-    ]
-    for island in order.islands:
-        of = f"--selector=jobset.sigs.k8s.io/jobset-name={island.resource}"
-        most = f"--max-log-requests={island.slice.hosts}"
-        line = (*own, "--prefix", of, most)
-        logs.append(Owned(island.name, _kubectl(order, island.cluster, *line)))
-    return tuple(logs)
+def _logs(spec: LaunchSpec, cluster: GkeCluster, pods: str) -> Command:
+    """Return the command that prints the last lines of a process."""
+    return _kubectl(spec, cluster, f"logs --container=diloco --tail={LOG_LINES} {pods}")
 
 
-def _results(order: Order, folder: str) -> tuple[Command, ...]:
+def _results(spec: LaunchSpec, folder: str) -> tuple[Command, ...]:
     """Return the commands that copy the coordinator's workdir, from a pod beside its
     disk."""
-    name, cluster = manifests.reader_name(order), order.cluster
-    ready = ("--for=condition=Ready", "--timeout=900s")
-    copy = ("cp", f"{name}:{WORKDIR}", str(Path(folder).parent / RESULTS))
+    name, cluster = manifests.reader_name(spec), spec.cluster
+    wait = f"wait pod/{name} --for=condition=Ready --timeout=900s"
+    there = quote(str(Path(folder).parent / RESULTS))
+    copy = f"cp {name}:{WORKDIR} {there} --container=diloco"
     return (
-        _apply(order, cluster, f"{folder}/reader.yaml"),
-        _kubectl(order, cluster, "wait", f"pod/{name}", *ready, deadline_s=1000),
-        _kubectl(order, cluster, *copy, "--container=diloco", deadline_s=24 * 3600),
-        _delete(order, cluster, "pod", name),
+        _apply(spec, cluster, f"{folder}/reader.yaml"),
+        _kubectl(spec, cluster, wait, deadline_s=1000),
+        _kubectl(spec, cluster, copy, deadline_s=24 * 3600),
+        _delete(spec, cluster, "pod", name),
     )
 
 
@@ -346,21 +343,25 @@ def _results(order: Order, folder: str) -> tuple[Command, ...]:
 
 
 def _kubectl(
-    order: Order, cluster: GkeCluster, *arguments: str, deadline_s: float = 120.0
+    spec: LaunchSpec,
+    cluster: GkeCluster,
+    line: str,
+    *,
+    inside: tuple[str, ...] = (),
+    **how: Any,
 ) -> Command:
-    """Return a command in the cluster, and in the launch's namespace."""
-    where = (f"--context={cluster.context}", f"--namespace={order.settings.namespace}")
-    # After "--" comes a command in the pod.
-    own = arguments.index("--") if "--" in arguments else len(arguments)
-    return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), deadline_s)
+    """Return a command in the cluster, and in the launch's namespace. line: as people
+    type it. inside: a command in the pod. how: fields of the command."""
+    where = (f"--context={cluster.context}", f"--namespace={spec.settings.namespace}")
+    return Command(("kubectl", *shlex.split(line), *where, *inside), **how)
 
 
-def _apply(order: Order, cluster: GkeCluster, file: str) -> Command:
+def _apply(spec: LaunchSpec, cluster: GkeCluster, file: str) -> Command:
     """Return the command that makes the objects of a file."""
-    return _kubectl(order, cluster, "apply", "-f", file)
+    return _kubectl(spec, cluster, f"apply -f {quote(file)}")
 
 
-def _delete(order: Order, cluster: GkeCluster, kinds: str, name: str) -> Command:
+def _delete(spec: LaunchSpec, cluster: GkeCluster, kinds: str, name: str) -> Command:
     """Return the command that deletes the objects of that name, and waits for it."""
-    words = ("delete", kinds, name, "--ignore-not-found")
-    return _kubectl(order, cluster, *words, deadline_s=300)
+    line = f"delete {kinds} {name} --ignore-not-found"
+    return _kubectl(spec, cluster, line, deadline_s=300, deletes=True)

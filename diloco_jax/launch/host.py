@@ -6,12 +6,12 @@ import shlex
 from importlib import resources
 
 from diloco_jax.config.launch import variables_of
-from diloco_jax.launch.order import (
+from diloco_jax.launch.spec import (
     COORDINATOR,
     PERMIT,
     PLATFORMS,
     ROOT,
-    Order,
+    LaunchSpec,
     PlacedIsland,
 )
 from diloco_jax.wire import principal
@@ -28,7 +28,7 @@ LASTED_S = 600
 
 
 def island_script(
-    order: Order,
+    spec: LaunchSpec,
     island: PlacedIsland,
     address: str,
     now_unix: int,
@@ -39,10 +39,10 @@ def island_script(
     release: arguments of `gcloud` that give the machines back; empty = SkyPilot does.
     """
     return _script(
-        order,
+        spec,
         island.name,
         principal.island(island.name).stem,
-        order.island_arguments(island, address, NOTICE_S),
+        spec.island_arguments(island, address, NOTICE_S),
         now_unix,
         release,
         ROLE="island",
@@ -52,31 +52,31 @@ def island_script(
 
 
 def coordinator_script(
-    order: Order, address: str, now_unix: int, release: tuple[str, ...]
+    spec: LaunchSpec, address: str, now_unix: int, release: tuple[str, ...]
 ) -> str:
     """Return the script of the coordinator's machine; see `island_script`."""
     return _script(
-        order,
+        spec,
         COORDINATOR,
         COORDINATOR,
-        order.coordinator_arguments(address),
+        spec.coordinator_arguments(address),
         now_unix,
         release,
         ROLE=COORDINATOR,
         FOLLOW_S=str(FOLLOW_S),
-        BEGIN=order.permit,
+        BEGIN=spec.permit,
         PERMIT=f"{DISK}/{PERMIT}",
-        SOURCE=order.source,
-        PORTS=" ".join(map(str, order.ports)),
-        DEVICE=f"/dev/disk/by-id/google-{order.coordinator}",
+        SOURCE=spec.source,
+        PORTS=" ".join(map(str, spec.ports)),
+        DEVICE=f"/dev/disk/by-id/google-{spec.coordinator}",
         DISK=DISK,
-        DNS_ZONE=order.settings.dns_zone if not release else "",
-        ADDRESS=order.settings.coordinator_address,
+        DNS_ZONE=spec.settings.dns_zone if not release else "",
+        ADDRESS=spec.settings.coordinator_address,
     )
 
 
 def _script(
-    order: Order,
+    spec: LaunchSpec,
     owner: str,
     stem: str,
     arguments: tuple[str, ...],
@@ -86,21 +86,21 @@ def _script(
 ) -> str:
     """Return `host.sh` with its settings before it. owner: whose variables it gives to
     the process. stem: of its certificates."""
-    plain, secret = variables_of(order.settings, owner)
-    deletes = order.settings.when_done == "delete"
+    plain, secret = variables_of(spec.settings, owner)
+    deletes = spec.settings.when_done == "delete"
     variables = [f"--env={name}={value}" for name, value in plain.items()]
     secrets = [part for pair in secret.items() for part in pair]
     settings |= {
         "ROOT": ROOT,
-        "PROJECT": order.settings.project,
-        "IMAGE": order.settings.image,
-        "CLOUD_IMAGE": order.settings.cloud_image,
-        "SECRET": order.secrets[stem],
-        "DATA": order.settings.data,
-        "END": str(order.end_unix(now_unix)),
-        "RUN": order.name,
+        "PROJECT": spec.settings.project,
+        "IMAGE": spec.settings.image,
+        "CLOUD_IMAGE": spec.settings.cloud_image,
+        "SECRET": spec.secrets[stem],
+        "DATA": spec.settings.data,
+        "END": str(spec.end_unix(now_unix)),
+        "RUN": spec.name,
         "PART": owner,
-        "FRUITLESS_STARTS": str(order.fruitless_starts),
+        "FRUITLESS_STARTS": str(spec.fruitless_starts),
         "LASTED_S": str(LASTED_S),
     }
     return "\n".join(
@@ -111,7 +111,7 @@ def _script(
             f"VARIABLES=({shlex.join(variables)})",
             f"SECRETS=({shlex.join(secrets)})",
             f"RELEASE=({shlex.join(release) if deletes else ''})",
-            f"CONFIG_JSON={shlex.quote(order.config_json)}",
+            f"CONFIG_JSON={shlex.quote(spec.config_json)}",
             resources.files("diloco_jax.launch").joinpath("host.sh").read_text(),
         ]
     )

@@ -1,4 +1,4 @@
-"""The Kubernetes objects of a launch, as plain values, and as YAML.
+"""The Kubernetes objects of a launch: the templates of `gke.yaml`, filled in.
 
 There is one JobSet per island, so that each restarts by itself. Labels and values are
 strings. `tests/golden/launch` has what is rendered.
@@ -6,18 +6,19 @@ strings. `tests/golden/launch` has what is rendered.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import ipaddress
 import shlex
+from importlib import resources
 from typing import Any
 
 import yaml
 
-from diloco_jax import run_files
 from diloco_jax.config.launch import variables_of
 from diloco_jax.hardware.machines import GIB, machine_of
 from diloco_jax.hardware.tpus import HOST_MACHINES
-from diloco_jax.launch.order import (
+from diloco_jax.launch.spec import (
     CERTIFICATES,
     CONFIG_FOLDER,
     COORDINATOR,
@@ -26,10 +27,9 @@ from diloco_jax.launch.order import (
     PLATFORMS,
     PORT,
     WORKDIR,
-    Order,
+    LaunchSpec,
     PlacedIsland,
 )
-from diloco_jax.launch.submit import CONTENT
 from diloco_jax.wire import principal
 
 Manifest = dict[str, Any]
@@ -40,8 +40,6 @@ GOODBYE_S = 5
 """Seconds of the notice that the goodbye and the end of the process need."""
 STOP_S = 60
 """Seconds of notice for the coordinator, which writes a snapshot and the summary."""
-TPU_PORTS = (8471, 8482, 8431)
-"""Ports of libtpu, JAX and the runtime metrics."""
 REQUESTED = 0.8
 """Share of a machine that its one pod asks for. The rest is the node's own."""
 PART, ISLAND = "diloco-part", "diloco-island"
@@ -50,50 +48,58 @@ POOL = "cloud.google.com/gke-nodepool"
 PERMIT_FILE = f"{WORKDIR}/{PERMIT}"
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")
 """Addresses of nodes and pods of other clusters."""
-HOPELESS = {
-    "action": "FailJob",
-    "onExitCodes": {"containerName": "diloco", "operator": "In", "values": [2, 3]},
-}
-"""Bad config, or refused by the coordinator: no attempt will help."""
-DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
-ON_COORDINATORS_POOL = [{"key": PART, "operator": "Equal", "value": COORDINATOR}]
+NOT_OUTSIDE = dict.fromkeys(
+    ("internal", "from_everywhere", "service_type", "balancer_address")
+)
+"""Values of a service that is reached in its cluster alone."""
 
 
-# ---- the coordinator and workers ----------------------------------------------------
+# ---- objects ------------------------------------------------------------------------
 
 
-def coordinator(order: Order, now_unix: int) -> list[Manifest]:
+def coordinator(spec: LaunchSpec, now_unix: int) -> list[Manifest]:
     """Return account, service, policy, disruption budget and Job of the coordinator.
 
     now_unix: the last hour counts from then.
     """
-    host = order.settings.coordinator_address or order.inside
-    command = shlex.join(["diloco", *order.coordinator_arguments(f"{host}:{PORT}")])
+    host = spec.settings.coordinator_address or spec.inside
+    command = shlex.join(["diloco", *spec.coordinator_arguments(f"{host}:{PORT}")])
     script = f"""\
 if [ -d {WORKDIR}/log ]; then rm -f {PERMIT_FILE}; fi
-if [ -e {PERMIT_FILE} ]; then set -- {shlex.join(order.init_arguments())}; fi
-{_asked_to_end(f'{command} "$@"', order.end_unix(now_unix))}"""
-    ingress = [_islands_may(order, order.ports)]
-    names = {port: f"worker-{n - 2}" for n, port in enumerate(order.ports)}
+if [ -e {PERMIT_FILE} ]; then set -- {shlex.join(spec.init_arguments())}; fi
+{_asked_to_end(f'{command} "$@"', spec.end_unix(now_unix))}"""
+    names = {port: f"worker-{n - 2}" for n, port in enumerate(spec.ports)}
     names |= {PORT: "control", PORT + 1: "bulk"}
+    ingress = [_islands_may(spec, spec.ports)]
+    name, address = spec.coordinator, spec.settings.coordinator_address
+    reached: Manifest = {}
+    if address:  # From elsewhere, behind an internal load balancer.
+        reached = {
+            "internal": "Internal",
+            "from_everywhere": "true",
+            "service_type": "LoadBalancer",
+            "balancer_address": address if _is_number(address) else None,
+        }
     return _serving(
-        order, order.coordinator, COORDINATOR, COORDINATOR, script, names, ingress
+        spec, name, COORDINATOR, COORDINATOR, script, names, ingress, reached
     )
 
 
-def worker(order: Order, number: int, now_unix: int) -> list[Manifest]:
+def worker(spec: LaunchSpec, number: int, now_unix: int) -> list[Manifest]:
     """Return account, service, policy, disruption budget and Job of a worker on a
     machine of its own."""
-    command = shlex.join(["diloco", *order.worker_arguments(number)])
-    script = _asked_to_end(command, order.end_unix(now_unix))
-    lead = {"podSelector": {"matchLabels": _labels(order, COORDINATOR)}}
+    command = shlex.join(["diloco", *spec.worker_arguments(number)])
+    script = _asked_to_end(command, spec.end_unix(now_unix))
+    lead = {"podSelector": {"matchLabels": _labels(spec, COORDINATOR)}}
     ingress = [
         {"from": [lead], "ports": _tcp((PORT,))},
-        _islands_may(order, (PORT + 1,)),
+        _islands_may(spec, (PORT + 1,)),
     ]
-    name, stem = order.workers[number], principal.worker(number).stem
+    name, stem = spec.workers[number], principal.worker(number).stem
     names = {PORT: "lead", PORT + 1: "bulk"}
-    return _serving(order, name, part_of_worker(number), stem, script, names, ingress)
+    return _serving(
+        spec, name, part_of_worker(number), stem, script, names, ingress, {}
+    )
 
 
 def part_of_worker(number: int) -> str:
@@ -101,172 +107,205 @@ def part_of_worker(number: int) -> str:
     return f"worker-{number}"
 
 
-def disk(order: Order, name: str, part: str) -> Manifest:
+def disk(spec: LaunchSpec, name: str, part: str) -> Manifest:
     """Return the disk on which a coordinator, or a worker, keeps its part of the run.
     It is an object of its own, which outlives the Job."""
-    size = f"{order.settings.coordinator_disk_gb}Gi"
-    spec = {
-        "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": size}},
-    }
-    return _object(order, "v1", "PersistentVolumeClaim", name, part, spec=spec)
+    size = f"{spec.settings.coordinator_disk_gb}Gi"
+    return _made(spec, "disk", name, part, size=size)
 
 
-def permit(order: Order) -> Manifest:
+def permit(spec: LaunchSpec) -> Manifest:
     """Return the Job that lets the run begin on its disk. It is done once; the object
     stays, so that it is not done again on a disk that replaces a lost one."""
     put = f"[ -d {WORKDIR}/log ] || touch {PERMIT_FILE}; sync"
-    spec = {
-        "backoffLimit": order.fruitless_starts - 1,
-        "template": {
-            "metadata": {"labels": _labels(order, PERMIT)},
-            "spec": _beside_disk(order, ["/bin/bash", "-c", put]),
-        },
-    }
-    return _object(order, "batch/v1", "Job", order.permit, PERMIT, spec=spec)
+    command = ["/bin/bash", "-c", put]
+    return _made(spec, "permit", spec.permit, PERMIT, command=command)
 
 
-def reader(order: Order) -> Manifest:
+def reader(spec: LaunchSpec) -> Manifest:
     """Return the pod from which results are copied off the coordinator's disk, beside
     the coordinator or after it."""
-    spec = _beside_disk(order, ["/bin/sleep", "infinity"])
-    spec["activeDeadlineSeconds"] = 24 * 3600
-    return _object(order, "v1", "Pod", reader_name(order), "reader", spec=spec)
+    command = ["/bin/sleep", "infinity"]
+    return _made(spec, "reader", reader_name(spec), "reader", command=command)
 
 
-def reader_name(order: Order) -> str:
+def reader_name(spec: LaunchSpec) -> str:
     """Return the name of that pod."""
-    return f"{order.name}-reader"
+    return f"{spec.name}-reader"
 
 
-def config_map(order: Order) -> Manifest:
+def config_map(spec: LaunchSpec) -> Manifest:
     """Return the ConfigMap from which every pod reads the config. A label says which
     one it is."""
-    data = {run_files.CONFIG: order.config_json}
-    made = _object(order, "v1", "ConfigMap", config_name(order), "all", data=data)
-    made["metadata"]["labels"][CONTENT] = config_digest(order)
-    return made
+    own = {"digest": config_digest(spec), "config_json": spec.config_json}
+    return _made(spec, "config_map", config_name(spec), "all", **own)
 
 
-def config_name(order: Order) -> str:
+def config_name(spec: LaunchSpec) -> str:
     """Return the name of the ConfigMap."""
-    return f"{order.name}-config"
+    return f"{spec.name}-config"
 
 
-def config_digest(order: Order) -> str:
+def config_digest(spec: LaunchSpec) -> str:
     """Return a digest of the config that fits into a label."""
-    return hashlib.sha256(order.config_json.encode()).hexdigest()[:32]
+    return hashlib.sha256(spec.config_json.encode()).hexdigest()[:32]
 
 
-def yaml_text(*objects: Manifest) -> str:
-    """Return the documents of one file, as people can read them."""
-    text: str = yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000)
-    return text
+def island(spec: LaunchSpec, island: PlacedIsland, now_unix: int) -> list[Manifest]:
+    """Return the island's account, the policy that closes its ports to all others, and
+    its JobSet.
+
+    now_unix: first incarnation of this JobSet, above those of any JobSet before it.
+    """
+    name, settings, found = island.resource, spec.settings, island.slice
+    own = {"podSelector": {"matchLabels": _labels(spec, island.name)}}
+    ingress: list[Manifest] = [{"from": [own]}]
+    if island.offer_ports:
+        ingress.append(_islands_may(spec, island.offer_ports))
+    notice_s = NOTICE_S[island.purchase]
+    address = f"{spec.host_for(island.cluster)}:{PORT}"
+    arguments = spec.island_arguments(island, address, float(notice_s - GOODBYE_S))
+    before, limit = _until(spec.end_unix(now_unix), notice_s)
+    number = f"--incarnation $(({now_unix} + RESTART_ATTEMPT))"
+    command = shlex.join(["diloco", *arguments])
+    several, spot = len(island.zones) > 1, island.purchase == "spot"
+    tolerates = {"key": "cloud.google.com/gke-spot", "operator": "Exists"}
+    chips = str(found.chips_per_host)
+    requests = _requests(*HOST_MACHINES[found.machine_type])
+    return [
+        _made(
+            spec,
+            "account",
+            name,
+            island.name,
+            cloud_account=settings.service_account or None,
+        ),
+        _made(spec, "policy", name, island.name, ingress=ingress),
+        _made(
+            spec,
+            "jobset",
+            name,
+            island.name,
+            **_pod(spec, principal.island(island.name).stem, island.name),
+            queue=settings.queue or None,
+            exclusive=POOL if several else None,
+            hosts=found.hosts,
+            notice_s=notice_s,
+            accelerator=found.generation.node_label,
+            shape=found.shape,
+            only_pool=None if several else name,
+            one_of_pools=name if several else None,
+            spot="true" if spot else None,
+            tolerates_spot=tolerates if spot else None,
+            script=f"{before}exec {limit}{command} {number}\n",
+            platforms=PLATFORMS,
+            requests_and_chips={**requests, "google.com/tpu": chips},
+            chips=chips,
+        ),
+    ]
 
 
 def _serving(
-    order: Order,
+    spec: LaunchSpec,
     name: str,
     part: str,
     stem: str,
     script: str,
     ports: dict[int, str],
     ingress: list[Manifest],
+    reached: Manifest,
 ) -> list[Manifest]:
     """Return all that a coordinator, or a worker, is in the cluster, which has a disk
     and a machine for itself.
 
     name: of everything. part: of the run, in labels. stem: of its certificates. script:
-    what its pod runs. ports: their names. ingress: who reaches them.
+    what its pod runs. ports: their names. ingress: who reaches them. reached: values of
+    a service that is reached from elsewhere.
     """
-    volumes = [*_volumes(order, stem), _disk_volume(name)]
-    machine = machine_of(order.settings.coordinator_machine)
-    container = {
-        "name": "diloco",
-        "image": order.settings.image,
-        "command": ["/bin/bash", "-c", script],
-        "env": _variables(order, COORDINATOR),
-        "ports": [{"containerPort": port} for port in ports],
-        "readinessProbe": {"tcpSocket": {"port": PORT}},
-        "resources": {"requests": _requests(machine.cores, machine.memory / GIB)},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": _mounts(volumes),
-    }
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": STOP_S,
-        "serviceAccountName": name,
-        "automountServiceAccountToken": False,
-        "nodeSelector": {POOL: order.coordinator},
-        "tolerations": ON_COORDINATORS_POOL,
-        **(_copies_data(order) if stem == COORDINATOR else {}),
-        "containers": [container],
-        "volumes": volumes,
-    }
-    labels = _labels(order, part)
-    safe = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    job = {
-        "parallelism": 1,
-        "completions": 1,
-        "backoffLimit": order.fruitless_starts - 1,
-        # Two on one disk: the second waits until the first has ended.
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [HOPELESS, {"action": "Ignore", "onPodConditions": DISRUPTED}]
-        },
-        "template": {"metadata": {"labels": labels, "annotations": safe}, "spec": pod},
-    }
-    budget = {"minAvailable": 1, "selector": {"matchLabels": labels}}
+    machine = machine_of(spec.settings.coordinator_machine)
+    named = [{"name": name, "port": port} for port, name in ports.items()]
+    account = spec.coordinators_account or None
     return [
-        _account(order, name, part, order.coordinators_account),
-        _service(order, name, part, ports),
-        _policy(order, name, part, ingress),
-        _object(order, "policy/v1", "PodDisruptionBudget", name, part, spec=budget),
-        _object(order, "batch/v1", "Job", name, part, spec=job),
+        _made(spec, "account", name, part, cloud_account=account),
+        _made(spec, "service", name, part, ports=named, **(NOT_OUTSIDE | reached)),
+        _made(spec, "policy", name, part, ingress=ingress),
+        _made(spec, "budget", name, part),
+        _made(
+            spec,
+            "job",
+            name,
+            part,
+            **_pod(spec, stem, COORDINATOR),
+            notice_s=STOP_S,
+            script=script,
+            container_ports=[{"containerPort": port} for port in ports],
+            port=PORT,
+            requests=_requests(machine.cores, machine.memory / GIB),
+        ),
     ]
 
 
-def _beside_disk(order: Order, command: list[str]) -> Manifest:
-    """Return a pod that has the coordinator's disk, and nothing else."""
-    volumes = [_disk_volume(order.coordinator)]
-    container = {
-        "name": "diloco",
-        "image": order.settings.image,
-        "command": command,
-        "volumeMounts": _mounts(volumes),
+def _pod(spec: LaunchSpec, stem: str, owner: str) -> Manifest:
+    """Return the values that all pods of processes have. stem: of its certificates.
+    owner: whose variables it gets."""
+    text = spec.settings.data
+    values: Manifest = {
+        "secret": spec.secrets[stem],
+        "config": config_name(spec),
+        "config_folder": CONFIG_FOLDER,
+        "certificates": CERTIFICATES,
+        "variables": _variables(spec, owner),
+        **dict.fromkeys(("data_volume", "data_mount", "copies_data")),
     }
-    return {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "nodeSelector": {POOL: order.coordinator},
-        "tolerations": ON_COORDINATORS_POOL,
-        "containers": [container],
-        "volumes": volumes,
-    }
-
-
-def _service(order: Order, name: str, part: str, ports: dict[int, str]) -> Manifest:
-    """Return a service: in its cluster, or behind an internal load balancer if the
-    coordinator is to be reached from elsewhere."""
-    spec: Manifest = {
-        "selector": _labels(order, part),
-        "ports": [{"name": name, "port": port} for port, name in ports.items()],
-    }
-    made = _object(order, "v1", "Service", name, part, spec=spec)
-    address = order.settings.coordinator_address if part == COORDINATOR else ""
-    if address:
-        made["metadata"]["annotations"] = {
-            "networking.gke.io/load-balancer-type": "Internal",
-            # From other regions, too.
-            "networking.gke.io/internal-load-balancer-allow-global-access": "true",
+    if text and not stem.startswith("worker"):
+        reads = f"diloco manifest --missing {DATA} || true"
+        images = {"image": spec.settings.image}
+        images["cloud_image"] = spec.settings.cloud_image
+        copies = {"text": text, "data": DATA, "reads": reads, **images}
+        values |= {
+            "data_volume": {"name": "data", "emptyDir": {}},
+            "data_mount": {"name": "data", "mountPath": DATA},
+            "copies_data": _filled(_templates()["copies_data"], copies),
         }
-        spec["type"] = "LoadBalancer"
-        if _is_number(address):
-            spec["loadBalancerIP"] = address
-    return made
+    return values
+
+
+def _variables(spec: LaunchSpec, owner: str) -> list[Manifest]:
+    """Return the launch's variables for a part of the run. A secret's key is the name
+    of the variable."""
+    plain, secret = variables_of(spec.settings, owner)
+    kept = {
+        name: {"secretKeyRef": {"name": where, "key": name}}
+        for name, where in secret.items()
+    }
+    return [
+        *({"name": name, "value": value} for name, value in plain.items()),
+        *({"name": name, "valueFrom": source} for name, source in kept.items()),
+    ]
+
+
+def _requests(cores: int, gib: float) -> dict[str, str]:
+    memory = round(REQUESTED * gib)
+    return {"cpu": str(round(REQUESTED * cores)), "memory": f"{memory}Gi"}
+
+
+def _islands_may(spec: LaunchSpec, to: tuple[int, ...]) -> Manifest:
+    """Return the rule that lets the run's islands, wherever they are, come to these
+    ports."""
+    peers: list[Manifest] = [
+        {"podSelector": {"matchLabels": {"diloco-run": spec.name}}}
+    ]
+    if spec.settings.coordinator_address:
+        peers += [{"ipBlock": {"cidr": block}} for block in PRIVATE]
+    return {"from": peers, "ports": _tcp(to)}
+
+
+def _tcp(ports: tuple[int, ...]) -> list[Manifest]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
+
+
+def _labels(spec: LaunchSpec, part: str) -> dict[str, str]:
+    return {"app": "diloco", "diloco-run": spec.name, "diloco-part": part}
 
 
 def _is_number(address: str) -> bool:
@@ -275,130 +314,6 @@ def _is_number(address: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# ---- islands ------------------------------------------------------------------------
-
-
-def island(order: Order, island: PlacedIsland, now_unix: int) -> list[Manifest]:
-    """Return the island's account, the policy that closes its ports to all others, and
-    its JobSet.
-
-    now_unix: first incarnation of this JobSet, above those of any JobSet before it.
-    """
-    name, account = island.resource, order.settings.service_account
-    own = {"podSelector": {"matchLabels": _labels(order, island.name)}}
-    ingress: list[Manifest] = [{"from": [own]}]
-    if island.offer_ports:
-        ingress.append(_islands_may(order, island.offer_ports))
-    return [
-        _account(order, name, island.name, account),
-        _policy(order, name, island.name, ingress),
-        _jobset(order, island, now_unix),
-    ]
-
-
-def _jobset(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
-    """Return the island's JobSet: as many pods as the slice has hosts, all or none."""
-    job = {
-        "parallelism": island.slice.hosts,
-        "completions": island.slice.hosts,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [HOPELESS, {"action": "FailJob", "onPodConditions": DISRUPTED}]
-        },
-        "template": {
-            "metadata": {"labels": _labels(order, island.name)},
-            "spec": _island_pod(order, island, now_unix),
-        },
-    }
-    hopeless = {
-        "name": "hopeless",
-        "action": "FailJobSet",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": [".*exit code [23] .*"],
-    }
-    preempted = {
-        "name": "preempted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-    }
-    spec = {
-        "failurePolicy": {
-            "maxRestarts": order.fruitless_starts - 1,
-            # No new pod starts before the last old one has released its chips.
-            "restartStrategy": "BlockingRecreate",
-            "rules": [hopeless, preempted],
-        },
-        "replicatedJobs": [{"name": "hosts", "replicas": 1, "template": {"spec": job}}],
-    }
-    version = "jobset.x-k8s.io/v1alpha2"
-    made = _object(order, version, "JobSet", island.resource, island.name, spec=spec)
-    if len(island.zones) > 1:
-        # All pods in one of the island's pools.
-        exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": POOL}
-        made["metadata"]["annotations"] = exclusive
-    if order.settings.queue:
-        made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = order.settings.queue
-    return made
-
-
-def _island_pod(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
-    """Return the pod that runs on every host of the island's slice."""
-    notice_s, found = NOTICE_S[island.purchase], island.slice
-    address = f"{order.host_for(island.cluster)}:{PORT}"
-    arguments = order.island_arguments(island, address, float(notice_s - GOODBYE_S))
-    command = shlex.join(["diloco", *arguments])
-    before, limit = _until(order.end_unix(now_unix), notice_s)
-    number = f"--incarnation $(({now_unix} + RESTART_ATTEMPT))"
-    script = f"{before}exec {limit}{command} {number}\n"
-    attempt = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
-    chips = {"google.com/tpu": str(found.chips_per_host)}
-    size = _requests(*HOST_MACHINES[found.machine_type])
-    volumes = [
-        *_volumes(order, principal.island(island.name).stem),
-        {"name": "run", "emptyDir": {}},
-    ]
-    selector = {
-        "cloud.google.com/gke-tpu-accelerator": found.generation.node_label,
-        "cloud.google.com/gke-tpu-topology": found.shape,
-        # The island's own pools: another island's pods never take part of the slice.
-        ISLAND if len(island.zones) > 1 else POOL: island.resource,
-    }
-    tolerations = [{"key": "google.com/tpu", "operator": "Exists"}]
-    if island.purchase == "spot":
-        selector["cloud.google.com/gke-spot"] = "true"
-        tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Exists"})
-    container = {
-        "name": "diloco",
-        "image": order.settings.image,
-        "command": ["/bin/bash", "-c", script],
-        "env": [
-            {
-                "name": "RESTART_ATTEMPT",
-                "valueFrom": {"fieldRef": {"fieldPath": attempt}},
-            },
-            # Without TPUs the island fails; it does not train on the CPU.
-            {"name": "JAX_PLATFORMS", "value": PLATFORMS},
-            *_variables(order, island.name),
-        ],
-        "ports": [{"containerPort": port} for port in TPU_PORTS],
-        "resources": {"requests": {**size, **chips}, "limits": chips},
-        "securityContext": {"allowPrivilegeEscalation": False},
-        "volumeMounts": _mounts(volumes),
-    }
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": notice_s,
-        "serviceAccountName": island.resource,
-        "automountServiceAccountToken": False,
-        "nodeSelector": selector,
-        "tolerations": tolerations,
-        **_copies_data(order),
-        "containers": [container],
-        "volumes": volumes,
-    }
 
 
 # ---- what pods run ------------------------------------------------------------------
@@ -441,126 +356,58 @@ exit "$code"
 """
 
 
-# ---- parts of objects ---------------------------------------------------------------
+# ---- templates ----------------------------------------------------------------------
 
 
-def _islands_may(order: Order, to: tuple[int, ...]) -> Manifest:
-    """Return the rule that lets the run's islands, wherever they are, come to these
-    ports."""
-    run = {"podSelector": {"matchLabels": {"diloco-run": order.name}}}
-    peers: list[Manifest] = [run]
-    if order.settings.coordinator_address:
-        peers += [{"ipBlock": {"cidr": block}} for block in PRIVATE]
-    return {"from": peers, "ports": _tcp(to)}
+@functools.cache
+def _templates() -> dict[str, Any]:
+    file = resources.files("diloco_jax.launch").joinpath("gke.yaml")
+    templates: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return templates
 
 
-def _tcp(ports: tuple[int, ...]) -> list[Manifest]:
-    return [{"protocol": "TCP", "port": port} for port in ports]
-
-
-def _policy(order: Order, name: str, part: str, ingress: list[Manifest]) -> Manifest:
-    """Return the policy that lets nobody else into the part's pods."""
-    spec = {
-        "podSelector": {"matchLabels": _labels(order, part)},
-        "policyTypes": ["Ingress"],
-        "ingress": ingress,
-    }
-    version = "networking.k8s.io/v1"
-    return _object(order, version, "NetworkPolicy", name, part, spec=spec)
-
-
-def _account(order: Order, name: str, part: str, cloud_account: str) -> Manifest:
-    """Return the account of the part's pods. Workload Identity makes it the cloud's
-    account, if there is one."""
-    made = _object(order, "v1", "ServiceAccount", name, part)
-    if cloud_account:
-        acts_as = {"iam.gke.io/gcp-service-account": cloud_account}
-        made["metadata"]["annotations"] = acts_as
+def _made(
+    spec: LaunchSpec, template: str, name: str, part: str, **values: Any
+) -> Manifest:
+    """Return the object of a template. values: by name, beside those of the launch."""
+    made: Manifest = _filled(
+        _templates()[template],
+        {
+            "name": name,
+            "namespace": spec.settings.namespace,
+            "run": spec.name,
+            "part": part,
+            "coordinator": spec.coordinator,
+            "image": spec.settings.image,
+            "workdir": WORKDIR,
+            "retries": spec.fruitless_starts - 1,
+            **values,
+        },
+    )
     return made
 
 
-def _requests(cores: int, gib: float) -> dict[str, str]:
-    memory = round(REQUESTED * gib)
-    return {"cpu": str(round(REQUESTED * cores)), "memory": f"{memory}Gi"}
+def _filled(node: Any, values: Manifest) -> Any:
+    """Return a copy with values in place of their $NAMEs; None where all are None."""
+    if isinstance(node, str) and node.startswith("$"):
+        return values[node[1:]]
+    if isinstance(node, dict):
+        made = {key: _filled(value, values) for key, value in node.items()}
+        made = {key: value for key, value in made.items() if value is not None}
+        return made if made or not node else None
+    if isinstance(node, list):
+        items: list[Any] = []
+        for item in node:
+            value = _filled(item, values)
+            items += value if isinstance(value, list) else [value]
+        return [item for item in items if item is not None]
+    return node
 
 
-def _disk_volume(claimed: str) -> Manifest:
-    return {"name": "run", "persistentVolumeClaim": {"claimName": claimed}}
-
-
-def _volumes(order: Order, stem: str) -> list[Manifest]:
-    """stem: that of the certificates' files."""
-    secret = {"secretName": order.secrets[stem], "defaultMode": 0o400}
-    volumes: list[Manifest] = [
-        {"name": "config", "configMap": {"name": config_name(order)}},
-        {"name": "certificates", "secret": secret},
-    ]
-    if order.settings.data and not stem.startswith("worker"):
-        volumes.append({"name": "data", "emptyDir": {}})
-    return volumes
-
-
-def _mounts(volumes: list[Manifest]) -> list[Manifest]:
-    places = {
-        "config": CONFIG_FOLDER,
-        "certificates": CERTIFICATES,
-        "data": DATA,
-        "run": WORKDIR,
-    }
-    return [
-        {"name": volume["name"], "mountPath": places[volume["name"]]}
-        for volume in volumes
-    ]
-
-
-def _variables(order: Order, owner: str) -> list[Manifest]:
-    """Return the launch's variables for a part of the run. A secret's key is the name
-    of the variable."""
-    plain, secret = variables_of(order.settings, owner)
-    kept = {
-        name: {"secretKeyRef": {"name": where, "key": name}}
-        for name, where in secret.items()
-    }
-    return [
-        *({"name": name, "value": value} for name, value in plain.items()),
-        *({"name": name, "valueFrom": source} for name, source in kept.items()),
-    ]
-
-
-def _copies_data(order: Order) -> Manifest:
-    """Return the init part of a pod, which fetches the text before anything else, and
-    makes the manifests that did not come with it."""
-    if not order.settings.data:
-        return {}
-    mounts = [{"name": "data", "mountPath": DATA}]
-    copy = ["gcloud", "storage", "rsync", "--recursive", order.settings.data, DATA]
-    # `diloco` itself tells what is wrong with a file, with an exit code of its own.
-    read = ["/bin/bash", "-c", f"diloco manifest --missing {DATA} || true"]
-    parts = {
-        "data": (order.settings.cloud_image, copy),
-        "manifests": (order.settings.image, read),
-    }
-    return {
-        "initContainers": [
-            {"name": name, "image": image, "command": command, "volumeMounts": mounts}
-            for name, (image, command) in parts.items()
-        ]
-    }
-
-
-def _object(
-    order: Order, version: str, kind: str, name: str, part: str, **fields: Any
-) -> Manifest:
-    metadata = {
-        "name": name,
-        "namespace": order.settings.namespace,
-        "labels": _labels(order, part),
-    }
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, **fields}
-
-
-def _labels(order: Order, part: str) -> dict[str, str]:
-    return {"app": "diloco", "diloco-run": order.name, "diloco-part": part}
+def yaml_text(*objects: Manifest) -> str:
+    """Return the documents of one file, as people can read them."""
+    text: str = yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000)
+    return text
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types

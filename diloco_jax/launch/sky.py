@@ -13,15 +13,15 @@ from typing import Any
 
 from diloco_jax.launch.host import DISK, coordinator_script, island_script
 from diloco_jax.launch.manifests import yaml_text
-from diloco_jax.launch.order import (
+from diloco_jax.launch.spec import (
     COORDINATOR,
     PERMIT,
     PORT,
-    Order,
+    LaunchSpec,
     PlacedIsland,
     region_of,
 )
-from diloco_jax.launch.submit import Command, Deployment, Owned, Resource
+from diloco_jax.launch.submit import Command, Deployment, Resource
 from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, kept, part_of
 
 Task = dict[str, Any]
@@ -37,50 +37,48 @@ ACCOUNT = "skypilot-v1"
 
 
 def deployment(
-    order: Order, certificates: str, folder: str, now_unix: int
+    spec: LaunchSpec, certificates: str, folder: str, now_unix: int
 ) -> Deployment:
     """Return all that `diloco launch --on sky` makes and runs; see
     `tpu_vm.deployment`."""
-    order = _as_skypilot(order)
-    (host,) = hosts(order)
+    spec = _as_skypilot(spec)
+    (host,) = hosts(spec)
     address = f"{host}:{PORT}"
-    names = {COORDINATOR: order.coordinator}
-    names |= {island.name: island.resource for island in order.islands}
-    tasks = {COORDINATOR: _coordinator_task(order, address, now_unix)}
-    for island in order.islands:
-        tasks[island.name] = _island_task(order, island, address, now_unix)
+    names = {COORDINATOR: spec.coordinator}
+    names |= {island.name: island.resource for island in spec.islands}
+    tasks = {COORDINATOR: _coordinator_task(spec, address, now_unix)}
+    for island in spec.islands:
+        tasks[island.name] = _island_task(spec, island, address, now_unix)
     status = ("diloco", "status", address, "--json", "--certificates", certificates)
     files = {f"{names[owner]}.yaml": yaml_text(tasks[owner]) for owner in tasks}
-    jobs = (_job(order, o, n, f"{folder}/{n}.yaml") for o, n in names.items())
-    logs = ("sky", "jobs", "logs", "--no-follow", "--name")
+    jobs = (_job(spec, o, n, f"{folder}/{n}.yaml") for o, n in names.items())
     return Deployment(
         files={**files, PERMIT: "The run may begin.\n"},
-        resources=(*kept(order, certificates, f"{folder}/{PERMIT}"), *jobs),
-        logs=tuple(Owned(owner, Command((*logs, n))) for owner, n in names.items()),
+        resources=(*kept(spec, certificates, f"{folder}/{PERMIT}"), *jobs),
         status=Command(status),
     )
 
 
-def hosts(order: Order) -> tuple[str, ...]:
+def hosts(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the names by which islands reach the coordinator, for its certificate."""
-    return (order.settings.coordinator_address,)
+    return (spec.settings.coordinator_address,)
 
 
-def account(order: Order) -> str:
+def account(spec: LaunchSpec) -> str:
     """Return the account that all machines act as."""
-    return f"{ACCOUNT}@{order.settings.project}.iam.gserviceaccount.com"
+    return f"{ACCOUNT}@{spec.settings.project}.iam.gserviceaccount.com"
 
 
-def _as_skypilot(order: Order) -> Order:
-    """Return the order with the account that there is, which must read the secrets."""
+def _as_skypilot(spec: LaunchSpec) -> LaunchSpec:
+    """Return the launch with the account that there is, which must read the secrets."""
     settings = dataclasses.replace(
-        order.settings, service_account=account(order), coordinator_account=""
+        spec.settings, service_account=account(spec), coordinator_account=""
     )
-    return dataclasses.replace(order, settings=settings)
+    return dataclasses.replace(spec, settings=settings)
 
 
 def _island_task(
-    order: Order, island: PlacedIsland, address: str, now_unix: int
+    spec: LaunchSpec, island: PlacedIsland, address: str, now_unix: int
 ) -> Task:
     """Return the island's job: its script on every host of one slice."""
     found = island.slice
@@ -93,16 +91,16 @@ def _island_task(
     }
     places = [{"infra": _infra(zone)} for zone in island.zones]
     where: Task = {"ordered": places} if len(places) > 1 else places[0]
-    script = island_script(order, island, address, now_unix, ())
-    return _task(order, island.resource, island.name, {**wanted, **where}, script)
+    script = island_script(spec, island, address, now_unix, ())
+    return _task(spec, island.resource, island.name, {**wanted, **where}, script)
 
 
-def _coordinator_task(order: Order, address: str, now_unix: int) -> Task:
+def _coordinator_task(spec: LaunchSpec, address: str, now_unix: int) -> Task:
     """Return the coordinator's job. Its disk outlives it, and its machine's address is
     registered under its name."""
-    settings = order.settings
+    settings = spec.settings
     volume = {
-        "name": order.coordinator,
+        "name": spec.coordinator,
         "path": DISK,
         "storage_type": "network",
         "attach_mode": "read_write",
@@ -114,15 +112,15 @@ def _coordinator_task(order: Order, address: str, now_unix: int) -> Task:
         "use_spot": False,
         "volumes": [volume],
     }
-    script = coordinator_script(order, address, now_unix, ())
-    return _task(order, order.coordinator, COORDINATOR, wanted, script)
+    script = coordinator_script(spec, address, now_unix, ())
+    return _task(spec, spec.coordinator, COORDINATOR, wanted, script)
 
 
-def _task(order: Order, name: str, owner: str, wanted: Task, script: str) -> Task:
+def _task(spec: LaunchSpec, name: str, owner: str, wanted: Task, script: str) -> Task:
     """Return a job of SkyPilot, whose machines are in the launch's network."""
-    settings = order.settings
+    settings = spec.settings
     inside = {"subnet_names": settings.subnetwork} if settings.subnetwork else {}
-    labels = {RUN_LABEL: order.name, PART_LABEL: part_of(owner)}
+    labels = {RUN_LABEL: spec.name, PART_LABEL: part_of(owner)}
     return {
         "name": name,
         "resources": {**wanted, "disk_size": BOOT_GB, "labels": labels},
@@ -134,16 +132,19 @@ def _task(order: Order, name: str, owner: str, wanted: Task, script: str) -> Tas
     }
 
 
-def _job(order: Order, owner: str, name: str, file: str) -> Resource:
+def _job(spec: LaunchSpec, owner: str, name: str, file: str) -> Resource:
     words = ["sky", "jobs", "launch", "--yes", "--detach-run", "--name", name]
-    if order.settings.internal_ips:
+    if spec.settings.internal_ips:
         words += ["--config", "gcp.use_internal_ips=true"]  # A job may not say so.
     return Resource(
         what=f"job {name}",
         owner=owner,
         find=Command(("sky", "jobs", "queue", "--all", "--output", "json")),
         create=(Command((*words, file), 1800),),
-        delete=Command(("sky", "jobs", "cancel", "--yes", "--name", name), 600),
+        delete=Command(
+            ("sky", "jobs", "cancel", "--yes", "--name", name), 600, deletes=True
+        ),
+        logs=Command(("sky", "jobs", "logs", "--no-follow", "--name", name)),
         job=name,
         dead=DEAD,
         runs=True,

@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
@@ -67,6 +67,8 @@ class Command:
     deadline_s: float = 120.0
     remedy: str = ""
     """Advice if the command fails for want of capacity."""
+    deletes: bool = False
+    """True if what it deletes may be gone already."""
 
     @property
     def line(self) -> str:
@@ -101,18 +103,13 @@ class Resource:
     """True for a process rather than a machine: stopping a launch deletes it."""
     keeps: bool = False
     """True if it holds the run, or its beginning: it is deleted only on demand."""
-
-
-class Owned(NamedTuple):
-    """A command and its owner."""
-
-    owner: str
-    command: Command
+    logs: Command | None = None
+    """Command that prints the last lines of its processes, if it has any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Everything that one backend renders from an order."""
+    """Everything that one backend renders of a launch."""
 
     files: dict[str, str]
     """Texts by name, for the launch's folder, without secrets."""
@@ -120,31 +117,10 @@ class Deployment:
     """Resources in the order in which they are made."""
     prepare: tuple[Command, ...] = ()
     """Commands to run before all others; they change nothing in the cloud."""
-    logs: tuple[Owned, ...] = ()
     status: Command | None = None
     """Command that prints what `diloco status --json` does."""
     results: tuple[Command, ...] = ()
     """Commands that copy the run's folder to `results` beside the launch's folder."""
-
-
-class Result(NamedTuple):
-    """The output and the exit code of a command."""
-
-    code: int
-    output: str
-    errors: str
-
-    @property
-    def not_found(self) -> bool:
-        """True if the command failed because its object does not exist."""
-        return self.code != 0 and bool(NOT_FOUND.search(self.errors))
-
-
-class LaunchStep(NamedTuple):
-    """A command that changes something. deletes: what it deletes may be gone."""
-
-    command: Command
-    deletes: bool = False
 
 
 class Submitter:
@@ -179,26 +155,23 @@ class Submitter:
         """End the processes: islands say goodbye, the coordinator sums up. Machines
         stay."""
         self._prepare()
-        self._carry_out(self._deletions(r for r in self._resources() if r.runs))
+        self._carry_out(_deletions(r for r in self._resources() if r.runs))
 
     def delete(self, *, disk: bool) -> None:
         """Delete everything; keep the disk that holds the run unless `disk`."""
         self._prepare()
-        kept = [] if disk else [r for r in self._resources() if r.keeps]
-        self._carry_out(self._deletions(r for r in self._resources() if r not in kept))
+        kept = [r for r in self._resources() if r.keeps and not disk]
+        self._carry_out(_deletions(r for r in self._resources() if r not in kept))
         for resource in kept:
             self._show(f"# kept: {resource.what}; it belongs to the run (--disk)")
 
     def deletions(self) -> list[str]:
         """Return the lines that delete everything."""
-        return [s.command.line for s in self._deletions(self._deployment.resources)]
+        return [command.line for command in _deletions(self._deployment.resources)]
 
     def logs(self) -> None:
         """Print the last lines of every process."""
-        logs = self._deployment.logs
-        self._show_outputs(
-            c for owner, c in logs if not self._only or owner in self._only
-        )
+        self._show_outputs([r.logs for r in self._resources() if r.logs])
 
     def results(self) -> None:
         """Copy the run's folder to this machine."""
@@ -226,43 +199,31 @@ class Submitter:
             raise CommandError(f"{text.strip()!r} is no status ({error!r})") from error
         return status
 
-    # ---- what there is to do ----------------------------------------------------
-
     def _make(self, resources: Iterable[Resource]) -> None:
         """Make what is missing. The files that processes read must be right, whichever
         owners are chosen."""
         self._prepare()
-        chosen = self._resources()
-        steps: list[LaunchStep] = []
+        chosen, commands = self._resources(), list[Command]()
         for resource in resources:
             if resource.content or resource in chosen:
-                steps += self._steps_for(resource)
-        self._carry_out(steps)
+                commands += self._commands_for(resource)
+        self._carry_out(commands)
 
-    def _steps_for(self, resource: Resource) -> list[LaunchStep]:
-        """Return the steps that put a resource right."""
+    def _commands_for(self, resource: Resource) -> Iterable[Command]:
+        """Return the commands that put a resource right."""
         state = "" if self._dry_run else _state_of(resource)
-        words = set(state.split())
-        made = [LaunchStep(command) for command in resource.create]
+        words = state.split()
         if not state:
-            return made
+            return resource.create
         self._show(f"# there: {resource.what}: {state}")
-        if words & set(resource.dead):
-            return [*self._deletions([resource]), *made]
-        if resource.content and resource.content not in words:
-            return [LaunchStep(command) for command in resource.update]
-        return []
+        if set(words) & set(resource.dead):
+            return (*_deletions([resource]), *resource.create)
+        right = not resource.content or resource.content in words
+        return () if right else resource.update
 
     def _resources(self) -> list[Resource]:
         every = self._deployment.resources
         return [r for r in every if not self._only or r.owner in self._only]
-
-    def _deletions(self, resources: Iterable[Resource]) -> list[LaunchStep]:
-        """Return the commands that delete these, newest first."""
-        every = reversed(list(resources))
-        return [LaunchStep(r.delete, deletes=True) for r in every if r.delete]
-
-    # ---- doing it ---------------------------------------------------------------
 
     def _show_outputs(self, commands: Iterable[Command]) -> None:
         self._prepare()
@@ -277,35 +238,37 @@ class Submitter:
             if not self._dry_run:
                 _call(command)
 
-    def _carry_out(self, steps: list[LaunchStep]) -> None:
-        for step in steps:
-            self._show(step.command.line)
-        if self._dry_run or not steps:
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            self._show(command.line)
+        if self._dry_run or not commands:
             return
-        if not self._confirm(f"run these {len(steps)} commands?"):
+        if not self._confirm(f"run these {len(commands)} commands?"):
             return
-        with bar(Console(stderr=True), f"{len(steps)} commands") as report:
-            for done, step in enumerate(steps, start=1):
-                self._show(f"$ {step.command.line}")
-                result = _attempt(step.command)
-                if result.code and not (step.deletes and result.not_found):
-                    raise _failure(step.command, result)
-                if result.output.strip():
-                    self._show(result.output.rstrip())
-                report(done / len(steps))
+        with bar(Console(stderr=True), f"{len(commands)} commands") as report:
+            for done, command in enumerate(commands, start=1):
+                self._show(f"$ {command.line}")
+                if said := _call(command).rstrip():
+                    self._show(said)
+                report(done / len(commands))
+
+
+def _deletions(resources: Iterable[Resource]) -> list[Command]:
+    """Return the commands that delete these, newest first."""
+    return [r.delete for r in reversed(list(resources)) if r.delete]
 
 
 # ---- calls of the cloud's tools -----------------------------------------------------
 
 
-def _attempt(command: Command) -> Result:
+def _attempt(command: Command) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; return its result even if it failed.
 
     Raises CommandError if the program is missing or the deadline passes.
     """
     program = command.arguments[0]
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command.arguments,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -326,40 +289,44 @@ def _attempt(command: Command) -> Result:
             f"on in the cloud: run the same `diloco launch` again, it takes up what is "
             f"there"
         ) from error
-    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def _call(command: Command) -> str:
-    """Run a command and return its output; raise CommandError if it fails."""
-    result = _attempt(command)
-    if result.code:
-        raise _failure(command, result)
-    return result.output
+    """Run a command and return its output; raise CommandError if it fails, unless what
+    it deletes is gone."""
+    done = _attempt(command)
+    if done.returncode and not (command.deletes and NOT_FOUND.search(done.stderr)):
+        raise _failure(command, done)
+    return done.stdout
 
 
-def _failure(command: Command, result: Result) -> CommandError:
+def _failure(command: Command, done: subprocess.CompletedProcess[str]) -> CommandError:
     """Return the error for a command that failed."""
-    said = result.errors.strip() or result.output.strip() or "(it said nothing)"
+    said = done.stderr.strip() or done.stdout.strip() or "(it said nothing)"
     remedy = "put that right and run the same `diloco launch` again"
     known = [text for pattern, text in REMEDIES.items() if re.search(pattern, said)]
     if command.remedy and CAPACITY.search(said):
         remedy = command.remedy
     elif known:
         remedy = known[0]
-    return CommandError(f"{command.line}\nexit code {result.code}: {said}\n{remedy}")
+    return CommandError(
+        f"{command.line}\nexit code {done.returncode}: {said}\n{remedy}"
+    )
 
 
 def _state_of(resource: Resource) -> str:
     """Return the state in words, on one line; empty if the resource is missing. Raises
     CommandError if it cannot be looked at."""
-    result = _attempt(resource.find)
-    if resource.job and NO_JOBS in result.output + result.errors:
+    done = _attempt(resource.find)
+    if resource.job and NO_JOBS in done.stdout + done.stderr:
         return ""
-    if result.code and not result.not_found:
-        raise _failure(resource.find, result)
-    if resource.job and not result.code:
-        return _state_of_job(result.output, resource)
-    return "" if result.code else " ".join(result.output.split())
+    if done.returncode:
+        if NOT_FOUND.search(done.stderr):
+            return ""
+        raise _failure(resource.find, done)
+    if resource.job:
+        return _state_of_job(done.stdout, resource)
+    return " ".join(done.stdout.split())
 
 
 def _state_of_job(text: str, resource: Resource) -> str:

@@ -9,11 +9,14 @@ slices that come back there are GKE and SkyPilot.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.host import coordinator_script, island_script
-from diloco_jax.launch.order import COORDINATOR, PERMIT, PORT, Order, PlacedIsland
+from diloco_jax.launch.spec import COORDINATOR, PERMIT, PORT, LaunchSpec, PlacedIsland
 from diloco_jax.launch.submit import CONTENT, SHARED, Command, Deployment, Resource
 
 SLICE_PORTS = (8471, 8482)
@@ -32,7 +35,7 @@ RUN_LABEL, PART_LABEL = "diloco-run", "diloco-part"
 
 
 def deployment(
-    order: Order, certificates: str, folder: str, now_unix: int
+    spec: LaunchSpec, certificates: str, folder: str, now_unix: int
 ) -> Deployment:
     """Return all that `diloco launch --on tpu_vm` makes.
 
@@ -41,55 +44,55 @@ def deployment(
       folder: folder for the deployment's files.
       now_unix: the last hour counts from then.
     """
-    (host,) = hosts(order)
-    address, project = f"{host}:{PORT}", f"--project={order.settings.project}"
-    zone = f"--zone={order.settings.coordinator_zone}"
-    release = ("compute", "instances", "delete", order.coordinator, zone, project)
+    (host,) = hosts(spec)
+    address, project = f"{host}:{PORT}", f"--project={spec.settings.project}"
+    zone = f"--zone={spec.settings.coordinator_zone}"
+    release = ("compute", "instances", "delete", spec.coordinator, zone, project)
     files = {
-        "coordinator.sh": coordinator_script(order, address, now_unix, release),
+        "coordinator.sh": coordinator_script(spec, address, now_unix, release),
         PERMIT: "The run may begin.\n",
     }
     islands = []
-    for island in order.islands:
+    for island in spec.islands:
         script = f"{island.resource}.sh"
         tpu = ("compute", "tpus", "queued-resources", "delete", island.resource)
         gone = (*tpu, f"--zone={island.zones[0]}", "--force", "--async", project)
-        files[script] = island_script(order, island, address, now_unix, gone)
-        islands.append(_queued_resource(order, island, f"{folder}/{script}"))
-    several = [i for i in order.islands if i.slice.hosts > 1]
+        files[script] = island_script(spec, island, address, now_unix, gone)
+        islands.append(_queued_resource(spec, island, f"{folder}/{script}"))
+    several = [i for i in spec.islands if i.slice.hosts > 1]
     return Deployment(
         files=files,
         resources=(
-            _closed(order),
-            _open(order, COORDINATOR, order.coordinator, order.name, order.ports),
+            _closed(spec),
+            _open(spec, COORDINATOR, spec.coordinator, spec.name, spec.ports),
             *(
-                _open(order, i.name, i.resource, i.resource, SLICE_PORTS)
+                _open(spec, i.name, i.resource, i.resource, SLICE_PORTS)
                 for i in several
             ),
-            *kept(order, certificates, f"{folder}/{PERMIT}"),
-            _coordinator(order, f"{folder}/coordinator.sh"),
+            *kept(spec, certificates, f"{folder}/{PERMIT}"),
+            _coordinator(spec, f"{folder}/coordinator.sh"),
             *islands,
         ),
     )
 
 
-def hosts(order: Order) -> tuple[str, ...]:
+def hosts(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the names by which islands reach the coordinator, for its certificate."""
-    settings = order.settings
+    settings = spec.settings
     zone = f"{settings.coordinator_zone}.c.{settings.project}.internal"
-    return (f"{order.coordinator}.{zone}",)
+    return (f"{spec.coordinator}.{zone}",)
 
 
-def kept(order: Order, certificates: str, permit: str) -> tuple[Resource, ...]:
+def kept(spec: LaunchSpec, certificates: str, permit: str) -> tuple[Resource, ...]:
     """Return what machines without Kubernetes need beside themselves: the secrets with
     certificates, the permit to begin the run, and the disk that holds it.
 
     permit: file with what the permit says.
     """
     return (
-        *(_certificates(order, stem, certificates) for stem in order.secrets),
-        _permit(order, permit),
-        _disk(order),
+        *(_certificates(spec, stem, certificates) for stem in spec.secrets),
+        _permit(spec, permit),
+        _disk(spec),
     )
 
 
@@ -98,190 +101,152 @@ def part_of(owner: str) -> str:
     return re.sub(r"[^-_a-z0-9]", "-", owner.lower()) or "shared"
 
 
-# ---- machines -----------------------------------------------------------------------
+# ---- what there is ------------------------------------------------------------------
 
 
-def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resource:
+def _queued_resource(spec: LaunchSpec, island: PlacedIsland, script: str) -> Resource:
     """Return the request for the island's slice."""
-    found, settings = island.slice, order.settings
-    zone = f"--zone={island.zones[0]}"
-    kind = [f"--accelerator-type={found.accelerator_type}"]
+    found, settings, zone = island.slice, spec.settings, island.zones[0]
+    kind = f"--accelerator-type={found.accelerator_type}"
     if not found.accelerator_type:
-        kind = [f"--type={found.generation.name}", f"--topology={found.shape}"]
+        kind = f"--type={found.generation.name} --topology={found.shape}"
+    bought = {"on_demand": "", "spot": "--spot", "reserved": "--reserved"}
     # A request that waits longer than the run may would buy what nobody uses.
     valid = f"--valid-until-duration={max(1, round(settings.max_hours * 3600))}s"
-    bought = {"on_demand": [], "spot": ["--spot"], "reserved": ["--reserved"]}
-    tpus = ("compute", "tpus", "queued-resources")
-    create = _gcloud(
-        order,
-        *(*tpus, "create", island.resource, zone, f"--node-id={island.resource}"),
-        *(*kind, f"--runtime-version={found.generation.runtime_version}", "--async"),
-        f"--labels={_labels(order, island.name)}",
-        *bought[island.purchase],
-        *_network(order, "--subnetwork", settings.service_account),
-        f"--tags={order.name},{island.resource}",
-        *(["--internal-ips"] if settings.internal_ips else []),
-        *([valid] if settings.max_hours else []),
-        f"--metadata-from-file=startup-script={script}",
+    return _made(
+        spec,
+        "compute tpus queued-resources",
+        f"{island.resource} --zone={zone}",
+        f"--node-id={island.resource} {kind} "
+        f"--runtime-version={found.generation.runtime_version} --async "
+        f"--labels={_labels(spec, island.name)} {bought[island.purchase]} "
+        f"{_network(spec, '--subnetwork', settings.service_account)} "
+        f"--tags={spec.name},{island.resource} "
+        f"{'--internal-ips' if settings.internal_ips else ''} "
+        f"{valid if settings.max_hours else ''} "
+        f"--metadata-from-file=startup-script={quote(script)}",
+        shown="state.state,state.failedData.error.message",
+        # It also deletes the machines of a slice that still exists.
+        forced="--force",
+        deadlines_s=(120, 900),
         remedy=(
             f"{found.generation.name} is known to be offered in "
             f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} to "
-            f"one of them, or ask for quota in {island.zones[0]} "
+            f"one of them, or ask for quota in {zone} "
             f"(launch.purchase.{island.name} = {island.purchase!r})"
         ),
-    )
-    shown = "--format=value(state.state,state.failedData.error.message)"
-    delete = (*tpus, "delete", island.resource, zone)
-    return Resource(
-        what=f"slice {island.resource} ({found.topology}) in {island.zones[0]}",
+        what=f"slice {island.resource} ({found.topology}) in {zone}",
         owner=island.name,
-        find=_gcloud(order, *tpus, "describe", island.resource, zone, shown),
-        create=(create,),
-        # --force also deletes the machines of a slice that still exists.
-        delete=_gcloud(order, *delete, "--force", deadline_s=900),
         dead=DEAD,
     )
 
 
-def _coordinator(order: Order, script: str) -> Resource:
-    settings, name = order.settings, order.coordinator
-    zone = f"--zone={settings.coordinator_zone}"
-    instances = ("compute", "instances")
-    create = _gcloud(
-        order,
-        *(*instances, "create", name, zone),
-        f"--machine-type={settings.coordinator_machine}",
-        *("--image-family=cos-stable", "--image-project=cos-cloud"),
-        "--boot-disk-size=50GB",
-        f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
-        f"--labels={_labels(order, COORDINATOR)}",
-        *_network(order, "--subnet", order.coordinators_account),
-        *(["--no-address"] if settings.internal_ips else []),
-        f"--tags={name}",
-        f"--metadata-from-file=startup-script={script}",
-        deadline_s=300,
-    )
-    shown = "--format=value(status)"
-    return Resource(
+def _coordinator(spec: LaunchSpec, script: str) -> Resource:
+    """Return the coordinator's machine. The run's disk is not deleted with it."""
+    settings, name = spec.settings, spec.coordinator
+    return _made(
+        spec,
+        "compute instances",
+        f"{name} --zone={settings.coordinator_zone}",
+        f"--machine-type={settings.coordinator_machine} "
+        f"--image-family=cos-stable --image-project=cos-cloud --boot-disk-size=50GB "
+        f"--disk=name={name},device-name={name},mode=rw,auto-delete=no "
+        f"--labels={_labels(spec, COORDINATOR)} "
+        f"{_network(spec, '--subnet', spec.coordinators_account)} "
+        f"{'--no-address' if settings.internal_ips else ''} --tags={name} "
+        f"--metadata-from-file=startup-script={quote(script)}",
+        deadlines_s=(300, 600),
         what=f"machine {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
-        find=_gcloud(order, *instances, "describe", name, zone, shown),
-        create=(create,),
-        # The disk with the run is not deleted with it.
-        delete=_gcloud(order, *instances, "delete", name, zone, deadline_s=600),
         dead=STOPPED,
     )
 
 
-def _disk(order: Order) -> Resource:
-    settings, name = order.settings, order.coordinator
-    zone, disks = f"--zone={settings.coordinator_zone}", ("compute", "disks")
-    size = f"--size={settings.coordinator_disk_gb}GB"
-    made = f"--labels={_labels(order, COORDINATOR)}"
-    shown = "--format=value(status)"
-    return Resource(
+def _disk(spec: LaunchSpec) -> Resource:
+    settings, name = spec.settings, spec.coordinator
+    return _made(
+        spec,
+        "compute disks",
+        f"{name} --zone={settings.coordinator_zone}",
+        f"--size={settings.coordinator_disk_gb}GB --type=pd-balanced "
+        f"--labels={_labels(spec, COORDINATOR)}",
         what=f"disk {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
-        find=_gcloud(order, *disks, "describe", name, zone, shown),
-        create=(
-            _gcloud(
-                order, *disks, "create", name, zone, size, "--type=pd-balanced", made
-            ),
-        ),
-        delete=_gcloud(order, *disks, "delete", name, zone),
         keeps=True,
     )
 
 
-def _network(order: Order, subnetwork: str, account: str) -> list[str]:
+def _network(spec: LaunchSpec, subnetwork: str, account: str) -> str:
     """Return the options for a machine's network and service account."""
-    settings = order.settings
-    options = [f"--network={settings.network}", "--scopes=cloud-platform"]
+    settings = spec.settings
+    options = f"--network={quote(settings.network)} --scopes=cloud-platform"
     if settings.subnetwork:
-        options.append(f"{subnetwork}={settings.subnetwork}")
-    if account:
-        options.append(f"--service-account={account}")
-    return options
-
-
-# ---- firewall rules -----------------------------------------------------------------
+        options += f" {subnetwork}={quote(settings.subnetwork)}"
+    return options + (f" --service-account={quote(account)}" if account else "")
 
 
 def _open(
-    order: Order, owner: str, tag: str, source: str, ports: tuple[int, ...]
+    spec: LaunchSpec, owner: str, tag: str, source: str, ports: tuple[int, ...]
 ) -> Resource:
     """Return the rule by which machines with the tag `source` reach these ports of
     machines with `tag`."""
-    allowed = f"--allow={_tcp(ports)}", f"--source-tags={source}"
-    return _firewall(order, owner, f"{tag}-open", tag, *allowed)
+    allowed = f"--allow={_tcp(ports)} --source-tags={source}"
+    return _firewall(spec, owner, f"{tag}-open", tag, allowed)
 
 
-def _closed(order: Order) -> Resource:
+def _closed(spec: LaunchSpec) -> Resource:
     """Return the rule by which nobody else reaches the ports that ask for no key,
     whatever the network lets in."""
-    ports = f"--rules={_tcp((*SLICE_PORTS, METRICS_PORT))}"
-    denied = "--action=DENY", ports, "--source-ranges=0.0.0.0/0"
-    priority = f"--priority={CLOSED}"
-    return _firewall(
-        order, SHARED, f"{order.name}-closed", order.name, *denied, priority
+    denied = (
+        f"--action=DENY --rules={_tcp((*SLICE_PORTS, METRICS_PORT))} "
+        f"--source-ranges=0.0.0.0/0 --priority={CLOSED}"
     )
+    return _firewall(spec, SHARED, f"{spec.name}-closed", spec.name, denied)
 
 
 def _tcp(ports: tuple[int, ...]) -> str:
     return ",".join(f"tcp:{port}" for port in ports)
 
 
-def _firewall(order: Order, owner: str, name: str, tag: str, *options: str) -> Resource:
-    rules = ("compute", "firewall-rules")
-    create = _gcloud(
-        order,
-        *(*rules, "create", name, f"--network={order.settings.network}"),
-        *("--direction=INGRESS", *options, f"--target-tags={tag}"),
-        # Rules have no labels.
-        f"--description={_labels(order, owner)}",
-    )
-    return Resource(
+def _firewall(
+    spec: LaunchSpec, owner: str, name: str, tag: str, options: str
+) -> Resource:
+    """Return a rule. Its description has what other things have as labels."""
+    return _made(
+        spec,
+        "compute firewall-rules",
+        name,
+        f"--network={quote(spec.settings.network)} --direction=INGRESS {options} "
+        f"--target-tags={tag} --description={_labels(spec, owner)}",
+        shown="name",
         what=f"firewall rule {name}",
         owner=owner,
-        find=_gcloud(order, *rules, "describe", name, "--format=value(name)"),
-        create=(create,),
-        delete=_gcloud(order, *rules, "delete", name),
     )
 
 
-# ---- secrets ------------------------------------------------------------------------
-
-
-def _certificates(order: Order, stem: str, certificates: str) -> Resource:
+def _certificates(spec: LaunchSpec, stem: str, certificates: str) -> Resource:
     """Return the secret with the certificates of this stem, which its machine reads."""
-    owner = order.owner_of(stem)
-    account = order.settings.service_account
-    return _secret(
-        order,
-        order.secrets[stem],
-        owner,
-        f"--data-file={certificates}/{stem}.tar",
-        digest(Path(certificates), stem),
-        order.coordinators_account if owner == COORDINATOR else account,
-        "secretAccessor",
-    )
+    owner, file = spec.owner_of(stem), quote(f"{certificates}/{stem}.tar")
+    account = spec.settings.service_account
+    if owner == COORDINATOR:
+        account = spec.coordinators_account
+    name, content = spec.secrets[stem], digest(Path(certificates), stem)
+    return _secret(spec, name, owner, file, content, account, "secretAccessor")
 
 
-def _permit(order: Order, file: str) -> Resource:
+def _permit(spec: LaunchSpec, file: str) -> Resource:
     """Return the secret whose first version the coordinator destroys as it begins the
     run, so that it begins none on another disk."""
-    data, account = f"--data-file={file}", order.coordinators_account
-    role = "secretVersionManager"
-    return _secret(
-        order, order.permit, COORDINATOR, data, PERMIT, account, role, keeps=True
-    )
+    account, role = spec.coordinators_account, "secretVersionManager"
+    of_permit = COORDINATOR, quote(file), PERMIT, account, role
+    return _secret(spec, spec.permit, *of_permit, keeps=True)
 
 
 def _secret(
-    order: Order,
+    spec: LaunchSpec,
     name: str,
     owner: str,
-    data: str,
+    file: str,
     content: str,
     account: str,
     role: str,
@@ -290,41 +255,68 @@ def _secret(
 ) -> Resource:
     """Return a secret of Secret Manager. It gets its label last: broken off before
     that, it has no content that is known. keeps: its content never changes."""
-    create = ("secrets", "create", name, "--replication-policy=automatic", data)
-    member = f"--member=serviceAccount:{account}", f"--role=roles/secretmanager.{role}"
-    label = ("secrets", "update", name, f"--update-labels={CONTENT}={content}")
-    last = [_gcloud(order, *label)]
+    last = [_gcloud(spec, f"secrets update {name} --update-labels={CONTENT}={content}")]
     if account:
-        last.insert(
-            0, _gcloud(order, "secrets", "add-iam-policy-binding", name, *member)
+        bind = (
+            f"secrets add-iam-policy-binding {name} "
+            f"--member=serviceAccount:{quote(account)} "
+            f"--role=roles/secretmanager.{role}"
         )
-    changed = (
-        [] if keeps else [_gcloud(order, "secrets", "versions", "add", name, data)]
-    )
-    shown = f"--format=value(name,labels.{CONTENT})"
-    return Resource(
+        last.insert(0, _gcloud(spec, bind))
+    add = _gcloud(spec, f"secrets versions add {name} --data-file={file}")
+    return _made(
+        spec,
+        "secrets",
+        name,
+        f"--replication-policy=automatic --data-file={file} "
+        f"--labels={_labels(spec, owner)}",
+        then=tuple(last),
+        shown=f"name,labels.{CONTENT}",
         what=f"secret {name}",
         owner=owner,
-        find=_gcloud(order, "secrets", "describe", name, shown),
-        create=(
-            _gcloud(order, *create, f"--labels={_labels(order, owner)}"),
-            *last,
-        ),
-        delete=_gcloud(order, "secrets", "delete", name),
         content=content,
-        update=(*changed, *last),
+        update=(*([] if keeps else [add]), *last),
         keeps=keeps,
     )
 
 
-def _labels(order: Order, owner: str) -> str:
+def _labels(spec: LaunchSpec, owner: str) -> str:
     """Return the labels of what costs money, as `gcloud` takes them."""
-    return f"{RUN_LABEL}={order.name},{PART_LABEL}={part_of(owner)}"
+    return f"{RUN_LABEL}={spec.name},{PART_LABEL}={part_of(owner)}"
 
 
-def _gcloud(
-    order: Order, *arguments: str, deadline_s: float = 120.0, remedy: str = ""
-) -> Command:
-    """Return a command in the launch's project."""
-    line = ("gcloud", *arguments, f"--project={order.settings.project}", "--quiet")
-    return Command(line, deadline_s, remedy)
+def _made(
+    spec: LaunchSpec,
+    nouns: str,
+    name: str,
+    options: str,
+    *,
+    then: tuple[Command, ...] = (),
+    shown: str = "status",
+    forced: str = "",
+    deadlines_s: tuple[float, float] = (120.0, 120.0),
+    remedy: str = "",
+    **fields: Any,
+) -> Resource:
+    """Return what `gcloud NOUNS create NAME OPTIONS` makes.
+
+    name: with its zone. then: commands after it. shown: fields of its state. forced:
+    options of `delete`. deadlines_s: of making and deleting it. fields: those of the
+    resource.
+    """
+    made_s, deleted_s = deadlines_s
+    create = f"{nouns} create {name} {options}"
+    delete = f"{nouns} delete {name} {forced}"
+    return Resource(
+        find=_gcloud(spec, f"{nouns} describe {name} '--format=value({shown})'"),
+        create=(_gcloud(spec, create, deadline_s=made_s, remedy=remedy), *then),
+        delete=_gcloud(spec, delete, deadline_s=deleted_s, deletes=True),
+        **fields,
+    )
+
+
+def _gcloud(spec: LaunchSpec, line: str, **how: Any) -> Command:
+    """Return a command in the launch's project. line: as people type it. how: fields of
+    the command."""
+    project = f"--project={spec.settings.project}"
+    return Command(("gcloud", *shlex.split(line), project, "--quiet"), **how)

@@ -71,14 +71,6 @@ def dot_product(layout: Layout) -> Attend:
     return attend
 
 
-def splash(layout: Layout) -> Attend:
-    """Return attention by the Pallas kernel for TPUs; other devices interpret it,
-    slowly.
-    """
-
-    return make_splash(layout, ATTENDED)
-
-
 def auto(layout: Layout) -> Attend:
     """Return the kernel on TPUs if it fits the shapes, else the plain formula."""
     if layout.platform != "tpu":
@@ -98,20 +90,14 @@ def auto(layout: Layout) -> Attend:
     return attend
 
 
-ATTENTION: dict[str, Callable[[Layout], Attend]] = {
-    "auto": auto,
-    "dot_product": dot_product,
-    "splash": splash,
-}
-
-
 LARGEST_BLOCK = 512
 """Tokens per block; larger blocks of f32 gradients exceed a v5p's vector memory."""
 
 
-def make_splash(layout: Layout, name: str) -> Attend:
-    """Return the attention of a model on this mesh. name: its results' name for
-    checkpoint policies."""
+def splash(layout: Layout) -> Attend:
+    """Return attention by the Pallas kernel for TPUs; other devices interpret it,
+    slowly.
+    """
     # Pallas takes a third of a second to import.
     from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
@@ -170,7 +156,7 @@ def make_splash(layout: Layout, name: str) -> Attend:
                 block_q_dq=block,
                 block_kv_dq=block,
             ),
-            residual_checkpoint_name=name,
+            residual_checkpoint_name=ATTENDED,
             interpret=layout.platform != "tpu",
         )
         documents = None
@@ -180,3 +166,10 @@ def make_splash(layout: Layout, name: str) -> Attend:
         return mixed
 
     return attend
+
+
+ATTENTION: dict[str, Callable[[Layout], Attend]] = {
+    "auto": auto,
+    "dot_product": dot_product,
+    "splash": splash,
+}

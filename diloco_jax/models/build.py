@@ -62,7 +62,15 @@ def other_model(here: str, there: str) -> list[str]:
 def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
     """Build the plan from shapes, merge rule and outer optimizer alone; raise
     ConfigError if the run asks for more fragments than there can be."""
-    sync, may_cut = run.sync, _cutting(run)
+    sync, optimizer = run.sync, run.outer.optimizer
+    rule = MERGE_RULES.find(sync.merge)
+    # One that is still open becomes a preset; those go element by element.
+    by_element = optimizer is None or is_elementwise(optimizer)
+
+    def may_cut(piece: Piece) -> bool:
+        """Tell if merges and outer steps treat the bands of a piece as the whole."""
+        return by_element and merging.may_cut(piece, rule)
+
     try:
         return plan_fragments(
             model.shapes(), model.axes, sync.fragments, sync.fragment_by, may_cut
@@ -72,15 +80,6 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
             f"sync.fragments = {sync.fragments}, sync.fragment_by = "
             f"{sync.fragment_by!r}: {error}"
         ) from error
-
-
-def _cutting(run: RunConfig) -> Callable[[Piece], bool]:
-    """Return which pieces may be cut: those whose bands the run's merges and outer
-    steps treat as the whole."""
-    rule, optimizer = MERGE_RULES.find(run.sync.merge), run.outer.optimizer
-    # One that is still open becomes a preset; those go element by element.
-    by_element = optimizer is None or is_elementwise(optimizer)
-    return lambda piece: by_element and merging.may_cut(piece, rule)
 
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
@@ -128,7 +127,13 @@ def bundled(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
 def _own(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
     where = f"model.factory = {run.model.factory!r}"
     try:
-        model = _find(run.model.factory)(run, island, layout)
+        factory: Factory = load(run.model.factory)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not callable(factory):
+        raise ConfigError(f"{where} is {type(factory).__name__}; it must be a function")
+    try:
+        model = factory(run, island, layout)
     except ConfigError:
         raise
     except Exception as error:
@@ -145,19 +150,6 @@ def _own(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
     except Exception as error:
         raise ConfigError(f"{where}: its model fails: {said(error)}") from error
     return model
-
-
-def _find(factory: str) -> Factory:
-    """Return the function of that name; raise ConfigError if there is none."""
-    where = f"model.factory = {factory!r}"
-    try:
-        found = load(factory)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{where} is {type(found).__name__}; it must be a function")
-    function: Factory = found
-    return function
 
 
 def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -254,7 +255,7 @@ def run_layers(
     def several(x: jax.Array, own: Any, first: int, count: int) -> tuple[Any, Any]:
         kept = []
         for index in range(count):
-            layer = _each(own, _at(index))
+            layer = jax.tree.map(operator.itemgetter(index), own)
             x, values = apply(x, layer, config.is_windowed(first + index))
             kept.append(values)
         return x, jax.tree.map(lambda *a: jnp.stack(a), *kept)
@@ -265,8 +266,8 @@ def run_layers(
         )
     parts = []
     if periods:
-        grouped = _each(
-            stacked, lambda a: a[:inside].reshape(periods, period, *a.shape[1:])
+        grouped = jax.tree.map(
+            lambda a: a[:inside].reshape(periods, period, *a.shape[1:]), stacked
         )
         x, kept = jax.lax.scan(
             lambda x, own: several(x, own, 0, period),
@@ -274,17 +275,10 @@ def run_layers(
             grouped,
             unroll=max(unroll // period, 1),
         )
-        parts.append(_each(kept, lambda a: a.reshape(inside, *a.shape[2:])))
+        flat = jax.tree.map(lambda a: a.reshape(inside, *a.shape[2:]), kept)
+        parts.append(flat)
     if inside < config.num_layers:
-        rest = _each(stacked, lambda a: a[inside:])
+        rest = jax.tree.map(lambda a: a[inside:], stacked)
         x, kept = several(x, rest, inside, config.num_layers - inside)
         parts.append(kept)
     return x, jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-
-
-def _at(index: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda stacked: stacked[index]
-
-
-def _each(tree: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
-    return jax.tree.map(function, tree)

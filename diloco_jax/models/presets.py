@@ -13,46 +13,33 @@ their switches; their tokens are still bytes, so most words never occur.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 
 
 def _sizes(
-    d_model: int,
-    num_layers: int,
-    heads: int,
-    kv: int,
-    head_dim: int,
-    mlp: int,
-    vocab_size: int = 256,
-    *,
-    tied: bool = False,
-) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab_size,
-        tied_embeddings=tied,
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=kv,
-        head_dim=head_dim,
-        mlp_dim=mlp,
-    )
+    d_model: int, num_layers: int, heads: int, kv: int, head_dim: int, mlp: int
+) -> dict[str, Any]:
+    return {
+        "d_model": d_model,
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "num_kv_heads": kv,
+        "head_dim": head_dim,
+        "mlp_dim": mlp,
+    }
 
 
-PRESETS = {
-    "tiny": _sizes(64, 2, 4, 2, 16, 128),
-    "0.3m": _sizes(96, 3, 3, 1, 32, 256),
-    "2m": _sizes(192, 4, 6, 2, 32, 640),
-    "5m": _sizes(256, 6, 8, 2, 32, 768),
-    "10m": _sizes(384, 6, 6, 2, 64, 1024),
-    "25m": _sizes(512, 8, 8, 2, 64, 1536),
-    "50m": _sizes(640, 10, 10, 2, 64, 2048),
-    "100m": _sizes(768, 12, 12, 4, 64, 3072),
-    "1b": _sizes(1152, 26, 4, 1, 256, 6912, 262_144, tied=True),
-    "12b": _sizes(3840, 48, 16, 8, 256, 15_360, 262_144, tied=True),
-}
-
+_BYTES = ModelConfig(vocab_size=256)
+_WORDS = ModelConfig(vocab_size=262_144, tied_embeddings=True)
+_SMOLLM2 = ModelConfig(
+    vocab_size=49_152,
+    tied_embeddings=True,
+    norm_gain="scale",
+    norm_epsilon=1e-5,
+    rope_base=100_000.0,
+)
 _LLAMA3 = ModelConfig(
     vocab_size=128_256,
     norm_gain="scale",
@@ -63,7 +50,6 @@ _LLAMA3 = ModelConfig(
 )
 _QWEN3 = ModelConfig(
     vocab_size=151_936,
-    head_dim=128,
     qk_norm=True,
     norm_gain="scale",
     norm_epsilon=1e-6,
@@ -72,7 +58,6 @@ _QWEN3 = ModelConfig(
 _GEMMA3 = ModelConfig(
     vocab_size=262_144,
     tied_embeddings=True,
-    head_dim=256,
     qk_norm=True,
     post_norms=True,
     scaled_embeddings=True,
@@ -82,84 +67,37 @@ _GEMMA3 = ModelConfig(
     rope_base=1_000_000.0,
     rope_window_base=10_000.0,
 )
-PRESETS |= {
-    "smollm2_135m": ModelConfig(
-        vocab_size=49_152,
-        tied_embeddings=True,
-        d_model=576,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        mlp_dim=1536,
-        norm_gain="scale",
-        norm_epsilon=1e-5,
-        rope_base=100_000.0,
-    ),
+PRESETS = {
+    "tiny": replace(_BYTES, **_sizes(64, 2, 4, 2, 16, 128)),
+    "0.3m": replace(_BYTES, **_sizes(96, 3, 3, 1, 32, 256)),
+    "2m": replace(_BYTES, **_sizes(192, 4, 6, 2, 32, 640)),
+    "5m": replace(_BYTES, **_sizes(256, 6, 8, 2, 32, 768)),
+    "10m": replace(_BYTES, **_sizes(384, 6, 6, 2, 64, 1024)),
+    "25m": replace(_BYTES, **_sizes(512, 8, 8, 2, 64, 1536)),
+    "50m": replace(_BYTES, **_sizes(640, 10, 10, 2, 64, 2048)),
+    "100m": replace(_BYTES, **_sizes(768, 12, 12, 4, 64, 3072)),
+    "1b": replace(_WORDS, **_sizes(1152, 26, 4, 1, 256, 6912)),
+    "12b": replace(_WORDS, **_sizes(3840, 48, 16, 8, 256, 15_360)),
+    "smollm2_135m": replace(_SMOLLM2, **_sizes(576, 30, 9, 3, 64, 1536)),
     "llama3_1b": replace(
         _LLAMA3,
+        **_sizes(2048, 16, 32, 8, 64, 8192),
         tied_embeddings=True,
-        d_model=2048,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        mlp_dim=8192,
         rope_factor=32.0,
     ),
     "llama3_8b": replace(
-        _LLAMA3,
-        d_model=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_dim=14_336,
-        rope_factor=8.0,
+        _LLAMA3, **_sizes(4096, 32, 32, 8, 128, 14_336), rope_factor=8.0
     ),
     "qwen3_0_6b": replace(
-        _QWEN3,
-        tied_embeddings=True,
-        d_model=1024,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        mlp_dim=3072,
+        _QWEN3, **_sizes(1024, 28, 16, 8, 128, 3072), tied_embeddings=True
     ),
-    "qwen3_8b": replace(
-        _QWEN3,
-        d_model=4096,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        mlp_dim=12_288,
-    ),
-    "gemma3_270m": replace(
-        _GEMMA3,
-        d_model=640,
-        num_layers=18,
-        num_heads=4,
-        num_kv_heads=1,
-        mlp_dim=2048,
-        window=512,
-    ),
-    "gemma3_1b": replace(
-        _GEMMA3,
-        d_model=1152,
-        num_layers=26,
-        num_heads=4,
-        num_kv_heads=1,
-        mlp_dim=6912,
-        window=512,
-    ),
+    "qwen3_8b": replace(_QWEN3, **_sizes(4096, 36, 32, 8, 128, 12_288)),
+    "gemma3_270m": replace(_GEMMA3, **_sizes(640, 18, 4, 1, 256, 2048), window=512),
+    "gemma3_1b": replace(_GEMMA3, **_sizes(1152, 26, 4, 1, 256, 6912), window=512),
     "gemma3_12b": replace(
         _GEMMA3,
+        **_sizes(3840, 48, 16, 8, 256, 15_360),
         vocab_size=262_208,
-        d_model=3840,
-        num_layers=48,
-        num_heads=16,
-        num_kv_heads=8,
-        mlp_dim=15_360,
         window=1024,
         rope_scaling="linear",
         rope_factor=8.0,
@@ -177,7 +115,7 @@ def preset(name: str) -> ModelConfig:
       >>> preset("llama3_1")
       Traceback (most recent call last):
           ...
-      diloco_jax.errors.ConfigError: no model preset 'llama3_1'; did you mean...
+      diloco_jax.errors.ConfigError: no model preset 'llama3_1' (did you mean...
     """
     if name not in PRESETS:
         raise ConfigError(

@@ -193,9 +193,7 @@ def adapter_tensors(config: ModelConfig, layers: dict[str, Any]) -> dict[str, An
         fan_in = math.prod(base.shape[1:inside])
         adapted.setdefault(half, {})[name] = {
             "a": Tensor(
-                (*base.shape[:inside], rank),
-                (*base.axes[:inside], None),
-                fan_in**-0.5,
+                (*base.shape[:inside], rank), (*base.axes[:inside], None), fan_in**-0.5
             ),
             "b": Tensor(
                 (base.shape[0], rank, *base.shape[inside:outside]),

@@ -9,6 +9,7 @@ it stands is sent again, `FORGOTTEN_S` after it was last sent or later.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import logging
 import re
@@ -39,6 +40,16 @@ WITHIN_S = 30.0
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Known:
+    """An alert that was there; times are those of the alarm's clock."""
+
+    seen: float
+    taken_up: float
+    again: str = ""
+    """Its text if it was raised again, too soon for another message."""
+
+
 class Alarm:
     """Delivers a run's alerts. Make it, `start`, and `close` at the end."""
 
@@ -52,14 +63,10 @@ class Alarm:
         """alerts: returns those that there are now; called on the alarm's thread."""
         self._command, self._url = placement.alert_command, placement.alert_url
         self._run_id, self._alerts, self._clock = run_id, alerts, clock
-        self._seen: dict[str, float] = {}
-        """When each alert was last there, by its text without numbers."""
+        self._known: dict[str, _Known] = {}
+        """Alerts by their texts without numbers; those seen last stand last."""
         self._raised: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
         """Alerts that were raised since the last look."""
-        self._sent: dict[str, float] = {}
-        """When each alert was last taken up, by its text without numbers."""
-        self._again: dict[str, str] = {}
-        """Alerts that were raised again too soon, by their texts without numbers."""
         self._waiting: list[str] = []
         self._beyond = 0
         """New alerts for which the message has no room."""
@@ -86,64 +93,60 @@ class Alarm:
     def look(self) -> None:
         """Take up what is new, and deliver it if it is time for a message."""
         now = self._clock()
-        raised = [self._raised.popleft() for _ in range(len(self._raised))]
-        for text in raised:
-            if not self._see(text, now):
-                self._again[NUMBER.sub("#", text)] = text
+        for _ in range(len(self._raised)):
+            self._see(self._raised.popleft(), now, raised=True)
         for text in self._alerts():
             self._see(text, now)
-        for key in [k for k in self._again if now - self._sent[k] >= FORGOTTEN_S]:
-            self._take_up(key, self._again.pop(key), now)
-        while len(self._seen) > REMEMBERED:
-            oldest = next(iter(self._seen))
-            for known in (self._seen, self._sent, self._again):
-                known.pop(oldest, None)
+        for known in self._known.values():
+            if known.again and now - known.taken_up >= FORGOTTEN_S:
+                self._take_up(known.again, now, known)
+        while len(self._known) > REMEMBERED:
+            del self._known[next(iter(self._known))]
         if self._waiting and (now >= self._due + EVERY_S or self._ending.is_set()):
             self._due = now
             waiting, beyond = self._waiting, self._beyond
             self._waiting, self._beyond = [], 0
             self._deliver(waiting, beyond)
 
-    def _see(self, text: str, now: float) -> bool:
-        """Note that an alert is there; take it up and return True if it is new."""
+    def _see(self, text: str, now: float, *, raised: bool = False) -> None:
+        """Note that an alert is there; take it up if it is new."""
         key = NUMBER.sub("#", text)
-        new = now - self._seen.pop(key, -FORGOTTEN_S) >= FORGOTTEN_S
-        self._seen[key] = now  # The newest ones stand last.
-        if new:
-            self._take_up(key, text, now)
-        return new
+        known = self._known.pop(key, None)
+        if known is None or now - known.seen >= FORGOTTEN_S:
+            known = _Known(seen=now, taken_up=now)
+            self._take_up(text, now, known)
+        elif raised:
+            known.again = text
+        known.seen = now
+        self._known[key] = known
 
-    def _take_up(self, key: str, text: str, now: float) -> None:
-        self._sent[key] = now
+    def _take_up(self, text: str, now: float, known: _Known) -> None:
+        known.taken_up, known.again = now, ""
         if len(self._waiting) < TOGETHER:
             self._waiting.append(text)
         else:
             self._beyond += 1
 
     def _run(self) -> None:
-        while not self._ending.wait(LOOK_S):
-            self._look_safely()
-        self._look_safely()
-
-    def _look_safely(self) -> None:
-        try:
-            self.look()
-        except Exception:
-            logger.exception("alerts could not be delivered")
+        ended = False
+        while not ended:
+            ended = self._ending.wait(LOOK_S)
+            try:
+                self.look()
+            except Exception:
+                logger.exception("alerts could not be delivered")
 
     def _deliver(self, alerts: list[str], beyond: int) -> None:
         message = {"run_id": self._run_id, "alerts": alerts, "more": beyond}
-        for where, send in (
-            (self._command, self._to_command),
-            (self._url, self._to_url),
-        ):
-            if where:
-                try:
+        ways = {self._command: self._to_command, self._url: self._to_url}
+        for where, send in ways.items():
+            try:
+                if where:
                     send(message)
-                except (OSError, subprocess.SubprocessError, ValueError) as error:
-                    logger.error(
-                        "%d alerts did not reach %s: %s", len(alerts), where, error
-                    )
+            except (OSError, subprocess.SubprocessError, ValueError) as error:
+                logger.error(
+                    "%d alerts did not reach %s: %s", len(alerts), where, error
+                )
 
     def _to_command(self, message: Mapping[str, Any]) -> None:
         """Give the command one line for each alert."""

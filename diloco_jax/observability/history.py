@@ -7,7 +7,9 @@ tell apart. The paper is opaque, so that a dark page shows a plot as a light one
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -146,7 +148,55 @@ class History:
           The matplotlib axes. Takes and adoptions are drawn while they can be told
           apart; choose a shorter time to see them.
         """
-        return timeline(self, begin, end, title, axes)
+        steps, merges = self.frame("steps"), self.frame("merges")
+        if end is None:
+            end = float(max([begin + 1e-9, *steps.time, *merges.time]))
+        if axes is None:
+            lanes = len(self.islands) + 1
+            _, (axes,) = paper(10, 1.5 + 0.42 * lanes, layout="constrained")
+        shown = merges[merges.time.between(begin, end)]
+        axes.plot(shown.time, [0.0] * len(shown), "|", color=INK, markersize=13)
+        few = all(
+            len(_of(self.frame(name), island, begin, end)) <= MOST_MARKS
+            for name in ("takes", "adoptions")
+            for island in self.islands
+        )
+        for lane, island in enumerate(self.islands, start=1):
+            own = steps[(steps.island == island) & (steps.began < end)]
+            own = own[own.time > begin]
+            apart = len(own) <= MOST_BARS and not self.recorded
+            bars = _bars(own, None if apart else (end - begin) / 200)
+            axes.broken_barh(bars, (lane - 0.33, 0.66), color=SKY, alpha=0.6, lw=0)
+            for ended, away in self.absences(island):
+                _away(
+                    axes, lane, max(begin, ended), min(end, ended + away), end - begin
+                )
+            if few:
+                takes = _of(self.frame("takes"), island, begin, end)
+                axes.plot(
+                    takes.time,
+                    [lane - 0.13] * len(takes),
+                    "^",
+                    color=ORANGE,
+                    ms=6,
+                    mew=0,
+                )
+                adopted = _of(self.frame("adoptions"), island, begin, end)
+                axes.plot(
+                    adopted.time,
+                    [lane + 0.13] * len(adopted),
+                    "v",
+                    color=BLUE,
+                    ms=6,
+                    mew=0,
+                )
+        _key(axes, few)
+        axes.set_yticks(range(len(self.islands) + 1), ["merges", *self.islands])
+        axes.set(xlim=(begin, end), ylim=(len(self.islands) + 0.5, -0.5))
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        say(axes, title or _finding(self, steps), _clock(self))
+        return axes
 
     def plot_loss(
         self,
@@ -165,7 +215,38 @@ class History:
         Returns:
           The matplotlib axes.
         """
-        return losses(self, final, title, axes)
+        steps, judged = self.frame("steps"), self.frame("evaluations")
+        if axes is None:
+            _, (axes,) = paper(7.5, 3.8, layout="constrained")
+        for index, island in enumerate(self.islands):
+            own = steps[(steps.island == island) & np.isfinite(steps.loss)]
+            window = max(1, len(own) // SMOOTHED)
+            curve = own.loss.rolling(window, min_periods=1).mean()
+            colour, style = LINES[index % len(LINES)]
+            axes.plot(own.time, curve, style, color=colour, lw=1.8, label=island)
+        if len(judged):
+            axes.plot(
+                judged.time,
+                judged.loss,
+                "o",
+                color=INK,
+                ms=4,
+                label="merged, validation",
+            )
+        if final is not None:
+            label = f"merged, validation: {final:.2f}"
+            axes.axhline(final, color=INK, lw=1.2, ls=(0, (6, 3)), label=label)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(frameon=False, labelcolor=INK, loc="upper right")
+        found = steps.loss[np.isfinite(steps.loss)]
+        if title is None and len(found):
+            last = found.iloc[-1] if final is None else final
+            seconds = f"{steps.time.max():,.0f} {_clock(self).split(' since')[0]}"
+            title = (
+                f"The loss falls from {found.iloc[0]:.2f} to {last:.2f} in {seconds}"
+            )
+        say(axes, title or "No step was made", _clock(self), "loss, nats per token")
+        return axes
 
     def _table(self, name: str) -> Table:
         if name not in COLUMNS:
@@ -230,10 +311,9 @@ def read_history(workdir: str | Path) -> History:
     reader = _Reader()
     for line in read_tape(workdir / run_files.TAPE):
         reader.read(line)
-    try:
-        reader.measured(list(read_metrics(workdir)))
-    except FileNotFoundError:
-        reader.measured([])  # It has only just begun.
+    with contextlib.suppress(FileNotFoundError):  # It has only just begun.
+        for line in read_metrics(workdir):
+            reader.measured(line)
     return reader.history()
 
 
@@ -250,12 +330,18 @@ class _Life:
 
 
 class _Reader:
+    """Takes in all lines of a tape, and then those of the metrics."""
+
     def __init__(self) -> None:
         self._begin: float | None = None
         self._last = 0.0
         self._lives: dict[tuple[str, int], _Life] = {}
         self._repeats = Repeats()
         self._merged: list[Line] = []
+        self._measures: dict[tuple[int, int], Line] = {}
+        """Line of a merge in the metrics, by fragment and version."""
+        self._before: dict[tuple[str, int], tuple[float, int]] = {}
+        """Time and step of the newest line of metrics, by incarnation."""
         self._rows: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
 
     def read(self, line: Line) -> None:
@@ -264,15 +350,15 @@ class _Reader:
             self._begin = line["time"]
         kind, now = line["kind"], line["time"] - self._begin
         self._last = now
+        who = (line.get("island", ""), line.get("incarnation", 0))
         if kind == "merged":
             self._merged.append(line)
         if kind == "joined":
-            self._lives[line["island"], line["incarnation"]] = _Life(began=now)
-        life = self._lives.get((line.get("island", ""), line.get("incarnation", 0)))
-        if life is None:
+            self._lives[who] = _Life(began=now)
+        if (life := self._lives.get(who)) is None:
             return
         if kind == "island" and not self._repeats.seen(line):
-            self._fact(line["island"], line["incarnation"], line["record"], now, life)
+            self._fact(who, line["record"], now, life)
         elif kind == "absent":
             life.absent = now
         elif kind == "resumed":
@@ -282,7 +368,7 @@ class _Reader:
             life.steps, life.end = line["steps"], line["reason"]
 
     def _fact(
-        self, island: str, incarnation: int, record: Line, now: float, life: _Life
+        self, who: tuple[str, int], record: Line, now: float, life: _Life
     ) -> None:
         step, fragment = record["step"], record["fragment"]
         if not step:
@@ -290,44 +376,35 @@ class _Reader:
         life.steps = max(life.steps, step)
         if math.isnan(life.first_step):
             life.first_step = now
-        who = (island, incarnation, fragment)
         if record["kind"] == "took":
-            self._rows["takes"].append((*who, now, math.nan))
+            self._rows["takes"].append((*who, fragment, now, math.nan))
         elif record["kind"] == "adopted":
-            self._rows["adoptions"].append((*who, record["version"][1], now))
+            row = (*who, fragment, record["version"][1], now)
+            self._rows["adoptions"].append(row)
 
-    def measured(self, lines: list[dict[str, Any]]) -> None:
-        """Take in all lines of the metrics, after the tape."""
-        begin = self._begin or 0.0
-        starts: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    def measured(self, line: Line) -> None:
+        """Take in a line of the metrics."""
+        now = line["time"] - (self._begin or 0.0)
+        if line["kind"] == "merge":
+            self._measures[line["fragment"], line["version"]] = line
+        elif line["kind"] == "merged_model":
+            row = (now, math.nan, _number(line["eval_loss"]))
+            self._rows["evaluations"].append(row)
+        elif known := self._starts.get(line.get("island", "")):
+            at = bisect.bisect(known, (now, math.inf)) - 1
+            self._steps((line["island"], known[max(0, at)][1]), line, now)
+
+    @functools.cached_property
+    def _starts(self) -> dict[str, list[tuple[float, int]]]:
+        """When each incarnation began, and its number, by island."""
+        found: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for (island, incarnation), life in self._lives.items():
-            starts[island].append((life.began, incarnation))
-        before: dict[tuple[str, int], tuple[float, int]] = {}
-        measures: dict[tuple[int, int], Line] = {}
-        for line in lines:
-            now = line["time"] - begin
-            if line["kind"] == "merge":
-                measures[line["fragment"], line["version"]] = line
-            elif line["kind"] == "merged_model":
-                loss = line["eval_loss"]
-                self._rows["evaluations"].append((now, math.nan, _number(loss)))
-            elif known := starts.get(line.get("island", "")):
-                at = bisect.bisect(known, (now, math.inf)) - 1
-                who = (line["island"], known[max(0, at)][1])
-                self._steps(who, line, now, before)
-        names = self._islands()
-        for merge in self._merged:
-            self._merge(merge, names, measures)
+            found[island].append((life.began, incarnation))
+        return found
 
-    def _steps(
-        self,
-        who: tuple[str, int],
-        line: Line,
-        now: float,
-        before: dict[tuple[str, int], tuple[float, int]],
-    ) -> None:
+    def _steps(self, who: tuple[str, int], line: Line, now: float) -> None:
         """Add a row for the steps since the line before."""
-        last, step = before.get(who, (self._lives[who].began, 0))
+        last, step = self._before.get(who, (self._lives[who].began, 0))
         if step < line["step"]:
             usual = (line["step"] - step) * line["median_step_seconds"]
             # The steps come right before the line if they do not fill the time.
@@ -336,45 +413,33 @@ class _Reader:
             loss = _number(line["loss"])
             row = (*who, line["step"] - 1, began, now, loss, line["learning_rate"])
             self._rows["steps"].append(row)
-        before[who] = (now, line["step"])
+        self._before[who] = (now, line["step"])
 
-    def _merge(
-        self, line: Line, names: tuple[str, ...], measures: Mapping[Any, Line]
-    ) -> None:
+    def _merge(self, line: Line, names: tuple[str, ...]) -> None:
         fragment, version = line["fragment"], line["version"][1]
         tokens = dict.fromkeys(names, 0)
         for part in line["contributions"]:
             tokens[part["island"]] += part["tokens"]
-        found = measures.get((fragment, version), {})
+        measures = self._measures.get((fragment, version), {})
+        norm, *others = (_number(measures.get(name)) for name in MEASURES)
+        now = line["time"] - (self._begin or 0.0)
         self._rows["merges"].append(
             (
-                line["time"] - (self._begin or 0.0),
-                math.nan,
-                fragment,
-                version,
-                line["final"],
-                list(tokens.values()),
-                line["share"],
-                _number(found.get(MEASURES[0])),
-                line["digest"],
-                *(_number(found.get(name)) for name in MEASURES[1:]),
+                *(now, math.nan, fragment, version, line["final"]),
+                *(list(tokens.values()), line["share"], norm, line["digest"], *others),
             )
         )
 
     def history(self) -> History:
         """Return what was read."""
-        for (island, incarnation), life in self._lives.items():
+        names = tuple(sorted({island for island, _ in self._lives}))
+        for merge in self._merged:
+            self._merge(merge, names)
+        for who, life in self._lives.items():
             ended = self._last if math.isnan(life.ended) else life.ended
-            self._rows["lives"].append(
-                (
-                    *(island, incarnation, life.began, life.first_step),
-                    *(ended, life.steps, life.end),
-                )
-            )
-        return of_rows(self._islands(), self._rows, recorded=True)
-
-    def _islands(self) -> tuple[str, ...]:
-        return tuple(sorted({island for island, _ in self._lives}))
+            row = (*who, life.began, life.first_step, ended, life.steps, life.end)
+            self._rows["lives"].append(row)
+        return of_rows(names, self._rows, recorded=True)
 
 
 def _number(value: float | None) -> float:
@@ -415,84 +480,6 @@ def say(axes: Axes, finding: str, x: str = "", y: str = "") -> None:
     axes.set_title(finding, color=INK, loc="left", fontsize=11)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
-
-
-def timeline(
-    history: History,
-    begin: float,
-    end: float | None,
-    title: str | None,
-    axes: Axes | None,
-) -> Axes:
-    """Draw `History.plot_timeline`."""
-    steps, merges = history.frame("steps"), history.frame("merges")
-    if end is None:
-        end = float(max([begin + 1e-9, *steps.time, *merges.time]))
-    if axes is None:
-        lanes = len(history.islands) + 1
-        _, (axes,) = paper(10, 1.5 + 0.42 * lanes, layout="constrained")
-    shown = merges[merges.time.between(begin, end)]
-    axes.plot(shown.time, [0.0] * len(shown), "|", color=INK, markersize=13)
-    few = all(
-        len(_of(history.frame(name), island, begin, end)) <= MOST_MARKS
-        for name in ("takes", "adoptions")
-        for island in history.islands
-    )
-    for lane, island in enumerate(history.islands, start=1):
-        own = steps[(steps.island == island) & (steps.began < end)]
-        own = own[own.time > begin]
-        apart = len(own) <= MOST_BARS and not history.recorded
-        bars = _bars(own, None if apart else (end - begin) / 200)
-        axes.broken_barh(bars, (lane - 0.33, 0.66), color=SKY, alpha=0.6, lw=0)
-        for ended, away in history.absences(island):
-            _away(axes, lane, max(begin, ended), min(end, ended + away), end - begin)
-        if few:
-            takes = _of(history.frame("takes"), island, begin, end)
-            axes.plot(
-                takes.time, [lane - 0.13] * len(takes), "^", color=ORANGE, ms=6, mew=0
-            )
-            adopted = _of(history.frame("adoptions"), island, begin, end)
-            axes.plot(
-                adopted.time, [lane + 0.13] * len(adopted), "v", color=BLUE, ms=6, mew=0
-            )
-    _key(axes, few)
-    axes.set_yticks(range(len(history.islands) + 1), ["merges", *history.islands])
-    axes.set(xlim=(begin, end), ylim=(len(history.islands) + 0.5, -0.5))
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    say(axes, title or _finding(history, steps), _clock(history))
-    return axes
-
-
-def losses(
-    history: History, final: float | None, title: str | None, axes: Axes | None
-) -> Axes:
-    """Draw `History.plot_loss`."""
-    steps, judged = history.frame("steps"), history.frame("evaluations")
-    if axes is None:
-        _, (axes,) = paper(7.5, 3.8, layout="constrained")
-    for index, island in enumerate(history.islands):
-        own = steps[(steps.island == island) & np.isfinite(steps.loss)]
-        window = max(1, len(own) // SMOOTHED)
-        curve = own.loss.rolling(window, min_periods=1).mean()
-        colour, style = LINES[index % len(LINES)]
-        axes.plot(own.time, curve, style, color=colour, lw=1.8, label=island)
-    if len(judged):
-        axes.plot(
-            judged.time, judged.loss, "o", color=INK, ms=4, label="merged, validation"
-        )
-    if final is not None:
-        label = f"merged, validation: {final:.2f}"
-        axes.axhline(final, color=INK, lw=1.2, ls=(0, (6, 3)), label=label)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, labelcolor=INK, loc="upper right")
-    found = steps.loss[np.isfinite(steps.loss)]
-    if title is None and len(found):
-        last = found.iloc[-1] if final is None else final
-        seconds = f"{steps.time.max():,.0f} {_clock(history).split(' since')[0]}"
-        title = f"The loss falls from {found.iloc[0]:.2f} to {last:.2f} in {seconds}"
-    say(axes, title or "No step was made", _clock(history), "loss, nats per token")
-    return axes
 
 
 def _of(

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from diloco_jax.files import Appended
 
 logger = logging.getLogger(__name__)
@@ -75,22 +77,21 @@ def nbytes(path: Path) -> int:
     return found
 
 
-def missing_segment(path: Path) -> str:
-    """Return the name of a closed file that is missing although a later one exists; ""
-    if none is.
-    """
-    expected = (_closed_path(path, number) for number in itertools.count(1))
-    for file, wanted in zip(closed_segments(path), expected, strict=False):
-        if file != wanted:
-            return wanted.name
-    return ""
-
-
 def put_aside(path: Path) -> None:
     """Close the current file: rename it to the next number."""
     before = closed_segments(path)
-    number = _segment_number(before[-1]) if before else 0
+    number = int(before[-1].stem.rpartition(".")[2]) if before else 0
     path.rename(_closed_path(path, number + 1))
+
+
+def _missing_segment(path: Path) -> str:
+    """Return the name of a closed file that is missing although a later one exists; ""
+    if none is.
+    """
+    for number, file in enumerate(closed_segments(path), start=1):
+        if file != (wanted := _closed_path(path, number)):
+            return wanted.name
+    return ""
 
 
 def _open_newest(path: Path) -> BinaryIO:
@@ -106,10 +107,6 @@ def _open_newest(path: Path) -> BinaryIO:
 
 def _closed_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
-
-
-def _segment_number(file: Path) -> int:
-    return int(file.stem.rpartition(".")[2])
 
 
 BLOCK_BYTES = 1 << 16
@@ -199,7 +196,7 @@ class Tape(JsonLines):
         self._repeat = repeat
         self._prev = ""
         for file in segments(self.path, newest_first=True):
-            if (last := _last_line(file)) is not None:
+            if (last := next(_reversed_lines(file), None)) is not None:
                 self._prev = _digest(last)
                 break
 
@@ -226,7 +223,7 @@ def read_tape(
     line before it, or unfinished in a file that was put aside.
     """
     path = Path(path)
-    if missing := missing_segment(path):
+    if missing := _missing_segment(path):
         raise TapeError(
             f"{path}: the tape goes on from {missing}, which is missing; put it back"
         )
@@ -257,9 +254,47 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of plain JSON lines, through all their files. An unfinished
     last line, whose writer is at work or died, is left out; FileNotFoundError if there
     is no file."""
-    for line in _lines(Path(path)):
-        if line.endswith(b"\n"):
-            yield json.loads(line)
+    for file in segments(Path(path)):
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+class NewLines:
+    """The lines of a file, and of those put aside before it, that were not yielded
+    before, while their writer is at work. Use from one thread.
+
+    Hashes are not checked, and lines that are no JSON objects are left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: the newest file, which need not exist yet."""
+        self.path, self.read_bytes = path, 0
+        self._file, self._offset = 0, 0
+        """Number in the file system of the file that is read, and the bytes read of
+        it."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the new lines up to the end; a line without its end comes later, as its
+        writer's next life cuts it off."""
+        with contextlib.suppress(FileNotFoundError):  # It has not begun.
+            reached = not self._file
+            for file in segments(self.path):
+                number = os.fstat(file.fileno()).st_ino
+                if number != self._file:
+                    if not reached:
+                        continue
+                    self._file, self._offset = number, 0
+                reached = True
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self.read_bytes += len(line)
+                    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                        if isinstance(found := msgspec.json.decode(line), dict):
+                            yield found
 
 
 def remove_tape(path: Path) -> None:
@@ -334,11 +369,6 @@ def tells_of_the_end(path: Path) -> bool:
     return last == "finished"
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    for file in segments(path):
-        yield from file
-
-
 def _whole_lines(path: Path, report: Report) -> Iterator[bytes]:
     """Yield the lines without an unfinished last one; raise TapeError if a file that
     was put aside ends in one. report: told the share that is read."""
@@ -401,16 +431,6 @@ def _cut_torn_line(path: Path) -> int:
         keep = _after_last_newline(file, size)
         file.truncate(keep)
     return size - keep
-
-
-def _last_line(file: BinaryIO) -> bytes | None:
-    """Return the last line, which is complete; None if the file is empty."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        return None
-    start = _after_last_newline(file, size - 1)
-    file.seek(start)
-    return file.read(size - 1 - start)
 
 
 def _after_last_newline(file: BinaryIO, end: int) -> int:

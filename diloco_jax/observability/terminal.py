@@ -53,7 +53,9 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
         for text in status.get("alerts", [])[-ALERTS_SHOWN:]
     ]
     workers = [Text(_worker(w), style="dim") for w in status.get("workers", ())]
-    below = (_bandwidth(status), *workers, *alerts)
+    up, down = (_number(status, f"bytes_{way}_per_second") for way in ("up", "down"))
+    wire = Text(f"{bytes_text(up)}/s up, {bytes_text(down)}/s down", style="dim")
+    below = (wire, *workers, *alerts)
     return Group(glance, island_table(status), bar, headline, *below)
 
 
@@ -131,7 +133,7 @@ class Dashboard:
             new = [f"! {text}" for text in alerts if text not in self._told]
             self._told = alerts
             for text in (line(status, left), *new):
-                self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+                say(self._console, text)
 
     def seconds_left(self, progress: float, now: float) -> float | None:
         """Return the seconds left at the mean speed since the first progress; None
@@ -144,6 +146,11 @@ class Dashboard:
         if progress <= at:
             return None
         return max(0.0, 1 - progress) * (now - began) / (progress - at)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a text as it is, however long its lines are."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def bytes_text(count: float) -> str:
@@ -184,11 +191,6 @@ def _worker(worker: Mapping[str, Any]) -> str:
         f"worker {worker['worker']}: {worker['address'] or 'away'}, "
         f"{worker['fragments']} fragments, {bytes_text(worker['memory_bytes'])}"
     )
-
-
-def _bandwidth(status: Mapping[str, Any]) -> Text:
-    up, down = (_number(status, f"bytes_{way}_per_second") for way in ("up", "down"))
-    return Text(f"{bytes_text(up)}/s up, {bytes_text(down)}/s down", style="dim")
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
@@ -251,8 +253,7 @@ def progress_lines(console: Console, doing: str) -> Callable[[float], None]:
             return
         told = now
         left = duration_text((now - began) * (1 - share) / share)
-        text = f"{doing}: {share:.0%}, {left} left"
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say(console, f"{doing}: {share:.0%}, {left} left")
 
     return report
 

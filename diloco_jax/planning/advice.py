@@ -1,15 +1,16 @@
-"""Advice on a config that does not fit, or whose parts do not suit each other.
+"""Advice: single changes of a fixed list, each tried before it is told.
 
-Every change is tried before it is advised: the islands that it touches are compiled
-again, and the plan is made again. A change that makes the plan worse is left out.
+What could be better has a value, and changes that may lower it. The islands that a
+change touches are compiled again, and the plan is made again. Of the changes with which
+nothing else gets worse the first is told that is enough, or else the best.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, SyncConfig
 from diloco_jax.core.codecs import Codec
@@ -17,10 +18,10 @@ from diloco_jax.core.families import CODECS
 from diloco_jax.core.fragments import EVEN, FragmentPlan
 from diloco_jax.core.tiles import MOST_ELEMENTS
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.planning.checks import GB, Change, changed, shown
+from diloco_jax.planning.checks import GB, Change, Remedy, changed, shown
 from diloco_jax.planning.compiler import PlanError
 from diloco_jax.planning.compiling import Hbm, IslandPlan
-from diloco_jax.planning.plan import LATENCY_S, Advice, Plan
+from diloco_jax.planning.plan import LATENCY_S, Plan
 
 UNBALANCED = 1.15
 """Ratio of the longest step to the shortest from which advice is given."""
@@ -33,11 +34,33 @@ MOST = 2
 are no larger than the largest one now."""
 BY_ELEMENT = "mean"
 """The merge rule that leaves no tensor whole: it cuts every large one into bands."""
-Replan = Callable[[Config, FragmentPlan | None, Mapping[str, IslandPlan] | None], Plan]
-"""Make the plan of a config, its fragments (None: cut them) and its compiled islands,
-without advice."""
+Replan = Callable[[Config, FragmentPlan, Mapping[str, IslandPlan] | None], Plan]
+"""Make the plan of a config, its fragments and its compiled islands, without advice."""
 Compile = Callable[[Config, str], IslandPlan]
 """Compile one island of a config. Raises ConfigError or PlanError if that fails."""
+
+
+class Tried(NamedTuple):
+    """A config, its plan and its fragments."""
+
+    config: Config
+    plan: Plan
+    fragments: FragmentPlan
+
+
+class Symptom(NamedTuple):
+    """Something that could be better."""
+
+    name: str
+    value: Callable[[Tried], float]
+    """Lower is better."""
+    enough: float
+    """A value that needs no more changes."""
+    text: Callable[[Tried], str]
+    changes: Iterable[Change]
+    """Changes that may lower the value; what costs the training least comes first."""
+    otherwise: str = ""
+    """Remedy that is told where no change is enough; empty: nothing is said then."""
 
 
 def advise(
@@ -46,25 +69,31 @@ def advise(
     fragments: FragmentPlan,
     replan: Replan,
     compile_one: Compile,
-) -> list[Advice]:
+) -> list[Remedy]:
     """Return advice, the most urgent first. fragments: those of the plan.
 
-    Of a plan by arithmetic only the fragments are judged.
+    Of a plan by arithmetic only the fragments are judged. Where an island does not fit,
+    nothing else is known.
     """
-    adviser = _Adviser(config, plan, fragments, replan, compile_one)
-    compiled = plan.compiled
-    if not compiled:
-        return list(adviser.to_even())
-    unfit = [name for name, island in compiled.items() if not island.fits]
-    if unfit:  # Nothing else is known of such an island.
-        return [adviser.to_fit(name) for name in unfit]
-    return [
-        *(advice for name in compiled for advice in adviser.to_run_well(name)),
-        *adviser.to_balance(),
-        *adviser.to_merge_in_time(),
-        *adviser.to_even(),
-        *adviser.to_carry(),
-    ]
+    now, found = Tried(config, plan, fragments), []
+    for symptom in _symptoms(now):
+        least, best, change = symptom.value(now), now, Change()
+        for one in symptom.changes:
+            then = _try(one, now, replan, compile_one)
+            if then and least - symptom.value(then) > 2 * NOISE * abs(least):
+                least, best, change = symptom.value(then), then, one
+                if least <= symptom.enough:
+                    break
+        text = symptom.text(now)
+        if change:
+            text += f": set {shown(change)}; then {symptom.text(best)}"
+        elif symptom.otherwise:
+            text += ", and no setting that was tried helps"
+        if least > symptom.enough and symptom.otherwise:
+            text += f"; {symptom.otherwise}"
+        if change or symptom.otherwise:
+            found.append(Remedy(check=symptom.name, text=text, change=change))
+    return found
 
 
 def unevenness(fragments: FragmentPlan) -> float:
@@ -72,305 +101,203 @@ def unevenness(fragments: FragmentPlan) -> float:
     return max(fragments.sizes) * len(fragments.fragments) / fragments.total
 
 
-class _Adviser:
-    """Tries changes of one plan."""
-
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        fragments: FragmentPlan,
-        replan: Replan,
-        compile_one: Compile,
-    ) -> None:
-        self._config, self._plan, self._fragments = config, plan, fragments
-        self._replan, self._compile = replan, compile_one
-        self._compiled = plan.compiled
-
-    def to_fit(self, name: str) -> Advice:
-        """Change what takes HBM, one field after the other, until the island fits. Drop
-        changes that do not help, and those that the last change makes needless."""
-        config, best = self._config, self._compiled[name]
-        lacks = f"islands.{name} lacks {best.hbm.missing / GB:.2f} GB of HBM per chip"
-        kept: Change = {}
-        for remedy in TO_FIT:
-            wanted = remedy(config.islands[name], best.hbm)
-            change = {f"islands.{name}.{field}": v for field, v in wanted.items()}
-            then = changed(config, change)
-            found = self._try_compile(then, name) if change else None
-            if found is None or found.hbm.missing >= best.hbm.missing:
-                continue
-            if found.fits and self._refuses_more(
-                self._replan(then, None, {**self._compiled, name: found})
-            ):
-                continue
-            config, best, before = then, found, kept
-            kept = {**kept, **change}
-            if best.fits and before:
-                alone = self._try_compile(changed(self._config, change), name)
-                if alone is not None and alone.fits:
-                    best, kept = alone, change
-            if best.fits:
-                used = best.hbm.used / best.hbm.available
-                return Advice(
-                    text=f"{lacks}: set {shown(kept)}; compiled so, it fits and uses "
-                    f"{used:.0%}",
-                    changes=(kept,),
+def _try(
+    change: Change, now: Tried, replan: Replan, compile_one: Compile
+) -> Tried | None:
+    """Return the plan with a change; None if it is worse: one more island does not fit,
+    a check refuses that did not before, steps differ more, or fewer tokens are merged.
+    """
+    plan, before, compiled = now.plan, now.config, dict(now.plan.compiled)
+    try:
+        config = changed(before, change).validate()
+        cut = now.fragments
+        if config.run != before.run:
+            cut = build_plan(config.run, build(config.run))
+        # Takes and adoptions of other pieces are other programs.
+        others = set(cut.pieces) != set(now.fragments.pieces)
+        for name, island in plan.compiled.items():
+            if others or config.islands[name] != before.islands[name]:
+                compiled[name] = compile_one(config, name)
+            else:
+                hbm = island.hbm.with_takes(before.run.sync, config.run.sync)
+                compiled[name] = dataclasses.replace(
+                    island, hbm=hbm, fits=not hbm.missing
                 )
-        larger = f"choose a larger topology than {self._compiled[name].topology}"
-        if not kept:
-            text = f"{lacks}, and no setting that was tried helps: {larger}"
-            return Advice(text=text, changes=())
-        return Advice(
-            text=f"{lacks}; with {shown(kept)} it still lacks "
-            f"{best.hbm.missing / GB:.2f} GB, and nothing else that was tried helps: "
-            f"set these and {larger}",
-            changes=(kept,),
+    except (ConfigError, PlanError):
+        return None
+    found = replan(config, cut, compiled or None)
+    refused = {refusal.check for refusal in plan.run.refusals}
+    worse = any(refusal.check not in refused for refusal in found.run.refusals)
+    worse |= any(i.fits and not compiled[n].fits for n, i in plan.compiled.items())
+    if all(island.fits for island in plan.compiled.values()):  # Else: who knows.
+        worse |= _unbalance(found) > max(UNBALANCED, _unbalance(plan))
+        worse |= _per_day(found) < (1 - NOISE) * _per_day(plan)
+    return None if worse else Tried(config, found, cut)
+
+
+# ---- symptoms -----------------------------------------------------------------------
+
+
+def _symptoms(now: Tried) -> Iterator[Symptom]:
+    """Yield what could be better, the most urgent first."""
+    compiled = now.plan.compiled
+    unfit = [name for name, island in compiled.items() if not island.fits]
+    if unfit:
+        yield from (_lacking(now, name) for name in unfit)
+        return
+    if compiled:
+        for name in compiled:
+            yield from _bound(now, name)
+        yield from _unbalanced(now)
+        yield from _short_cycle(now)
+    yield from _uneven(now)
+    if compiled:
+        yield from _late(now)
+
+
+def _lacking(now: Tried, name: str) -> Symptom:
+    """An island that lacks HBM."""
+
+    def text(tried: Tried) -> str:
+        hbm = tried.plan.compiled[name].hbm
+        if not hbm.missing:
+            return f"it fits and uses {hbm.used / hbm.available:.0%}"
+        return f"islands.{name} lacks {hbm.missing / GB:.2f} GB of HBM per chip"
+
+    island, compiled = now.config.islands[name], now.plan.compiled[name]
+    smaller = _smaller(island, compiled.hbm)
+    return Symptom(
+        "hbm",
+        lambda tried: tried.plan.compiled[name].hbm.missing,
+        0.0,
+        text,
+        ({f"islands.{name}.{f}": v for f, v in own.items()} for own in smaller),
+        f"choose a larger topology than {compiled.topology}, or more of these changes",
+    )
+
+
+def _smaller(island: IslandConfig, hbm: Hbm) -> Iterator[dict[str, Any]]:
+    """Yield fields with other values that take less HBM."""
+    most, share = island.batch_size // island.batch_multiple, hbm.share_of_activations
+    # As many rounds as the missing bytes ask for.
+    rounds = next(
+        d
+        for d in range(1, most + 1)
+        if most % d == 0 and (d == most or (d > 1 and 1 / d <= share))
+    )
+    if island.remat != "full":
+        yield {"remat": "full"}
+    if rounds > 1:
+        yield {"accumulation": island.accumulation * rounds}
+    if island.mesh_data > 1:
+        # Parameters and optimizer over all devices that have copies of them.
+        yield {"mesh_data": 1, "mesh_fsdp": island.mesh_data * island.mesh_fsdp}
+    if island.anchor_memory == "device":
+        yield {"anchor_memory": "pinned_host"}
+    if rounds > 1:
+        yield {"batch_size": island.batch_size // rounds}
+
+
+def _bound(now: Tried, name: str) -> Iterator[Symptom]:
+    """An island whose step takes longer than its compute: twice the batch may help."""
+
+    def text(tried: Tried) -> str:
+        times = tried.plan.compiled[name].roofline
+        return (
+            f"a step of islands.{name} has {times.compute_seconds:.3g} s of compute, "
+            f"{times.hbm_seconds:.3g} s of HBM and {times.ici_seconds:.3g} s of its "
+            f"links, and {_per_day(tried.plan):.4g} tokens are merged a day"
         )
 
-    def to_run_well(self, name: str) -> Iterator[Advice]:
-        """Try a batch twice as large where compute is not what binds."""
-        own, roofline = self._config.islands[name], self._compiled[name].roofline
-        if roofline.binding == "compute" or own.step_seconds > roofline.step_seconds:
-            return
-        seconds, what = roofline.hbm_seconds, "HBM"
-        if roofline.binding == "ici":
-            seconds, what = roofline.ici_seconds, "its links"
-        batch, now = f"islands.{name}.batch_size", own.batch_size
-        better = self._try({batch: 2 * now})
-        most = max(UNBALANCED, _unbalance(self._plan))
-        if better is None or _unbalance(better) > most:
-            return
-        gain = _per_day(better) / _per_day(self._plan) - 1
-        if gain > 2 * NOISE:
-            yield Advice(
-                text=f"islands.{name} is bound by {what} ({seconds:.3g} s of it and "
-                f"{roofline.compute_seconds:.3g} s of compute per step): raise {batch} "
-                f"from {now} to {2 * now}, for {gain:.0%} more tokens a day",
-                changes=({batch: 2 * now},),
-            )
+    own, roofline = now.config.islands[name], now.plan.compiled[name].roofline
+    if roofline.binding != "compute" and own.step_seconds <= roofline.step_seconds:
+        change = {f"islands.{name}.batch_size": 2 * own.batch_size}
+        yield Symptom("batch", lambda t: -_per_day(t.plan), -math.inf, text, [change])
 
-    def to_balance(self) -> Iterator[Advice]:
-        """Try batches with which every step would take as long as the shortest one."""
-        times = {n: island.step_seconds for n, island in self._plan.islands.items()}
-        fastest = min(times, key=lambda name: times[name])
-        for name, seconds in times.items():
-            ratio = seconds / times[fastest]
-            emulated = self._config.islands[name].step_seconds >= seconds
-            if ratio <= UNBALANCED or emulated:
-                continue
-            for wanted, factor in ((name, 1 / ratio), (fastest, ratio)):
-                own = self._config.islands[wanted]
-                multiple = own.batch_multiple
-                batch = round(own.batch_size * factor / multiple) * multiple
-                change = {f"islands.{wanted}.batch_size": batch}
-                same = batch in (0, own.batch_size)
-                better = None if same else self._try(change)
-                if better is None or _unbalance(better) >= _unbalance(self._plan):
-                    continue
-                yield Advice(
-                    text=f"a step of {name} takes {seconds:.3g} s, one of {fastest} "
-                    f"{times[fastest]:.3g} s: set {shown(change)}, now "
-                    f"{own.batch_size}; compiled so, the longest step is "
-                    f"{_unbalance(better):.2f} of the shortest",
-                    changes=(change,),
-                )
-                break
 
-    def to_merge_in_time(self) -> Iterator[Advice]:
-        """Lengthen a cycle that has no time for the exchange."""
-        run, steps = self._plan.run, self._config.run.sync.steps_per_cycle
-        took_part, round_trip = _participation(self._plan), 2 * LATENCY_S
-        if run.cycle_seconds >= 2 * round_trip or took_part > 1 - NOISE:
-            return
-        enough = int(2 * round_trip / run.pacing_step_seconds) + 1
-        for longer in (enough, 2 * enough, 4 * enough, 8 * enough):
-            change = {"sync.steps_per_cycle": longer}
-            better = self._try(change)
-            if better is None or _participation(better) <= took_part:
-                continue
-            yield Advice(
-                text=f"a cycle of {run.cycle_seconds:.2g} s is shorter than two round "
-                f"trips of {round_trip:g} s, and islands take part in {took_part:.0%} "
-                f"of the merges: raise sync.steps_per_cycle from {steps} to {longer}, "
-                f"for {_participation(better):.0%}",
-                changes=(change,),
-            )
-            return
+def _unbalanced(now: Tried) -> Iterator[Symptom]:
+    """Steps of different length: batches with which they would be equal."""
+    times = {name: island.step_seconds for name, island in now.plan.islands.items()}
+    slow, fast = max(times, key=times.__getitem__), min(times, key=times.__getitem__)
+    ratio, changes = times[slow] / times[fast], list[Change]()
+    if ratio <= UNBALANCED or now.config.islands[slow].step_seconds >= times[slow]:
+        return
+    for name, factor in ((slow, 1 / ratio), (fast, ratio)):
+        own = now.config.islands[name]
+        batch = round(own.batch_size * factor / own.batch_multiple) * own.batch_multiple
+        if batch not in (0, own.batch_size):
+            changes.append({f"islands.{name}.batch_size": batch})
+    yield Symptom(
+        "balance",
+        lambda tried: _unbalance(tried.plan),
+        UNBALANCED,
+        lambda tried: (
+            f"a step of {slow} takes {tried.plan.islands[slow].step_seconds:.3g} s, "
+            f"one of {fast} {tried.plan.islands[fast].step_seconds:.3g} s"
+        ),
+        changes,
+    )
 
-    def to_even(self) -> Iterator[Advice]:
-        """Find the smallest change with which the fragments are even and the largest is
-        no larger than now: it sizes links, merges, snapshots and takes.
 
-        Changes that leave more as it is are tried first. Tiles follow from shapes alone
-        and no setting changes them."""
-        config, now = self._config, self._fragments
-        largest, uneven = max(now.sizes), unevenness(now)
-        if uneven <= EVEN:
-            return
-        said = (
-            f"the largest of {len(now.fragments)} fragments is {uneven:.2f} of the "
-            f"mean, above {EVEN:g}: it sets the peak of each link, and the memory of "
-            f"merges, snapshots and takes"
-        )
-        model = build(config.run)
-        for change in _cuts(config.run.sync, math.ceil(now.total / largest)):
+def _short_cycle(now: Tried) -> Iterator[Symptom]:
+    """A cycle that has no time for the exchange."""
+
+    def missed(tried: Tried) -> float:
+        goodput = tried.plan.run.goodput
+        return 1 - goodput.participation if goodput else 1.0
+
+    run, round_trip = now.plan.run, 2 * LATENCY_S
+    if run.cycle_seconds >= 2 * round_trip or missed(now) < NOISE:
+        return
+    enough = int(2 * round_trip / run.pacing_step_seconds) + 1
+    yield Symptom(
+        "cycle",
+        missed,
+        NOISE,
+        lambda tried: (
+            f"islands take part in {1 - missed(tried):.0%} of the merges, with cycles "
+            f"of {tried.plan.run.cycle_seconds:.2g} s and round trips of "
+            f"{round_trip:g} s"
+        ),
+        [{"sync.steps_per_cycle": times * enough} for times in (1, 2, 4, 8)],
+    )
+
+
+def _uneven(now: Tried) -> Iterator[Symptom]:
+    """A largest fragment that sizes links, merges, snapshots and takes. Tiles follow
+    from shapes alone and no setting changes them."""
+    run, cut, largest = now.config.run, now.fragments, max(now.fragments.sizes)
+    if unevenness(cut) <= EVEN:
+        return
+
+    def even() -> Iterator[Change]:
+        """Changes with which the largest is no larger than now."""
+        model = build(run)
+        for change in _cuts(run.sync, math.ceil(cut.total / largest)):
             try:
-                cut = build_plan(changed(config, change).validate().run, model)
+                then = build_plan(changed(now.config, change).validate().run, model)
             except ConfigError:
                 continue
-            if unevenness(cut) > EVEN or max(cut.sizes) > largest:
-                continue
-            # Takes and adoptions of other pieces are other programs.
-            same = set(cut.pieces) == set(now.pieces)
-            if self._try(change, cut) and (same or self._try(change, cut, again=True)):
-                less = 1 - max(cut.sizes) / largest
-                smaller = f"{less:.0%} smaller" if less >= 0.005 else "no larger"
-                yield Advice(
-                    text=f"{said}; set {shown(change)}, with which it is "
-                    f"{unevenness(cut):.2f} of the mean and {smaller}",
-                    changes=(change,),
-                )
-                return
-        pieces = now.fragments[now.sizes.index(largest)]
-        piece, run = max(pieces, key=lambda own: own.size), config.run
-        yield Advice(
-            text=f"{said}; no setting that was tried mends it: its largest piece is "
-            f"{piece.name} of {piece.size:,} parameters, with sync.fragment_by = "
-            f"{run.sync.fragment_by!r}, sync.merge = {run.sync.merge!r}, "
-            f"outer.optimizer = {run.outer.optimizer!r}",
-            changes=(),
-        )
+            if unevenness(then) <= EVEN and max(then.sizes) <= largest:
+                yield change
 
-    def to_carry(self) -> Iterator[Advice]:
-        """Give the largest fragment more time, or fewer bytes."""
-        name, peak = _busiest(self._plan)
-        network = self._plan.islands[name].network
-        goodput = self._plan.run.goodput
-        assert goodput, "the plan is of compiled islands"
-        link = goodput.assumptions.link_gbit_per_s
-        if not peak > link >= max(network.up.mean, network.down.mean):
-            return
-        helping: list[Change] = []
-        for change in _carriers(self._config.run.sync, peak / link):
-            better = self._try(change)
-            if better and _busiest(better)[1] < peak:
-                helping.append(change)
-                if "sync.overlap_steps" not in change and _busiest(better)[1] <= link:
-                    break  # One codec is enough: do not propose both.
-        if helping:
-            options = ", or ".join(shown(change) for change in helping)
-            yield Advice(
-                text=f"islands.{name} needs {peak:.3g} Gbit/s while the largest "
-                f"fragment is under way, its link has {link:g}, so that this fragment "
-                f"is adopted late: set {options}",
-                changes=tuple(helping),
-            )
-
-    def _try(
-        self, change: Change, cut: FragmentPlan | None = None, *, again: bool = False
-    ) -> Plan | None:
-        """Return the plan with a change; None if it is worse: an island does not fit, a
-        check refuses that did not before, or fewer tokens are merged. cut: the changed
-        config's fragments. again: compile islands again that are as they were."""
-        try:
-            config = changed(self._config, change).validate()
-        except ConfigError:
-            return None
-        if not self._compiled:
-            plan = self._replan(config, cut, None)
-            return None if self._refuses_more(plan) else plan
-        sync, now = config.run.sync, self._config.run.sync
-        compiled = dict(self._compiled)
-        for name, island in config.islands.items():
-            if again or island != self._config.islands[name]:
-                found = self._try_compile(config, name)
-                if found is None:
-                    return None
-                compiled[name] = found
-            elif sync != now:
-                hbm = compiled[name].hbm.with_takes(now, sync)
-                compiled[name] = dataclasses.replace(
-                    compiled[name], hbm=hbm, fits=not hbm.missing
-                )
-        if not all(island.fits for island in compiled.values()):
-            return None
-        plan = self._replan(config, cut, compiled)
-        less = _per_day(plan) < (1 - NOISE) * _per_day(self._plan)
-        return None if less or self._refuses_more(plan) else plan
-
-    def _refuses_more(self, plan: Plan) -> bool:
-        """Tell whether a check refuses that did not before."""
-        before = {refusal.check for refusal in self._plan.run.refusals}
-        return any(refusal.check not in before for refusal in plan.run.refusals)
-
-    def _try_compile(self, config: Config, name: str) -> IslandPlan | None:
-        try:
-            return self._compile(config.validate(), name)
-        except (ConfigError, PlanError):
-            return None
-
-
-def _unbalance(plan: Plan) -> float:
-    times = [island.step_seconds for island in plan.islands.values()]
-    return max(times) / min(times)
-
-
-def _per_day(plan: Plan) -> float:
-    return plan.run.tokens_per_day or 0.0
-
-
-def _participation(plan: Plan) -> float:
-    return plan.run.goodput.participation if plan.run.goodput else 0.0
-
-
-def _busiest(plan: Plan) -> tuple[str, float]:
-    """Return the island whose link has the highest peak, and that peak."""
-    peaks = {
-        name: max(island.network.up.peak, island.network.down.peak)
-        for name, island in plan.islands.items()
-    }
-    name = max(peaks, key=lambda name: peaks[name])
-    return name, peaks[name]
-
-
-def _rounds(field: str) -> Callable[[IslandConfig, Hbm], dict[str, Any]]:
-    """Return the remedy that cuts the batch into as many rounds as the missing bytes
-    ask for, or makes it that much smaller."""
-
-    def remedy(island: IslandConfig, hbm: Hbm) -> dict[str, Any]:
-        most = island.batch_size // island.batch_multiple
-        share = hbm.share_of_activations
-        factor = next(
-            d
-            for d in range(1, most + 1)
-            if most % d == 0 and (d == most or (d > 1 and 1 / d <= share))
-        )
-        if factor == 1:
-            return {}
-        if field == "accumulation":
-            return {field: island.accumulation * factor}
-        return {field: island.batch_size // factor}
-
-    return remedy
-
-
-TO_FIT: tuple[Callable[[IslandConfig, Hbm], dict[str, Any]], ...] = (
-    lambda island, _: {"remat": "full"} if island.remat != "full" else {},
-    _rounds("accumulation"),
-    # Parameters and optimizer over all devices that have copies of them.
-    lambda island, _: (
-        {"mesh_data": 1, "mesh_fsdp": island.mesh_data * island.mesh_fsdp}
-        if island.mesh_data > 1
-        else {}
-    ),
-    lambda island, _: (
-        {"anchor_memory": "pinned_host"} if island.anchor_memory == "device" else {}
-    ),
-    _rounds("batch_size"),
-)
-"""Remedies for an island that lacks HBM: fields with other values, or nothing. In the
-order in which they are tried: what costs training the least comes first."""
+    pieces = cut.fragments[cut.sizes.index(largest)]
+    piece = max(pieces, key=lambda own: own.size)
+    yield Symptom(
+        "fragments",
+        lambda tried: unevenness(tried.fragments),
+        EVEN,
+        lambda tried: (
+            f"the largest of {len(tried.fragments.fragments)} fragments has "
+            f"{max(tried.fragments.sizes):,} parameters, "
+            f"{unevenness(tried.fragments):.2f} of the mean; it sets the peak of each "
+            f"link, and the memory of merges, snapshots and takes"
+        ),
+        even(),
+        f"above {EVEN:g} of the mean is uneven; its largest piece is {piece.name} of "
+        f"{piece.size:,} parameters, with sync.fragment_by = {run.sync.fragment_by!r}, "
+        f"sync.merge = {run.sync.merge!r}, outer.optimizer = {run.outer.optimizer!r}",
+    )
 
 
 def _cuts(sync: SyncConfig, fewest: int) -> Iterator[Change]:
@@ -387,19 +314,45 @@ def _cuts(sync: SyncConfig, fewest: int) -> Iterator[Change]:
         yield {"sync.merge": BY_ELEMENT}
 
 
-def _carriers(sync: SyncConfig, late: float) -> Iterator[Change]:
-    """Yield changes for a largest fragment that takes `late` times its window."""
-    overlap = math.floor(max(1, sync.overlap_steps) * late) + 1
-    longer = {"sync.steps_per_cycle": overlap + 1}
-    enough = overlap < sync.steps_per_cycle
-    yield {"sync.overlap_steps": overlap} | ({} if enough else longer)
-    smaller: dict[str, Any] = {}
+def _late(now: Tried) -> Iterator[Symptom]:
+    """A largest fragment that is adopted late: more time for it, or fewer bytes."""
+
+    def busiest(tried: Tried) -> tuple[float, str]:
+        links = {name: island.network for name, island in tried.plan.islands.items()}
+        return max((max(n.up.peak, n.down.peak), name) for name, n in links.items())
+
+    sync, (peak, name) = now.config.run.sync, busiest(now)
+    network, goodput = now.plan.islands[name].network, now.plan.run.goodput
+    assert goodput, "the plan is of compiled islands"
+    link = goodput.assumptions.link_gbit_per_s
+    if not peak > link >= max(network.up.mean, network.down.mean):
+        return
+    overlap = math.floor(max(1, sync.overlap_steps) * peak / link) + 1
+    changes: list[Change] = [{"sync.overlap_steps": overlap}]
+    if overlap >= sync.steps_per_cycle:
+        changes[0]["sync.steps_per_cycle"] = overlap + 1
     for field in ("codec_down", "codec_up"):
-        now = getattr(sync, field)
-        sizes = {n: Codec(n).tile_bytes(MOST_ELEMENTS) for n in (*CODECS.table, now)}
-        fewer = [name for name in sizes if sizes[name] < sizes[now]]
-        if fewer:
-            smaller[f"sync.{field}"] = max(fewer, key=lambda name: sizes[name])
-    yield from ({field: codec} for field, codec in smaller.items())
-    if len(smaller) > 1:
-        yield smaller
+        codec = getattr(sync, field)
+        sizes = {n: Codec(n).tile_bytes(MOST_ELEMENTS) for n in (*CODECS.table, codec)}
+        if fewer := [other for other in sizes if sizes[other] < sizes[codec]]:
+            changes.append({f"sync.{field}": max(fewer, key=sizes.__getitem__)})
+    yield Symptom(
+        "late",
+        lambda tried: busiest(tried)[0],
+        link,
+        lambda tried: (
+            f"islands.{busiest(tried)[1]} needs {busiest(tried)[0]:.3g} Gbit/s while "
+            f"the largest fragment is under way, which is adopted late where its link "
+            f"has less; it has {link:g}"
+        ),
+        changes,
+    )
+
+
+def _unbalance(plan: Plan) -> float:
+    times = [island.step_seconds for island in plan.islands.values()]
+    return max(times) / min(times)
+
+
+def _per_day(plan: Plan) -> float:
+    return plan.run.tokens_per_day or 0.0

@@ -32,7 +32,7 @@ from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.restart_time import outage_seconds
 from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
-from diloco_jax.wire.acceptor import MOST_PLACES
+from diloco_jax.wire.limits import MOST_SLOTS
 
 LINK_UTILISATION = BandwidthConfig.link_utilisation
 MOST_MEMORY = 0.95
@@ -210,19 +210,19 @@ class Check(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shortfall:
-    """A check that does not hold."""
+class Remedy:
+    """The change that mends a check which does not hold, or makes a plan better."""
 
     check: str
     text: str
     """Sentence with the need, what there is, and the change."""
     change: Change
-    """Values by field, with which all of the plan's checks of this kind hold; empty if
-    no single field does it.
+    """Values by field with which the check holds, or the plan is better; empty if none
+    is known.
     """
 
 
-def refusals(terms: Terms) -> list[Shortfall]:
+def refusals(terms: Terms) -> list[Remedy]:
     """Return what would not run, each with the smallest change that would.
 
     Raises ConfigError.
@@ -236,7 +236,7 @@ def refusals(terms: Terms) -> list[Shortfall]:
                 change, said = one, f": set {shown(one)}"
                 break
         text = f"{check.text}{said}"
-        found.append(Shortfall(check=name, text=text, change=change))
+        found.append(Remedy(check=name, text=text, change=change))
     return found
 
 
@@ -386,7 +386,7 @@ def _merging(terms: Terms, needs: Needs) -> Check:
     """Count what one process can do in a cycle: more cores than its merges keep busy
     are of no use to it."""
     merges, workers = needs.coordinator.merges, terms.config.placement.workers
-    cost, took, summed = merges.cost, merges.seconds, merges.seconds_of_weighted_sum
+    took, summed = merges.seconds, merges.seconds_of_weighted_sum
     less = f"; a weighted sum such as rda takes {summed:.3g} s" * (summed < took)
     each = f" in the largest of {workers} workers" * (workers > 1)
 
@@ -410,8 +410,8 @@ def _merging(terms: Terms, needs: Needs) -> Check:
         took,
         needs.cycle_seconds,
         f"merges of a cycle take {took:.3g} s on {merges.cores:g} cores{each} and a "
-        f"cycle {needs.cycle_seconds:.3g} s, with {cost.deltas} deltas, sync.merge = "
-        f"{cost.rule!r}, sync.steps_per_cycle = {_steps(terms)} and the merge route "
+        f"cycle {needs.cycle_seconds:.3g} s, with {merges.deltas} deltas, sync.merge = "
+        f"{merges.rule!r}, sync.steps_per_cycle = {_steps(terms)} and the merge route "
         f"{terms.rates.merge_route!r}{less}",
         changes(),
     )
@@ -474,13 +474,13 @@ def _restart(terms: Terms, needs: Needs) -> Check:
 def _places(terms: Terms) -> Check:
     """Count the transfers that may run at once: one per host and channel, each way."""
     channels, hosts = terms.config.placement.bulk_channels, sum(terms.hosts.values())
-    needed, most = 2 * channels * hosts, MOST_PLACES // (2 * hosts)
+    needed, most = 2 * channels * hosts, MOST_SLOTS // (2 * hosts)
     return Check(
         "places",
         needed,
-        MOST_PLACES,
+        MOST_SLOTS,
         f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
-        f"transfers together, and it has places for {MOST_PLACES}; others would wait",
+        f"transfers together, and it has places for {MOST_SLOTS}; others would wait",
         [{"placement.bulk_channels": most}] if most >= 1 else [],
     )
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.hardware.machines import machine_of
-from diloco_jax.hardware.tpus import chip_of, slice_of
+from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.terminal import bar
 from diloco_jax.planning.compiler import (
@@ -41,7 +41,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     # The simulated islands of a plan must not log.
     setup_logging("ERROR")
     for name, island in config.islands.items():
-        chip_of(slice_of(name, island))
+        slice_of(name, island)
     machine_of(config.launch.coordinator_machine)
     if prices := parse_prices(options.price):
         require_prices(config, prices)
@@ -106,13 +106,8 @@ def _plan(
     versions = {name: metadata.version(name) for name in packages}
 
     def plan_of(
-        then: Config,
-        cut: FragmentPlan | None,
-        compiled: Mapping[str, IslandPlan] | None,
+        then: Config, cut: FragmentPlan, compiled: Mapping[str, IslandPlan] | None
     ) -> Plan:
-        if cut is None:
-            same = then.run == config.run
-            cut = fragments if same else planning.fragments_of(then)
         return planning.plan_run(
             path, then, cut, options.assumptions, compiled, versions, prices
         )

@@ -28,7 +28,7 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig, Sync
 from diloco_jax.config.loading import read_config
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan, Piece
-from diloco_jax.hardware.tpus import Slice, chip_of, ici_bytes_per_s, slice_of
+from diloco_jax.hardware.tpus import Slice, ici_bytes_per_s, slice_of
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, alike, kind_of
 from diloco_jax.island.device.step import TrainState
@@ -224,7 +224,7 @@ def roofline(
 
     flops: of the whole island; bytes: of one chip.
     """
-    chip = chip_of(found)
+    chip = found.generation
     sent = sum(c.sent_bytes for c in collectives)
     hidden = sum(c.overlapping_bytes for c in collectives)
     seconds: dict[Resource, float] = {
@@ -335,7 +335,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
     else:
         program = _program(compiled)
         moved, collectives = hbm_bytes(program), sum_collectives(program)
-        hbm = hbm.accepted(compiled.memory_analysis(), chip_of(found).hbm_bytes)
+        hbm = hbm.accepted(compiled.memory_analysis(), found.generation.hbm_bytes)
     exchange = []
     for done, (kind, pieces) in enumerate(kinds):
         report(pieces[0].name, 2 + done, parts)
@@ -393,7 +393,7 @@ def _plan_exchange(
         pieces=len(pieces),
         aligned=_cuts(kind.piece.spec) == _cuts(kind.encoded.spec),
         collectives={name: sums for name, sums in collectives.items() if sums},
-        seconds=ici_seconds(found, sent) + moved / chip_of(found).hbm_bytes_per_s,
+        seconds=ici_seconds(found, sent) + moved / found.generation.hbm_bytes_per_s,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 from diloco_jax import restart_time
@@ -28,7 +29,7 @@ from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import is_bucket
-from diloco_jax.hardware.machines import CONSTANTS, MachineRates
+from diloco_jax.hardware.machines import CONSTANTS, MachineRates, rate_of
 from diloco_jax.protocol.coordinator.workers import deal
 
 SNAPSHOT_COPIES = 1
@@ -58,24 +59,18 @@ Owner = Literal["coordinator", "lead", "worker"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MergeCost:
-    """Core seconds per 1e9 parameters of a merge, with the checks of its deltas."""
+class MergePlan:
+    """Merges of a cycle, in the process that has the most parameters."""
 
     rule: str
     """`sync.merge`."""
     deltas: int
     core_seconds: float
+    """Core seconds per 1e9 parameters of a merge, with the checks of its deltas."""
     of_weighted_sum: float
     """The part that every rule takes."""
     known: bool
     """False: nobody measured the rule, and it counts as a weighted sum."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MergePlan:
-    """Merges of a cycle, in the process that has the most parameters."""
-
-    cost: MergeCost
     fragment_core_seconds: float
     """Core seconds of the merge of the largest fragment."""
     cores: float
@@ -88,60 +83,54 @@ class MergePlan:
     @property
     def seconds_of_weighted_sum(self) -> float:
         """The same seconds if the rule were a weighted sum."""
-        return self.seconds * self.cost.of_weighted_sum / self.cost.core_seconds
+        return self.seconds * self.of_weighted_sum / self.core_seconds
 
     @property
     def line(self) -> str:
         """A line for people."""
-        cost = self.cost
         unknown = "; nobody measured this rule, and it counts as a weighted sum"
         return (
-            f"merges of {cost.deltas} deltas by {cost.rule}: {cost.core_seconds:.3g} "
+            f"merges of {self.deltas} deltas by {self.rule}: {self.core_seconds:.3g} "
             f"core seconds per 1e9 parameters, {self.fragment_core_seconds:.3g} for "
             f"the largest fragment, {self.share:.2g} of each tick on {self.cores:g} "
-            f"cores{'' if cost.known else unknown}"
+            f"cores{'' if self.known else unknown}"
         )
 
 
-def cost_of(
-    sync: SyncConfig, rates: MachineRates, deltas: int, by_rule: float
-) -> MergeCost:
-    """Return what a merge of so many deltas takes.
-
-    by_rule: share of the parameters that are merged by the rule; the others are merged
-    by the weighted mean.
-    """
-    summed = rates.merging(sync.codec_down) + deltas * rates.per_delta(sync.codec_up)
-    beyond: float | None = 0.0
-    if MERGE_RULES.find(sync.merge).needs != "sum":
-        found = rates.rules.get(sync.merge)
-        beyond = found.beyond(deltas) if found else None
-    return MergeCost(
-        rule=sync.merge,
-        deltas=deltas,
-        core_seconds=summed + by_rule * (beyond or 0.0),
-        of_weighted_sum=summed,
-        known=beyond is not None,
-    )
-
-
 def plan_merges(
-    cost: MergeCost,
-    largest_fragment: int,
+    sync: SyncConfig,
+    rates: MachineRates,
+    deltas: int,
+    *,
+    largest: int,
     params: int,
     cycle_seconds: float,
     cores: int,
     own_cores: float,
+    by_rule: float = 1.0,
 ) -> MergePlan:
     """Return the merges of the process that has the most parameters, `params`.
 
-    cores: of the machine; own_cores: of them, those of this process.
+    largest: parameters of the largest fragment. cores: of the machine; own_cores: of
+    them, those of this process. by_rule: share of the parameters that are merged by the
+    rule; the others are merged by the weighted mean.
     """
+    summed = rate_of(rates.merge_core_seconds, sync.codec_down)
+    summed += deltas * rate_of(rates.delta_core_seconds, sync.codec_up)
+    beyond: float | None = 0.0
+    if MERGE_RULES.find(sync.merge).needs != "sum":
+        found = rates.rules.get(sync.merge)
+        beyond = found.beyond(deltas) if found else None
+    core_seconds = summed + by_rule * (beyond or 0.0)
     usable = min(own_cores, merges_at_once(cores) * CORES_PER_MERGE)
-    seconds = cost.core_seconds * params / 1e9 / usable
+    seconds = core_seconds * params / 1e9 / usable
     return MergePlan(
-        cost=cost,
-        fragment_core_seconds=cost.core_seconds * largest_fragment / 1e9,
+        rule=sync.merge,
+        deltas=deltas,
+        core_seconds=core_seconds,
+        of_weighted_sum=summed,
+        known=beyond is not None,
+        fragment_core_seconds=core_seconds * largest / 1e9,
         cores=usable,
         seconds=seconds,
         share=seconds / cycle_seconds,
@@ -437,8 +426,6 @@ def plan_coordinator(
     wire = islands * both_ways / 1e9 / cycle_seconds
     rule = MERGE_RULES.find(run.sync.merge)
     by_rule = sum(p.size for p in plan.pieces if merging.rule_for(p, rule) is rule)
-    cost = cost_of(run.sync, rates, islands, by_rule / plan.total)
-    merge_cores = cost.core_seconds / 1e9 * plan.total / cycle_seconds
 
     def disk_of(number: int, fragments: int, owner: Owner) -> DiskPlan:
         """Return the plan of a disk for so many parameters."""
@@ -461,18 +448,22 @@ def plan_coordinator(
 
     disk = disk_of(plan.total, len(plan.fragments), "coordinator")
     disk_cores = disk.written_per_s / 1e9 * rates.write_core_seconds
-    memory, busy = sum(parts.values()), wire + merge_cores + disk_cores
-    workers, in_fragments = placement.workers, memory - parts["process"]
-    dealt = _worker_plans(plan, workers, in_fragments, busy)
-    needed = math.ceil(busy) if not dealt else 0
+    memory, workers = sum(parts.values()), placement.workers
     merges = plan_merges(
-        cost,
-        max(plan.sizes),
-        max((w.params for w in dealt), default=plan.total),
-        cycle_seconds,
-        cores,
-        cores if apart else cores / workers,
+        run.sync,
+        rates,
+        islands,
+        largest=max(plan.sizes),
+        params=max(_dealt(plan, workers, plan.sizes)),
+        cycle_seconds=cycle_seconds,
+        cores=cores,
+        own_cores=cores if apart else cores / workers,
+        by_rule=by_rule / plan.total,
     )
+    merge_cores = merges.core_seconds / 1e9 * plan.total / cycle_seconds
+    busy = wire + merge_cores + disk_cores
+    dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
+    needed = math.ceil(busy) if not dealt else 0
     disks: tuple[DiskPlan, ...] = ()
     if apart and dealt:
         lead = disk_of(plan.total, len(plan.fragments), "lead")
@@ -492,7 +483,7 @@ def plan_coordinator(
         disk=disk,
         replayed=replayed * plan.total,
         replayed_bytes=replayed * sizes.publish,
-        replay_core_seconds=rates.replaying(run.sync.codec_down),
+        replay_core_seconds=rate_of(rates.replay_core_seconds, run.sync.codec_down),
     )
 
 
@@ -557,16 +548,23 @@ def _worker_plans(
     worker has."""
     if workers == 1:
         return ()
-    dealt, plans = deal(plan.sizes, workers), []
-    for worker in range(workers):
-        own = [size for f, size in enumerate(plan.sizes) if dealt[f] == worker]
-        share = sum(own) / plan.total
-        plans.append(
-            WorkerPlan(
-                fragments=len(own),
-                params=sum(own),
-                memory=math.ceil(share * held) + PROCESS_BYTES,
-                cores=share * cores,
-            )
+    dealt = _dealt(plan, workers, [1] * len(plan.sizes))
+    return tuple(
+        WorkerPlan(
+            fragments=fragments,
+            params=params,
+            memory=math.ceil(params / plan.total * held) + PROCESS_BYTES,
+            cores=params / plan.total * cores,
         )
-    return tuple(plans)
+        for fragments, params in zip(
+            dealt, _dealt(plan, workers, plan.sizes), strict=True
+        )
+    )
+
+
+def _dealt(plan: FragmentPlan, workers: int, amounts: Sequence[int]) -> list[int]:
+    """Sum the amounts of each worker's fragments."""
+    owners, sums = deal(plan.sizes, workers), [0] * workers
+    for owner, amount in zip(owners, amounts, strict=True):
+        sums[owner] += amount
+    return sums

@@ -26,7 +26,7 @@ from diloco_jax.config import Config, ConfigError, SyncConfig
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import MachineRates
-from diloco_jax.hardware.tpus import chip_of, slice_of
+from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability import measures
@@ -34,7 +34,7 @@ from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.checks import (
     Change,
     IslandNetwork,
-    Shortfall,
+    Remedy,
     Terms,
     mending,
     needs_of,
@@ -65,21 +65,6 @@ OUTAGE_STEPS = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulatedIsland:
-    """An island as the simulator sees it."""
-
-    chips: int
-    tokens_per_step: int
-    step_seconds: float
-    hosts: int = 1
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second without interruptions."""
-        return self.tokens_per_step / self.step_seconds
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedGoodput:
     """Shares of the tokens that undisturbed islands would compute."""
 
@@ -100,6 +85,9 @@ class PlannedIsland:
 
     compiled: IslandPlan | None
     """None if the plan is arithmetic alone."""
+    chips: int
+    hosts: int
+    tokens_per_step: int
     step_seconds: float
     """Seconds of a step by the roofline, with its share of `exchange_seconds`, or at
     peak rates; or of the emulated step if that is longer."""
@@ -129,22 +117,13 @@ class RunPlan:
     coordinator: CoordinatorPlan
     restart_seconds: float
     """Seconds from the death of the coordinator's process to its service."""
-    refusals: list[Shortfall]
+    refusals: list[Remedy]
     mending: Change
     """One set of changes after which no check refuses; empty: none is known, or
     needed."""
     rates: MachineRates
     price_per_hour: dict[str, float] | None
     """Its parts, by the prices of `--price`; None without them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Advice:
-    """A finding, and changes each of which helps by itself."""
-
-    text: str
-    changes: tuple[Change, ...]
-    """With each one the plan was made again, and became better."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +137,8 @@ class Plan:
     """Versions of the packages that compiled; empty if nothing was compiled."""
     islands: dict[str, PlannedIsland]
     run: RunPlan
-    advice: tuple[Advice, ...] = ()
+    advice: tuple[Remedy, ...] = ()
+    """Changes that were tried, each by itself."""
 
     @property
     def compiled(self) -> dict[str, IslandPlan]:
@@ -190,29 +170,40 @@ def plan_run(
     compiled: the islands by name; None: by arithmetic. versions: of the packages that
     compiled. prices: see `price_per_hour`.
     """
-    resolved = resolve_outer(config)
-    run, sync = resolved.run, config.run.sync
-    machines = {
-        name: _by_arithmetic(config, name)
-        if compiled is None
-        else _by_compiler(config, name, compiled[name])
-        for name in config.islands
-    }
+    resolved, made = resolve_outer(config), compiled or {}
+    run, slices = resolved.run, {n: slice_of(n, i) for n, i in config.islands.items()}
     terms = Terms(
         config=resolved,
         fragments=fragments,
-        hosts={name: machine.hosts for name, machine in machines.items()},
-        step_seconds={name: m.step_seconds for name, m in machines.items()},
+        hosts={name: found.hosts for name, found in slices.items()},
+        step_seconds={n: _step_seconds(config, n, made.get(n)) for n in slices},
         link_gbit_per_s=assumptions.link_gbit_per_s,
     )
-    needs = needs_of(terms)
-    rate = sum(machine.tokens_per_second for machine in machines.values())
+    needs, length = needs_of(terms), run.sequence_length
+    tokens = {
+        name: made[name].tokens_per_step if made else island.batch_size * length
+        for name, island in config.islands.items()
+    }
+    islands = {
+        name: PlannedIsland(
+            compiled=made.get(name),
+            chips=found.chips,
+            hosts=found.hosts,
+            tokens_per_step=tokens[name],
+            step_seconds=terms.step_seconds[name],
+            exchange_seconds=made[name].exchange_seconds if made else 0.0,
+            tokens_per_second=tokens[name] / terms.step_seconds[name],
+            network=needs.networks[name],
+        )
+        for name, found in slices.items()
+    }
+    rate = sum(island.tokens_per_second for island in islands.values())
     goodput = tokens_per_day = None
-    if compiled is not None:
+    if made:
         goodput = expected_goodput(
-            sync,
+            run.sync,
             fragments.total,
-            machines,
+            islands,
             merge_seconds=needs.coordinator.merges.fragment_core_seconds,
             assumptions=assumptions,
         )
@@ -220,18 +211,9 @@ def plan_run(
     refused = refusals(terms)
     return Plan(
         config=path,
-        fits=all(i.fits for i in (compiled or {}).values()) and not refused,
+        fits=all(island.fits for island in made.values()) and not refused,
         versions=dict(versions or {}),
-        islands={
-            name: PlannedIsland(
-                compiled=compiled[name] if compiled else None,
-                step_seconds=machine.step_seconds,
-                exchange_seconds=compiled[name].exchange_seconds if compiled else 0.0,
-                tokens_per_second=machine.tokens_per_second,
-                network=needs.networks[name],
-            )
-            for name, machine in machines.items()
-        },
+        islands=islands,
         run=RunPlan(
             params=fragments.total,
             pacing_step_seconds=needs.pacing_step_seconds,
@@ -250,8 +232,12 @@ def plan_run(
     )
 
 
-def _by_arithmetic(config: Config, name: str) -> SimulatedIsland:
+def _step_seconds(config: Config, name: str, compiled: IslandPlan | None) -> float:
+    """Return the seconds of an island's step: see `PlannedIsland.step_seconds`."""
     island, run = config.islands[name], config.run
+    if compiled:
+        exchange = compiled.exchange_seconds / run.sync.steps_per_cycle
+        return max(compiled.roofline.step_seconds + exchange, island.step_seconds)
     if run.model.factory:
         raise ConfigError(
             f"arithmetic: there is no formula for the FLOPs of model.factory = "
@@ -260,30 +246,14 @@ def _by_arithmetic(config: Config, name: str) -> SimulatedIsland:
     found = slice_of(name, island)
     flops = island.batch_size * analytic_flops(run.model, run.sequence_length)
     again = RECOMPUTED if island.remat == "full" else 1.0
-    seconds = flops * again / (found.chips * chip_of(found).flops_per_s)
-    return SimulatedIsland(
-        chips=found.chips,
-        tokens_per_step=island.batch_size * run.sequence_length,
-        step_seconds=max(seconds, island.step_seconds),
-        hosts=found.hosts,
-    )
-
-
-def _by_compiler(config: Config, name: str, island: IslandPlan) -> SimulatedIsland:
-    exchange = island.exchange_seconds / config.run.sync.steps_per_cycle
-    seconds = island.roofline.step_seconds + exchange
-    return SimulatedIsland(
-        chips=island.chips,
-        tokens_per_step=island.tokens_per_step,
-        step_seconds=max(seconds, config.islands[name].step_seconds),
-        hosts=island.hosts,
-    )
+    seconds = flops * again / (found.chips * found.generation.flops_per_s)
+    return max(seconds, island.step_seconds)
 
 
 def expected_goodput(
     sync: SyncConfig,
     params: int,
-    machines: dict[str, SimulatedIsland],
+    machines: Mapping[str, PlannedIsland],
     merge_seconds: float,
     assumptions: Assumptions,
 ) -> ExpectedGoodput:
@@ -342,7 +312,7 @@ def expected_goodput(
 def _simulate(
     exchange: ExchangeTerms,
     sync: SyncConfig,
-    machines: dict[str, SimulatedIsland],
+    machines: Mapping[str, PlannedIsland],
     outages: dict[str, tuple[float, float]],
     horizon: float,
     spread: float,

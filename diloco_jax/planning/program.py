@@ -146,34 +146,18 @@ class Program:
         )
 
 
-class Collective(NamedTuple):
-    """One operation, in a loop or not."""
-
-    kind: str
-    times: int
-    """Times that it runs in one run of the program."""
-    group: int
-    """Chips in its group."""
-    sent_bytes: int
-    """Bytes that each chip sends, each time."""
-    moved_bytes: int
-    """Bytes between each chip and its HBM, each time: shard and whole, read and
-    written."""
-    overlaps: bool
-    """True if it is started and awaited apart, with other work in between."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveSum:
-    """All operations of one kind in one run of a program."""
+    """One operation, or all of a kind, in one run of a program, with loops counted."""
 
     kind: str
     count: int
-    """Runs of all these operations, loops counted."""
     sent_bytes: int
     """Bytes that each chip sends."""
+    moved_bytes: int = 0
+    """Bytes between each chip and its HBM: shard and whole, read and written."""
     overlapping: int
-    """Runs that overlap with other work, part of `count`."""
+    """Runs that are started and awaited apart, with other work in between."""
     overlapping_bytes: int
     """Bytes of those runs, part of `sent_bytes`."""
     largest_group: int
@@ -202,9 +186,9 @@ def parse(text: str) -> Program:
     return Program(computations, entry, int(partitions[1]) if partitions else 1)
 
 
-def find_collectives(program: Program) -> list[Collective]:
+def find_collectives(program: Program) -> list[CollectiveSum]:
     """Return the collectives of a program, each once, whatever its instructions."""
-    found: dict[tuple[str, str], Collective] = {}
+    found: dict[tuple[str, str], CollectiveSum] = {}
     for name, times in program.executed():
         for part, hidden in _parts(program, name):
             for instruction in part.values():
@@ -218,32 +202,33 @@ def find_collectives(program: Program) -> list[Collective]:
                 # One channel may carry operations of two kinds.
                 key = channel[0] if channel else f"{id(part)} {instruction.name}", kind
                 known = found.get(key)
+                count = max(times, known.count if known else 0)
+                overlaps = overlaps or bool(known and known.overlapping)
                 group = group_size(instruction.attributes, program.partitions)
                 sent, moved = _sent_and_moved(kind, instruction, group)
-                found[key] = Collective(
+                found[key] = CollectiveSum(
                     kind=kind,
-                    times=max(times, known.times if known else 0),
-                    group=group,
-                    sent_bytes=sent,
-                    moved_bytes=moved,
-                    overlaps=overlaps or bool(known and known.overlaps),
+                    count=count,
+                    sent_bytes=count * sent,
+                    moved_bytes=count * moved,
+                    overlapping=count * overlaps,
+                    overlapping_bytes=count * overlaps * sent,
+                    largest_group=group,
                 )
-    return [c for c in found.values() if c.group > 1]
+    return [c for c in found.values() if c.largest_group > 1]
 
 
 def sum_collectives(program: Program) -> list[CollectiveSum]:
     """Sum collectives by kind, the kind with the most bytes first."""
-    kinds: dict[str, list[Collective]] = {}
+    kinds: dict[str, list[CollectiveSum]] = {}
     for collective in find_collectives(program):
         kinds.setdefault(collective.kind, []).append(collective)
+    counts = ["count", "sent_bytes", "moved_bytes", "overlapping", "overlapping_bytes"]
     sums = [
         CollectiveSum(
             kind=kind,
-            count=sum(c.times for c in members),
-            sent_bytes=sum(c.times * c.sent_bytes for c in members),
-            overlapping=sum(c.times * c.overlaps for c in members),
-            overlapping_bytes=sum(c.times * c.sent_bytes * c.overlaps for c in members),
-            largest_group=max(c.group for c in members),
+            largest_group=max(c.largest_group for c in members),
+            **{name: sum(getattr(c, name) for c in members) for name in counts},
         )
         for kind, members in kinds.items()
     ]
@@ -252,7 +237,7 @@ def sum_collectives(program: Program) -> list[CollectiveSum]:
 
 def hbm_bytes(program: Program) -> int:
     """Return the bytes that one chip reads and writes in one run, loops counted."""
-    return sum(c.times * c.moved_bytes for c in find_collectives(program)) + sum(
+    return sum(c.moved_bytes for c in find_collectives(program)) + sum(
         times * _moved(program, program.computations[name], instruction)
         for name, times in program.executed()
         for instruction in program.computations[name].values()

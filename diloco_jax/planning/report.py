@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from diloco_jax.planning.checks import Change, Shortfall, shown
+from diloco_jax.planning.checks import Change, Remedy, shown
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan, DiskPlan
 from diloco_jax.planning.options import price_sentence
@@ -37,7 +37,7 @@ def render(plan: Plan, console: Console) -> None:
             )
     lines += _expected(run, run.goodput) if run.goodput else ()
     lines += _coordinator(run.coordinator, run.restart_seconds)
-    lines += run.rates.lines(run.coordinator.merges.cost.rule)
+    lines += run.rates.lines(run.coordinator.merges.rule)
     lines += [price_sentence(run.price_per_hour)] if run.price_per_hour else ()
     lines += _refused(run.refusals, run.mending)
     lines += (f"- {advice.text}" for advice in plan.advice)
@@ -47,7 +47,7 @@ def render(plan: Plan, console: Console) -> None:
         console.print(f"({versions})", highlight=False, style="dim")
 
 
-def _refused(refusals: Sequence[Shortfall], mending: Change) -> Iterator[str]:
+def _refused(refusals: Sequence[Remedy], mending: Change) -> Iterator[str]:
     yield from (f"REFUSED: {refusal.text}" for refusal in refusals)
     if len(refusals) > 1:
         yield (

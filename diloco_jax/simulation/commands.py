@@ -1,40 +1,43 @@
-"""`diloco simulate KIND`: options in, tables out, or one JSON object."""
+"""`diloco simulate KIND` and `diloco replay`: options in, text or one JSON object out.
+
+Nothing heavy is imported before a command needs it: replay sets the environment that
+jax reads when it is imported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.config.fields import setting
-from diloco_jax.errors import ConfigError, suggest
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
 from diloco_jax.files import require_writable
 from diloco_jax.observability.logs import setup_logging
-from diloco_jax.options import parse
-from diloco_jax.simulation.output import bar, or_dash, show, table, tell
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.options import WorkdirOptions, parse
+from diloco_jax.simulation.output import (
+    Columns,
+    Progress,
+    bar,
+    nobody,
+    or_dash,
+    show,
+    table,
+    tell,
+)
 
 ConfigT = TypeVar("ConfigT")
 OutputT = TypeVar("OutputT", bound="Output")
-
-
-def simulate_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate KIND [options]`."""
-    kind = arguments[0] if arguments else "--help"
-    if kind in ("-h", "--help"):
-        print(_help())
-        return 0
-    if kind not in KINDS:
-        raise ConfigError(
-            f"no simulation {kind!r}{suggest(kind, list(KINDS))}; there are "
-            f"{', '.join(KINDS)}"
-        )
-    # Logs of simulated islands are no news: there are many, and their content is
-    # counted.
-    setup_logging("ERROR")
-    return KINDS[kind][0](arguments[1:])
+Shown = tuple[dict[str, Any], Table | str]
+"""What a simulation found, as JSON-compatible builtins and for people."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,78 @@ class SweepOutput(Output):
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayOptions(WorkdirOptions):
+    """The options of `diloco replay`."""
+
+    until: int | None = setting(
+        None, help="The last merge to repeat, counted from 1; None = all."
+    )
+    save: Path | None = setting(
+        None,
+        help="New folder for the global parameters at the end, which diloco eval "
+        "reads; None = they are not saved.",
+    )
+
+
+def simulate_command(arguments: Sequence[str]) -> int:
+    """Run `diloco simulate KIND [options]`."""
+    kind = arguments[0] if arguments else "--help"
+    if kind in ("-h", "--help"):
+        usage = "usage: diloco simulate KIND ...   "
+        print(f"{usage}(diloco simulate KIND --help tells more)\n")
+        for name, (_, does) in KINDS.items():
+            print(f"  {name:<10} {does}")
+        return EXIT_DONE
+    if kind not in KINDS:
+        raise ConfigError(
+            f"no simulation {kind!r}{suggest(kind, list(KINDS))}; there are "
+            f"{', '.join(KINDS)}"
+        )
+    # Logs of simulated islands are no news: there are many, and their content is
+    # counted.
+    setup_logging("ERROR")
+    return KINDS[kind][0](arguments[1:])
+
+
+def replay_command(arguments: Sequence[str]) -> int:
+    """Run `diloco replay`; return 1 if a merge has other bits than on the tape.
+
+    Raises ConfigError if there is nothing to compare: see `replay.run`.
+    """
+    (options,) = parse(
+        [ReplayOptions],
+        arguments,
+        "diloco replay",
+        "Repeat a recorded run and compare every merge.",
+    )
+    # Faults of the recorded run are no news.
+    setup_logging("ERROR")
+    console = Console(stderr=True, markup=False)
+    from diloco_jax.simulation.replay.recording import read_recording
+
+    try:
+        with bar("reading the tape") as report:
+            recording = read_recording(
+                options.workdir,
+                options.until,
+                options.paths or None,
+                trust_code=options.trust_code,
+                report=report,
+            )
+        # This must happen before anything imports jax.
+        recording.prepare_environment()
+        from diloco_jax.simulation.replay.replay import run
+
+        outcome = run(recording, console, options.save)
+    except TapeError as error:
+        raise ConfigError(str(error)) from error
+    if options.json:
+        print(json.dumps(dataclasses.asdict(outcome)))
+    print(outcome, file=sys.stderr)
+    return EXIT_DONE if outcome.identical else EXIT_FAILED
+
+
 def goodput_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate goodput`."""
     from diloco_jax.simulation.fleets import goodput
@@ -68,8 +143,8 @@ def goodput_command(arguments: Sequence[str]) -> int:
             )
         with bar("goodput") as progress:
             result = goodput.simulate_goodput(config, progress)
-        show(output.json, _goodput_json(result), _goodput_text(result))
-        return 0
+        show(output.json, result.json(), result.text())
+        return EXIT_DONE
     for field, values in goodput.SWEPT.items():
         if (value := getattr(config, field)) != getattr(default, field):
             raise ConfigError(
@@ -79,94 +154,24 @@ def goodput_command(arguments: Sequence[str]) -> int:
     require_writable(output.out, "--out")
     points = goodput.points(config, goodput.CHIPS, goodput.ISLANDS)
     results: list[goodput.GoodputResult] = []
+
+    def shown() -> None:
+        values = {"points": [result.json() for result in results]}
+        show(output.json, values, table(SWEEP_COLUMNS, results))
+
     try:
         with bar("sweep") as progress:
             # One by one: if it is interrupted, the finished points are there.
             results.extend(goodput.simulated(points, progress))
     except KeyboardInterrupt:
-        _show_sweep(output.json, results)
+        shown()
         tell(f"{len(results)} of {len(points)} points are done; no file is written")
         raise
     goodput.write_csv(results, output.out / "goodput.csv")
     goodput.write_plot(results, output.out / "goodput.png")
-    _show_sweep(output.json, results)
+    shown()
     tell(f"written: {output.out}/goodput.csv, goodput.png")
-    return 0
-
-
-def mix_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate mix`."""
-    from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
-
-    config, output = _parse("mix", arguments, MixConfig(), Output())
-    with bar("mix") as progress:
-        rows = simulate_mix(config, progress)
-    shown = table("islands wait", "goodput", "published", "participation", "merges/h")
-    shown.title = (
-        f"{config.v6e} v6e islands, {config.v5p} v5p islands with {config.gap:.0%} "
-        f"longer steps, spread {config.step_spread:.0%}, {config.hours:g} h"
-    )
-    shown.caption = (
-        "The published 84 % is for K = 8, where every step waits for all islands: "
-        "compare the row lockstep. With K = M here no step waits."
-    )
-    for row in rows:
-        shown.add_row(
-            row.name,
-            f"{row.goodput:.1%}",
-            or_dash(row.published_goodput, ".0%"),
-            f"{row.participation:.1%}",
-            f"{row.merges_per_hour:.0f}",
-        )
-    show(output.json, _with_config(config, rows=rows), shown)
-    return 0
-
-
-def scavenge_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate scavenge`."""
-    from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
-
-    config, output = _parse("scavenge", arguments, ScavengeConfig(), Output())
-    with bar("scavenge") as progress:
-        rows = simulate_scavenge(config, progress)
-    shown = table("extra", "time", "published", "at best", "elastic, published")
-    shown.title = (
-        f"{config.islands} islands, and extra ones for {config.tokens_share:.0%} of "
-        f"the token budget: training time over that without them"
-    )
-    shown.caption = (
-        "At best: as many tokens at the speed of all islands. Elastic: data-parallel, "
-        "which stops to take machines in and to let them go."
-    )
-    for row in rows:
-        shown.add_row(
-            f"{row.extra:+.0%}",
-            f"{row.time_ratio:.3f}",
-            or_dash(row.published_ratio, ".2f"),
-            f"{row.best_ratio:.3f}",
-            or_dash(row.published_elastic_ratio, ".2f"),
-        )
-    show(output.json, _with_config(config, rows=rows), shown)
-    return 0
-
-
-def bandwidth_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate bandwidth`."""
-    from diloco_jax.simulation.fleets.bandwidth import (
-        BandwidthConfig,
-        simulate_bandwidth,
-    )
-
-    config, output = _parse("bandwidth", arguments, BandwidthConfig(), Output())
-    result = simulate_bandwidth(config)
-    formulas = result.formulas()
-    values = {
-        **dataclasses.asdict(result),
-        "speedup": result.speedup,
-        "formulas": formulas,
-    }
-    show(output.json, values, "\n".join(formulas))
-    return 0
+    return EXIT_DONE
 
 
 def faults_command(arguments: Sequence[str]) -> int:
@@ -187,7 +192,87 @@ def faults_command(arguments: Sequence[str]) -> int:
         show(output.json, report.json(), play.text(report))
         raise
     show(output.json, report.json(), play.text(report))
-    return 1 if report.violations else 0
+    return EXIT_FAILED if report.violations else EXIT_DONE
+
+
+# ---- one table, or one text --------------------------------------------------------
+
+SWEEP_COLUMNS: Columns = {
+    "way": lambda result: str(result.config.label),
+    "chips": lambda result: f"{result.config.chips:,}",
+    "compute goodput": lambda result: f"{result.mean.compute_goodput:.1%}",
+    "published": lambda result: or_dash(result.published, ".0%"),
+    "goodput": lambda result: f"{result.mean.goodput:.1%}",
+    "uptime": lambda result: f"{result.mean.uptime:.1%}",
+}
+MIX_COLUMNS: Columns = {
+    "islands wait": lambda row: str(row.name),
+    "goodput": lambda row: f"{row.goodput:.1%}",
+    "published": lambda row: or_dash(row.published_goodput, ".0%"),
+    "participation": lambda row: f"{row.participation:.1%}",
+    "merges/h": lambda row: f"{row.merges_per_hour:.0f}",
+}
+SCAVENGE_COLUMNS: Columns = {
+    "extra": lambda row: f"{row.extra:+.0%}",
+    "time": lambda row: f"{row.time_ratio:.3f}",
+    "published": lambda row: or_dash(row.published_ratio, ".2f"),
+    "at best": lambda row: f"{row.best_ratio:.3f}",
+    "elastic, published": lambda row: or_dash(row.published_elastic_ratio, ".2f"),
+}
+
+
+def mix_command(arguments: Sequence[str]) -> int:
+    """Run `diloco simulate mix`."""
+    from diloco_jax.simulation.fleets.unequal import MixConfig, simulate_mix
+
+    def shown(config: MixConfig, progress: Progress) -> Shown:
+        rows = simulate_mix(config, progress)
+        title = (
+            f"{config.v6e} v6e islands, {config.v5p} v5p islands with {config.gap:.0%} "
+            f"longer steps, spread {config.step_spread:.0%}, {config.hours:g} h"
+        )
+        caption = (
+            "The published 84 % is for K = 8, where every step waits for all islands: "
+            "compare the row lockstep. With K = M here no step waits."
+        )
+        return _listed(config, rows), table(MIX_COLUMNS, rows, title, caption)
+
+    return _command("mix", arguments, MixConfig(), shown)
+
+
+def scavenge_command(arguments: Sequence[str]) -> int:
+    """Run `diloco simulate scavenge`."""
+    from diloco_jax.simulation.fleets.unequal import ScavengeConfig, simulate_scavenge
+
+    def shown(config: ScavengeConfig, progress: Progress) -> Shown:
+        rows = simulate_scavenge(config, progress)
+        title = (
+            f"{config.islands} islands, and extra ones for {config.tokens_share:.0%} "
+            f"of the token budget: training time over that without them"
+        )
+        caption = (
+            "At best: as many tokens at the speed of all islands. Elastic: "
+            "data-parallel, which stops to take machines in and to let them go."
+        )
+        return _listed(config, rows), table(SCAVENGE_COLUMNS, rows, title, caption)
+
+    return _command("scavenge", arguments, ScavengeConfig(), shown)
+
+
+def bandwidth_command(arguments: Sequence[str]) -> int:
+    """Run `diloco simulate bandwidth`."""
+    from diloco_jax.simulation.fleets.bandwidth import (
+        BandwidthConfig,
+        simulate_bandwidth,
+    )
+
+    def shown(config: BandwidthConfig, progress: Progress) -> Shown:
+        result = simulate_bandwidth(config)
+        formulas = result.formulas()
+        more = {"speedup": result.speedup, "formulas": formulas}
+        return {**dataclasses.asdict(result), **more}, "\n".join(formulas)
+
+    return _command("bandwidth", arguments, BandwidthConfig(), shown, waits=False)
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -199,7 +284,20 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 
-# ---- options ---------------------------------------------------------------------
+def _command(
+    kind: str,
+    arguments: Sequence[str],
+    config: ConfigT,
+    shown: Callable[[ConfigT, Progress], Shown],
+    *,
+    waits: bool = True,
+) -> int:
+    """Simulate and show what was found. waits: it is worth a bar."""
+    config, output = _parse(kind, arguments, config, Output())
+    with bar(kind) if waits else contextlib.nullcontext(nobody) as progress:
+        values, text = shown(config, progress)
+    show(output.json, values, text)
+    return EXIT_DONE
 
 
 def _parse(
@@ -211,76 +309,7 @@ def _parse(
     return parsed, shown
 
 
-# ---- output ----------------------------------------------------------------------
-
-
-def _show_sweep(as_json: bool, results: Sequence[Any]) -> None:
-    points = {"points": [_goodput_json(result) for result in results]}
-    show(as_json, points, _sweep_table(results))
-
-
-def _goodput_json(result: Any) -> dict[str, Any]:
-    mean = dataclasses.asdict(result.mean)
-    low, high = dataclasses.asdict(result.low), dataclasses.asdict(result.high)
-    return {
-        **mean,
-        "bounds": {name: [low[name], high[name]] for name in mean},
-        "published_compute_goodput": result.published,
-        **_with_config(result.config, samples=result.samples),
-    }
-
-
-def _goodput_text(result: Any) -> str:
-    config = result.config
-    published = ""
-    if result.published is not None:
-        published = f"; published {result.published:.0%}"
-    lines = [
-        f"{config.label}: {config.chips:,} chips, "
-        f"{config.seeds} x {config.seconds / 3600:g} h"
-    ]
-    for name, form in (
-        ("compute_goodput", ".1%"),
-        ("goodput", ".1%"),
-        ("uptime", ".1%"),
-        ("participation", ".1%"),
-        ("merges", ",.0f"),
-        ("lost_tokens_fraction", ".3%"),
-    ):
-        mean, low, high = (
-            format(getattr(sample, name), form)
-            for sample in (result.mean, result.low, result.high)
-        )
-        lines.append(f"  {name:<21}{mean:>8}  ({low} to {high}{published})")
-        published = ""
-    return "\n".join(lines)
-
-
-def _sweep_table(results: Sequence[Any]) -> Table:
-    shown = table("way", "chips", "compute goodput", "published", "goodput", "uptime")
-    for result in results:
-        mean = result.mean
-        shown.add_row(
-            result.config.label,
-            f"{result.config.chips:,}",
-            f"{mean.compute_goodput:.1%}",
-            or_dash(result.published, ".0%"),
-            f"{mean.goodput:.1%}",
-            f"{mean.uptime:.1%}",
-        )
-    return shown
-
-
-def _with_config(config: Any, **values: Sequence[Any]) -> dict[str, Any]:
+def _listed(config: Any, rows: Sequence[Any]) -> dict[str, Any]:
     """Return dataclasses as JSON-compatible builtins, together with their config."""
-    listed = {n: [dataclasses.asdict(v) for v in rows] for n, rows in values.items()}
-    return {**listed, "config": dataclasses.asdict(config)}
-
-
-def _help() -> str:
-    lines = [
-        "usage: diloco simulate KIND ...   (diloco simulate KIND --help tells more)",
-        "",
-    ]
-    lines += [f"  {name:<10} {does}" for name, (_, does) in KINDS.items()]
-    return "\n".join(lines)
+    listed = [dataclasses.asdict(row) for row in rows]
+    return {"rows": listed, "config": dataclasses.asdict(config)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,8 @@ from rich.table import Table
 from diloco_jax.observability.terminal import bar as progress_bar
 
 Progress = Callable[[float], None]
+Columns = Mapping[str, Callable[[Any], str]]
+"""Header of each column, and the text of a row's cell."""
 
 
 def nobody(share: float) -> None:
@@ -29,13 +31,12 @@ def bar(title: str) -> AbstractContextManager[Progress]:
     return progress_bar(Console(stderr=True), title)
 
 
-def show(as_json: bool, values: dict[str, Any], *texts: Table | str) -> None:
-    """Print the values as JSON to standard output, or the texts for people."""
+def show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
+    """Print the values as JSON to standard output, or the text for people."""
     if as_json:
         print(json.dumps(values))
     else:
-        for text in texts:
-            tell(text)
+        tell(text)
 
 
 def tell(text: Table | str) -> None:
@@ -44,18 +45,24 @@ def tell(text: Table | str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def table(*columns: str) -> Table:
-    """Return an empty table; all columns but the first hold numbers."""
+def table(
+    columns: Columns, rows: Iterable[Any], title: str = "", caption: str = ""
+) -> Table:
+    """Return the rows as a table; all columns but the first hold numbers."""
     made = Table(
         box=None,
         pad_edge=False,
         header_style="bold",
+        title=title or None,
         title_style="",
         title_justify="left",
+        caption=caption or None,
         caption_justify="left",
     )
     for i, name in enumerate(columns):
         made.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*(text(row) for text in columns.values()))
     return made
 
 

@@ -139,15 +139,8 @@ def write_adapter(model: ModelConfig, params: Params, folder: Path) -> int:
             tensors[f"{place}.lora_A.weight"] = a.reshape(-1, model.lora_rank).T.copy()
             tensors[f"{place}.lora_B.weight"] = b.reshape(model.lora_rank, -1).T.copy()
     save_file(tensors, folder / ADAPTER_TENSORS, {"format": "pt"})
-    (folder / ADAPTER_CONFIG).write_text(
-        json.dumps(_adapter_config(model), indent=2) + "\n"
-    )
-    return sum(tensor.size for tensor in tensors.values())
-
-
-def _adapter_config(model: ModelConfig) -> dict[str, Any]:
     targets = {IN_A_LAYER[path].split(".")[-2] for path in transformer.ADAPTED_AXES}
-    return {
+    settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.weights.partition(":")[2],
@@ -158,3 +151,5 @@ def _adapter_config(model: ModelConfig) -> dict[str, Any]:
         "target_modules": sorted(targets),
         "inference_mode": True,
     }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    return sum(tensor.size for tensor in tensors.values())

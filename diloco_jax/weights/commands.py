@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from diloco_jax.config import ConfigError, Placement
+from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
@@ -77,8 +77,8 @@ def export_command(arguments: Sequence[str]) -> int:
             f"{options.run!r} is neither a folder nor HOST:PORT; give a run's workdir, "
             f"or its coordinator's address"
         )
-    if workdir.is_dir():
-        read_config(workdir, trust_code=options.trust_code)
+    is_local = workdir.is_dir()
+    config = read_config(workdir, trust_code=options.trust_code) if is_local else None
     from diloco_jax.before_jax import skip_absent_tpu
 
     # Before anything imports jax.
@@ -86,9 +86,9 @@ def export_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     began, console = time.monotonic(), Console(stderr=True)
-    if workdir.is_dir():
+    if config is not None:
         cycle = options.cycle or None
-        count, lacks = _write(options, console, workdir, target, cycle)
+        count, lacks = _write(options, console, config, workdir, target, cycle)
     else:
         (count, lacks), cycle = _export_live(options, console, target)
     of_cycle = "" if cycle is None else f" of cycle {cycle}"
@@ -103,6 +103,7 @@ def export_command(arguments: Sequence[str]) -> int:
 def _write(
     options: ExportOptions,
     console: Console,
+    config: Config,
     workdir: Path,
     target: Path,
     cycle: int | None,
@@ -110,7 +111,6 @@ def _write(
     from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.export import export
 
-    config = read_config(workdir, trust_code=options.trust_code)
     with bar(console, "writing") as report:
         return export(
             config,
@@ -155,18 +155,7 @@ def _export_live(
                 cycle = run.gather(
                     options.cycle, Path(made), lambda what, share: report(share)
                 )
-            from diloco_jax.weights.export import export
-
-            with bar(console, "writing") as report:
-                written = export(
-                    config,
-                    Path(made),
-                    target,
-                    cycle=cycle,
-                    merged=options.merged,
-                    dtype=options.dtype,
-                    report=report,
-                )
+            written = _write(options, console, config, Path(made), target, cycle)
     finally:
         client.close()
     return written, cycle
@@ -183,9 +172,7 @@ class GenerateOptions:
     prompt: str = setting("", help="Text to be continued.")
     max_tokens: int = setting(100, AT_LEAST_1, help="Most tokens of the continuation.")
     temperature: float = setting(
-        0.0,
-        NOT_NEGATIVE,
-        help="Divides the logits; 0 = always the likeliest token.",
+        0.0, NOT_NEGATIVE, help="Divides the logits; 0 = always the likeliest token."
     )
     top_p: float = setting(
         1.0,
@@ -217,30 +204,22 @@ def generate_command(arguments: Sequence[str]) -> int:
     skip_absent_tpu()
     from rich.console import Console
 
-    from diloco_jax.models.generation import generate
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights.tasks import open_speaker
+    from diloco_jax.weights.tasks import open_model
 
     console = Console(stderr=True)
     with bar(console, "reading the weights") as report:
-        speaker = open_speaker(
-            options.source,
-            options.dtype,
-            trust_code=options.trust_code,
-            report=report,
+        text_model = open_model(
+            options.source, options.dtype, trust_code=options.trust_code, report=report
         )
     began, tokens, shown = time.monotonic(), list[int](), ""
-    prompt = speaker.encode(options.prompt)
-    made = generate(
-        speaker.model,
-        speaker.params,
+    prompt = text_model.encode(options.prompt)
+    made = text_model.generate(
         prompt,
         options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        ends=speaker.ends,
-        dtype=options.dtype,
     )
     # Otherwise the text itself shows how far it is.
     silent = bar(console, "generating") if options.json else nullcontext(None)
@@ -250,13 +229,13 @@ def generate_command(arguments: Sequence[str]) -> int:
             if report_tokens is not None:
                 report_tokens(len(tokens) / options.max_tokens)
                 continue
-            text = speaker.continuation(prompt, tokens)
+            text = text_model.continuation(prompt, tokens)
             # A character may be of several tokens.
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
     seconds = time.monotonic() - began
-    text = speaker.continuation(prompt, tokens)
+    text = text_model.continuation(prompt, tokens)
     if options.json:
         print(json.dumps({"text": text, "tokens": tokens, "seconds": seconds}))
         return EXIT_DONE

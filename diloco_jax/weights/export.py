@@ -8,13 +8,14 @@ cycle is gathered from its coordinator.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.coordinator import kept
-from diloco_jax.core.fragments import from_pieces
+from diloco_jax.core.fragments import LAYERS, Piece, from_pieces
 from diloco_jax.data.tokenizers import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable
@@ -75,27 +76,34 @@ def export(
         beside = kept_folder(workdir, cycle)
         pieces = kept_pieces(config, workdir, built, cycle)
     source = beside / run_files.SOURCE
-    if not run.model.lora_rank:
-        if merged:
-            raise ConfigError(
-                "--merged, but the run has no adapters (model.lora_rank = 0); leave it "
-                "out"
-            )
-        with _appearing(target, source) as scratch:
-            write = _Whole(run, source, scratch, dtype, shard_bytes)
-            for piece, value in pieces:
-                fill(write.views, piece, write.scaled(piece.path, value))
-                report(write.share_done(value.size))
-            return write.finish()
-    adapters = from_pieces(build_plan(run, built), {p.name: v for p, v in pieces})
-    with _appearing(target, source) as scratch:
+    if merged and not run.model.lora_rank:
+        raise ConfigError(
+            "--merged, but the run has no adapters (model.lora_rank = 0); leave it out"
+        )
+    if run.model.lora_rank:
+        adapters = from_pieces(build_plan(run, built), {p.name: v for p, v in pieces})
         if not merged:
-            return write_adapter(run.model, adapters, scratch), ""
-        write = _Whole(base_run(run), source, scratch, dtype, shard_bytes)
-        for path, value in merged_leaves(run, adapters):
-            write.put(path, write.scaled(path, value))
+            with _appearing(target, source) as scratch:
+                return write_adapter(run.model, adapters, scratch), ""
+        run, pieces = base_run(run), _by_layer(merged_leaves(run, adapters))
+    with _appearing(target, source) as scratch:
+        write = _Whole(run, source, scratch, dtype, shard_bytes)
+        for piece, value in pieces:
+            fill(write.views, piece, write.scaled(piece.path, value))
             report(write.share_done(value.size))
         return write.finish()
+
+
+def _by_layer(
+    leaves: Iterator[tuple[tuple[str, ...], np.ndarray]],
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Yield whole parameters as pieces, those of the layers one by one."""
+    for path, value in leaves:
+        if path[0] != LAYERS:
+            yield Piece(path, -1, value.shape, False), value
+            continue
+        for layer, own in enumerate(value):
+            yield Piece(path, layer, own.shape, False), own
 
 
 class _Whole:
@@ -134,17 +142,6 @@ class _Whole:
     def scaled(self, path: tuple[str, ...], value: Any) -> Any:
         """Return a parameter as the family has it: its norms may multiply otherwise."""
         return 1 + value if self._gains and path in self._norms else value
-
-    def put(self, path: tuple[str, ...], value: np.ndarray) -> None:
-        """Write a whole parameter, stacked if it is of the layers."""
-        place: Any = self.views
-        for key in path:
-            place = place[key]
-        if not isinstance(place, list):
-            place[...] = value
-            return
-        for layer, own in zip(place, value, strict=True):
-            layer[...] = own
 
     def share_done(self, more: int) -> float:
         """Count so many values more; return the share that is written."""
@@ -247,6 +244,7 @@ def _filled(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 POLL_S = 0.5
+Answer = TypeVar("Answer")
 
 GatherReport = Callable[[str, float], None]
 """Called with what is being done, and the share that is done."""
@@ -269,10 +267,18 @@ class LiveRun:
         """Have a cycle kept, and copy its files as a workdir would have them. Return
         its number.
 
-        No merge of the run waits for this. cycle: 0 = the next one that can be kept.
-        Raises Refused for a cycle that cannot be kept.
+        No merge of the run waits for this. It takes as long as the run's islands need
+        for the cycle, without a deadline while the coordinator answers. cycle: 0 = the
+        next one that can be kept. Raises Refused for a cycle that cannot be kept.
         """
-        cycle, files = self._await(cycle, report)
+        while True:
+            keep = functools.partial(self._client.keep, cycle, self._patience_s)
+            answer = self._patiently(keep)
+            cycle, files = int(answer["cycle"]), list(map(str, answer["files"]))
+            if files:
+                break
+            report(f"cycle {cycle} is being kept", float(answer["share"]))
+            time.sleep(POLL_S)
         folder = kept.path_of(workdir / run_files.KEPT, cycle)
         for done, name in enumerate(files):
             report(f"cycle {cycle} comes", done / len(files))
@@ -280,41 +286,24 @@ class LiveRun:
                 raise ConfigError(f"{self._client.address} names a file {name!r}")
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._copy(cycle, name, path)
+            self._patiently(functools.partial(self._copy, cycle, name, path))
         return cycle
 
     def _copy(self, cycle: int, name: str, path: Path) -> None:
-        """Copy a file; begin it again where it breaks off, until that has gone on for
-        the patience."""
+        with path.open("wb") as file:
+            for part in self._client.kept(cycle, name):
+                file.write(part)
+
+    def _patiently(self, ask: Callable[[], Answer]) -> Answer:
+        """Return an answer; ask again where the coordinator is away, until that has
+        gone on for the patience."""
         broke_off: float | None = None
         while True:
             try:
-                with path.open("wb") as file:
-                    for part in self._client.kept(cycle, name):
-                        file.write(part)
-                return
+                return ask()
             except (Busy, ConnectionLost):
                 now = time.monotonic()
                 broke_off = now if broke_off is None else broke_off
                 if now - broke_off > self._patience_s:
                     raise
                 time.sleep(POLL_S)
-
-    def _await(self, cycle: int, report: GatherReport) -> tuple[int, list[str]]:
-        """Return the cycle and the names of its files once it is kept. A cycle takes as
-        long as the run's islands need for it, so this has no deadline while the
-        coordinator answers."""
-        heard = time.monotonic()
-        while True:
-            try:
-                answer = self._client.keep(cycle, self._patience_s)
-            except (Busy, ConnectionLost):
-                if time.monotonic() - heard > self._patience_s:
-                    raise
-            else:
-                heard = time.monotonic()
-                cycle = int(answer["cycle"])
-                if answer["files"]:
-                    return cycle, list(map(str, answer["files"]))
-                report(f"cycle {cycle} is being kept", float(answer["share"]))
-            time.sleep(POLL_S)

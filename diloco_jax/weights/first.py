@@ -14,7 +14,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,20 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
     found, or if its model is of an unknown kind.
     """
     if source.startswith(FROM_ISLAND):
-        return _given_by(config, source.removeprefix(FROM_ISLAND))
+        island = source.removeprefix(FROM_ISLAND)
+        if not island:
+            raise ConfigError(
+                f"--init {FROM_ISLAND} names no island; write {FROM_ISLAND}NAME, one "
+                f"of {', '.join(config.islands)}"
+            )
+        if config.run.model.weights:
+            raise ConfigError(
+                f"--init {source} with model.weights = {config.run.model.weights!r}: a "
+                f"run has its first parameters from one of both; leave the other one "
+                f"out"
+            )
+        placement = dataclasses.replace(config.placement, first_from=island)
+        return dataclasses.replace(config, placement=placement)
     kind, folder = read_init(source)
     with at_hand(kind, folder, arrays=False) as here:
         if kind == "hf":
@@ -81,22 +94,6 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
     )
     require_source(model)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, model=model))
-
-
-def _given_by(config: Config, island: str) -> Config:
-    if not island:
-        raise ConfigError(
-            f"--init {FROM_ISLAND} names no island; write {FROM_ISLAND}NAME, one of "
-            f"{', '.join(config.islands)}"
-        )
-    if config.run.model.weights:
-        raise ConfigError(
-            f"--init {FROM_ISLAND}{island} with model.weights = "
-            f"{config.run.model.weights!r}: a run has its first parameters from one of "
-            f"both; leave the other one out"
-        )
-    placement = dataclasses.replace(config.placement, first_from=island)
-    return dataclasses.replace(config, placement=placement)
 
 
 def require_repeatable(placement: Placement, what: str) -> None:
@@ -183,15 +180,12 @@ def keep_tokenizer(data: DataConfig, workdir: Path) -> None:
             shutil.copyfile(file, folder / kept_name(file))
     found = [read_manifest(path) for path in data.paths if is_prepared(path)]
     if taught := [end for prepared in found for end in prepared.ends]:
-        _keep_ends(folder, [found[0].tokenizer.end], taught)
-
-
-def _keep_ends(folder: Path, own: list[int | None], taught: list[int]) -> None:
-    path = folder / GENERATION
-    settings = read_json(path) if path.is_file() else {}
-    ends = [end for end in (*(end_tokens(folder) or own), *taught) if end is not None]
-    settings["eos_token_id"] = list(dict.fromkeys(ends))
-    files.write_text(json.dumps(settings, indent=2) + "\n", path)
+        own: Sequence[int | None] = end_tokens(folder) or [found[0].tokenizer.end]
+        ends = [end for end in (*own, *taught) if end is not None]
+        said = folder / GENERATION
+        settings = read_json(said) if said.is_file() else {}
+        settings["eos_token_id"] = list(dict.fromkeys(ends))
+        files.write_text(json.dumps(settings, indent=2) + "\n", said)
 
 
 def end_tokens(folder: Path) -> list[int]:
@@ -294,9 +288,6 @@ def whole(
     """Return parameters as f32 arrays, with the layers of `first_pieces` stacked.
     report: told the share that is read."""
 
-    def is_leaf(value: Any) -> bool:
-        return isinstance(value, list)
-
     total = sum(leaf.size for leaf in jax.tree.leaves(pieces))
     read = 0
 
@@ -308,7 +299,9 @@ def whole(
         report(read / total)
         return array
 
-    joined: Params = jax.tree.map(join, pieces, is_leaf=is_leaf)
+    joined: Params = jax.tree.map(
+        join, pieces, is_leaf=lambda value: isinstance(value, list)
+    )
     return joined
 
 

@@ -1,22 +1,21 @@
 """Continuations of a text by a run's parameters or exported ones, and scores in tasks.
 
-A `Speaker` is a model with its parameters and tokenizer. In a multiple-choice task the
-score is which choice the model thinks the likeliest. A file of it is a JSON list of
+A `TextModel` is a model with its parameters and tokenizer. In a multiple-choice task
+the score is which choice the model thinks the likeliest. A file of it is a JSON list of
 items, each with `question`, `choices` and `answer`: the right choice itself, or its
 number from 0. A choice follows its question after one space, unless there is white
 space between them already. Where two choices are equally likely, the first counts.
 
 lm-eval has its own tasks, and asks our model. It is an extra of this package (`eval`).
 Nothing but `scores` imports it; what its requests mean is here, in terms of a
-`Speaker`.
+`TextModel`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from diloco_jax.config.fields import check_utf8
 from diloco_jax.data.documents import BOM
 from diloco_jax.data.tokenizers import (
     VOCAB_SIZE,
-    Bytes,
     Tokenizer,
     find_tokenizer,
     open_tokenizer,
@@ -48,15 +46,56 @@ from diloco_jax.weights.tensor_files import CONFIG, read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Speaker:
+class TextModel:
     """A model with its parameters, tokenizer and end tokens."""
 
     model: ModelConfig
     params: Params
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
+    tokenizer: Tokenizer
     ends: frozenset[int]
     """Tokens that end a text."""
+    dtype: str = "float32"
+    """Type in which the model computes."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text after the tokenizer's start, once, even if the
+        text spells it.
+
+        Raises ConfigError for half a character, and for a token beyond the model's
+        table.
+        """
+        check_utf8("the text", text)
+        tokenizer, rows = self.tokenizer, self.model.vocab_size
+        start = list(tokenizer.start)
+        spelled = "".join(map(tokenizer.word, start))
+        if start and tokenizer.encode([spelled])[0].tolist() == start:
+            text = text.removeprefix(spelled)
+        tokens = [*start, *tokenizer.encode([text])[0].tolist()]
+        if (highest := max(tokens, default=0)) >= rows:
+            raise ConfigError(
+                f"the text has the token {highest} ({tokenizer.word(highest)}) of "
+                f"{tokenizer.name}, and the model has rows for {rows} tokens, from 0 "
+                f"to {rows - 1}; leave that word out, or give the model's own tokenizer"
+            )
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self.tokenizer.decode(tokens)
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, **how: Any
+    ) -> Iterator[int]:
+        """Yield the tokens that follow a prompt: see `generation.generate`."""
+        return generate(
+            self.model,
+            self.params,
+            prompt,
+            max_tokens,
+            ends=self.ends,
+            dtype=self.dtype,
+            **how,
+        )
 
     def continuation(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """Return the text that tokens add to a prompt's. Alone, they may lack a space:
@@ -67,14 +106,14 @@ class Speaker:
         return self.decode(tokens)  # A character is not whole yet.
 
 
-def open_speaker(
+def open_model(
     source: Path,
     dtype: str = "float32",
     cycle: int | None = None,
     *,
     trust_code: bool = False,
     report: Callable[[float], None] = lambda share: None,
-) -> Speaker:
+) -> TextModel:
     """Open a run's workdir, with its newest parameters or those of a kept cycle, or a
     folder of weights.
 
@@ -90,7 +129,11 @@ def open_speaker(
     if workdirs.holds_run(source):
         config = workdirs.read_config(source, trust_code=trust_code)
         run, model = config.run, config.run.model
-        _require_bundled(model)
+        if model.factory:
+            raise ConfigError(
+                f"model.factory = {model.factory!r}: only the bundled transformer "
+                f"generates; load the parameters with diloco_jax.evaluation.load_params"
+            )
         params, _ = params_of(config, source, build(run), cycle, report)
         beside = source / run_files.SOURCE
         if model.lora_rank:
@@ -101,61 +144,24 @@ def open_speaker(
         model = families.read(found, str(source / CONFIG))
         params, beside = whole(read_folder(source, model), report), source
         spells_bytes = model.vocab_size == VOCAB_SIZE
-    tokenizer = _tokenizer(beside, spells_bytes, model.vocab_size)
-    return Speaker(
+    path = find_tokenizer(beside) if beside.is_dir() else None
+    if path is None and not spells_bytes:
+        raise ConfigError(
+            f"there is no tokenizer in {beside}, and the model's {model.vocab_size} "
+            f"tokens are no bytes; put the model's tokenizer.json or tokenizer.model "
+            f"there"
+        )
+    ends = frozenset(end_tokens(beside))
+    tokenizer = open_tokenizer(path or "")
+    if not ends and path is not None and tokenizer.end is not None:
+        ends = frozenset([tokenizer.end])  # Text of bytes goes on with the next.
+    return TextModel(
         model=model,
         params=jax.tree.map(lambda p: jax.numpy.asarray(p, dtype), params),
-        encode=functools.partial(prompt_tokens, tokenizer, model.vocab_size),
-        decode=tokenizer.decode,
-        ends=frozenset(end_tokens(beside)) or _end(tokenizer),
+        tokenizer=tokenizer,
+        ends=ends,
+        dtype=dtype,
     )
-
-
-def _require_bundled(model: ModelConfig) -> None:
-    if model.factory:
-        raise ConfigError(
-            f"model.factory = {model.factory!r}: only the bundled transformer "
-            f"generates; load the parameters with diloco_jax.evaluation.load_params"
-        )
-
-
-def prompt_tokens(tokenizer: Tokenizer, rows: int, text: str) -> list[int]:
-    """Return the tokens of a text after the tokenizer's start, once, even if the text
-    spells it.
-
-    Raises ConfigError for half a character, and for a token beyond the model's table.
-    """
-    check_utf8("the text", text)
-    start = list(tokenizer.start)
-    spelled = "".join(map(tokenizer.word, start))
-    if start and tokenizer.encode([spelled])[0].tolist() == start:
-        text = text.removeprefix(spelled)
-    tokens = [*start, *tokenizer.encode([text])[0].tolist()]
-    if (highest := max(tokens, default=0)) >= rows:
-        raise ConfigError(
-            f"the text has the token {highest} ({tokenizer.word(highest)}) of "
-            f"{tokenizer.name}, and the model has rows for {rows} tokens, from 0 to "
-            f"{rows - 1}; leave that word out, or give the model's own tokenizer"
-        )
-    return tokens
-
-
-def _tokenizer(folder: Path, spells_bytes: bool, rows: int) -> Tokenizer:
-    path = find_tokenizer(folder) if folder.is_dir() else None
-    if path is None:
-        if spells_bytes:
-            return Bytes()
-        raise ConfigError(
-            f"there is no tokenizer in {folder}, and the model's {rows} tokens are no "
-            f"bytes; put the model's tokenizer.json or tokenizer.model there"
-        )
-    return open_tokenizer(path)
-
-
-def _end(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the token that ends a document. Text of bytes goes on with the next."""
-    known = tokenizer.end is not None and not isinstance(tokenizer, Bytes)
-    return frozenset([tokenizer.end] if known and tokenizer.end is not None else [])
 
 
 SHORTEST = 16
@@ -243,12 +249,7 @@ def _item(path: Path, number: int, raw: Any) -> Item:
 
 
 def score(
-    speaker: Speaker,
-    task: Task,
-    length: int,
-    *,
-    dtype: str = "float32",
-    report: Report = lambda share: None,
+    text_model: TextModel, task: Task, length: int, report: Report = lambda share: None
 ) -> dict[str, Any]:
     """Return the scores of a model, JSON-compatible.
 
@@ -262,11 +263,11 @@ def score(
     Raises ConfigError, naming the item, if a choice alone is longer.
     """
     rows = [
-        _row(speaker, item, choice, length, f"{task.name}, item {number}")
+        _row(text_model, item, choice, length, f"{task.name}, item {number}")
         for number, item in enumerate(task.items)
         for choice in item.choices
     ]
-    found, _ = likelihoods(speaker, rows, dtype=dtype, report=report)
+    found, _ = likelihoods(text_model, rows, report)
     plain, per_byte, cut, at = [], [], 0, 0
     for item in task.items:
         own = slice(at, at + len(item.choices))
@@ -291,33 +292,39 @@ def _share(name: str, right: Sequence[bool]) -> dict[str, float | None]:
 
 
 def _row(
-    speaker: Speaker, item: Item, choice: str, length: int, where: str
+    text_model: TextModel, item: Item, choice: str, length: int, where: str
 ) -> ScoredText:
     apart = item.question[-1:].isspace() or choice[:1].isspace() or not item.question
     text = item.question + ("" if apart else " ") + choice
-    tokens, before = speaker.encode(text), len(speaker.encode(item.question))
-    # Tokens of the whole text: a model never saw a text that was cut there. The first
-    # token of all has nothing before it, and no probability.
+    tokens, before = text_model.encode(text), len(text_model.encode(item.question))
+    what = f"{where}: the choice {choice[:40]!r}"
+    return _scored(tokens, before, length, what, "leave the item out")
+
+
+def _scored(
+    tokens: Sequence[int], before: int, length: int, what: str, remedy: str
+) -> ScoredText:
+    """Return the last tokens of a text, of which those after the first `before` count:
+    tokens of the whole text, since a model never saw a text that was cut there. The
+    first token of all has nothing before it, and no probability."""
     scored = len(tokens) - max(1, min(before, len(tokens) - 1))
     if scored >= length:
         raise ConfigError(
-            f"{where}: the choice {choice[:40]!r} has {scored} tokens, and the model's "
-            f"sequences have {length}; leave the item out"
+            f"{what} has {scored} tokens, and the model's sequences have {length}; "
+            f"{remedy}"
         )
     kept = tokens[-length:]
     return ScoredText(kept, scored, cut=len(kept) < len(tokens))
 
 
 def likelihoods(
-    speaker: Speaker,
+    text_model: TextModel,
     rows: Sequence[ScoredText],
-    *,
-    dtype: str = "float32",
     report: Report = lambda share: None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the log-likelihood of each row's scored tokens, f64 [rows], and whether
     each of them is the likeliest one, bool [rows]."""
-    likelihood = make_likelihood(speaker.model, dtype)
+    likelihood = make_likelihood(text_model.model, text_model.dtype)
     found, greedy = np.zeros(len(rows)), np.zeros(len(rows), bool)
     by_length: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -327,7 +334,7 @@ def likelihoods(
         by_length.setdefault(padded, []).append(index)
     done = 0
     for padded, indices in sorted(by_length.items()):
-        count = max(1, LOGITS // (padded * speaker.model.vocab_size))
+        count = max(1, LOGITS // (padded * text_model.model.vocab_size))
         count = min(count, len(indices))
         for start in range(0, len(indices), count):
             batch = indices[start : start + count]
@@ -338,7 +345,7 @@ def likelihoods(
                 tokens[place, : len(row.tokens)] = row.tokens
                 weights[place, len(row.tokens) - row.scored : len(row.tokens)] = 1.0
             given = jnp.asarray(tokens), jnp.asarray(weights)
-            of_batch = likelihood(speaker.params, *given)
+            of_batch = likelihood(text_model.params, *given)
             found[batch] = np.asarray(of_batch.log)[: len(batch)]
             greedy[batch] = np.asarray(of_batch.greedy)[: len(batch)]
             done += len(batch)
@@ -359,18 +366,12 @@ class Answers:
     """
 
     def __init__(
-        self,
-        speaker: Speaker,
-        length: int,
-        *,
-        dtype: str = "float32",
-        report: Report = lambda share: None,
+        self, text_model: TextModel, length: int, report: Report = lambda share: None
     ) -> None:
         """length: most tokens of a row: those of the model's training."""
-        self._speaker, self._length = speaker, length
-        self._dtype, self._report = dtype, report
-        starts = bool(speaker.encode(""))
-        self._before = [] if starts or not speaker.ends else [min(speaker.ends)]
+        self._text_model, self._length, self._report = text_model, length, report
+        starts = bool(text_model.encode(""))
+        self._before = [] if starts or not text_model.ends else [min(text_model.ends)]
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Return, for each continuation after its context, its log-likelihood in nats,
@@ -379,12 +380,8 @@ class Answers:
         A context that is too long loses its beginning. Raises ConfigError if a
         continuation alone is longer than a row.
         """
-        found = likelihoods(
-            self._speaker,
-            [self._row(*pair) for pair in pairs],
-            dtype=self._dtype,
-            report=self._report,
-        )
+        rows = [self._row(*pair) for pair in pairs]
+        found = likelihoods(self._text_model, rows, self._report)
         return [(float(log), bool(same)) for log, same in zip(*found, strict=True)]
 
     def of_texts(self, texts: Sequence[str]) -> list[float]:
@@ -399,9 +396,7 @@ class Answers:
                 rows.append(ScoredText(kept, end - start, cut=len(kept) < end))
                 owners.append(owner)
         sums = [0.0] * len(texts)
-        logs, _ = likelihoods(
-            self._speaker, rows, dtype=self._dtype, report=self._report
-        )
+        logs, _ = likelihoods(self._text_model, rows, self._report)
         for owner, log in zip(owners, logs, strict=True):
             sums[owner] += float(log)
         return sums
@@ -417,22 +412,14 @@ class Answers:
         return found
 
     def _encode(self, text: str) -> list[int]:
-        return [*self._before, *self._speaker.encode(text)]
+        return [*self._before, *self._text_model.encode(text)]
 
     def _row(self, context: str, continuation: str) -> ScoredText:
-        # Tokens of the whole text: a model never saw a text that was cut there. Space
-        # belongs to the word after it.
-        bare = context.rstrip()
         tokens = self._encode(context + continuation)
-        before = len(self._encode(bare)) or 1
-        scored = len(tokens) - min(before, len(tokens) - 1)
-        if scored >= self._length:
-            raise ConfigError(
-                f"the continuation {continuation[:40]!r} has {scored} tokens, and the "
-                f"model's sequences have {self._length}; leave the task out"
-            )
-        kept = tokens[-self._length :]
-        return ScoredText(kept, scored, cut=len(kept) < len(tokens))
+        # Space belongs to the word after it.
+        before = len(self._encode(context.rstrip()))
+        what = f"the continuation {continuation[:40]!r}"
+        return _scored(tokens, before, self._length, what, "leave the task out")
 
     def _continue(self, context: str, how: dict[str, Any]) -> str:
         until = how.get("until") or []
@@ -443,33 +430,26 @@ class Answers:
                 f"max_gen_toks = {most}: the model's sequences have {self._length} "
                 f"tokens, and a context has one at least; leave the task out"
             )
-        speaker, tokens = self._speaker, list[int]()
+        text_model, tokens = self._text_model, list[int]()
         prompt = self._encode(context)[most - self._length :]
-        for token in generate(
-            speaker.model,
-            speaker.params,
+        draws = bool(how.get("do_sample"))
+        for token in text_model.generate(
             prompt,
             most,
-            temperature=float(how.get("temperature") or 0) if _draws(how) else 0.0,
+            temperature=float(how.get("temperature") or 0) if draws else 0.0,
             top_p=float(how.get("top_p") or 1.0),
-            ends=speaker.ends,
-            dtype=self._dtype,
             room=self._length,
         ):
             tokens.append(token)
-            text = speaker.continuation(prompt, tokens)
+            text = text_model.continuation(prompt, tokens)
             found = [text.index(stop) for stop in stops if stop and stop in text]
             if found:
                 return text[: min(found)]
-        return speaker.continuation(prompt, tokens)
-
-
-def _draws(how: dict[str, Any]) -> bool:
-    return bool(how.get("do_sample"))
+        return text_model.continuation(prompt, tokens)
 
 
 def scores(
-    speaker: Speaker,
+    text_model: TextModel,
     tasks: Sequence[str],
     length: int,
     *,
@@ -493,7 +473,7 @@ def scores(
         raise ConfigError(
             f"--lm-eval needs lm-eval ({error}): pip install 'diloco-jax[eval]'"
         ) from error
-    answers = Answers(speaker, length, report=report)
+    answers = Answers(text_model, length, report)
 
     class Asked(LM):  # type: ignore[misc, unused-ignore]
         def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
@@ -524,13 +504,11 @@ def scores(
         log_samples=False,
         bootstrap_iters=0,
     )
-    return {name: _plain(found["results"][name]) for name in names}
-
-
-def _plain(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a task's result; those that are none are left out."""
     return {
-        name.removesuffix(",none"): value
-        for name, value in result.items()
-        if isinstance(value, int | float)
+        name: {
+            key.removesuffix(",none"): value
+            for key, value in found["results"][name].items()
+            if isinstance(value, int | float)
+        }
+        for name in names
     }

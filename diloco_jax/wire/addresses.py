@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import secrets
 import socket
 
@@ -58,21 +59,23 @@ def on_this_machine(address: str) -> str:
     """Return the address at which this machine reaches a server that is bound to
     `address`. A server on all addresses (0.0.0.0, [::]) listens on loopback, too."""
     host, port = parse_address(address)
-    try:
-        everywhere = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        everywhere = False
-    if not everywhere:
+    ip = _ip(host)
+    if ip is None or not ip.is_unspecified:
         return address
     return format_address("::1" if ":" in host else "127.0.0.1", port)
 
 
 def is_loopback(host: str) -> bool:
     """Tell if only this machine can reach `host`. Names are not looked up."""
+    ip = _ip(host)
+    return host == "localhost" if ip is None else ip.is_loopback
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return None
 
 
 def require_tls(address: str, *, tls: bool, insecure: bool) -> None:
@@ -120,8 +123,7 @@ def require_free(address: str, ports: int = 2) -> None:
         wanted.append(bulk_address(address))
         wanted += [worker_address(address, worker) for worker in range(ports - 2)]
     for each in wanted:
-        if obstacle := _obstacle(resolve(each)):
-            raise ConfigError(f"cannot bind {each}: {obstacle}")
+        listen(resolve(each)).close()
 
 
 def require_loopback(address: str) -> None:
@@ -157,45 +159,31 @@ def reserve(numeric: str) -> tuple[str, socket.socket]:
 
 def listen(numeric: str) -> socket.socket:
     """Return a socket that listens at a numeric address. Raises ConfigError."""
-    try:
-        return _listening(numeric)
-    except OSError as error:
-        raise bind_error(numeric) from error
-
-
-def _listening(numeric: str) -> socket.socket:
     host, port = parse_address(numeric)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     dual = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(
-        (host, port), family=family, backlog=1024, dualstack_ipv6=dual
-    )
+    try:
+        return socket.create_server(
+            (host, port), family=family, backlog=1024, dualstack_ipv6=dual
+        )
+    except OSError as error:
+        remedy = "give another address"
+        if error.errno == errno.EADDRINUSE:
+            remedy = (
+                "another process listens there: stop it, or give another port "
+                "(0 = any free one)"
+            )
+        elif error.errno == errno.EADDRNOTAVAIL:
+            remedy = "it is no address of this machine: give one, or 0.0.0.0"
+        # The number, since Python adds the address to the text.
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"cannot bind {numeric}: {why}; {remedy}") from error
 
 
-def bind_error(address: str) -> ConfigError:
-    """Explain why a server has just failed to bind `address`."""
-    obstacle = _obstacle(address) or "unknown reason; give another address"
-    return ConfigError(f"cannot bind {address}: {obstacle}")
-
-
-def _obstacle(address: str) -> str:
-    """Return what keeps a numeric address from being bound, with the remedy; "" =
-    nothing."""
-    host, port = parse_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen()
-        except OSError as error:
-            remedy = "give another address"
-            if error.errno == errno.EADDRINUSE:
-                remedy = (
-                    "another process listens there: stop it, or give another port "
-                    "(0 = any free one)"
-                )
-            elif error.errno == errno.EADDRNOTAVAIL:
-                remedy = "it is no address of this machine: give one, or 0.0.0.0"
-            return f"{error.strerror or error}; {remedy}"
-    return ""
+def bind_error(numeric: str) -> ConfigError:
+    """Explain why a server has just failed to bind a numeric address."""
+    try:
+        listen(numeric).close()
+    except ConfigError as error:
+        return error
+    return ConfigError(f"cannot bind {numeric}: unknown reason; give another address")

@@ -1,4 +1,4 @@
-"""Messages of the bulk port: requests, and what answers them.
+"""Messages of the bulk port: requests, what answers them, and what is fetched.
 
 Chunks of a payload follow those that announce one (`frames.py`).
 """
@@ -6,17 +6,17 @@ Chunks of a payload follow those that announce one (`frames.py`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
+import numpy.typing as npt
 
 from diloco_jax.core.payload import Part
 from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, CountOrNone, Version
 from diloco_jax.wire.errors import Failure
 
-Ticket = Annotated[bytes, msgspec.Meta(max_length=64)]
-"""See `protocol/tickets.py`."""
 Serial = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,40}$")]
 """Serial number of a certificate, in hex."""
 
@@ -36,14 +36,22 @@ class Identity:
         return dataclasses.asdict(self)
 
 
-class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Announce a contiguous stripe of one delta, or of one host's part of it."""
+class IslandCall(Message, frozen=True, kw_only=True):
+    """What an island's process says with each of its calls for a fragment."""
 
     run_id: Identifier
     island: Name
     incarnation: Count
     session: Identifier
     fragment: Count
+    ticket: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    """For a worker, see `protocol/tickets.py`: of the take request, the publish or the
+    welcome."""
+
+
+class UploadStart(IslandCall, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Announce a contiguous stripe of one delta, or of one host's part of it."""
+
     tick: CountOrNone
     offset: Count
     """First byte of this stripe in the part's bytes."""
@@ -54,23 +62,11 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     """Tiles of the fragment's payload that are sent; empty: all of them."""
     version: Version | None = None
     """None: a delta. Otherwise the f32 anchor of the island at this version."""
-    ticket: Ticket = b""
-    """For a worker: of the take request."""
-
-    @property
-    def what(self) -> str:
-        """The name of the payload, for people."""
-        return f"fragment {self.fragment}"
 
 
-class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class FetchRequest(IslandCall, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Ask for a stripe of a fragment: encoded publishes since `have`, or all of A."""
 
-    run_id: Identifier
-    island: Name
-    incarnation: Count
-    session: Identifier
-    fragment: Count
     want: Version
     have: Version | None
     """None: send the anchor (f32)."""
@@ -82,8 +78,6 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=T
     digests: bool = False
     """Send the digests of the anchor's tiles (`core/tiles.py`) in their
     place."""
-    ticket: Ticket = b""
-    """For a worker: of the publish or the welcome."""
 
 
 class FetchStart(Message, frozen=True, kw_only=True, tag=True):
@@ -149,10 +143,48 @@ class KeptStart(Message, frozen=True, kw_only=True, tag=True):
     total: int
 
 
-Question = HoldingsRequest | RevocationRequest
-"""Requests that a message answers, without a payload."""
-
 Request = (
     UploadStart | FetchRequest | HoldingsRequest | RevocationRequest | CycleRequest
 )
 Reply = UploadDone | FetchStart | Holdings | Revocation | KeptStart | Failure
+
+Payload = bytes | bytearray | memoryview
+BLOCK_BYTES = 4 << 20
+"""Bytes that a fetch copies at a time, of parts that lie scattered in memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchSource:
+    """The payload that a fetch is served from: `buffers`, row-major, laid end to
+    end.
+    """
+
+    version: Version
+    full: bool
+    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
+    count: int
+    buffers: Sequence[Payload]
+    total: int
+    """Bytes of the payload: the sum of the buffers'."""
+
+
+def source_of(
+    version: Version, boxes: Sequence[npt.NDArray[Any]], *, count: int
+) -> FetchSource:
+    """Return the payload of these boxes: `count` publishes, or for 0 an anchor."""
+    return FetchSource(
+        version=version,
+        full=count == 0,
+        count=count,
+        buffers=[block.data for box in boxes for block in _blocks(box)],
+        total=sum(box.nbytes for box in boxes),
+    )
+
+
+def _blocks(box: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Cut an array that is scattered in memory, so that the copy of each block, made
+    when it is sent, is small."""
+    if box.flags.c_contiguous or not box.size:
+        return [box]
+    rows = max(1, BLOCK_BYTES * len(box) // box.nbytes)
+    return [box[start : start + rows] for start in range(0, len(box), rows)]

@@ -1,138 +1,372 @@
-"""Bulk ports: the coordinator's for uploads, fetches and kept files, and that of an
-island that offers its anchors to islands that join.
+"""A bulk port: the coordinator's and a worker's for uploads, fetches and kept files,
+and that of an island that offers its anchors to islands that join.
 
-A transfer holds a thread and a place until it is done. A peer that sends no request
-loses its place after `connect_s`, and one that stops in the middle of a payload after
-`idle_s`. Connections without a transfer wait in `acceptor.py`, those that are refused
-included. It bounds them, and so the transfers that wait for a thread.
+A connection without a transfer costs an open file and no thread: one thread holds all
+of them. So a peer that shakes hands slowly, stays silent, or does not read why it is
+refused, holds up nobody else. Connections are counted from the handshake to their end,
+and by certificate as soon as it is known.
+
+A transfer holds a thread and a slot until it is done. A peer that sends no request
+loses its slot after `connect_s`, and one that stops in the middle of a payload after
+`idle_s`. A transfer that finds no slot waits for a while. Then its peer is told Busy,
+pauses and asks again: an upload until `budget_s`, a fetch until `pin_s`
+(`transfers.py`).
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import dataclasses
+import functools
+import itertools
 import logging
+import math
+import selectors
 import socket
+import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import numpy.typing as npt
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.values import Version
-from diloco_jax.wire import encoding, errors, frames, session
-from diloco_jax.wire.acceptor import Acceptor, Places
-from diloco_jax.wire.bulk import (
-    CycleRequest,
-    FetchRequest,
-    FetchStart,
-    Holdings,
-    HoldingsRequest,
-    KeptStart,
-    Request,
-    Revocation,
-    RevocationRequest,
-    UploadDone,
-    UploadStart,
-)
-from diloco_jax.wire.errors import (
-    Busy,
-    ConnectionLost,
-    Refused,
-    RemoteProtocolError,
-    WireError,
-)
-from diloco_jax.wire.frames import BulkConnection, Payload
+from diloco_jax.errors import OUT_OF_FILES
+from diloco_jax.wire import addresses, bulk, encoding, errors, limits
+from diloco_jax.wire.errors import Busy, ConnectionLost, RemoteProtocolError, WireError
+from diloco_jax.wire.frames import BulkConnection, prepare
+from diloco_jax.wire.limits import Quota, RateLimitedLog, TransferSlots
 from diloco_jax.wire.principal import (
+    OPERATOR,
     Peers,
     Principal,
     Revocations,
-    require_island,
-    require_operator,
+    island,
+    require,
 )
-from diloco_jax.wire.session import FewLines, Quota, internal_error
+from diloco_jax.wire.session import Handlers, log_about
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 4 << 20
-"""Bytes that a fetch copies at a time, of parts that lie scattered in memory."""
+_POLL_S = 1.0
+_DRAIN_BYTES = 256 << 10
+REFUSED_EACH = 4
+"""Connections of a certificate that is refused: enough to be told why."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FetchSource:
-    """The payload that a fetch is served from: `buffers`, row-major, laid end to
-    end.
-    """
+class Acceptor:
+    """Accept connections, shake hands, wait for requests on idle connections, and see
+    off those that have had their last answer."""
 
-    version: Version
-    full: bool
-    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
-    count: int
-    buffers: Sequence[Payload]
-    total: int
-    """Bytes of the payload: the sum of the buffers'."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: Callable[[], ssl.SSLContext | None],
+        begin: Callable[[BulkConnection], None],
+        check: Callable[[BulkConnection], object],
+        deadlines: Deadlines,
+        most: int,
+        most_each: int,
+    ) -> None:
+        """Make the acceptor; `start` starts its thread.
 
+        Args:
+          context: returns the TLS context of the next connection; None = no TLS.
+          begin: serves a connection on which a request arrives; it returns at once.
+          check: raises WireError if the peer's certificate does not count.
+          most: largest number of connections; beyond it the oldest one is closed that
+            shakes hands, is seen off, or is idle.
+          most_each: largest number with one certificate; those beyond are closed.
+        """
+        self._listener, self._context, self._begin = listener, context, begin
+        self._check, self._deadlines = check, deadlines
+        self._most, self._most_each = most, most_each
+        self._awake, self._alarm = socket.socketpair()
+        self._lock = threading.Lock()
+        self._back: list[BulkConnection] = []
+        """Connections whose transfer is done."""
+        self._stopping = False
+        self._thread = threading.Thread(
+            target=self._run, name="diloco-bulk-acceptor", daemon=True
+        )
+        self._selector = selectors.DefaultSelector()
+        self._shaking: dict[BulkConnection, float] = {}
+        """Connections that shake hands, and when they are closed, oldest first."""
+        self._leaving: dict[BulkConnection, float] = {}
+        """Likewise, connections that have had their last answer."""
+        self._idle: dict[BulkConnection, float] = {}
+        """Likewise, connections that may ask for something: they are not closed."""
+        self._known: set[BulkConnection] = set()
+        """All that have shaken hands: idle, leaving, or served elsewhere."""
+        self._own: Counter[bytes] = Counter()
+        """How many those are, by certificate."""
+        self._checked = time.monotonic()
+        self._place = bytearray(_DRAIN_BYTES)
+        self._lines = RateLimitedLog(at_once=1)
 
-def source_of(
-    version: Version, boxes: Sequence[npt.NDArray[Any]], *, count: int
-) -> FetchSource:
-    """Return the payload of these boxes: `count` publishes, or for 0 an anchor."""
-    return FetchSource(
-        version=version,
-        full=count == 0,
-        count=count,
-        buffers=[block.data for box in boxes for block in _blocks(box)],
-        total=sum(box.nbytes for box in boxes),
-    )
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
 
+    def stop(self) -> None:
+        """Close the listener and all connections without a transfer."""
+        with self._lock:
+            self._stopping = True
+        self._ring()
+        self._thread.join(self._deadlines.stop_s)
 
-def _blocks(box: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Cut an array that is scattered in memory, so that the copy of each block, made
-    when it is sent, is small."""
-    if box.flags.c_contiguous or not box.size:
-        return [box]
-    rows = max(1, BLOCK_BYTES * len(box) // box.nbytes)
-    return [box[start : start + rows] for start in range(0, len(box), rows)]
+    def give_back(self, connection: BulkConnection) -> None:
+        """Take a connection whose transfer is done: wait for its next request, or see
+        it off; after `stop`, close it. Any thread may call this.
+        """
+        with self._lock:
+            if not self._stopping:
+                self._back.append(connection)
+                self._ring()
+                return
+        connection.close()
+
+    def _ring(self) -> None:
+        # A full socket wakes the thread as well.
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"!")
+
+    def _run(self) -> None:
+        ours = (self._listener, self._awake, self._alarm)
+        for one in ours:
+            one.setblocking(False)
+        for one in ours[:2]:
+            self._selector.register(one, selectors.EVENT_READ)
+        while not self._stopping:
+            for key, _ in self._selector.select(_POLL_S):
+                try:
+                    self._ready(key.fileobj)
+                except Exception:
+                    logger.exception("the bulk port failed on a connection")
+            self._close_late()
+        self._selector.close()
+        for one in ours:
+            one.close()
+        for waiting in (self._shaking, self._leaving, self._idle, self._returned()):
+            for connection in waiting:
+                connection.close()
+
+    def _returned(self) -> list[BulkConnection]:
+        with self._lock:
+            back, self._back = self._back, []
+        return back
+
+    def _ready(self, who: object) -> None:
+        if who is self._listener:
+            self._accept()
+        elif who is self._awake:
+            self._awake.recv(4096)
+            for connection in self._returned():
+                if connection.between:
+                    self._await_request(connection)
+                elif connection.parted:
+                    self._see_off(connection)
+                else:
+                    self._close(connection)
+        elif not isinstance(who, BulkConnection):
+            return
+        elif who in self._idle:
+            self._take(who)
+            self._begin(who)
+        elif who in self._leaving:
+            if not who.drain(self._place):
+                self._close(who)
+        elif who in self._shaking:
+            self._shake_hands(who)
+
+    def _accept(self) -> None:
+        try:
+            accepted, address = self._listener.accept()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                self._failed("a connection could not be accepted", error)
+                if error.errno not in OUT_OF_FILES or not self._drop_oldest():
+                    time.sleep(0.05)  # Those that end free some.
+            return
+        try:
+            full = len(self._shaking) + len(self._known) >= self._most
+            if full and not self._drop_oldest():
+                raise OSError(f"all {self._most} connections have transfers under way")
+            prepare(accepted, self._deadlines)
+            context = self._context()
+            if context is not None:
+                accepted.setblocking(False)
+                accepted = context.wrap_socket(
+                    accepted, server_side=True, do_handshake_on_connect=False
+                )
+        except BaseException as error:
+            accepted.close()
+            if not isinstance(error, OSError):
+                raise
+            self._failed("a connection broke off", error)
+            return
+        peer = addresses.format_address(address[0], address[1])
+        connection = BulkConnection(accepted, peer)
+        self._wait(connection, self._shaking, self._deadlines.connect_s)
+        self._shake_hands(connection)
+
+    def _shake_hands(self, connection: BulkConnection) -> None:
+        try:
+            awaits = connection.shake_hands()
+        except (OSError, ValueError) as error:
+            self._failed("a TLS handshake failed", error)
+            self._take(connection)
+            connection.close()
+            return
+        if awaits:
+            self._selector.modify(connection, awaits)
+        else:
+            self._take(connection)
+            self._let_in(connection)
+
+    def _let_in(self, connection: BulkConnection) -> None:
+        """Keep a connection whose certificate is known, if it has its share left."""
+        owner, refused = connection.certificate(), self._refusal(connection)
+        most = self._most_each if refused is None else REFUSED_EACH
+        if owner and self._own[owner] >= most:
+            connection.close()
+            why = refused or Busy(f"{connection.peer} has {most} already")
+            self._failed("a connection beyond its peer's share was closed", why)
+            return
+        self._known.add(connection)
+        self._own[owner] += 1
+        if refused is None:
+            self._await_request(connection)
+        else:
+            self._failed("a connection was refused", refused)
+            self._see_off(connection, refused)
+
+    def _refusal(self, connection: BulkConnection) -> WireError | None:
+        try:
+            self._check(connection)
+        except WireError as error:
+            return error
+        return None
+
+    def _await_request(self, connection: BulkConnection) -> None:
+        self._wait(connection, self._idle, math.inf)
+        if connection.pending():
+            self._ready(connection)
+
+    def _see_off(
+        self, connection: BulkConnection, refused: WireError | None = None
+    ) -> None:
+        """Close a connection once its peer has hung up, or after `retry_max_s`.
+
+        refused: what the peer is still to be told.
+        """
+        if refused is not None:
+            connection.part(errors.failure_of(refused))
+        self._wait(connection, self._leaving, self._deadlines.retry_max_s)
+
+    def _wait(
+        self,
+        connection: BulkConnection,
+        among: dict[BulkConnection, float],
+        seconds: float,
+    ) -> None:
+        self._selector.register(connection, selectors.EVENT_READ)
+        among[connection] = time.monotonic() + seconds
+
+    def _take(self, connection: BulkConnection) -> None:
+        """Wait for a connection no longer."""
+        for waiting in (self._shaking, self._leaving, self._idle):
+            if waiting.pop(connection, None) is not None:
+                self._selector.unregister(connection)
+
+    def _close(self, connection: BulkConnection) -> None:
+        """Close a connection without a transfer, and forget it."""
+        self._take(connection)
+        if connection in self._known:
+            self._known.remove(connection)
+            owner = connection.certificate()
+            self._own[owner] -= 1
+            if not self._own[owner]:
+                del self._own[owner]
+        connection.close()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Log that a connection failed: one line a minute about strangers, who may be
+        many."""
+        self._lines.log(logger, logging.WARNING, what, f"{what}: {error}")
+
+    def _close_late(self) -> None:
+        now = time.monotonic()
+        for waiting in (self._shaking, self._leaving):
+            for connection in [c for c, end in waiting.items() if end <= now]:
+                self._close(connection)
+        if now >= self._checked + _POLL_S:
+            self._checked = now
+            self._end_refused()
+
+    def _end_refused(self) -> None:
+        """End what was let in before its certificate was revoked."""
+        refused: dict[bytes, WireError | None] = {}
+        for connection in list(self._known - self._leaving.keys()):
+            owner = connection.certificate()
+            if owner not in refused:
+                refused[owner] = self._refusal(connection)
+            why = refused[owner]
+            if why is not None and connection in self._idle:
+                self._take(connection)
+                self._see_off(connection, why)
+            elif why is not None:
+                connection.cut()
+
+    def _drop_oldest(self) -> bool:
+        """Close the oldest connection that shakes hands, is seen off, or is idle;
+        return False if there is none."""
+        waiting = itertools.chain(self._shaking, self._leaving, self._idle)
+        oldest = next(waiting, None)
+        if oldest is not None:
+            self._close(oldest)
+        return oldest is not None
 
 
 _SPARE_CONNECTIONS = 64
 
 
-class BulkPort(abc.ABC):
+class BulkServer:
     """One bulk port. It listens and serves from `start` to `stop`."""
 
     def __init__(
         self,
+        handlers: Handlers,
         *,
         tls: TlsFiles | None,
         deadlines: Deadlines,
         max_hosts: int,
         bulk_channels: int,
         max_hosts_each: int | None = None,
-        lines: FewLines | None = None,
+        log: RateLimitedLog | None = None,
+        is_revoked: Callable[[int], bool] | None = None,
     ) -> None:
-        """Arguments are those of `server.Server`. lines: of its log about peers; None =
-        lines of this port alone."""
-        self._lines = lines or FewLines()
+        """Arguments are those of `server.Server`. log: its lines about peers; None =
+        lines of this port alone. is_revoked: asks the coordinator, whose list this
+        process does not have; see `Revocations`."""
+        self.handlers = handlers
+        """May be replaced at any time; transfers under way end with the old ones."""
+        self._lines = log or RateLimitedLog()
         self._contexts = tls.server_contexts() if tls is not None else lambda: None
-        self._peers = Peers(tls.folder) if tls is not None else None
+        self._peers = Peers(tls.folder if tls is not None else None)
+        asks = is_revoked if tls is not None else None
+        self._revocations = Revocations(asks) if asks is not None else None
         self._deadlines = deadlines
         # A host may send and fetch on all of its channels at once.
         wanted = 2 * bulk_channels * max_hosts
-        each = 2 * bulk_channels * (max_hosts_each or max_hosts)
-        self._places = Places(wanted, deadlines.retry_max_s, each)
-        self._each = each
+        self._each = 2 * bulk_channels * (max_hosts_each or max_hosts)
+        self._slots = TransferSlots(wanted, deadlines.retry_max_s, self._each)
         self._quotas: dict[Principal, Quota] = {}
         self.connections = 2 * wanted + _SPARE_CONNECTIONS
         """Most connections: twice what all hosts need, since a lost host may be back
         before its old ones are known to be dead."""
         self._watch = IdleWatch("diloco-bulk-watch")
-        self._pool = DaemonPool(self._places.threads, "diloco-bulk")
+        self._pool = DaemonPool(self._slots.threads, "diloco-bulk")
         self._acceptor: Acceptor | None = None
         self._changed = threading.Condition()
         self._serving: set[BulkConnection] = set()
@@ -144,10 +378,10 @@ class BulkPort(abc.ABC):
             listener,
             self._contexts,
             self._begin,
+            self._identify,
             self._deadlines,
             self.connections,
-            most_each=2 * self._each,
-            check=self._identify,
+            2 * self._each,
         )
         self._acceptor.start()
 
@@ -195,50 +429,73 @@ class BulkPort(abc.ABC):
                 self._answer(connection, held)
         except ConnectionLost as error:
             self._log(logging.INFO, connection, f"a transfer broke off: {error}")
-        except WireError as error:
-            # Who is told to come again does so many times.
-            level = logging.DEBUG if isinstance(error, Busy) else logging.INFO
-            self._log(level, connection, f"answered {connection.peer}: {error}")
-            connection.part(errors.failure_of(error))
         except Exception as error:
-            text = f"a transfer with {connection.peer} failed"
-            self._log(logging.ERROR, connection, text)
-            connection.part(errors.failure_of(internal_error(error)))
+            level, telling = errors.told(error)
+            # Who is told to come again does so many times.
+            level = logging.DEBUG if isinstance(error, Busy) else level
+            self._log(level, connection, f"answered {connection.peer}: {telling}")
+            connection.part(errors.failure_of(telling))
 
     def _log(self, level: int, connection: BulkConnection, text: str) -> None:
-        who = None
-        with contextlib.suppress(WireError):
-            who = self._identify(connection)
-        self._lines.log(logger, level, who, text, trace=level >= logging.ERROR)
+        identify = functools.partial(self._identify, connection)
+        log_about(self._lines, logger, level, identify, text)
+
+    def _identify(self, connection: BulkConnection) -> Principal | None:
+        """Return who calls, None without TLS. Raises WireError."""
+        return self._peers.identify(connection.certificate())
 
     def _answer(self, connection: BulkConnection, held: contextlib.ExitStack) -> None:
         who = self._identify(connection)
-        held.enter_context(self._places.taken(who))
+        held.enter_context(self._slots.taken(who))
         if who is not None:
-            time.sleep(self._quota(who).wait_s(1))
+            fresh = limits.requests_quota(who, self._each)
+            time.sleep(self._quotas.setdefault(who, fresh).wait_s(1))
         with self._watch.guard(self._deadlines.connect_s, connection.cut):
             request = connection.receive(encoding.bulk_request)
         guard = held.enter_context(
             self._watch.guard(self._deadlines.idle_s, connection.cut)
         )
-        self.carry_out(connection, who, request, guard)
+        self._carry_out(connection, who, request, guard)
         connection.between = True
 
-    @abc.abstractmethod
-    def carry_out(
+    def _carry_out(
         self,
         connection: BulkConnection,
         who: Principal | None,
-        request: Request,
+        request: bulk.Request,
         guard: Guard,
     ) -> None:
-        """Carry out a request of `who`, None without TLS."""
+        handlers = self.handlers
+        if isinstance(
+            request, bulk.UploadStart | bulk.FetchRequest | bulk.HoldingsRequest
+        ):
+            require(who, island(request.island))
+        if self._revocations is not None:
+            caller, serial = self._peers.named_in(connection.certificate())
+            self._revocations.require_valid(serial, caller)
+        match request:
+            case bulk.UploadStart():
+                self._upload(connection, request, guard)
+            case bulk.FetchRequest():
+                self._fetch(connection, request, handlers.fetch(request), guard)
+            case bulk.HoldingsRequest():
+                connection.send(handlers.holdings(request))
+            case bulk.RevocationRequest():
+                if self._revocations is not None:
+                    handlers.refuse()
+                revoked = self._peers.is_revoked(int(request.serial, 16))
+                connection.send(bulk.Revocation(revoked=revoked))
+            case bulk.CycleRequest():
+                require(who, OPERATOR)
+                view = handlers.kept(request.cycle, request.name)
+                connection.send(bulk.KeptStart(total=view.nbytes))
+                _send(connection, [view], 0, view.nbytes, guard)
 
-    def send_fetched(
+    def _fetch(
         self,
         connection: BulkConnection,
-        wanted: FetchRequest,
-        source: FetchSource,
+        wanted: bulk.FetchRequest,
+        source: bulk.FetchSource,
         guard: Guard,
     ) -> None:
         """Send the stripe of the payload that is asked for."""
@@ -251,7 +508,7 @@ class BulkPort(abc.ABC):
         if wanted.length >= 0:
             length = min(length, wanted.length)
         connection.send(
-            FetchStart(
+            bulk.FetchStart(
                 version=source.version,
                 full=source.full,
                 count=source.count,
@@ -260,122 +517,10 @@ class BulkPort(abc.ABC):
                 length=length,
             )
         )
-        self.send_payload(connection, source.buffers, wanted.offset, length, guard)
-
-    def send_payload(
-        self,
-        connection: BulkConnection,
-        buffers: Sequence[frames.Payload],
-        offset: int,
-        length: int,
-        guard: Guard,
-    ) -> None:
-        """Send a part of a payload; ConnectionLost if the peer ends it."""
-        if not connection.send_payload(buffers, offset, length, guard):
-            raise ConnectionLost(f"{connection.peer} ended a fetch")
-
-    def _identify(self, connection: BulkConnection) -> Principal | None:
-        """Return who calls, None without TLS. Raises WireError."""
-        if self._peers is None:
-            return None
-        return self._peers.identify(connection.certificate())
-
-    def _quota(self, who: Principal) -> Quota:
-        """Return the quota of one peer's requests, over all of its connections."""
-        rate = max(session.REQUESTS_PER_SECOND * self._each, session.LEAST_REQUESTS)
-        fresh = Quota(str(who), rate, session.BURST_S * rate, "requests for bulk")
-        return self._quotas.setdefault(who, fresh)
-
-
-class BulkHandlers(Protocol):
-    """Answer the requests of the bulk port. Many threads call the methods at once."""
-
-    def upload_begin(self, start: UploadStart) -> memoryview:
-        """Return the memory into which this stripe is received, `start.length` bytes;
-        or a shorter place if the stripe has arrived before, and its bytes go nowhere.
-
-        Bytes are written there as they arrive, before their checksum is compared. The
-        server releases the place at the end, whatever that is. May raise Refused, Busy
-        or RemoteProtocolError.
-        """
-
-    def upload_end(self, start: UploadStart, place: memoryview) -> bool:
-        """Accept a received and checked stripe; return True if it completes the delta.
-        `place` is the memory that `upload_begin` returned.
-        """
-
-    def fetch(self, request: FetchRequest) -> FetchSource:
-        """Return the payload of which a stripe is asked for. May raise Refused or
-        VersionGone.
-        """
-
-    def kept(self, cycle: int, name: str) -> memoryview:
-        """Return the bytes of a file of a kept cycle; may raise Refused or Busy."""
-
-
-class BulkServer(BulkPort):
-    """The bulk port of a coordinator or of a worker."""
-
-    def __init__(
-        self,
-        handlers: BulkHandlers,
-        *,
-        tls: TlsFiles | None,
-        deadlines: Deadlines,
-        max_hosts: int,
-        bulk_channels: int,
-        max_hosts_each: int | None = None,
-        lines: FewLines | None = None,
-    ) -> None:
-        """Arguments are those of `server.Server`, and of `BulkPort`."""
-        super().__init__(
-            tls=tls,
-            deadlines=deadlines,
-            max_hosts=max_hosts,
-            bulk_channels=bulk_channels,
-            max_hosts_each=max_hosts_each,
-            lines=lines,
-        )
-        self.handlers = handlers
-        """May be replaced at any time; transfers under way end with the old ones."""
-
-    def carry_out(
-        self,
-        connection: BulkConnection,
-        who: Principal | None,
-        request: Request,
-        guard: Guard,
-    ) -> None:
-        """Carry out a request of `who`, None without TLS."""
-        match request:
-            case UploadStart():
-                require_island(who, request.island)
-                self._upload(connection, request, guard)
-            case FetchRequest():
-                require_island(who, request.island)
-                self.send_fetched(
-                    connection, request, self.handlers.fetch(request), guard
-                )
-            case RevocationRequest():
-                peers, serial = self._peers, int(request.serial, 16)
-                revoked = peers is not None and peers.is_revoked(serial)
-                connection.send(Revocation(revoked=revoked))
-            case CycleRequest():
-                require_operator(who)
-                view = self.handlers.kept(request.cycle, request.name)
-                connection.send(KeptStart(total=view.nbytes))
-                self.send_payload(connection, [view], 0, view.nbytes, guard)
-            case _:
-                raise RemoteProtocolError(
-                    f"{connection.peer} sent a {type(request).__name__}, which goes to "
-                    f"an island that offers its anchors; check islands.NAME.offers"
-                )
+        _send(connection, source.buffers, wanted.offset, length, guard)
 
     def _upload(
-        self,
-        connection: BulkConnection,
-        start: UploadStart,
-        guard: Guard,
+        self, connection: BulkConnection, start: bulk.UploadStart, guard: Guard
     ) -> None:
         if not 0 <= start.offset <= start.offset + start.length <= start.total:
             raise RemoteProtocolError(
@@ -385,86 +530,23 @@ class BulkServer(BulkPort):
         handlers = self.handlers
         with handlers.upload_begin(start) as place:
             with place.cast("B") as view:
-                _receive(connection, view, start, guard)
+                # A shorter place takes chunk after chunk, and they go nowhere.
+                stored, wanted = 0, len(view) == start.length
+                while left := start.length - stored:
+                    room = view[stored:] if wanted else view[:left]
+                    at = start.offset + stored
+                    stored += connection.receive_chunk(room, at, guard)
             complete = handlers.upload_end(start, place)
-        connection.send(UploadDone(complete=complete))
+        connection.send(bulk.UploadDone(complete=complete))
 
 
-def _receive(
+def _send(
     connection: BulkConnection,
-    view: memoryview,
-    start: UploadStart,
+    buffers: Sequence[bulk.Payload],
+    offset: int,
+    length: int,
     guard: Guard,
 ) -> None:
-    """Receive a stripe into its place, or chunk by chunk into the same shorter one."""
-    stored, wanted = 0, len(view) == start.length
-    while left := start.length - stored:
-        room = view[stored:] if wanted else view[:left]
-        stored += connection.receive_chunk(room, start.offset + stored, guard)
-
-
-class OfferHandlers(Protocol):
-    """Answers of the island; many threads call the methods at once."""
-
-    def holdings(self, fragment: int) -> Holdings:
-        """Return the version of this host's part of a fragment's anchor, and its tiles.
-        Raises RemoteProtocolError for a fragment that there is not."""
-
-    def offered(self, request: FetchRequest) -> FetchSource:
-        """Return the tiles that are asked for. Raises VersionGone, or
-        RemoteProtocolError."""
-
-
-class OfferServer(BulkPort):
-    """Answers other islands of the run, and nobody else."""
-
-    def __init__(
-        self,
-        offers: OfferHandlers,
-        run_id: str,
-        *,
-        tls: TlsFiles | None,
-        deadlines: Deadlines,
-        max_hosts: int,
-        bulk_channels: int,
-        is_revoked: Callable[[int], bool],
-    ) -> None:
-        """Arguments are those of `BulkPort`. max_hosts: of all other islands.
-        is_revoked: asks the coordinator; see `Revocations`."""
-        super().__init__(
-            tls=tls,
-            deadlines=deadlines,
-            max_hosts=max_hosts,
-            bulk_channels=bulk_channels,
-        )
-        self._offers, self._run_id = offers, run_id
-        self._revocations = Revocations(is_revoked)
-
-    def carry_out(
-        self,
-        connection: BulkConnection,
-        who: Principal | None,
-        request: Request,
-        guard: Guard,
-    ) -> None:
-        """Answer another island of the run."""
-        if not isinstance(request, HoldingsRequest | FetchRequest):
-            raise RemoteProtocolError(
-                f"{connection.peer} sent a {type(request).__name__} to an island, "
-                f"which goes to the coordinator; check its address"
-            )
-        require_island(who, request.island)
-        if request.run_id != self._run_id:
-            raise Refused(
-                "run",
-                f"the island that is asked is in run {self._run_id!r}, and the call is "
-                f"of run {request.run_id!r}; check islands.NAME.offers",
-            )
-        if self._peers is not None:
-            caller, serial = self._peers.named_in(connection.certificate())
-            self._revocations.require_valid(serial, caller)
-        if isinstance(request, HoldingsRequest):
-            connection.send(self._offers.holdings(request.fragment))
-        else:
-            source = self._offers.offered(request)
-            self.send_fetched(connection, request, source, guard)
+    """Send a part of a payload; ConnectionLost if the peer ends it."""
+    if not connection.send_payload(buffers, offset, length, guard):
+        raise ConnectionLost(f"{connection.peer} ended a fetch")

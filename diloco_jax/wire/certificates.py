@@ -10,12 +10,11 @@ whoever copied the old one with its key gets in until it is revoked.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,9 +38,6 @@ from diloco_jax.wire.principal import (
 )
 
 ISSUED = "issued.txt"
-BEGUN_LATE = "# begun"
-"""Begins the line that says from when on the file is complete, if it is younger than
-the authority."""
 
 
 class Issued(NamedTuple):
@@ -52,70 +48,30 @@ class Issued(NamedTuple):
     stem: str
     """The principal's, see `Principal.stem`."""
 
-    @classmethod
-    def of(cls, stem: str, certificate: x509.Certificate) -> Issued:
-        """Return what the file keeps of a certificate."""
-        end = certificate.not_valid_after_utc
-        return cls(certificate.serial_number, end, stem)
 
-
-class Register(NamedTuple):
-    """Certificates that are still valid."""
-
-    issued: tuple[Issued, ...] = ()
-    since: str = ""
-    """Day before which certificates may have been signed that are not listed; empty if
-    all are."""
-
-    def serials(self, stem: str) -> list[int]:
-        """Return the serial numbers of one principal, oldest first."""
-        return [one.serial for one in self.issued if one.stem == stem]
-
-
-def read(folder: Path, here: Mapping[str, x509.Certificate]) -> Register:
-    """Return the certificates that were signed and have not ended.
-
-    here: certificates in the folder by stem; they count though the file may be missing,
-    as in a folder made by an earlier version. Raises SecurityError if the file cannot
-    be read.
-    """
-    now = datetime.datetime.now(datetime.UTC)
-    since, found = "", list[Issued]()
-    path = folder / ISSUED
+def issued(folder: Path) -> list[Issued]:
+    """Return the certificates that the folder's authority has signed and that have not
+    ended, oldest first. Raises SecurityError if its list of them cannot be read."""
+    path, found = folder / ISSUED, list[Issued]()
+    if not (folder / "ca.pem").exists():
+        return []
+    where = str(path)
     try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        lines = [f"{BEGUN_LATE} {now.date()}"]
-    for number, line in enumerate(lines, 1):
-        if line.startswith(BEGUN_LATE):
-            since = line.removeprefix(BEGUN_LATE).strip()
-            continue
-        try:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            where = f"{path}, line {number}: {line!r}"
             serial, end, stem = line.split()
-            one = Issued(int(serial, 16), datetime.datetime.fromisoformat(end), stem)
-            found += [one] if one.end > now else []
-        except (ValueError, TypeError) as error:
-            raise SecurityError(
-                f"{path}, line {number}: {line!r} is no serial number, end and owner "
-                f"of a certificate ({error}); restore the file, or replace the "
-                f"authority (`diloco certs --replace`)"
-            ) from error
-    known = {one.serial for one in found}
-    lacking = [Issued.of(stem, certificate) for stem, certificate in here.items()]
-    found += [one for one in lacking if one.serial not in known and one.end > now]
-    return Register(tuple(found), since)
+            ends = datetime.datetime.fromisoformat(end)
+            found.append(Issued(int(serial, 16), ends, stem))
+        now = datetime.datetime.now(datetime.UTC)
+        return [one for one in found if one.end > now]
+    except (OSError, ValueError, TypeError) as error:
+        raise SecurityError(
+            f"{where} is no serial number, end and owner of a certificate ({error}); "
+            f"restore the file, or replace the authority (`diloco certs --replace`)"
+        ) from error
 
 
-def write(folder: Path, register: Register, signed: Iterable[Issued]) -> None:
-    """Add certificates. The file must be there before anybody gets one of them."""
-    lines = [f"{BEGUN_LATE} {register.since}"] if register.since else []
-    lines += [
-        f"{one.serial:x} {one.end.isoformat()} {one.stem}"
-        for one in (*register.issued, *signed)
-    ]
-    write_text("".join(f"{line}\n" for line in lines), folder / ISSUED)
-
-
+ENDINGS = (".key", ".pem")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 CA_DAYS = 3650
 LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -149,22 +105,17 @@ def make_certificates(
             f"choose another folder, or replace it on purpose (`diloco certs "
             f"--replace`)"
         )
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name("diloco authority")
-    certificate = (
-        _builder(subject, subject, key.public_key(), key.public_key(), CA_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(authority=True), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    authority = _Signed(certificate, key)
+    authority = _sign("diloco authority", CA_DAYS)
     wanted = [COORDINATOR, READER, OPERATOR, *map(island, islands)]
     wanted += map(worker, range(workers))
-    hosts = [*LOCAL_NAMES, *names]
-    made = {who.stem: _leaf(authority, who, hosts, days) for who in wanted}
+    leaves = _leaves(authority, wanted, [*LOCAL_NAMES, *names], days)
     if replace:
-        _remove_leaves(folder)
-    _write(folder, Register(), made, {"ca": authority})
+        # What another authority signed, and its lists.
+        gone = [f"{who.stem}{end}" for who in principals(folder) for end in ENDINGS]
+        for name in (*gone, REVOKED, ISSUED):
+            (folder / name).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, [], {**leaves, "ca": authority})
 
 
 def add(
@@ -181,16 +132,11 @@ def add(
 
     Raises SecurityError if the folder does not hold the authority with its key.
     """
-    folder = Path(folder)
-    authority, coordinator = _opened(folder)
-    further = list(names)
-    hosts = [*_names_in(coordinator), *further]
+    folder, further = Path(folder), list(names)
     here = principals(folder)
     serving = [who for who in here if _serves(who)] if further else []
     named = [*map(island, islands), *map(worker, range(workers))]
-    wanted = list(dict.fromkeys([*serving, *named])) or here
-    signed = {who.stem: _leaf(authority, who, hosts, days) for who in wanted}
-    _write(folder, register(folder), signed)
+    _add(folder, list(dict.fromkeys([*serving, *named])) or here, days, further)
 
 
 def renew(folder: str | Path, days: int, within_days: int) -> list[Principal]:
@@ -203,102 +149,19 @@ def renew(folder: str | Path, days: int, within_days: int) -> list[Principal]:
     ending = [
         who
         for who in principals(folder)
-        if _certificate(folder, who).not_valid_after_utc < limit
+        if certificate_of(folder, who).not_valid_after_utc < limit
     ]
     if ending:
-        authority, coordinator = _opened(folder)
-        hosts = _names_in(coordinator)
-        signed = {who.stem: _leaf(authority, who, hosts, days) for who in ending}
-        _write(folder, register(folder), signed)
+        _add(folder, ending, days)
     return ending
 
 
-class Revoked(NamedTuple):
-    """Certificates that were shut out."""
-
-    serials: tuple[int, ...]
-    since: str
-    """Day before which there may be others that nobody knows; empty if there are
-    none."""
-
-
-def revoke(folder: str | Path, who: Principal) -> Revoked:
-    """Add all certificates of a principal that are still valid, renewed ones included,
-    to the folder's `revoked.txt`; delete its files.
-
-    Raises SecurityError if there are none.
-    """
-    folder = Path(folder)
-    known, path = register(folder), folder / REVOKED
-    before = path.read_text() if path.exists() else ""
-    try:
-        out = serials(before)
-    except ValueError as error:
-        raise SecurityError(f"{path} cannot be read ({error}); mend it") from error
-    found = [serial for serial in known.serials(who.stem) if serial not in out]
-    if not found:
-        others = {one.stem for one in known.issued if one.serial not in out}
-        raise SecurityError(
-            f"{folder} has no certificate of {who} that gets in; it has "
-            f"{', '.join(sorted(others)) or 'none'}"
-        )
-    today = datetime.datetime.now(datetime.UTC).date()
-    lines = "".join(f"{serial:x} # {who}, {today}\n" for serial in found)
-    write(folder, known, ())
-    _replace(path, f"{before}{lines}".encode(), 0o644)
-    for suffix in (".key", ".pem"):
-        (folder / f"{who.stem}{suffix}").unlink(missing_ok=True)
-    return Revoked(tuple(found), known.since)
-
-
-def register(folder: str | Path) -> Register:
-    """Return the certificates that the folder's authority has signed and that are
-    still valid. Raises SecurityError if its list of them cannot be read."""
-    folder = Path(folder)
-    here: dict[str, x509.Certificate] = {}
-    for who in principals(folder):
-        # One that is damaged cannot be listed, and gets nobody in.
-        with contextlib.suppress(OSError, ValueError):
-            here[who.stem] = _certificate(folder, who)
-    return read(folder, here)
-
-
-def principals(folder: str | Path) -> list[Principal]:
-    """Return whose certificates a folder has, in order of their files' names."""
-    stems = sorted(
-        path.name.removesuffix(".pem") for path in Path(folder).glob("*.pem")
-    )
-    return [who for stem in stems if (who := of_stem(stem)) is not None]
-
-
-def coordinator_names(folder: str | Path) -> list[str]:
-    """Return the names and addresses in the coordinator's certificate."""
-    path = Path(folder) / "coordinator.pem"
-    return _names_in(x509.load_pem_x509_certificate(path.read_bytes()))
-
-
-def _names_in(certificate: x509.Certificate) -> list[str]:
-    """Return the names and addresses of machines in a certificate."""
-    known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    return [
-        str(entry.value)
-        for entry in known.value
-        if not isinstance(entry, x509.UniformResourceIdentifier)
-    ]
-
-
-class _Signed(NamedTuple):
-    """A certificate and the key that it is for."""
-
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
-
-
-def _opened(folder: Path) -> tuple[_Signed, x509.Certificate]:
-    """Return a folder's authority, and the coordinator's certificate."""
+def _add(
+    folder: Path, wanted: list[Principal], days: int, further: Iterable[str] = ()
+) -> None:
     try:
         authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
-        coordinator = _certificate(folder, COORDINATOR)
+        hosts = [*coordinator_names(folder), *further]
         key = serialization.load_pem_private_key(
             (folder / "ca.key").read_bytes(), password=None
         )
@@ -316,82 +179,113 @@ def _opened(folder: Path) -> tuple[_Signed, x509.Certificate]:
             f"{folder / 'ca.key'} is no EC key; make a new authority with "
             f"`diloco certs --replace`"
         )
-    return _Signed(authority, key), coordinator
+    leaves = _leaves(_Signed(authority, key), wanted, hosts, days)
+    _write(folder, issued(folder), leaves)
 
 
-def _certificate(folder: Path, who: Principal) -> x509.Certificate:
+def revoke(folder: str | Path, who: Principal) -> list[int]:
+    """Add all certificates of a principal that are still valid, renewed ones included,
+    to the folder's `revoked.txt`; delete its files. Return their serial numbers.
+
+    Raises SecurityError if there are none.
+    """
+    folder = Path(folder)
+    known, path = issued(folder), folder / REVOKED
+    before = path.read_text() if path.exists() else ""
+    try:
+        out = serials(before)
+    except ValueError as error:
+        raise SecurityError(f"{path} cannot be read ({error}); mend it") from error
+    known = [one for one in known if one.serial not in out]
+    found = [one.serial for one in known if one.stem == who.stem]
+    if not found:
+        others = ", ".join(sorted({one.stem for one in known})) or "none"
+        raise SecurityError(
+            f"{folder} has no certificate of {who} that gets in; it has {others}"
+        )
+    today = datetime.datetime.now(datetime.UTC).date()
+    lines = "".join(f"{serial:x} # {who}, {today}\n" for serial in found)
+    _replace(path, f"{before}{lines}".encode(), 0o644)
+    for ending in ENDINGS:
+        (folder / f"{who.stem}{ending}").unlink(missing_ok=True)
+    return found
+
+
+def principals(folder: str | Path) -> list[Principal]:
+    """Return whose certificates a folder has, in order of their files' names."""
+    stems = sorted(
+        path.name.removesuffix(".pem") for path in Path(folder).glob("*.pem")
+    )
+    return [who for stem in stems if (who := of_stem(stem)) is not None]
+
+
+def coordinator_names(folder: str | Path) -> list[str]:
+    """Return the names and addresses of machines in the coordinator's certificate."""
+    certificate = certificate_of(Path(folder), COORDINATOR)
+    known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    return [
+        str(entry.value)
+        for entry in known.value
+        if not isinstance(entry, x509.UniformResourceIdentifier)
+    ]
+
+
+def certificate_of(folder: Path, who: Principal) -> x509.Certificate:
+    """Return a principal's certificate in a folder."""
     path = folder / f"{who.stem}.pem"
     return x509.load_pem_x509_certificate(path.read_bytes())
 
 
-def _leaf(
-    authority: _Signed, who: Principal, hosts: Iterable[str], days: int
-) -> _Signed:
-    """hosts: names of the coordinator's machine."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    # The coordinator's asks for the status, too, for people on its machine.
-    usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
-    if _serves(who) or who.role == "island":
-        # An island may offer its anchors; with no machine in its certificate it cannot
-        # stand for the coordinator.
-        usages.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
-    if _serves(who):
-        names += _hosts(hosts)
-    builder = (
-        _builder(
-            _name(f"diloco {who}"),
-            authority.certificate.subject,
-            key.public_key(),
-            authority.key.public_key(),
-            days,
-        )
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-        .add_extension(_key_usage(authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-    )
-    return _Signed(builder.sign(authority.key, hashes.SHA256()), key)
+class _Signed(NamedTuple):
+    """A certificate and the key that it is for."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def _leaves(
+    authority: _Signed, wanted: Iterable[Principal], hosts: Sequence[str], days: int
+) -> dict[str, _Signed]:
+    """Sign a certificate for each principal; return them by the stems of their files.
+    hosts: names of the coordinator's machine."""
+    machines, leaves = _hosts(hosts), dict[str, _Signed]()
+    for who in wanted:
+        # The coordinator's asks for the status, too, for people on its machine.
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
+        if _serves(who) or who.role == "island":
+            # An island may offer its anchors; with no machine in its certificate it
+            # cannot stand for the coordinator.
+            usages.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
+        if _serves(who):
+            names += machines
+        extensions = x509.ExtendedKeyUsage(usages), x509.SubjectAlternativeName(names)
+        leaves[who.stem] = _sign(f"diloco {who}", days, authority, *extensions)
+    return leaves
 
 
 def _serves(who: Principal) -> bool:
     return who.role in ("coordinator", "worker")
 
 
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    public_key: ec.EllipticCurvePublicKey,
-    issuer_key: ec.EllipticCurvePublicKey,
+def _sign(
+    subject: str,
     days: int,
-) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(public_key)
-        .serial_number(x509.random_serial_number())
-        # One hour back, for machines whose clocks are behind.
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=days))
-        # RFC 5280 asks for it, and Python from 3.13 on insists.
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), False
-        )
+    authority: _Signed | None = None,
+    *extensions: x509.ExtensionType,
+) -> _Signed:
+    """Make a key and its certificate. authority: None = it is one itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
+    itself = authority is None
+    issuer, by = (
+        (authority.certificate.subject, authority.key) if authority else (name, key)
     )
-
-
-def _name(common_name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-
-
-def _key_usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority,
-        key_cert_sign=authority,
-        crl_sign=authority,
+    now = datetime.datetime.now(datetime.UTC)
+    usage = x509.KeyUsage(
+        digital_signature=not itself,
+        key_cert_sign=itself,
+        crl_sign=itself,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
@@ -399,6 +293,27 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    constraints = x509.BasicConstraints(ca=itself, path_length=0 if itself else None)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # One hour back, for machines whose clocks are behind.
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(constraints, critical=True)
+        .add_extension(usage, critical=True)
+    )
+    for extension in (
+        # RFC 5280 asks for them, and Python from 3.13 on insists.
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key()),
+        *extensions,
+    ):
+        builder = builder.add_extension(extension, critical=False)
+    return _Signed(builder.sign(by, hashes.SHA256()), key)
 
 
 def _hosts(names: Iterable[str]) -> list[x509.GeneralName]:
@@ -416,25 +331,17 @@ def _hosts(names: Iterable[str]) -> list[x509.GeneralName]:
     return entries
 
 
-def _remove_leaves(folder: Path) -> None:
-    """Delete what another authority signed, and its lists."""
-    for who in principals(folder):
-        for suffix in (".key", ".pem"):
-            (folder / f"{who.stem}{suffix}").unlink(missing_ok=True)
-    for list_of in (REVOKED, ISSUED):
-        (folder / list_of).unlink(missing_ok=True)
-
-
-def _write(
-    folder: Path,
-    known: Register,
-    signed: dict[str, _Signed],
-    authority: dict[str, _Signed] | None = None,
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    leaves = [Issued.of(stem, leaf.certificate) for stem, leaf in signed.items()]
-    write(folder, known, leaves)
-    for stem, (certificate, key) in {**(authority or {}), **signed}.items():
+def _write(folder: Path, known: list[Issued], signed: dict[str, _Signed]) -> None:
+    """Write certificates and keys; first their list, which must be there before anybody
+    gets one of them."""
+    listed = known + [
+        Issued(one.serial_number, one.not_valid_after_utc, stem)
+        for stem, (one, _) in signed.items()
+        if stem != "ca"
+    ]
+    lines = "".join(f"{n:x} {end.isoformat()} {stem}\n" for n, end, stem in listed)
+    write_text(lines, folder / ISSUED)
+    for stem, (certificate, key) in signed.items():
         private = key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from diloco_jax.config.config import check_name
 from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
@@ -69,22 +70,15 @@ def certs_command(arguments: Sequence[str]) -> int:
         if options.revoke:
             _revoke(folder, options.revoke)
             return 0
+        named: dict[str, Any] = {
+            "islands": options.islands,
+            "workers": options.workers,
+        }
         if options.add:
-            certificates.add(
-                folder,
-                options.hosts,
-                options.days,
-                islands=options.islands,
-                workers=options.workers,
-            )
+            certificates.add(folder, options.hosts, options.days, **named)
         else:
             certificates.make_certificates(
-                folder,
-                options.hosts,
-                options.days,
-                islands=options.islands,
-                workers=options.workers,
-                replace=options.replace,
+                folder, options.hosts, options.days, replace=options.replace, **named
             )
     except OSError as error:
         raise ConfigError(
@@ -107,11 +101,10 @@ def certs_command(arguments: Sequence[str]) -> int:
 
 def _revoke(folder: Path, stems: Sequence[str]) -> None:
     """Revoke certificates, all of which must be known."""
-    from diloco_jax.wire import certificates
-    from diloco_jax.wire.certificates import ISSUED
+    from diloco_jax.wire.certificates import issued, revoke
     from diloco_jax.wire.principal import REVOKED, of_stem
 
-    here = {one.stem for one in certificates.register(folder).issued}
+    here = {one.stem for one in issued(folder)}
     for stem in stems:
         if stem not in here:
             known = ", ".join(sorted(here)) or "none"
@@ -122,19 +115,10 @@ def _revoke(folder: Path, stems: Sequence[str]) -> None:
     for stem in dict.fromkeys(stems):
         who = of_stem(stem)
         assert who is not None
-        revoked = certificates.revoke(folder, who)
-        numbers = ", ".join(f"{serial:x}" for serial in revoked.serials)
+        numbers = ", ".join(f"{serial:x}" for serial in revoke(folder, who))
         print(
             f"{who}: serial numbers in hex {numbers}, in {folder / REVOKED}; a "
             f"coordinator whose folder that is shuts them out within seconds, others "
             f"need the file beside their coordinator.pem",
             file=sys.stderr,
         )
-        if revoked.since:
-            print(
-                f"warning: {folder / ISSUED} was begun on {revoked.since}: "
-                f"certificates of {who} that were renewed before are not known, and "
-                f"get in until they end; if one of them may be stolen, make a new "
-                f"authority (--replace)",
-                file=sys.stderr,
-            )

@@ -6,8 +6,9 @@ into contiguous stripes, one per bulk channel, to the port after that of control
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.wire import addresses, encoding, errors
 from diloco_jax.wire.bulk import CycleRequest
-from diloco_jax.wire.encoding import decoded, encode
+from diloco_jax.wire.encoding import QUEUED_CONTROL_BYTES, decoded, encode
 from diloco_jax.wire.errors import (
     ConnectionLost,
     LocalProtocolError,
@@ -27,31 +28,32 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     WireError,
 )
-from diloco_jax.wire.server import SERVICE
+from diloco_jax.wire.principal import COORDINATOR, worker
+from diloco_jax.wire.server import SERVICE, keepalive_options
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain, large_lost
 from diloco_jax.wire.transfers import Connections, Transfers
 
-logger = logging.getLogger(__name__)
-
-OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
-INBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
-"""Bytes of waiting messages beyond which the stream is not read on. The coordinator's
-queue fills then."""
-
 
 class ControlStream:
-    """Exchange messages with the coordinator. `send` never blocks; `receive` has a
-    deadline."""
+    """Exchange messages with the coordinator, once it has answered the hello. `send`
+    never blocks; `receive` has a deadline."""
 
     welcome: messages.Welcome
     """The coordinator's first message."""
 
-    def __init__(self, method: Any, peer: str, hello: messages.Hello) -> None:
+    def __init__(
+        self, method: Any, peer: str, hello: messages.Hello, connect_s: float
+    ) -> None:
+        """Say hello; wait at most `connect_s` for the Welcome.
+
+        Raises Refused, Busy, ConnectionLost or ProtocolError, and closes the stream.
+        """
         self._peer = peer
-        self._outbox = ByteQueue(OUTBOX_BYTES)
+        self._outbox = ByteQueue(QUEUED_CONTROL_BYTES)
         self.send(hello)
-        self._inbox = ByteQueue(INBOX_BYTES)
+        self._inbox = ByteQueue(QUEUED_CONTROL_BYTES)
+        # Beyond that it is not read on, and the coordinator's queue fills.
         self._call = method(self._outbox.items())
         if not self._call.add_callback(self._outbox.close):
             self._outbox.close()
@@ -59,12 +61,6 @@ class ControlStream:
             target=self._read, name="diloco-control", daemon=True
         )
         self._reader.start()
-
-    def await_welcome(self, connect_s: float) -> None:
-        """Wait at most `connect_s` for the answer to the hello.
-
-        Raises Refused, Busy, ConnectionLost or ProtocolError, and closes the stream.
-        """
         try:
             first = self.receive(connect_s)
             if first is None:
@@ -77,10 +73,10 @@ class ControlStream:
                     f"first message from {self._peer} is {type(first).__name__}, "
                     f"expected Welcome or Refused"
                 )
-            self.welcome = first
         except WireError:
             self.cancel()
             raise
+        self.welcome = first
 
     def send(self, message: messages.FromIsland) -> None:
         """Queue a message and return at once.
@@ -101,8 +97,8 @@ class ControlStream:
         if not stored:
             self.cancel()
             raise ConnectionLost(
-                f"{self._peer} left {OUTBOX_BYTES} bytes of control messages unread; "
-                f"connect again"
+                f"{self._peer} left {QUEUED_CONTROL_BYTES} bytes of control messages "
+                f"unread; connect again"
             )
 
     def receive(self, timeout_s: float) -> messages.FromCoordinator | None:
@@ -149,21 +145,14 @@ class ControlStream:
         try:
             for raw in self._call:
                 self._inbox.put(raw, wait=True)
-        except QueueClosed:
-            self._drain()
+        except QueueClosed:  # Nothing is kept any more, until the coordinator ends it.
+            with contextlib.suppress(grpc.RpcError):
+                collections.deque(self._call, maxlen=0)
         except grpc.RpcError as rpc_error:
             error = errors.from_rpc(rpc_error, self._peer)
         finally:
             self._outbox.close()
             self._inbox.close(error)
-
-    def _drain(self) -> None:
-        """Read on without keeping anything, until the coordinator ends the stream."""
-        try:
-            for _ in self._call:
-                pass
-        except grpc.RpcError as error:
-            logger.debug("%s: while closing: %s", self._peer, error)
 
     def _dead(self) -> ConnectionLost:
         return ConnectionLost(f"the control stream to {self._peer} has ended")
@@ -199,22 +188,27 @@ class Client:
         self.transfers = self.transfers_at(addresses.bulk_address(address))
         """Uploads and fetches."""
 
-    def transfers_at(self, address: str, worker: int | None = None) -> Transfers:
+    def transfers_at(self, address: str, number: int | None = None) -> Transfers:
         """Return the uploads and fetches at another bulk port, with connections and
-        threads of their own. worker: the worker that has to answer there. Raises
+        threads of their own. number: of the worker that has to answer there. Raises
         ConfigError if it must not go without TLS."""
         addresses.require_tls(
             address, tls=self._tls is not None, insecure=self._insecure
         )
+        # A worker on the coordinator's machine without a key of its own has that one's.
+        whose = () if number is None else (worker(number), COORDINATOR)
         with self._lock:
-            found = self._transfers.get((address, worker))
+            found = self._transfers.get((address, number))
             if found is None:
-                # As many for either direction.
-                most = 2 * max(self._channels, 1)
                 connections = Connections(
-                    address, self._tls, self._deadlines, most, worker
+                    address,
+                    self._tls,
+                    self._deadlines,
+                    2 * max(self._channels, 1),  # As many for either direction.
+                    *whose,
+                    field="placement.advertise",
                 )
-                found = self._transfers[address, worker] = Transfers(
+                found = self._transfers[address, number] = Transfers(
                     connections, self._channels, self._deadlines, self._watch
                 )
         return found
@@ -239,9 +233,9 @@ class Client:
         Raises Refused, Busy, ConnectionLost, SecurityError or ProtocolError.
         """
         method = self._control_channel().stream_stream(f"/{SERVICE}/Control")
-        stream = ControlStream(method, self.address, hello)
+        connect_s = self._deadlines.connect_s
         try:
-            stream.await_welcome(self._deadlines.connect_s)
+            stream = ControlStream(method, self.address, hello, connect_s)
         except ConnectionLost as error:
             raise self._explained(error) from error
         with self._lock:
@@ -295,15 +289,13 @@ class Client:
             raise self._explained(errors.from_rpc(error, self.address)) from error
         try:
             answer = json.loads(raw)
+            if not isinstance(answer, dict):
+                raise ValueError(f"it is a {type(answer).__name__}")
         except ValueError as error:
             raise RemoteProtocolError(
-                f"{self.address} sent a {what.lower()} that is not JSON: {error}"
+                f"{self.address} sent a {what.lower()} that is no object of JSON: "
+                f"{error}; is it a coordinator of this version of diloco?"
             ) from error
-        if not isinstance(answer, dict):
-            raise RemoteProtocolError(
-                f"{self.address} sent a {what.lower()} of type "
-                f"{type(answer).__name__}, expected an object"
-            )
         return answer
 
     def close(self) -> None:
@@ -359,24 +351,15 @@ class Client:
 def channel_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
     """Return gRPC's options: a connection of its own, sizes, reconnection and
     keepalive."""
-    half_budget_ms = int(deadlines.budget_s * 500)
+    retry_ms = int(deadlines.retry_min_s * 1000)
     return [
-        *encoding.SIZE_OPTIONS,
+        *keepalive_options(deadlines),
         ("grpc.use_local_subchannel_pool", 1),
         # Islands dial the advertised address itself.
         ("grpc.enable_http_proxy", 0),
-        ("grpc.initial_reconnect_backoff_ms", int(deadlines.retry_min_s * 1000)),
+        ("grpc.initial_reconnect_backoff_ms", retry_ms),
         ("grpc.min_reconnect_backoff_ms", int(deadlines.connect_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", int(deadlines.retry_max_s * 1000)),
         # A name may move to another address; gRPC would believe the old one for 30 s.
-        (
-            "grpc.dns_min_time_between_resolutions_ms",
-            int(deadlines.retry_min_s * 1000),
-        ),
-        ("grpc.keepalive_time_ms", half_budget_ms),
-        ("grpc.keepalive_timeout_ms", half_budget_ms),
-        # Without it, a peer that is stopped and not gone is noticed after a minute.
-        ("grpc.http2.ping_timeout_ms", half_budget_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.dns_min_time_between_resolutions_ms", retry_ms),
     ]

@@ -11,10 +11,10 @@ from typing import Protocol
 from cryptography import x509
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import principal
 from diloco_jax.wire.addresses import parse_address
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
 from diloco_jax.wire.frames import prepare
-from diloco_jax.wire.principal import not_worker, principal_of
 from diloco_jax.wire.tls import Renewed, TlsFiles
 
 _PART_BYTES = 256 << 10
@@ -165,8 +165,9 @@ def dial_worker(
             return connection
         end = TlsEnd(connection, tls.current(), host)
         _shake_hands(end, address, tls.files)
-        server = principal_of(x509.load_der_x509_certificate(end.certificate()))
-        if wrong := not_worker(server, worker, own=True):
+        found = x509.load_der_x509_certificate(end.certificate())
+        whose, field = principal.principal_of(found), "placement.worker_addresses"
+        if wrong := principal.mismatch(whose, field, principal.worker(worker)):
             raise SecurityError(f"{address}: {wrong}")
         return end
     except BaseException:

@@ -7,6 +7,7 @@ The class says which side is to blame: the path (`ConnectionLost`), this process
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import grpc
@@ -18,7 +19,6 @@ CODE_KEY = "diloco-code"
 NO_TICKET = "ticket"
 """Code of a worker's refusal: the ticket does not count any more, and a newer one comes
 with the next word of the lead."""
-
 REVOKED_CODE = "revoked"
 """Code of a refusal of a certificate; its owner may get another one."""
 
@@ -108,58 +108,67 @@ _RAISED: dict[grpc.StatusCode, type[WireError]] = {
 }
 
 
-def status_of(error: WireError) -> tuple[grpc.StatusCode, str]:
-    """Return the status with which a server ends a call because of `error`."""
-    for kind, code, _ in _STATUS:
-        if isinstance(error, kind):
-            return code, str(error)[:MAX_DETAIL_CHARS]
-    raise AssertionError(f"no status for {error!r}")
+def told(error: Exception) -> tuple[int, WireError]:
+    """Return the level at which the log has an error of a call, and the error that its
+    peer is told: of a bug or a full disk at this end, that there is one."""
+    if isinstance(error, WireError):
+        return logging.INFO, error
+    return logging.ERROR, WireError(
+        f"the coordinator failed on this call ({type(error).__name__}); see its log"
+    )
+
+
+def status_of(error: WireError) -> tuple[grpc.StatusCode, type[WireError]]:
+    """Return the status with which a server ends a call because of `error`, and the
+    class of the error that the client gets."""
+    return next(row[1:] for row in _STATUS if isinstance(error, row[0]))
 
 
 def abort(context: Any, error: WireError) -> None:
     """End the call of a `grpc.ServicerContext` with `error`; never return."""
-    code, details = status_of(error)
     if isinstance(error, Refused):
         context.set_trailing_metadata(((CODE_KEY, error.code),))
-    context.abort(code, details)
+    context.abort(status_of(error)[0], str(error)[:MAX_DETAIL_CHARS])
+
+
+def failure_of(error: WireError) -> Failure:
+    """Return the message with which the bulk port answers because of `error`."""
+    return Failure(
+        kind=status_of(error)[1].__name__,
+        message=str(error)[:MAX_DETAIL_CHARS],
+        code=error.code if isinstance(error, Refused) else "",
+    )
 
 
 def from_rpc(error: Any, peer: str) -> WireError:
     """Return the error behind a `grpc.RpcError` that a client got from `peer`."""
     code, details = error.code(), error.details() or "no details"
     kind = _RAISED.get(code, RemoteProtocolError)
+    refused = ""
     if kind is Refused:
-        metadata = dict(error.trailing_metadata() or ())
-        return Refused(str(metadata.get(CODE_KEY, "refused")), details)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details.startswith("CLIENT:"):
-        kind = RemoteProtocolError
+        refused = str(dict(error.trailing_metadata() or ()).get(CODE_KEY, ""))
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if details.startswith("CLIENT:"):
+            kind = RemoteProtocolError
         details += "; both ends must run the same version of diloco"
     if code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details:
         kind = ConnectionLost
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return kind(f"{peer} is no coordinator of this version of diloco: {details}")
-    if kind is LocalProtocolError:
-        return kind(f"{peer} rejected what this process sent: {details}")
-    return kind(f"{peer}: {details}")
-
-
-def failure_of(error: WireError) -> Failure:
-    """Return the message with which the bulk port answers because of `error`."""
-    code = error.code if isinstance(error, Refused) else ""
-    for kind, _, there in _STATUS:
-        if isinstance(error, kind):
-            said = str(error)[:MAX_DETAIL_CHARS]
-            return Failure(kind=there.__name__, message=said, code=code)
-    raise AssertionError(f"no failure for {error!r}")
+    return _error(kind, peer, details, refused)
 
 
 def from_failure(failure: Failure, peer: str) -> WireError:
     """Return the error behind a failure that a client got from `peer`."""
-    if failure.kind == Refused.__name__:
-        return Refused(failure.code or "refused", failure.message)
     kinds = {there.__name__: there for _, _, there in _STATUS}
     kind = kinds.get(failure.kind, RemoteProtocolError)
+    return _error(kind, peer, failure.message, failure.code)
+
+
+def _error(kind: type[WireError], peer: str, text: str, code: str) -> WireError:
+    if kind is Refused:
+        return Refused(code or "refused", text)
     if kind is LocalProtocolError:
-        return kind(f"{peer} rejected what this process sent: {failure.message}")
-    return kind(f"{peer}: {failure.message}")
+        text = f"rejected what this process sent: {text}"
+        return kind(f"{peer} {text}")
+    return kind(f"{peer}: {text}")

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import select
+import selectors
 import socket
 import ssl
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.wire.encoding import decoded, encode
+from diloco_jax.wire.bulk import Payload
+from diloco_jax.wire.encoding import Decoded, decoded, encode
 from diloco_jax.wire.errors import (
     ConnectionLost,
     LocalProtocolError,
@@ -42,30 +44,10 @@ MAGIC = b"DLC2"
 _HEADER = struct.Struct("<4sQQI")
 HEADER_BYTES = _HEADER.size
 
-Payload = bytes | bytearray | memoryview
-
 
 def message_header(length: int) -> bytes:
     """Return the header of a message of that many bytes."""
     return _MESSAGE.pack(MESSAGE_MAGIC, length)
-
-
-def message_length(header: memoryview, peer: str) -> int:
-    """Return the length of the message behind a header. Raises RemoteProtocolError if
-    the header is not one, or if the message is too long.
-    """
-    magic, length = _MESSAGE.unpack(header)
-    if magic != MESSAGE_MAGIC:
-        raise RemoteProtocolError(
-            f"message from {peer} begins with {magic!r}, expected {MESSAGE_MAGIC!r}; "
-            f"both ends must run the same version of diloco"
-        )
-    if not 0 < length <= MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError(
-            f"message from {peer} announces {length} bytes, expected 1 to "
-            f"{MAX_MESSAGE_BYTES}; both ends must run the same version of diloco"
-        )
-    return int(length)
 
 
 def chunks(
@@ -95,45 +77,6 @@ def chunk_header(payload: memoryview, offset: int) -> bytes:
     return _HEADER.pack(MAGIC, xxh3_64_intdigest(payload), offset, len(payload))
 
 
-def chunk_length(
-    header: memoryview, *, offset: int, room: int, peer: str
-) -> tuple[int, int]:
-    """Return length and checksum of the chunk behind a header; it must begin at
-    `offset` and hold 1..`room` bytes.
-
-    Raises RemoteProtocolError naming what was expected and what was found.
-    """
-    magic, checksum, found_offset, length = _HEADER.unpack(header)
-    limit = min(room, CHUNK_BYTES)
-    if magic != MAGIC:
-        raise RemoteProtocolError(
-            f"chunk from {peer} at byte {offset} begins with {magic!r}, expected "
-            f"{MAGIC!r}; both ends must run the same version of diloco"
-        )
-    if found_offset != offset:
-        raise RemoteProtocolError(
-            f"chunk from {peer} has offset {found_offset}, expected {offset}; "
-            f"send the transfer again"
-        )
-    if not 0 < length <= limit:
-        raise RemoteProtocolError(
-            f"chunk from {peer} at byte {offset} announces {length} bytes, expected 1 "
-            f"to {limit}; send the transfer again"
-        )
-    return length, checksum
-
-
-def check(payload: memoryview, checksum: int, *, offset: int, peer: str) -> None:
-    """Raise RemoteProtocolError if a chunk's bytes are not those that were sent."""
-    found = xxh3_64_intdigest(payload)
-    if found != checksum:
-        raise RemoteProtocolError(
-            f"chunk from {peer} at byte {offset} is damaged: checksum {found:016x}, "
-            f"expected {checksum:016x}; send the transfer again"
-        )
-
-
-Decoded = TypeVar("Decoded")
 PROGRESS_BYTES = 64 << 10
 """Bytes after which a transfer counts as moving. Stripes of one link share its rate, so
 a chunk each would take longer than the budget on a slow one."""
@@ -159,6 +102,19 @@ class BulkConnection:
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+
+    def shake_hands(self) -> int:
+        """Go on with a handshake that does not block. Return the selector's event that
+        it waits for; 0 once it is done, and without TLS. Raises OSError."""
+        try:
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._socket.do_handshake()
+        except ssl.SSLWantReadError:
+            return selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            return selectors.EVENT_WRITE
+        self._socket.settimeout(None)
+        return 0
 
     def certificate(self) -> bytes:
         """Return the peer's certificate, PEM; empty without TLS."""
@@ -186,8 +142,19 @@ class BulkConnection:
         """Return the next message. Raises ConnectionLost, RemoteProtocolError."""
         head = self._head[:MESSAGE_HEADER_BYTES]
         self._receive(head)
+        magic, length = _MESSAGE.unpack(head)
+        if magic != MESSAGE_MAGIC:
+            raise RemoteProtocolError(
+                f"message from {self.peer} begins with {magic!r}, expected "
+                f"{MESSAGE_MAGIC!r}; both ends must run the same version of diloco"
+            )
+        if not 0 < length <= MAX_MESSAGE_BYTES:
+            raise RemoteProtocolError(
+                f"message from {self.peer} announces {length} bytes, expected 1 to "
+                f"{MAX_MESSAGE_BYTES}; both ends must run the same version of diloco"
+            )
         self.between = False
-        raw = bytearray(message_length(head, self.peer))
+        raw = bytearray(length)
         self._receive(memoryview(raw))
         return decoded(decode, bytes(raw), self.peer)
 
@@ -220,15 +187,29 @@ class BulkConnection:
         place, too, when RemoteProtocolError is raised.
         """
         self._receive(self._head)
-        length, checksum = chunk_length(
-            self._head, offset=offset, room=len(place), peer=self.peer
-        )
+        magic, checksum, found_offset, length = _HEADER.unpack(self._head)
+        limit = min(len(place), CHUNK_BYTES)
+        chunk = f"chunk from {self.peer} at byte {offset}"
+        if magic != MAGIC:
+            raise RemoteProtocolError(
+                f"{chunk} begins with {magic!r}, expected {MAGIC!r}; both ends must "
+                f"run the same version of diloco"
+            )
+        if found_offset != offset or not 0 < length <= limit:
+            raise RemoteProtocolError(
+                f"{chunk} has offset {found_offset}, expected {offset}, and announces "
+                f"{length} bytes, expected 1 to {limit}; send the transfer again"
+            )
         part = place[:length]
         for block in _blocks(part):
             self._receive(block)
             guard.touch()
-        check(part, checksum, offset=offset, peer=self.peer)
-        return length
+        if (found := xxh3_64_intdigest(part)) != checksum:
+            raise RemoteProtocolError(
+                f"{chunk} is damaged: checksum {found:016x}, expected "
+                f"{checksum:016x}; send the transfer again"
+            )
+        return int(length)
 
     def spoken(self) -> bool:
         """Tell if the peer sent something, or closed the connection."""
@@ -314,16 +295,13 @@ def prepare(connection: socket.socket, deadlines: Deadlines) -> None:
     """Set a TCP socket up: small frames leave at once, and a peer that is gone is
     noticed within the time budget."""
     half_budget_s = max(1, int(deadlines.budget_s / 2))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES
-        )
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
-        if hasattr(socket, name):
-            connection.setsockopt(
-                socket.IPPROTO_TCP, getattr(socket, name), half_budget_s
-            )
-    if hasattr(socket, "TCP_KEEPCNT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    for level, name, value in (
+        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+        (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", half_budget_s),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", half_budget_s),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 2),
+    ):
+        if hasattr(socket, name):  # Not every system has all of them.
+            connection.setsockopt(level, getattr(socket, name), value)

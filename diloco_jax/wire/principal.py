@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any
 
 import msgspec
 from cryptography import x509
@@ -30,22 +30,29 @@ from diloco_jax.wire.errors import REVOKED_CODE, Refused, SecurityError, WireErr
 
 logger = logging.getLogger(__name__)
 
-SCHEME = "diloco"
-Role = Literal["coordinator", "worker", "island", "reader", "operator"]
-NAMED = ("worker", "island")
+NO_NAME = r"\A\Z"
+NAMES = {
+    "coordinator": NO_NAME,
+    "worker": r"\A[0-9]{1,64}\Z",
+    "island": ISLAND_NAME,
+    "reader": NO_NAME,
+    "operator": NO_NAME,
+}
+"""Patterns of the names of principals by role."""
 
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True):
     """A process with a key of its own."""
 
-    role: Role
+    role: str
+    """One of `NAMES`."""
     name: str = ""
     """Name of an island, or number of a worker; empty for other roles."""
 
     @property
     def uri(self) -> str:
         """The principal's name in its certificate."""
-        return ":".join(filter(None, (SCHEME, self.role, self.name)))
+        return ":".join(filter(None, ("diloco", self.role, self.name)))
 
     @property
     def stem(self) -> str:
@@ -75,90 +82,55 @@ def worker(number: int) -> Principal:
 
 def of_uri(uri: str) -> Principal | None:
     """Return the principal that a URI names; None if it names none."""
-    scheme, role, *name = uri.split(":")
-    if scheme != SCHEME or role not in get_args(Role):
-        return None
-    return _of_parts(role, name)
+    found = _of(*uri.removeprefix("diloco:").partition(":")[::2])
+    return found if found is not None and found.uri == uri else None
 
 
 def of_stem(stem: str) -> Principal | None:
     """Return the principal whose files have this name; None if there is none."""
-    role, *name = stem.split(".", 1)
-    return _of_parts(role, name) if role in get_args(Role) else None
+    found = _of(*stem.partition(".")[::2])
+    return found if found is not None and found.stem == stem else None
 
 
-def _of_parts(role: str, name: list[str]) -> Principal | None:
-    if (role in NAMED) != bool(name) or len(name) > 1:
-        return None
-    if name and not re.search(ISLAND_NAME, name[0]):
-        return None
-    if role == "worker" and not name[0].isdecimal():
-        return None
-    found: Principal = msgspec.convert({"role": role, "name": "".join(name)}, Principal)
-    return found
+def _of(role: str, name: str) -> Principal | None:
+    known = role in NAMES and re.search(NAMES[role], name)
+    return Principal(role=role, name=name) if known else None
 
 
-def require_island(caller: Principal | None, name: str) -> None:
-    """Raise Refused unless the caller is the island of this name.
+def require(caller: Principal | None, wanted: Principal) -> None:
+    """Raise Refused unless the caller is the principal whom a call is for.
 
     caller: None if the address is served without TLS; then every caller is accepted.
     """
-    if caller is None or caller == island(name):
+    if caller is None or caller == wanted:
         return
+    how = f"--add --islands {wanted.name}" if wanted.role == "island" else "--add"
     raise Refused(
         "identity",
-        f"the call is of island {name!r}, and its certificate is that of {caller}; "
-        f"start island {name!r} with its own {island(name).stem}.pem and .key "
-        f"(`diloco certs DIR --add --islands {name}` makes them)",
+        f"this is for the {wanted}, and the caller's certificate is that of {caller}; "
+        f"start it with the {wanted.stem}.pem and .key of the {wanted} (`diloco certs "
+        f"DIR {how}` makes them)",
     )
 
 
-def not_worker(server: Principal | None, number: int, *, own: bool = False) -> str:
-    """Explain why a server is not this worker; empty if it is.
-
-    The coordinator counts as its worker, unless the worker needs a key of its `own`:
-    one on its machine that has none uses the coordinator's.
-    """
-    if server == worker(number) or (server == COORDINATOR and not own):
-        return ""
-    others = "" if own else " or of the coordinator"
-    field = "placement.worker_addresses" if own else "placement.advertise"
-    return (
-        f"that is the certificate of {server or 'nobody'}, and has to be that of "
-        f"{worker(number)}{others}; check {field}, and what listens there"
-    )
+def require_run(call: Any, run_id: str) -> None:
+    """Raise Refused unless a call is of the run that this process serves."""
+    if call.run_id != run_id:
+        raise Refused(
+            "run_id",
+            f"this process serves run {run_id}, the call is of run {call.run_id}; "
+            f"check the coordinator's address, or islands.NAME.offers",
+        )
 
 
-def not_island(server: Principal | None, name: str) -> str:
-    """Explain why a server is not the island of this name; empty if it is."""
-    if server == island(name):
+def mismatch(found: Principal | None, field: str, *wanted: Principal) -> str:
+    """Explain why a server is none of the principals that may answer; empty if it is
+    one. field: the config's, with the address that was dialled."""
+    if found in wanted:
         return ""
     return (
-        f"that is the certificate of {server or 'nobody'}, and has to be that of "
-        f"{island(name)}; check islands.{name}.offers, and what listens there"
-    )
-
-
-def require_lead(caller: Principal | None, number: int) -> None:
-    """Raise Refused unless the caller may lead this worker; see `require_island`."""
-    if caller is None or caller == COORDINATOR:
-        return
-    raise Refused(
-        "identity",
-        f"{worker(number)} obeys the {COORDINATOR} alone, and the caller's certificate "
-        f"is that of {caller}; start the coordinator with its own "
-        f"{COORDINATOR.stem}.pem and .key",
-    )
-
-
-def require_operator(caller: Principal | None) -> None:
-    """Raise Refused unless the caller is the operator; see `require_island`."""
-    if caller is None or caller == OPERATOR:
-        return
-    raise Refused(
-        "identity",
-        f"this is for the operator, and the caller's certificate is that of {caller}; "
-        f"use the {OPERATOR.stem}.pem and .key that `diloco certs` made",
+        f"that is the certificate of {found or 'nobody'}, and has to be that of "
+        f"{' or of the '.join(map(str, wanted))}; check {field}, and what listens there"
     )
 
 
@@ -172,10 +144,10 @@ MOST_KNOWN = 4096
 class Peers:
     """The peers of a server. Any thread may ask."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: with the coordinator's certificates; its `revoked.txt` is read
-        again when it changes."""
-        self._path = folder / REVOKED
+    def __init__(self, folder: Path | None) -> None:
+        """folder: with the server's certificates; its `revoked.txt` is read again when
+        it changes. None: there is no TLS, and nobody is known or revoked."""
+        self._path = folder / REVOKED if folder is not None else None
         self._lock = threading.Lock()
         self._known: dict[bytes, tuple[Principal, int]] = {}
         """Principal and serial number by certificate."""
@@ -183,9 +155,11 @@ class Peers:
         self._changed: tuple[int, ...] | None = None
         self._looked = float("-inf")
 
-    def identify(self, pem: bytes) -> Principal:
-        """Return whose certificate a connection has. Raises SecurityError if it names
-        nobody, Refused if it is revoked."""
+    def identify(self, pem: bytes) -> Principal | None:
+        """Return whose certificate a connection has; None without TLS. Raises
+        SecurityError if it names nobody, Refused if it is revoked."""
+        if self._path is None:
+            return None
         caller, serial = self.named_in(pem)
         if self.is_revoked(serial):
             raise revoked(caller, serial)
@@ -206,29 +180,26 @@ class Peers:
     def is_revoked(self, serial: int) -> bool:
         """Tell whether the certificate of this serial number is revoked."""
         with self._lock:
-            self._look()
+            now = time.monotonic()
+            if self._path is not None and now >= self._looked + READ_AGAIN_S:
+                self._looked = now
+                self._look(self._path)
             return serial in self._revoked
 
-    def _look(self) -> None:
+    def _look(self, path: Path) -> None:
         """Read the serial numbers again, if the file changed."""
-        now = time.monotonic()
-        if now < self._looked + READ_AGAIN_S:
-            return
-        self._looked = now
         try:
             # By more than its time: a copy may keep that.
-            found = self._path.stat()
+            found = path.stat()
             changed: tuple[int, ...] = found.st_ino, found.st_mtime_ns, found.st_size
             if changed != self._changed:
-                self._revoked = frozenset(serials(self._path.read_text()))
+                self._revoked = frozenset(serials(path.read_text()))
                 logger.info("%d certificates are revoked", len(self._revoked))
         except FileNotFoundError:
             changed, self._revoked = (), frozenset()
         except (OSError, ValueError) as error:
             # A peer that was shut out stays so.
-            logger.error(
-                "%s cannot be read, and is left as it was: %s", self._path, error
-            )
+            logger.error("%s cannot be read, and is left as it was: %s", path, error)
             return
         self._changed = changed
 
@@ -248,10 +219,8 @@ def serials(text: str) -> list[int]:
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#")[0].split()
-        if not words:
-            continue
         try:
-            found.append(int(words[0], 16))
+            found += [int(words[0], 16)] if words else []
         except ValueError:
             raise ValueError(f"line {number}: {words[0]!r} is no hex number") from None
     return found

@@ -13,25 +13,23 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import addresses, encoding, errors
-from diloco_jax.wire.acceptor import Places, allow_connections
-from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
-from diloco_jax.wire.encoding import decoded
-from diloco_jax.wire.errors import Busy, WireError
-from diloco_jax.wire.principal import Peers, Principal, require_operator
-from diloco_jax.wire.session import (
-    ControlHandlers,
-    FewLines,
+from diloco_jax.wire.bulk_server import BulkServer
+from diloco_jax.wire.encoding import Decoded, decoded
+from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.limits import (
     Quota,
-    Session,
-    internal_error,
+    RateLimitedLog,
+    TransferSlots,
+    allow_connections,
 )
+from diloco_jax.wire.principal import OPERATOR, Peers, Principal, require
+from diloco_jax.wire.session import Handlers, Session, log_about
 from diloco_jax.wire.threads import DaemonPool, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 
@@ -48,23 +46,6 @@ _STREAMS_PER_CONNECTION = 16
 SESSIONS_EACH = 4
 """Control streams of one island: a lost one may be back before its old stream is known
 to be dead."""
-
-
-class Handlers(ControlHandlers, BulkHandlers, Protocol):
-    """The coordinator's answers to calls; many threads call them at once."""
-
-    def status(self) -> dict[str, Any]:
-        """Return JSON-compatible state for `diloco status`; a new object if it has
-        changed."""
-
-    def keep(self, cycle: int) -> dict[str, Any]:
-        """Have a cycle kept; see `Client.keep`. May raise Refused or Busy."""
-
-    def steer(self, order: Steer) -> dict[str, Any]:
-        """Change who takes part; see `Client.steer`. May raise Refused or Busy."""
-
-    def profile(self, order: ProfileOrder) -> dict[str, Any]:
-        """Have steps traced; see `Client.profile`. May raise Refused or Busy."""
 
 
 class Server:
@@ -92,13 +73,13 @@ class Server:
         """
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         self._bind, self._handlers, self._tls = bind, handlers, tls
-        self._peers = Peers(tls.folder) if tls is not None else None
+        self._peers = Peers(tls.folder if tls is not None else None)
         self._deadlines = deadlines
         # Twice, since a lost island may be back before its old stream is known to be
         # dead.
         self._max_sessions = 2 * max_islands
-        self._lines = FewLines()
-        self._calls = Places(CALLS, 0.0, CALLS_EACH, "calls")
+        self._lines = RateLimitedLog()
+        self._calls = TransferSlots(CALLS, 0.0, CALLS_EACH, "calls")
         self._bulk = BulkServer(
             handlers,
             tls=tls,
@@ -106,7 +87,7 @@ class Server:
             max_hosts=max_hosts,
             bulk_channels=bulk_channels,
             max_hosts_each=max_hosts_each,
-            lines=self._lines,
+            log=self._lines,
         )
         # Twice, as with sessions.
         control = max(2 * max_hosts, 2 * self._max_sessions + _SPARE_CONNECTIONS)
@@ -163,32 +144,52 @@ class Server:
         self._bulk.handlers = handlers
         with self._lock:
             self._handlers = handlers
-            sessions = [session for _, session in self._sessions.values()]
-        for session in sessions:
-            session.close()
+        self._close_sessions()
 
     def stop(self, grace_s: float) -> None:
         """Refuse new calls and send what is queued for sessions; cut off what still
         runs after `grace_s`."""
         stopped = self._grpc.stop(grace_s)
-        with self._lock:
-            sessions = [session for _, session in self._sessions.values()]
-        for session in sessions:
-            session.close()
+        self._close_sessions()
         self._bulk.stop(grace_s)
         stopped.wait(grace_s + 1.0)
         self._pool.close(1.0)
         self._watch.close(1.0)
 
+    def _close_sessions(self) -> None:
+        with self._lock:
+            sessions = [session for _, session in self._sessions.values()]
+        for session in sessions:
+            session.close()
+
     def _methods(self) -> dict[str, Any]:
         return {
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
-            "Status": self._call(self._status),
-            "Steer": self._call(self._steer),
-            "Profile": self._call(self._profile),
-            "Keep": self._call(self._keep),
+            "Status": self._call(lambda request, caller, peer: self._status()),
             "Config": self._call(lambda request, caller, peer: self._config),
+            "Keep": self._order(
+                encoding.cycle_request, lambda order: self._handlers.keep(order.cycle)
+            ),
+            "Steer": self._order(
+                encoding.steer, lambda order: self._handlers.steer(order)
+            ),
+            "Profile": self._order(
+                encoding.profile_order, lambda order: self._handlers.profile(order)
+            ),
         }
+
+    def _order(
+        self,
+        decode: Callable[[bytes], Decoded],
+        answer: Callable[[Decoded], dict[str, Any]],
+    ) -> Any:
+        """Make the handler of an operator's call."""
+
+        def carry_out(request: bytes, caller: Principal | None, peer: str) -> bytes:
+            require(caller, OPERATOR)
+            return json.dumps(answer(decoded(decode, request, peer))).encode()
+
+        return self._call(carry_out)
 
     def _call(self, answer: Callable[[bytes, Principal | None, str], bytes]) -> Any:
         """Make the handler of a call with one request.
@@ -211,39 +212,20 @@ class Server:
         with self._answering(context):
             session = self._register(context)
         try:
-            yield from session.serve(
-                requests, self._handlers, self._watch, self._deadlines
-            )
+            yield from session.serve(requests, self._watch, self._deadlines)
         finally:
             with self._lock:
                 del self._sessions[session.id]
 
-    def _status(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
+    def _status(self) -> bytes:
         status, encoded = self._encoded
         if (current := self._handlers.status()) is not status:
             encoded = json.dumps(current).encode()
             self._encoded = current, encoded
         return encoded
 
-    def _keep(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
-        require_operator(caller)
-        wanted = decoded(encoding.cycle_request, request, peer)
-        return json.dumps(self._handlers.keep(wanted.cycle)).encode()
-
-    def _steer(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
-        require_operator(caller)
-        order = decoded(encoding.steer, request, peer)
-        return json.dumps(self._handlers.steer(order)).encode()
-
-    def _profile(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
-        require_operator(caller)
-        order = decoded(encoding.profile_order, request, peer)
-        return json.dumps(self._handlers.profile(order)).encode()
-
     def _identify(self, context: Any) -> Principal | None:
         """Return who calls, None without TLS. Raises WireError."""
-        if self._peers is None:
-            return None
         (pem,) = context.auth_context().get("x509_pem_cert", [b""])
         return self._peers.identify(pem)
 
@@ -256,7 +238,7 @@ class Server:
                     f"{len(self._sessions)} control streams are open, the limit is "
                     f"{self._max_sessions}; islands that are gone free theirs soon"
                 )
-            quota = None
+            quota = Quota(str(caller or context.peer()))
             if caller is not None:
                 own = sum(c == caller for c, _ in self._sessions.values())
                 if own >= SESSIONS_EACH:
@@ -264,54 +246,57 @@ class Server:
                         f"{own} control streams of {caller} are open, the limit is "
                         f"{SESSIONS_EACH} each; those of ended processes close soon"
                     )
-                quota = self._quotas.setdefault(caller, Quota(str(caller)))
+                quota = self._quotas.setdefault(caller, quota)
+            number = next(self._numbers)
             session = Session(
-                next(self._numbers), context, identify, quota, self._lines
+                number, context, self._handlers, identify, quota, self._lines
             )
-            self._sessions[session.id] = caller, session
+            self._sessions[number] = caller, session
             return session
 
     @contextlib.contextmanager
     def _answering(self, context: Any) -> Iterator[None]:
         """Turn an error raised inside into the status that the peer gets."""
+        identify = functools.partial(self._identify, context)
         try:
             yield
         except grpc.RpcError:
-            self._log(logging.INFO, context, f"a call from {context.peer()} broke off")
+            text = f"a call from {context.peer()} broke off"
+            log_about(self._lines, logger, logging.INFO, identify, text)
             raise
-        except WireError as error:
-            self._log(logging.INFO, context, f"answered {context.peer()}: {error}")
-            errors.abort(context, error)
         except Exception as error:
-            self._log(logging.ERROR, context, f"a call from {context.peer()} failed")
-            errors.abort(context, internal_error(error))
-
-    def _log(self, level: int, context: Any, text: str) -> None:
-        who = None
-        with contextlib.suppress(WireError):
-            who = self._identify(context)
-        self._lines.log(logger, level, who, text, trace=level >= logging.ERROR)
+            level, telling = errors.told(error)
+            text = f"answered {context.peer()}: {telling}"
+            log_about(self._lines, logger, level, identify, text)
+            errors.abort(context, telling)
 
 
 def server_options(deadlines: Deadlines, connections: int) -> list[tuple[str, Any]]:
     """Return gRPC's options: sizes, keepalive within the time budget, no shared port,
     and no more connections than these, nor handshakes that do not end, nor connections
     that are not used."""
-    half_budget_ms = int(deadlines.budget_s * 500)
     return [
-        *encoding.SIZE_OPTIONS,
+        *keepalive_options(deadlines),
         ("grpc.server_handshake_timeout_ms", int(deadlines.connect_s * 1000)),
         ("grpc.max_allowed_incoming_connections", connections + _SPARE_CONNECTIONS),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
         # A connection with a call stays; others come back when they are needed.
         ("grpc.max_connection_idle_ms", int(deadlines.idle_s * 1000)),
+        # Clients ping as often as this; gRPC would count that as abuse.
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def keepalive_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
+    """Return the options of both ends: sizes, and keepalive within the time budget."""
+    half_budget_ms = int(deadlines.budget_s * 500)
+    return [
+        *encoding.SIZE_OPTIONS,
         ("grpc.keepalive_time_ms", half_budget_ms),
         ("grpc.keepalive_timeout_ms", half_budget_ms),
         # Without it, a peer that is stopped and not gone is noticed after a minute.
         ("grpc.http2.ping_timeout_ms", half_budget_ms),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Clients ping as often as this; gRPC would count that as abuse.
-        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.max_pings_without_data", 0),
     ]

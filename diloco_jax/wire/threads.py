@@ -107,7 +107,7 @@ class Guard:
     def __init__(self, limit_s: float, on_expiry: Callable[[], Any]) -> None:
         self.limit_s = limit_s
         self.expired = False
-        self._on_expiry = on_expiry
+        self.on_expiry = on_expiry
         self._touched = time.monotonic()
 
     def touch(self) -> None:
@@ -118,11 +118,6 @@ class Guard:
     def expires(self) -> float:
         """Time on the monotonic clock at which the guard expires unless touched."""
         return self._touched + self.limit_s
-
-    def expire(self) -> None:
-        """End what is guarded."""
-        self.expired = True
-        self._on_expiry()
 
 
 class IdleWatch:
@@ -167,7 +162,8 @@ class IdleWatch:
                 # With the lock, so that no guard is over meanwhile: what it guarded
                 # may serve another.
                 for guard in expired:
-                    guard.expire()
+                    guard.expired = True
+                    guard.on_expiry()
                 if not expired:
                     first = min(
                         (g.expires for g in self._guards), default=now + _POLL_S

@@ -24,11 +24,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
-from diloco_jax.wire import principal
 from diloco_jax.wire.addresses import parse_address
 from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import ConnectionLost, SecurityError, WireError
-from diloco_jax.wire.principal import Principal, principal_of
+from diloco_jax.wire.principal import READER, Principal, principal_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +53,7 @@ class TlsFiles:
         not signed by the authority, not of a pair, or another principal's.
         """
         folder = Path(folder)
-        names = ("ca.pem", f"{who.stem}.pem", f"{who.stem}.key")
-        files = cls(folder, who, *(_read(folder / name) for name in names))
+        files = cls(folder, who, *map(_read, _paths(folder, who)))
         files._check()
         return files
 
@@ -73,18 +71,12 @@ class TlsFiles:
         does.
         """
         here = principals(folder)
-        preferred = principal.READER in here or not here
-        return cls.load(folder, principal.READER if preferred else here[0])
+        return cls.load(folder, READER if READER in here or not here else here[0])
 
     @property
-    def certificate_path(self) -> Path:
-        """The file of the certificate."""
-        return self.folder / f"{self.who.stem}.pem"
-
-    @property
-    def key_path(self) -> Path:
-        """The file of the key."""
-        return self.folder / f"{self.who.stem}.key"
+    def paths(self) -> tuple[Path, Path, Path]:
+        """The files of authority, certificate and key."""
+        return _paths(self.folder, self.who)
 
     def server_credentials(self) -> Any:
         """Return `grpc.ServerCredentials` that let in only what the authority signed.
@@ -92,7 +84,14 @@ class TlsFiles:
         Files that change are read again at the next connection, so that certificates
         are renewed without a restart; files that are not fit leave things as they are.
         """
-        renewed = Renewed(self, TlsFiles._server_configuration)
+
+        def configuration(files: TlsFiles) -> Any:
+            return grpc.ssl_server_certificate_configuration(
+                [(files.key_pem, files.certificate_pem)],
+                root_certificates=files.authority_pem,
+            )
+
+        renewed = Renewed(self, configuration)
         last = renewed.current()
 
         def changed() -> Any:
@@ -104,31 +103,6 @@ class TlsFiles:
             last, changed, require_client_authentication=True
         )
 
-    def _server_configuration(self) -> Any:
-        return grpc.ssl_server_certificate_configuration(
-            [(self.key_pem, self.certificate_pem)],
-            root_certificates=self.authority_pem,
-        )
-
-    def stamps(self) -> list[tuple[int, ...]]:
-        """Return a mark that changes when one of the files does."""
-        paths = (self.folder / "ca.pem", self.certificate_path, self.key_path)
-        return [_stamp(path) for path in paths]
-
-    def read_again(self) -> TlsFiles | None:
-        """Read the files again. Return them if they have changed and are valid, else
-        None.
-        """
-        try:
-            found = TlsFiles.load(self.folder, self.who)
-        except SecurityError as error:
-            logger.error("the certificates stay as they were: %s", error)
-            return None
-        if found == self:
-            return None
-        logger.info("%s is read again", found.certificate_path)
-        return found
-
     def channel_credentials(self) -> Any:
         """Return `grpc.ChannelCredentials` that trust only the authority."""
         return grpc.ssl_channel_credentials(
@@ -139,9 +113,7 @@ class TlsFiles:
         """Return the context of a client's plain socket, which trusts only the
         authority. It compares the coordinator's name with its certificate.
         """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._fill(context)
-        return context
+        return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def peer_context(self) -> ssl.SSLContext:
         """Return such a context for other islands: the certificate of an island names
@@ -161,20 +133,19 @@ class TlsFiles:
         context.verify_mode = ssl.CERT_REQUIRED
         # Nobody resumes sessions, and a ticket would look like an answer.
         context.num_tickets = 0
-        self._fill(context)
-        return context
+        return self._filled(context)
 
-    def _fill(self, context: ssl.SSLContext) -> None:
+    def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
         # No stricter than gRPC, which serves the other port.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         context.load_verify_locations(cadata=self.authority_pem.decode())
         # The standard library reads keys only from files.
         with _private_file(self.certificate_pem + self.key_pem) as pair:
             context.load_cert_chain(pair)
+        return context
 
     def _check(self) -> None:
-        authority_path = self.folder / "ca.pem"
-        path, key_path = self.certificate_path, self.key_path
+        authority_path, path, key_path = self.paths
         authorities = _parse(authority_path, self.authority_pem)
         certificate = _parse(path, self.certificate_pem)[0]
         signers = [one for one in authorities if _signed(certificate, one)]
@@ -216,17 +187,22 @@ class Renewed(Generic[Made]):
         self.files = files
         """Those that count."""
         self._make, self._made = make, make(files)
-        self._seen = files.stamps()
+        self._seen = [_stamp(path) for path in files.paths]
         self._lock = threading.Lock()
 
     def current(self) -> Made:
         """Return what was made of the newest files."""
         with self._lock:
-            stamps = self.files.stamps()
+            stamps = [_stamp(path) for path in self.files.paths]
             if stamps != self._seen:
                 self._seen = stamps
-                if (found := self.files.read_again()) is not None:
-                    self.files, self._made = found, self._make(found)
+                try:
+                    found = TlsFiles.load(self.files.folder, self.files.who)
+                    if found != self.files:
+                        self._made, self.files = self._make(found), found
+                        logger.info("%s is read again", found.paths[1])
+                except SecurityError as error:
+                    logger.error("the certificates stay as they were: %s", error)
             return self._made
 
 
@@ -234,16 +210,19 @@ class Renewed(Generic[Made]):
 def _private_file(content: bytes) -> Iterator[str]:
     """Yield the name of a file that its user alone can open: in memory where the system
     has that, since no folder for temporary files may be writable."""
-    if hasattr(os, "memfd_create"):
-        with os.fdopen(os.memfd_create("pair"), "wb") as memory:
-            memory.write(content)
-            memory.flush()
-            yield f"/proc/self/fd/{memory.fileno()}"
-    else:
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(content)
-            file.flush()
-            yield file.name
+    in_memory = hasattr(os, "memfd_create")
+    with (
+        os.fdopen(os.memfd_create("pair"), "wb")
+        if in_memory
+        else tempfile.NamedTemporaryFile()
+    ) as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}" if in_memory else file.name
+
+
+def _paths(folder: Path, who: Principal) -> tuple[Path, Path, Path]:
+    return folder / "ca.pem", folder / f"{who.stem}.pem", folder / f"{who.stem}.key"
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -386,6 +365,6 @@ def _with_tls(
         except OSError as error:
             verdict = str(error)
     return SecurityError(
-        f"{address} does not accept {tls.certificate_path} ({verdict}); use "
+        f"{address} does not accept {tls.paths[1]} ({verdict}); use "
         f"certificates of the coordinator's authority, and see the coordinator's log"
     )

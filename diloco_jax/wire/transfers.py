@@ -1,11 +1,11 @@
 """Bulk: payloads in parallel stripes over several connections; fetches that resume.
 
 Stripes succeed or fail together, each with an idle deadline. Connections are made when
-needed and kept for the next transfer. The one that was given back last is taken first.
-So those that only a burst of transfers needed, as the start of an island is, rest at
-the bottom, and are closed after `rest_s`: each costs a descriptor at either end. Memory
-for fetched payloads is lent again once nobody holds it: new memory costs a page fault
-per page, which takes as long as deciphering the payload.
+needed and kept for the next transfer. The one that was given back last is taken first,
+so those that only a burst of transfers needed, as the start of an island is, are closed
+after `rest_s`: each costs a descriptor at either end. Memory for fetched payloads is
+lent again once nobody holds it: new memory costs a page fault per page, which takes as
+long as deciphering the payload.
 """
 
 from __future__ import annotations
@@ -23,23 +23,14 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from cryptography import x509
+from msgspec.structs import replace
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, encoding, errors, frames, principal
-from diloco_jax.wire.bulk import (
-    CycleRequest,
-    FetchRequest,
-    FetchStart,
-    KeptStart,
-    Question,
-    UploadDone,
-    UploadStart,
-)
+from diloco_jax.wire import addresses, bulk, encoding, errors, frames, principal
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -47,9 +38,10 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     SecurityError,
     VersionGone,
+    WireError,
 )
 from diloco_jax.wire.frames import PROGRESS_BYTES, BulkConnection, prepare
-from diloco_jax.wire.principal import principal_of
+from diloco_jax.wire.principal import Principal
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain
 
@@ -63,15 +55,17 @@ class Connections:
         tls: TlsFiles | None,
         deadlines: Deadlines,
         most: int,
-        worker: int | None = None,
-        island: str | None = None,
+        *answers: Principal,
+        field: str = "",
     ) -> None:
-        """most: connections that are kept while nothing uses them. worker, island: the
-        coordinator's worker, or the island, that has to answer; None: the
-        coordinator."""
-        self.address, self._worker, self._island = address, worker, island
+        """most: connections that are kept while nothing uses them. answers: principals
+        one of which has to answer; none: whoever has this address in its certificate.
+        field: the config's, with the address."""
+        self.address, self._answers, self._field = address, answers, field
         self._deadlines, self._most = deadlines, most
-        make = TlsFiles.client_context if island is None else TlsFiles.peer_context
+        # The certificate of an island names no machine.
+        by_name = all(who.role != "island" for who in answers)
+        make = TlsFiles.client_context if by_name else TlsFiles.peer_context
         self._tls = Renewed(tls, make) if tls is not None else None
         self._context: ssl.SSLContext | None = None
         """That of the idle connections."""
@@ -137,10 +131,10 @@ class Connections:
             try:
                 prepare(connection, self._deadlines)
                 if context is not None:
-                    connection = secure = context.wrap_socket(
+                    connection = secured = context.wrap_socket(
                         connection, server_hostname=host
                     )
-                    self._require_known(secure)
+                    self._require_known(secured)
                 connection.settimeout(None)
             except BaseException:
                 connection.close()
@@ -153,89 +147,15 @@ class Connections:
         return BulkConnection(connection, self.address)
 
     def _require_known(self, connection: ssl.SSLSocket) -> None:
-        """Raise SecurityError unless the worker or island that was dialled answers."""
-        if self._worker is None and self._island is None:
-            return
-        encoded = connection.getpeercert(binary_form=True)
-        assert encoded is not None
-        server = principal_of(x509.load_der_x509_certificate(encoded))
-        if self._island is not None:
-            wrong = principal.not_island(server, self._island)
-        else:
-            wrong = principal.not_worker(server, self._worker or 0)
-        if wrong:
-            raise SecurityError(f"{self.address}: {wrong}")
+        """Raise SecurityError unless one answers that has to."""
+        if self._answers:
+            encoded = connection.getpeercert(binary_form=True) or b""
+            found = principal.principal_of(x509.load_der_x509_certificate(encoded))
+            if wrong := principal.mismatch(found, self._field, *self._answers):
+                raise SecurityError(f"{self.address}: {wrong}")
 
 
 Answer = TypeVar("Answer")
-Result = TypeVar("Result")
-
-
-class CallGroup:
-    """The calls of one transfer."""
-
-    def __init__(
-        self, connections: Connections, watch: IdleWatch, idle_s: float
-    ) -> None:
-        self._connections, self._watch, self._idle_s = connections, watch, idle_s
-        self._peer = connections.address
-        self._lock = threading.Lock()
-        self._open: set[BulkConnection] = set()
-        self._cancelled = threading.Event()
-
-    @contextlib.contextmanager
-    def call(self) -> Iterator[tuple[BulkConnection, Guard]]:
-        """Take a connection for the length of the block, which makes one call on it.
-
-        The block touches the guard as bytes move. Without any for `idle_s`, or
-        once the group is cancelled, the connection is cut and the block raises
-        ConnectionLost.
-        """
-        connection = self._connections.take()
-        with self._lock:
-            self._open.add(connection)
-        if self._cancelled.is_set():
-            connection.cut()
-        try:
-            with self._watch.guard(self._idle_s, connection.cut) as guard:
-                yield connection, guard
-        except ConnectionLost as error:
-            if guard.expired:
-                raise ConnectionLost(
-                    f"{self._peer}: not {PROGRESS_BYTES >> 10} KiB moved for "
-                    f"{self._idle_s:g} s"
-                ) from error
-            if self._cancelled.is_set():
-                raise ConnectionLost(
-                    f"{self._peer}: the transfer was ended at this end ({error})"
-                ) from error
-            raise
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-            self._connections.give(connection)
-
-    def cancel(self) -> None:
-        """Cancel all calls, including later ones."""
-        self._cancelled.set()
-        with self._lock:
-            for connection in self._open:
-                connection.cut()
-
-    def pause(self, seconds: float) -> bool:
-        """Wait; return early and True if the group is cancelled."""
-        return self._cancelled.wait(seconds)
-
-    def results(self, running: list[futures.Future[Result]]) -> list[Result]:
-        """Return all results; on the first error end the other calls and raise it."""
-        try:
-            for done in futures.as_completed(running):
-                done.result()
-        except BaseException:
-            self.cancel()
-            futures.wait(running)
-            raise
-        return [done.result() for done in running]
 
 
 def asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answer:
@@ -261,7 +181,7 @@ LEAST_BYTES = 1 << 20
 """Smaller payloads come from the allocator, which keeps their pages itself."""
 
 
-class SpareMemory:
+class ReceiveBuffers:
     """Keep at most one buffer that was lent and is free again. Any thread may borrow
     it.
     """
@@ -308,7 +228,10 @@ class Fetched:
 
 
 class Transfers:
-    """Upload and fetch over bulk connections, with threads of their own."""
+    """Upload and fetch over bulk connections, with threads of their own.
+
+    The calls of one transfer are a group: its event is set once it is cancelled.
+    """
 
     def __init__(
         self,
@@ -319,57 +242,55 @@ class Transfers:
     ) -> None:
         """channels: stripes of one transfer that are under way at once."""
         self._connections, self._channels = connections, channels
-        self._peer = connections.address
+        self.peer = connections.address
         self._deadlines, self._watch = deadlines, watch
         # Apart, so that neither direction waits for the other.
         self._upload_pool = DaemonPool(channels, "diloco-upload")
         self._fetch_pool = DaemonPool(channels, "diloco-fetch")
-        self._memory = SpareMemory()
+        self.memory = ReceiveBuffers()
         self._lock = threading.Lock()
-        self._groups: set[CallGroup] = set()
+        self._open: dict[BulkConnection, threading.Event] = {}
+        """Connections with a call, and its group."""
+        self._groups: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._closed = False
 
     def upload(
-        self, start: UploadStart, payload: bytes | bytearray | memoryview
+        self, start: bulk.UploadStart, payload: bytes | bytearray | memoryview
     ) -> int:
         """Send bytes `offset` to `offset + length` of a payload, in parallel stripes.
 
         Returns the bytes sent, headers included. Raises Refused, ConnectionLost,
-        ProtocolError, or Busy if a stripe finds no place for `budget_s`. The whole
+        ProtocolError, or Busy if a stripe finds no slot for `budget_s`. The whole
         upload may be repeated then.
         """
         view = memoryview(payload).cast("B")
         if len(view) != start.length:
             raise LocalProtocolError(
-                f"upload of {start.what} announces {start.length} bytes "
+                f"upload of fragment {start.fragment} announces {start.length} bytes "
                 f"and has {len(view)}"
             )
-        with self._group() as calls:
-            sending = [
-                self._submit(
-                    self._upload_pool,
-                    self._send,
-                    calls,
-                    msgspec.structs.replace(
-                        start, offset=start.offset + low, length=size
-                    ),
-                    view[low : low + size],
-                )
-                for low, size in stripes(len(view), self._channels)
-            ]
-            return sum(calls.results(sending))
+        group, sending = self._begin(), []
+        for low, size in stripes(len(view), self._channels):
+            stripe = replace(start, offset=start.offset + low, length=size)
+            part = view[low : low + size]
+            sending.append(
+                self._submit(self._upload_pool, self._send, group, stripe, part)
+            )
+        return self._sum(group, sending)
 
-    def ask(self, request: Question, kind: type[Answer]) -> Answer:
+    def ask(
+        self, request: bulk.HoldingsRequest | bulk.RevocationRequest, kind: type[Answer]
+    ) -> Answer:
         """Return the answer, of this kind, to a request without payload. Raises
         Refused, ConnectionLost, or RemoteProtocolError."""
-        with self._group() as calls, calls.call() as (connection, _):
+        with self.call(self._begin()) as (connection, _):
             found = asked(connection, request, kind)
             connection.between = True
             return found
 
     def fetch(
         self,
-        request: FetchRequest,
+        request: bulk.FetchRequest,
         *,
         max_bytes: int,
         within_s: float | None = None,
@@ -382,60 +303,43 @@ class Transfers:
         any more, Refused, ConnectionLost, or RemoteProtocolError. A payload of more
         than `max_bytes` is refused before anything is allocated.
         """
-        rest: list[futures.Future[int]] = []
-        with self._group() as calls:
-            fetch = _Fetch(
-                request,
-                max_bytes,
-                self._peer,
-                self._deadlines,
-                calls,
-                self._memory,
-                self._deadlines.pin_s if within_s is None else within_s,
-            )
+        seconds = self._deadlines.pin_s if within_s is None else within_s
+        group, rest = self._begin(), list[futures.Future[int]]()
+        fetch = _Fetch(request, max_bytes, self, group, seconds)
 
-            def fetch_rest() -> None:
-                left = len(fetch.payload) - FIRST_STRIPE_BYTES
-                if left > 0:
-                    for low, size in stripes(left, self._channels):
-                        begin = FIRST_STRIPE_BYTES + low
-                        stripe = _Stripe(begin, begin + size)
-                        rest.append(self._submit(self._fetch_pool, fetch.run, stripe))
+        def fetch_rest(total: int) -> None:
+            left = total - FIRST_STRIPE_BYTES
+            for low, size in stripes(left, self._channels) if left > 0 else ():
+                begin = FIRST_STRIPE_BYTES + low
+                stripe = _Stripe(begin, begin + size)
+                rest.append(self._submit(self._fetch_pool, fetch.run, stripe))
 
-            first = _Stripe(0, FIRST_STRIPE_BYTES)
-            try:
-                wire_bytes = fetch.run(first, fetch_rest)
-            except BaseException:
-                calls.cancel()
-                futures.wait(rest)
-                raise
-            wire_bytes += sum(calls.results(rest))
-        return fetch.result(wire_bytes)
+        try:
+            wire_bytes = fetch.run(_Stripe(0, FIRST_STRIPE_BYTES), fetch_rest)
+        except BaseException:
+            self._cut(group)
+            futures.wait(rest)
+            raise
+        wire_bytes += self._sum(group, rest)
+        start = fetch.start
+        assert start is not None
+        return Fetched(
+            version=start.version,
+            full=start.full,
+            count=start.count,
+            payload=fetch.payload,
+            wire_bytes=wire_bytes,
+        )
 
-    def cancel(self) -> None:
-        """Cancel all transfers, including later ones."""
-        with self._lock:
-            self._closed = True
-            groups = list(self._groups)
-        for group in groups:
-            group.cancel()
-        self._connections.close()
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the threads, after `cancel`."""
-        deadline = time.monotonic() + timeout_s
-        for pool in (self._upload_pool, self._fetch_pool):
-            pool.close(max(0.0, deadline - time.monotonic()))
-
-    def kept(self, request: CycleRequest) -> Iterator[memoryview]:
+    def kept(self, request: bulk.CycleRequest) -> Iterator[memoryview]:
         """Yield the checked bytes of a file of a kept cycle, in their order.
 
         Each is valid until the next. Raises Refused, ConnectionLost, or
         RemoteProtocolError.
         """
         place = memoryview(bytearray(frames.CHUNK_BYTES))
-        with self._group() as calls, calls.call() as (connection, guard):
-            start = asked(connection, request, KeptStart)
+        with self.call(self._begin()) as (connection, guard):
+            start = asked(connection, request, bulk.KeptStart)
             position = 0
             while position < start.total:
                 room = place[: start.total - position]
@@ -444,32 +348,118 @@ class Transfers:
                 yield place[:length]
             connection.between = True
 
-    def _send(self, calls: CallGroup, start: UploadStart, view: memoryview) -> int:
-        """Upload a stripe, and repeat it alone while the peer is too busy for it.
-        Return the bytes that all attempts sent."""
+    def cancel(self) -> None:
+        """Cancel all transfers, including later ones."""
+        with self._lock:
+            self._closed = True
+            groups = list(self._groups)
+        for group in groups:
+            self._cut(group)
+        self._connections.close()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the threads, after `cancel`."""
+        deadline = time.monotonic() + timeout_s
+        for pool in (self._upload_pool, self._fetch_pool):
+            pool.close(max(0.0, deadline - time.monotonic()))
+
+    @contextlib.contextmanager
+    def call(self, group: threading.Event) -> Iterator[tuple[BulkConnection, Guard]]:
+        """Take a connection for the length of the block, which makes one call on it.
+
+        The block touches the guard as bytes move. Without any for `idle_s`, or
+        once the group is cancelled, the connection is cut and the block raises
+        ConnectionLost.
+        """
+        connection, idle_s = self._connections.take(), self._deadlines.idle_s
+        with self._lock:
+            self._open[connection] = group
+        if group.is_set():
+            connection.cut()
+        try:
+            with self._watch.guard(idle_s, connection.cut) as guard:
+                yield connection, guard
+        except ConnectionLost as error:
+            if guard.expired:
+                raise ConnectionLost(
+                    f"{self.peer}: not {PROGRESS_BYTES >> 10} KiB moved for "
+                    f"{idle_s:g} s"
+                ) from error
+            if group.is_set():
+                raise ConnectionLost(
+                    f"{self.peer}: the transfer was ended at this end ({error})"
+                ) from error
+            raise
+        finally:
+            with self._lock:
+                del self._open[connection]
+            self._connections.give(connection)
+
+    def persist(
+        self,
+        attempt: Callable[[], object],
+        group: threading.Event,
+        seconds: float,
+        until: float,
+        what: str,
+        position: Callable[[], int],
+        *again: type[WireError],
+    ) -> None:
+        """Repeat an attempt upon these errors, with pauses, as long as `until` allows,
+        which is `seconds` after the transfer began; then raise the first of these
+        errors. what: that is transferred, for people. position: of its next byte; where
+        it moves, pauses are short again."""
         backoff = Backoff(self._deadlines)
-        deadline = time.monotonic() + self._deadlines.budget_s
-        sent = 0
         while True:
+            before = position()
             try:
-                with calls.call() as (connection, guard):
-                    before = connection.sent_bytes
-                    connection.send(start)
-                    connection.send_payload((view,), 0, len(view), guard, start.offset)
-                    sent += connection.sent_bytes - before
-                    answer(connection, UploadDone)
-                    connection.between = True
-                    return sent
-            except Busy as error:
+                attempt()
+                return
+            except again as error:
+                if position() > before:
+                    backoff.reset()
                 pause_s = backoff.next_s()
-                if time.monotonic() + pause_s > deadline:
-                    raise Busy(
-                        f"upload of {start.what} given up at byte "
-                        f"{start.offset}, {self._deadlines.budget_s:g} s after it "
+                if time.monotonic() + pause_s > until:
+                    raise again[0](
+                        f"{what} given up at byte {position()}, {seconds:g} s after it "
                         f"began: {error}"
                     ) from error
-                if calls.pause(pause_s):
+                if group.wait(pause_s):
                     raise
+
+    def _begin(self) -> threading.Event:
+        """Return a new group."""
+        group = threading.Event()
+        with self._lock:
+            if self._closed:
+                raise ConnectionLost(f"the client of {self.peer} is closed")
+            self._groups.add(group)
+        return group
+
+    def _send(
+        self, group: threading.Event, start: bulk.UploadStart, view: memoryview
+    ) -> int:
+        """Upload a stripe, and repeat it alone while the peer is too busy for it.
+        Return the bytes that all attempts sent."""
+        sent = 0
+
+        def attempt() -> None:
+            nonlocal sent
+            with self.call(group) as (connection, guard):
+                before = connection.sent_bytes
+                connection.send(start)
+                connection.send_payload((view,), 0, len(view), guard, start.offset)
+                sent += connection.sent_bytes - before
+                answer(connection, bulk.UploadDone)
+                connection.between = True
+
+        budget_s, what = (
+            self._deadlines.budget_s,
+            f"upload of fragment {start.fragment}",
+        )
+        until = time.monotonic() + budget_s
+        self.persist(attempt, group, budget_s, until, what, lambda: start.offset, Busy)
+        return sent
 
     def _submit(
         self, pool: DaemonPool, work: Callable[..., int], *arguments: Any
@@ -477,23 +467,27 @@ class Transfers:
         try:
             return pool.submit(work, *arguments)
         except RuntimeError as error:
-            raise self._is_closed() from error
+            raise ConnectionLost(f"the client of {self.peer} is closed") from error
 
-    def _is_closed(self) -> ConnectionLost:
-        return ConnectionLost(f"the client of {self._peer} is closed")
-
-    @contextlib.contextmanager
-    def _group(self) -> Iterator[CallGroup]:
-        group = CallGroup(self._connections, self._watch, self._deadlines.idle_s)
-        with self._lock:
-            if self._closed:
-                raise self._is_closed()
-            self._groups.add(group)
+    def _sum(self, group: threading.Event, running: list[futures.Future[int]]) -> int:
+        """Return the sum of all results; on the first error end the other calls and
+        raise it."""
         try:
-            yield group
-        finally:
-            with self._lock:
-                self._groups.discard(group)
+            for done in futures.as_completed(running):
+                done.result()
+        except BaseException:
+            self._cut(group)
+            futures.wait(running)
+            raise
+        return sum(done.result() for done in running)
+
+    def _cut(self, group: threading.Event) -> None:
+        """Cancel the calls of a group, including later ones."""
+        group.set()
+        with self._lock:
+            for connection, of in self._open.items():
+                if of is group:
+                    connection.cut()
 
 
 @dataclasses.dataclass
@@ -507,100 +501,77 @@ class _Stripe:
 class _Fetch:
     """One fetch: what its stripes must agree on, and where they put their bytes."""
 
-    payload: memoryview
-
     def __init__(
         self,
-        request: FetchRequest,
+        request: bulk.FetchRequest,
         max_bytes: int,
-        peer: str,
-        deadlines: Deadlines,
-        calls: CallGroup,
-        memory: SpareMemory,
-        within_s: float,
+        transfers: Transfers,
+        group: threading.Event,
+        seconds: float,
     ) -> None:
-        self._request, self._max_bytes, self._memory = request, max_bytes, memory
-        self._peer, self._deadlines, self._calls = peer, deadlines, calls
-        self._within_s, self._deadline = within_s, time.monotonic() + within_s
-        self._start: FetchStart | None = None
+        self._request, self._max_bytes, self._group = request, max_bytes, group
+        self._transfers, self._seconds = transfers, seconds
+        self._until = time.monotonic() + seconds
+        self.start: bulk.FetchStart | None = None
+        """What the first stripe was answered."""
+        self.payload = memoryview(b"")
 
     def run(
-        self, stripe: _Stripe, on_first_answer: Callable[[], None] | None = None
+        self, stripe: _Stripe, on_first_answer: Callable[[int], None] | None = None
     ) -> int:
         """Fetch a stripe, attempt after attempt; return the bytes received."""
-        backoff = Backoff(self._deadlines)
-        while True:
-            position = stripe.position
-            try:
-                self._attempt(stripe, on_first_answer)
-                return stripe.wire_bytes
-            except (ConnectionLost, Busy) as error:
-                if stripe.position > position:
-                    backoff.reset()
-                pause_s = backoff.next_s()
-                if time.monotonic() + pause_s > self._deadline:
-                    raise ConnectionLost(
-                        f"fetch of fragment {self._request.fragment} given up at byte "
-                        f"{stripe.position}, {self._within_s:g} s after it began: "
-                        f"{error}"
-                    ) from error
-                if self._calls.pause(pause_s):
-                    raise
-
-    def result(self, wire_bytes: int) -> Fetched:
-        """Return the payload, once all stripes have arrived."""
-        start = self._start
-        assert start is not None
-        return Fetched(
-            version=start.version,
-            full=start.full,
-            count=start.count,
-            payload=self.payload,
-            wire_bytes=wire_bytes,
+        self._transfers.persist(
+            lambda: self._attempt(stripe, on_first_answer),
+            self._group,
+            self._seconds,
+            self._until,
+            f"fetch of fragment {self._request.fragment}",
+            lambda: stripe.position,
+            ConnectionLost,
+            Busy,
         )
+        return stripe.wire_bytes
 
     def _attempt(
-        self, stripe: _Stripe, on_first_answer: Callable[[], None] | None
+        self, stripe: _Stripe, on_first_answer: Callable[[int], None] | None
     ) -> None:
-        wanted = self._start.version if self._start else self._request.want
-        request = msgspec.structs.replace(
+        request = replace(
             self._request,
-            want=wanted,
+            want=self.start.version if self.start else self._request.want,
             offset=stripe.position,
             length=stripe.end - stripe.position,
         )
-        with self._calls.call() as (connection, guard):
+        with self._transfers.call(self._group) as (connection, guard):
             before = connection.received_bytes
             try:
-                start = asked(connection, request, FetchStart)
-                if self._start is None:
+                start = asked(connection, request, bulk.FetchStart)
+                if self.start is None:
                     self._begin(start, stripe)
                     if on_first_answer is not None:
-                        on_first_answer()
+                        on_first_answer(start.total)
                 self._check_same(start, stripe)
                 while stripe.position < stripe.end:
+                    room = self.payload[stripe.position : stripe.end]
                     stripe.position += connection.receive_chunk(
-                        self.payload[stripe.position : stripe.end],
-                        stripe.position,
-                        guard,
+                        room, stripe.position, guard
                     )
                 connection.between = True
             finally:
                 stripe.wire_bytes += connection.received_bytes - before
 
-    def _begin(self, start: FetchStart, first: _Stripe) -> None:
+    def _begin(self, start: bulk.FetchStart, first: _Stripe) -> None:
         if not 0 <= start.total <= self._max_bytes:
             raise RemoteProtocolError(
-                f"{self._peer} announced {start.total} bytes for fragment "
+                f"{self._transfers.peer} announced {start.total} bytes for fragment "
                 f"{self._request.fragment}, at most {self._max_bytes} make sense; both "
                 f"ends must run the same configuration"
             )
-        self._start = start
-        self.payload = self._memory.lend(start.total)
+        self.start = start
+        self.payload = self._transfers.memory.lend(start.total)
         first.end = min(first.end, start.total)
 
-    def _check_same(self, start: FetchStart, stripe: _Stripe) -> None:
-        agreed = self._start
+    def _check_same(self, start: bulk.FetchStart, stripe: _Stripe) -> None:
+        agreed = self.start
         assert agreed is not None
         ours = (agreed.version, agreed.full, agreed.count, agreed.total)
         theirs = (start.version, start.full, start.count, start.total)
@@ -612,7 +583,7 @@ class _Fetch:
         expected = (stripe.position, stripe.end - stripe.position)
         if (start.offset, start.length) != expected:
             raise RemoteProtocolError(
-                f"{self._peer} answered (offset, length) = "
+                f"{self._transfers.peer} answered (offset, length) = "
                 f"{(start.offset, start.length)}, expected {expected}"
             )
 

@@ -17,7 +17,7 @@ from diloco_jax.chaos.command import (
     with_faults,
     with_restarts,
 )
-from diloco_jax.chaos.schedule import KINDS, ChaosOptions, write_schedule
+from diloco_jax.chaos.schedule import ChaosOptions, write_schedule
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.files import write_json
@@ -40,16 +40,6 @@ def test_strikes_go_before_a_random_schedule():
     assert len(found) == 5
     other = dataclasses.replace(options, schedule_seed=5)
     assert found != scheduled(config(), other)[0]
-
-
-def test_a_random_schedule_is_repeated_from_its_file(tmp_path):
-    path = tmp_path / "schedule"
-    kinds = tuple(KINDS)
-    options = ChaosOptions(schedule_seed=4, every_s=3.0, for_s=300.0, kinds=kinds)
-    drawn, _ = scheduled(config(), options)
-    write_schedule(map(str, drawn), path)
-    read = ChaosOptions(schedule=str(path), schedule_seed=5)
-    assert scheduled(config(), read) == (drawn, ())
 
 
 def test_a_file_has_strikes_by_time_and_faults_by_step(tmp_path):
@@ -108,11 +98,6 @@ def test_links_of_workers_are_not_struck():
     assert scheduled(config(2), ChaosOptions(strikes=("a@5s:kill",)))
     with pytest.raises(ConfigError, match=r"link_bytes_per_s = 5 strikes"):
         scheduled(config(2), ChaosOptions(strikes=("a@5s:kill",), link_bytes_per_s=5.0))
-
-
-def test_each_kill_has_a_restart():
-    strikes, _ = scheduled(config(), ChaosOptions(strikes=("a@5s:kill", "b@5s:stop1")))
-    assert with_restarts(config(), strikes).placement.restarts == 3
 
 
 # ---- a run that goes on already -----------------------------------------------------

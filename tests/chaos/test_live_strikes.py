@@ -1,11 +1,8 @@
 """Strikes are told while a run goes on."""
 
-import json
-
 import pytest
 from test_measure import KILLED, merged, note, strike
 
-from diloco_jax.chaos.measure import Tail
 from diloco_jax.chaos.strike import LiveReport
 from diloco_jax.observability.tape import Tape
 
@@ -63,24 +60,3 @@ def test_a_strike_on_the_coordinator_ends_the_view_of_all_others(live):
     report.struck(strike(13.0, "coordinator", "kill"))
     report.look()
     assert said == ["a after stop: struck again before anything was known"]
-
-
-def test_a_tail_goes_on_over_segments_and_lines_that_are_cut_off(tmp_path):
-    path = tmp_path / "tape.jsonl"
-    tail = Tail(path)
-    assert tail.new() == []
-    tape = Tape(path, segment_bytes=100)
-    found = []
-    for number in range(20):
-        tape.append({"kind": "tick", "tick": number})
-        if number % 3 == 0:
-            found += tail.new()
-    tape.close()
-    with path.open("ab") as file:
-        file.write(b'{"kind": "torn')
-    found += tail.new()
-    Tape(path).close()  # A new writer cuts it off.
-    with path.open("ab") as file:
-        file.write(json.dumps({"tick": 20}).encode() + b"\n")
-    found += tail.new()
-    assert [record["tick"] for record in found] == list(range(21))

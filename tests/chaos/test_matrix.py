@@ -4,22 +4,12 @@ import json
 
 import pytest
 from fault_cases import CASES, ISLANDS, PHASES
-from fault_matrix import (
-    BATCH,
-    SEQUENCE,
-    loss_problems,
-    phase_problems,
-    run_cell,
-)
-from phases import Phase, Recovery, open_ticks
+from fault_matrix import BATCH, SEQUENCE, loss_problems, phase_problems, run_cell
+from phases import Phase, Recovery
 from tiny import MODEL
 
 CELLS = [
-    pytest.param(
-        case,
-        phase,
-        id=f"{case.name}-{phase}".replace(" ", "_"),
-    )
+    pytest.param(case, phase, id=f"{case.name}-{phase}".replace(" ", "_"))
     for case in CASES
     for phase in case.phases
 ]
@@ -45,15 +35,6 @@ def test_there_are_enough_cases_and_each_can_be_carried_out():
         assert case.victim in ISLANDS
     kinds = {strike.kind for case in CASES for strike in case.strikes}
     assert kinds >= {"kill", "stop", "slow", "partition", "corrupt", "delay"}
-
-
-def test_what_a_case_strikes():
-    case = next(
-        c for c in CASES if c.name == "all are cut off, and an island is killed"
-    )
-    assert case.struck("kill") == ("a",)
-    assert case.struck("partition") == ISLANDS
-    assert case.struck("stop") == ()
 
 
 def tick(number, time=0.0):
@@ -100,26 +81,6 @@ def test_phases_are_told_from_the_tape_and_from_the_merges_file(tape):
     tape.merging.unlink()
     assert tape(merged(8, "a")) == {"idle"}
     assert tape(tick(9), {"kind": "skipped", "tick": 9, "time": 0.0}) == {"idle"}
-
-
-def test_a_line_that_is_being_written_is_read_later(tmp_path):
-    phase = Phase("idle", "a", ("a",), tmp_path / "merging")
-    assert not phase(tmp_path)
-    with (tmp_path / "tape.jsonl").open("w") as file:
-        file.write('{"kind": "ti')
-        file.flush()
-        assert not phase(tmp_path)
-        file.write('ck", "tick": 3}\n')
-        file.flush()
-        phase(tmp_path)
-    assert list(phase._open) == [3]
-
-
-def test_ticks_that_were_open_at_a_time():
-    tape = [tick(1, 1.0), tick(2, 2.0), merged(1, "a", time=3.0), tick(3, 4.0)]
-    assert open_ticks(tape, 0.5) == []
-    assert open_ticks(tape, 2.5) == [1, 2]
-    assert open_ticks(tape, 3.5) == [2]
 
 
 def of(case_name):

@@ -1,5 +1,7 @@
 """Facts that a tape gives of the strikes on its run."""
 
+import pytest
+
 from diloco_jax.chaos import measure
 from diloco_jax.observability.tape import JsonLines, Tape
 
@@ -41,80 +43,74 @@ KILLED = [
 ]
 
 
-def test_a_killed_island():
-    (found,) = measure.measured([strike(10.0, "a", "kill")], KILLED, ["a", "b"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (0.5, 3.0, 6.0)
-    assert found.tokens_lost == 40
+KILL, DEAD = strike(10.0, "a", "kill"), strike(20.0, "coordinator", "kill")
+LEFT_AT_THE_END = note(50.0, "left", "a", lost_tokens_by_fragment=[9])
 
 
-def test_an_island_that_does_not_come_back_is_not_merged():
-    tape = [r for r in KILLED if r["kind"] != "joined"]
-    (found,) = measure.measured([strike(10.0, "a", "kill")], tape, ["a", "b"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (0.5, None, None)
-
-
-def test_a_short_stop_that_nobody_notices():
-    tape = [merged(11.0, ("a", 1)), merged(14.0, ("b", 1)), merged(15.0, ("a", 1))]
-    (found,) = measure.measured([strike(10.0, "a", "stop", 3.0)], tape, ["a", "b"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (None, None, 5.0)
-
-
-def test_the_end_of_the_run_is_no_detection():
-    tape = [
-        merged(14.0, ("a", 1)),
-        note(50.0, "left", "a", lost_tokens_by_fragment=[9]),
-    ]
-    (found,) = measure.measured([strike(10.0, "a", "delay", 3.0)], tape, ["a"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (None, None, 4.0)
-    assert found.tokens_lost == 0
-
-
-def test_a_return_after_the_coordinators_crash_is_not_that_of_a_stop():
-    tape = [note(21.0, "absent", "a"), note(22, "resumed", "a"), merged(23, ("a", 1))]
-    strikes = [strike(10.0, "a", "stop", 3.0), strike(20.0, "coordinator", "kill")]
-    found = measure.measured(strikes, tape, ["a"])[0]
-    assert (found.detected_s, found.back_s, found.merged_s) == (None, None, None)
-
-
-def test_a_long_partition_that_is_noticed():
-    tape = [
-        note(15.0, "absent", "a"),
-        merged(16.0, ("b", 1)),
-        note(21.0, "resumed", "a"),
-        merged(22.0, ("a", 1)),
-    ]
-    strikes = [strike(10.0, "a", "partition", 10.0)]
-    (found,) = measure.measured(strikes, tape, ["a", "b"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (5.0, 11.0, 12.0)
-    assert found.tokens_lost == 0
-
-
-def test_an_island_that_is_heard_again_on_its_connection_is_merged_again():
-    tape = [
-        note(14.0, "absent", "a"),
-        merged(15.0, ("a", 1)),  # A delta that had arrived before.
-        merged(17.0, ("b", 1)),
-        merged(18.0, ("a", 1)),
-        note(50.0, "left", "a", lost_tokens_by_fragment=[9]),
-    ]
-    strikes = [strike(10.0, "a", "partition", 6.0)]
-    (found,) = measure.measured(strikes, tape, ["a", "b"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (4.0, None, 8.0)
-    assert found.tokens_lost == 0, "that of the end"
-
-
-def test_a_later_strike_there_ends_the_view():
-    strikes = [strike(8.0, "a", "delay", 1.0), strike(10.0, "a", "kill")]
-    first, second = measure.measured(strikes, KILLED, ["a", "b"])
-    assert (first.detected_s, first.merged_s) == (None, None)
-    assert second.detected_s == 0.5
-
-
-def test_a_killed_coordinator():
-    tape = [merged(9.0, ("a", 1)), note(14.0, "recovered"), merged(15.5, ("a", 1))]
-    strikes = [strike(10.0, "coordinator", "kill")]
-    (found,) = measure.measured(strikes, tape, ["a"])
-    assert (found.detected_s, found.back_s, found.merged_s) == (None, 4.0, 5.5)
+@pytest.mark.parametrize(
+    ("strikes", "tape", "detected_s", "back_s", "merged_s", "lost"),
+    [
+        pytest.param([KILL], KILLED, 0.5, 3.0, 6.0, 40, id="killed"),
+        pytest.param(
+            *([KILL], [r for r in KILLED if r["kind"] != "joined"]),
+            *(0.5, None, None, 40),
+            id="killed, and not back",
+        ),
+        pytest.param(
+            [strike(10.0, "a", "stop", 3.0)],
+            [merged(11.0, ("a", 1)), merged(14.0, ("b", 1)), merged(15.0, ("a", 1))],
+            *(None, None, 5.0, 0),
+            id="a short stop that nobody notices",
+        ),
+        pytest.param(
+            [strike(10.0, "a", "delay", 3.0)],
+            [merged(14.0, ("a", 1)), LEFT_AT_THE_END],
+            *(None, None, 4.0, 0),
+            id="the end of the run is no detection",
+        ),
+        pytest.param(
+            [strike(10.0, "a", "stop", 3.0), DEAD],
+            [note(21.0, "absent", "a"), note(22, "resumed", "a"), merged(23, ("a", 1))],
+            *(None, None, None, 0),
+            id="a return after the coordinator's crash",
+        ),
+        pytest.param(
+            [strike(10.0, "a", "partition", 10.0)],
+            [
+                *(note(15.0, "absent", "a"), merged(16.0, ("b", 1))),
+                *(note(21.0, "resumed", "a"), merged(22.0, ("a", 1))),
+            ],
+            *(5.0, 11.0, 12.0, 0),
+            id="a long partition that is noticed",
+        ),
+        pytest.param(
+            [strike(10.0, "a", "partition", 6.0)],
+            [
+                note(14.0, "absent", "a"),
+                merged(15.0, ("a", 1)),  # A delta that had arrived before.
+                *(merged(17.0, ("b", 1)), merged(18.0, ("a", 1)), LEFT_AT_THE_END),
+            ],
+            *(4.0, None, 8.0, 0),
+            id="heard again on its connection",
+        ),
+        pytest.param(
+            [strike(8.0, "a", "delay", 1.0), KILL],
+            KILLED,
+            *(None, None, None, 0),
+            id="a later strike there ends the view",
+        ),
+        pytest.param(
+            [strike(10.0, "coordinator", "kill")],
+            [merged(9.0, ("a", 1)), note(14.0, "recovered"), merged(15.5, ("a", 1))],
+            *(None, 4.0, 5.5, 0),
+            id="a killed coordinator",
+        ),
+    ],
+)
+def test_what_a_strike_cost(strikes, tape, detected_s, back_s, merged_s, lost):
+    found = measure.measured(strikes, tape, ["a", "b"])[0]
+    times = (found.detected_s, found.back_s, found.merged_s)
+    assert (*times, found.tokens_lost) == (detected_s, back_s, merged_s, lost)
 
 
 def test_strikes_on_links_of_the_coordinator_and_those_that_missed():

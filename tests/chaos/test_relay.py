@@ -16,20 +16,34 @@ QUIET_S = 0.3
 
 
 @pytest.fixture
-def ends():
-    """A relay, the island's end and the coordinator's end of a bulk connection."""
+def joined():
+    """Makes a relay, and the ends of a connection through it: (relay, the island's, the
+    coordinator's)."""
     with contextlib.ExitStack() as stack:
-        address, bulk = addresses.reserve("127.0.0.1:0")
-        stack.enter_context(bulk)
-        relay = Relay(address)
-        stack.callback(relay.close)
-        to = addresses.parse_address(addresses.bulk_address(relay.address))
-        near = stack.enter_context(socket.create_connection(to, PATIENCE_S))
-        bulk.settimeout(PATIENCE_S)
-        far, _ = bulk.accept()
-        stack.enter_context(far)
-        far.settimeout(PATIENCE_S)
-        yield relay, near, far
+
+        def joined(*, is_bulk=True, **link):
+            address, bulk = addresses.reserve("127.0.0.1:0")
+            ports = {False: addresses.listen(address), True: bulk}
+            for port in ports.values():
+                stack.enter_context(port)
+                port.settimeout(PATIENCE_S)
+            relay = Relay(address, **link)
+            stack.callback(relay.close)
+            to = addresses.bulk_address(relay.address) if is_bulk else relay.address
+            dialled = addresses.parse_address(to)
+            near = socket.create_connection(dialled, PATIENCE_S)
+            stack.enter_context(near)
+            far, _ = ports[is_bulk].accept()
+            stack.enter_context(far)
+            far.settimeout(PATIENCE_S)
+            return relay, near, far
+
+        yield joined
+
+
+@pytest.fixture
+def ends(joined):
+    return joined()
 
 
 def comes(sink, octets):
@@ -117,42 +131,21 @@ def test_corrupt_bulk_has_a_wrong_bit_and_messages_are_whole(ends):
     assert comes(far, large)
 
 
-def test_control_is_never_corrupt():
-    with contextlib.ExitStack() as stack:
-        address, bulk = addresses.reserve("127.0.0.1:0")
-        bulk.close()
-        control = stack.enter_context(addresses.listen(address))
-        relay = Relay(address)
-        stack.callback(relay.close)
-        relay.set(corrupt=True)
-        to = addresses.parse_address(relay.address)
-        near = stack.enter_context(socket.create_connection(to, PATIENCE_S))
-        control.settimeout(PATIENCE_S)
-        far, _ = control.accept()
-        stack.enter_context(far)
-        far.settimeout(PATIENCE_S)
-        near.sendall(bytes(LEAST_CORRUPT_BYTES))
-        assert comes(far, bytes(LEAST_CORRUPT_BYTES))
+def test_control_is_never_corrupt(joined):
+    relay, near, far = joined(is_bulk=False)
+    relay.set(corrupt=True)
+    near.sendall(bytes(LEAST_CORRUPT_BYTES))
+    assert comes(far, bytes(LEAST_CORRUPT_BYTES))
 
 
-def test_a_slow_link_is_slow_when_nothing_strikes_it():
-    address, bulk = addresses.reserve("127.0.0.1:0")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(bulk)
-        relay = Relay(address, bytes_per_s=100_000)
-        stack.callback(relay.close)
-        relay.set(bytes_per_s=1e9)
-        relay.set()
-        to = addresses.parse_address(addresses.bulk_address(relay.address))
-        near = stack.enter_context(socket.create_connection(to, PATIENCE_S))
-        bulk.settimeout(PATIENCE_S)
-        far, _ = bulk.accept()
-        stack.enter_context(far)
-        far.settimeout(PATIENCE_S)
-        began = time.monotonic()
-        near.sendall(bytes(30_000))
-        assert comes(far, bytes(30_000))
-        assert time.monotonic() - began >= 0.3
+def test_a_slow_link_is_slow_when_nothing_strikes_it(joined):
+    relay, near, far = joined(bytes_per_s=100_000)
+    relay.set(bytes_per_s=1e9)
+    relay.set()
+    began = time.monotonic()
+    near.sendall(bytes(30_000))
+    assert comes(far, bytes(30_000))
+    assert time.monotonic() - began >= 0.3
 
 
 def test_a_closed_relay_ends_its_connections_even_if_cut(ends):

@@ -1,18 +1,13 @@
 """Conclusions of the soak from its looks at processes, tape and metrics."""
 
 import dataclasses
-import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import soak
-from coordinator_kills import GAP_S, random_kills
-from flatness import Disk, Growth, Use, UseOverTime, growths
-from reliability import told
-
-from diloco_jax.files import write_json
+from flatness import Disk, Use, UseOverTime, growths
 
 
 def use(time, memory, age_s=100.0, name="a"):
@@ -72,12 +67,6 @@ def line(time, step, island="a"):
     }
 
 
-def test_first_steps_of_each_life():
-    lines = [line(10.0, 0), line(12.0, 2), line(20.0, 18), line(30.0, 0)]
-    lines += [line(32.0, 2), line(33.0, 4), line(40.0, 2), line(9.0, 1, "b")]
-    assert list(soak.first_steps(lines, "a")) == [11.0, 31.0, 39.0]
-
-
 def strike(time, who, kind, seconds=0.0, missed=()):
     return {
         "time": time,
@@ -113,32 +102,3 @@ def test_the_bound_takes_off_restarts_and_stops_of_islands_alone():
     assert costs.bound == pytest.approx(1 - 24 / 400)
     longer = dataclasses.replace(costs, stopped_s=44.0)
     assert longer.bound == pytest.approx(1 - 64 / 400)
-
-
-def test_kills_are_at_random_instants_that_a_seed_repeats():
-    kills = random_kills(100, 3)
-    assert len(kills) == 100
-    assert kills == random_kills(100, 3) != random_kills(100, 4)
-    times = [0.0, *(kill.at_s for kill in kills)]
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert min(gaps) >= GAP_S[0] - 0.01
-    assert max(gaps) <= GAP_S[1] + 0.01
-
-
-def test_the_page_has_the_parts_that_were_measured(tmp_path):
-    facts = {"command": "c", "date": "d", "machine": "m", "load": "l", "versions": "v"}
-    check = {"what": "memory", "measured": "+0.10", "bound": "<= +0.05", "holds": False}
-    part = {
-        "title": "A soak",
-        "introduction": "Question.",
-        "checks": [check],
-        "tables": {"The run": [{"strikes": 3}]},
-        **facts,
-    }
-    write_json(part, tmp_path / "soak.json")
-    page = told(tmp_path)
-    assert "## A soak\n\nQuestion." in page
-    assert "| memory | +0.10 | <= +0.05 | **NO** |" in page
-    assert "| strikes |" in page
-    assert "fault_matrix" not in page
-    assert Growth("a", "memory", 0.0, 1.0).share == 0.0

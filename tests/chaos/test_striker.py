@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -110,26 +109,6 @@ def test_acts_of_a_slow_strike_end_with_it():
     ]
 
 
-def test_a_moment_may_be_another_than_the_first_merge(tmp_path, children):
-    said, come = [], threading.Event()
-    strikes = parse_strikes(["a@0s:kill"], ISLANDS)
-    striker = Striker(
-        strikes, ISLANDS, said.append, moment=lambda _: come.is_set(), look_s=0.01
-    )
-    striker.route(tmp_path, "a", "127.0.0.1:9")
-    assert children["a"].poll() is None
-    come.set()
-    assert children["a"].wait(PATIENCE_S) == -signal.SIGKILL
-    striker.close()
-
-
-def test_all_links_go_through_relays_if_they_are_slow(tmp_path, children):
-    striker = Striker((), ISLANDS, print, link_bytes_per_s=1e6)
-    address = "127.0.0.1:9"
-    assert striker.route(tmp_path, "a", address) != address
-    striker.close()
-
-
 def test_a_full_disk_is_noted_when_it_has_space_again(tmp_path, children, monkeypatch):
     full = []
     append = JsonLines.append
@@ -166,13 +145,3 @@ def test_only_links_that_are_struck_go_through_a_relay(tmp_path, children):
     assert striker.route(tmp_path, "b", address) == through
     until(lambda: said)
     striker.close()
-
-
-def test_nothing_is_struck_before_the_first_merge(tmp_path, children):
-    said = []
-    strikes = parse_strikes(["a@0s:kill"], ISLANDS)
-    striker = Striker(strikes, ISLANDS, said.append)
-    striker.route(tmp_path, "a", "127.0.0.1:9")
-    striker.close()
-    assert children["a"].poll() is None
-    assert not said

@@ -7,11 +7,8 @@ from diloco_jax.chaos.schedule import (
     OF_PROCESSES,
     Strike,
     beside_islands,
-    divided,
     parse_strikes,
     random_strikes,
-    read_schedule,
-    write_schedule,
 )
 from diloco_jax.config import ConfigError
 
@@ -49,11 +46,6 @@ def test_another_form_is_refused_with_the_forms(text):
         parse_strikes([text], ISLANDS)
 
 
-def test_an_unknown_name_is_refused():
-    with pytest.raises(ConfigError, match=r"there is no 'c'; known are a, b, coord"):
-        parse_strikes(["a+c@5s:kill"], ISLANDS)
-
-
 def test_only_processes_are_struck_beside_islands():
     beside = beside_islands(2)
     assert beside == ("worker-0", "worker-1")
@@ -72,20 +64,9 @@ def test_a_full_disk_is_the_coordinators():
         parse_strikes(["a+coordinator@5s:full3"], ISLANDS)
 
 
-def test_a_file_gives_back_what_was_written(tmp_path):
-    path = tmp_path / "schedule"
-    texts = ("a@5s:slow3=0.25", "b@9:kill", "coordinator@6.5s:corrupt2")
-    write_schedule(texts, path)
-    assert read_schedule(path) == texts
-    assert divided(read_schedule(path)) == ((texts[0], texts[2]), (texts[1],))
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ("a@5s:stop5", "a+b@9s:stop1"),
-        ("a@5s:partition5", "coordinator@9s:delay1=1"),
-    ],
+    [("a@5s:stop5", "a+b@9s:stop1"), ("a@5s:partition5", "coordinator@9s:delay1=1")],
 )
 def test_strikes_that_overlap_are_refused(first, second):
     with pytest.raises(ConfigError, match="begin it after 10 s"):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pwd
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,33 +106,3 @@ def test_only_the_owner_may_use_what_a_local_run_makes(workdir: Path) -> None:
     assert len(made) > 10
     assert [path for path in made if path.stat().st_mode & 0o077] == []
     assert (workdir.parent / "other").stat().st_mode & 0o777 == 0o644
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder that every user of the machine may look into."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        yield Path(folder)
-
-
-def test_another_user_reads_nothing_of_a_local_run(shared: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root has another user at hand; the modes are tested above")
-    nobody, workdir = pwd.getpwnam("nobody").pw_uid, shared / "run"
-
-    def tried(*command: object) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            [*map(str, command)], user=nobody, capture_output=True, check=False
-        )
-
-    with private_files():
-        make_workdir(workdir)
-        with_keys(config_of(), workdir)
-        (workdir / "tape.jsonl").write_text("{}")
-    assert tried("ls", shared).stdout == b"run\n"
-    key = workdir / run_files.KEYS / "coordinator.key"
-    for what in (key, workdir / "tape.jsonl", workdir):
-        done = tried("cat" if what.is_file() else "ls", what)
-        assert (done.returncode != 0, done.stdout) == (True, b"")
-        assert b"Permission denied" in done.stderr

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,7 +17,6 @@ from diloco_jax.cluster.processes import (
     log_tail,
     next_attempt,
     start_child,
-    wait_all,
 )
 from diloco_jax.config import ConfigError
 from diloco_jax.workdir import RELEASE_S
@@ -58,12 +56,6 @@ def make(tmp_path):
 
 def text(process):
     return process.log.read_text() if process.log.exists() else ""
-
-
-def test_a_child_that_ends_well_is_done(make, until):
-    process = make("pass")
-    until(lambda: process.poll() == "done", "done")
-    assert (process.starts, process.exit_code) == (1, 0)
 
 
 def test_output_and_errors_go_to_the_log_and_the_environment_is_added(make, until):
@@ -212,15 +204,6 @@ def test_who_is_killed_is_not_asked_to_end_first(make, until, monkeypatch):
     )
     process.kill()
     assert (process.state, process.exit_code) == ("stopped", -signal.SIGKILL)
-
-
-def test_wait_all_is_bounded(make, until):
-    process = make(DEAF, stop_s=600.0)
-    until(lambda: "up" in text(process), "start")
-    began = time.monotonic()
-    wait_all([process], 0.2, time.sleep)
-    assert process.state == "stopped"
-    assert time.monotonic() - began < 300
 
 
 def test_children_of_a_crashed_child_are_ended_with_it(make, until, alive):

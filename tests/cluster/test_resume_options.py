@@ -73,22 +73,6 @@ def test_another_workdir_than_that_of_the_run_is_refused(
     require_one_workdir(["c.py"], "of a configs file", str(workdir))
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nosuch: there is no such folder"):
-        with_config(["--resume", str(tmp_path / "nosuch")])
-
-
-def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"no run is there .*diloco run CONFIG"):
-        with_config(["--resume", str(tmp_path)])
-
-
-@pytest.mark.parametrize("given", [["--resume"], ["--resume", "--json"]])
-def test_resume_needs_a_workdir(given):
-    with pytest.raises(ConfigError, match="takes the workdir"):
-        with_config(given)
-
-
 def test_what_the_run_decided_once_stays_decided(config, workdir):
     """As if from the run's configs file, for other islands."""
     given = Config(run=RunConfig(), islands={"c": IslandConfig(batch_size=2)})

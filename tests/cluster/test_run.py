@@ -135,12 +135,7 @@ def workdir(config):
 def test_a_run_ends_with_its_evaluation_in_the_summary(launch, workdir):
     code, summary, seen = launch()
     assert code == 0
-    assert summary == {
-        "phase": "stopped",
-        "merges": 3,
-        "islands": {},
-        "eval_loss": 1.5,
-    }
+    assert summary == {"phase": "stopped", "merges": 3, "islands": {}, "eval_loss": 1.5}
     assert json.loads((workdir / "summary.json").read_text()) == summary
     assert "validation loss 1.5000" in seen
     assert {p.stem for p in (workdir / "logs").iterdir()} == {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax import families, run_files
+from diloco_jax import run_files
 from diloco_jax.cli import main
 from diloco_jax.cluster.options import with_config
 from diloco_jax.cluster.processes import private_files, with_keys
@@ -23,6 +23,7 @@ from diloco_jax.config import (
     ModelConfig,
     Placement,
     RunConfig,
+    family_fields,
     loading,
 )
 from diloco_jax.config.loading import read_config_json, write_config_json
@@ -134,7 +135,7 @@ def workdir(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def test_all_fields_that_name_code_are_sealed() -> None:
     assert set(loading.CODE_FIELDS) == {
-        *families.FIELDS,
+        *family_fields.FIELDS,
         "model.factory",
         "data.factory",
     }

@@ -49,7 +49,7 @@ from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial, restored
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.bulk import FetchSource
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, WireError
 

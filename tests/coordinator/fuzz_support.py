@@ -32,6 +32,7 @@ from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.wire import encoding, frames, principal
 from diloco_jax.wire.errors import ConnectionLost, Failure, WireError
 from diloco_jax.wire.frames import BulkConnection
+from diloco_jax.wire.limits import Quota, RateLimitedLog
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Session
 from diloco_jax.wire.threads import IdleWatch, QueueClosed
@@ -219,7 +220,7 @@ class World:
             elif move.kind in ("upload", "fetch", "bulk"):
                 self._transfer(move)
             elif move.kind == "ask":
-                self._server._status(b"", None, move.who)
+                self._server._status()
         self._run()
         if self.moves % CHECK_EVERY == 0:
             self.check()
@@ -327,10 +328,17 @@ class World:
                 if self.scenario.secure
                 else lambda: None
             )
-            self.streams[who] = Session(self._numbers, Context(who), identify)
+            self.streams[who] = Session(
+                self._numbers,
+                Context(who),
+                self._handlers,
+                identify,
+                Quota(who),
+                RateLimitedLog(),
+            )
         stream = self.streams[who]
         try:
-            stream.take(move.frames[0], self._handlers)
+            stream.take(move.frames[0])
         except WireError:
             self.cut(who)
 

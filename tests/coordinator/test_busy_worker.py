@@ -50,7 +50,7 @@ class Restores:
     def alive(self) -> WorkerAlive:
         return sign_of_life(("restores",))
 
-    def receive(self, message) -> None:
+    def obey(self, message) -> None:
         if isinstance(message, RestoreFragments):
             self.began.set()
             assert self.goes_on.wait(PATIENCE_S)

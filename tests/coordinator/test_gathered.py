@@ -7,7 +7,7 @@ import weakref
 
 from door_support import PLAN, Gathering, Peer
 
-from diloco_jax.wire.session import AT_ONCE
+from diloco_jax.wire.limits import AT_ONCE
 
 OFFERED = {"term": 1, "run_id": "r", "versions": [(1, 1), (1, 2)]}
 

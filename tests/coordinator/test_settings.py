@@ -30,7 +30,7 @@ from diloco_jax.coordinator.settings import (
     room_needed,
 )
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.hardware.tpus import CHIPS
+from diloco_jax.hardware.tpus import GENERATIONS
 from diloco_jax.models.flops import analytic_flops, least_flops
 
 RUN = RunConfig(
@@ -152,8 +152,8 @@ def test_a_step_takes_its_flops_at_the_peak_of_its_chips() -> None:
     given = config()
     flops = least_flops(given.run.model, 4096)
     least = least_seconds(given, flops)
-    assert least["v6e"] == pytest.approx(flops / (256 * CHIPS["v6e"].flops_per_s))
-    assert least["v5p"] == pytest.approx(flops / (64 * CHIPS["v5p"].flops_per_s))
+    assert least["v6e"] == pytest.approx(flops / (256 * GENERATIONS["v6e"].flops_per_s))
+    assert least["v5p"] == pytest.approx(flops / (64 * GENERATIONS["v5p"].flops_per_s))
     assert 0.62 < 512 * least["v6e"] < 0.64
     assert 0 < least[UNDESCRIBED] < least["v6e"] / 10
 
@@ -176,7 +176,7 @@ def test_the_emulated_step_time_counts_if_it_is_longer() -> None:
 def test_without_a_topology_each_device_is_faster_than_any() -> None:
     least = least_of(with_island(topology=""))["v6e"]
     assert 0 < least < least_of(config())["v6e"] / 5
-    assert max(chip.flops_per_s for chip in CHIPS.values()) * 5 < (
+    assert max(chip.flops_per_s for chip in GENERATIONS.values()) * 5 < (
         ANY_DEVICE_FLOPS_PER_S
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES, arrays, like, load
 from etils import epath
-from pieces import merge_deltas, to_pieces
+from pieces import merge_deltas, publish, to_pieces
 from store_support import contribution, encoded_delta, merge_once, own_order
 
 from diloco_jax import checkpoint
@@ -19,7 +19,6 @@ from diloco_jax.coordinator.holding.store import (
     Store,
 )
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.core.changes import publish
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.core.fragments import plan_fragments

@@ -81,7 +81,7 @@ def test_no_chain_leads_from_one_term_into_another(store):
 
 
 def test_a_host_gets_its_tiles_of_the_anchor(run, params, monkeypatch):
-    monkeypatch.setattr("diloco_jax.wire.bulk_server.BLOCK_BYTES", 20_000)
+    monkeypatch.setattr("diloco_jax.wire.bulk.BLOCK_BYTES", 20_000)
     axes, shape = {"w": ("embed", "mlp")}, (256, 128)
     weights = np.random.default_rng(0).normal(size=shape).astype("<f4")
     plan = plan_fragments({"w": shape}, axes, 1)

@@ -13,11 +13,7 @@ from family_members import brief, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core.codecs import (
-    SMALLEST_NORMAL,
-    Codec,
-    encode_with_feedback,
-)
+from diloco_jax.core.codecs import SMALLEST_NORMAL, Codec, encode_with_feedback
 from diloco_jax.core.families import CODECS
 from diloco_jax.core.merging import Encoded
 from diloco_jax.core.tiles import TileGrid

@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core.codecs import (
-    encode_with_feedback,
-    get_codec,
-)
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.tiles import TileGrid
 
 NAMES = ("f32", "bf16", "int8", "int4")
@@ -83,14 +80,6 @@ def test_int8_scale_follows_the_payload() -> None:
     assert encoded[257:].view(np.uint16).tolist() == [0x3F80, 0x4000]
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_foreign_bytes_with_subnormal_scales_decode_to_zero(name: str) -> None:
-    codec = get_codec(name)
-    encoded = np.zeros(codec.encoded_shape(SHAPE), np.uint8)
-    encoded[..., 0::2] = 1
-    assert not np.any(codec.decode(encoded, SHAPE)[0, :2])
-
-
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=3).map(tuple))
 def test_bytes_per_parameter(shape: tuple[int, ...]) -> None:
     size = int(np.prod(shape))
@@ -101,26 +90,11 @@ def test_bytes_per_parameter(shape: tuple[int, ...]) -> None:
         assert total / size <= limit
 
 
-@given(st.integers(0, 1000))
-@settings(max_examples=10)
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_feedback_brings_everything_across(name: str, seed: int) -> None:
-    codec, rounds = get_codec(name), 30
-    x = sample(seed, 0.0)
-    residual, sent = np.zeros_like(x), np.zeros(x.shape, np.float64)
-    for _ in range(rounds):
-        encoded, residual = encode_with_feedback(codec, x, residual)
-        sent += np.asarray(codec.decode(encoded, x.shape), np.float64)
-    missing = rounds * x.astype(np.float64) - sent
-    np.testing.assert_allclose(missing, residual, atol=1e-3 * np.abs(x).max())
-    assert np.abs(missing).max() <= np.abs(x).max() / 4
-
-
 def test_wrong_shapes_and_names_are_named() -> None:
     codec = get_codec("int8")
     with pytest.raises(ValueError, match=r"\(2, 2, 1008\), got \(2, 2, 7\)"):
         codec.decode(np.zeros((2, 2, 7), np.uint8), SHAPE)
     with pytest.raises(
-        ValueError, match="'int3'; did you mean 'int8'\\?; choose from f32, bf16"
+        ValueError, match=r"'int3' \(did you mean 'int8'\?\); choose from f32, bf16"
     ):
         get_codec("int3")

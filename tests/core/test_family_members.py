@@ -244,7 +244,7 @@ def test_a_file_that_cannot_be_executed_is_refused_with_its_line(
     [
         ("nowhere_xyz:make", "No module named 'nowhere_xyz'; install it"),
         ("nowhere.py:make", "there is no file .*nowhere.py; correct the path"),
-        ("json:dump_s", "json has no 'dump_s'; did you mean 'dumps'"),
+        ("json:dump_s", "json has no 'dump_s' .did you mean 'dumps'"),
         ("json", "it names nothing; write 'package.module:name' or"),
     ],
 )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import pytest
+from merges import PIECES, assert_same, merged, merger
 
 from diloco_jax.core import tiles
 from diloco_jax.core.codecs import get_codec
@@ -25,53 +26,8 @@ from diloco_jax.core.fragment_merge import (
     sample_bytes,
     sampled,
 )
-from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merging import Encoded, Plain, merge_piece
-from diloco_jax.core.outer import OuterSettings
+from diloco_jax.core.merging import Encoded, merge_piece
 from diloco_jax.core.tiles import TileGrid
-
-PIECES = (
-    Piece(("a",), -1, (256, 512), False),
-    Piece(("b",), -1, (33,), False),
-    Piece(("c",), -1, (64, 96), True),
-)
-
-
-def merger(rule: str = "rda", optimizer: str = "nesterov") -> FragmentMerge:
-    return FragmentMerge(
-        pieces=PIECES,
-        up=get_codec("int8"),
-        down=get_codec("int8"),
-        rule=MERGE_RULES.find(rule),
-        settings=OuterSettings(
-            optimizer=optimizer, learning_rate=0.5, momentum=0.9, norm_guard=1.1
-        ),
-    )
-
-
-def merged(merge: FragmentMerge, times: int = 5) -> tuple:
-    """State and payload after some merges; the last ones are cut by the guard."""
-    rng = np.random.default_rng(0)
-    state = merge.begin([rng.standard_normal(p.shape, np.float32) for p in PIECES])
-    for number in range(1, times + 1):
-        payloads = []
-        for _ in range(3):
-            arrays = [
-                merge.up.encode(rng.standard_normal(p.shape, np.float32) * number)
-                for p in PIECES
-            ]
-            payloads.append(merge.layout_up.pack(arrays))
-        squares = [merge.squares(payload) for payload in payloads]
-        found = merge.merge(
-            state, payloads, squares, [1, 2, 3], share=0.5, final=False, last=()
-        )
-        state = found.state
-    return state, bytes(found.payload), found.norm
-
-
-def same(one: tuple, other: tuple) -> None:
-    jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
-    assert one[1:] == other[1:]
 
 
 @pytest.mark.parametrize("rule", ["rda", "mean", "trimmed_mean"])
@@ -80,7 +36,7 @@ def test_the_size_of_blocks_changes_no_bit(rule, optimizer, monkeypatch) -> None
     whole = merged(merger(rule, optimizer))
     for elements in (1, 5000):
         monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
-        same(merged(merger(rule, optimizer)), whole)
+        assert_same(merged(merger(rule, optimizer)), whole)
 
 
 def replayed(merge: FragmentMerge) -> tuple:
@@ -107,7 +63,7 @@ def test_the_size_of_blocks_changes_no_bit_of_what_recovery_makes(
     for elements in (1, 5000):
         monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
         others = replayed(merger(optimizer=optimizer))
-        jax.tree.map(np.testing.assert_array_equal, others, whole)
+        assert_same(others, whole)
     guards = [state.outer[0]["guard"] for state in whole]
     assert [int(g.merges) for g in guards] == [1, 2, 3, 4, 5]
 
@@ -115,17 +71,17 @@ def test_the_size_of_blocks_changes_no_bit_of_what_recovery_makes(
 def test_an_optimizer_that_sees_whole_fragments_takes_the_same_steps(
     monkeypatch,
 ) -> None:
-    state, _, norm = merged(merger())
+    one = merged(merger())[-1]
     monkeypatch.setattr("diloco_jax.core.outer.Nesterov.elementwise", False)
-    other, _, also = merged(merger())
-    assert norm == pytest.approx(also, rel=1e-6)
-    for one, two in zip(state.theta, other.theta, strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-4)
+    other = merged(merger())[-1]
+    assert one.norm == pytest.approx(other.norm, rel=1e-6)
+    for ours, theirs in zip(one.state.theta, other.state.theta, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 def test_a_merge_leaves_the_state_that_it_was_given() -> None:
     merge, rng = merger(), np.random.default_rng(1)
-    state, *_ = merged(merge)
+    state = merged(merge)[-1].state
     before = jax.tree.map(np.array, state)
     arrays = [merge.up.encode(rng.standard_normal(p.shape)) for p in PIECES]
     payload = merge.layout_up.pack(arrays)
@@ -228,8 +184,8 @@ def measured(
     """Merge by that rule, take an outer step of that rate, and measure both."""
     measuring, before, after = Measuring(WEIGHTS), [], []
     for deltas in pieces:
-        merged = merge_piece(MERGE_RULES.find(rule), Plain(deltas), WEIGHTS)
-        measuring.add(Plain(deltas), merged)
+        merged = merge_piece(MERGE_RULES.find(rule), Encoded.of(deltas), WEIGHTS)
+        measuring.add(Encoded.of(deltas), merged)
         before.append(sample(np.ones_like(merged.total)))
         after.append(before[-1] - sample(rate * merged.factor * merged.total))
     return measuring.finish(last or [], before, after), measuring
@@ -299,7 +255,7 @@ def test_odd_extents_make_no_sample_larger(shape: tuple[int, ...]) -> None:
     assert found.nbytes == sample_bytes(shape)
     assert 16384 <= found.size <= 2 * 16384
     assert np.std(found) == pytest.approx(np.std(delta), rel=0.05)
-    np.testing.assert_array_equal(sampled(Plain([delta]), 0), found)
+    np.testing.assert_array_equal(sampled(Encoded.of([delta]), 0), found)
     for name in CODECS.table:
         codec = get_codec(name)
         encoded = codec.encode(delta)
@@ -364,6 +320,6 @@ def test_directions_that_do_not_exist_are_none() -> None:
     zeros = [[np.zeros(s, np.float32)] * 3 for s in SHAPES]
     assert measured(zeros, "rda")[1].directions == (None,) * 3
     two = Measuring(WEIGHTS[:2])
-    deltas = Plain(drawn(0)[0][:2])
+    deltas = Encoded.of(drawn(0)[0][:2])
     two.add(deltas, merge_piece(MERGE_RULES.find("rda"), deltas, WEIGHTS[:2]))
     assert two.directions == ()

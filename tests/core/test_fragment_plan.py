@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pieces import merge_deltas, set_piece, to_pieces
+from pieces import merge_deltas, to_pieces
 
 from diloco_jax.config import FragmentBy
 from diloco_jax.core.families import MERGE_RULES, Whole
@@ -194,18 +194,6 @@ def test_from_pieces_names_what_is_wrong() -> None:
         from_pieces(plan, arrays)
 
 
-def test_set_piece_changes_one_layer_and_not_the_original() -> None:
-    plan, tree = plan_fragments(SHAPES, AXES, 3), params()
-    piece = next(p for p in plan.pieces if p.name == "blocks/wq/1")
-    changed = set_piece(tree, piece, jnp.zeros((8, 16)))
-    assert not np.any(get_piece(changed, piece))
-    for other in plan.pieces:
-        if other != piece:
-            ours, theirs = get_piece(changed, other), get_piece(tree, other)
-            np.testing.assert_array_equal(ours, theirs)
-    assert np.any(get_piece(tree, piece))
-
-
 def test_array_digest_sees_values_and_not_layout() -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert digest_arrays([x]) == digest_arrays([jnp.asarray(x)])
@@ -241,19 +229,6 @@ def test_pieces_hold_every_element_once_and_make_the_tensor_again(
     seen = np.concatenate([v.ravel() for n, v in pieces.items() if n[0] == "w"])
     np.testing.assert_array_equal(np.sort(seen), np.arange(math.prod(own)))
     np.testing.assert_array_equal(from_pieces(plan, pieces)["w"], numbers["w"])
-
-
-@pytest.mark.parametrize("layers", [(), (2,)])
-def test_a_band_is_set_alone(layers: tuple[int, ...]) -> None:
-    shape = (*layers, 1024, 16)
-    axes = {"w": (("layers",) if layers else ()) + ("vocab", "embed")}
-    plan = plan_fragments({"w": shape}, axes, 8, may_cut=cut_all)
-    changed = plan.pieces[3]
-    assert changed.band >= 0
-    ones = np.ones(shape, np.float32)
-    tree = set_piece({"w": ones}, changed, jnp.zeros(changed.shape))
-    for piece in plan.pieces:
-        assert np.all(np.asarray(get_piece(tree, piece)) == (piece != changed))
 
 
 @pytest.mark.parametrize("rows", [262_144, 256_128, 151_936, 128_256, 32_000])

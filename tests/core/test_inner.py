@@ -190,16 +190,6 @@ def test_an_unknown_course_is_refused() -> None:
         learning_rate(Settings(schedule="linear"), 0.5)
 
 
-def test_each_row_counts_for_its_own_source():
-    sums = by_source(
-        jnp.array([2, 0, 2, 0]),
-        jnp.array([1.0, 2.0, 4.0, 8.0]),
-        jnp.array([1.0, 3.0, 5.0, 7.0]),
-        4,
-    )
-    np.testing.assert_array_equal(sums, [[10, 10], [0, 0], [5, 6], [0, 0]])
-
-
 def test_sums_are_those_of_numpy():
     rng = np.random.default_rng(0)
     sources = rng.integers(0, 7, 64).astype(np.int32)

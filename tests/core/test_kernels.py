@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merges import assert_same, merged, merger, same_bits
 
 from diloco_jax.core import outer, tiles
 from diloco_jax.core.changes import publish_tiles
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.families import CODECS, MERGE_RULES
-from diloco_jax.core.fragment_merge import FragmentMerge
-from diloco_jax.core.fragments import Piece
+from diloco_jax.core.families import CODECS
 from diloco_jax.core.kernels import CODECS as KNOWN
 from diloco_jax.core.kernels import Passes, Step, tile_bytes
 from diloco_jax.core.merging import Encoded
@@ -28,11 +27,6 @@ pytestmark = pytest.mark.optimized
 SIZES = (1, 33, 100, 257, 2049, 4102, 16384, 40_001)
 """Elements of a tile: odd ones, a power of two, parts of blocks, of chunks and of runs.
 XLA compiles everything anew for each."""
-PIECES = (
-    Piece(("a",), -1, (64, 96), False),
-    Piece(("b",), -1, (33,), False),
-    Piece(("c",), -1, (128, 40), True),
-)
 sizes, codecs, seeds = (
     st.sampled_from(SIZES),
     st.sampled_from(KNOWN),
@@ -62,12 +56,6 @@ def deltas(rng: np.random.Generator, codec: str, count: int, shape: tuple[int, i
     return [np.asarray(encode(drawn(rng, shape))) for _ in range(count)]
 
 
-def same_bits(one, other) -> None:
-    one, other = np.atleast_1d(one), np.atleast_1d(other)
-    assert (one.dtype, one.shape) == (other.dtype, other.shape)
-    np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
-
-
 def test_they_know_the_codecs_of_the_package() -> None:
     assert set(KNOWN) == set(CODECS.table)
     for codec, elements in itertools.product(KNOWN, SIZES):
@@ -79,7 +67,7 @@ def test_they_know_the_codecs_of_the_package() -> None:
 def test_squares(passes, codec, elements, seed) -> None:
     (delta,) = deltas(np.random.default_rng(seed), codec, 1, (2, elements))
     decoded = get_codec(codec).decode_tiles(delta, elements)
-    assert passes.kernels.squares(codec, delta, elements) == tiles.tile_squares(decoded)
+    assert passes.tile_squares(codec, delta, elements) == tiles.tile_squares(decoded)
     assert passes.squares(codec, delta, elements) == pytest.approx(
         float(np.sum(np.square(np.asarray(decoded), dtype=np.float64))), rel=1e-12
     )
@@ -91,7 +79,7 @@ def test_squares_of_a_large_tile_need_no_array_of_its_size(passes) -> None:
     encoded = np.zeros((1, tile_bytes("int8", elements)), np.uint8)
     tracemalloc.start()
     try:
-        assert passes.kernels.squares("int8", encoded, elements) == [0.0]
+        assert passes.tile_squares("int8", encoded, elements) == [0.0]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -99,12 +87,7 @@ def test_squares_of_a_large_tile_need_no_array_of_its_size(passes) -> None:
 
 
 @some
-@given(
-    codec=codecs,
-    elements=sizes,
-    count=st.integers(1, 64),
-    seed=seeds,
-)
+@given(codec=codecs, elements=sizes, count=st.integers(1, 64), seed=seeds)
 def test_sum(passes, codec, elements, count, seed) -> None:
     rng, shape = np.random.default_rng(seed), (2, elements)
     encoded = deltas(rng, codec, count, shape)
@@ -222,63 +205,14 @@ def test_arrays_that_do_not_agree_are_refused(passes) -> None:
 # ---- whole merges -----------------------------------------------------------------
 
 
-def merger(passes: Passes | None, rule: str, optimizer: str, codec: str):
-    return FragmentMerge(
-        pieces=PIECES,
-        up=get_codec(codec),
-        down=get_codec(codec),
-        rule=MERGE_RULES.find(rule),
-        settings=OuterSettings(
-            optimizer=optimizer, learning_rate=0.5, momentum=0.9, norm_guard=1.1
-        ),
-        passes=passes,
-    )
-
-
-def merged(merge: FragmentMerge, times: int = 5) -> list:
-    """All that some merges make; the guard cuts the later ones, the last is a flush."""
-    rng = np.random.default_rng(0)
-    state = merge.begin([rng.standard_normal(p.shape, np.float32) for p in PIECES])
-    found, last = [], ()
-    for number in range(1, times + 1):
-        payloads = []
-        for _ in range(3):
-            arrays = [
-                merge.up.encode(rng.standard_normal(p.shape, np.float32) * number)
-                for p in PIECES
-            ]
-            payloads.append(merge.layout_up.pack(arrays))
-        squares = [merge.squares(payload) for payload in payloads]
-        made = merge.merge(
-            state,
-            payloads,
-            squares,
-            [1, 2, 3],
-            share=0.5,
-            final=number == times,
-            last=last,
-        )
-        state, last = made.state, made.sample
-        found.append((squares, *made._replace(payload=bytes(made.payload))))
-    return found
-
-
-def assert_same(one: list, other: list) -> None:
-    leaves, structure = jax.tree.flatten(one)
-    others, like = jax.tree.flatten(other)
-    assert structure == like
-    for ours, theirs in zip(leaves, others, strict=True):
-        if isinstance(ours, np.ndarray | jax.Array):
-            same_bits(ours, theirs)
-        else:
-            assert ours == theirs
-
-
 @pytest.mark.parametrize("codec", KNOWN)
 @pytest.mark.parametrize("optimizer", ["nesterov", "sgd", "adam"])
 def test_merges_are_those_of_the_other_route(passes, codec, optimizer) -> None:
     for rule in ("rda", "mean") if optimizer != "adam" else ("rda",):
-        made = [merged(merger(p, rule, optimizer, codec)) for p in (passes, None)]
+        made = [
+            merged(merger(rule, optimizer, codec, p), flush=True)
+            for p in (passes, None)
+        ]
         assert_same(*made)
 
 
@@ -287,14 +221,14 @@ def test_what_the_functions_do_not_have_goes_by_the_other_route(
     passes, rule, monkeypatch
 ) -> None:
     monkeypatch.setattr("diloco_jax.core.outer.Nesterov.native_step", None)
-    made = [merged(merger(p, rule, "nesterov", "int8")) for p in (passes, None)]
+    made = [merged(merger(rule, passes=p), flush=True) for p in (passes, None)]
     assert_same(*made)
 
 
 def test_neither_blocks_nor_threads_change_a_bit(passes, monkeypatch) -> None:
-    whole = merged(merger(passes, "rda", "nesterov", "int8"))
+    whole = merged(merger(passes=passes))
     with ThreadPoolExecutor(4) as pool:
-        divided = Passes(passes.kernels, pool.map)
+        divided = Passes(passes.path, pool.map)
         for elements in (1, 5000):
             monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
-            assert_same(merged(merger(divided, "rda", "nesterov", "int8")), whole)
+            assert_same(merged(merger(passes=divided)), whole)

@@ -18,7 +18,7 @@ from diloco_jax.core.contracts import merges_bands_alike
 from diloco_jax.core.families import MERGE_RULES, MergeRule
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge_rules import MEAN
-from diloco_jax.core.merging import Encoded, Plain, merge_piece, rule_for, start
+from diloco_jax.core.merging import Encoded, merge_piece, rule_for, start
 
 SHAPES = [(6, 5), (7,), (2, 3, 4)]
 NAMES = names(MERGE_RULES, "merge")
@@ -122,7 +122,7 @@ def test_the_flush_and_embeddings_are_means_unless_the_rule_says_otherwise(
 def test_encoded_deltas_are_merged_as_decoded_ones_are(rule) -> None:
     codec, shape = get_codec("int8"), (40, 100)
     encoded = [np.asarray(codec.encode(d)) for d in drawn(1, 3, shape)]
-    plain = Plain([codec.decode(e, shape) for e in encoded])
+    plain = Encoded.of([codec.decode(e, shape) for e in encoded])
     state = start(rule, shape)
     one = merge_piece(rule, Encoded(codec, shape, encoded), [1, 2, 3], 1.0, state)
     other = merge_piece(rule, plain, [1, 2, 3], 1.0, state)
@@ -135,9 +135,9 @@ def test_encoded_deltas_are_merged_as_decoded_ones_are(rule) -> None:
 def test_blocks_of_tiles_do_not_change_a_merge(rule, monkeypatch) -> None:
     deltas, shape = drawn(2, 3, (64, 128)), (64, 128)
     state = start(rule, shape)
-    whole = merge_piece(rule, Plain(deltas), [1, 2, 3], 1.0, state).delta
+    whole = merge_piece(rule, Encoded.of(deltas), [1, 2, 3], 1.0, state).delta
     monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1)
-    cut = merge_piece(rule, Plain(deltas), [1, 2, 3], 1.0, state).delta
+    cut = merge_piece(rule, Encoded.of(deltas), [1, 2, 3], 1.0, state).delta
     np.testing.assert_array_equal(cut, whole)
 
 
@@ -146,7 +146,7 @@ def test_a_state_keeps_its_structure_and_survives_what_a_crash_does(rule) -> Non
     state = start(rule, shape)
     like = jax.tree.map(lambda x: (x.shape, x.dtype), state)
     for seed in range(3):
-        state = merge_piece(rule, Plain(drawn(seed, 2)), [1, 2], 1.0, state).state
+        state = merge_piece(rule, Encoded.of(drawn(seed, 2)), [1, 2], 1.0, state).state
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == like
         state = merging.recovered(rule, state, jnp.asarray(drawn(9, 1)[0]))
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == like

@@ -16,7 +16,7 @@ from pieces import merge_deltas
 from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS, MergeRule
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge_rules import MEAN, RDA, TRIMMED_MEAN, comparators, weight
-from diloco_jax.core.merging import Plain, rule_for
+from diloco_jax.core.merging import Encoded, rule_for
 
 SHAPE = (6, 5)
 weights_of = st.lists(st.floats(0.01, 1e9), min_size=1, max_size=5)
@@ -72,17 +72,6 @@ def test_so_it_does_where_directions_cancel() -> None:
     assert distance(merged, -0.5 * delta) < 1e-6
 
 
-def test_orthogonal_deltas_keep_their_length_under_rda_only() -> None:
-    deltas = [np.eye(4, dtype=np.float32)[i : i + 1] for i in range(4)]
-    lengths = {
-        name: float(
-            jnp.linalg.norm(merge_deltas(deltas, [1] * 4, MERGE_RULES.find(name)))
-        )
-        for name in ("rda", "mean")
-    }
-    assert lengths == {"rda": pytest.approx(1), "mean": pytest.approx(0.5)}
-
-
 def test_a_zero_delta_shortens_and_does_not_turn() -> None:
     (delta,) = deltas_of(1, 1)
     merged = merge_deltas([np.zeros_like(delta), delta], [3, 1], RDA)
@@ -106,7 +95,7 @@ def test_rounding_is_not_taken_for_a_direction() -> None:
 def test_norms_of_large_pieces_are_accurate() -> None:
     x = np.random.default_rng(0).random(4_000_000, np.float32) + 1
     exact = np.sqrt(np.sum(np.square(x, dtype=np.float64)))
-    (square,) = Plain([x]).squares
+    (square,) = Encoded.of([x]).squares
     assert abs(np.sqrt(square) / exact - 1) < 1e-12
 
 
@@ -170,13 +159,6 @@ def test_rules_against_liars_are_for_all_pieces_and_the_last_merge() -> None:
         assert rule_for(
             embedding, MERGE_RULES.find(name), final=True
         ) is MERGE_RULES.find(name)
-
-
-def test_embeddings_are_merged_by_mean() -> None:
-    for embedding, expected in ((True, MEAN), (False, RDA)):
-        piece = Piece(("w",), -1, SHAPE, embedding)
-        assert rule_for(piece, RDA) is expected
-        assert rule_for(piece, RDA, final=True) is MEAN
 
 
 @given(st.lists(st.integers(0, 5) | st.integers(), max_size=130))

@@ -98,14 +98,19 @@ def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
         assert difference <= 1e-5 * np.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
-def test_one_island_with_plain_outer_step_is_plain_training(adopt: str) -> None:
-    result = rounds(islands(1), adopt=adopt)
+@pytest.mark.parametrize(
+    ("adopt", "overlap"), [("rebase", 0), ("overwrite", 0), ("rebase", 5)]
+)
+def test_one_island_with_plain_outer_step_is_plain_training(
+    adopt: str, overlap: int
+) -> None:
+    result = rounds(islands(1), adopt=adopt, overlap_steps=overlap)
     _, plain = _train((jnp.int32(1), jnp.int32(0)), initial(), 3 * H)
     assert_same(to_pieces(PLAN, result.local["a"]), to_pieces(PLAN, plain))
     last = PLAN.fragments[-1]
     expected = {p.name: to_pieces(PLAN, plain)[p.name] for p in last}
-    assert_same({name: theta(result)[name] for name in expected}, expected)
+    if not overlap:
+        assert_same({name: theta(result)[name] for name in expected}, expected)
 
 
 @pytest.mark.parametrize("adopt", ["keep", "blend"])
@@ -129,12 +134,6 @@ def test_bands_of_one_fragment_are_merged_and_adopted_as_the_whole(adopt: str) -
         merged = from_pieces(plan, {piece.name: x for piece, x in named})
         result.local["merged"] = merged
     assert jax.tree.all(jax.tree.map(np.array_equal, ours.local, theirs.local))
-
-
-def test_one_island_that_overlaps_is_plain_training_under_rebase() -> None:
-    result = rounds(islands(1), overlap_steps=5)
-    _, plain = _train((jnp.int32(1), jnp.int32(0)), initial(), 3 * H)
-    assert_same(to_pieces(PLAN, result.local["a"]), to_pieces(PLAN, plain))
 
 
 @pytest.mark.parametrize("merge", ["rda", "mean"])
@@ -173,13 +172,6 @@ def test_adopt_rules_differ_with_overlap() -> None:
     assert len({rebase, overwrite, blend}) == 3
 
 
-def test_repeats_bit_for_bit_whatever_the_order_of_the_list() -> None:
-    fields = {"overlap_steps": 2, "codec_up": "int4", "codec_down": "int8"}
-    members = islands(1, 2, 3)
-    result = rounds(members, **fields)
-    assert rounds(members[::-1], **fields).history == result.history
-
-
 def test_anchors_of_coordinator_and_islands_are_the_same_bits() -> None:
     codecs = {"codec_up": "int4", "codec_down": "int8"}
     result = rounds(islands(1, 2), adopt="overwrite", **codecs)
@@ -187,26 +179,6 @@ def test_anchors_of_coordinator_and_islands_are_the_same_bits() -> None:
         local = to_pieces(PLAN, result.local[name])
         for piece, anchor in zip(PLAN.fragments[-1], result.anchors[-1], strict=True):
             np.testing.assert_array_equal(local[piece.name], anchor)
-
-
-def test_history_says_when_and_what() -> None:
-    result = rounds(islands(1, 2))
-    assert [(r.tick, r.fragment, r.step) for r in result.history] == [
-        (n, (n - 1) % 3, n * H // 3) for n in range(1, TICKS + 1)
-    ]
-    assert len({record.digest for record in result.history}) == TICKS
-
-
-def test_weights_follow_tokens() -> None:
-    """Two islands, one of them with all the tokens but few: the mean is nearly its."""
-    big = rounds(islands(1, 2, tokens=(10**6, 1)), merge="mean", ticks=1)
-    alone = rounds(islands(1), merge="mean", ticks=1)
-    even = rounds(islands(1, 2), merge="mean", ticks=1)
-    for ours, one, mean in zip(
-        big.theta[0], alone.theta[0], even.theta[0], strict=True
-    ):
-        np.testing.assert_allclose(ours, one, atol=1e-6)
-        assert np.abs(mean - one).max() > 1e-4
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
@@ -217,26 +189,3 @@ def test_codecs_stay_near_f32(codec: str) -> None:
     for name, expected in exact.items():
         difference = np.linalg.norm(coded[name] - expected)
         assert 0 < difference < tolerance * np.linalg.norm(expected), name
-
-
-def test_error_feedback_reaches_the_next_delta() -> None:
-    with_it = rounds(islands(1), codec_up="int4", ticks=4)
-    without = rounds(islands(1), codec_up="int4", ticks=4, error_feedback=False)
-    digests = [[r.digest for r in result.history] for result in (with_it, without)]
-    assert digests[0][:3] == digests[1][:3]
-    assert digests[0][3] != digests[1][3]
-
-
-def test_the_parameters_given_are_left_alone() -> None:
-    params = jax.tree.map(jnp.asarray, initial())
-    settings = RoundSettings(steps_per_cycle=H, outer=SGD)
-    run(params, PLAN, islands(1), settings, 2)
-    jax.tree.map(np.testing.assert_array_equal, params, initial())
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="overlap_steps = 8 with steps_per_cycle = 8"):
-        rounds(islands(1), overlap_steps=8)
-    twins = [islands(1)[0]] * 2
-    with pytest.raises(ValueError, match=r"island names \['a', 'a'\]"):
-        rounds(twins)

@@ -37,10 +37,7 @@ def test_an_empty_delta_weighs_nothing(name: str) -> None:
 # ---- the cap on one island's share -------------------------------------------------
 
 
-@given(
-    st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=70),
-    st.floats(0.01, 1.0),
-)
+@given(st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=70), st.floats(0.01, 1.0))
 def test_nobody_has_more_than_the_cap_if_there_are_enough(weights, most) -> None:
     found = capped(weights, most)
     shares = [w / math.fsum(found) for w in found]

@@ -24,7 +24,7 @@ from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.dashboard import run_readers
 from diloco_jax.dashboard.app import STATIC, Onlooker
-from diloco_jax.dashboard.command import dashboard_command, listen
+from diloco_jax.dashboard.command import listen
 from diloco_jax.wire.errors import ConnectionLost
 
 START_S = 30.0
@@ -145,18 +145,9 @@ def test_a_window_of_the_run_comes_as_json(ask):
     assert len(json.loads(body)["events"]) == 3
 
 
-@pytest.fixture
-def onlook():
+def onlook(target):
     """Open a workdir or an address, without threads."""
-    opened = []
-
-    def onlook(target):
-        opened.append(Onlooker(run_readers.opened(target, Placement())))
-        return opened[-1]
-
-    yield onlook
-    for onlooker in opened:
-        onlooker.close()
+    return Onlooker(run_readers.opened(target, Placement()))
 
 
 @pytest.mark.dist
@@ -186,7 +177,7 @@ def answered(port: int) -> int:
             connection.close()
 
 
-def test_a_run_that_is_written_is_followed(tmp_path, onlook):
+def test_a_run_that_is_written_is_followed(tmp_path):
     workdir = write_run(MadeRun(islands=2, seconds=40), tmp_path / "run", over=False)
     tape = workdir / run_files.TAPE
     whole = tape.read_bytes()
@@ -204,7 +195,7 @@ def test_a_run_that_is_written_is_followed(tmp_path, onlook):
     assert after["read"] == 1.0
 
 
-def test_a_run_that_has_not_begun_is_waited_for(tmp_path, onlook):
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run", over=False)
     for name in (run_files.TAPE, run_files.METRICS, run_files.FACTS):
         (workdir / name).unlink()
@@ -216,7 +207,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path, onlook):
     assert "not up yet" in found["status"]["unreachable"]
 
 
-def test_a_coordinator_alone_tells_its_status(monkeypatch, onlook):
+def test_a_coordinator_alone_tells_its_status(monkeypatch):
     status = {
         "run_id": "r",
         "phase": "running",
@@ -264,7 +255,7 @@ def test_a_coordinator_alone_tells_its_status(monkeypatch, onlook):
     assert [text for *_, text in events] == ["a #2 is away: absent"]
 
 
-def test_a_coordinator_that_does_not_answer_is_said(monkeypatch, onlook):
+def test_a_coordinator_that_does_not_answer_is_said(monkeypatch):
     def lost(*_):
         raise ConnectionLost("host:7000 is not there")
 
@@ -275,13 +266,6 @@ def test_a_coordinator_that_does_not_answer_is_said(monkeypatch, onlook):
     assert onlooker.view(None, None, 100)["status"] == {
         "unreachable": "host:7000 is not there"
     }
-
-
-def test_a_target_that_is_nothing_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither a folder nor HOST:PORT"):
-        dashboard_command([str(tmp_path / "none")])
-    with pytest.raises(ConfigError, match=r"holds no run .*; give the workdir"):
-        dashboard_command([str(tmp_path)])
 
 
 def test_a_port_that_is_taken_or_none_is_named():

@@ -62,15 +62,6 @@ def test_a_page_that_says_it_all_answers_all(asked):
     assert disputed(asked, FAILURES) == []
 
 
-def test_a_page_that_says_another_time_reason_or_name_does_not(asked):
-    late = [["2:30", *FAILURES[0][1:]], FAILURES[1], ["0:41", *FAILURES[2][1:]]]
-    assert sum(agreed(asked, late)) <= 5
-    vague = [[*row[:3], "something", row[4]] for row in FAILURES]
-    assert sum(agreed(asked, vague)) <= 4
-    assert sum(agreed(asked, [])) <= 1
-    assert sum(agreed(asked, FAILURES, lost={"a": 900, "b": 9000})) == 9
-
-
 @pytest.mark.parametrize(
     ("row", "cell", "text", "kind"),
     [
@@ -85,19 +76,6 @@ def test_every_fault_is_asked_for(asked, row, cell, text, kind):
     told = [list(row) for row in FAILURES]
     told[row][cell] = text
     assert disputed(asked, told) == [kind]
-
-
-def test_failures_that_nobody_injected_are_found(asked):
-    other = ["2:00", "b", "4.0 s", "its connection broke", "nothing"]
-    short = ["0:51", "b", "2.6 s", "its process stood still", "nothing"]
-    truth, page = sides(asked, [other, *FAILURES, short])
-    assert [row.why for row in asked.unexplained(page, truth)] == [other[3]]
-
-
-def test_a_list_without_some_kind_of_fault_is_refused(asked):
-    truth = asked.truth_of(LIST[:2], LOST, BEGUN)
-    with pytest.raises(ValueError, match=r"questions why, stop, .*give another seed"):
-        asked.questions(truth, 0)
 
 
 @pytest.mark.nightly

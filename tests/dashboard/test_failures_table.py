@@ -139,8 +139,7 @@ def test_quarantine_is_a_failure_until_the_release(told):
 
 def test_a_worker_that_came_back_had_ended(told):
     told.tape(
-        31.0,
-        journal.WorkerRecovered(worker=2, fragments=(1, 3), snapshot_versions=()),
+        31.0, journal.WorkerRecovered(worker=2, fragments=(1, 3), snapshot_versions=())
     )
     assert [one.who for one in found(told)] == ["worker 2"]
 

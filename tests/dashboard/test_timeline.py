@@ -3,11 +3,10 @@ length and whatever is looked at."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import BEGIN, TOKENS_PER_STEP, MadeRun, Outage
+from made_runs import BEGIN
 
 from diloco_jax.coordinator import journal
 from diloco_jax.dashboard.timeline import STATES, Grid, Timeline
@@ -196,24 +195,6 @@ def test_a_take_that_is_told_again_is_not_out_again(told):
     assert told.total("out", 0, 100) == pytest.approx(5)
 
 
-def test_a_pending_delta_is_still_out(told):
-    told.join(0.0)
-    told.took(10.0)
-    told.merged(15.0, a=(1, "pending", ""))
-    told.merged(20.0, version=2, a=(1, "merged", ""))
-    told.metrics(90.0, 1)
-    assert told.total("out", 0, 100) == pytest.approx(10)
-
-
-def test_an_island_that_left_after_it_was_back_was_not_away(told):
-    told.join(0.0)
-    told.metrics(0.0, 1)
-    told.tape(30.0, recovered())
-    told.tape(31.0, records.Resumed(steps=30, **OF_A))
-    told.left(35.0, "stopped")
-    assert told.seconds(0, 40) == {"training": 35}
-
-
 def test_tokens_and_bytes_are_spread_between_two_reports(told):
     told.join(0.0)
     told.metrics(10.0, 0)
@@ -267,22 +248,6 @@ def test_events_have_whole_sentences(told):
         "something",
     ]
     assert told.timeline.alerts[0][1] == "something"
-
-
-def test_all_kinds_of_records_are_taken(told):
-    """A made run has each common kind; its tokens are what its islands computed."""
-    run = MadeRun(
-        islands=3, seconds=120, outages=(Outage(island=1, at_s=60, seconds=9),)
-    )
-    timeline = Timeline()
-    for which, line in run.lines():
-        getattr(timeline, which)(line)
-    tokens = timeline.grid.columns(["tokens"], BEGIN, BEGIN + 200, 1)[0, 1:, 0]
-    whole = (119 - 20) * TOKENS_PER_STEP
-    assert tokens[0] == pytest.approx(whole, rel=1e-4)
-    assert tokens[1] < whole
-    assert {lane.state for lane in timeline.lanes.values()} == {""}
-    assert np.isfinite(tokens).all()
 
 
 DAY_S = 86_400.0
@@ -364,14 +329,3 @@ def test_totals_are_those_of_one_column():
         assert found[0, 0] == pytest.approx(wanted)
         assert found[1, 0] == 0
     assert Grid(["a"]).totals(["a"], 0.0, 1.0).shape == (1, 0)
-
-
-def test_rows_keep_what_they_have_when_there_are_more():
-    grid = grid_of()
-    grid.add("a", 0, BEGIN + 1, 5.0)
-    rows = [grid.new_row() for _ in range(70)]
-    grid.add("a", rows[-1], BEGIN + 1, 7.0)
-    sums = np.sum(grid.columns(["a"], BEGIN, BEGIN + 64, 4), axis=-1)[0]
-    assert sums[0] == 5.0
-    assert sums[rows[-1]] == 7.0
-    assert sums.sum() == 12.0

@@ -370,7 +370,7 @@ def tokenised(tokenizer, objects, turn=""):
     """The documents of objects: tokens, and which are learned."""
     reader = reader_for(tokenizer, turn=turn)
     how = dataclasses.replace(recipe(tokenizer), reader=reader)
-    found = [Document("", reader.read(one), 1) for one in objects]
+    found = [Document("", reader.read(one)) for one in objects]
     return [(one.tokens, one.learned) for one in _tokenised(found, how)]
 
 

@@ -11,7 +11,7 @@ from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
 from diloco_jax.data.commands import manifest_command
 from diloco_jax.data.corpus import load_checked_corpus, load_corpus
-from diloco_jax.data.documents import read_token_file
+from diloco_jax.data.documents import SourceKind, read_file
 
 CHUNK = 64
 """Tokens of a chunk in these tests."""
@@ -96,9 +96,9 @@ def test_a_new_run_reads_a_changed_file_anew(path):
 
 
 def test_the_digest_does_not_depend_on_the_manifest(path):
-    read = read_token_file(path).digest
+    read = read_file(path, SourceKind.TOKENS).digested
     manifest.manifest_path(path).unlink()
-    assert read_token_file(path, samples=1).digest == read
+    assert read_file(path, SourceKind.TOKENS, samples=1).digested == read
 
 
 def test_a_folder_that_takes_no_files_costs_a_reading_and_a_warning(
@@ -108,10 +108,10 @@ def test_a_folder_that_takes_no_files_costs_a_reading_and_a_warning(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(manifest.files, "write_text", refuse)
-    assert read_token_file(path).largest == 99
+    assert read_file(path, SourceKind.TOKENS).largest == 99
     assert "Permission denied" in caplog.text
     assert not manifest.manifest_path(path).exists()
-    assert read_token_file(path, samples=1).largest == 99
+    assert read_file(path, SourceKind.TOKENS, samples=1).largest == 99
     assert len(reads) == 20
 
 
@@ -123,9 +123,9 @@ def test_the_wait_for_another_reader_has_a_deadline(path, reads, monkeypatch):
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"process has been reading .*tok"):
-            read_token_file(path)
+            read_file(path, SourceKind.TOKENS)
         assert reads == []
-    assert read_token_file(path).largest == 99
+    assert read_file(path, SourceKind.TOKENS).largest == 99
 
 
 def test_the_deadline_grows_with_the_file(path, monkeypatch):
@@ -142,7 +142,7 @@ def test_the_deadline_grows_with_the_file(path, monkeypatch):
             other.close()
 
     monkeypatch.setattr(manifest.time, "sleep", sleep)
-    assert read_token_file(path).largest == 99
+    assert read_file(path, SourceKind.TOKENS).largest == 99
 
 
 def test_manifests_are_no_documents(path):
@@ -154,7 +154,7 @@ def test_manifests_are_no_documents(path):
 def test_a_damaged_manifest_is_named(path):
     manifest.manifest_path(path).write_text("{}")
     with pytest.raises(ConfigError, match=r"tokens\.npy\.manifest is no manifest"):
-        read_token_file(path)
+        read_file(path, SourceKind.TOKENS)
 
 
 def test_the_command_writes_manifests_anew(path, reads, capsys):

@@ -145,10 +145,6 @@ def test_data_knows_its_arrays_in_order():
     parts = data.parts(3)
     assert [
         [int(part[i]["tokens"][0]) for i in range(len(part))] for part in parts
-    ] == [
-        [0, 1, 2],
-        [3, 4],
-        [5, 6],
-    ]
+    ] == [[0, 1, 2], [3, 4], [5, 6]]
     with pytest.raises(ConfigError, match=r"vocab_size = 256, .* up to 300; .* 301"):
         require_vocabulary(data, RunConfig())

@@ -90,7 +90,7 @@ def test_files_about_the_data_beside_them_are_left_out_and_told(tmp_path):
     assert len(documents_of(*splits)) == 41
     kinds = {source.name: source.kind for source in prepared.sources}
     assert [name for name, kind in kinds.items() if kind == "left out"] == [
-        *("LICENSE", "README.md", "dataset_infos.json", "page.htm"),
+        *("LICENSE", "README.md", "dataset_infos.json", "page.htm")
     ]
     assert inventory((n, None, k) for n, k in kinds.items()) == (
         "left out: 1 license, 1 readme.md, 1 dataset_infos.json, 1 .htm; "

@@ -15,7 +15,7 @@ from diloco_jax.config.resolving import resolve
 from diloco_jax.data import corpus, manifest
 from diloco_jax.data.commands import manifest_command
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.data.documents import read_text_file
+from diloco_jax.data.documents import SourceKind, read_file
 from diloco_jax.observability import terminal
 
 CHUNK = 64
@@ -52,16 +52,6 @@ def reads(monkeypatch):
 def copied(path):
     """Changes the time of a file, as a copy does."""
     os.utime(path, ns=(1, 1))
-
-
-def test_a_start_reads_no_large_file(folder, reads):
-    before = load_corpus((str(folder),), 0.3)
-    assert len(reads) == 2 * 16 + 47
-    reads.clear()
-    after = load_corpus((str(folder),), 0.3)
-    assert reads == []
-    assert after.digest == before.digest
-    assert after.names == tuple(f"{number}.txt" for number in range(5))
 
 
 def test_large_and_small_documents_make_one_row(folder, monkeypatch):
@@ -107,7 +97,7 @@ def test_a_large_file_that_is_no_text_is_refused(tmp_path, at, content, message)
     data[at : at + len(content)] = content
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=rf"corpus\.bin is not text: .*{message}"):
-        read_text_file(path)
+        read_file(path, SourceKind.TEXT)
     assert not manifest.manifest_path(path).exists()
 
 
@@ -115,17 +105,7 @@ def test_a_large_file_that_is_no_text_is_refused(tmp_path, at, content, message)
 def test_characters_may_lie_across_chunks(tmp_path, shift):
     path = tmp_path / "all.txt"
     path.write_text("a" * shift + "\U0001f600" * LARGE)
-    assert read_text_file(path).text.tobytes() == path.read_bytes()
-
-
-def test_a_changed_file_is_refused_by_a_run_and_read_anew_by_a_new_one(folder):
-    digest = load_corpus((str(folder),), 0.3).digest
-    path = folder / "2.txt"
-    path.write_text("x" * (3 * LARGE))
-    copied(path)
-    with pytest.raises(ConfigError, match=r"2\.txt is not the file of 2\.txt\.manif"):
-        load_corpus((str(folder),), 0.3, copied=True)
-    assert load_corpus((str(folder),), 0.3).digest != digest
+    assert read_file(path, SourceKind.TEXT).values.tobytes() == path.read_bytes()
 
 
 def test_an_island_believes_the_manifests_of_its_copies(folder, reads, monkeypatch):
@@ -184,7 +164,7 @@ def test_of_many_starts_one_reads_a_file(folder, reads, monkeypatch, caplog):
 
     monkeypatch.setattr(manifest, "_facts", slow)
     with ThreadPoolExecutor(4) as pool:
-        starts = [pool.submit(read_text_file, path) for _ in range(4)]
+        starts = [pool.submit(read_file, path, SourceKind.TEXT) for _ in range(4)]
         deadline = time.monotonic() + WAIT_S
         while caplog.text.count("waiting for another process") < 3:
             assert time.monotonic() < deadline
@@ -199,7 +179,7 @@ def test_a_file_system_without_locks_costs_a_reading(folder, reads, monkeypatch)
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(manifest.fcntl, "flock", refuse)
-    assert len(read_text_file(folder / "2.txt").text) == 3 * LARGE
+    assert len(read_file(folder / "2.txt", SourceKind.TEXT).values) == 3 * LARGE
     assert len(reads) == 47
 
 

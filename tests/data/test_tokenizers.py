@@ -15,22 +15,11 @@ import tiny
 from prepare_support import documents_of, made, recipe, write_lines
 
 from diloco_jax import files
-from diloco_jax.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    IslandConfig,
-    RunConfig,
-)
+from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.loading import load_data, require_vocabulary
-from diloco_jax.data.tokenizers import (
-    Bytes,
-    open_tokenizer,
-    refusing,
-    require_digest,
-)
+from diloco_jax.data.tokenizers import Bytes, open_tokenizer, refusing, require_digest
 
 KINDS = ("bytes", *make_tokenizers.KINDS)
 MEGABYTE = 1_000_000
@@ -386,10 +375,7 @@ def test_start_and_end_are_those_that_the_files_name(files, start, end, beside):
     [
         ({"t": [1]}, "tokenizer_config.json cannot be read as a JSON object"),
         ({"a": "words"}, "added_tokens.json cannot be read as a JSON object"),
-        (
-            {"s": {"bos_token": "\ud800"}},
-            "special_tokens_map.json: bos_token = ",
-        ),
+        ({"s": {"bos_token": "\ud800"}}, "special_tokens_map.json: bos_token = "),
         ({"t": {"eos_token": "<nope>"}}, "eos_token = '<nope>' is no token of"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import errno
-import os
+import io
 
 import numpy as np
 import pytest
@@ -126,34 +126,24 @@ def test_what_is_no_row_of_tokens_is_refused(tmp_path, array, shown):
         load_corpus((str(tmp_path),), 0.1)
 
 
+def saved(save_as=np.save, *, cut=None):
+    """The bytes of a file of numpy."""
+    file = io.BytesIO()
+    save_as(file, np.zeros(1000, np.int32))
+    return file.getvalue()[:cut]
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"PK\x03\x04 no archive", b"\x93NUMPY\x01\x00v\x00{'descr' (" + b" " * 107],
+    [
+        b"PK\x03\x04 no archive",
+        b"\x93NUMPY\x01\x00v\x00{'descr' (" + b" " * 107,
+        saved(np.savez),
+        saved(cut=-100),
+    ],
 )
 def test_what_only_begins_as_numpys_files_do_is_refused(tmp_path, content):
     (tmp_path / "0.npy").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"0\.npy cannot be read as an array"):
-        load_corpus((str(tmp_path),), 0.1)
-
-
-def test_an_archive_of_arrays_is_refused(tmp_path):
-    np.savez(tmp_path / "0", np.zeros(9, np.int32))
-    (tmp_path / "0.npz").rename(tmp_path / "0.npy")
-    with pytest.raises(ConfigError, match="the magic string is not correct"):
-        load_corpus((str(tmp_path),), 0.1)
-
-
-def test_a_name_that_is_not_utf8_is_refused(tmp_path):
-    np.save(tmp_path / "0.npy", np.zeros(9, np.int32))
-    os.rename(tmp_path / "0.npy", os.fsencode(tmp_path) + b"/a\xff.npy")
-    with pytest.raises(ConfigError, match="is not UTF-8"):
-        load_corpus((str(tmp_path),), 0.1)
-
-
-def test_a_file_that_is_cut_off_is_refused(tmp_path):
-    save(tmp_path, [1000])
-    path = tmp_path / "0.npy"
-    path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"0\.npy cannot be read as an array"):
         load_corpus((str(tmp_path),), 0.1)
 

@@ -36,7 +36,7 @@ from diloco_jax.models.build import build_plan
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.program import group_size
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire.bulk import FetchRequest
+from diloco_jax.wire.bulk import FetchRequest, HoldingsRequest
 
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
@@ -150,11 +150,12 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
 def offered(exchange, plan) -> dict[str, str]:
     """How much of each piece the island offers: all, none or a part; or what is wrong
     with it."""
-    offers, version = Offers(len(plan.fragments), 60.0), Version(1, 3)
+    offers, version = Offers("r", len(plan.fragments), 60.0), Version(1, 3)
     anchors, found = exchange.anchors(), {}
     for fragment, pieces in enumerate(plan.fragments):
         offers.show(fragment, version, exchange.held(fragment))
-        part = offers.holdings(fragment).part
+        asked = HoldingsRequest(run_id="r", island="b", fragment=fragment)
+        part = offers.holdings(asked).part
         request = FetchRequest(
             run_id="r",
             island="b",
@@ -165,7 +166,7 @@ def offered(exchange, plan) -> dict[str, str]:
             have=None,
             part=part,
         )
-        flat = b"".join(map(bytes, offers.offered(request).buffers)) if part else b""
+        flat = b"".join(map(bytes, offers.fetch(request).buffers)) if part else b""
         layout = exchange.layouts_down[fragment]
         counts = [0] * len(pieces)
         for box, tiles in layout.split_values(flat, part) if part else ():

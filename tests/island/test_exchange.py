@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pieces import publish
 
 from diloco_jax.config import IslandConfig, SyncConfig
-from diloco_jax.core.changes import adopt, apply_publish, delta, moved, publish
+from diloco_jax.core.changes import adopt, apply_publish, delta, moved
 from diloco_jax.core.codecs import encode_with_feedback, get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece, plan_fragments

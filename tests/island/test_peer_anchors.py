@@ -297,7 +297,9 @@ def test_another_islands_certificate_does_not_offer(stack, serve, config, certif
     serve("offers", params_of(1))
     tls = TlsFiles.load(certificates, island("joins"))
     address = config.islands["offers"].offers
-    connections = Connections(address, tls, DEADLINES, 1, island="lies")
+    connections = Connections(
+        address, tls, DEADLINES, 1, island("lies"), field="islands.lies.offers"
+    )
     stack.callback(connections.close)
     with pytest.raises(SecurityError, match=r"islands\.lies\.offers"):
         connections.take()
@@ -328,7 +330,11 @@ def test_an_island_with_a_revoked_certificate_gets_no_anchors(
 @pytest.mark.parametrize(
     ("request_of", "error", "words"),
     [
-        (lambda: holdings(run_id="other"), Refused, "asked is in run 'r'"),
+        (
+            lambda: holdings(run_id="other"),
+            Refused,
+            "serves run r, the call",
+        ),
         (lambda: holdings(island="lies"), Refused, "certificate is that of island"),
         (lambda: holdings(fragment=9), LocalProtocolError, "there are 2"),
         (lambda: values(have=V1), LocalProtocolError, "offers the values of boxes"),
@@ -381,15 +387,15 @@ def test_an_address_that_is_taken_costs_the_offer_alone(config, stack, caplog):
 
 
 def test_the_loop_waits_for_no_copy_and_copies_do_not_stay():
-    offers = Offers(FRAGMENTS, kept_s=0.0)
+    offers = Offers("r", FRAGMENTS, kept_s=0.0)
     for fragment in range(FRAGMENTS):
         offers.show(fragment, V1, EXCHANGE.held(fragment))
-        part = offers.holdings(fragment).part
-        offers.offered(values(fragment=fragment, part=part))
+        part = offers.holdings(holdings(fragment=fragment)).part
+        offers.fetch(values(fragment=fragment, part=part))
     assert offers._copies
     with offers._lock:  # As while another thread copies.
         offers.show(0, V2, EXCHANGE.held(0))
-    assert offers.holdings(0).version == V2
+    assert offers.holdings(holdings()).version == V2
     offers.show(1, V2, EXCHANGE.held(1))
     assert not offers._copies
 

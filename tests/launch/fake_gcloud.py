@@ -21,108 +21,89 @@ WIDE = {"--project", "--format"}
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One command. `groups`: of each, exactly one flag must be given; `pairs`: flags
-    that need another one; `exclusive`: at most one."""
+    """One command. `values`: its flags with a value, with "!" those that must be given;
+    `either`: of each, exactly one must be; `pairs`: flags that need another one;
+    `exclusive`: at most one."""
 
     kind: str
     verb: str
     values: str = ""
     switches: str = ""
-    groups: tuple[str, ...] = ()
+    either: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     exclusive: tuple[str, ...] = ()
 
 
 SSH = (
-    "--batch-size --ssh-flag --ssh-key-file --strict-host-key-checking --command "
-    "--output-directory --ssh-key-expiration --ssh-key-expire-after --zone"
+    "--batch-size --ssh-flag --ssh-key-file --strict-host-key-checking "
+    "--output-directory --ssh-key-expiration --ssh-key-expire-after --zone!"
 )
-RECORDS = {"values": "--zone --type", "groups": ("--zone", "--type")}
-ZONED = {"values": "--zone", "groups": ("--zone",)}
-POOL = {"values": "--cluster --location", "groups": ("--cluster", "--location")}
+SSH_SWITCHES = (
+    "--dry-run --force-key-file-overwrite --plain --internal-ip --tunnel-through-iap"
+)
+BIND = "--member! --role! --condition"
+POOL = "--cluster! --location!"
 TPUS = "compute tpus queued-resources"
 
 COMMANDS = {
     f"{TPUS} create": Spec(
         "queued resource",
         "create",
-        "--zone --runtime-version --accelerator-type --topology --type --node-id "
+        "--zone! --runtime-version! --accelerator-type --topology --type --node-id "
         "--node-count --node-prefix --boot-disk --data-disk --description --labels "
         "--metadata --metadata-from-file --network --range --scopes --service-account "
         "--subnetwork --tags --valid-after-duration --valid-after-time "
         "--valid-until-duration --valid-until-time --reservation-host-folder "
         "--reservation-host-organization --reservation-host-project",
         "--async --guaranteed --internal-ips --reserved --shielded-secure-boot --spot",
-        groups=(
-            *("--zone", "--runtime-version"),
-            *("--accelerator-type --type", "--node-id --node-count"),
-        ),
+        either=("--accelerator-type --type", "--node-id --node-count"),
         pairs=(("--type", "--topology"), ("--topology", "--type")),
         exclusive=("--spot --reserved --guaranteed",),
     ),
-    f"{TPUS} describe": Spec("queued resource", "describe", **ZONED),
-    f"{TPUS} delete": Spec(
-        "queued resource", "delete", switches="--async --force", **ZONED
-    ),
+    f"{TPUS} describe": Spec("queued resource", "describe", "--zone!"),
+    f"{TPUS} delete": Spec("queued resource", "delete", "--zone!", "--async --force"),
     f"{TPUS} ssh": Spec(
-        "queued resource",
-        "ssh",
-        f"{SSH} --node --worker",
-        "--dry-run --force-key-file-overwrite --plain --internal-ip "
-        "--tunnel-through-iap",
-        groups=("--zone", "--command"),
+        "queued resource", "ssh", f"{SSH} --command! --node --worker", SSH_SWITCHES
     ),
     "compute instances create": Spec(
         "instance",
         "create",
-        "--zone --machine-type --image --image-family --image-project --boot-disk-size "
-        "--boot-disk-type --create-disk --disk --network --subnet --address --tags "
-        "--labels --metadata --metadata-from-file --scopes --service-account",
+        "--zone! --machine-type --image --image-family --image-project --labels "
+        "--boot-disk-size --boot-disk-type --create-disk --disk --network --subnet "
+        "--address --tags --metadata --metadata-from-file --scopes --service-account",
         "--async --no-address --no-scopes --no-service-account --preemptible",
-        groups=("--zone",),
         exclusive=("--address --no-address", "--image --image-family"),
     ),
-    "compute instances describe": Spec("instance", "describe", **ZONED),
+    "compute instances describe": Spec("instance", "describe", "--zone!"),
     "compute instances delete": Spec(
-        "instance",
-        "delete",
-        "--zone --delete-disks --keep-disks",
-        groups=("--zone",),
+        "instance", "delete", "--zone! --delete-disks --keep-disks"
     ),
     "compute ssh": Spec(
-        "instance",
-        "ssh",
-        SSH,
-        "--dry-run --force-key-file-overwrite --plain --internal-ip "
-        "--tunnel-through-iap --troubleshoot",
-        groups=("--zone",),
+        "instance", "ssh", f"{SSH} --command", f"{SSH_SWITCHES} --troubleshoot"
     ),
-    "compute disks create": Spec(
-        "disk", "create", "--zone --size --type --labels", groups=("--zone",)
-    ),
-    "compute disks describe": Spec("disk", "describe", **ZONED),
-    "compute disks delete": Spec("disk", "delete", **ZONED),
+    "compute scp": Spec("instance", "copy", "--zone", "--recurse --tunnel-through-iap"),
+    "compute disks create": Spec("disk", "create", "--zone! --size --type --labels"),
+    "compute disks describe": Spec("disk", "describe", "--zone!"),
+    "compute disks delete": Spec("disk", "delete", "--zone!"),
     "compute firewall-rules create": Spec(
         "firewall rule",
         "create",
         "--action --allow --rules --direction --network --priority --source-ranges "
         "--source-tags --target-tags --description",
-        groups=("--allow --action",),
+        either=("--allow --action",),
         pairs=(("--action", "--rules"), ("--rules", "--action")),
     ),
     "compute firewall-rules describe": Spec("firewall rule", "describe"),
     "compute firewall-rules delete": Spec("firewall rule", "delete"),
+    "compute addresses create": Spec(
+        "address", "create", "--region! --subnet --addresses --purpose"
+    ),
     "secrets create": Spec(
         "secret",
         "create",
         "--data-file --labels --location --locations --replication-policy --ttl",
     ),
-    "secrets add-iam-policy-binding": Spec(
-        "secret",
-        "bind",
-        "--member --role --condition --location",
-        groups=("--member", "--role"),
-    ),
+    "secrets add-iam-policy-binding": Spec("secret", "bind", f"{BIND} --location"),
     "secrets versions add": Spec("secret", "version", "--data-file"),
     "secrets update": Spec("secret", "label", "--update-labels"),
     "secrets describe": Spec("secret", "describe", "--location"),
@@ -132,85 +113,53 @@ COMMANDS = {
         "login",
         "--location --region --zone",
         "--internal-ip --dns-endpoint",
-        groups=("--location --region --zone",),
+        either=("--location --region --zone",),
     ),
     "container clusters create": Spec(
         "cluster",
         "create",
-        "--location --node-locations --num-nodes --machine-type --release-channel "
+        "--location! --node-locations --num-nodes --machine-type --release-channel "
         "--workload-pool --network --subnetwork",
         "--enable-ip-alias --enable-dataplane-v2",
-        groups=("--location",),
     ),
     "container node-pools create": Spec(
         "node pool",
         "create",
-        f"{POOL['values']} --machine-type --node-locations --num-nodes --tpu-topology "
+        f"{POOL} --machine-type --node-locations --num-nodes --tpu-topology "
         "--min-nodes --max-nodes --total-min-nodes --total-max-nodes --disk-size "
         "--location-policy --reservation --reservation-affinity --placement-type "
         "--service-account --scopes --node-labels --max-run-duration --labels "
         "--node-taints --workload-metadata",
         "--async --spot --preemptible --enable-autoscaling --enable-gvnic --flex-start",
-        groups=POOL["groups"],
         pairs=(("--reservation", "--reservation-affinity"),),
     ),
-    "container node-pools describe": Spec("node pool", "describe", **POOL),
-    "container node-pools delete": Spec(
-        "node pool", "delete", switches="--async", **POOL
-    ),
-    "dns record-sets describe": Spec("record", "describe", **RECORDS),
+    "container node-pools describe": Spec("node pool", "describe", POOL),
+    "container node-pools delete": Spec("node pool", "delete", POOL, "--async"),
+    "dns record-sets describe": Spec("record", "describe", "--zone! --type!"),
     "dns record-sets create": Spec(
-        "record", "create", "--zone --type --ttl --rrdatas", groups=("--zone", "--type")
+        "record", "create", "--zone! --type! --ttl --rrdatas"
     ),
     "dns record-sets update": Spec(
-        "record", "version", "--zone --type --ttl --rrdatas", groups=RECORDS["groups"]
+        "record", "version", "--zone! --type! --ttl --rrdatas"
     ),
     "dns managed-zones create": Spec(
-        "DNS zone",
-        "create",
-        "--dns-name --visibility --networks --description",
-        groups=("--dns-name", "--description"),
+        "DNS zone", "create", "--dns-name! --visibility --networks --description!"
     ),
-    "compute addresses create": Spec(
-        "address",
-        "create",
-        "--region --subnet --addresses --purpose",
-        groups=("--region",),
-    ),
-    "iam service-accounts add-iam-policy-binding": Spec(
-        "account",
-        "bind",
-        "--member --role --condition",
-        groups=("--member", "--role"),
-    ),
-    "services enable": Spec("service", "enable", switches="--async"),
-    "artifacts repositories create": Spec(
-        "repository",
-        "create",
-        "--location --repository-format --description",
-        groups=("--location", "--repository-format"),
-    ),
+    "iam service-accounts add-iam-policy-binding": Spec("account", "bind", BIND),
     "iam service-accounts create": Spec(
         "account", "create", "--description --display-name"
     ),
     "iam roles create": Spec(
         "role", "create", "--permissions --title --description --stage --file"
     ),
-    "projects add-iam-policy-binding": Spec(
-        "project",
-        "bind",
-        "--member --role --condition",
-        groups=("--member", "--role"),
+    "services enable": Spec("service", "enable", switches="--async"),
+    "artifacts repositories create": Spec(
+        "repository", "create", "--location! --repository-format! --description"
     ),
+    "projects add-iam-policy-binding": Spec("project", "bind", BIND),
     "auth configure-docker": Spec("registry", "login"),
-    "storage buckets add-iam-policy-binding": Spec(
-        "bucket",
-        "bind",
-        "--member --role --condition",
-        groups=("--member", "--role"),
-    ),
+    "storage buckets add-iam-policy-binding": Spec("bucket", "bind", BIND),
     "storage rsync": Spec("bucket", "copy", switches="--recursive"),
-    "compute scp": Spec("instance", "copy", "--zone", "--recurse --tunnel-through-iap"),
 }
 TAGS = ("--tags", "--source-tags", "--target-tags")
 TAG = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -254,7 +203,7 @@ def parse(arguments: list[str]) -> tuple[str, Spec, list[str], dict[str, str]]:
     if name not in COMMANDS:
         raise UsageError(f"Invalid choice: {name!r}")
     spec = COMMANDS[name]
-    values = {*spec.values.split(), *WIDE}
+    values = {*spec.values.replace("!", "").split(), *WIDE}
     switches = {*spec.switches.split(), "--quiet"}
     names, flags = [], {}
     while words:
@@ -272,7 +221,8 @@ def parse(arguments: list[str]) -> tuple[str, Spec, list[str], dict[str, str]]:
             raise UsageError(f"unrecognized arguments: {word}")
     if not names:
         raise UsageError("argument NAME: Must be specified.")
-    for group in spec.groups:
+    must = [v.rstrip("!") for v in spec.values.split() if v.endswith("!")]
+    for group in (*must, *spec.either):
         given = [flag for flag in group.split() if flag in flags]
         if len(given) != 1:
             raise UsageError(f"argument {group}: Exactly one must be specified.")

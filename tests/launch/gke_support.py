@@ -5,7 +5,7 @@ import dataclasses
 import yaml
 
 from diloco_jax.launch.gke import deployment
-from diloco_jax.launch.order import make_order
+from diloco_jax.launch.spec import make_spec
 
 NOW = 1_800_000_000
 
@@ -21,8 +21,8 @@ def changed(config, workers=1, **settings):
 
 def rendered(config, now=NOW, source="", **settings):
     """All objects of a launch by kind and name, read back from its files."""
-    order = make_order(changed(config, **settings), "two.py", "gke", source)
-    files = deployment(order, "certificates", "folder", now).files
+    spec = make_spec(changed(config, **settings), "two.py", "gke", source)
+    files = deployment(spec, "certificates", "folder", now).files
     return {
         (made["kind"], made["metadata"]["name"]): made
         for text in files.values()

@@ -13,8 +13,8 @@ from test_host import Machine, prepared
 from diloco_jax import run_files
 from diloco_jax.island import loop
 from diloco_jax.launch.host import LASTED_S, coordinator_script, island_script
-from diloco_jax.launch.order import FRUITLESS_STARTS as MOST
-from diloco_jax.launch.order import make_order
+from diloco_jax.launch.spec import FRUITLESS_STARTS as MOST
+from diloco_jax.launch.spec import make_spec
 
 BOTH = ("two-v5p.sh", "coordinator.sh")
 GIVES_BACK = {
@@ -192,13 +192,13 @@ def test_a_full_disk_hides_no_reason(tmp_path, config):
 
 def test_a_coordinator_of_sky_registers_its_address(tmp_path, config):
     place = {"coordinator_address": "c.diloco.internal", "dns_zone": "diloco"}
-    order = make_order(changed(config, **place), "two.py", "sky")
+    spec = make_spec(changed(config, **place), "two.py", "sky")
     island = prepared(tmp_path / "island", config, "two-v5p.sh")
     address, now = "c.diloco.internal:7077", int(time.time())
-    island.put(island_script(order, order.islands[0], address, now, ()))
+    island.put(island_script(spec, spec.islands[0], address, now, ()))
     assert serve(island, 1, 0) == (0, 2, []), "SkyPilot gives it back"
     made = prepared(tmp_path / "coordinator", config, "coordinator.sh")
-    made.put(coordinator_script(order, address, now, ()))
+    made.put(coordinator_script(spec, address, now, ()))
     tool = made.tools / "hostname"
     tool.write_text("#!/bin/bash\necho 10.1.2.3 172.17.0.1\n")
     tool.chmod(0o755)

@@ -66,20 +66,6 @@ def test_the_source_of_the_weights_reaches_the_coordinator_alone(
     assert f"{tmp_path} is a folder of this machine" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("on", BACKENDS)
-def test_a_dry_run_of_the_other_actions(on, cloud, path, capsys, launch):
-    launch(on)
-    cloud.changes()
-    actions = ("stop", "run", "logs", "delete") if on == "gke" else ("delete",)
-    for action in actions:
-        assert (
-            cli.main(["launch", path, "--on", on, "--action", action, "--dry-run"]) == 0
-        )
-        out = capsys.readouterr().out
-        assert "two-v5p" in out
-    assert cloud.calls == []
-
-
 def test_people_are_asked(cloud, config, monkeypatch, capsys):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -91,13 +77,6 @@ def test_people_are_asked(cloud, config, monkeypatch, capsys):
         assert run(config, "two.py", options) == 0
         assert bool(cloud.things) == made
     assert "run these 16 commands? [y/N]" in capsys.readouterr().err
-
-
-def test_without_a_terminal_nobody_is_asked(cloud, config, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    with pytest.raises(ConfigError, match="give --yes"):
-        run(config, "two.py", LaunchOptions(on="tpu_vm"))
-    assert cloud.calls == []
 
 
 def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys):

@@ -15,7 +15,6 @@ from diloco_jax.launch.command import LaunchOptions, require_planned, run
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.checks import changed
 
-MANY = 32
 MIXED = Path(__file__).parents[2] / "configs/mixed_12b.py"
 
 
@@ -57,12 +56,6 @@ def test_a_disk_is_not_judged_by_a_step_that_nobody_knows(config: Config) -> Non
     enough = mixed(config, coordinator_disk_gb=500)
     training = dataclasses.replace(enough.run, total_tokens=10**13)
     require_planned(dataclasses.replace(enough, run=training))
-
-
-def test_islands_may_be_many(config: Config) -> None:
-    (island, *_) = config.islands.values()
-    crowd = {f"i{number}": island for number in range(MANY)}
-    require_planned(dataclasses.replace(config, islands=crowd))
 
 
 def test_it_is_launched_all_the_same_if_somebody_says_so(

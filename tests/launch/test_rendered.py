@@ -9,7 +9,7 @@ from gke_support import NOW, changed
 from goldens import require_golden
 
 from diloco_jax.launch.command import BACKENDS
-from diloco_jax.launch.order import make_order
+from diloco_jax.launch.spec import make_spec
 
 SCRIPT = resources.files("diloco_jax.launch").joinpath("host.sh").read_text()
 ACCOUNTS = {"service_account": "i@p.iam", "coordinator_account": "c@p.iam"}
@@ -59,11 +59,11 @@ ISLANDS = {
 def shown(config, on, settings):
     """All of a launch in one text, less what other files hold: the config as machines
     read it, and `host.sh`."""
-    order = make_order(changed(config, **settings), "two.py", on)
-    order = dataclasses.replace(order, config_json="{}")
-    made = BACKENDS[on].deployment(order, "certificates", "launch", NOW)
+    spec = make_spec(changed(config, **settings), "two.py", on)
+    spec = dataclasses.replace(spec, config_json="{}")
+    made = BACKENDS[on].deployment(spec, "certificates", "launch", NOW)
     indented = SCRIPT.rstrip().replace("\n", "\n  ").replace("\n  \n", "\n\n")
-    parts = [f"# {on}, for the names {', '.join(BACKENDS[on].hosts(order))}"]
+    parts = [f"# {on}, for the names {', '.join(BACKENDS[on].hosts(spec))}"]
     for name, text in made.files.items():
         for script in (SCRIPT, indented):
             text = text.replace(script, "(host.sh)\n")
@@ -80,7 +80,7 @@ def shown(config, on, settings):
         parts += [f"update  {command.line}" for command in resource.update]
         parts += [f"delete  {c.line}" for c in [resource.delete] if c]
     parts += ["# ==== looks", *(c.line for c in made.prepare)]
-    parts += [f"{owner}: {command.line}" for owner, command in made.logs]
+    parts += [f"{r.owner}: {r.logs.line}" for r in made.resources if r.logs]
     parts += [c.line for c in [made.status] if c]
     parts += [command.line for command in made.results]
     return "\n".join(parts) + "\n"

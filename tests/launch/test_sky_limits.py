@@ -9,7 +9,7 @@ from sky_support import ask, needs_sky, place
 from test_sky import PLACE, tasks
 
 from diloco_jax.launch import sky
-from diloco_jax.launch.order import make_order
+from diloco_jax.launch.spec import make_spec
 
 pytestmark = needs_sky
 LAUNCH = ("sky", "jobs", "launch", "--yes", "--name", "two", "--config")
@@ -53,7 +53,7 @@ def test_it_leaves_queued_slices_buys_no_reserved_ones_and_has_one_account(
     assert said["deleted"] == 0
     assert said["reserved"] == "TPU VMs do not support reservations yet."
     launch = dataclasses.replace(config.launch, **PLACE)
-    order = make_order(dataclasses.replace(config, launch=launch), "two.py", "sky")
-    assert said["account"] == sky.account(order)
+    spec = make_spec(dataclasses.replace(config, launch=launch), "two.py", "sky")
+    assert said["account"] == sky.account(spec)
     for of in ("compute", "tpu", "storage"):
         assert f"roles/{of}.admin" in said["roles"]

@@ -9,8 +9,8 @@ import pytest
 from sky_support import ask, needs_sky, place
 from test_sky import PLACE, tasks
 
-from diloco_jax.launch.order import make_order
 from diloco_jax.launch.sky import deployment
+from diloco_jax.launch.spec import make_spec
 
 NOW = 1_800_000_000
 pytestmark = needs_sky
@@ -44,13 +44,13 @@ def test_sky_loads_and_optimizes_every_job(config, tmp_path):
 @pytest.mark.parametrize("inside", [False, True])
 def test_sky_reads_every_command_line(config, tmp_path, inside):
     launch = dataclasses.replace(config.launch, **PLACE, internal_ips=inside)
-    order = make_order(dataclasses.replace(config, launch=launch), "two.py", "sky")
-    made = deployment(order, "certificates", str(tmp_path), NOW)
+    spec = make_spec(dataclasses.replace(config, launch=launch), "two.py", "sky")
+    made = deployment(spec, "certificates", str(tmp_path), NOW)
     place({name: None for name in made.files if name.endswith(".yaml")}, tmp_path)
     jobs = [resource for resource in made.resources if resource.job]
     launches = [job.create[0].arguments for job in jobs]
     others = [job.delete.arguments for job in jobs]
-    others += [log.command.arguments for log in made.logs]
+    others += [job.logs.arguments for job in jobs]
     lines = [*launches, *others, jobs[0].find.arguments]
     read = ask(tmp_path, "parse", *map(json.dumps, lines))
     names = ["two-coordinator", "two-v5p", "two-v6e-b"]

@@ -5,14 +5,12 @@ import re
 from importlib import resources
 
 import pytest
-import yaml
 
 from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
 from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.command import LaunchOptions, run
-from diloco_jax.launch.gke import deployment as on_gke
-from diloco_jax.launch.order import make_order
+from diloco_jax.launch.spec import make_spec
 from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm
 from diloco_jax.launch.variables import OF_THE_LAUNCH, flag_notes
 from diloco_jax.planning.compiler import environment_of, flags_of
@@ -50,28 +48,6 @@ def test_a_part_has_everybodys_variables_and_its_own(given):
     assert variables_of(given.launch, "coordinator").plain["NPROC"] == "8"
 
 
-def test_pods_get_them(given):
-    order = make_order(given, "two.py", "gke")
-    files = on_gke(order, "certificates", "folder", 1).files
-    *_, jobset = yaml.safe_load_all(files["two-v5p.yaml"])
-    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    env = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
-    assert env["HF_HOME"]["value"] == GIVEN["HF_HOME"]
-    assert env["JAX_PLATFORMS"]["value"] == "tpu,cpu"
-    key = env["WANDB_API_KEY"]["valueFrom"]["secretKeyRef"]
-    assert key == {"name": "wandb", "key": "WANDB_API_KEY"}
-    made = {
-        made["kind"]: made for made in yaml.safe_load_all(files["coordinator.yaml"])
-    }
-    (container,) = made["Job"]["spec"]["template"]["spec"]["containers"]
-    assert {entry["name"]: entry.get("value") for entry in container["env"]} == {
-        "HF_HOME": GIVEN["HF_HOME"],
-        "LIBTPU_INIT_ARGS": "--xla_one=1",
-        "NPROC": "8",
-        "HF_TOKEN": None,
-    }
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -102,14 +78,14 @@ def test_pods_get_them(given):
 )
 def test_what_must_not_be_given_is_refused(config, settings, said):
     with pytest.raises(ConfigError, match=said) as error:
-        make_order(changed(config, **settings), "two.py", "tpu_vm")
+        make_spec(changed(config, **settings), "two.py", "tpu_vm")
     assert "hf_123" not in str(error.value)
     assert "hf value" not in str(error.value)
 
 
 def test_a_path_to_a_credential_is_none(config):
     given = {"GOOGLE_APPLICATION_CREDENTIALS": "/etc/key.json"}
-    make_order(changed(config, environment=given), "two.py", "tpu_vm")
+    make_spec(changed(config, environment=given), "two.py", "tpu_vm")
 
 
 def test_no_secret_can_overwrite_a_setting_of_the_script():
@@ -158,7 +134,7 @@ def test_the_plan_compiles_with_the_launchs_flags(given, monkeypatch):
 
 @pytest.mark.parametrize("name", ["two-v5p.sh", "coordinator.sh"])
 def test_values_of_secrets_are_in_no_file(given, name):
-    order = make_order(given, "two.py", "tpu_vm")
-    text = on_tpu_vm(order, "certificates", "folder", 1).files[name]
+    spec = make_spec(given, "two.py", "tpu_vm")
+    text = on_tpu_vm(spec, "certificates", "folder", 1).files[name]
     assert "'--env=HF_HOME=/var/lib/diloco/run/hf cache'" in text
     assert "SECRETS=(HF_TOKEN hub-token" in text

@@ -60,16 +60,8 @@ FAMILIES = {
         ),
         {"max_shard_size": "48KB"},
     ),
-    "qwen2": (
-        Qwen2ForCausalLM,
-        Qwen2Config(**SIZES, tie_word_embeddings=True),
-        {},
-    ),
-    "qwen3": (
-        Qwen3ForCausalLM,
-        Qwen3Config(**SIZES, tie_word_embeddings=False),
-        {},
-    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True), {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, tie_word_embeddings=False), {}),
     "gemma3": (
         Gemma3ForCausalLM,
         Gemma3TextConfig(

@@ -89,12 +89,6 @@ def test_evaluations_have_a_column_once_there_are_any():
     assert "2.250" in text
 
 
-def test_headline_tells_how_far_and_how_long():
-    text = text_of(render(STATUS, 90.0))
-    assert "25% of 1,000,000 tokens" in text
-    assert "1:30 left" in text
-
-
 def test_only_the_latest_alerts_are_shown():
     text = text_of(render(STATUS, None))
     assert "! four" in text
@@ -107,10 +101,6 @@ def test_workers_are_shown_with_where_they_serve_or_that_they_are_away():
     text = text_of(render({**STATUS, "workers": [here, {"worker": 1, **AWAY}]}, None))
     assert "worker 0: 127.0.0.1:7079, 3 fragments, 1.2 MB" in text
     assert "worker 1: away, 2 fragments, 0 B" in text
-
-
-def test_a_status_without_anything_renders():
-    assert "0%" in text_of(render({}, None))
 
 
 def test_time_left_follows_the_speed_since_the_first_progress():

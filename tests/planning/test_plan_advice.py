@@ -12,7 +12,7 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.core.fragments import EVEN
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.advice import UNBALANCED, advise, unevenness
-from diloco_jax.planning.checks import Shortfall, changed
+from diloco_jax.planning.checks import Remedy, changed
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
 from diloco_jax.planning.program import CollectiveSum
@@ -94,14 +94,12 @@ def config_of(big=None, small=None, **sync):
 
 def planned(config, compiler, link=1000.0):
     compiled = {name: compiler(config, name) for name in config.islands}
-    return replanned(link)(config, None, compiled)
+    return replanned(link)(config, fragments_of(config), compiled)
 
 
 def replanned(link):
     world = dataclasses.replace(WORLD, link_gbit_per_s=link)
-    return lambda config, cut, compiled: plan_run(
-        "x.py", config, cut or fragments_of(config), world, compiled
-    )
+    return lambda config, cut, compiled: plan_run("x.py", config, cut, world, compiled)
 
 
 def advised(config, compiler, link=1000.0):
@@ -131,18 +129,13 @@ UNFIT = [
         Compiler(state_gb=320.0, activations_gb=1.0),
         {"anchor_memory": "pinned_host"},
     ),
-    (
-        {"batch_size": 64},
-        Compiler(activations_gb=30.0, remat=0.5),
-        {"remat": "full", "accumulation": 4},
-    ),
     # Remat helps too, but what comes after it is enough alone.
     (
         {"batch_size": 32, "mesh_data": 2, "mesh_fsdp": 8},
         Compiler(state_gb=200.0, activations_gb=1.5),
         {"mesh_data": 1, "mesh_fsdp": 16},
     ),
-    # Remat does not help here, so it is not kept.
+    # Remat does not help here.
     ({}, Compiler(activations_gb=9.0, remat=1.0), {"accumulation": 2}),
     ({}, Compiler(activations_gb=9.0, refuses=("full",)), {"accumulation": 2}),
 ]
@@ -153,10 +146,10 @@ def test_an_island_that_does_not_fit_fits_with_the_change(big, compiler, fields)
     config = config_of(big)
     plan, (advice,) = advised(config, compiler)
     assert not plan.islands["big"].compiled.fits
-    (change,) = advice.changes
-    assert change == {f"islands.big.{field}": v for field, v in fields.items()}
-    assert "compiled so, it fits and uses" in advice.text
-    assert planned(changed(config, change), compiler).fits
+    assert advice.change == {f"islands.big.{field}": v for field, v in fields.items()}
+    assert "; then it fits and uses" in advice.text
+    assert "larger topology" not in advice.text
+    assert planned(changed(config, advice.change), compiler).fits
 
 
 def test_what_fits_and_is_refused_otherwise_is_not_proposed():
@@ -169,47 +162,43 @@ def test_what_fits_and_is_refused_otherwise_is_not_proposed():
         return compiler(changed(config, {f"islands.{name}.accumulation": 1}), name)
 
     _, (free,) = advised(config, only_by_batch)
-    assert free.changes == ({"islands.big.batch_size": 32},)
+    assert free.change == {"islands.big.batch_size": 32}
     link = 1.2 * max(i.network.down.mean for i in plan.islands.values())
     _, (tight,) = advised(config, only_by_batch, link)
-    assert tight.changes == ()
+    assert tight.change == {}
 
 
-def test_what_is_not_enough_is_told_as_that_and_is_an_improvement():
+def test_what_is_not_enough_is_told_as_that_and_is_the_best():
     config, compiler = config_of(), Compiler(state_gb=600.0)
     plan, (advice,) = advised(config, compiler)
-    assert "it still lacks" in advice.text
+    assert "; then islands.big lacks" in advice.text
     assert "choose a larger topology than v6e:4x4" in advice.text
-    (change,) = advice.changes
-    after = planned(changed(config, change), compiler)
+    after = planned(changed(config, advice.change), compiler)
     before = plan.islands["big"].compiled.hbm.missing
     assert 0 < after.islands["big"].compiled.hbm.missing < before
-
-
-def test_where_nothing_helps_nothing_is_proposed():
     big = {"remat": "full", "batch_size": 16, "anchor_memory": "pinned_host"}
-    _, (advice,) = advised(config_of(big), Compiler(state_gb=600.0))
-    assert advice.changes == ()
-    assert "no setting that was tried helps" in advice.text
+    _, (none,) = advised(config_of(big), Compiler(state_gb=600.0))
+    assert none.change == {}
+    assert "no setting that was tried helps; choose a larger" in none.text
 
 
 # ---- islands and links that could do better --------------------------------------
 
 BETTER = [
-    ({"batch_size": 128}, {}, {}, "a step of", {"islands.big.batch_size": 64}),
+    ({"batch_size": 128}, {}, {}, "balance", {"islands.big.batch_size": 64}),
     # Its batch cannot be lower.
     (
         {"batch_size": 16},
         {"batch_size": 8, "accumulation": 2},
         {},
-        "a step of",
+        "balance",
         {"islands.big.batch_size": 64},
     ),
     (
         {"batch_size": 32, "accumulation": 2},
         {"batch_size": 8},
         {},
-        "a step of",
+        "balance",
         {"islands.small.batch_size": 4},
     ),
     # Half of the large batch would leave most of the step's traffic.
@@ -217,31 +206,32 @@ BETTER = [
         {"batch_size": 128},
         {},
         {"weights_gb": 9000.0},
-        "a step of",
+        "balance",
         {"islands.small.batch_size": 16},
     ),
-    ({}, {}, {"weights_gb": 2e4}, "is bound by HBM", {"islands.big.batch_size": 128}),
-    ({}, {}, {"links_gb": 9e3}, "bound by its links", {"islands.big.batch_size": 128}),
+    ({}, {}, {"weights_gb": 2e4}, "batch", {"islands.big.batch_size": 128}),
+    ({}, {}, {"links_gb": 9e3}, "batch", {"islands.big.batch_size": 128}),
 ]
 
 
-@pytest.mark.parametrize(("big", "small", "steps", "said", "change"), BETTER)
+@pytest.mark.parametrize(("big", "small", "steps", "check", "change"), BETTER)
 def test_a_batch_that_suits_better_is_told_and_loses_nothing(
-    big, small, steps, said, change
+    big, small, steps, check, change
 ):
     config, compiler = config_of(big, small), Compiler(activations_gb=0.1, **steps)
     plan, advice = advised(config, compiler)
-    assert any(said in a.text and change in a.changes for a in advice)
+    assert change in [a.change for a in advice if a.check == check]
     after = planned(changed(config, change), compiler)
     assert after.fits
-    if said == "a step of":
+    if check == "balance":
         assert longest_over_shortest(plan) > UNBALANCED
         assert longest_over_shortest(after) < longest_over_shortest(plan)
         assert after.run.tokens_per_day >= 0.99 * plan.run.tokens_per_day
     else:
         assert after.run.tokens_per_day > 1.02 * plan.run.tokens_per_day
         full = dataclasses.replace(compiler, activations_gb=5.0)
-        assert not any("islands.big is" in a.text for a in advised(config, full)[1])
+        told = advised(config, full)[1]
+        assert not any(change == a.change for a in told if a.check == check)
 
 
 def test_a_plan_of_equal_steps_has_no_advice_and_compiles_nothing_again():
@@ -252,49 +242,36 @@ def test_a_plan_of_equal_steps_has_no_advice_and_compiles_nothing_again():
     assert len(compiler.asked) == 2
 
 
-def late(advice):
-    (found,) = [told for told in advice if "is adopted late" in told.text]
-    return found
+def late(config, compiler, link):
+    return [a.change for a in advised(config, compiler, link)[1] if a.check == "late"]
 
 
 def test_a_largest_fragment_that_is_late_comes_with_what_carries_it():
-    config, compiler = config_of(), Compiler(activations_gb=0.1)
-    rates = planned(config, compiler).islands["big"].network.down
-    link = 0.7 * rates.peak
-    plan, advice = advised(config, compiler, link)
-    refused = {refusal.check for refusal in plan.run.refusals}
-    assert {"sync.overlap_steps": 3} in late(advice).changes
-    for change in late(advice).changes:
-        after = planned(changed(config, change), compiler, link)
-        network = after.islands["big"].network
-        assert max(network.down.peak, network.up.peak) < rates.peak
-        assert {refusal.check for refusal in after.run.refusals} <= refused
-
-
-def test_more_overlap_is_not_told_where_its_takes_do_not_fit():
+    """More overlap, unless its takes do not fit."""
     config = config_of(steps_per_cycle=20, fragments=20, overlap_steps=1)
     compiler = Compiler(activations_gb=0.1, state_gb=100.0)
-    rates = planned(config, compiler).islands["big"].network.down
+    plan = planned(config, compiler)
+    rates = plan.islands["big"].network.down
     link = max(rates.mean, 0.4 * rates.peak)
-    free = late(advised(config, compiler, link)[1])
-    overlap = [c for c in free.changes if "sync.overlap_steps" in c]
-    assert overlap
-    used = planned(config, compiler).islands["big"].compiled.hbm.used
+    (change,) = late(config, compiler, link)
+    assert set(change) == {"sync.overlap_steps"}
+    after = planned(changed(config, change), compiler, link).islands["big"].network
+    assert max(after.down.peak, after.up.peak) < rates.peak
+    used = plan.islands["big"].compiled.hbm.used
     full = dataclasses.replace(compiler, available_gb=used / GB)
-    told = late(advised(config, full, link)[1])
-    assert [c for c in free.changes if c not in overlap] == list(told.changes)
+    for change in late(config, full, link):
+        assert "sync.overlap_steps" not in change
 
 
 def test_cycles_shorter_than_the_network_are_lengthened_if_that_helps():
     config = config_of(steps_per_cycle=100)
     compiler = Compiler(activations_gb=0.1, flops=2e11)
     plan, advice = advised(config, compiler)
-    (change,) = next(a for a in advice if "round trips" in a.text).changes
+    (change,) = [a.change for a in advice if a.check == "cycle"]
     after = planned(changed(config, change), compiler)
     assert after.run.goodput.participation > plan.run.goodput.participation
     # Of a cycle of 20 steps no fragment is asked for before its last merge is done.
-    _, none = advised(config_of(), compiler)
-    assert not any("round trips" in a.text for a in none)
+    assert "cycle" not in [a.check for a in advised(config_of(), compiler)[1]]
 
 
 # ---- uneven fragments ------------------------------------------------------------
@@ -314,7 +291,7 @@ def uneven(config, accepts=lambda *_: True):
     """Advice on a plan by arithmetic, whose changes are accepted by that."""
     cut = fragments_of(config)
     plan = plan_run("x.py", config, cut, WORLD)
-    more = [*plan.run.refusals, Shortfall(check="another", text="", change={})]
+    more = [*plan.run.refusals, Remedy(check="another", text="", change={})]
     worse = dataclasses.replace(plan, run=dataclasses.replace(plan.run, refusals=more))
 
     def replan(then, cut, compiled):
@@ -331,12 +308,13 @@ def test_even_fragments_are_left_alone():
     assert uneven(changed(LARGE, {"sync.fragments": 114})) == []
 
 
-def test_the_nearest_number_of_fragments_that_is_even_and_no_larger():
+def test_the_nearest_number_of_fragments_that_is_even_and_no_larger(tmp_path, capsys):
     """Two matrices that RDA keeps whole share a fragment of 128."""
     before = fragments_of(LARGE)
     (advice,) = uneven(LARGE)
-    assert advice.changes == ({"sync.fragments": 114},)
-    assert "the largest of 128 fragments is 1.28 of the mean, above 1.15" in advice.text
+    assert advice.change == {"sync.fragments": 114}
+    assert "the largest of 128 fragments has 117" in advice.text
+    assert "1.28 of the mean" in advice.text
     cuts = {
         n: fragments_of(changed(LARGE, {"sync.fragments": n})) for n in range(114, 142)
     }
@@ -346,9 +324,13 @@ def test_the_nearest_number_of_fragments_that_is_even_and_no_larger():
         if unevenness(cut) <= EVEN and max(cut.sizes) <= max(before.sizes)
     ]
     assert good == [114]
+    # The command tells it, too.
+    write_config_json(LARGE, tmp_path / "large.json")
+    cli.main(["plan", str(tmp_path / "large.json"), "--arithmetic"])
+    assert "set sync.fragments = 114; then the largest of" in capsys.readouterr().err
 
 
-WHOLE = "no setting that was tried mends it: its largest piece is layers/"
+WHOLE = "no setting that was tried helps; above 1.15 of the mean is uneven"
 OTHERS = [
     # Four are uneven too: three are near, of five they are far away.
     (CONFIG, {"fragments": 4, "fragment_by": "layer"}, None, {"sync.fragments": 3}),
@@ -364,8 +346,8 @@ OTHERS = [
     # A rule that cuts all tensors comes last.
     (LARGE, {}, lambda sync: sync.fragments == 128, {"sync.merge": "mean"}),
     # 101 are even, but their largest is 3 % larger.
-    (LARGE, {}, lambda sync: sync.fragments <= 101, None),
-    (LARGE, {}, lambda sync: False, None),
+    (LARGE, {}, lambda sync: sync.fragments <= 101, {}),
+    (LARGE, {}, lambda sync: False, {}),
 ]
 
 
@@ -373,34 +355,24 @@ OTHERS = [
 def test_the_smallest_change_that_evens_fragments(config, sync, accepts, change):
     config = changed(config, {f"sync.{field}": v for field, v in sync.items()})
     (advice,) = uneven(config, accepts or (lambda sync: True))
-    if change is None:
-        assert advice.changes == ()
+    assert advice.change == change
+    if not change:
         assert WHOLE in advice.text
         assert "of 58,982,400 parameters, with sync.fragment_by = 's" in advice.text
     else:
-        assert advice.changes == (change,)
         after = fragments_of(changed(config, change))
         assert unevenness(after) <= EVEN < unevenness(fragments_of(config))
 
 
-def test_the_same_pieces_need_no_compilation():
-    config = config_of(fragments=5, fragment_by="layer")
+def test_only_a_change_that_makes_other_pieces_is_compiled_before_it_is_told():
     compiler = Compiler(activations_gb=0.1)
-    plan, advice = advised(config, compiler)
+    _, advice = advised(config_of(fragments=5, fragment_by="layer"), compiler)
+    assert "fragments" in [a.check for a in advice]
     assert len(compiler.asked) == 2
-    (found,) = [a for a in advice if "of the mean" in a.text]
-    after = planned(changed(config, *found.changes), compiler)
-    assert after.fits
-    for name, island in after.islands.items():
-        assert island.network.down.peak < plan.islands[name].network.down.peak
-
-
-def test_a_change_that_makes_other_pieces_is_compiled_before_it_is_told():
     config = config_of(fragments=PIECES, steps_per_cycle=2 * PIECES)
     compiler = Compiler(activations_gb=0.1)
-    _, advice = advised(config, compiler)
-    (found,) = [a for a in advice if "of the mean" in a.text]
-    assert found.changes
+    (found,) = [a for a in advised(config, compiler)[1] if a.check == "fragments"]
+    assert found.change
     assert {name for name, _ in compiler.asked[2:]} == set(config.islands)
 
     def full(now, name):
@@ -410,13 +382,5 @@ def test_a_change_that_makes_other_pieces_is_compiled_before_it_is_told():
         hbm = dataclasses.replace(plan.hbm, missing=1)
         return dataclasses.replace(plan, hbm=hbm, fits=False)
 
-    _, advice = advised(config, full)
-    (found,) = [a for a in advice if "of the mean" in a.text]
-    assert found.changes == ()
-
-
-def test_arithmetic_tells_it_too(tmp_path, capsys):
-    path = tmp_path / "large.json"
-    write_config_json(LARGE, path)
-    cli.main(["plan", str(path), "--arithmetic"])
-    assert "set sync.fragments = 114, with which it is 1.14" in capsys.readouterr().err
+    (found,) = [a for a in advised(config, full)[1] if a.check == "fragments"]
+    assert found.change == {}

@@ -200,25 +200,6 @@ def test_a_change_that_breaks_another_check_is_not_proposed(mixed):
     assert "restart" in {r.check for r in refusals(longer)}
 
 
-def test_following_every_change_ends_in_a_run():
-    """From the settings that a first config has."""
-    terms = terms_of("mixed_12b", link=1.0).changed(
-        {
-            "placement.snapshot_every_s": 30.0,
-            "placement.outage_budget_s": 60.0,
-            "placement.time_budget_s": 10.0,
-            "launch.coordinator_machine": "n2-highmem-16",
-            "launch.coordinator_disk_gb": 500,
-        }
-    )
-    for _ in range(12):
-        found = refusals(terms)
-        if not found:
-            return
-        terms = terms.changed(next(r.change for r in found if r.change))
-    pytest.fail(f"still refused: {[r.text for r in found]}")
-
-
 def test_what_is_short_by_little_is_not_told_as_equal(mixed):
     slow = mixed.changed({"placement.snapshot_every_s": 1200.0})
     needed = needs_of(slow).restart_seconds
@@ -295,12 +276,6 @@ def test_a_price_is_the_users(mixed):
     assert price_per_hour(apart.config, prices)["coordinator"] == 9
 
 
-@pytest.mark.parametrize("text", ["v9=1", "v5p", "v5p=-1", "v5p=nan"])
-def test_a_price_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match="NAME=NUMBER"):
-        parse_prices(text)
-
-
 # ---- without a compiler ----------------------------------------------------------
 
 
@@ -314,14 +289,6 @@ def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
     assert "price per hour: 1,539.00 (v5p 512.00, v6e 1,024.00, coordina" in shown
     assert "by your --price" in shown
     assert "constant: `python benchmarks/merging.py`" in shown
-
-
-def test_what_arithmetic_refuses_ends_with_2(capsys):
-    path = str(CONFIGS / "four_regions.py")
-    assert cli.main(["plan", path, "--arithmetic", "--link-gbit-per-s", "0.5"]) == 2
-    shown = capsys.readouterr().err
-    assert "REFUSED: islands." in shown
-    assert "all of them" not in shown
 
 
 def test_several_refusals_are_mended_together(capsys):
@@ -355,12 +322,6 @@ def test_one_set_of_changes_mends_what_others_make_worse():
     assert mending(terms.changed(found)) == {}
 
 
-def test_a_missing_price_is_named(capsys):
-    path = str(CONFIGS / "four_regions.py")
-    assert cli.main(["plan", path, "--arithmetic", "--price", "v5p=4"]) == 2
-    assert "lacks coordinator, v6e" in capsys.readouterr().err
-
-
 def test_a_trillion_parameters_are_too_many_for_one_coordinator():
     """The checks of memory and threads know no single change."""
     terms = terms_of("paper_1t")
@@ -370,4 +331,4 @@ def test_a_trillion_parameters_are_too_many_for_one_coordinator():
     assert found["memory"].change == found["places"].change == {}
     assert mending(terms) == {}
     assert "link" not in found
-    assert checks.MOST_PLACES < 2 * 4 * 64 * 512
+    assert checks.MOST_SLOTS < 2 * 4 * 64 * 512

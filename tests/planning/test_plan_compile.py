@@ -149,8 +149,8 @@ def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
     # It is tried, until it fits.
     (advice,) = found["advice"]
     assert advice["text"].startswith(short)
-    assert "compiled so, it fits and uses" in advice["text"]
-    assert advice["changes"][0]["islands.v6e.accumulation"] > 1
+    assert "; then it fits and uses" in advice["text"]
+    assert advice["change"]["islands.v6e.accumulation"] > 1
 
 
 def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):

@@ -141,7 +141,7 @@ def test_what_a_sparse_core_gathers_beside_nothing_is_waited_for():
     (meanwhile,) = (line for line in lines if line.startswith("  %meanwhile"))
     # The product before it has its operands does not count.
     (gather,) = find_collectives(parse(SPARSE_CORE.replace(meanwhile, "")))
-    assert not gather.overlaps
+    assert not gather.overlapping
 
 
 def test_an_all_reduce_sends_everything_twice():
@@ -174,7 +174,7 @@ def test_one_channel_may_carry_two_kinds():
     both = TEXT.replace("  %squared", permute + "  %squared")
     kinds = {c.kind: c for c in find_collectives(parse(both))}
     assert set(kinds) == {"all-gather", "reduce-scatter", "collective-permute"}
-    assert kinds["collective-permute"].sent_bytes == SHARD
+    assert kinds["collective-permute"].sent_bytes == 12 * SHARD
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from diloco_jax.planning.coordinator import (
 )
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import (
-    SimulatedIsland,
+    PlannedIsland,
     expected_goodput,
     fragments_of,
     plan_run,
@@ -70,11 +70,22 @@ def test_nothing_is_lost_where_nothing_happens(calm):
     assert json.dumps(calm.as_json())
 
 
+def machine(chips=1, step_seconds=1.0, hosts=1):
+    """An island of which the simulator needs nothing else."""
+    return PlannedIsland(
+        compiled=None,
+        chips=chips,
+        hosts=hosts,
+        tokens_per_step=chips,
+        step_seconds=step_seconds,
+        exchange_seconds=0.0,
+        tokens_per_second=chips / step_seconds,
+        network=None,
+    )
+
+
 def test_an_island_with_more_chips_is_interrupted_more_often():
-    machines = {
-        name: SimulatedIsland(chips=chips, tokens_per_step=chips, step_seconds=1.0)
-        for name, chips in (("a", 6144), ("b", 256))
-    }
+    machines = {"a": machine(6144), "b": machine(256)}
     stormy = dataclasses.replace(CALM, mtbi_years=1.0, return_minutes=30.0)
     found = expected_goodput(CONFIG.run.sync, 10**6, machines, 0.0, stormy)
     hours = found.mean_hours_between
@@ -97,12 +108,7 @@ def test_islands_of_several_hosts_take_later():
         expected_goodput(
             sync,
             10**6,
-            {
-                "a": SimulatedIsland(chips=1, tokens_per_step=1, step_seconds=1.0),
-                "b": SimulatedIsland(
-                    chips=1, tokens_per_step=1, step_seconds=2.5, hosts=hosts
-                ),
-            },
+            {"a": machine(), "b": machine(step_seconds=2.5, hosts=hosts)},
             0.0,
             CALM,
         )
@@ -200,10 +206,7 @@ def test_each_worker_has_its_share_and_a_process():
 def test_what_goes_down_counts_as_it_is_encoded():
     """On a link that a cycle of f32 takes twice as long as the cycle. Nobody is waited
     for: else both islands would be in all merges, of which there would be fewer."""
-    machines = {
-        n: SimulatedIsland(chips=1, tokens_per_step=1, step_seconds=1.0)
-        for n in ("a", "b")
-    }
+    machines = {"a": machine(), "b": machine()}
     cycle = CONFIG.run.sync.steps_per_cycle
     slow = dataclasses.replace(CALM, link_gbit_per_s=32 * 10**6 / 1e9 / cycle / 2)
     found = [

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kit import Driver, of
+from kit import Driver, joined, of
 
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.holding import Merge
@@ -16,8 +16,7 @@ def patient(*names: str, **changes: Any) -> Driver:
         "overlap_steps": 1000,
         "delta_bound": 5.0,
     }
-    driver = Driver(**{**settings, **changes})
-    driver.join(*names)
+    driver = joined(*names, **{**settings, **changes})
     return driver
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kit import Driver
+from kit import Driver, joined
 
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.holding import Merge
@@ -11,8 +11,7 @@ from diloco_jax.protocol.holding import Merge
 def stopping(*names: str, steps: int = 10, **changes: Any) -> Driver:
     """Islands that have done `steps` steps; the last report ended the run."""
     total = len(names) * steps * 10
-    d = Driver(steps_per_cycle=10**6, total_tokens=total, **changes)
-    d.join(*names)
+    d = joined(*names, steps_per_cycle=10**6, total_tokens=total, **changes)
     for name in names:
         d.report(name, steps)
     assert d.state.phase == "stopping"
@@ -29,11 +28,17 @@ def stop(d: Driver, *names: str) -> list[Effect]:
 def pending(**changes: Any) -> Driver:
     """b's delta of 1 step was too late for the merge of the others; all have stopped,
     a and c after 5 steps and b after 3."""
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130, **changes)
-    d.join("a", "b", "c")
+    d = joined(
+        "a",
+        "b",
+        "c",
+        fragment_sizes=(4,),
+        steps_per_cycle=4,
+        total_tokens=130,
+        **changes,
+    )
     d.report("b", 1)
-    for name in "ac":
-        d.report(name, 4)
+    d.reports(a=4, c=4)
     d.take("b", 0, 1, arrive=False)
     d.take("c", 0, 4)
     if d.fragment(0).phase == "open":

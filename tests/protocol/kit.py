@@ -211,6 +211,10 @@ class Driver:
         )
         return self.feed(Said(island=name, session=island.session, message=report))
 
+    def reports(self, **steps: int) -> list[Effect]:
+        """Islands report these steps, one after the other."""
+        return [e for name, step in steps.items() for e in self.report(name, step)]
+
     def goodbye(self, name: str, reason: EndReason = "stopped") -> list[Effect]:
         session = self.state.islands[name].session
         goodbye = Goodbye(reason=reason, text="bye")
@@ -307,11 +311,15 @@ class Driver:
             effects += self.arrive(name, fragment, tick, norm=norm)
         return effects
 
+    def takes(self, fragment: int, **steps: int) -> list[Effect]:
+        """Islands take at these steps, one after the other."""
+        return [
+            e for name, step in steps.items() for e in self.take(name, fragment, step)
+        ]
+
     def merge(self, fragment: int, **takes: int) -> list[Effect]:
         """Islands take at these steps, and what is closed by that is merged."""
-        effects: list[Effect] = []
-        for name, step in takes.items():
-            effects += self.take(name, fragment, step)
+        effects = self.takes(fragment, **takes)
         assert of(effects, Merge)
         return effects + self.computed(fragment)
 
@@ -342,6 +350,13 @@ class Driver:
 
     def totals(self, name: str) -> ledger.Totals:
         return ledger.island_totals(self.config, self.state, name)
+
+
+def joined(*names: str, **changes: Any) -> Driver:
+    """Islands that train, in a run with these settings."""
+    d = Driver(**changes)
+    d.join(*names)
+    return d
 
 
 def asked(effects: Sequence[Effect]) -> dict[int, list[str]]:

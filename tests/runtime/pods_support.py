@@ -18,7 +18,7 @@ from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config
 from diloco_jax.launch import gke
 from diloco_jax.launch.certificates import prepare_certificates
-from diloco_jax.launch.order import COORDINATOR, PERMIT, ROOT, make_order
+from diloco_jax.launch.spec import COORDINATOR, PERMIT, ROOT, make_spec
 from diloco_jax.wire import principal
 
 TOOL = """\
@@ -35,15 +35,15 @@ class Pods:
 
     def __init__(self, config: Config, text: Path, root: Path) -> None:
         self.root, self.text = root, text
-        order = make_order(config, "pods.py", "gke")
+        spec = make_spec(config, "pods.py", "gke")
         self.addresses = {COORDINATOR: f"127.0.0.1:{free_port()}"}
-        self._host = order.inside
-        self.config_json = order.config_json
+        self._host = spec.inside
+        self.config_json = spec.config_json
         self.certificates = root / "certificates"
-        hosts = (*gke.hosts(order), "127.0.0.1")
-        prepare_certificates(self.certificates, hosts, order)
+        hosts = (*gke.hosts(spec), "127.0.0.1")
+        prepare_certificates(self.certificates, hosts, spec)
         self.running: list[subprocess.Popen[bytes]] = []
-        files = gke.deployment(order, "", "", int(time.time())).files
+        files = gke.deployment(spec, "", "", int(time.time())).files
         self.pods = {}
         for file in files.values():
             for made in yaml.safe_load_all(file):

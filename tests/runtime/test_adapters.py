@@ -27,7 +27,7 @@ from diloco_jax.config import (
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.evaluation import load_params
 from diloco_jax.weights import adapted
-from diloco_jax.weights.tasks import open_speaker
+from diloco_jax.weights.tasks import open_model
 
 pytestmark = pytest.mark.dist
 
@@ -78,7 +78,7 @@ def test_an_island_that_starts_again_goes_on_with_the_same_weights(run):
     adapters = load_params(run.workdir)
     assert set(adapters) == {"layers"}
     merged = adapted.merged(run.config.run, adapters)
-    said = open_speaker(run.workdir).params
+    said = open_model(run.workdir).params
     for ours, theirs in zip(*map(leaves, (merged, said)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert any(np.asarray(leaf).any() for leaf in leaves(adapters))

@@ -14,45 +14,47 @@ from diloco_jax.simulation.fleets.bandwidth import (
     BandwidthConfig,
     simulate_bandwidth,
 )
-from diloco_jax.simulation.fleets.checks import GBIT_PER_S, PARAMS, STEP_SECONDS
+from diloco_jax.simulation.fleets.fleet import GBIT_PER_S, PARAMS, STEP_SECONDS
+
+PLAIN = BandwidthConfig(
+    params=1e9, cycle=10, codec="bf16", step_seconds=2, link_utilisation=1
+)
 
 
-def test_data_parallel_between_eight_sites_is_the_published_198():
-    result = simulate_bandwidth(BandwidthConfig(params=7e9, sites=8, step_seconds=1.0))
-    assert round(result.data_parallel_gbit_per_s) == 198
-    payload = simulate_bandwidth(BandwidthConfig(link_utilisation=1.0))
-    assert payload.data_parallel_gbit_per_s == pytest.approx(196.0)
-
-
-def test_decoupled_sends_every_parameter_once_in_a_cycle():
-    config = BandwidthConfig(
-        params=1e9, cycle=10, codec="bf16", step_seconds=2.0, link_utilisation=1.0
-    )
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (BandwidthConfig(), {"data_parallel_gbit_per_s": 196.0 / 0.99}),
+        (BandwidthConfig(codec="int4"), {"bytes_per_parameter": 0.5 + 2 / 32}),
+        (BandwidthConfig(codec="int8"), {"bytes_per_parameter": 1 + 2 / 256}),
+        # Every parameter once in a cycle of 20 s.
+        (PLAIN, {"decoupled_gbit_per_s": 0.8, "coordinator_gbit_per_s": 6.4}),
+        # 1.6 Gbit in two of the four steps of 2 s.
+        (
+            dataclasses.replace(PLAIN, cycle=100, fragments=10, overlap=4),
+            {"peak_gbit_per_s": 0.4},
+        ),
+        (
+            dataclasses.replace(PLAIN, fragments=10, overlap=40),
+            {"peak_gbit_per_s": 0.8},
+        ),
+        # Data-parallel: 16 Gbit a step. Decoupled: 1 Gbit a step.
+        (
+            dataclasses.replace(PLAIN, sites=2, cycle=16, link_gbit_per_s=1),
+            {"data_parallel_step_seconds": 18, "decoupled_step_seconds": 2},
+        ),
+        (
+            dataclasses.replace(PLAIN, sites=2, cycle=16, link_gbit_per_s=0.25),
+            {"data_parallel_step_seconds": 66, "decoupled_step_seconds": 4},
+        ),
+    ],
+)
+def test_figures_are_those_worked_out_by_hand(config, expected):
     result = simulate_bandwidth(config)
-    assert result.decoupled_gbit_per_s == pytest.approx(16 / 20)
-    assert result.coordinator_gbit_per_s == pytest.approx(8 * 16 / 20)
-
-
-def test_block_scales_count():
-    assert (
-        simulate_bandwidth(BandwidthConfig(codec="int4")).bytes_per_parameter
-        == 0.5 + 2 / 32
-    )
-    assert (
-        simulate_bandwidth(BandwidthConfig(codec="int8")).bytes_per_parameter
-        == 1 + 2 / 256
-    )
-
-
-def test_the_peak_is_one_fragment_each_way_within_the_overlap():
-    config = BandwidthConfig(
-        params=1e9, cycle=100, fragments=10, overlap=4, codec="bf16", link_utilisation=1
-    )
-    # 1.6 Gbit in two of the four steps.
-    assert simulate_bandwidth(config).peak_gbit_per_s == pytest.approx(0.8)
-    crowded = dataclasses.replace(config, cycle=10, overlap=40)
-    result = simulate_bandwidth(crowded)
-    assert result.peak_gbit_per_s == result.decoupled_gbit_per_s
+    for name, value in expected.items():
+        assert getattr(result, name) == pytest.approx(value), name
+    ratio = result.data_parallel_step_seconds / result.decoupled_step_seconds
+    assert result.speedup == ratio
 
 
 @pytest.mark.parametrize("codec", ["int4", "int8", "bf16"])
@@ -60,13 +62,12 @@ def test_the_published_rate_comes_out_at_the_cycle_that_is_shown(codec):
     config = BandwidthConfig(codec=codec, cycle=1000)
     shown = simulate_bandwidth(config)
     ratio = shown.published_at_cycle / config.cycle
-    assert shown.decoupled_gbit_per_s / ratio == pytest.approx(
-        PUBLISHED_DECOUPLED_GBIT_PER_S
-    )
     used = dataclasses.replace(config, link_utilisation=shown.published_at_utilisation)
-    assert simulate_bandwidth(used).decoupled_gbit_per_s == pytest.approx(
-        PUBLISHED_DECOUPLED_GBIT_PER_S
-    )
+    for rate in (
+        shown.decoupled_gbit_per_s / ratio,
+        simulate_bandwidth(used).decoupled_gbit_per_s,
+    ):
+        assert rate == pytest.approx(PUBLISHED_DECOUPLED_GBIT_PER_S)
 
 
 def test_the_formula_is_printed_with_its_terms():
@@ -76,19 +77,6 @@ def test_the_formula_is_printed_with_its_terms():
     assert "gives it with a cycle of" in text
     other = "\n".join(simulate_bandwidth(BandwidthConfig(sites=4)).formulas())
     assert "gives it with a cycle of" not in other
-
-
-def test_links_that_carry_less_make_steps_longer():
-    config = BandwidthConfig(
-        params=1e9, sites=2, cycle=16, codec="bf16", link_utilisation=1, step_seconds=2
-    )
-    # Data-parallel: 16 Gbit a step. Decoupled: 1 Gbit a step.
-    wide = simulate_bandwidth(dataclasses.replace(config, link_gbit_per_s=1))
-    assert wide.data_parallel_step_seconds == pytest.approx(2 + 16)
-    assert (wide.decoupled_step_seconds, wide.speedup) == (2, pytest.approx(9))
-    narrow = simulate_bandwidth(dataclasses.replace(config, link_gbit_per_s=0.25))
-    assert narrow.data_parallel_step_seconds == pytest.approx(2 + 64)
-    assert narrow.decoupled_step_seconds == pytest.approx(4)
 
 
 @pytest.mark.parametrize("link", [2.0, 5.0])
@@ -107,11 +95,12 @@ def test_twelve_billion_over_four_regions_is_as_fast_as_published(link):
 
 @pytest.mark.parametrize("bound", ["low", "high"])
 def test_at_the_bounds_every_result_is_finite(bound):
+    low = bound == "low"
     config = BandwidthConfig(
-        params={"low": 1, "high": PARAMS.high}[bound],
+        params=1 if low else PARAMS.high,
         fragments=1,
         sites=LARGEST,
-        cycle={"low": 1, "high": LARGEST}[bound],
+        cycle=1 if low else LARGEST,
         step_seconds=getattr(STEP_SECONDS, bound),
         overlap=getattr(OVERLAP, bound),
         link_utilisation=getattr(UTILISATION, bound),
@@ -131,15 +120,10 @@ def test_at_the_bounds_every_result_is_finite(bound):
         ({"params": 1e308}, r"params = 1e\+308; .* at most 1e\+15"),
         ({"sites": 0}, r"sites = 0; .* at least 1"),
         ({"overlap": 0}, r"overlap = 0; .* at least 1e-06"),
-        ({"overlap": 1e-320}, r"overlap = 1e-320; .* at least 1e-06"),
         ({"step_seconds": 1e-320}, r"step_seconds = 1e-320; .* at least 1e-06"),
         ({"link_gbit_per_s": 1e-320}, r"link_gbit_per_s = 1e-320; .* at least 1e-06"),
-        ({"link_utilisation": 1e-320}, r"link_utilisation = 1e-320; .* at least"),
         ({"params": 3, "fragments": 24}, r"fragments = 24, but params = 3"),
-        (
-            {"link_utilisation": 1.5},
-            r"link_utilisation = 1.5; .* at most 1",
-        ),
+        ({"link_utilisation": 1.5}, r"link_utilisation = 1.5; .* at most 1"),
     ],
 )
 def test_bad_terms_are_refused_by_name(fields, message):

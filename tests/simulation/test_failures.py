@@ -37,37 +37,42 @@ def life(*waits: float, slices: int = 4, **fields: float) -> list[Segment]:
     return list(segments(slices, model, ScriptedChance(*waits)))
 
 
-def test_an_interruption_stops_the_island_and_costs_a_slice_until_it_returns():
-    assert life(100.0) == [
-        Segment(0, 100, 1.0),
-        Segment(100, 112, 0.0),
-        Segment(112, 220, 0.75),
-        Segment(220, 232, 0.0),
-        Segment(232, math.inf, 1.0),
-    ]
+WHOLE, LESS = Segment(0, 100, 1.0), Segment(100, 112, 0.0)
 
 
-def test_a_slice_that_is_back_is_taken_in_by_whatever_stop_ends_next():
-    # The second interruption, at 215 s, stops the island until 227 s.
-    assert life(100.0, 103.0) == [
-        Segment(0, 100, 1.0),
-        Segment(100, 112, 0.0),
-        Segment(112, 215, 0.75),
-        Segment(215, 227, 0.0),
-        Segment(227, 335, 0.75),
-        Segment(335, 347, 0.0),
-        Segment(347, math.inf, 1.0),
-    ]
-
-
-def test_an_island_without_slices_is_lost_until_one_is_back():
-    assert life(100.0, slices=1) == [
-        Segment(0, 100, 1.0),
-        Segment(100, 112, 0.0, lost=True),
-        Segment(112, 220, 0.0, lost=True),
-        Segment(220, 232, 0.0, lost=True),
-        Segment(232, math.inf, 1.0),
-    ]
+@pytest.mark.parametrize(
+    ("waits", "slices", "expected"),
+    [
+        pytest.param(
+            [100.0],
+            4,
+            [(112, 220, 0.75), (220, 232, 0.0), (232, math.inf, 1.0)],
+            id="a slice less until it returns",
+        ),
+        pytest.param(
+            [100.0, 103.0],
+            4,
+            [
+                (112, 215, 0.75),
+                (215, 227, 0.0),
+                (227, 335, 0.75),
+                (335, 347, 0.0),
+                (347, math.inf, 1.0),
+            ],
+            id="the stop of another interruption takes it in",
+        ),
+        pytest.param(
+            [100.0],
+            1,
+            [(112, 220, 0.0, True), (220, 232, 0.0, True), (232, math.inf, 1.0)],
+            id="lost without slices",
+        ),
+    ],
+)
+def test_an_interruption_stops_the_island_and_costs_a_slice(waits, slices, expected):
+    stop = LESS._replace(lost=slices == 1)
+    later = [Segment(*each) for each in expected]
+    assert life(*waits, slices=slices) == [WHOLE, stop, *later]
 
 
 def test_no_interruptions_come_if_there_is_no_mean_time_between_them():
@@ -140,18 +145,13 @@ def test_an_island_has_the_nearest_whole_number_of_slices():
 NEVER = FailureModel(mtbi_years=0)
 
 
+@pytest.mark.parametrize("computing", [1.0, 0.8])
 @pytest.mark.parametrize("method", [elastic, rigid])
-def test_without_interruptions_nothing_is_lost(method):
-    island = method(1e6, 10.0, NEVER, DAY_S, np.random.default_rng(0))
-    assert goodput([island]) == pytest.approx(1.0)
-    assert uptime([island], DAY_S) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("method", [elastic, rigid])
-def test_waiting_for_each_other_costs_its_share(method):
+def test_without_interruptions_only_waiting_costs(method, computing):
     rng = np.random.default_rng(0)
-    island = method(1e6, 10.0, NEVER, DAY_S, rng, computing=0.8)
-    assert goodput([island]) == pytest.approx(0.8, abs=1e-3)
+    island = method(1e6, 10.0, NEVER, DAY_S, rng, computing=computing)
+    assert goodput([island]) == pytest.approx(computing, abs=1e-3)
+    assert uptime([island], DAY_S) == pytest.approx(1.0)
 
 
 def test_rigid_loses_one_restart_for_every_step_with_an_interruption():

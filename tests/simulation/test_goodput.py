@@ -13,8 +13,9 @@ from diloco_jax.simulation.fleets.failures import FailureModel
 from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 from diloco_jax.simulation.fleets.goodput import (
     GoodputConfig,
+    points,
     simulate_goodput,
-    sweep_goodput,
+    simulated,
     write_csv,
     write_plot,
 )
@@ -77,13 +78,10 @@ def test_data_parallel_reaches_the_published_goodput(method, published):
     assert result.mean.merges == 0
 
 
-def test_published_figures_are_for_their_rate_of_interruptions_only():
-    calm = FailureModel(mtbi_years=2)
-    result = simulate_goodput(GoodputConfig(method="elastic", hours=1, failures=calm))
-    assert result.published is None
-
-
-def test_bounds_hold_all_seeds_and_the_mean():
+def test_a_seed_repeats_its_run_and_bounds_hold_all_seeds():
+    both = simulate_goodput(dataclasses.replace(SHORT, hours=0.5, seeds=2))
+    second = simulate_goodput(dataclasses.replace(SHORT, seed=1))
+    assert both.samples == (simulate_goodput(SHORT).samples[0], second.samples[0])
     result = simulate_goodput(GoodputConfig(method="elastic", seeds=5))
     each = [sample.goodput for sample in result.samples]
     assert len(set(each)) > 1
@@ -91,37 +89,28 @@ def test_bounds_hold_all_seeds_and_the_mean():
     assert result.high.goodput == max(each)
 
 
-def test_a_seed_repeats_its_run_and_another_one_does_not():
-    once, again = simulate_goodput(SHORT), simulate_goodput(SHORT)
-    assert once == again
-    other = simulate_goodput(dataclasses.replace(SHORT, seed=1))
-    assert other.mean != once.mean
-
-
-def test_the_second_seed_of_two_is_the_first_of_the_next():
-    both = simulate_goodput(dataclasses.replace(SHORT, hours=0.5, seeds=2))
-    second = simulate_goodput(dataclasses.replace(SHORT, seed=1))
-    assert both.samples[1] == second.samples[0]
+def compute_goodput(**changes) -> float:
+    return simulate_goodput(dataclasses.replace(SHORT, **changes)).mean.compute_goodput
 
 
 def test_fewer_interruptions_and_more_islands_help():
-    def compute_goodput(**changes) -> float:
-        config = dataclasses.replace(SHORT, method="elastic", hours=24.0, **changes)
-        return simulate_goodput(config).mean.compute_goodput
-
-    assert compute_goodput(chips=150_000) > compute_goodput(chips=1_200_000)
+    few, many = (
+        compute_goodput(method="elastic", hours=24.0, chips=chips)
+        for chips in (150_000, 1_200_000)
+    )
+    assert few > many
     one = simulate_goodput(dataclasses.replace(SHORT, islands=1)).mean
-    assert one.compute_goodput < simulate_goodput(SHORT).mean.compute_goodput - 0.2
+    assert one.compute_goodput < compute_goodput() - 0.2
     assert one.uptime < 0.7
 
 
 def test_spread_makes_one_program_wait_but_not_islands():
     never = dataclasses.replace(SHORT.failures, mtbi_years=0)
-    calm = dataclasses.replace(SHORT, failures=never, step_spread=0.2)
-    islands = simulate_goodput(calm).mean
-    program = simulate_goodput(dataclasses.replace(calm, method="elastic")).mean
-    assert islands.compute_goodput == pytest.approx(1.0, abs=0.02)
-    assert program.compute_goodput < 0.85
+    calm = {"failures": never, "step_spread": 0.2}
+    assert compute_goodput(**calm) == pytest.approx(1.0, abs=0.02)
+    assert compute_goodput(**calm, method="elastic") < 0.85
+    config = GoodputConfig(method="elastic", hours=1, failures=never)
+    assert simulate_goodput(config).published is None, "for their rate alone"
 
 
 def test_islands_are_bounded_where_the_policy_has_them():
@@ -137,10 +126,7 @@ def test_islands_are_bounded_where_the_policy_has_them():
     ("fields", "message"),
     [
         ({"chips": -5}, r"chips = -5; .* at least 1"),
-        ({"islands": 0}, r"islands = 0"),
         ({"hours": 0}, r"hours = 0; .* above 0"),
-        ({"step_spread": -0.1}, r"step_spread = -0.1"),
-        ({"step_spread": 1e9}, r"step_spread = 1000000000.0; .* at most 1"),
         ({"step_spread": math.nan}, r"step_spread = nan; .* at most 1"),
         ({"grace": 5}, r"grace = 5; .* below 1"),
         ({"quorum": 9}, r"quorum = 9, but islands = 8: .* lower quorum or add islands"),
@@ -170,10 +156,13 @@ def test_bad_numbers_are_refused_with_both_values_and_the_remedy(fields, message
         simulate_goodput(GoodputConfig(**fields))
 
 
+def sweep(config, chips, islands):
+    return list(simulated(points(config, chips, islands)))
+
+
 @pytest.fixture(scope="module")
 def results():
-    config = GoodputConfig(hours=0.1, seeds=1)
-    return sweep_goodput(config, chips=(100_000, 200_000), islands=(1, 2))
+    return sweep(GoodputConfig(hours=0.1, seeds=1), (100_000, 200_000), (1, 2))
 
 
 def test_a_sweep_has_every_method_at_every_number_of_chips(results):
@@ -189,7 +178,7 @@ def test_a_sweep_has_every_method_at_every_number_of_chips(results):
 
 def test_too_few_islands_for_quorum_are_left_out():
     config = GoodputConfig(hours=0.1, seeds=1, quorum=2)
-    results = sweep_goodput(config, chips=(100_000,), islands=(1, 2, 4))
+    results = sweep(config, (100_000,), (1, 2, 4))
     assert [(r.config.method, r.config.islands) for r in results] == [
         ("rigid", 1),
         ("elastic", 1),
@@ -198,12 +187,12 @@ def test_too_few_islands_for_quorum_are_left_out():
     ]
     assert [r.config.quorum for r in results[2:]] == [2, 2]
     with pytest.raises(ConfigError, match="quorum = 5, but a sweep has at most 4"):
-        sweep_goodput(dataclasses.replace(config, quorum=5), (100_000,), (1, 2, 4))
+        sweep(dataclasses.replace(config, quorum=5), (100_000,), (1, 2, 4))
 
 
 def test_spread_costs_one_program_as_much_as_it_does_alone():
     config = GoodputConfig(hours=0.5, seeds=1, step_spread=0.5, chips=100_000)
-    results = sweep_goodput(config, chips=(100_000,), islands=(1, 2))
+    results = sweep(config, (100_000,), (1, 2))
     for result in results[:2]:
         method = result.config.method
         alone = dataclasses.replace(config, method=method, islands=2)

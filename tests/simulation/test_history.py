@@ -70,7 +70,7 @@ def record(workdir: Path) -> dict[str, Any]:
         def train(self, positions: np.ndarray, learning_rate: float) -> None:
             self.diary.step_began.append(world.clock.now)
             self.diary.learning_rates.append(learning_rate)
-            self.diary.losses.append(math.nan)
+            self.diary.metrics["loss"].append(math.nan)
 
     world = World(
         config.run,
@@ -175,14 +175,11 @@ def test_tables_are_written_with_their_columns(recorded, tmp_path):
     assert {path.stem for path in tmp_path.iterdir()} == set(COLUMNS)
     head = (tmp_path / "lives.csv").read_text().splitlines()[0]
     assert head == "island,incarnation,began,first_step,ended,steps,end"
-
-
-def test_a_run_without_metrics_has_no_steps_yet(tmp_path):
     record(tmp_path)
-    history = read_history(tmp_path)
-    assert len(history.steps["time"]) == 0
-    assert len(history.merges["time"]) > 10
-    history.plot_timeline()
+    early = read_history(tmp_path)
+    assert len(early.steps["time"]) == 0, "there are no metrics yet"
+    assert len(early.merges["time"]) > 10
+    early.plot_timeline()
 
 
 @pytest.mark.parametrize(("resumed", "ended"), [(False, 4.0), (True, 9.0)])

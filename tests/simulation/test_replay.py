@@ -1,6 +1,8 @@
 """Replay compares bits only where they must be the same."""
 
+import contextlib
 import dataclasses
+from multiprocessing import Pipe
 from pathlib import Path
 
 import jax
@@ -22,11 +24,11 @@ from diloco_jax.config import (
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.models import transformer
+from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Contribution, Record, Version
-from diloco_jax.simulation.replay import replay
+from diloco_jax.simulation.replay import replay, worker
 from diloco_jax.simulation.replay.recording import (
     SAME_BITS,
-    Digests,
     Life,
     RecordedMerge,
     Recording,
@@ -46,17 +48,12 @@ RUN = RunConfig(
 )
 
 
-class Worker:
+class Worker(contextlib.nullcontext):
     """One that is never asked for anything."""
 
     def __init__(self, run, recorded):
+        super().__init__(self)
         self.environment = before_jax.describe_environment()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        """See `replay_pipe.Worker`."""
 
 
 @pytest.fixture
@@ -81,24 +78,25 @@ def recording(tmp_path, monkeypatch):
     part = Contribution(
         island="a", incarnation=1, tick=1, start=0, end=1, tokens=16, base=Version()
     )
-    merge = RecordedMerge(
-        line=6,
-        number=1,
+    made = Merged(
         fragment=0,
         version=Version(1, 1),
+        tick=1,
         final=False,
         contributions=(part,),
         share=1.0,
-        digests=Digests(publish=""),
+        verdicts={},
+        digest="",
+        payload_bytes=0,
     )
     return Recording(
         workdir=tmp_path,
         config=Config(run=run),
         plan_digest=plan_fragments(model.shapes(), model.axes, 1).digest(),
         coordinators=({**here, "merge_route": "xla"},),
-        merges=(merge,),
+        merges=(RecordedMerge(6, 1, made),),
         merges_on_tape=1,
-        recoveries=(),
+        between=(),
         lives={WHO: life},
     )
 
@@ -106,14 +104,6 @@ def recording(tmp_path, monkeypatch):
 def test_all_is_well_here(recording):
     with replay.Replay(recording) as repeated, pytest.raises(AttributeError):
         next(repeated.merges())  # it gets as far as commanding its worker
-
-
-@pytest.mark.parametrize("fact", SAME_BITS)
-def test_another_coordinators_machine_is_refused(recording, fact):
-    there = {**recording.coordinators[0], fact: "another"}
-    recording = dataclasses.replace(recording, coordinators=(there,))
-    with pytest.raises(ConfigError, match=f"coordinator had {fact} = 'another', here"):
-        replay.Replay(recording)
 
 
 @pytest.mark.parametrize("route", ["xla", "native"])
@@ -129,11 +119,11 @@ def test_each_life_of_the_coordinator_has_its_route(recording):
     recording = dataclasses.replace(
         recording,
         coordinators=(first, {**first, "merge_route": "native"}),
-        recoveries=(Recovery(merges=0, snapshot_versions=(Version(),)),),
+        between=(Recovery(0, {0: Version()}),),
     )
     with replay.Replay(recording) as repeated:
         assert repeated._store.describe()["merge_route"] == "xla"
-        repeated._recover(recording.recoveries[0])
+        repeated._recover(recording.between[0])
         assert repeated._store.describe()["merge_route"] == "native"
 
 
@@ -150,9 +140,11 @@ def test_a_route_that_is_not_to_be_had_is_refused(recording, route, monkeypatch)
 
 
 @pytest.mark.parametrize("fact", SAME_BITS)
-def test_another_islands_machine_is_refused(recording, fact):
-    life = recording.lives[WHO]
-    life.environment = {**life.environment, fact: "another"}
+def test_another_machine_is_refused(recording, fact):
+    there = {**recording.coordinators[0], fact: "another"}
+    with pytest.raises(ConfigError, match=f"coordinator had {fact} = 'another', here"):
+        replay.Replay(dataclasses.replace(recording, coordinators=(there,)))
+    recording.lives[WHO].environment |= {fact: "another"}
     with (
         replay.Replay(recording) as repeated,
         pytest.raises(ConfigError, match=f"incarnation 1 had {fact} = 'another', here"),
@@ -160,22 +152,20 @@ def test_another_islands_machine_is_refused(recording, fact):
         next(repeated.merges())
 
 
-def test_the_hosts_of_a_tpu_slice_are_not_here(recording):
+@pytest.mark.parametrize(
+    ("environment", "config", "message"),
+    [
+        ({"platform": "tpu", "processes": 4}, {}, "computed on 4 hosts with tpu"),
+        ({}, {"batch_size": 99, "mesh_data": 99}, "computed on 99 devices, here"),
+    ],
+)
+def test_what_is_not_here_is_refused(recording, environment, config, message):
     life = recording.lives[WHO]
-    life.environment = {**life.environment, "platform": "tpu", "processes": 4}
+    life.environment |= environment
+    life.config = dataclasses.replace(life.config, **config)
     with (
         replay.Replay(recording) as repeated,
-        pytest.raises(ConfigError, match="incarnation 1 computed on 4 hosts with tpu"),
-    ):
-        next(repeated.merges())
-
-
-def test_fewer_devices_are_refused(recording):
-    life = recording.lives[WHO]
-    life.config = IslandConfig(batch_size=99, mesh_data=99)
-    with (
-        replay.Replay(recording) as repeated,
-        pytest.raises(ConfigError, match="incarnation 1 computed on 99 devices, here"),
+        pytest.raises(ConfigError, match=f"incarnation 1 {message}"),
     ):
         next(repeated.merges())
 
@@ -218,3 +208,36 @@ def test_other_fragments_are_refused(recording):
     recording = dataclasses.replace(recording, plan_digest="feed")
     with pytest.raises(ConfigError, match="digest feed, here it is"):
         replay.Replay(recording)
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """(its end, ours), of a process that is like this one."""
+    monkeypatch.setattr(worker.compilation, "use_cache", lambda folder: None)
+    theirs, ours = Pipe()
+    ours.send((RunConfig(), None))
+    ours.send((WHO, "judge", (0, "settled")))
+    yield theirs, ours
+    theirs.close()
+    ours.close()
+
+
+@pytest.mark.parametrize("ends", ["at once", "at a call", "interrupted"])
+def test_a_worker_that_is_not_needed_ends_without_a_word(pipe, monkeypatch, ends):
+    theirs, ours = pipe
+
+    def carry_out(*call):
+        ours.close()
+        if ends == "interrupted":
+            raise KeyboardInterrupt
+        return b"a delta"
+
+    monkeypatch.setattr(worker.Copies, "carry_out", carry_out)
+    if ends == "at once":
+        ours.close()
+    worker.serve(theirs)
+
+
+def test_what_is_wrong_in_a_worker_is_told(pipe):
+    with pytest.raises(KeyError, match="incarnation=1"):
+        worker.serve(pipe[0])

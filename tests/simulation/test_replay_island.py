@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 from pathlib import Path
 
 import jax
@@ -12,7 +13,6 @@ from msgspec.structs import replace
 from diloco_jax.config import Config, IslandConfig, ModelConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.core.fragment_merge import FragmentState, MergeMeasures, MergeResult
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.batches import BatchReader, LeasedPositions
 from diloco_jax.data.corpus import Windows
@@ -25,10 +25,9 @@ from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
+from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Record, Span, Version
-from diloco_jax.simulation.replay.island import PublishedVersions, ReplayedIsland
 from diloco_jax.simulation.replay.recording import (
-    Digests,
     Life,
     RecordedMerge,
     Recording,
@@ -36,7 +35,8 @@ from diloco_jax.simulation.replay.recording import (
     TapedRecord,
     Who,
 )
-from diloco_jax.simulation.replay.worker import Call, Copies, decode, encode
+from diloco_jax.simulation.replay.replay import ReplayedIsland, UsedVersions
+from diloco_jax.simulation.replay.worker import Copies
 
 ISLAND = IslandConfig(batch_size=2)
 RUN = RunConfig(
@@ -163,9 +163,11 @@ class Here:
     def __init__(self, run):
         self._copies = Copies(run)
 
-    def ask(self, who, method, *arguments):
-        call = decode(encode(Call(who, method, list(arguments))), Call)
-        return decode(encode(self._copies.carry_out(call)), object)
+    def ask(self, *call):
+        who, method, *arguments = pickle.loads(pickle.dumps(call))
+        return pickle.loads(
+            pickle.dumps(self._copies.carry_out(who, method, arguments))
+        )
 
     send = ask
 
@@ -270,11 +272,9 @@ def life(name, *adopted):
         Record(seq=n, kind="adopted", step=n - 1, fragment=0, version=version)
         for n, version in enumerate(adopted, start=1)
     ]
-    return Life(
+    return dataclasses.replace(
+        live(RUN).life(),
         who=Who(name, 1),
-        config=IslandConfig(),
-        environment={},
-        total_tokens=1,
         records=[TapedRecord(record.seq, record) for record in records],
     )
 
@@ -283,62 +283,49 @@ def anchor(number):
     return (np.full(2, number, np.float32), np.full(1, number, np.float32))
 
 
-@pytest.fixture
-def published():
+def made(number):
+    return Merged(
+        fragment=0,
+        version=V[number],
+        tick=number,
+        final=False,
+        contributions=(),
+        share=1.0,
+        verdicts={},
+        digest="",
+        payload_bytes=0,
+    )
+
+
+def test_each_use_on_the_tape_is_served_once():
     """One fragment, four versions; one island begins with the first and adopts the
     others, one begins with the third; a coordinator came back with the second."""
-    merges = tuple(
-        RecordedMerge(
-            line=n,
-            number=n,
-            fragment=0,
-            version=V[n],
-            final=False,
-            contributions=(),
-            share=1.0,
-            digests=Digests(publish=""),
-        )
-        for n in (1, 2, 3)
-    )
     lives = [life("a", V[0], V[1], V[3]), life("b", V[2])]
     recording = Recording(
         workdir=Path(),
         config=Config(),
         plan_digest="",
         coordinators=(),
-        merges=merges,
+        merges=tuple(RecordedMerge(n, n, made(n)) for n in (1, 2, 3)),
         merges_on_tape=3,
-        recoveries=(Recovery(merges=1, snapshot_versions=(V[0],)),),
+        between=(Recovery(1, {0: V[0]}),),
         lives={life.who: life for life in lives},
     )
-    published = PublishedVersions(recording, [anchor(0)])
-    for n in (1, 2, 3):
-        merged = MergeResult(
-            state=FragmentState((), anchor(n), None, ()),
-            payload=b"%d" % n,
-            norm=0.0,
-            measures=MergeMeasures(),
-            sample=(),
-            directions=(),
-        )
-        published.keep(0, V[n], merged)
-    return published
-
-
-def test_each_use_on_the_tape_is_served_once(published):
-    assert published.anchor(0, V[0]) == np.zeros(3, np.float32).tobytes()
-    assert published.anchor(0, V[2]) == np.full(3, 2, np.float32).tobytes()
-    assert published.publish(0, V[1]) == b"1"
-    assert published.chain(0, V[0], V[1]) == [b"1"]
-    assert published.chain(0, V[1], V[3]) == [b"2", b"3"]
+    used = UsedVersions(recording)
+    for n in range(4):
+        used.keep(("anchor", 0, V[n]), anchor(n))
+        used.keep(("publish", 0, V[n]), b"%d" % n)
+        used.keep(("snapshot", 0, V[n]), n)
+    for version in (V[1], V[3]):
+        with pytest.raises(KeyError):
+            used.anchor(0, version)
+    assert used.anchor(0, V[0]) == np.zeros(3, np.float32).tobytes()
+    assert used.anchor(0, V[2]) == np.full(3, 2, np.float32).tobytes()
+    assert used.take(("snapshot", 0, V[0])) == 0
+    assert used.take(("publish", 0, V[1])) == b"1"
+    assert used.chain(0, V[0], V[1]) == [b"1"]
+    assert used.chain(0, V[1], V[3]) == [b"2", b"3"]
     for version in V[:4]:
-        with pytest.raises(KeyError):
-            published.anchor(0, version)
-        with pytest.raises(KeyError):
-            published.publish(0, version)
-
-
-@pytest.mark.parametrize("version", [V[1], V[3]])
-def test_what_nobody_needs_is_not_kept(published, version):
-    with pytest.raises(KeyError):
-        published.anchor(0, version)
+        for kind in ("anchor", "publish", "snapshot"):
+            with pytest.raises(KeyError):
+                used.take((kind, 0, version))

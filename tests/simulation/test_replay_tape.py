@@ -21,7 +21,7 @@ from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import Version
-from diloco_jax.simulation.replay.recording import Digests, Who, read_recording
+from diloco_jax.simulation.replay.recording import Recovery, Who, read_recording
 
 DIGESTED = {"kind": "digested", "fragment": 0, "version": [1, 1], "digest": "theta"}
 
@@ -35,14 +35,16 @@ def workdir(tmp_path):
 def test_all_that_replay_needs_is_read(workdir):
     write(workdir)
     recording = read_recording(workdir)
-    assert [(m.number, m.fragment, m.version, m.digests) for m in recording.merges] == [
-        (1, 0, Version(1, 1), Digests(publish="0.1")),
-        (2, 1, Version(1, 1), Digests(publish="1.1")),
-        (3, 0, Version(1, 2), Digests(publish="0.2")),
+    assert [
+        (m.number, m.made.fragment, m.made.version, m.made.digest)
+        for m in recording.merges
+    ] == [
+        (1, 0, Version(1, 1), "0.1"),
+        (2, 1, Version(1, 1), "1.1"),
+        (3, 0, Version(1, 2), "0.2"),
     ]
-    (recovery,) = recording.recoveries
-    assert recovery.merges == 2
-    assert recovery.snapshot_versions == (Version(1, 1), Version(1, 0))
+    starts = {0: Version(1, 1), 1: Version(1, 0)}
+    assert recording.between == (Recovery(2, starts),)
     lives = recording.lives
     assert lives[Who("a", 1)].begins() == [Version(1, 0)] * 2
     assert lives[Who("a", 2)].begins() == [Version(1, 1)] * 2
@@ -55,17 +57,17 @@ def test_all_that_replay_needs_is_read(workdir):
 def test_the_digest_of_the_parameters_follows_its_merge(workdir):
     write(workdir, [*TAPE[:10], DIGESTED, *TAPE[10:]])
     first, *others = read_recording(workdir).merges
-    assert first.digests == Digests(publish="0.1", parameters="theta")
-    assert {merge.digests.parameters for merge in others} == {""}
+    assert (first.made.digest, first.parameters) == ("0.1", "theta")
+    assert {merge.parameters for merge in others} == {""}
 
 
 def test_until_needs_no_more_than_its_merges(workdir):
     write(workdir, TAPE[:-1])
     recording = read_recording(workdir, until=1)
     assert (len(recording.merges), recording.merges_on_tape) == (1, 3)
-    assert (recording.recoveries, list(recording.lives)) == ((), [Who("a", 1)])
+    assert (recording.between, list(recording.lives)) == ((), [Who("a", 1)])
     assert len(recording.lives[Who("a", 1)].records) == 4
-    assert len(read_recording(workdir, until=3).recoveries) == 1
+    assert len(read_recording(workdir, until=3).between) == 1
 
 
 def test_each_incarnation_has_the_tokens_of_its_time(workdir):
@@ -85,20 +87,18 @@ def test_each_incarnation_has_the_tokens_of_its_time(workdir):
         read_recording(workdir)
 
 
-@pytest.mark.parametrize("until", [0, 4])
-def test_a_merge_that_is_not_there_cannot_be_the_last(workdir, until):
-    write(workdir)
-    with pytest.raises(ConfigError, match=f"until {until}.*1 to 3"):
+@pytest.mark.parametrize(
+    ("tape", "until", "message"),
+    [
+        (TAPE, 0, "--until 0.*merges 1 to 3; choose one"),
+        (TAPE, 4, "--until 4.*merges 1 to 3; choose one"),
+        *((TAPE[:1], until, "line 1 without a merge: .*; give") for until in (None, 1)),
+    ],
+)
+def test_a_merge_that_is_not_there_cannot_be_repeated(workdir, tape, until, message):
+    write(workdir, tape)
+    with pytest.raises(ConfigError, match=message):
         read_recording(workdir, until=until)
-
-
-@pytest.mark.parametrize("until", [None, 0, 1])
-def test_a_tape_without_a_merge_has_nothing_to_repeat(workdir, until):
-    write(workdir, TAPE[:1])
-    with pytest.raises(ConfigError) as caught:
-        read_recording(workdir, until=until)
-    assert "ends after line 1 without a merge" in str(caught.value)
-    assert "--until" not in str(caught.value)
 
 
 # ---- lines changed, with the chain as it was ---------------------------------------
@@ -129,18 +129,29 @@ def test_a_changed_line_is_named(workdir, change, bad):
 # ---- the wrong workdir --------------------------------------------------------------
 
 
-def test_a_workdir_of_another_version_is_refused(workdir):
-    write(workdir, altered(0, lambda r: r["environment"].update(diloco_jax="0.0.9")))
-    with pytest.raises(ConfigError, match=r"diloco_jax 0\.0\.9, this is"):
-        read_recording(workdir)
+OTHER = dataclasses.replace(CONFIG, run=RunConfig(seed=1))
+TERM = {"kind": "term", "term": 2, "run_id": "r"}
 
 
-def test_a_config_of_another_run_is_refused(workdir):
-    write(workdir)
-    other = dataclasses.replace(CONFIG, run=RunConfig(seed=1))
-    write_config_json(other, workdir / "config.json")
-    prints = f"{CONFIG.run.fingerprint()}.*{other.run.fingerprint()}"
-    with pytest.raises(ConfigError, match=prints):
+@pytest.mark.parametrize(
+    ("tape", "config", "message"),
+    [
+        (
+            altered(0, lambda r: r["environment"].update(diloco_jax="0.0.9")),
+            CONFIG,
+            r"diloco_jax 0\.0\.9, this is",
+        ),
+        (TAPE, OTHER, f"{CONFIG.run.fingerprint()}.*{OTHER.run.fingerprint()}"),
+        ([TERM, *TAPE[1:]], CONFIG, r"is of term 2 of run r, .* lost its state"),
+        (None, CONFIG, r"no tape\.jsonl"),
+    ],
+    ids=["another version", "another run", "a later term", "no run"],
+)
+def test_the_wrong_workdir_is_refused(workdir, tape, config, message):
+    write_config_json(config, workdir / "config.json")
+    if tape is not None:
+        write(workdir, tape)
+    with pytest.raises(ConfigError, match=message):
         read_recording(workdir)
 
 
@@ -150,18 +161,6 @@ def test_a_config_with_unknown_fields_is_refused(workdir):
     fields["run"]["sync"]["quorums"] = 1
     (workdir / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=r"quorums.*quorum"):
-        read_recording(workdir)
-
-
-def test_a_tape_of_a_later_term_is_refused(workdir):
-    term = {"kind": "term", "term": 2, "run_id": "r"}
-    write(workdir, [term, *TAPE[1:]])
-    with pytest.raises(ConfigError, match=r"is of term 2 of run r, .* lost its state"):
-        read_recording(workdir)
-
-
-def test_a_folder_without_a_run_is_refused(workdir):
-    with pytest.raises(ConfigError, match=r"no tape\.jsonl"):
         read_recording(workdir)
 
 

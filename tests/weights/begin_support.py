@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from diloco_jax.config import (
-    Config,
-)
+from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
 from diloco_jax.weights.first import started_from

@@ -7,35 +7,34 @@ from pathlib import Path
 
 import pytest
 import tiny
+from begin_support import begun
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import reference_forward as reference
 
 from diloco_jax import cli
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
-from diloco_jax.config.resolving import resolve
-from diloco_jax.coordinator import main
+
+
+def config_of(folder: Path) -> Config:
+    """A run of bytes."""
+    text = folder / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("one line of text\n" * 2000)
+    run = RunConfig(
+        model=tiny.UNLIKE,
+        data=DataConfig(paths=(str(text),)),
+        sync=SyncConfig(fragments=3),
+        sequence_length=tiny.SEQUENCE_LENGTH,
+    )
+    return Config(run=run, islands={"a": IslandConfig()})
 
 
 @pytest.fixture(scope="package")
 def workdir(tmp_path_factory):
     """The workdir of a run of bytes that has begun."""
     folder = tmp_path_factory.mktemp("tasks")
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text("one line of text\n" * 2000)
-    run = RunConfig(
-        model=tiny.UNLIKE,
-        data=DataConfig(paths=(str(folder / "text"),)),
-        sync=SyncConfig(fragments=3),
-        sequence_length=tiny.SEQUENCE_LENGTH,
-    )
-    config = resolve(Config(run=run, islands={"a": IslandConfig()}).validate())
-    coordinator = main.Coordinator(config, folder / "run", init=True)
-    try:
-        coordinator.start()
-    finally:
-        coordinator.close()
-    return folder / "run"
+    return begun(config_of(folder), "", folder / "run")
 
 
 @pytest.fixture(scope="package")
@@ -48,13 +47,4 @@ def exported(workdir):
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.txt").write_text("one line of text\n" * 2000)
-    run = RunConfig(
-        model=tiny.UNLIKE,
-        data=DataConfig(paths=(str(text),)),
-        sync=SyncConfig(fragments=3),
-        sequence_length=tiny.SEQUENCE_LENGTH,
-    )
-    return Config(run=run, islands={"a": IslandConfig()})
+    return config_of(tmp_path)

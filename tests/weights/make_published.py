@@ -5,6 +5,7 @@ In an environment with torch and transformers (2.13.0 and 5.24.0 made these file
 tokenizers trained here, so the files are of this project alone. What is kept of the
 originals: the keys of config.json with their values but for sizes, places of tokens,
 names and shards of the tensors, and the kind of the tokenizer with its special words.
+Each folder's config.json stays as it is, but for the tokens; all else is made anew.
 
 Seen as published, as copied into these public repositories:
 
@@ -30,36 +31,15 @@ refused.
 """
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("published")
 PROMPTS = ("The cat sat on", "def main():\n    ", " 12 dogs, naïve 東京")
 CONTINUED = 12
-SMALL = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
-PLAIN = {"attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02}
-MADE = {"torch_dtype": "bfloat16", "use_cache": True}
-SILU = {"hidden_act": "silu"}
-VISION = {
-    "hidden_size": 8,
-    "image_size": 28,
-    "intermediate_size": 8,
-    "model_type": "siglip_vision_model",
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "patch_size": 14,
-    "vision_use_head": False,
-}
+WORDS, LENGTH = 320, 256
+"""Words of the tokenizers, and tokens of the longest text."""
+GEMMAS = ("gemma3", "gemma3_text")
 BYTES = {
     # Special words, first ones and added ones; start, end, ends of generation.
     "llama3": (
@@ -121,7 +101,7 @@ def tokenizer(name, folder):
             parts.append(decoders.Strip(" ", 1, 0))
         made.decoder = decoders.Sequence(parts)
         first, alphabet = [*first, *(f"<0x{byte:02X}>" for byte in range(256))], []
-    size = SMALL["vocab_size"] - len(added) - (8 if name == "qwen3" else 0)
+    size = WORDS - len(added) - (8 if name == "qwen3" else 0)
     trainer = trainers.BpeTrainer(
         vocab_size=size + (name == "gemma3_text"),
         special_tokens=first,
@@ -145,7 +125,7 @@ def tokenizer(name, folder):
     said = {
         "bos_token": None if name == "qwen3" else start,
         "eos_token": end,
-        "model_max_length": SMALL["max_position_embeddings"],
+        "model_max_length": LENGTH,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
@@ -156,113 +136,10 @@ def tokenizer(name, folder):
 
 
 def config(name, start, end, ends):
-    """Return config.json in the published layout."""
-    ids = {"bos_token_id": start, "eos_token_id": end}
-    if name == "llama3":
-        scaling = {
-            "factor": 32.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 64,
-            "rope_type": "llama3",
-        }
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **{**PLAIN, **MADE, **SMALL, **SILU, **ids},
-            "mlp_bias": False,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": scaling,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-            "transformers_version": "4.45.0.dev0",
-        }
-    if name == "qwen3":
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            **{**PLAIN, **MADE, **SMALL, **SILU, **ids},
-            "max_window_layers": 36,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
-            "rope_theta": 5000000,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-            "transformers_version": "4.51.0",
-            "use_sliding_window": False,
-        }
-    if name == "smollm2":
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **{**PLAIN, **MADE, **SMALL, **SILU, **ids},
-            "is_llama_config": True,
-            "mlp_bias": False,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_interleaved": False,
-            "rope_scaling": None,
-            "rope_theta": 100000,
-            "tie_word_embeddings": True,
-            "transformers_version": "4.48.0",
-        }
-    if name == "mistral":
-        return {
-            "architectures": ["MistralForCausalLM"],
-            "model_type": "mistral",
-            **{**MADE, **SMALL, **SILU, **ids},
-            "attention_dropout": 0.0,
-            "initializer_range": 0.02,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 1000000.0,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-            "transformers_version": "4.43.3",
-        }
-    if name == "gemma3_text":
-        return {
-            "architectures": ["Gemma3ForCausalLM"],
-            "model_type": "gemma3_text",
-            **{**PLAIN, **MADE, **SMALL, "num_hidden_layers": 3},
-            "attn_logit_softcapping": None,
-            "bos_token_id": start,
-            "cache_implementation": "hybrid",
-            "eos_token_id": ends,
-            "final_logit_softcapping": None,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "pad_token_id": 0,
-            "query_pre_attn_scalar": SMALL["head_dim"],
-            "rms_norm_eps": 1e-06,
-            "rope_local_base_freq": 10000,
-            "rope_scaling": None,
-            "rope_theta": 1000000,
-            "sliding_window": 4,
-            "sliding_window_pattern": 2,
-            "transformers_version": "4.50.0.dev0",
-        }
-    text = {
-        **{**SMALL, "num_hidden_layers": 3, "vocab_size": SMALL["vocab_size"] + 64},
-        "model_type": "gemma3_text",
-        "query_pre_attn_scalar": SMALL["head_dim"],
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 4,
-        "sliding_window_pattern": 2,
-    }
-    return {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "boi_token_index": 4,
-        "eoi_token_index": 5,
-        "eos_token_id": ends,
-        "image_token_index": SMALL["vocab_size"] - 1,
-        "initializer_range": 0.02,
-        "mm_tokens_per_image": 1,
-        "text_config": text,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.50.0.dev0",
-        "vision_config": VISION,
-    }
+    """Return the config.json that is kept, in the published layout, with the tokens."""
+    found = json.loads((FOLDER / name / "config.json").read_text())
+    ids = {"bos_token_id": start, "eos_token_id": ends if name in GEMMAS else end}
+    return found | {key: value for key, value in ids.items() if key in found}
 
 
 def continued(folder, prompts=PROMPTS):
@@ -309,8 +186,9 @@ def main():
 
     for name in (*BYTES, *PIECES):
         folder = FOLDER / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        for path in folder.iterdir():
+            if path.name != "config.json":
+                path.unlink()
         settings = config(name, *tokenizer(name, folder))
         text = json.dumps(settings, indent=2) + "\n"
         (folder / "config.json").write_text(text)

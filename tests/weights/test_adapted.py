@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from begin_support import FAMILIES, NAMES
+from begin_support import begun as begun_run
 from safetensors.numpy import load_file
 
 from diloco_jax import cli, emulate
@@ -25,7 +27,6 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve, resolve_outer
-from diloco_jax.coordinator import main
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models import transformer
@@ -34,10 +35,8 @@ from diloco_jax.weights import adapted, tensor_files
 from diloco_jax.weights.adapted import ADAPTER_CONFIG, ADAPTER_TENSORS, write_adapter
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import first_params, started_from
-from diloco_jax.weights.tasks import open_speaker
+from diloco_jax.weights.tasks import open_model
 
-FAMILIES = Path(__file__).parents[1] / "models" / "families"
-NAMES = sorted(path.name for path in FAMILIES.iterdir())
 RANK, ALPHA = 3, 6.0
 
 
@@ -188,13 +187,8 @@ def begun(tmp_path) -> tuple[Config, Path]:
     text.write_text("one line of text\n" * 2000)
     run = run_of("smollm2")
     run = dataclasses.replace(run, data=DataConfig(paths=(str(text),)))
-    config, workdir = resolve(Config(run=run).validate()), tmp_path / "run"
-    coordinator = main.Coordinator(config, workdir, init=True)
-    try:
-        coordinator.start()
-    finally:
-        coordinator.close()
-    return config, workdir
+    config = resolve(Config(run=run).validate())
+    return config, begun_run(config, "", tmp_path / "run")
 
 
 def test_a_run_leaves_as_adapters_or_merged(begun, tmp_path):
@@ -216,10 +210,10 @@ def test_a_run_leaves_as_adapters_or_merged(begun, tmp_path):
 
 def test_what_a_run_with_adapters_says_is_what_they_are_merged_to(begun):
     config, workdir = begun
-    speaker = open_speaker(workdir)
+    text_model = open_model(workdir)
     plain = adapted.base_run(config.run)
     wanted = first_params(plain, build(plain))
-    jax.tree.map(np.testing.assert_array_equal, speaker.params, wanted)
+    jax.tree.map(np.testing.assert_array_equal, text_model.params, wanted)
 
 
 def test_a_run_without_adapters_has_nothing_to_merge(tmp_path):

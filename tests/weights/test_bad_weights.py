@@ -12,9 +12,7 @@ from begin_support import FAMILIES, begun
 from safetensors.numpy import load_file, save_file
 
 from diloco_jax import cli, run_files
-from diloco_jax.config import (
-    ConfigError,
-)
+from diloco_jax.config import ConfigError
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
 from diloco_jax.files import POINTER, StorageAway
@@ -24,29 +22,19 @@ from diloco_jax.weights.first import started_from
 from diloco_jax.workdir import read_config
 
 
-def without(folder: Path) -> None:
+def tensors(folder: Path, change) -> None:
+    """Change the tensors of a folder."""
     found = load_file(folder / "model.safetensors")
-    del found["model.layers.1.mlp.up_proj.weight"]
+    change(found)
     save_file(found, folder / "model.safetensors")
 
 
-def surplus(folder: Path) -> None:
-    found = load_file(folder / "model.safetensors")
-    found["model.layers.7.mlp.up_proj.weight"] = found["model.norm.weight"]
-    save_file(found, folder / "model.safetensors")
+def cast(found, name, to) -> None:
+    found[name] = np.ascontiguousarray(to(found[name]))
 
 
-def misshapen(folder: Path) -> None:
-    found = load_file(folder / "model.safetensors")
-    name = "model.layers.2.self_attn.q_proj.weight"
-    found[name] = np.ascontiguousarray(found[name].T)
-    save_file(found, folder / "model.safetensors")
-
-
-def integers(folder: Path) -> None:
-    found = load_file(folder / "model.safetensors")
-    found["model.norm.weight"] = found["model.norm.weight"].astype(np.int32)
-    save_file(found, folder / "model.safetensors")
+NORM, QUERY = "model.norm.weight", "model.layers.2.self_attn.q_proj.weight"
+UP = "model.layers.{}.mlp.up_proj.weight"
 
 
 def truncated(folder: Path) -> None:
@@ -58,14 +46,6 @@ def gone(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def unknown(folder: Path) -> None:
-    change(folder, model_type="quen3")
-
-
-def capped(folder: Path) -> None:
-    change(folder, final_logit_softcapping=30.0)
-
-
 def change(folder: Path, **settings) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
@@ -74,14 +54,32 @@ def change(folder: Path, **settings) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (without, r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"),
-        (surplus, r"the tensor model\.layers\.7\.mlp\.up_proj\.weight and 0 others"),
-        (misshapen, r"q_proj\.weight has shape \(32, 64\), .* says \(64, 32\)"),
-        (integers, r"model\.norm\.weight is I32; weights are read as F32, BF16"),
+        (
+            lambda f: tensors(f, lambda t: t.pop(UP.format(1))),
+            r"no tensor model\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        (
+            lambda f: tensors(f, lambda t: t.update({UP.format(7): t[NORM]})),
+            r"the tensor model\.layers\.7\.mlp\.up_proj\.weight and 0 others",
+        ),
+        (
+            lambda f: tensors(f, lambda t: cast(t, QUERY, np.transpose)),
+            r"q_proj\.weight has shape \(32, 64\), .* says \(64, 32\)",
+        ),
+        (
+            lambda f: tensors(f, lambda t: cast(t, NORM, np.int32)),
+            r"model\.norm\.weight is I32; weights are read as F32, BF16",
+        ),
         (truncated, r"model\.safetensors is no whole safetensors file \(.*\); copy it"),
         (gone, r"there is no .*model\.safetensors"),
-        (unknown, r"'quen3' is no known family; did you mean 'qwen3'"),
-        (capped, r"final_logit_softcapping = 30\.0; .* has None"),
+        (
+            lambda f: change(f, model_type="quen3"),
+            r"'quen3' is no known family .did you mean 'qwen3'",
+        ),
+        (
+            lambda f: change(f, final_logit_softcapping=30.0),
+            r"final_logit_softcapping = 30\.0; .* has None",
+        ),
     ],
 )
 def test_bad_weights_are_named_before_a_run_begins(

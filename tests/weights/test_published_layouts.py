@@ -35,7 +35,7 @@ from diloco_jax.models.generation import generate
 from diloco_jax.weights import adapted
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import end_tokens, first_params, started_from
-from diloco_jax.weights.tasks import open_speaker
+from diloco_jax.weights.tasks import open_model
 from diloco_jax.workdir import read_config
 
 FOLDER = make_published.FOLDER
@@ -46,15 +46,15 @@ TIMEOUT_S = 300
 
 def continued(folder: Path) -> list[dict]:
     """As `make_published.continued`, by this project."""
-    speaker, found = open_speaker(folder), []
+    text_model, found = open_model(folder), []
     for prompt in make_published.PROMPTS:
-        tokens = speaker.encode(prompt)
+        tokens = text_model.encode(prompt)
         made = generate(
-            speaker.model,
-            speaker.params,
+            text_model.model,
+            text_model.params,
             tokens,
             make_published.CONTINUED,
-            ends=speaker.ends,
+            ends=text_model.ends,
         )
         found.append({"prompt": tokens, "tokens": [int(token) for token in made]})
     return found
@@ -117,13 +117,13 @@ def test_what_is_trained_leaves_as_what_was_trained(
     )
     out = tmp_path / "out"
     export(read_config(workdir), workdir, out, merged=bool(rank))
-    speaker = open_speaker(out)
+    text_model = open_model(out)
     whole = adapted.merged(run, learnt.params) if rank else learnt.params
     plain = adapted.base_run(resolve(config).run)
     before = first_params(plain, build(plain))
-    same = jax.tree.map(lambda a, b: bool((a == b).all()), speaker.params, whole)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), text_model.params, whole)
     assert all(jax.tree.leaves(same))
-    moved = jax.tree.map(lambda a, b: bool((a != b).any()), speaker.params, before)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), text_model.params, before)
     assert any(jax.tree.leaves(moved))
     assert end_tokens(out) == end_tokens(FOLDER / name)
     assert (out / "tokenizer.json").is_file()

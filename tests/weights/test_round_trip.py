@@ -13,11 +13,7 @@ from begin_support import FAMILIES, NAMES, QUICKSTART, begun
 from safetensors.numpy import load_file, save_file
 
 from diloco_jax import checkpoint, cli
-from diloco_jax.config import (
-    Config,
-    ConfigError,
-    SyncConfig,
-)
+from diloco_jax.config import Config, ConfigError, SyncConfig
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.core.fragments import get_piece, plan_fragments

@@ -19,7 +19,7 @@ from diloco_jax.models.generation import Cache, generate, make_decode
 from diloco_jax.models.presets import preset
 from diloco_jax.weights import tensor_files
 from diloco_jax.weights.first import first_pieces, started_from
-from diloco_jax.weights.tasks import open_speaker
+from diloco_jax.weights.tasks import open_model
 
 FOLDER = Path(os.environ.get("SMOLLM2", ""))
 pytestmark = pytest.mark.skipif(
@@ -35,8 +35,8 @@ CONTINUED = 12
 
 
 @pytest.fixture(scope="module")
-def speaker():
-    return open_speaker(FOLDER)
+def text_model():
+    return open_model(FOLDER)
 
 
 @pytest.fixture(scope="module")
@@ -44,39 +44,39 @@ def formulas():
     return reference.load(FOLDER)
 
 
-def test_it_is_the_preset(speaker):
+def test_it_is_the_preset(text_model):
     config = Config(run=RunConfig(), islands={"a": IslandConfig()})
     run = started_from(config, f"hf:{FOLDER}").run
-    assert speaker.model == preset("smollm2_135m")
+    assert text_model.model == preset("smollm2_135m")
     pieces = first_pieces(run, None)
     there = tensor_files.read_tensors(FOLDER)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(pieces["embedding"][:99], there[:99])
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_logits_are_those_of_the_formulas(prompt, speaker, formulas):
-    tokens = np.array([speaker.encode(prompt)])
-    cache = Cache.empty(speaker.model, 1, tokens.shape[1], "float32")
-    found, _ = make_decode(speaker.model)(speaker.params, tokens, cache, 0)
+def test_logits_are_those_of_the_formulas(prompt, text_model, formulas):
+    tokens = np.array([text_model.encode(prompt)])
+    cache = Cache.empty(text_model.model, 1, tokens.shape[1], "float32")
+    found, _ = make_decode(text_model.model)(text_model.params, tokens, cache, 0)
     expected = reference.logits(*formulas, tokens[0])
     largest = np.abs(expected).max()
     assert np.abs(np.asarray(found[0]) - expected).max() < 1e-4 * largest
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_continuations_are_those_of_the_formulas(prompt, speaker, formulas):
+def test_continuations_are_those_of_the_formulas(prompt, text_model, formulas):
     """By induction: the likeliest token after each of its beginnings is its next."""
-    tokens = speaker.encode(prompt)
-    found = list(generate(speaker.model, speaker.params, tokens, CONTINUED))
+    tokens = text_model.encode(prompt)
+    found = list(generate(text_model.model, text_model.params, tokens, CONTINUED))
     logits = reference.logits(*formulas, np.array([*tokens, *found]))
     likeliest = np.argmax(logits[len(tokens) - 1 : -1], axis=-1)
     assert found == likeliest.tolist()
-    assert speaker.decode(found).startswith(PROMPTS[prompt])
+    assert text_model.decode(found).startswith(PROMPTS[prompt])
 
 
-def test_text_comes_back_from_its_tokens(speaker):
+def test_text_comes_back_from_its_tokens(text_model):
     text = Path(cli.__file__).read_text() + "Grüße, 12345 \t привет 🙂\n"
-    assert speaker.decode(speaker.encode(text)) == text
+    assert text_model.decode(text_model.encode(text)) == text
 
 
 def test_the_command_says_what_comes_next(capsys):

@@ -13,10 +13,7 @@ import pytest
 import reference_forward as reference
 
 from diloco_jax import cli
-from diloco_jax.config import (
-    ConfigError,
-    ModelConfig,
-)
+from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
@@ -26,14 +23,7 @@ from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 from diloco_jax.weights import tasks
 from diloco_jax.weights.first import first_params
-from diloco_jax.weights.tasks import (
-    Answers,
-    Speaker,
-    open_speaker,
-    prompt_tokens,
-    read_task,
-    score,
-)
+from diloco_jax.weights.tasks import Answers, TextModel, open_model, read_task, score
 from diloco_jax.workdir import read_config
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -139,19 +129,19 @@ def test_a_kept_cycle_has_its_own_score_and_loss(workdir, tmp_path, capsys):
 
 
 def test_what_does_not_fit_loses_its_beginning_or_is_refused(workdir, tmp_path):
-    speaker = open_speaker(workdir)
+    text_model = open_model(workdir)
     path = tmp_path / "t.json"
     long = {"question": "x" * 40 + "end", "choices": ["aa", "bb"], "answer": 0}
     short = {**long, "question": "x" * 9 + "end"}
     scores = []
     for item in (long, short):
         path.write_text(json.dumps([item]))
-        scores.append(score(speaker, read_task(path), 15))
+        scores.append(score(text_model, read_task(path), 15))
     assert [found["cut"] for found in scores] == [1, 0]
     assert scores[0]["accuracy"] == scores[1]["accuracy"]
     path.write_text(json.dumps([{**long, "choices": ["a", "b" * 15]}]))
     with pytest.raises(ConfigError, match=r"t, item 0: the choice 'b+' has 16 tokens"):
-        score(speaker, read_task(path), 15)
+        score(text_model, read_task(path), 15)
 
 
 ITEM = {"question": "q", "choices": ["a", "b"], "answer": 0}
@@ -243,12 +233,11 @@ def tokenizers(tmp_path_factory):
     return {"bytes": Bytes()} | {k: open_tokenizer(path) for k, path in made.items()}
 
 
-def speaker_of(tokenizer):
-    return Speaker(
-        model=ModelConfig(vocab_size=ROWS),
+def model_of(tokenizer, rows=ROWS):
+    return TextModel(
+        model=ModelConfig(vocab_size=rows),
         params={},
-        encode=lambda text: prompt_tokens(tokenizer, ROWS, text),
-        decode=tokenizer.decode,
+        tokenizer=tokenizer,
         ends=frozenset(),
     )
 
@@ -260,48 +249,48 @@ def speaker_of(tokenizer):
 )
 def test_a_continuation_is_what_is_added_to_the_prompt(kind, prompt, more, tokenizers):
     tokenizer = tokenizers[kind]
-    speaker = speaker_of(tokenizer)
-    before = speaker.encode(prompt)
-    tokens = speaker.encode(prompt + more)
+    text_model = model_of(tokenizer)
+    before = text_model.encode(prompt)
+    tokens = text_model.encode(prompt + more)
     assert tokens[: len(before)] == before
-    assert speaker.continuation(before, tokens[len(before) :]) == more
+    assert text_model.continuation(before, tokens[len(before) :]) == more
 
 
 def test_half_a_character_is_shown_as_such(tokenizers):
-    speaker = speaker_of(tokenizers["bytes"])
-    assert speaker.continuation(list(b"caf\xc3"), list(b"\xa9 x")) == "\ufffd x"
+    text_model = model_of(tokenizers["bytes"])
+    assert text_model.continuation(list(b"caf\xc3"), list(b"\xa9 x")) == "\ufffd x"
 
 
 @pytest.mark.parametrize("kind", ["json", "pieces", "spaced"])
 @pytest.mark.parametrize("text", ["import os", " import", "", "import<s>"])
 def test_a_start_that_a_prompt_spells_is_there_once(kind, text, tokenizers):
     tokenizer = tokenizers[kind]
-    plain = prompt_tokens(tokenizer, ROWS, text)
+    plain = model_of(tokenizer).encode(text)
     assert plain[: len(tokenizer.start)] == list(tokenizer.start)
-    assert prompt_tokens(tokenizer, ROWS, "<s>" + text) == plain
+    assert model_of(tokenizer).encode("<s>" + text) == plain
 
 
 def test_a_prompt_with_a_token_beyond_the_table_is_refused_by_name(tokenizers):
     tokenizer = tokenizers["pieces"]
-    tokens = prompt_tokens(tokenizer, ROWS, "import")
+    tokens = model_of(tokenizer).encode("import")
     word = tokenizer.word(max(tokens))
-    assert prompt_tokens(tokenizer, max(tokens) + 1, "import") == tokens
+    assert model_of(tokenizer, max(tokens) + 1).encode("import") == tokens
     shown = rf"token {max(tokens)} \({word}\) .* rows for {max(tokens)} tokens, from 0"
     with pytest.raises(ConfigError, match=shown):
-        prompt_tokens(tokenizer, max(tokens), "import")
+        model_of(tokenizer, max(tokens)).encode("import")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "json", "pieces"])
 def test_what_no_text_has_is_refused_or_a_token(kind, tokenizers):
     with pytest.raises(ConfigError, match=r"the text is not UTF-8: 'caf\\udce9'"):
-        prompt_tokens(tokenizers[kind], ROWS, "caf\udce9")
-    assert prompt_tokens(tokenizers[kind], ROWS, "a\0b")
+        model_of(tokenizers[kind]).encode("caf\udce9")
+    assert model_of(tokenizers[kind]).encode("a\0b")
 
 
 @pytest.fixture
 def spoken(tokenizers, monkeypatch):
-    """A speaker whose model always says " os os", to `generate` and to lm-eval."""
-    speaker = speaker_of(tokenizers["pieces"])
+    """A text_model whose model always says " os os", to `generate` and to lm-eval."""
+    text_model = model_of(tokenizers["pieces"])
     word, both = tokenizers["pieces"].encode(["x", "x os"])
     space = both[len(word) :].tolist()
 
@@ -310,9 +299,9 @@ def spoken(tokenizers, monkeypatch):
 
     for place in ("diloco_jax.models.generation", "diloco_jax.weights.tasks"):
         monkeypatch.setattr(f"{place}.generate", generate)
-    opened = "diloco_jax.weights.tasks.open_speaker"
-    monkeypatch.setattr(opened, lambda *given, **how: speaker)
-    return speaker
+    opened = "diloco_jax.weights.tasks.open_model"
+    monkeypatch.setattr(opened, lambda *given, **how: text_model)
+    return text_model
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
@@ -354,8 +343,8 @@ LENGTH = 12
 
 
 @pytest.fixture(scope="module")
-def speaker(workdir):
-    return open_speaker(workdir)
+def text_model(workdir):
+    return open_model(workdir)
 
 
 @pytest.fixture(scope="module")
@@ -381,11 +370,11 @@ def answered_by_hand(log_p, context: str, continuation: str) -> tuple[float, boo
     )
 
 
-def test_a_likelihood_is_a_sum_by_hand(speaker, log_p):
+def test_a_likelihood_is_a_sum_by_hand(text_model, log_p):
     after = {c: int(np.argmax(log_p([c])[-1])) for c in range(97, 123)}
     first, then = next((c, then) for c, then in after.items() if then < 128)
     pairs = [("xy", " z"), ("xy ", "zz"), ("", "abc"), (chr(first), chr(then))]
-    found = Answers(speaker, LENGTH).likelihoods(pairs)
+    found = Answers(text_model, LENGTH).likelihoods(pairs)
     for pair, (log, greedy) in zip(pairs, found, strict=True):
         expected, same = answered_by_hand(log_p, *pair)
         assert log == pytest.approx(expected, rel=1e-4)
@@ -393,8 +382,8 @@ def test_a_likelihood_is_a_sum_by_hand(speaker, log_p):
     assert [greedy for _, greedy in found] == [False, False, False, True]
 
 
-def test_a_long_context_loses_its_beginning_and_a_long_answer_is_refused(speaker):
-    answers = Answers(speaker, LENGTH)
+def test_a_long_context_loses_its_beginning_and_a_long_answer_is_refused(text_model):
+    answers = Answers(text_model, LENGTH)
     long, short = answers.likelihoods([("q" * 40, "ab"), ("q" * 10, "ab")])
     assert long == short
     with pytest.raises(ConfigError, match=r"continuation 'b+' has 12 tokens"):
@@ -402,7 +391,7 @@ def test_a_long_context_loses_its_beginning_and_a_long_answer_is_refused(speaker
 
 
 @pytest.mark.parametrize("size", [1, 5, LENGTH, LENGTH + 1, 30])
-def test_each_token_of_a_text_counts_once_after_all_that_fits(speaker, log_p, size):
+def test_each_token_of_a_text_counts_once_after_all_that_fits(text_model, log_p, size):
     text = list(range(97, 97 + 15)) * 2
     text = text[:size]
     expected, at = 0.0, 1
@@ -413,24 +402,24 @@ def test_each_token_of_a_text_counts_once_after_all_that_fits(speaker, log_p, si
         expected += sum(of_next[t - 1, row[t]] for t in range(skipped, len(row)))
         at = end
     texts = [bytes(text).decode(), "zz"]
-    found = Answers(speaker, LENGTH).of_texts(texts)
+    found = Answers(text_model, LENGTH).of_texts(texts)
     assert found[0] == pytest.approx(expected, rel=1e-4)
     assert found[1] == pytest.approx(answered_by_hand(log_p, "", "zz")[0], rel=1e-4)
 
 
-def test_a_text_follows_a_token_that_ends_texts(speaker, log_p):
+def test_a_text_follows_a_token_that_ends_texts(text_model, log_p):
     """Then the first token of all has a probability too."""
-    ending = speaker.__class__(**{**vars(speaker), "ends": frozenset([10])})
+    ending = text_model.__class__(**{**vars(text_model), "ends": frozenset([10])})
     (found,) = Answers(ending, LENGTH).of_texts(["ab"])
     assert found == pytest.approx(answered_by_hand(log_p, "", "\nab")[0], rel=1e-4)
 
 
-def test_a_continuation_is_greedy_and_ends_before_its_stop(speaker, log_p):
+def test_a_continuation_is_greedy_and_ends_before_its_stop(text_model, log_p):
     text = list(b"one li")
     for _ in range(5):
         text.append(int(np.argmax(log_p(text[-LENGTH:])[-1])))
-    whole = speaker.decode(text[6:])
-    answers = Answers(speaker, LENGTH)
+    whole = text_model.decode(text[6:])
+    answers = Answers(text_model, LENGTH)
     how = {"until": [], "max_gen_toks": 5}
     assert answers.continuations([("one li", how)]) == [whole]
     stop = whole[2]
@@ -440,11 +429,13 @@ def test_a_continuation_is_greedy_and_ends_before_its_stop(speaker, log_p):
         answers.continuations([("a", {"max_gen_toks": LENGTH})])
 
 
-def test_prompts_of_any_length_share_what_is_compiled(speaker):
-    how, compiled = {"max_gen_toks": 2}, make_decode(speaker.model)._cache_size
-    Answers(speaker, LENGTH).continuations([("abcdefg", how)])
+def test_prompts_of_any_length_share_what_is_compiled(text_model):
+    how, compiled = {"max_gen_toks": 2}, make_decode(text_model.model)._cache_size
+    Answers(text_model, LENGTH).continuations([("abcdefg", how)])
     before = compiled()
-    Answers(speaker, LENGTH).continuations([("abcdefg"[:n], how) for n in range(1, 8)])
+    Answers(text_model, LENGTH).continuations(
+        [("abcdefg"[:n], how) for n in range(1, 8)]
+    )
     assert compiled() == before
 
 

@@ -14,7 +14,7 @@ from diloco_jax.coordinator import main
 from diloco_jax.data.prepared import Contents, Split, Tokens
 from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.weights.first import end_tokens, keep_tokenizer
-from diloco_jax.weights.tasks import open_speaker
+from diloco_jax.weights.tasks import open_model
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_generate_speaks_in_the_datas_tokens(kind, name, tmp_path, capsys):
     assert cli.main(["export", str(workdir), str(out)]) == 0
     said = []
     for source in (workdir, out):
-        speaker = open_speaker(source)
+        text_model = open_model(source)
         want = [*tokenizer.start, *tokenizer.encode(["import os"])[0]]
-        assert speaker.encode("import os") == want
-        assert speaker.ends == {tokenizer.end}
+        assert text_model.encode("import os") == want
+        assert text_model.ends == {tokenizer.end}
         line = ["generate", str(source), "--prompt", "import", "--max-tokens", "3"]
         capsys.readouterr()
         assert cli.main([*line, "--json"]) == 0

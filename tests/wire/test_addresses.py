@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import re
 import socket
@@ -56,32 +55,22 @@ def test_all_addresses_are_reached_by_loopback(bound, reached):
     assert on_this_machine(bound) == reached
 
 
+@pytest.mark.parametrize("of", [addresses.bulk_address, lambda a: worker_address(a, 1)])
+def test_all_ports_of_a_run_must_be_free_before_it_is_begun(of):
+    found, beside = addresses.reserve("127.0.0.1:0")
+    beside.close()
+    taken = of(found)
+    with (
+        addresses.listen(taken),
+        pytest.raises(ConfigError, match=f"{taken}: .* another process listens"),
+    ):
+        require_free(found, 4)
+
+
 def test_workers_have_the_ports_after_the_coordinator_s_two():
     at = [worker_address("[::1]:7077", worker) for worker in range(2)]
     assert at == ["[::1]:7079", "[::1]:7080"]
     assert worker_address("127.0.0.1:0", 1) == "127.0.0.1:0"
-
-
-def are_free(ports) -> bool:
-    """Return True if no other process listens at these ports."""
-    try:
-        for port in ports:
-            socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
-
-
-def test_a_worker_s_port_that_is_taken_is_refused_before_a_run_is_begun():
-    with contextlib.ExitStack() as opened:
-        for _ in range(20):
-            taken = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = taken.getsockname()[1]
-            if are_free(range(port - 3, port)):
-                break
-        address = f"127.0.0.1:{port - 3}"
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*another process"):
-            require_free(address, 4)
 
 
 @pytest.mark.parametrize(

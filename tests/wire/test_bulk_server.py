@@ -5,28 +5,47 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import shutil
 import socket
+import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from wire_support import (
     BUDGET_S,
+    ISLAND,
     WAIT_S,
     Clock,
     deadlines,
     fetch_request,
     framed,
     framed_chunk,
+    hello,
+    random_bytes,
+    until,
     upload_start,
 )
 
-from diloco_jax.wire import acceptor, addresses, encoding, threads
+from diloco_jax.wire import (
+    addresses,
+    bulk_server,
+    encoding,
+    limits,
+    principal,
+    session,
+    threads,
+)
+from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import server as server_module
 from diloco_jax.wire.bulk import UploadDone
-from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.errors import Busy, RemoteProtocolError
 from diloco_jax.wire.frames import BulkConnection
+from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.tls import TlsFiles
 
 MIB = 1 << 20
 
@@ -49,14 +68,6 @@ def ended(connection):
         while connection.recv(MIB):
             pass
     return True
-
-
-def until(happened, meanwhile=lambda: None):
-    deadline = time.monotonic() + WAIT_S
-    while not happened():
-        assert time.monotonic() < deadline
-        meanwhile()
-        time.sleep(0.001)
 
 
 def tick(clock, watch):
@@ -91,7 +102,7 @@ def test_server_breaks_off_a_peer_that_stalls(
     connection = dial(address)
     connection.sendall(b"".join(parts))
     assert begun.wait(WAIT_S)
-    places = server._bulk._places
+    places = server._bulk._slots
     until(
         lambda: places._free._value == places.count,
         lambda: tick(clock, server._bulk._watch),
@@ -152,7 +163,7 @@ def test_a_handler_that_fails_ends_only_its_transfer(
 def still(monkeypatch):
     """The clock of handshakes."""
     clock = Clock()
-    monkeypatch.setattr(acceptor, "time", clock)
+    monkeypatch.setattr(bulk_server, "time", clock)
     return clock
 
 
@@ -166,35 +177,12 @@ def test_a_peer_that_never_shakes_hands_is_closed_and_holds_up_nobody(
     assert ended(silent)
 
 
-def test_who_does_not_speak_tls_is_closed_at_once(serve, dial, tls, still):
-    server, address = serve(tls=tls["coordinator"])
-    stranger = dial(address)
-    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert ended(stranger)
-    assert not server._bulk._acceptor._shaking
-
-
 def test_the_oldest_connection_makes_room_for_a_new_one(serve, connect, dial):
     server, address = serve()
     server._bulk._acceptor._most = 2
     first, *_ = (dial(address) for _ in range(3))
     assert ended(first)
     connect(address).transfers.upload(upload_start(8), b"12345678")
-
-
-def test_one_that_shakes_hands_makes_room_before_one_that_is_idle(
-    serve, connect, dial, tls, still
-):
-    server, address = serve(tls=tls["coordinator"])
-    accepting = server._bulk._acceptor
-    accepting._most = 2
-    client = connect(address, tls=tls["island"])
-    client.transfers.upload(upload_start(8), b"12345678")
-    until(lambda: len(accepting._idle) == 1)
-    silent, *_ = (dial(address) for _ in range(2))
-    assert ended(silent)
-    assert len(accepting._idle) == 1
-    client.transfers.upload(upload_start(8), b"12345678")
 
 
 def test_a_flood_of_handshakes_is_bounded_and_shuts_nobody_out(
@@ -213,43 +201,43 @@ def test_a_flood_of_handshakes_is_bounded_and_shuts_nobody_out(
         if number % 2:
             strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert len(accepting._shaking) + len(accepting._idle) <= 8
+        assert len(accepting._idle) == 1, "handshakes make room first"
     client.transfers.upload(upload_start(8), b"12345678")
     connect(address, tls=tls["island"]).transfers.upload(upload_start(8), bytes(8))
     assert all(ended(stranger) for stranger in strangers[:80])
-    lines = [r for r in caplog.records if r.name == acceptor.__name__]
+    lines = [r for r in caplog.records if r.name == bulk_server.__name__]
     assert len(lines) == 1, "one line a minute, however many there are"
 
 
+@pytest.fixture
+def full(monkeypatch):
+    """Once lets the process be out of files as a server accepts a connection."""
+    accept, errors = socket.socket.accept, []
+
+    def accepted(listener, server):
+        if errors and listener is server._bulk._acceptor._listener:
+            raise errors.pop()
+        return accept(listener)
+
+    def once(server):
+        errors.append(OSError(errno.EMFILE, "Too many open files"))
+        monkeypatch.setattr(
+            socket.socket, "accept", lambda this: accepted(this, server)
+        )
+        return errors
+
+    return once
+
+
 def test_a_port_without_files_drops_the_oldest_handshake(
-    serve, connect, dial, tls, still, monkeypatch
+    serve, connect, dial, tls, still, full
 ):
     server, address = serve(tls=tls["coordinator"])
-    accepting = server._bulk._acceptor
     silent = dial(address)
-    until(lambda: len(accepting._shaking) == 1)
-    full, listener = threading.Event(), accepting._listener
-
-    class Full:
-        def accept(self):
-            if accepting._shaking and not full.is_set():
-                raise OSError(errno.EMFILE, "too many open files")
-            full.set()
-            return listener.accept()
-
-        def __getattr__(self, name):
-            return getattr(listener, name)
-
-    monkeypatch.setattr(accepting, "_accept", lambda: accept(Full()))
-
-    def accept(from_full):
-        accepting._listener = from_full
-        try:
-            type(accepting)._accept(accepting)
-        finally:
-            accepting._listener = listener
-
+    until(lambda: len(server._bulk._acceptor._shaking) == 1)
+    errors = full(server)
     connect(address, tls=tls["island"]).transfers.upload(upload_start(8), bytes(8))
-    assert full.is_set()
+    assert not errors
     assert ended(silent)
 
 
@@ -309,10 +297,10 @@ def test_who_speaks_during_a_fetch_ends_it(serve, handlers, dial):
 
 
 def test_what_fails_on_one_connection_closes_it_and_no_other(
-    serve, connect, dial, caplog, monkeypatch
+    serve, connect, dial, caplog, full
 ):
     server, address = serve()
-    accepting, accept = server._bulk._acceptor, socket.socket.accept
+    accepting = server._bulk._acceptor
     failing = [ValueError("a bug"), OSError("a file that is missing")]
     accepting._context = lambda: None if not failing else throw(failing.pop(0))
     with caplog.at_level(logging.INFO):
@@ -320,14 +308,7 @@ def test_what_fails_on_one_connection_closes_it_and_no_other(
             assert ended(dial(address))
         for told in ("the bulk port failed on a connection", "broke off: a file that"):
             until(lambda: told in caplog.text)  # noqa: B023
-    full = [OSError(errno.EMFILE, "Too many open files")]
-    monkeypatch.setattr(
-        socket.socket,
-        "accept",
-        lambda this: (
-            throw(full.pop()) if full and this is accepting._listener else accept(this)
-        ),
-    )
+    full(server)
     connect(address).transfers.upload(upload_start(8), b"12345678")
     assert "could not be accepted: [Errno 24] Too many open files" in caplog.text
 
@@ -399,3 +380,143 @@ def test_a_connection_given_back_after_the_end_is_closed(serve):
     with ours:
         server._bulk._acceptor.give_back(BulkConnection(theirs, "them"))
         assert theirs.fileno() == -1
+
+
+# ---- one certificate's share: connections, threads, and requests ---------------------
+
+SHARE = 2
+"""Transfers of one host with one bulk channel: one each way."""
+SMALL = {"bulk_channels": 1, "max_hosts": 3, "max_hosts_each": 1}
+FLOOD = 40
+FETCH = framed(fetch_request())
+
+
+@pytest.fixture
+def copy(certificates, tmp_path, monkeypatch) -> Path:
+    """Certificates of a coordinator that looks at once which are revoked."""
+    monkeypatch.setattr(principal, "READ_AGAIN_S", 0.0)
+    return Path(shutil.copytree(certificates, tmp_path / "copy"))
+
+
+@pytest.fixture
+def port(serve, handlers, copy):
+    """The address of a coordinator with a small share for each."""
+    handlers.published = random_bytes(1000)
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR), **SMALL)
+    return address
+
+
+@pytest.fixture
+def secured(port, copy):
+    """Shakes hands with the bulk port with an island's key."""
+    context = TlsFiles.load(copy, island(ISLAND)).client_context()
+    target = addresses.parse_address(addresses.bulk_address(port))
+    with contextlib.ExitStack() as stack:
+
+        def dialled(*parts: bytes) -> socket.socket:
+            plain = stack.enter_context(socket.create_connection(target, WAIT_S))
+            made = context.wrap_socket(plain, server_hostname=target[0])
+            stack.callback(made.close)
+            with contextlib.suppress(OSError):  # It may be closed already.
+                made.sendall(b"".join(parts))
+            return made
+
+        yield dialled
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Tell if the other end has not closed it, whatever else it said."""
+    connection.settimeout(0.0)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def serving() -> int:
+    """Count the threads of this process that serve transfers."""
+    names = [thread.name for thread in threading.enumerate()]
+    return sum(n.startswith("diloco-bulk-") and n[-1].isdigit() for n in names)
+
+
+def said_to(connection: socket.socket):
+    connection.settimeout(WAIT_S)
+    return BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(), (FETCH[:1],), (b"GET / HTTP/1.1\r\n\r\n",)],
+    ids=["idle", "one byte", "garbage"],
+)
+def test_a_key_has_twice_its_share_of_connections_and_the_others_theirs(
+    port, secured, connect, copy, parts
+):
+    """Whatever they are for: those beyond are closed at once."""
+    before = serving()
+    flood = [secured(*parts) for _ in range(FLOOD)]
+    until(lambda: sum(map(is_open, flood)) <= 2 * SHARE)
+    assert serving() <= before + 2 * SHARE
+    other = connect(port, tls=TlsFiles.load(copy, island("other")), bulk_channels=1)
+    request = fetch_request(island="other")
+    began = time.monotonic()
+    assert other.transfers.fetch(request, max_bytes=1000).payload
+    assert time.monotonic() - began < deadlines().retry_max_s
+
+
+def test_a_key_has_its_connections_again_once_it_ended_some(secured):
+    for _ in range(2):
+        held = [secured() for _ in range(2 * SHARE)]
+        until(lambda: not is_open(secured()))
+        for one in held:
+            one.close()
+        until(lambda: is_open(secured()))
+
+
+def test_a_revoked_key_is_told_so_and_holds_no_thread(port, secured, copy):
+    authority.revoke(copy, island(ISLAND))
+    flood = [secured(FETCH[:1]) for _ in range(FLOOD)]
+    assert said_to(flood[0]).code == "revoked"
+    until(lambda: sum(map(is_open, flood)) <= 4)
+
+
+def test_what_a_key_has_open_ends_when_it_is_revoked(secured, copy):
+    """Idle connections are told why, and a transfer under way is cut."""
+    idle, sending = secured(), secured(framed(upload_start(10)), framed_chunk(b"x"))
+    assert is_open(idle)
+    assert is_open(sending)
+    authority.revoke(copy, island(ISLAND))
+    assert said_to(idle).code == "revoked"
+    until(lambda: not is_open(sending))
+
+
+def test_requests_without_pause_wait(port, connect, copy, monkeypatch):
+    """A peer has so many at once, and so many a second."""
+    monkeypatch.setattr(limits, "REQUESTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(limits, "LEAST_REQUESTS", 4.0)
+    monkeypatch.setattr(limits, "BURST_S", 1.0)
+    client = connect(port, tls=TlsFiles.load(copy, island(ISLAND)), bulk_channels=1)
+    began = time.monotonic()
+    for _ in range(6):
+        client.transfers.fetch(fetch_request(), max_bytes=1000)
+    assert time.monotonic() - began >= 0.4, "two more than at once, at 4 a second"
+
+
+def test_a_stream_without_a_thread_is_put_off(serve, connect, monkeypatch):
+    _, address = serve()
+
+    class Refused(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    client = connect(address)
+    with monkeypatch.context() as patched:
+        none_left = SimpleNamespace(Thread=Refused, Lock=threading.Lock)
+        patched.setattr(session, "threading", none_left)
+        with pytest.raises(Busy, match="no thread for this stream"):
+            client.open_control(hello())
+    assert client.open_control(hello()).welcome.run_id == "r"

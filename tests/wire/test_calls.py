@@ -1,20 +1,24 @@
-"""One key takes neither all threads nor all connections of control."""
+"""Calls of control: their places, connections without one, and the status."""
 
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import grpc
 import pytest
-from wire_support import WAIT_S, Clock, deadlines, hello
+from wire_support import WAIT_S, Clock, deadlines, hello, until
 
-from diloco_jax.wire import server
-from diloco_jax.wire.errors import Busy
+from diloco_jax.wire import errors, server
+from diloco_jax.wire.errors import Busy, RemoteProtocolError
 from diloco_jax.wire.principal import READER
 from diloco_jax.wire.server import CALLS_EACH, SERVICE
+from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles
 
 
@@ -94,10 +98,7 @@ def test_a_call_without_a_request_holds_a_thread_for_a_while(
         for _ in range(2)
     ]
     assert connect(address).status(WAIT_S)
-    deadline = time.monotonic() + WAIT_S
-    while len(server._watch._guards) < len(calls):
-        assert time.monotonic() < deadline, "the calls have arrived"
-        time.sleep(0.01)
+    until(lambda: len(server._watch._guards) >= len(calls))
     clock.now += 1e6
     connect(address).status(WAIT_S)  # Its guard wakes the watch.
     for call in calls:
@@ -148,3 +149,81 @@ def test_a_connection_without_calls_is_closed_and_one_with_a_stream_stays(
     assert idle.wait(WAIT_S), states
     assert status(b"", timeout=WAIT_S), "it comes back when it is needed"
     assert stream.alive
+
+
+def test_a_status_is_encoded_once_until_it_changes(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve()
+    encoded, status = [], {"merges": 1}
+    original = json.dumps
+
+    def dumps(value):
+        encoded.append(value)
+        return original(value)
+
+    monkeypatch.setattr(server, "json", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(handlers, "status", lambda: status)
+    client = connect(address)
+    assert [client.status(WAIT_S) for _ in range(3)] == [{"merges": 1}] * 3
+    status = {"merges": 2}
+    assert client.status(WAIT_S) == {"merges": 2}
+    assert encoded == [{"merges": 1}, {"merges": 2}]
+
+
+def test_failing_status_points_to_the_log(serve, connect, handlers, monkeypatch):
+    _, address = serve()
+    monkeypatch.setattr(handlers, "status", lambda: {"x": object()})
+    with pytest.raises(RemoteProtocolError, match=r"TypeError\); see its log"):
+        connect(address).status(WAIT_S)
+
+
+class Late(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self):
+        return "Deadline Exceeded"
+
+
+def test_answers_that_do_not_come_from_a_port_that_is_there_may_be_too_large(
+    serve, connect
+):
+    """TCP connects with packets of some bytes; an MTU swallows only large ones."""
+    _, address = serve()
+    late = errors.from_rpc(Late(), address)
+    explained = str(connect(address)._explained(late))
+    assert explained.startswith(f"{address}: Deadline Exceeded; it can be connected to")
+    assert "`ping -M do -s 1472 127.0.0.1`, and lower the MTU" in explained
+
+
+def test_a_process_that_forgets_to_close_ends_quietly():
+    code = """
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.server import Server
+from diloco_jax.wire.session import Handlers
+class Status(Handlers):
+    def status(self): return {}
+server = Server("127.0.0.1:0", Status(), tls=None, deadlines=Deadlines(60.0),
+                max_islands=1, max_hosts=1, bulk_channels=1)
+client = Client(server.start(), tls=None, deadlines=Deadlines(60.0), bulk_channels=1)
+client.status(60.0)
+print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_what_a_process_does_not_answer_is_refused():
+    handlers = Handlers()
+    handlers.receive(None, None)
+    handlers.disconnect(None)
+    calls = {name for name in vars(Handlers) if not name.startswith("_")}
+    for name in calls - {"receive", "disconnect"}:
+        call = getattr(handlers, name)
+        arguments = [None] * (call.__code__.co_argcount - 1)
+        with pytest.raises(errors.Refused, match=r"not answer such calls; .* address"):
+            call(*arguments)

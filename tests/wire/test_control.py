@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,7 +18,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
-from diloco_jax.wire.client import channel_options
+from diloco_jax.wire.client import Client, channel_options
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -21,7 +26,6 @@ from diloco_jax.wire.errors import (
     Refused,
     RemoteProtocolError,
 )
-from diloco_jax.wire.session import OUTBOX_BYTES
 
 
 def test_messages_arrive_in_order_both_ways(serve, connect, handlers):
@@ -165,9 +169,9 @@ def test_peer_that_does_not_read_is_put_out_and_memory_stays_bounded(
     while handlers.events.empty() and time.monotonic() - began < WAIT_S:
         session.send(word)
         sent += 1
-        assert session._outbox.held_bytes <= OUTBOX_BYTES
+        assert session._outbox.held_bytes <= encoding.QUEUED_CONTROL_BYTES
     handlers.next("disconnect")  # well before all deadlines
-    assert sent >= OUTBOX_BYTES >> 20
+    assert sent >= encoding.QUEUED_CONTROL_BYTES >> 20
     open_end.set()
     call.cancel()
 
@@ -264,3 +268,41 @@ def test_a_name_that_moved_is_asked_for_as_often_as_it_is_dialled(budget_s, agai
     options = dict(channel_options(Deadlines(budget_s)))
     assert options["grpc.dns_min_time_between_resolutions_ms"] == again_ms
     assert options["grpc.initial_reconnect_backoff_ms"] == again_ms
+
+
+STOPPED_BUDGET_S = 4.0
+SERVE = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from wire_support import Recorder
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire.server import Server
+server = Server(
+    "127.0.0.1:0", Recorder(), tls=None, deadlines=Deadlines({STOPPED_BUDGET_S}),
+    max_islands=3, max_hosts=3, bulk_channels=1,
+)
+print(server.start(), flush=True)
+time.sleep({WAIT_S})
+"""
+
+
+@pytest.mark.dist
+def test_streams_of_a_stopped_coordinator_end_within_a_budget():
+    """And not after a minute: it answers nothing, and closes nothing."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True
+    )
+    with process, contextlib.ExitStack() as opened:
+        opened.callback(process.kill)
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        client = Client(
+            address, tls=None, deadlines=Deadlines(STOPPED_BUDGET_S), bulk_channels=1
+        )
+        opened.callback(client.close)
+        stream = client.open_control(hello())
+        process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        with pytest.raises(ConnectionLost):
+            stream.receive(WAIT_S)
+        assert time.monotonic() - stopped < 3 * STOPPED_BUDGET_S

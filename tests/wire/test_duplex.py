@@ -12,7 +12,7 @@ from wire_support import WAIT_S, deadlines
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.duplex import TlsEnd, dial_worker
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
-from diloco_jax.wire.principal import COORDINATOR, island, require_lead, worker
+from diloco_jax.wire.principal import COORDINATOR, worker
 from diloco_jax.wire.tls import Renewed, TlsFiles
 
 MANY = 8 << 20
@@ -106,11 +106,3 @@ def test_where_nothing_listens_another_attempt_may_help():
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ConnectionLost, match=r"placement\.worker_addresses"):
         dial_worker(address, 0, None, deadlines())
-
-
-def test_a_worker_obeys_coordinators_alone():
-    for who in (None, COORDINATOR):
-        require_lead(who, 1)
-    for who in (island("a"), worker(0), worker(1)):
-        with pytest.raises(Exception, match=f"worker 1 obeys .* that of {who}"):
-            require_lead(who, 1)

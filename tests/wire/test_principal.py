@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from wire_support import ISLAND, WAIT_S, fetch_request, hello, report, upload_start
+from wire_support import (
+    ISLAND,
+    WAIT_S,
+    Clock,
+    fetch_request,
+    hello,
+    report,
+    upload_start,
+)
 
 from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import principal
+from diloco_jax.wire.bulk import Revocation, RevocationRequest
 from diloco_jax.wire.errors import (
+    REVOKED_CODE,
+    ConnectionLost,
     ProtocolError,
     Refused,
     SecurityError,
@@ -21,14 +33,16 @@ from diloco_jax.wire.errors import (
 )
 from diloco_jax.wire.principal import (
     COORDINATOR,
+    KEPT_S,
     OPERATOR,
     READER,
     Principal,
+    Revocations,
     island,
-    not_worker,
+    mismatch,
     of_stem,
     of_uri,
-    require_island,
+    require,
     worker,
 )
 from diloco_jax.wire.tls import TlsFiles
@@ -74,32 +88,25 @@ def test_other_uris_name_nobody(uri):
     assert of_uri(uri) is None
 
 
-def test_only_the_island_itself_may_speak_for_it():
-    require_island(island("a"), "a")
-    require_island(None, "a")
-    for who in (island("b"), READER, OPERATOR, COORDINATOR):
-        with pytest.raises(Refused, match=rf"certificate is that of {who}.*island\.a"):
-            require_island(who, "a")
+@pytest.mark.parametrize("wanted", [island("a"), COORDINATOR, OPERATOR])
+def test_a_call_is_for_one_principal_alone(wanted):
+    require(wanted, wanted)
+    require(None, wanted)
+    for who in {island("b"), worker(0), READER, OPERATOR, COORDINATOR} - {wanted}:
+        refused = rf"certificate is that of {who};.*{wanted.stem}\.pem"
+        with pytest.raises(Refused, match=refused):
+            require(who, wanted)
 
 
-def test_a_worker_is_itself_or_uses_the_coordinators_key():
-    assert not_worker(worker(1), 1) == not_worker(COORDINATOR, 1) == ""
-    assert not_worker(worker(1), 1, own=True) == ""
-    assert "of coordinator, and has to be that of worker 1;" in not_worker(
-        COORDINATOR, 1, own=True
-    )
+def test_what_answers_is_one_of_those_that_were_dialled():
+    wanted = worker(1), COORDINATOR
+    assert {mismatch(who, "field", *wanted) for who in wanted} == {""}
     for who in (worker(2), island("1"), READER, None):
-        wrong = not_worker(who, 1)
-        assert wrong.startswith(f"that is the certificate of {who or 'nobody'}, and")
-
-
-def test_an_island_speaks_and_transfers_as_itself(serve, connect, handlers, tls):
-    _, address = serve(tls=tls["coordinator"])
-    client = connect(address, tls=tls["island"])
-    stream = client.open_control(hello())
-    stream.send(report(1))
-    client.transfers.upload(upload_start(8), b"12345678")
-    assert stream.alive
+        assert mismatch(who, "placement.advertise", *wanted) == (
+            f"that is the certificate of {who or 'nobody'}, and has to be that of "
+            f"worker 1 or of the coordinator; check placement.advertise, and what "
+            f"listens there"
+        )
 
 
 @pytest.mark.parametrize("who", [OTHER, READER, OPERATOR, COORDINATOR])
@@ -120,58 +127,50 @@ def test_nobody_speaks_for_another_island(
     assert client.status(WAIT_S)["islands"]
 
 
-def test_only_the_operator_steers(serve, connect, handlers, certificates, tls):
-    orders = []
-    handlers.steer = lambda order: orders.append(order) or {"admitted": ["c"]}
+@pytest.fixture
+def of(serve, connect, handlers, certificates, tls):
+    """Makes the client of a principal; the handlers note what they are ordered."""
+    handlers.orders = []
+    for call in ("steer", "profile", "keep"):
+        setattr(
+            handlers, call, lambda order: handlers.orders.append(order) or {"did": "it"}
+        )
     _, address = serve(tls=tls["coordinator"])
-    order = Steer(how="admit", island="c")
+    return lambda who: connect(address, tls=TlsFiles.load(certificates, who))
+
+
+def only_the_operator(of, handlers, call, order, nonsense=None):
     for who in (island("a"), READER, COORDINATOR):
-        client = connect(address, tls=TlsFiles.load(certificates, who))
-        with pytest.raises(Refused, match=f"for the operator.* of {who}"):
-            client.steer(order, WAIT_S)
-    operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
-    assert operator.steer(order, WAIT_S) == {"admitted": ["c"]}
-    assert orders == [order]
-    with pytest.raises(ProtocolError, match="cannot be understood"):
-        operator.steer(Steer(how="crown", island="c"), WAIT_S)
-    assert orders == [order]
-
-
-def test_only_the_operator_has_steps_traced(
-    serve, connect, handlers, certificates, tls
-):
-    orders = []
-    handlers.profile = lambda order: orders.append(order) or {"folder": "here"}
-    _, address = serve(tls=tls["coordinator"])
-    order = ProfileOrder(island="a", steps=2)
-    for who in (island("a"), READER, COORDINATOR):
-        client = connect(address, tls=TlsFiles.load(certificates, who))
-        with pytest.raises(Refused, match=f"for the operator.* of {who}"):
-            client.profile(order, WAIT_S)
-    operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
-    assert operator.profile(order, WAIT_S) == {"folder": "here"}
-    assert orders == [order]
-    with pytest.raises(ProtocolError, match="cannot be understood"):
-        operator.profile(ProfileOrder(island="a", steps=10**6), WAIT_S)
-    assert orders == [order]
-
-
-@pytest.mark.parametrize("who", [island("a"), READER, COORDINATOR])
-def test_only_the_operator_takes_parameters_out(
-    serve, connect, handlers, certificates, tls, who
-):
-    payload = bytes(range(256)) * 9000
-    handlers.keep = lambda cycle: {"cycle": cycle + 1, "files": ["a"]}
-    handlers.kept = lambda cycle, name: memoryview(payload)
-    _, address = serve(tls=tls["coordinator"])
-    client = connect(address, tls=TlsFiles.load(certificates, who))
-    for call in (lambda: client.keep(6, WAIT_S), lambda: list(client.kept(7, "a"))):
+        client = of(who)
         with pytest.raises(Refused, match=f"for the operator.* of {who}") as refused:
-            call()
+            getattr(client, call)(order, WAIT_S)
         assert refused.value.code == "identity"
-    operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
-    assert operator.keep(6, WAIT_S) == {"cycle": 7, "files": ["a"]}
-    assert b"".join(operator.kept(7, "a")) == payload
+    operator = of(OPERATOR)
+    assert getattr(operator, call)(order, WAIT_S) == {"did": "it"}
+    if nonsense is not None:
+        with pytest.raises(ProtocolError, match="cannot be understood"):
+            getattr(operator, call)(nonsense, WAIT_S)
+    assert handlers.orders == [order]
+
+
+def test_only_the_operator_steers(of, handlers):
+    nonsense = Steer(how="crown", island="c")
+    only_the_operator(of, handlers, "steer", Steer(how="admit", island="c"), nonsense)
+
+
+def test_only_the_operator_has_steps_traced(of, handlers):
+    order, nonsense = (ProfileOrder(island="a", steps=n) for n in (2, 10**6))
+    only_the_operator(of, handlers, "profile", order, nonsense)
+
+
+def test_only_the_operator_takes_parameters_out(of, handlers):
+    only_the_operator(of, handlers, "keep", 6)
+    payload = bytes(range(256)) * 9000
+    handlers.kept = lambda cycle, name: memoryview(payload)
+    for who in (island("a"), READER, COORDINATOR):
+        with pytest.raises(Refused, match=f"for the operator.* of {who}"):
+            list(of(who).kept(7, "a"))
+    assert b"".join(of(OPERATOR).kept(7, "a")) == payload
 
 
 def test_without_tls_nobody_proves_anything(serve, connect):
@@ -289,7 +288,7 @@ def test_an_island_renews_its_key_without_a_restart(
     client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
     stream = client.open_control(hello())
     client.transfers.upload(upload_start(8), b"12345678")
-    old = authority._certificate(copy, island(ISLAND)).serial_number
+    old = authority.certificate_of(copy, island(ISLAND)).serial_number
     authority.add(copy, [], 1, islands=[ISLAND])
     stream.send(report(1))
     # The old certificate counts until it is revoked.
@@ -329,15 +328,114 @@ def test_files_that_are_not_fit_leave_a_server_as_it_was(serve, connect, copy, c
     assert "stay as they were" in caplog.text
 
 
-def test_only_what_ends_soon_is_renewed(copy):
-    authority.add(copy, [], 100, islands=["lasting"])
-    before = {path.name: path.read_bytes() for path in copy.glob("*.pem")}
-    renewed = authority.renew(copy, 90, within_days=45)
-    assert renewed == [COORDINATOR, island(ISLAND), OTHER, OPERATOR, READER]
-    after = {path.name: path.read_bytes() for path in copy.glob("*.pem")}
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == {f"{who.stem}.pem" for who in renewed}
-    assert authority.renew(copy, 90, within_days=45) == []
-    certificate = authority._certificate(copy, READER)
-    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    assert left > datetime.timedelta(days=89)
+# ---- the coordinator's answers to an island that offers its anchors ------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(principal, "time", found)
+    return found
+
+
+def test_the_coordinator_says_whose_certificate_is_revoked(
+    serve, connect, copy, certificates, at_once
+):
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    asks = connect(address, tls=TlsFiles.load(certificates, island(ISLAND)))
+    serial = authority.certificate_of(copy, OTHER).serial_number
+
+    def is_revoked(number):
+        request = RevocationRequest(serial=f"{number:x}")
+        return asks.transfers.ask(request, Revocation).revoked
+
+    assert not is_revoked(serial)
+    authority.add(copy, [], 1, islands=["other"])
+    authority.revoke(copy, OTHER)
+    assert is_revoked(serial), "though it was renewed since"
+    assert not is_revoked(serial + 1)
+    _, without_tls = serve()
+    request = RevocationRequest(serial="1f")
+    assert not connect(without_tls).transfers.ask(request, Revocation).revoked
+
+
+def test_an_answer_counts_for_seconds_and_then_the_coordinator_is_asked_again(clock):
+    answers, asked = [False, True], []
+
+    def ask(serial):
+        asked.append(serial)
+        return answers.pop(0)
+
+    known = Revocations(ask)
+    known.require_valid(7, OTHER)
+    clock.now += KEPT_S - 0.1
+    known.require_valid(7, OTHER)
+    clock.now += 0.1
+    for _ in range(2):
+        with pytest.raises(Refused, match="of island other, serial number 7, is"):
+            known.require_valid(7, OTHER)
+    assert asked == [7, 7]
+
+
+@pytest.mark.parametrize("answer", [False, True, None])
+def test_stripes_that_come_at_once_ask_once(clock, monkeypatch, answer):
+    """None: the coordinator does not answer."""
+    asked, asks, may_answer = [], threading.Event(), threading.Event()
+    came = threading.Semaphore(0)
+    monkeypatch.setattr(clock, "monotonic", lambda: came.release() or clock.now)
+
+    def ask(serial):
+        asked.append(serial)
+        asks.set()
+        assert may_answer.wait(WAIT_S)
+        if answer is None:
+            raise ConnectionLost("nobody listens")
+        return answer
+
+    known = Revocations(ask)
+
+    def outcome():
+        try:
+            known.require_valid(7, OTHER)
+        except Refused as error:
+            return error.code
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(outcome)
+        assert asks.wait(WAIT_S)
+        others = [pool.submit(outcome) for _ in range(7)]
+        for _ in range(8):
+            assert came.acquire(timeout=WAIT_S)
+        may_answer.set()
+        found = {future.result(WAIT_S) for future in (first, *others)}
+    assert found == {{False: None, True: REVOKED_CODE, None: "unchecked"}[answer]}
+    assert asked == [7]
+    if answer is None:
+        assert outcome() == "unchecked"
+        assert asked == [7, 7], "no answer does not count"
+
+
+def test_an_answer_that_is_long_in_coming_counts_from_the_question(clock):
+    answers = iter([False, True])
+
+    def ask(serial):
+        found = next(answers)
+        if not found:
+            clock.now += KEPT_S
+            with pytest.raises(Refused):
+                known.require_valid(7, OTHER)  # As another thread does meanwhile.
+        return found
+
+    known = Revocations(ask)
+    known.require_valid(7, OTHER)
+    with pytest.raises(Refused):
+        known.require_valid(7, OTHER)
+
+
+def test_answers_do_not_grow_without_bound(clock, monkeypatch):
+    monkeypatch.setattr(principal, "MOST_KNOWN", 3)
+    known = Revocations(lambda serial: False)
+    for serial in range(10):
+        known.require_valid(serial, OTHER)
+        assert len(known._known) <= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -32,14 +33,14 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     VersionGone,
 )
-from diloco_jax.wire.transfers import stripes
+from diloco_jax.wire.transfers import LEAST_BYTES, ReceiveBuffers, stripes
 
 MIB = 1 << 20
 ONE_ATTEMPT = deadlines(retry_min_s=3 * WAIT_S)
 
 
 @pytest.mark.parametrize("secured", [False, True])
-def test_upload_in_stripes(serve, connect, handlers, tls, secured):
+def test_upload_and_fetch_in_stripes(serve, connect, handlers, tls, secured):
     options = tls if secured else {"coordinator": None, "island": None}
     _, address = serve(tls=options["coordinator"])
     client = connect(address, tls=options["island"])
@@ -50,6 +51,12 @@ def test_upload_in_stripes(serve, connect, handlers, tls, secured):
     lengths = sorted(handlers.next("stripe")[1] for _ in range(4))
     assert sum(lengths) == len(payload)
     assert lengths[-1] - lengths[0] <= 1
+    array = np.arange(1000, dtype=np.float32).reshape(10, 100)
+    client.transfers.upload(upload_start(array.nbytes), memoryview(array))
+    assert handlers.stored == array.tobytes()
+    handlers.published = payload
+    fetched = client.transfers.fetch(fetch_request(), max_bytes=len(payload))
+    assert fetched.payload == payload
 
 
 @pytest.mark.parametrize("size", [0, 1, MIB, 2 * MIB, 2 * MIB + 1, 20 * MIB + 17])
@@ -72,23 +79,6 @@ def test_what_lies_scattered_in_memory_is_fetched_row_by_row(serve, connect, han
     expected = handlers.published + matrix[:, 500:].tobytes() + b"\0\0\xc0?"
     fetched = connect(address).transfers.fetch(fetch_request(), max_bytes=len(expected))
     assert fetched.payload == expected
-
-
-def test_fetch_over_tls(serve, connect, handlers, tls):
-    _, address = serve(tls=tls["coordinator"])
-    handlers.published = random_bytes(9 * MIB)
-    client = connect(address, tls=tls["island"])
-    assert client.transfers.fetch(fetch_request(), max_bytes=9 * MIB).payload == (
-        handlers.published
-    )
-
-
-def test_array_is_uploaded_without_a_copy_of_its_own(serve, connect, handlers):
-    _, address = serve()
-    array = np.arange(1000, dtype=np.float32).reshape(10, 100)
-    client = connect(address)
-    client.transfers.upload(upload_start(array.nbytes), memoryview(array))
-    assert np.array_equal(np.frombuffer(handlers.stored, np.float32), array.ravel())
 
 
 @pytest.mark.parametrize(
@@ -168,18 +158,6 @@ def test_a_stripe_that_is_not_wanted_any_more_is_answered_and_leaves_nothing(
     monkeypatch.setattr(handlers, "upload_begin", begin)
     client.transfers.upload(upload_start(size), random_bytes(size))
     assert handlers.stored == random_bytes(size)
-
-
-def test_the_place_of_a_transfer_that_breaks_off_is_released(
-    serve, handlers, monkeypatch
-):
-    _, address = serve()
-    place = memoryview(bytearray(10))
-    monkeypatch.setattr(handlers, "upload_begin", lambda start: place)
-    reply = answer_to(address, framed(upload_start(10)), b"x" * frames.HEADER_BYTES)
-    assert reply.kind == "LocalProtocolError"
-    with pytest.raises(ValueError, match="released"):
-        place[0]
 
 
 def test_a_refused_upload_is_not_sent_to_its_end(serve, connect, handlers):
@@ -356,3 +334,95 @@ def test_stripes_tile_the_payload():
         ]
         assert len(cut) == 1 or min(size for _, size in cut) >= MIB
         assert len(cut) <= 4
+
+
+# ---- memory of fetched payloads: used again when it is free, and not before ----------
+
+
+SIZE = 2 * LEAST_BYTES
+
+
+def place(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def test_memory_is_lent_again_once_the_last_view_is_gone():
+    memory = ReceiveBuffers()
+    first = memory.lend(SIZE)
+    where, part = place(first), np.frombuffer(first[5:], np.uint8)[3:]
+    part[:] = 1
+    del first
+    other = memory.lend(SIZE)
+    other[:] = bytes(SIZE)
+    assert place(other) != where
+    assert part.all()
+    del part
+    again = memory.lend(SIZE - 7)
+    assert (place(again), len(again)) == (where, SIZE - 7)
+
+
+def test_what_is_far_too_large_or_too_small_is_not_lent():
+    memory = ReceiveBuffers()
+    for first, second in ((SIZE, SIZE + 1), (4 * SIZE, SIZE)):
+        view = memory.lend(first)
+        del view
+        view = memory.lend(second)
+        assert len(view) == second
+        held = view.obj.base
+        assert len(getattr(held, "obj", held)) == second
+
+
+def test_one_buffer_is_kept_at_most():
+    memory = ReceiveBuffers()
+    views = [memory.lend(SIZE) for _ in range(3)]
+    del views
+    assert len(memory._free) == 1
+    assert len(memory.lend(0)) == 0
+
+
+# ---- ends: at deadlines, and with the client -----------------------------------------
+
+
+def test_fetch_gives_up_at_its_deadline(connect):
+    client = connect("127.0.0.1:1", deadlines=deadlines(pin_s=1.2))
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=r"given up at byte 0, 1\.2 s after"):
+        client.transfers.fetch(fetch_request(), max_bytes=1)
+    assert time.monotonic() - began < WAIT_S
+
+
+def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatch):
+    _, address = serve()
+    hangs = threading.Event()
+    monkeypatch.setattr(handlers, "upload_end", lambda *_: hangs.wait(WAIT_S))
+    client = connect(address, deadlines=deadlines(idle_s=0.5))
+    with pytest.raises(ConnectionLost, match=r"not 64 KiB moved for 0\.5 s"):
+        client.transfers.upload(upload_start(10), bytes(10))
+    hangs.set()
+
+
+def test_close_ends_running_transfers(serve, connect, handlers, monkeypatch):
+    _, address = serve()
+    handlers.published = bytes(12 * MIB)
+    dribble = Dribble(good=1)
+    monkeypatch.setattr("diloco_jax.wire.frames.chunks", dribble.chunks)
+    client = connect(address)
+    errors = []
+
+    def fetch():
+        try:
+            client.transfers.fetch(fetch_request(), max_bytes=12 * MIB)
+        except ConnectionLost as error:
+            errors.append(error)
+
+    fetching = threading.Thread(target=fetch, daemon=True)
+    fetching.start()
+    assert dribble.reached.acquire(timeout=WAIT_S)
+    began = time.monotonic()
+    client.close()
+    fetching.join(WAIT_S)
+    assert time.monotonic() - began < WAIT_S
+    assert errors
+    dribble.gone.set()
+    with pytest.raises(ConnectionLost, match="closed"):
+        client.transfers.fetch(fetch_request(), max_bytes=1)

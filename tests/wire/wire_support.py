@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,9 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, bulk, encoding, frames
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import VersionGone, WireError
 from diloco_jax.wire.frames import BulkConnection
-from diloco_jax.wire.session import Session
+from diloco_jax.wire.session import Handlers, Session
 
 WAIT_S = 45.0
 """Less than the queues' poll and the budget: what only they end comes too late."""
@@ -94,8 +95,11 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
-class Recorder:
+
+class Recorder(Handlers):
     """Handlers that welcome everyone and store every upload in one buffer."""
 
     def __init__(self) -> None:
@@ -141,13 +145,13 @@ class Recorder:
         self.events.put(("stripe", start.offset, start.length))
         return complete
 
-    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> bulk.FetchSource:
         self.requests.append(request)
         if request.want != self.version:
             raise VersionGone(f"want {request.want}, have {self.version}")
         middle = len(self.published) // 3
         view = memoryview(self.published)
-        return FetchSource(
+        return bulk.FetchSource(
             version=self.version,
             full=True,
             count=0,
@@ -163,6 +167,15 @@ class Recorder:
         event = self.events.get(timeout=WAIT_S)
         assert event[0] == kind, event
         return event[1:]
+
+
+def until(happened: Callable[[], Any], meanwhile: Callable[[], Any] = int) -> None:
+    """Wait for something that other threads bring about."""
+    deadline = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < deadline
+        meanwhile()
+        time.sleep(0.001)
 
 
 def random_bytes(size: int) -> bytes:

@@ -23,7 +23,7 @@ class State(NamedTuple):
 
 
 class Restarts:
-    """See `Invertible`."""
+    """See `OuterOptimizer`."""
 
     elementwise = True
 

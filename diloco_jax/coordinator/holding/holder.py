@@ -64,7 +64,7 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.wire import bulk
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.bulk import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
 
 logger = logging.getLogger(__name__)

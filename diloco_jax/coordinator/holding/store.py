@@ -56,7 +56,7 @@ from diloco_jax.core.merging import Encoded, rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid, tile_digests
 from diloco_jax.protocol.values import Contribution, Version
-from diloco_jax.wire.bulk_server import FetchSource, source_of
+from diloco_jax.wire.bulk import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
 
 PINNED_VERSIONS = 2

@@ -48,7 +48,7 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, bulk
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.bulk import FetchSource
 from diloco_jax.wire.errors import Busy, WireError
 
 logger = logging.getLogger(__name__)

@@ -54,10 +54,11 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, bulk, principal
-from diloco_jax.wire.acceptor import allow_connections
-from diloco_jax.wire.bulk_server import BulkServer, FetchSource
+from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
+from diloco_jax.wire.limits import allow_connections
+from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ LOCKED_S = 10.0
 """Longest wait for the worker before this one to let go of its folders, in seconds."""
 
 
-class HoldingWorker:
+class HoldingWorker(Handlers):
     """One life of a worker: restore, then merge and serve, for one lead or several."""
 
     def __init__(
@@ -145,7 +146,7 @@ class HoldingWorker:
         """Return a sign of life."""
         return sign_of_life(tuple(self.holder.alerts(time.monotonic())))
 
-    def receive(self, message: ToWorker) -> None:
+    def obey(self, message: ToWorker) -> None:
         """Do what the lead says."""
         match message:
             case RestoreFragments(fences=fences):
@@ -246,7 +247,7 @@ class HoldingWorker:
         """Accept a stripe in its place."""
         return self.holder.upload_end(start, place)
 
-    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> bulk.FetchSource:
         """Return published fragments for an island."""
         self._require_own(request)
         self._require_ticket(request, request.want)
@@ -259,18 +260,9 @@ class HoldingWorker:
             )
         return self.holder.fetch(request)
 
-    def kept(self, cycle: int, name: str) -> memoryview:
-        """Raise Refused: the coordinator serves kept cycles."""
-        raise Refused("cycle", "a worker serves no cycles; ask the coordinator")
-
     def _require_own(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         begin = self._begin
-        if call.run_id != begin.run_id:
-            raise Refused(
-                "run_id",
-                f"this worker serves run {begin.run_id}, the call is of run "
-                f"{call.run_id}; check the coordinator's address",
-            )
+        principal.require_run(call, begin.run_id)
         if call.fragment not in begin.fragments:
             raise Busy(
                 f"worker {begin.worker} has not fragment {call.fragment}, but "
@@ -354,7 +346,7 @@ def main(descriptor: int) -> int:
                         place.close()
                         line.close()
                         return 0
-                    worker.receive(message)
+                    worker.obey(message)
                 line.close()
                 can_go_on = HAS_SURVIVORS and not worker.closing.is_set()
                 alone_s = config.placement.outage_budget_s if can_go_on else 0.0

@@ -35,10 +35,10 @@ from diloco_jax.island.device.exchange import Exchange, Held
 from diloco_jax.island.network.link import Lanes
 from diloco_jax.protocol.island.fetching import Fetch, order_of_peers
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.bulk import FetchRequest, Holdings, HoldingsRequest, Identity
-from diloco_jax.wire.bulk_server import FetchSource, OfferServer, source_of
+from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.errors import RemoteProtocolError, VersionGone, WireError
+from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Connections, Fetched, Transfers
@@ -77,11 +77,13 @@ class _Shard(NamedTuple):
         return tiles
 
 
-class Offers:
-    """Answers `OfferServer`. `show` is called by the loop, the rest by many threads."""
+class Offers(Handlers):
+    """Answers other islands of the run. The loop calls `show`, many threads the
+    rest."""
 
-    def __init__(self, fragments: int, kept_s: float) -> None:
+    def __init__(self, run_id: str, fragments: int, kept_s: float) -> None:
         """kept_s: seconds for which a copy stays in the host's memory."""
+        self._run_id = run_id
         self._shown: list[_Shown | None] = [None] * fragments
         self._kept_s = kept_s
         self._lock = threading.Lock()
@@ -98,14 +100,14 @@ class Offers:
             self._drop_old()
             self._lock.release()
 
-    def holdings(self, fragment: int) -> Holdings:
-        """See `OfferHandlers.holdings`."""
-        shown = self._of(fragment)
+    def holdings(self, request: bulk.HoldingsRequest) -> bulk.Holdings:
+        principal.require_run(request, self._run_id)
+        shown = self._of(request.fragment)
         boxes = tuple(shard.box for shard in _shards(shown))
-        return Holdings(version=shown.version, part=boxes)
+        return bulk.Holdings(version=shown.version, part=boxes)
 
-    def offered(self, request: FetchRequest) -> FetchSource:
-        """See `OfferHandlers.offered`."""
+    def fetch(self, request: bulk.FetchRequest) -> bulk.FetchSource:
+        principal.require_run(request, self._run_id)
         shown = self._of(request.fragment)
         if shown.version != request.want:
             raise VersionGone(
@@ -120,7 +122,7 @@ class Offers:
                 f"{request.fragment}, with digests or publishes; an island offers the "
                 f"values of boxes"
             )
-        return source_of(shown.version, cut, count=0)
+        return bulk.source_of(shown.version, cut, count=0)
 
     def _of(self, fragment: int) -> _Shown:
         shown = self._shown[fragment] if fragment < len(self._shown) else None
@@ -202,13 +204,13 @@ def _cut(
 
 def offer(
     config: Config,
-    identity: Identity,
+    identity: bulk.Identity,
     host: int,
     exchange: Exchange,
     versions: Sequence[Version],
     deadlines: Deadlines,
     is_revoked: Callable[[int], bool],
-) -> OfferServer | None:
+) -> BulkServer | None:
     """Offer the anchors that the exchange holds, at these versions, and those that it
     adopts later; return what serves them. is_revoked: asks the coordinator.
 
@@ -232,13 +234,12 @@ def offer(
             error,
         )
         return None
-    offers = Offers(len(versions), deadlines.pin_s)
+    offers = Offers(identity.run_id, len(versions), deadlines.pin_s)
     for fragment, version in enumerate(versions):
         offers.show(fragment, version, exchange.held(fragment))
     exchange.adopted = offers.show
-    server = OfferServer(
+    server = BulkServer(
         offers,
-        identity.run_id,
         tls=TlsFiles.load_given(placement.certificates, principal.island(name)),
         deadlines=deadlines,
         max_hosts=sum(island.hosts for island in config.islands.values()),
@@ -257,7 +258,7 @@ class PeerAnchors:
         self,
         config: Config,
         own: str,
-        identity: Identity,
+        identity: bulk.Identity,
         coordinator: Transfers | Lanes,
         deadlines: Deadlines,
     ) -> None:
@@ -270,7 +271,12 @@ class PeerAnchors:
 
         def transfers(name: str, address: str) -> Transfers:
             connections = Connections(
-                address, tls, deadlines, 2 * channels, island=name
+                address,
+                tls,
+                deadlines,
+                2 * channels,
+                principal.island(name),
+                field=f"islands.{name}.offers",
             )
             return Transfers(connections, channels, deadlines, self._watch)
 
@@ -334,12 +340,14 @@ class PeerAnchors:
     ) -> list[list[Box]] | None:
         """Return the boxes to ask each host of an island for; None if the island is at
         another version, or has not all of the part."""
-        request = HoldingsRequest(
+        request = bulk.HoldingsRequest(
             run_id=self._identity.run_id, island=self._own, fragment=fetch.fragment
         )
         hosts, boxes, wanted = self._hosts[name], layout.boxes(part), []
         with ThreadPoolExecutor(min(len(hosts), ASKED_AT_ONCE)) as pool:
-            holdings = list(pool.map(lambda host: host.ask(request, Holdings), hosts))
+            holdings = list(
+                pool.map(lambda host: host.ask(request, bulk.Holdings), hosts)
+            )
         for found in holdings:
             if found.version != fetch.want:
                 return None
@@ -412,8 +420,8 @@ class PeerAnchors:
 
     def _request(
         self, fetch: Fetch, part: Part, *, digests: bool = False
-    ) -> FetchRequest:
-        return FetchRequest(
+    ) -> bulk.FetchRequest:
+        return bulk.FetchRequest(
             **self._identity.fields(),
             fragment=fetch.fragment,
             want=fetch.want,

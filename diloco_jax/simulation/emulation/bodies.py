@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from diloco_jax.config import DataConfig, IslandConfig, RunConfig
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
-from diloco_jax.core.payload import Buffer, PayloadLayout
+from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.data.batches import BatchReader
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
@@ -40,7 +40,7 @@ from diloco_jax.protocol.values import NON_FINITE, DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.arrays import Received, VirtualFetch
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.storage import digest_of
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.bulk import FetchSource
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,40 +58,26 @@ class Diary:
     """Completed steps; the columns may have one more, which has begun."""
     step_began: list[float] = dataclasses.field(default_factory=list)
     step_seconds: list[float] = dataclasses.field(default_factory=list)
-    losses: list[SupportsFloat] = dataclasses.field(default_factory=list)
-    skipped: list[SupportsFloat] = dataclasses.field(default_factory=list)
-    """1 for a skipped step, whose loss or gradient was not finite; else 0."""
-    predicted: list[SupportsFloat] = dataclasses.field(default_factory=list)
-    """Sum of the weights of a step's predictions."""
+    metrics: dict[str, list[SupportsFloat]] = dataclasses.field(
+        default_factory=lambda: {"loss": [], "skipped": [], "tokens": []}
+    )
+    """Metrics of each step: its loss; 1 if it was skipped, since loss or gradient was
+    not finite, else 0; and the sum of the weights of its predictions."""
     learning_rates: list[float] = dataclasses.field(default_factory=list)
-    takes: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    """Fragment and time of each take."""
-    arrived: list[float] = dataclasses.field(default_factory=list)
-    """Time of arrival, by take; NaN if it has not arrived."""
+    takes: list[list[float]] = dataclasses.field(default_factory=list)
+    """Fragment, time and arrival of each take; NaN if it has not arrived."""
     adoptions: list[tuple[int, int, float]] = dataclasses.field(default_factory=list)
     """Fragment, version and time of each adoption."""
-    versions: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Version adopted last, by fragment."""
     bytes_up: int = 0
     bytes_down: int = 0
     bytes_join: int = 0
 
-    def took(self, fragment: int, now: float) -> None:
-        """Note a take, whose delta is on its way."""
-        self.takes.append((fragment, now))
-        self.arrived.append(math.nan)
-
     def delivered(self, fragment: int, now: float) -> None:
         """Note that the newest delta of the fragment has arrived."""
-        for index in range(len(self.takes) - 1, -1, -1):
-            if self.takes[index][0] == fragment:
-                self.arrived[index] = now
+        for take in reversed(self.takes):
+            if take[0] == fragment:
+                take[2] = now
                 return
-
-    def adopted(self, fragment: int, version: int, now: float) -> None:
-        """Note that the island adopted a published fragment."""
-        self.adoptions.append((fragment, version, now))
-        self.versions[fragment] = version
 
     def measures(self) -> Measures:
         """Return the measures that a real island would report (see `island.timing`)."""
@@ -107,16 +93,19 @@ class Diary:
             return Measures(**fields)
         ends = began + seconds
         gaps = np.diff(ends, prepend=began[0])
-        losses = [float(loss) for loss in self.losses[done][-LOSS_STEPS:]]
+        metrics = {
+            name: list(map(float, values[done]))
+            for name, values in self.metrics.items()
+        }
         return Measures(
             steps=self.steps,
-            skipped_steps=sum(map(int, map(float, self.skipped[done]))),
-            tokens_predicted=round(math.fsum(map(float, self.predicted[done]))),
+            skipped_steps=sum(map(int, metrics["skipped"])),
+            tokens_predicted=round(math.fsum(metrics["tokens"])),
             median_step_seconds=float(np.median(gaps)),
             max_step_gap_seconds=float(np.max(gaps)),
             step_seconds_total=math.fsum(seconds),
             stalled_seconds=max(0.0, math.fsum(gaps) - math.fsum(seconds)),
-            loss=statistics.fmean(losses),
+            loss=statistics.fmean(metrics["loss"][-LOSS_STEPS:]),
             learning_rate=self.learning_rates[self.steps - 1],
             first_step_unix=float(began[0]),
             last_step_unix=float(ends[-1]),
@@ -136,10 +125,9 @@ def collect(
         for index in range(d.steps):
             began = d.step_began[index]
             end = began + d.step_seconds[index]
-            loss, rate = float(d.losses[index]), d.learning_rates[index]
+            loss, rate = float(d.metrics["loss"][index]), d.learning_rates[index]
             steps.append((*who, index, began, end, loss, rate))
-        for (fragment, time), arrived in zip(d.takes, d.arrived, strict=True):
-            takes.append((*who, fragment, time, arrived))
+        takes += [(*who, *take) for take in d.takes]
         adoptions += [(*who, *adoption) for adoption in d.adoptions]
         first = d.step_began[0] if d.step_began else math.nan
         lives.append((*who, d.began, first, d.ended, d.steps, d.end))
@@ -167,23 +155,12 @@ Packed = tuple[npt.NDArray[np.uint8], Squares]
 """A delta's payload, and how long each piece is."""
 
 
-class SharedFetch:
-    """A fetch that is the same for several islands.
+class SharedFetch(NamedTuple):
+    """A fetch that is the same for several islands."""
 
-    Its publishes go to the devices of a mesh once.
-    """
-
-    def __init__(self, source: FetchSource) -> None:
-        self.source = source
-        self._placed: dict[Mesh, tuple[tuple[jax.Array, ...], ...]] = {}
-
-    def on(
-        self, mesh: Mesh, put: Callable[[Buffer], tuple[jax.Array, ...]]
-    ) -> tuple[tuple[jax.Array, ...], ...]:
-        """Return the publishes by piece, oldest first; `put` places one there."""
-        if mesh not in self._placed:
-            self._placed[mesh] = tuple(map(put, self.source.buffers))
-        return self._placed[mesh]
+    source: FetchSource
+    placed: dict[Mesh, tuple[tuple[jax.Array, ...], ...]]
+    """Its publishes by piece, oldest first, which go to the devices of a mesh once."""
 
 
 def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
@@ -236,20 +213,16 @@ class TrainedBody:
             return Arrival(fragment=fragment, version=version, anchor=anchor)
         self._diary.bytes_down += fetched.nbytes
         put = functools.partial(self._exchange.put_publish, fragment)
-        publishes = published.on(self._trainer.mesh, put)
-        return Arrival(fragment=fragment, version=version, publishes=publishes)
+        placed, mesh = published.placed, self._trainer.mesh
+        if mesh not in placed:
+            placed[mesh] = tuple(map(put, published.source.buffers))
+        return Arrival(fragment=fragment, version=version, publishes=placed[mesh])
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
         self._diary.step_began.append(self._clock.now)
         self._diary.learning_rates.append(learning_rate)
         metrics = self._replica.step(self._reader.batch(positions), learning_rate)
-        diary = self._diary
-        columns = {
-            "loss": diary.losses,
-            "skipped": diary.skipped,
-            "tokens": diary.predicted,
-        }
-        for name, column in columns.items():
+        for name, column in self._diary.metrics.items():
             column.append(metrics[name])
             if len(column) > 1:
                 # One step late: the devices have the new step to do meanwhile.
@@ -257,13 +230,13 @@ class TrainedBody:
 
     def take(self, fragment: int) -> EncodedDelta:
         layout = self._exchange.layouts_up[fragment]
-        self._diary.took(fragment, self._clock.now)
+        self._diary.takes.append([fragment, self._clock.now, math.nan])
         self._diary.bytes_up += layout.total_bytes
         return EncodedDelta(layout, self._replica.take(fragment))
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        version = arrival.version.number
-        self._diary.adopted(arrival.fragment, version, self._clock.now)
+        adopted = (arrival.fragment, arrival.version.number, self._clock.now)
+        self._diary.adoptions.append(adopted)
         self._replica.adopt(arrival, keep=keep)
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
@@ -330,6 +303,6 @@ class StoreMerging:
         if have not in fetched:
             source = self._store.fetch(fragment, want, have)
             fetched[have] = VirtualFetch(
-                source.version, source.total, SharedFetch(source)
+                source.version, source.total, SharedFetch(source, {})
             )
         return fetched[have]

@@ -40,7 +40,7 @@ from diloco_jax.data.batches import BatchReader, ValidationBatches
 from diloco_jax.data.loading import Data, GlobalIndex, load_data
 from diloco_jax.data.source import Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
-from diloco_jax.faults import COORDINATOR, Fault, parse_faults
+from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.models.build import build_plan
@@ -99,8 +99,10 @@ class Attendance:
         """Crashes in a row since the island's machine was last started."""
         self._in_vain = self._progress_tokens = 0
         self._faults = parse_faults(config.placement.faults, config.islands).faults
-        for name in self.diaries:
-            start, stop = self._stay(name)
+        self._stays = {
+            name: options.joins.get(name, (0.0, math.inf)) for name in self.diaries
+        }
+        for name, (start, stop) in self._stays.items():
             self._clock.at(start, functools.partial(self._start, name))
             if stop < math.inf:
                 self._clock.at(stop, functools.partial(self._leave, name))
@@ -126,7 +128,7 @@ class Attendance:
                 now = self._clock.now if diary.ended is None else diary.ended
                 roster.hello(diary, diary.began)
                 roster.report(name, diary.measures(), (), now)
-                roster.members[name].adopted = dict(diary.versions)
+                roster.members[name].adopted = {f: v for f, v, _ in diary.adoptions}
                 if diary.end == "left":
                     roster.left(name, now)
         return roster
@@ -139,11 +141,8 @@ class Attendance:
 
     # ---- what happens ---------------------------------------------------------------
 
-    def _stay(self, name: str) -> tuple[float, float]:
-        return self._options.joins.get(name, (0.0, math.inf))
-
     def _start(self, name: str) -> None:
-        if self._world.coordinator.finished or self._clock.now >= self._stay(name)[1]:
+        if self._world.coordinator.finished or self._clock.now >= self._stays[name][1]:
             return
         options, island = self._options, self._config.islands[name]
         incarnation = len(self.diaries[name]) + 1
@@ -161,7 +160,8 @@ class Attendance:
         )
         if options.failure_every_seconds:
             lasts_s = chance.exponential(options.failure_every_seconds)
-            self._clock.after(lasts_s, functools.partial(self._fail, name, incarnation))
+            fail = functools.partial(self._kill, name, incarnation, crash=False)
+            self._clock.after(lasts_s, fail)
         seconds = durations(island.step_seconds, options.step_spread, chance)
         self._world.start(
             IslandSpec(
@@ -177,45 +177,32 @@ class Attendance:
     def _step_seconds(self, name: str, usual: Iterator[float], step: int) -> float:
         """Return the seconds of a step that begins now; schedule a kill after it."""
         diary = self.diaries[name][-1]
-        faults = [fault for fault in self._faults if _strikes(fault, diary)]
+        whose = (name, diary.incarnation)  # Or one of its hosts'.
+        faults = [f for f in self._faults if (f.who, f.incarnation) == whose]
         pauses = [f.pause_s for f in faults if f.step == step and f.pause_s is not None]
         seconds = next(usual) + sum(pauses)
         if any(f.step == step + 1 and f.kills for f in faults):
-            crash = functools.partial(self._crash, name, diary.incarnation)
-            self._clock.after(seconds, crash)
+            kill = functools.partial(self._kill, name, diary.incarnation, crash=True)
+            self._clock.after(seconds, kill)
         diary.step_seconds.append(seconds)
         return seconds
 
-    def _fail(self, name: str, incarnation: int) -> None:
-        """Take the island's machine away for a while."""
-        if self._kill(name, incarnation):
-            self._crashes[name] = 0
-            self._clock.after(
-                self._options.down_seconds, functools.partial(self._start, name)
-            )
-            self._require_progress()
-
-    def _crash(self, name: str, incarnation: int) -> None:
-        """End the island's process; see `cluster.processes` for how often it comes
-        back.
-        """
-        if self._kill(name, incarnation):
-            diary = self.diaries[name][-1]
-            self._crashes[name] = crashes_in_a_row(
-                self._crashes[name], self._clock.now - diary.began
-            )
-            if name not in self.given_up:
-                again = functools.partial(self._start, name)
-                self._clock.after(self._options.down_seconds, again)
-
-    def _kill(self, name: str, incarnation: int) -> bool:
-        """Kill this incarnation; return True if it still ran."""
+    def _kill(self, name: str, incarnation: int, *, crash: bool) -> None:
+        """Kill this incarnation if it still runs: its process ends, or its machine is
+        taken away. See `cluster.processes` for how often a process comes back."""
         island = self._world.islands[name]
         if island.incarnation != incarnation or island.ended is not None:
-            return False
+            return
         self._world.kill(name)
         self._close(name, "died")
-        return True
+        lasted_s = self._clock.now - self.diaries[name][-1].began
+        crashes = crashes_in_a_row(self._crashes[name], lasted_s) if crash else 0
+        self._crashes[name] = crashes
+        if name not in self.given_up:
+            again = functools.partial(self._start, name)
+            self._clock.after(self._options.down_seconds, again)
+        if not crash:
+            self._require_progress()
 
     def _require_progress(self) -> None:
         tokens = self._world.coordinator.state.progress_tokens
@@ -241,11 +228,6 @@ class Attendance:
         for diary in self.diaries[name][-1:]:
             if diary.ended is None:
                 diary.ended, diary.end = self._clock.now, why
-
-
-def _strikes(fault: Fault, diary: Diary) -> bool:
-    """Return True if the fault strikes this incarnation or one of its hosts."""
-    return (fault.who, fault.incarnation) == (diary.island, diary.incarnation)
 
 
 Show = Callable[[dict[str, Any]], None]
@@ -337,7 +319,9 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"--islands.{name}.step-seconds 0.5"
             )
     for fault in parse_faults(config.placement.faults, config.islands).faults:
-        if fault.who == COORDINATOR and not _can_be_away(fault):
+        waits = fault.kills or (fault.pause_s is not None and fault.pause_s < math.inf)
+        away = waits and not fault.prepared and fault.incarnation == 1
+        if fault.who == COORDINATOR and not away:
             raise ConfigError(
                 f"placement.faults has a fault of {COORDINATOR} at merge {fault.step} "
                 f"that is not emulated; give {COORDINATOR}@{fault.step}:kill or "
@@ -348,12 +332,6 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"placement.faults has {fault.who}@{fault.step} with other parameters, "
                 f"which no emulated island has; leave it out, or use diloco run"
             )
-
-
-def _can_be_away(fault: Fault) -> bool:
-    """Whether it makes the coordinator be away for a time, after a merge."""
-    waits = fault.kills or (fault.pause_s is not None and fault.pause_s < math.inf)
-    return waits and not fault.prepared and fault.incarnation == 1
 
 
 def run(
@@ -444,7 +422,13 @@ class _Emulator:
             make_body=self._make_body,
             alert=self._alerts.append,
             merge_seconds=lambda merge: next(merging),
-            outages=_outages(config, options.down_seconds),
+            outages={
+                fault.step: options.down_seconds
+                if fault.pause_s is None
+                else fault.pause_s
+                for fault in parse_faults(placement.faults, config.islands).faults
+                if fault.who == COORDINATOR
+            },
         )
         self._clock = self._world.clock
         bytes_up = tuple(layout.total_bytes for layout in self._store.layouts_up)
@@ -555,16 +539,6 @@ class _Emulator:
             alerts=list(self._alerts),
             now=self._clock.now,
         )
-
-
-def _outages(config: Config, down_seconds: float) -> dict[int, float]:
-    """Return the seconds for which the coordinator is away, by its number of merges."""
-    faults = parse_faults(config.placement.faults, config.islands).faults
-    return {
-        fault.step: down_seconds if fault.pause_s is None else fault.pause_s
-        for fault in faults
-        if fault.who == COORDINATOR
-    }
 
 
 def _rows(config: Config, data: Data, unlike: bool) -> dict[str, Rows]:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from diloco_jax.config import ConfigError, GraceWindow, Placement, RunConfig, SyncConfig
+from diloco_jax.config.family_fields import check_member
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     BELOW_1,
@@ -22,7 +23,6 @@ from diloco_jax.config.fields import (
 )
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.families import check_member
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.island.books import AdoptTraits
 from diloco_jax.simulation.faults.network import Way

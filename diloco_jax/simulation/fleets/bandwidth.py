@@ -21,16 +21,16 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import SyncConfig
+from diloco_jax.config.family_fields import check_member
 from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
-from diloco_jax.families import check_member
-from diloco_jax.simulation.fleets.checks import (
+from diloco_jax.simulation.fleets.fleet import (
     FRAGMENTS,
     GBIT_PER_S,
     PARAMS,
     STEP_SECONDS,
-    cut_in_reach,
+    require_cut,
 )
 
 PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
@@ -103,7 +103,7 @@ class BandwidthConfig:
         """Raise ConfigError naming field, value and remedy."""
         check_bounds(self)
         check_member("codec", CODECS, self.codec)
-        cut_in_reach(self)
+        require_cut(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

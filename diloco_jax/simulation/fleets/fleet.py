@@ -14,30 +14,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from msgspec.structs import replace
 
-from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
+from diloco_jax.config.family_fields import check_member
 from diloco_jax.config.fields import (
     AT_LEAST_1,
+    LONGEST_S,
     NOT_NEGATIVE,
     SECONDS,
+    Bound,
     check_bounds,
     setting,
 )
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
-from diloco_jax.families import check_member
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.state import Fragment, State
-from diloco_jax.simulation.fleets.checks import (
-    FRAGMENTS,
-    GBIT_PER_S,
-    PARAMS,
-    cut_in_reach,
-)
+from diloco_jax.protocol.coordinator.state import Fragment
 from diloco_jax.simulation.fleets.failures import Capacity, Segment
 from diloco_jax.simulation.output import Progress, nobody
 from diloco_jax.simulation.virtual.arrays import NoArrays
@@ -53,6 +50,12 @@ TIME_BUDGET_STEPS = 100
 coordinator sees at once that a dead island's connection broke.
 """
 PROGRESS_CALLS = 200
+MOST_EVENTS = 1e8
+"""Events that a simulation may have: hours on one core."""
+PARAMS = Bound(0, 1e15, above=True)
+FRAGMENTS = Bound(1, 100_000)
+GBIT_PER_S = Bound(1e-6, 1e6)
+STEP_SECONDS = Bound(1e-6, LONGEST_S)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,58 @@ class ExchangeTerms:
         """Raise ConfigError naming field, value and remedy."""
         check_bounds(self)
         check_member("codec", CODECS, self.codec)
-        cut_in_reach(self)
+        require_cut(self)
+
+
+def require_cut(config: Any) -> None:
+    """Raise ConfigError if `params` cannot be cut into `fragments`."""
+    if config.fragments > config.params:
+        raise ConfigError(
+            f"fragments = {config.fragments}, but params = {config.params:g}; lower "
+            f"fragments"
+        )
+
+
+def require_reach(what: str, count: float, remedy: str) -> None:
+    """Raise ConfigError if `count` is more than a simulation gets through."""
+    if not count <= MOST_EVENTS:
+        raise ConfigError(
+            f"that is {count:.2g} {what} to simulate, more than {MOST_EVENTS:.0e}; "
+            f"{remedy}"
+        )
+
+
+def require_reach_of_islands(islands: float, fields: str) -> None:
+    """Raise ConfigError if the protocol cannot get through the deltas of these islands.
+
+    At every delta the protocol goes through its books of all islands. fields: names of
+    the fields that set the number of islands.
+    """
+    pairs = islands * islands
+    require_reach(f"pairs of {islands:,.15g} islands", pairs, f"lower {fields}")
+
+
+def require_reach_of_steps(
+    hours: float,
+    step_seconds: float,
+    islands: int,
+    exchange: ExchangeTerms | None = None,
+) -> None:
+    """Raise ConfigError if there are too many steps or deltas in these hours.
+
+    exchange: None: there are no deltas. At every delta the protocol goes through its
+    books of all fragments.
+    """
+    steps = hours * 3600 / step_seconds * islands
+    require_reach("steps of islands", steps, "lower hours, or raise step_seconds")
+    if exchange is not None:
+        exchange.validate()
+        deltas = steps / exchange.cycle * exchange.fragments
+        require_reach(
+            f"pairs of {deltas:.2g} deltas and fragments = {exchange.fragments}",
+            deltas * exchange.fragments,
+            "lower fragments or hours, or raise cycle or step_seconds",
+        )
 
 
 @dataclasses.dataclass
@@ -166,11 +220,12 @@ class VirtualFleet:
             ),
             merge_seconds=lambda merge: exchange.merge_seconds,
         )
+        self._clock = self._world.clock
         self._join_seconds = exchange.join_seconds
         self._members: dict[str, _Member] = {}
         self._began = 0.0
-        self._ended: float | None = None
-        self._fragments_at_end: tuple[Fragment, ...] | None = None
+        self._end: tuple[float, tuple[Fragment, ...]] | None = None
+        """Time of `end`, and the fragments then."""
 
     # ---- what happens -----------------------------------------------------------
 
@@ -196,26 +251,26 @@ class VirtualFleet:
             bytes_up=self._bytes_up,
             lead=lead,
         )
-        member = _Member(spec, step_seconds, Capacity(life), self._world.clock.now)
+        member = _Member(spec, step_seconds, Capacity(life), self._clock.now)
         self._members[name] = member
         self._world.start(spec)
 
     def leave(self, name: str) -> None:
         """Let an island say goodbye; its work that has not arrived is lost."""
-        self._members[name].until = self._world.clock.now
+        self._members[name].until = self._clock.now
         self._world.islands[name].leave("preempted")
 
     def begin(self) -> None:
         """Run until all islands are about to step; time counts from here on."""
         islands = self._world.islands.values()
-        self._world.clock.run(done=lambda: all(i.boundary for i in islands))
-        self._began = self._world.clock.now
+        self._clock.run(done=lambda: all(i.boundary for i in islands))
+        self._began = self._clock.now
         for member in self._members.values():
             member.since = self._began
 
     def run(self, seconds: float, progress: Progress = nobody) -> None:
         """Run for `seconds`. progress: called with the share that is done."""
-        began = self._world.clock.now
+        began = self._clock.now
         for call in range(1, PROGRESS_CALLS + 1):
             self._world.run(began + seconds * call / PROGRESS_CALLS)
             progress(call / PROGRESS_CALLS)
@@ -223,7 +278,7 @@ class VirtualFleet:
     def run_to(self, tokens: float) -> None:
         """Run until the coordinator has `tokens` tokens, or the run is over."""
         coordinator = self._world.coordinator
-        self._world.clock.run(
+        self._clock.run(
             done=lambda: (
                 coordinator.finished or coordinator.state.progress_tokens >= tokens
             )
@@ -238,87 +293,71 @@ class VirtualFleet:
         coordinator = self._world.coordinator
         tokens = max(1, coordinator.state.progress_tokens)
         coordinator.config = replace(coordinator.config, total_tokens=tokens)
-        self._ended = self._world.clock.now
-        self._fragments_at_end = coordinator.state.fragments
+        self._end = self._clock.now, coordinator.state.fragments
         self._world.run()
 
     def _step(self, member: _Member, work_seconds: float) -> float:
-        clock = self._world.clock
-        until, done = member.capacity.use(clock.now, work_seconds)
-        seconds = until - clock.now
+        until, done = member.capacity.use(self._clock.now, work_seconds)
+        seconds = until - self._clock.now
         if not done:
             # The loss comes before the end of the step, which is due at the same time.
-            clock.after(seconds, lambda: self._lost(member))
+            self._clock.after(seconds, lambda: self._lost(member))
         return seconds
 
     def _lost(self, member: _Member) -> None:
-        clock = self._world.clock
         self._world.kill(member.spec.name)
-        clock.at(
-            member.capacity.back_at(clock.now), lambda: self._come_back(member.spec)
-        )
-
-    def _come_back(self, spec: IslandSpec) -> None:
-        self._world.start(spec)
+        back_at = member.capacity.back_at(self._clock.now)
+        self._clock.at(back_at, lambda: self._world.start(member.spec))
 
     # ---- what came of it --------------------------------------------------------
 
     @property
     def seconds(self) -> float:
         """Seconds from `begin` to now, or to `end`."""
-        return self._now - self._began
+        return self._counted[0] - self._began
 
     @property
     def totals(self) -> ledger.Totals:
         """Token totals of all islands."""
-        return ledger.run_totals(self._config, self._state)
+        return ledger.run_totals(self._config, self._world.coordinator.state)
 
     @property
     def merges(self) -> int:
         """Merges of all fragments, up to `end`."""
-        return sum(fragment.merges for fragment in self._counted_fragments)
+        return sum(fragment.merges for fragment in self._counted[1])
 
     def participation(self) -> float:
         """Return the participation of all islands in all fragments, up to `end`."""
-        accounts = [a for f in self._counted_fragments for a in f.accounts.values()]
+        accounts = [a for f in self._counted[1] for a in f.accounts.values()]
         return participation(
             sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
         )
 
     def measures(self) -> list[IslandMeasure]:
         """Return the measures of every island."""
-        return [self._measure(name) for name in self._members]
+        now, state = self._counted[0], self._world.coordinator.state
+        found = []
+        for name, member in self._members.items():
+            totals = ledger.island_totals(self._config, state, name)
+            active, until = member.capacity.active, min(member.until, now)
+            if self._end is not None and active:
+                # The step that was under way counts.
+                until = min(member.until, max(until, active[-1][1]))
+            found.append(
+                IslandMeasure(
+                    provisioned_seconds=until - member.since,
+                    tokens_per_step=TOKENS_PER_STEP,
+                    median_step_seconds=member.step_seconds,
+                    computed_tokens=totals.computed,
+                    merged_tokens=totals.merged,
+                    active=tuple(
+                        (start, min(stop, now)) for start, stop in active if start < now
+                    ),
+                )
+            )
+        return found
 
     @property
-    def _now(self) -> float:
-        return self._world.clock.now if self._ended is None else self._ended
-
-    @property
-    def _counted_fragments(self) -> tuple[Fragment, ...]:
-        if self._fragments_at_end is None:
-            return self._state.fragments
-        return self._fragments_at_end
-
-    @property
-    def _state(self) -> State:
-        return self._world.coordinator.state
-
-    def _measure(self, name: str) -> IslandMeasure:
-        member = self._members[name]
-        totals = ledger.island_totals(self._config, self._state, name)
-        until = min(member.until, self._now)
-        if self._ended is not None and member.capacity.active:
-            # The step that was under way counts.
-            until = min(member.until, max(until, member.capacity.active[-1][1]))
-        return IslandMeasure(
-            provisioned_seconds=until - member.since,
-            tokens_per_step=TOKENS_PER_STEP,
-            median_step_seconds=member.step_seconds,
-            computed_tokens=totals.computed,
-            merged_tokens=totals.merged,
-            active=tuple(
-                (start, min(stop, self._now))
-                for start, stop in member.capacity.active
-                if start < self._now
-            ),
-        )
+    def _counted(self) -> tuple[float, tuple[Fragment, ...]]:
+        """Time up to which all but tokens counts, and the fragments then."""
+        return self._end or (self._clock.now, self._world.coordinator.state.fragments)

@@ -13,7 +13,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -29,15 +29,15 @@ from diloco_jax.config.fields import (
 )
 from diloco_jax.observability import measures
 from diloco_jax.simulation.fleets import failures
-from diloco_jax.simulation.fleets.checks import (
-    STEP_SECONDS,
-    deltas_in_reach,
-    in_reach,
-    islands_in_reach,
-    steps_in_reach,
-)
 from diloco_jax.simulation.fleets.failures import FailureModel, segments
-from diloco_jax.simulation.fleets.fleet import ExchangeTerms, VirtualFleet
+from diloco_jax.simulation.fleets.fleet import (
+    STEP_SECONDS,
+    ExchangeTerms,
+    VirtualFleet,
+    require_reach,
+    require_reach_of_islands,
+    require_reach_of_steps,
+)
 from diloco_jax.simulation.output import Progress, nobody, part
 from diloco_jax.simulation.virtual.island import durations, lockstep_share
 
@@ -101,15 +101,17 @@ class GoodputConfig:
                 f"hours = {self.hours:g} over seeds = {self.seeds} is {self.seconds:g} "
                 f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
             )
-        if self.method == "decoupled":
-            islands_in_reach(self.islands, "islands")
         length = (self.hours, self.step_seconds, self.islands)
-        steps_in_reach(*length)
         if self.method == "decoupled":
-            deltas_in_reach(*length, self.exchange)
+            require_reach_of_islands(self.islands, "islands")
+            require_reach_of_steps(*length, self.exchange)
+        else:
+            require_reach_of_steps(*length)
         rate = self.chips * self.failures.interruptions_per_chip_second
         interruptions = rate * self.hours * 3600
-        in_reach("interruptions", interruptions, "lower hours, or raise mtbi_years")
+        require_reach(
+            "interruptions", interruptions, "lower hours, or raise mtbi_years"
+        )
         if self.quorum > self.islands:
             raise ConfigError(
                 f"quorum = {self.quorum}, but islands = {self.islands}: no fragment "
@@ -149,6 +151,17 @@ class GoodputSample:
     """Share of the computed tokens that was lost."""
 
 
+FORMS = {
+    "compute_goodput": ".1%",
+    "goodput": ".1%",
+    "uptime": ".1%",
+    "participation": ".1%",
+    "merges": ",.0f",
+    "lost_tokens_fraction": ".3%",
+}
+"""Format of each measure, in the order in which people are shown them."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputResult:
     """Results over all seeds."""
@@ -167,6 +180,35 @@ class GoodputResult:
             return None
         islands = config.islands if config.method == "decoupled" else 1
         return PUBLISHED.get((config.method, config.chips, islands))
+
+    def json(self) -> dict[str, Any]:
+        """Return the results as JSON-compatible builtins."""
+        mean, low, high = map(dataclasses.asdict, (self.mean, self.low, self.high))
+        return {
+            **mean,
+            "bounds": {name: [low[name], high[name]] for name in mean},
+            "published_compute_goodput": self.published,
+            "samples": [dataclasses.asdict(sample) for sample in self.samples],
+            "config": dataclasses.asdict(self.config),
+        }
+
+    def text(self) -> str:
+        """Return the results for people, one measure a line."""
+        config, published = self.config, ""
+        if self.published is not None:
+            published = f"; published {self.published:.0%}"
+        lines = [
+            f"{config.label}: {config.chips:,} chips, "
+            f"{config.seeds} x {config.seconds / 3600:g} h"
+        ]
+        for name, form in FORMS.items():
+            mean, low, high = (
+                format(getattr(sample, name), form)
+                for sample in (self.mean, self.low, self.high)
+            )
+            lines.append(f"  {name:<21}{mean:>8}  ({low} to {high}{published})")
+            published = ""
+        return "\n".join(lines)
 
 
 def simulate_goodput(
@@ -197,11 +239,17 @@ def simulate_goodput(
         rng = np.random.default_rng(config.seed + i)
         sample = _decoupled if config.method == "decoupled" else _data_parallel
         samples.append(sample(config, rng, part(progress, i, config.seeds)))
+
+    def each(how: Callable[[Sequence[float]], float]) -> GoodputSample:
+        return GoodputSample(
+            **{name: how([getattr(s, name) for s in samples]) for name in MEASURES}
+        )
+
     return GoodputResult(
         config=config,
-        mean=_each(statistics.fmean, samples),
-        low=_each(min, samples),
-        high=_each(max, samples),
+        mean=each(statistics.fmean),
+        low=each(min),
+        high=each(max),
         samples=tuple(samples),
     )
 
@@ -258,13 +306,6 @@ def _data_parallel(
     )
 
 
-def _each(
-    how: Callable[[Sequence[float]], float], samples: Sequence[GoodputSample]
-) -> GoodputSample:
-    fields = [field.name for field in dataclasses.fields(GoodputSample)]
-    return GoodputSample(**{n: how([getattr(s, n) for s in samples]) for n in fields})
-
-
 CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 ISLANDS = (1, 2, 4, 8, 16)
 SWEPT = {"method": get_args(Method), "chips": CHIPS, "islands": ISLANDS}
@@ -272,28 +313,17 @@ SWEPT = {"method": get_args(Method), "chips": CHIPS, "islands": ISLANDS}
 MEASURES = tuple(field.name for field in dataclasses.fields(GoodputSample))
 
 
-def sweep_goodput(
-    config: GoodputConfig,
-    chips: Sequence[int],
-    islands: Sequence[int],
-    progress: Progress = nobody,
-) -> list[GoodputResult]:
-    """Simulate each number of chips with every method; all else is as in `config`.
-
-    The methods are both data-parallel ones, and decoupled with each number of islands
-    that has a quorum. Raises ConfigError.
-
-    With a spread of the step time, a data-parallel step waits for the slowest of
-    several groups, as many as the largest number of islands. Without a spread there is
-    one group.
-    """
-    return list(simulated(points(config, chips, islands), progress))
-
-
 def points(
     config: GoodputConfig, chips: Sequence[int], islands: Sequence[int]
 ) -> list[GoodputConfig]:
-    """Return the valid configs that a sweep simulates. Raises ConfigError."""
+    """Return the valid configs of a sweep: each number of chips with every method, all
+    else as in `config`. Raises ConfigError.
+
+    The methods are both data-parallel ones, and decoupled with each number of islands
+    that has a quorum. With a spread of the step time, a data-parallel step waits for
+    the slowest of several groups, as many as the largest number of islands. Without a
+    spread there is one group.
+    """
     if max(islands) < config.quorum:
         raise ConfigError(
             f"quorum = {config.quorum}, but a sweep has at most {max(islands)} "
@@ -334,11 +364,8 @@ def write_csv(results: Sequence[GoodputResult], path: Path) -> None:
         writer.writerow(["method", "chips", "islands", *bounded])
         for result in results:
             config = result.config
-            values = [
-                getattr(sample, measure)
-                for measure in MEASURES
-                for sample in (result.mean, result.low, result.high)
-            ]
+            samples = (result.mean, result.low, result.high)
+            values = [getattr(s, measure) for measure in MEASURES for s in samples]
             writer.writerow([config.method, config.chips, config.islands, *values])
 
 
@@ -354,19 +381,13 @@ def write_plot(results: Sequence[GoodputResult], path: Path) -> None:
     for measure, axis in zip(("compute_goodput", "uptime"), axes, strict=True):
         for name, line in lines.items():
             chips = [result.config.chips for result in line]
-            axis.plot(
-                chips,
-                [getattr(result.mean, measure) for result in line],
-                marker="o",
-                linestyle="-" if name.startswith("decoupled") else "--",
-                label=name,
+            mean, low, high = (
+                [getattr(getattr(result, end), measure) for result in line]
+                for end in ("mean", "low", "high")
             )
-            axis.fill_between(
-                chips,
-                [getattr(result.low, measure) for result in line],
-                [getattr(result.high, measure) for result in line],
-                alpha=0.2,
-            )
+            style = "-" if name.startswith("decoupled") else "--"
+            axis.plot(chips, mean, marker="o", linestyle=style, label=name)
+            axis.fill_between(chips, low, high, alpha=0.2)
         axis.set(xscale="log", xlabel="chips", ylabel=measure.replace("_", " "))
         totals = sorted({result.config.chips for result in results})
         axis.set_xticks(totals, [f"{total / 1000:g} k" for total in totals])

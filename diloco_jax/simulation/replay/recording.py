@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,16 +21,12 @@ from diloco_jax import run_files
 from diloco_jax.cluster.cluster import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import journal
-from diloco_jax.coordinator.journal import Begun, Environment
+from diloco_jax.coordinator.journal import Environment
 from diloco_jax.observability.tape import Report, TapeError, brief, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.records import from_tape
-from diloco_jax.protocol.values import FIRST_VERSION, Contribution, Record, Version
+from diloco_jax.protocol.values import FIRST_VERSION, Record, Version
 from diloco_jax.workdir import read_config
-
-if TYPE_CHECKING:
-    from diloco_jax.core.kernels import Passes
-
 
 SAME_BITS = (
     "diloco_jax",
@@ -59,12 +55,10 @@ class Who(NamedTuple):
 
 
 class RestoredFrom(NamedTuple):
-    """State that an incarnation began with, besides anchors."""
+    """State that an incarnation began with, besides anchors: another's moments after
+    `steps` steps, and its residuals of these fragments."""
 
     who: Who
-    """Incarnation with the moments, after `steps` steps, and these fragments'
-    residuals.
-    """
     steps: int
     fragments: tuple[int, ...]
 
@@ -76,60 +70,44 @@ class TapedRecord(NamedTuple):
     record: Record
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Digests:
-    """Digests of a merge's publish and of the fragment's Theta; "" where the tape has
-    none: a coordinator that was killed had not computed it."""
-
-    publish: str
-    parameters: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordedMerge:
+class RecordedMerge(NamedTuple):
     """One merge on the tape; merges are numbered from 1."""
 
     line: int
     number: int
-    fragment: int
-    version: Version
-    final: bool
-    contributions: tuple[Contribution, ...]
-    share: float
-    digests: Digests
+    made: records.Merged
+    parameters: str = ""
+    """Digest of the fragment's Theta; "": a coordinator that was killed had not
+    computed it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recovery:
+class Recovery(NamedTuple):
     """Return of the coordinator, or of one of its workers, after `merges` merges.
 
     Each fragment came from a snapshot and its later publishes.
     """
 
     merges: int
-    snapshot_versions: tuple[Version, ...]
-    fragments: tuple[int, ...] | None = None
-    """Those of a worker, in the same order; None: all, of the coordinator."""
-    line: int = 0
+    starts: dict[int, Version]
+    """Version of the snapshot of each fragment that came back."""
+    of_worker: bool = False
 
-    @property
-    def starts(self) -> dict[int, Version]:
-        """Version of the snapshot of each fragment that came back."""
-        fragments = self.fragments or range(len(self.snapshot_versions))
-        return dict(zip(fragments, self.snapshot_versions, strict=True))
+    def logged(self, merges: Sequence[RecordedMerge]) -> list[RecordedMerge]:
+        """Return the merges whose publishes came after the snapshots, in order."""
+        return [
+            merge
+            for merge in merges[: self.merges]
+            if merge.made.fragment in self.starts
+            and merge.made.version > self.starts[merge.made.fragment]
+        ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BegunTerm:
+class BegunTerm(NamedTuple):
     """After `merges` merges, a fragment that a worker had lost began a term: with the
     anchor of an earlier version."""
 
     merges: int
-    fragment: int
-    version: Version
-    replaced: Version
-    """That version."""
-    line: int = 0
+    begun: records.TermBegun
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -163,35 +141,30 @@ class Life:
         lines = [r for _, r in self.records if r.kind == "restored"]
         if not lines:
             return None
+        source = Who(self.who.island, lines[0].start)
         return RestoredFrom(
-            who=Who(self.who.island, lines[0].start),
-            steps=lines[0].value,
-            fragments=tuple(r.fragment for r in lines[1:]),
+            source, lines[0].value, tuple(r.fragment for r in lines[1:])
         )
 
     def cut(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:
-        """Drop the records after the last needed one.
-
-        Needed are records up to the last of these takes, which are keyed by (fragment,
-        tick) and came into those merges, and up to the last step in `saves`.
+        """Drop the records after the last of these takes, which are keyed by (fragment,
+        tick) and came into those merges, and after the last step in `saves`.
 
         Raises TapeError if a take is missing.
         """
         missing = dict(takes)
-        count = 0
+        last = max(self.saves, default=-1)
+        count = sum(record.step <= last for _, record in self.records)
         for index, (_, record) in enumerate(self.records, start=1):
-            key = (record.fragment, record.tick)
-            if record.kind == "took" and key in missing:
-                del missing[key]
-                count = index
+            take = (record.fragment, record.tick)
+            if record.kind == "took" and missing.pop(take, None) is not None:
+                count = max(count, index)
         for (fragment, tick), merge in missing.items():
             raise TapeError(
                 f"line {merge.line}: the take of fragment {fragment} at tick {tick} by "
                 f"{self.who} is merged, but on no line: a record is missing"
             )
-        last = max(self.saves, default=-1)
-        saved = sum(record.step <= last for _, record in self.records)
-        del self.records[max(count, saved) :]
+        del self.records[count:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,8 +178,8 @@ class Recording:
     """Environments of the first coordinator and of each that came back."""
     merges: tuple[RecordedMerge, ...]
     merges_on_tape: int
-    recoveries: tuple[Recovery, ...]
-    begun: tuple[BegunTerm, ...] = ()
+    between: tuple[Recovery | BegunTerm, ...]
+    """Other changes of the coordinator's state, in order."""
     lives: Mapping[Who, Life]
     """Incarnations in these merges, each up to its last take in them."""
 
@@ -260,87 +233,6 @@ def environment_like(recorded: Environment) -> dict[str, str]:
     }
 
 
-def passes_like(recorded: Environment) -> Passes | None:
-    """Return the passes of the route by which the recorded coordinator merged.
-
-    Raises ConfigError if that route is not available here.
-    """
-    from diloco_jax import merge_route
-
-    route = recorded.get("merge_route")
-    if route == "xla":
-        return merge_route.passes_of("xla")
-    try:
-        if route == "native":
-            return merge_route.passes_of("native")
-        why = "it is not known here"
-    except ConfigError as error:
-        why = str(error)
-    raise ConfigError(
-        f'the coordinator merged by the route {route!r}, here it would be "xla" '
-        f"({why}): a comparison of bits would say nothing; replay where it is the same"
-    )
-
-
-def read_records(
-    path: Path, take: Callable[[int, Mapping[str, Any]], None], report: Report
-) -> None:
-    """Give every record of a tape to the function, with the number of its line. report:
-    told the share that is read.
-
-    Raises TapeError that names the first line that is no record, or is out of order;
-    ConfigError for a tape that begins with a later term.
-    """
-    for line, record in enumerate(read_tape(path, report), start=1):
-        try:
-            _refuse_term(path, record)
-            if (line == 1) != (record["kind"] == "begun"):
-                raise TapeError(
-                    f"{path}, line {line}: {brief(record['kind'])}; 'begun' is the "
-                    f"first record and no other"
-                )
-            take(line, record)
-        except (KeyError, TypeError, msgspec.ValidationError) as error:
-            raise TapeError(
-                f"{path}, line {line}: not a record {brief(record.get('kind'))} "
-                f"({brief(error)})"
-            ) from error
-
-
-def _refuse_term(path: Path, record: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the record begins a new term: its anchors' tape is gone."""
-    if record["kind"] == "term":
-        raise ConfigError(
-            f"{path} is of term {record['term']} of run {record['run_id']}, which "
-            f"began with islands' anchors after the coordinator had lost its state. "
-            f"Their origin is not on this tape, so it cannot be repeated; give the "
-            f"workdir of a run that kept its state"
-        )
-
-
-def read_begun(path: Path, record: Mapping[str, Any], config: Config) -> Begun:
-    """Return the tape's first record.
-
-    Raises ConfigError unless it is of this version and of a run with this config.
-    """
-    written, here = record["environment"]["diloco_jax"], metadata.version("diloco-jax")
-    if written != here:
-        raise ConfigError(
-            f"{path} was written by diloco_jax {written}, this is {here}; read it with "
-            f"the version that wrote it"
-        )
-    begun = from_tape(record, Begun)
-    # The run may have been extended since.
-    run = dataclasses.replace(config.run, total_tokens=begun.total_tokens)
-    fingerprint = run.fingerprint()
-    if begun.fingerprint != fingerprint:
-        raise ConfigError(
-            f"{path} is of a run with fingerprint {begun.fingerprint}, the "
-            f"config.json beside it has {fingerprint}; bring back the run's own"
-        )
-    return begun
-
-
 def read_recording(
     workdir: Path,
     until: int | None = None,
@@ -355,10 +247,11 @@ def read_recording(
       until: the number of the last merge to repeat; None = all of a run that is over.
       text: paths of the run's text; None = the paths that the run had.
       trust_code: execute code that the config names, whoever wrote it.
+      report: told the share of the tape that is read.
 
     Raises:
-      ConfigError: the files are not of one run or not of this version, or the run had
-        another jax.
+      ConfigError: the files are not of one run or not of this version, the run had
+        another jax, or the tape begins with a later term.
       TapeError: names the first line that is altered, missing or out of order.
     """
     config = read_config(workdir, text, trust_code=trust_code).validate()
@@ -366,7 +259,8 @@ def read_recording(
     if not path.is_file():
         raise ConfigError(f"{workdir} has no tape.jsonl; give the workdir of a run")
     reader = _Reader(path, config)
-    read_records(path, reader.read, report)
+    for record in read_tape(path, report):
+        reader.read(record)
     recording = reader.recording(until)
     recording.refuse_other_versions()
     return recording
@@ -377,54 +271,80 @@ class _Reader:
         self._path, self._config = path, config
         self._line = 0
         self._finished = False
+        self._begun: journal.Begun
         self._total_tokens = 0
-        self._plan_digest = ""
-        self._coordinators: list[journal.Environment] = []
+        self._coordinators: list[Environment] = []
         self._merges: list[RecordedMerge] = []
-        self._recoveries: list[Recovery] = []
-        self._begun: list[BegunTerm] = []
-        self._versions: dict[int, Version] = {}
+        self._between: list[Recovery | BegunTerm] = []
+        self._versions: dict[int, list[Version]] = {}
+        """All versions that a fragment has had since the first, in order."""
         self._lives: dict[Who, Life] = {}
         self._hellos: dict[str, journal.Hello] = {}
 
-    def read(self, line: int, record: Mapping[str, Any]) -> None:
+    def read(self, record: Mapping[str, Any]) -> None:
         """Read the next line."""
-        self._line = line
+        self._line += 1
+        try:
+            if record["kind"] == "term":
+                # Its anchors' tape is gone.
+                raise ConfigError(
+                    f"{self._path} is of term {record['term']} of run "
+                    f"{record['run_id']}, which began with islands' anchors after the "
+                    f"coordinator had lost its state. Their origin is not on this "
+                    f"tape, so it cannot be repeated; give the workdir of a run that "
+                    f"kept its state"
+                )
+            if (self._line == 1) != (record["kind"] == "begun"):
+                raise self._wrong(
+                    f"{brief(record['kind'])}; 'begun' is the first record and no other"
+                )
+            self._take(record)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            what = f"not a record {brief(record.get('kind'))} ({brief(error)})"
+            raise self._wrong(what) from error
+
+    def _take(self, record: Mapping[str, Any]) -> None:
         match record["kind"]:
             case "begun":
-                begun = read_begun(self._path, record, self._config)
-                self._plan_digest = begun.plan
-                self._total_tokens = begun.total_tokens
-                self._coordinators.append(begun.environment)
+                self._begin(record)
             case "hello":
-                hello = records.from_tape(record, journal.Hello)
+                hello = from_tape(record, journal.Hello)
                 self._hellos[hello.island] = hello
             case "joined":
-                self._joined(records.from_tape(record, records.Joined))
+                joined = from_tape(record, records.Joined)
+                who = Who(joined.island, joined.incarnation)
+                hello = self._hellos[joined.island]
+                self._lives[who] = Life(
+                    who=who,
+                    config=msgspec.convert(hello.config, IslandConfig),
+                    environment=hello.environment,
+                    total_tokens=self._total_tokens,
+                )
             case "island":
-                self._told(records.from_tape(record, records.Fact))
+                self._told(from_tape(record, records.Fact))
             case "merged":
-                self._merged(records.from_tape(record, records.Merged))
+                self._merged(from_tape(record, records.Merged))
             case "term_begun":
-                self._term_begun(records.from_tape(record, records.TermBegun))
+                self._term_begun(from_tape(record, records.TermBegun))
             case "digested":
-                self._digested(records.from_tape(record, journal.Digested))
+                self._digested(from_tape(record, journal.Digested))
             case "recovered":
-                self._recovered(records.from_tape(record, journal.Recovered))
+                back = from_tape(record, journal.Recovered)
+                self._coordinators.append(back.environment)
+                starts = dict(enumerate(back.snapshot_versions))
+                self._between.append(Recovery(len(self._merges), starts))
             case "worker_recovered":
-                back = records.from_tape(record, journal.WorkerRecovered)
-                self._recoveries.append(
-                    Recovery(
-                        merges=len(self._merges),
-                        snapshot_versions=back.snapshot_versions,
-                        fragments=back.fragments,
-                        line=self._line,
-                    )
+                worker = from_tape(record, journal.WorkerRecovered)
+                starts = dict(
+                    zip(worker.fragments, worker.snapshot_versions, strict=True)
+                )
+                self._between.append(
+                    Recovery(len(self._merges), starts, of_worker=True)
                 )
             case "finished":
                 self._finished = True
             case "extended":
-                extended = records.from_tape(record, records.Extended)
+                extended = from_tape(record, records.Extended)
                 self._finished, self._total_tokens = False, extended.total_tokens
 
     def recording(self, until: int | None) -> Recording:
@@ -446,35 +366,42 @@ class _Reader:
                 f"{count} repeats the merges that it has"
             )
         merges = tuple(self._merges[:until])
-        recoveries = tuple(r for r in self._recoveries if r.merges < len(merges))
+        between = tuple(e for e in self._between if e.merges < len(merges))
+        lives = 1 + sum(isinstance(e, Recovery) and not e.of_worker for e in between)
         return Recording(
             workdir=self._path.parent,
             config=self._config,
-            plan_digest=self._plan_digest,
-            coordinators=tuple(
-                self._coordinators[: 1 + sum(r.fragments is None for r in recoveries)]
-            ),
+            plan_digest=self._begun.plan,
+            coordinators=tuple(self._coordinators[:lives]),
             merges=merges,
             merges_on_tape=count,
-            recoveries=recoveries,
-            begun=tuple(b for b in self._begun if b.merges < len(merges)),
+            between=between,
             lives=self._needed(merges),
         )
 
     # ---- one kind of record each ------------------------------------------------
 
-    def _joined(self, joined: records.Joined) -> None:
-        who = Who(joined.island, joined.incarnation)
-        hello = self._hellos[joined.island]
-        self._lives[who] = Life(
-            who=who,
-            config=msgspec.convert(hello.config, IslandConfig),
-            environment=hello.environment,
-            total_tokens=self._total_tokens,
-        )
+    def _begin(self, record: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless it is of this version and of this config's run."""
+        here = metadata.version("diloco-jax")
+        if (written := record["environment"]["diloco_jax"]) != here:
+            raise ConfigError(
+                f"{self._path} was written by diloco_jax {written}, this is {here}; "
+                f"read it with the version that wrote it"
+            )
+        self._begun = begun = from_tape(record, journal.Begun)
+        self._total_tokens = begun.total_tokens
+        self._coordinators.append(begun.environment)
+        # The run may have been extended since.
+        run = dataclasses.replace(self._config.run, total_tokens=begun.total_tokens)
+        if begun.fingerprint != (fingerprint := run.fingerprint()):
+            raise ConfigError(
+                f"{self._path} is of a run with fingerprint {begun.fingerprint}, the "
+                f"config.json beside it has {fingerprint}; bring back the run's own"
+            )
 
     def _told(self, line: records.Fact) -> None:
-        life, record = self._life(line.island, line.incarnation), line.record
+        life, record = self._life(Who(line.island, line.incarnation)), line.record
         known = life.records
         if record.seq > len(known) + 1:
             raise self._wrong(
@@ -485,108 +412,66 @@ class _Reader:
         if record.seq == len(known) + 1:
             known.append(TapedRecord(self._line, record))
 
-    def _merged(self, record: records.Merged) -> None:
-        fragment, version = record.fragment, record.version
-        before = self._versions.get(fragment, FIRST_VERSION)
-        if version != before.next():
+    def _merged(self, made: records.Merged) -> None:
+        known = self._versions.setdefault(made.fragment, [FIRST_VERSION])
+        if made.version != known[-1].next():
             raise self._wrong(
-                f"fragment {fragment} is merged into version {tuple(version)} after "
-                f"{tuple(before)}; a merge is missing"
+                f"fragment {made.fragment} is merged into version "
+                f"{tuple(made.version)} after {tuple(known[-1])}; a merge is missing"
             )
-        self._versions[fragment] = version
-        merge = RecordedMerge(
-            line=self._line,
-            number=len(self._merges) + 1,
-            fragment=fragment,
-            version=version,
-            final=record.final,
-            contributions=record.contributions,
-            share=record.share,
-            digests=Digests(publish=record.digest),
-        )
-        self._merges.append(merge)
+        known.append(made.version)
+        self._merges.append(RecordedMerge(self._line, len(self._merges) + 1, made))
 
-    def _term_begun(self, record: records.TermBegun) -> None:
-        fragment, version = record.fragment, record.version
-        before = self._versions.get(fragment, FIRST_VERSION)
-        known = {m.version for m in self._merges if m.fragment == fragment}
-        known |= {b.version for b in self._begun if b.fragment == fragment}
-        if version.term != before.term + 1 or (
-            record.replaced not in known | {FIRST_VERSION}
-        ):
+    def _term_begun(self, begun: records.TermBegun) -> None:
+        known = self._versions.setdefault(begun.fragment, [FIRST_VERSION])
+        if begun.version.term != known[-1].term + 1 or begun.replaced not in known:
             raise self._wrong(
-                f"fragment {fragment} begins at {tuple(version)} with its version "
-                f"{tuple(record.replaced)} after {tuple(before)}; a merge is missing"
+                f"fragment {begun.fragment} begins at {tuple(begun.version)} with its "
+                f"version {tuple(begun.replaced)} after {tuple(known[-1])}; a merge is "
+                f"missing"
             )
-        self._versions[fragment] = version
-        self._begun.append(
-            BegunTerm(
-                merges=len(self._merges),
-                fragment=fragment,
-                version=version,
-                replaced=record.replaced,
-                line=self._line,
-            )
-        )
+        known.append(begun.version)
+        self._between.append(BegunTerm(len(self._merges), begun))
 
     def _digested(self, noted: journal.Digested) -> None:
         for index, merge in enumerate(reversed(self._merges), start=1):
-            if (merge.fragment, merge.version) == (noted.fragment, noted.version):
-                digests = Digests(
-                    publish=merge.digests.publish, parameters=noted.digest
-                )
-                self._merges[-index] = dataclasses.replace(merge, digests=digests)
+            made = merge.made
+            if (made.fragment, made.version) == (noted.fragment, noted.version):
+                self._merges[-index] = merge._replace(parameters=noted.digest)
                 return
         raise self._wrong(
             f"fragment {noted.fragment} has a digest at version "
             f"{tuple(noted.version)}, but no merge made it; a merge is missing"
         )
 
-    def _recovered(self, recovered: journal.Recovered) -> None:
-        self._recoveries.append(
-            Recovery(
-                merges=len(self._merges),
-                snapshot_versions=recovered.snapshot_versions,
-                line=self._line,
-            )
-        )
-        self._coordinators.append(recovered.environment)
+    # ---- what the merges need ---------------------------------------------------
 
-    def _life(self, island: str, incarnation: int) -> Life:
-        who = Who(island, incarnation)
+    def _life(self, who: Who) -> Life:
         if who not in self._lives:
             raise self._wrong(f"{who} has not joined by then; a record is missing")
         return self._lives[who]
 
     def _needed(self, merges: tuple[RecordedMerge, ...]) -> dict[Who, Life]:
-        """Return the incarnations in these merges, each up to its last take in them."""
+        """Return the incarnations in these merges, and those whose moments they began
+        with, each up to the last record that is needed."""
         takes: dict[Who, dict[tuple[int, int], RecordedMerge]] = {}
         for merge in merges:
-            for part in merge.contributions:
-                who = self._life(part.island, part.incarnation).who
-                takes.setdefault(who, {})[merge.fragment, part.tick] = merge
-        needed = self._with_sources(takes)
+            for part in merge.made.contributions:
+                who = self._life(Who(part.island, part.incarnation)).who
+                takes.setdefault(who, {})[merge.made.fragment, part.tick] = merge
+        needed = list(takes)
+        for who in needed:  # It grows meanwhile.
+            restored = self._lives[who].restored()
+            if restored is not None:
+                self._life(restored.who).saves.add(restored.steps)
+                if restored.who not in needed:
+                    needed.append(restored.who)
         try:
             for who in needed:
                 self._lives[who].cut(takes.get(who, {}))
         except TapeError as error:
             raise TapeError(f"{self._path}, {error}") from error
         return {who: self._lives[who] for who in needed}
-
-    def _with_sources(self, needed: Iterable[Who]) -> tuple[Who, ...]:
-        """Add the incarnations whose moments these began with, and their sources."""
-        found = dict.fromkeys(needed)
-        waiting = list(found)
-        while waiting:
-            life = self._lives[waiting.pop()]
-            restored = life.restored()
-            if restored is None:
-                continue
-            self._life(*restored.who).saves.add(restored.steps)
-            if restored.who not in found:
-                found[restored.who] = None
-                waiting.append(restored.who)
-        return tuple(found)
 
     def _wrong(self, what: str) -> TapeError:
         return TapeError(f"{self._path}, line {self._line}: {what}")

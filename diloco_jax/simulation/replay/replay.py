@@ -3,53 +3,92 @@
 The tape holds the takes, adoptions and merges, with their order. Everything else is
 computed anew by the runtime's own parts: steps, deltas, merges, and the coordinator's
 state after a crash. Each merge must have the digest of the tape.
+
+In an incarnation of an island the tape decides in place of the network. Books,
+boundary, pace and model copy are the runtime's. Each record of the tape is carried out
+alone, at its step, and the books must write down that same record again. What the
+island fetched is kept as long as the tape needs it (`UsedVersions`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
-from diloco_jax import before_jax, checkpoint, compilation, run_files, storage
-from diloco_jax.config import ConfigError
+from diloco_jax import (
+    before_jax,
+    checkpoint,
+    compilation,
+    merge_route,
+    run_files,
+    storage,
+)
+from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
-from diloco_jax.core.fragment_merge import MergeResult
+from diloco_jax.core.families import ADOPT_RULES
+from diloco_jax.core.fragment_merge import Arrays, MergeResult
 from diloco_jax.core.fragments import digest_arrays
-from diloco_jax.data.batches import BatchReader
+from diloco_jax.core.kernels import Passes
+from diloco_jax.core.payload import Buffer
+from diloco_jax.data.batches import BatchReader, LeasedPositions
 from diloco_jax.data.loading import load_data
 from diloco_jax.files import require_writable
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.models.build import build, build_plan
+from diloco_jax.observability.logs import log_refused
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
-from diloco_jax.protocol.values import FIRST_VERSION, Version
-from diloco_jax.simulation.replay.island import PublishedVersions, ReplayedIsland
+from diloco_jax.protocol.island import books
+from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
+from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
+from diloco_jax.protocol.values import (
+    FIRST_VERSION,
+    NON_FINITE,
+    STALE,
+    RecordKind,
+    Span,
+    Verdict,
+    Version,
+)
 from diloco_jax.simulation.replay.recording import (
     BegunTerm,
-    Digests,
+    Life,
     RecordedMerge,
     Recording,
     Recovery,
     Who,
     environment_like,
-    passes_like,
     refuse_other_bits,
 )
 from diloco_jax.simulation.replay.worker import Worker
 from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
+
+
+class Digests(NamedTuple):
+    """Digests of a merge's publish and of the fragment's Theta; "" where the tape has
+    none."""
+
+    publish: str
+    parameters: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +140,10 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
     total = len(recording.merges)
     with Replay(recording) as replay, bar(console, f"{total:,} merges") as report:
         try:
-            for merge, digests in replay.merges():
-                if digests != merge.digests:
-                    mismatch = _mismatch(merge, digests)
+            for merge, found in replay.merges():
+                on_tape = Digests(merge.made.digest, merge.parameters)
+                if found != on_tape:
+                    mismatch = _mismatch(merge, on_tape, found)
                     break
                 merges = merge.number
                 report(merges / total)
@@ -145,30 +185,20 @@ class Replay(contextlib.ExitStack):
         self._passes = [passes_like(c) for c in recording.coordinators]
         self._store.use_passes(self._passes.pop(0))
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
-        first = [
-            tuple(self._store.arrays(fragment)["anchor"])
-            for fragment in range(len(self._versions))
-        ]
-        self._published = PublishedVersions(recording, first)
+        self._used = UsedVersions(recording)
+        for fragment in range(len(self._versions)):
+            self._keep(fragment)
         self._workers: dict[str, Worker] = {}
         self._islands: dict[Who, ReplayedIsland] = {}
         self._needs = Counter(
             Who(part.island, part.incarnation)
             for merge in recording.merges
-            for part in merge.contributions
+            for part in merge.made.contributions
         )
         for life in recording.lives.values():
             # A source is needed until the incarnation begins with its moments.
             if (restored := life.restored()) is not None:
                 self._needs[restored.who] += 1
-        self._starts_left = Counter(
-            start
-            for recovery in recording.recoveries
-            for start in recovery.starts.items()
-        )
-        self._snapshots: dict[tuple[int, Version], dict[str, list[Any]]] = {}
-        for fragment, version in enumerate(self._versions):
-            self._keep_snapshot(fragment, version)
 
     def merges(self) -> Iterator[tuple[RecordedMerge, Digests]]:
         """Yield every merge with its digests in this repetition; that of Theta where
@@ -176,40 +206,29 @@ class Replay(contextlib.ExitStack):
 
         The merge is committed when the next one is asked for. Raises TapeError.
         """
-        between: list[Recovery | BegunTerm] = [*self._recording.recoveries]
-        between += self._recording.begun
-        between.sort(key=lambda event: (event.merges, event.line))
+        between = list(self._recording.between)
         for merge in self._recording.merges:
             while between and between[0].merges < merge.number:
-                match between.pop(0):
-                    case Recovery() as recovery:
-                        self._recover(recovery)
-                    case BegunTerm() as begun:
-                        self._begin_term(begun)
-            payloads = []
-            for part in merge.contributions:
+                event = between.pop(0)
+                if isinstance(event, Recovery):
+                    self._recover(event)
+                else:
+                    self._begin_term(event)
+            made, payloads = merge.made, []
+            for part in made.contributions:
                 island = self._island(Who(part.island, part.incarnation))
                 steps = island.steps
-                payloads.append(island.delta(merge.fragment, part.tick))
+                payloads.append(island.delta(made.fragment, part.tick))
                 self.steps += island.steps - steps
             merged = self._store.merge(
-                merge.fragment,
-                merge.contributions,
+                made.fragment,
+                made.contributions,
                 payloads,
-                share=merge.share,
-                final=merge.final,
+                share=made.share,
+                final=made.final,
             )
-            yield (
-                merge,
-                Digests(
-                    publish=digest_of(merged.payload),
-                    parameters=(
-                        digest_arrays(merged.state.theta)
-                        if merge.digests.parameters
-                        else ""
-                    ),
-                ),
-            )
+            theta = digest_arrays(merged.state.theta) if merge.parameters else ""
+            yield merge, Digests(digest_of(merged.payload), theta)
             self._commit(merge, merged)
 
     def save(self, folder: Path, number: int) -> None:
@@ -228,7 +247,7 @@ class Replay(contextlib.ExitStack):
 
     def _write(self, folder: Path, number: int) -> None:
         folder.mkdir(parents=True)
-        config = self._recording.config
+        config, plan = self._recording.config, self._store.plan
         placement = dataclasses.replace(config.placement, checkpoints="")
         config = dataclasses.replace(config, placement=placement)
         write_config_json(config, folder / run_files.CONFIG)
@@ -238,102 +257,108 @@ class Replay(contextlib.ExitStack):
             path = fragment_path(snapshots, fragment, version)
             path.parent.mkdir()
             storage.write_sealed(path, {}, flat(self._store.arrays(fragment)))
+        tokens = sum(  # Weighted by fragment size.
+            plan.sizes[merge.made.fragment] * part.tokens
+            for merge in self._recording.merges[:number]
+            for part in merge.made.contributions
+        )
         facts = {
-            **checkpoint.of_model(self._store.plan),
-            **checkpoint.trained(number, self._tokens(number)),
+            **checkpoint.of_model(plan),
+            **checkpoint.trained(number, tokens // sum(plan.sizes)),
         }
         storage.write_sealed(state_path(snapshots, 0), facts, [])
 
-    def _tokens(self, merges: int) -> int:
-        """Return the tokens of the first merges, weighted by fragment size."""
-        sizes, tokens = self._store.plan.sizes, 0
-        for merge in self._recording.merges[:merges]:
-            tokens += sizes[merge.fragment] * sum(c.tokens for c in merge.contributions)
-        return tokens // sum(sizes)
-
     def _island(self, who: Who) -> ReplayedIsland:
         """Return the incarnation; begin it if this is its first merge."""
-        if who not in self._islands:
-            life = self._recording.lives[who]
-            _refuse_absent_hosts(who, life.environment)
-            worker = self._worker(life.environment)
-            refuse_other_bits(str(who), life.environment, worker.environment)
-            devices = worker.environment["devices"]
-            if devices < life.config.devices:
-                raise ConfigError(
-                    f"{who} computed on {life.config.devices} devices, here are "
-                    f"{devices}; replay on a machine with as many"
-                )
-            restored = life.restored()
-            source = self._island(restored.who) if restored else None
-            run = dataclasses.replace(self._run, total_tokens=life.total_tokens)
-            self._islands[who] = ReplayedIsland(
-                life, run, self._reader, self._published, worker, source
+        if who in self._islands:
+            return self._islands[who]
+        life = self._recording.lives[who]
+        worker = self._worker(who, life.environment)
+        refuse_other_bits(str(who), life.environment, worker.environment)
+        devices = worker.environment["devices"]
+        if devices < life.config.devices:
+            raise ConfigError(
+                f"{who} computed on {life.config.devices} devices, here are "
+                f"{devices}; replay on a machine with as many"
             )
-            if restored is not None:
-                self._release(restored.who)
+        restored = life.restored()
+        source = self._island(restored.who) if restored else None
+        run = dataclasses.replace(self._run, total_tokens=life.total_tokens)
+        self._islands[who] = ReplayedIsland(
+            life, run, self._reader, self._used, worker, source
+        )
+        if restored is not None:
+            self._release(restored.who)
         return self._islands[who]
 
     def _release(self, who: Who) -> None:
         """Count one need of the incarnation less; end it if none is left."""
         self._needs[who] -= 1
         if not self._needs[who]:
-            self._islands.pop(who).end()
+            self._islands.pop(who).send("end")
 
-    def _worker(self, recorded: Environment) -> Worker:
-        alike = str((environment_like(recorded), recorded["processes"]))
+    def _worker(self, who: Who, recorded: Environment) -> Worker:
+        """Return the processes that are like the recorded ones."""
+        hosts, platform = recorded["processes"], recorded["platform"]
+        if hosts != 1 and platform != "cpu":
+            raise ConfigError(
+                f"{who} computed on {hosts} hosts with {platform} devices each, and "
+                f"replay is one host here; it repeats islands of one host, and of "
+                f"several where these have CPU devices"
+            )
+        alike = str((environment_like(recorded), hosts))
         if alike not in self._workers:
             worker = Worker(self._run, recorded)
             self._workers[alike] = self.enter_context(worker)
         return self._workers[alike]
 
     def _commit(self, merge: RecordedMerge, merged: MergeResult) -> None:
-        self._store.commit(merge.fragment, merge.version, merged)
-        self._versions[merge.fragment] = merge.version
-        self._published.keep(merge.fragment, merge.version, merged)
-        for part in merge.contributions:
+        fragment, version = merge.made.fragment, merge.made.version
+        self._store.commit(fragment, version, merged)
+        self._versions[fragment] = version
+        self._used.keep(("publish", fragment, version), merged.payload)
+        for part in merge.made.contributions:
             who = Who(part.island, part.incarnation)
-            self._islands[who].merged(merge.fragment, part.tick)
+            self._islands[who].merged(fragment, part.tick)
             self._release(who)
-        self._keep_snapshot(merge.fragment, merge.version)
+        self._keep(fragment)
 
-    def _keep_snapshot(self, fragment: int, version: Version) -> None:
-        """Keep a fragment as it is now, if a coordinator comes back with that."""
-        if self._starts_left[fragment, version]:
-            self._snapshots[fragment, version] = self._store.arrays(fragment)
+    def _keep(self, fragment: int) -> None:
+        """Keep the fragment as it is now, as far as the tape needs it."""
+        version = self._versions[fragment]
+        anchor: Use = ("anchor", fragment, version)
+        snapshot: Use = ("snapshot", fragment, version)
+        if self._used.needs(anchor) or self._used.needs(snapshot):
+            arrays = self._store.arrays(fragment)
+            self._used.keep(anchor, tuple(arrays["anchor"]))
+            self._used.keep(snapshot, arrays)
 
-    def _begin_term(self, begun: BegunTerm) -> None:
+    def _begin_term(self, event: BegunTerm) -> None:
         """Begin a term of a fragment with an earlier anchor, like `LostFragments`."""
-        fragment, layouts = begun.fragment, layouts_of(self._store.plan.fragments)
-        anchor = self._published.anchor(fragment, begun.replaced)
-        arrays = self._store.first(fragment, values_of(layouts[fragment], anchor))
-        self._store.load(fragment, arrays, begun.version)
-        self._versions[fragment] = begun.version
-        self._published.begin(fragment, begun.version, tuple(arrays["anchor"]))
-        self._keep_snapshot(fragment, begun.version)
+        fragment, version = event.begun.fragment, event.begun.version
+        anchor = self._used.anchor(fragment, event.begun.replaced)
+        layout = layouts_of(self._store.plan.fragments)[fragment]
+        arrays = self._store.first(fragment, values_of(layout, anchor))
+        self._store.load(fragment, arrays, version)
+        self._versions[fragment] = version
+        self._keep(fragment)
 
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
         `coordinator.origin`."""
-        if recovery.fragments is None:
+        if not recovery.of_worker:
             self._store.use_passes(self._passes.pop(0))
-        starts = recovery.starts
-        logged: dict[int, list[RecordedMerge]] = {}
-        for merge in self._recording.merges[: recovery.merges]:
-            began = starts.get(merge.fragment)
-            if began is not None and merge.version > began:
-                logged.setdefault(merge.fragment, []).append(merge)
-        for start in starts.items():
-            fragment, version = start
-            self._store.load(fragment, self._snapshots[start], version)
-            for merge in logged.get(fragment, []):
-                payload = self._published.publish(fragment, merge.version)
-                self._store.replay(fragment, merge.version, payload, final=merge.final)
-            self._starts_left[start] -= 1
-            if not self._starts_left[start]:
-                del self._snapshots[start]
-            # A later snapshot may be of this very state.
-            self._keep_snapshot(fragment, self._versions[fragment])
+        logged = recovery.logged(self._recording.merges)
+        for fragment, version in recovery.starts.items():
+            snapshot = self._used.take(("snapshot", fragment, version))
+            self._store.load(fragment, snapshot, version)
+            for made in (merge.made for merge in logged):
+                if made.fragment == fragment:
+                    payload = self._used.take(("publish", fragment, made.version))
+                    self._store.replay(
+                        fragment, made.version, payload, final=made.final
+                    )
+            self._keep(fragment)  # A later snapshot may be of this very state.
 
 
 def _new_store(recording: Recording) -> Store:
@@ -350,23 +375,311 @@ def _new_store(recording: Recording) -> Store:
     return Store(run, plan, first_pieces(run, model), placement.deadlines.pin_s)
 
 
-def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:
-    hosts, platform = recorded["processes"], recorded["platform"]
-    if hosts != 1 and platform != "cpu":
-        raise ConfigError(
-            f"{who} computed on {hosts} hosts with {platform} devices each, and replay "
-            f"is one host here; it repeats islands of one host, and of several where "
-            f"these have CPU devices"
-        )
+def passes_like(recorded: Environment) -> Passes | None:
+    """Return the passes of the route by which the recorded coordinator merged.
+
+    Raises ConfigError if that route is not available here.
+    """
+    route, why = recorded.get("merge_route"), "it is not known here"
+    try:
+        if route in ("xla", "native"):
+            return merge_route.passes_of(route)
+    except ConfigError as error:
+        why = str(error)
+    raise ConfigError(
+        f'the coordinator merged by the route {route!r}, here it would be "xla" '
+        f"({why}): a comparison of bits would say nothing; replay where it is the same"
+    )
 
 
-def _mismatch(merge: RecordedMerge, digests: Digests) -> dict[str, Any]:
-    what = "publish" if digests.publish != merge.digests.publish else "parameters"
+def _mismatch(merge: RecordedMerge, on_tape: Digests, found: Digests) -> dict[str, Any]:
+    which = 0 if found.publish != on_tape.publish else 1
     return {
         "merge": merge.number,
         "line": merge.line,
-        "fragment": merge.fragment,
-        "version": list(merge.version),
-        "digest_on_tape": getattr(merge.digests, what),
-        "digest": getattr(digests, what),
+        "fragment": merge.made.fragment,
+        "version": list(merge.made.version),
+        "digest_on_tape": on_tape[which],
+        "digest": found[which],
     }
+
+
+# ---- islands -----------------------------------------------------------------------
+
+Use = tuple[Literal["anchor", "publish", "snapshot"], int, Version]
+"""A use of what there is of a version of a fragment."""
+
+
+class UsedVersions:
+    """Anchors, encoded publishes and snapshots by version, each kept for its uses on
+    the tape.
+
+    Incarnations begin with anchors and adopt publishes; a coordinator that comes back
+    needs snapshots and publishes.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._uses = Counter(_uses(recording))
+        self._held: dict[Use, Any] = {}
+
+    def needs(self, use: Use) -> bool:
+        """Tell whether the tape has this use, and it is still to come."""
+        return bool(self._uses[use])
+
+    def keep(self, use: Use, value: Any) -> None:
+        """Keep the value as long as the tape needs it."""
+        if self.needs(use):
+            self._held[use] = value
+
+    def take(self, use: Use) -> Any:
+        """Return the value; once for every use on the tape. Raises KeyError for a
+        version that has not been merged yet."""
+        self._uses[use] -= 1
+        return self._held[use] if self._uses[use] else self._held.pop(use)
+
+    def anchor(self, fragment: int, version: Version) -> bytes:
+        """Return A_v in full, in f32 tiles; as `take`."""
+        arrays: Arrays = self.take(("anchor", fragment, version))
+        return b"".join(array.tobytes() for array in arrays)
+
+    def chain(self, fragment: int, have: Version, want: Version) -> list[Buffer]:
+        """Return the publishes that lead from one version to another, oldest first; as
+        `take`."""
+        versions = _between(have, want)
+        return [self.take(("publish", fragment, version)) for version in versions]
+
+
+def _uses(recording: Recording) -> Iterator[Use]:
+    for life in recording.lives.values():
+        have = life.begins()
+        for fragment, version in enumerate(have):
+            yield "anchor", fragment, version
+        for _, record in life.records[len(have) :]:
+            if record.kind == "adopted":
+                fragment, want = record.fragment, record.version
+                if have[fragment].term == want.term:
+                    for version in _between(have[fragment], want):
+                        yield "publish", fragment, version
+                else:
+                    yield "anchor", fragment, want
+                have[fragment] = want
+    for event in recording.between:
+        if isinstance(event, BegunTerm):
+            yield "anchor", event.begun.fragment, event.begun.replaced
+        else:
+            for fragment, version in event.starts.items():
+                yield "snapshot", fragment, version
+            for merge in event.logged(recording.merges):
+                yield "publish", merge.made.fragment, merge.made.version
+
+
+def _between(have: Version, want: Version) -> Iterator[Version]:
+    while have < want:
+        have = have.next()
+        yield have
+
+
+class ReplayedIsland:
+    """Incarnation that advances only as far as a requested delta needs.
+
+    All methods raise TapeError, naming the first line that cannot be repeated.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        run: RunConfig,
+        reader: BatchReader,
+        used: UsedVersions,
+        worker: Worker,
+        source: ReplayedIsland | None = None,
+    ) -> None:
+        """source: the incarnation whose moments this one began with."""
+        self.steps = 0
+        """Inner steps done."""
+        self.send = functools.partial(worker.send, life.who)
+        """Sends a call to its model copy; `ask` waits for the answer, too."""
+        self.ask = functools.partial(worker.ask, life.who)
+        versions = life.begins()
+        self._life, self._reader, self._used = life, reader, used
+        self._moments: dict[int, list[npt.NDArray[Any]]] = {}
+        self._books = books.Books(versions, ADOPT_RULES.find(run.sync.adopt))
+        self._books.begin()
+        anchors = [self._anchor(f, version) for f, version in enumerate(versions)]
+        moments, residuals = None, None
+        restored = life.restored()
+        if restored is not None:
+            assert source is not None
+            who, steps, fragments = restored
+            self._books.restored(who.incarnation, steps, fragments)
+            moments = source.moments(steps)
+            residuals = {f: source.ask("residual", f) for f in fragments}
+        self._next = len(self._books.drain())
+        self.send("begin", life.config, anchors, moments, residuals)
+        self._positions = LeasedPositions()
+        goal = goal_of(run, life.config.batch_size)
+        self._boundary = Boundary(
+            self._books,
+            goal,
+            arrays=self,
+            incoming=self,
+            outgoing=self,
+            data=self._positions,
+        )
+        self._pace = Pace(run, goal, warm=restored is not None)
+        self._others_tokens = 0
+        self._line = 0
+        """Line of the tape with the record that is being repeated."""
+        self._deltas: dict[tuple[int, int], bytes] = {}
+
+    def delta(self, fragment: int, tick: int) -> npt.NDArray[np.uint8]:
+        """Return the encoded delta of a take that is merged."""
+        while (fragment, tick) not in self._deltas:
+            self._repeat()
+        return np.frombuffer(self._deltas[fragment, tick], np.uint8)
+
+    def moments(self, steps: int) -> list[npt.NDArray[Any]]:
+        """Return the inner optimizer's state after `steps` steps: see `Life.saves`."""
+        while steps not in self._moments:
+            if self._next == len(self._life.records):
+                self._train_until(steps, self._life.records[-1].line)
+                self._moments[steps] = self.ask("moments")
+                break
+            self._repeat()
+        return self._moments[steps]
+
+    def merged(self, fragment: int, tick: int) -> None:
+        """Note that a take is in a merge."""
+        verdict = _verdict(fragment, tick, "merged", self._books.version(fragment))
+        self._act(Decision(verdicts=(verdict,)), self.steps)
+
+    # ---- of its boundary: arrays, outgoing and incoming ------------------------------
+
+    def take(self, fragment: int) -> bytes:
+        delta: bytes = self.ask("take", fragment)
+        return delta
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        payloads = [bytes(payload) for (payload,) in arrival.publishes]
+        whole = arrival.anchor and arrival.anchor[0]
+        fragment, version = arrival.fragment, arrival.version
+        self.send("adopt", fragment, version, payloads, whole, keep)
+
+    def judge(self, fragment: int, outcome: books.Outcome) -> None:
+        self.send("judge", fragment, outcome)
+
+    def put(self, fragment: int, tick: int, encoded: bytes) -> None:
+        self._deltas[fragment, tick] = encoded
+
+    def forget(self, fragment: int, tick: int) -> None:
+        del self._deltas[fragment, tick]
+
+    def pick(self, fragment: int, version: Version) -> Arrival:
+        have = self._books.version(fragment)
+        try:
+            if have.term != version.term:  # It was fetched in full.
+                anchor = self._used.anchor(fragment, version)
+                return Arrival(fragment=fragment, version=version, anchor=(anchor,))
+            payloads = self._used.chain(fragment, have, version)
+        except KeyError as error:
+            raise self._unmerged(self._line, fragment, version) from error
+        return Arrival(
+            fragment=fragment,
+            version=version,
+            publishes=tuple((payload,) for payload in payloads),
+        )
+
+    # ---- one record -------------------------------------------------------------
+
+    def _repeat(self) -> None:
+        line, record = self._life.records[self._next]
+        self._next += 1
+        self._train_until(record.step, line)
+        fragment, tick = record.fragment, record.tick
+        decision = Decision()
+        self._line = line
+        match record.kind:
+            case "granted":
+                decision = Decision(grants=(Span(record.start, record.stop),))
+            case "progress":
+                self._others_tokens = record.value
+            case "took":
+                decision = Decision(takes=(TakeRequest(fragment=fragment, tick=tick),))
+            case "adopted":
+                pending = _verdict(fragment, tick, "pending", record.version)
+                decision = Decision(
+                    adoptions=(Adoption(fragment, record.version),),
+                    verdicts=(pending,) if tick >= 0 else (),
+                )
+            case "reopened" | "dropped" | "reset":
+                refused = self._refused(fragment, tick, record.kind)
+                decision = Decision(verdicts=(refused,))
+        self._act(decision, record.step)
+        found = self._books.drain()
+        if found != (record,):
+            raise TapeError(
+                f"line {line}: {self._life.who} noted {record}, but after what it "
+                f"noted before comes {found or 'nothing'}; a record was altered or is "
+                f"missing"
+            )
+
+    def _refused(self, fragment: int, tick: int, kind: RecordKind) -> TakeVerdict:
+        """Return a verdict with this outcome; the tape does not have the island's."""
+        here, reason = self._books.version(fragment), "refused"
+        if kind == "reset":
+            reason = NON_FINITE
+        elif kind == "dropped":
+            # A kept take is dropped only while a newer version is on its way.
+            here, reason = Version(here.term, here.number + 1), STALE
+        return _verdict(fragment, tick, "refused", here, reason)
+
+    def _train_until(self, steps: int, line: int) -> None:
+        while self.steps < steps:
+            if self.steps in self._life.saves:  # A later incarnation begins with them.
+                self._moments.setdefault(self.steps, self.ask("moments"))
+            self._train(line)
+
+    def _train(self, line: int) -> None:
+        if not self._boundary.may_step(self.steps):
+            raise TapeError(
+                f"line {line}: {self._life.who} did step {self.steps} although the run "
+                f"had its tokens, {self._boundary.others_tokens} of them of other "
+                f"islands; a record of progress was altered or is missing"
+            )
+        positions = self._positions.draw(self._life.config.batch_size)
+        if positions is None:
+            raise TapeError(
+                f"line {line}: {self._life.who} did step {self.steps} without data, "
+                f"with {self._positions.granted} sequences granted; a record of a "
+                f"grant was altered or is missing"
+            )
+        rate = self._pace.learning_rate(self.steps, self._boundary.others_tokens)
+        self._books.stepped(rate)
+        self.send("step", self._reader.batch(positions), rate)
+        self.steps += 1
+
+    def _act(self, decision: Decision, step: int) -> None:
+        others = self._others_tokens
+        decision = msgspec.structs.replace(decision, others_tokens=others)
+        log_refused(self._boundary.act(decision, step))
+
+    def _anchor(self, fragment: int, version: Version) -> bytes:
+        try:
+            return self._used.anchor(fragment, version)
+        except KeyError as error:
+            line = self._life.records[fragment].line
+            raise self._unmerged(line, fragment, version) from error
+
+    def _unmerged(self, line: int, fragment: int, version: Version) -> TapeError:
+        return TapeError(
+            f"line {line}: {self._life.who} adopted version {tuple(version)} of "
+            f"fragment {fragment} before it was merged; a record is out of order"
+        )
+
+
+def _verdict(
+    fragment: int, tick: int, verdict: Verdict, version: Version, reason: str = ""
+) -> TakeVerdict:
+    return TakeVerdict(
+        fragment=fragment, tick=tick, verdict=verdict, reason=reason, version=version
+    )

@@ -15,7 +15,7 @@ class Due:
 
     __slots__ = ("at", "call")
 
-    def __init__(self, at: float, call: Callable[[], None] | None) -> None:
+    def __init__(self, at: float, call: Callable[[], object] | None) -> None:
         self.at, self.call = at, call
 
     def cancel(self) -> None:
@@ -37,7 +37,7 @@ class Clock:
         self.scheduled = 0
         """Calls that were scheduled so far."""
 
-    def at(self, time: float, call: Callable[[], None]) -> Due:
+    def at(self, time: float, call: Callable[[], object]) -> Due:
         """Schedule a call at `time`, which must not have passed."""
         assert time >= self.now, f"{time} has passed: it is {self.now}"
         due = Due(time, call)
@@ -45,11 +45,11 @@ class Clock:
         heapq.heappush(self._queue, (time, False, number, due))
         return due
 
-    def after(self, seconds: float, call: Callable[[], None]) -> Due:
+    def after(self, seconds: float, call: Callable[[], object]) -> Due:
         """Schedule a call in `seconds` seconds."""
         return self.at(self.now + seconds, call)
 
-    def last(self, call: Callable[[], None]) -> Due:
+    def last(self, call: Callable[[], object]) -> Due:
         """Schedule a call for now, after everything else that is or becomes due now."""
         due = Due(self.now, call)
         self.scheduled = number = self.scheduled + 1
@@ -79,6 +79,36 @@ class Clock:
             return
         if until != float("inf"):
             self.now = max(self.now, until)
+
+
+class Alarm:
+    """A call at the earliest time that was asked for since it was last made.
+
+    Deadlines move with every report. An alarm that rings too early is harmless, and
+    cheaper than one that is set anew each time.
+    """
+
+    def __init__(self, clock: Clock, ring: Callable[[], object]) -> None:
+        self._clock, self._call = clock, ring
+        self._due: Due | None = None
+
+    def by(self, time: float) -> None:
+        """Ring at `time`, or earlier."""
+        if self._due is not None:
+            if self._due.at <= time:
+                return
+            self._due.cancel()
+        self._due = self._clock.at(time, self._ring)
+
+    def cancel(self) -> None:
+        """Do not ring."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _ring(self) -> None:
+        self._due = None
+        self._call()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ or after a given delay.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -32,30 +31,13 @@ from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.arrays import Merging, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock, Due
+from diloco_jax.simulation.virtual.clock import Alarm, Clock
 from diloco_jax.simulation.virtual.island import Connection
 
 
-@dataclasses.dataclass(frozen=True)
-class VirtualLog:
-    """The `Log` of an engine in virtual time; there is no tape."""
-
-    write: Callable[[Durable], None]
-    tell: Callable[[str], None]
-
-    def persist(self, record: Durable) -> None:
-        self.write(record)
-
-    def note(self, record: Noted) -> None: ...
-
-    def ignored(self, ignored: Ignored) -> None: ...
-
-    def alert(self, text: str, island: str = "") -> None:
-        self.tell(text)
-
-
 class VirtualCoordinator(Engine[State, Event]):
-    """One life of a coordinator, from `state` on; also the `Holder` of its engine.
+    """One life of a coordinator, from `state` on; also the `Holder` and the `Log` of
+    its engine. There is no tape.
 
     persist: called with every durable record, before the next effect.
     alert: called with texts that a person should look at.
@@ -84,11 +66,11 @@ class VirtualCoordinator(Engine[State, Event]):
             config,
             state,
             sender=self._sessions,
-            log=VirtualLog(persist, alert),
+            log=self,
             holder=self,
         )
         self.clock, self.merging = clock, merging
-        self._written = written
+        self._persist, self._alert, self._written = persist, alert, written
         self._deltas: dict[DeltaKey, Any] = {}
         self._prepared: dict[int, Merge] = {}
         """Merges that are ordered and not committed, by fragment."""
@@ -97,7 +79,7 @@ class VirtualCoordinator(Engine[State, Event]):
         self._unkept = 0
         """Fragments that the cycle being kept lacks."""
         self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
-        self._timer: Due | None = None
+        self._timer = Alarm(clock, lambda: self.hear(Timer()))
 
     @property
     def finished(self) -> bool:
@@ -107,8 +89,7 @@ class VirtualCoordinator(Engine[State, Event]):
     def die(self) -> None:
         """End this life: nothing that it began happens any more."""
         self.dead = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
 
     # ---- what comes in --------------------------------------------------------------
 
@@ -158,6 +139,18 @@ class VirtualCoordinator(Engine[State, Event]):
             self._prepared.pop(fragment, None)
         for key in [k for k in self._deltas if k.fragment in self.dead_fragments]:
             del self._deltas[key]
+
+    # ---- as a log -------------------------------------------------------------------
+
+    def persist(self, record: Durable) -> None:
+        self._persist(record)
+
+    def note(self, record: Noted) -> None: ...
+
+    def ignored(self, ignored: Ignored) -> None: ...
+
+    def alert(self, text: str, island: str = "") -> None:
+        self._alert(text)
 
     # ---- as a holder ----------------------------------------------------------------
 
@@ -220,11 +213,7 @@ class VirtualCoordinator(Engine[State, Event]):
     # ---- time -----------------------------------------------------------------------
 
     def _set_timer(self) -> None:
-        """Set the timer for the next deadline.
-
-        Deadlines move with every report. A timer that rings too early is harmless, and
-        cheaper than a timer that is set anew each time.
-        """
+        """Set the timer for the next deadline."""
         now = self.clock.now + self.clock_offset
         deadline = decide.next_deadline(self.state, now)
         if deadline is None:
@@ -233,13 +222,4 @@ class VirtualCoordinator(Engine[State, Event]):
         if at + self.clock_offset < deadline:
             # It is rounded down, so it would ring before its time, again and again.
             at += math.ulp(at) + math.ulp(deadline)
-        at = max(at, self.clock.now)
-        if self._timer is not None:
-            if self._timer.call is not None and self._timer.at <= at:
-                return
-            self._timer.cancel()
-        self._timer = self.clock.at(at, self._ring)
-
-    def _ring(self) -> None:
-        self._timer = None
-        self.hear(Timer())
+        self._timer.by(max(at, self.clock.now))

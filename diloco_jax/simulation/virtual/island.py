@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,7 +41,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.values import DeltaKey, EndReason, Version
 from diloco_jax.simulation.virtual.arrays import Body, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock, Due, Line
+from diloco_jax.simulation.virtual.clock import Alarm, Clock, Due, Line
 from diloco_jax.wire.errors import Refused, WireError
 
 DRAWN_AT_ONCE = 1024
@@ -101,179 +101,6 @@ class Connection:
         self.island.postponed(self)
 
 
-class VirtualFetches:
-    """Fetches of one incarnation.
-
-    came: called when something has arrived.
-    """
-
-    def __init__(
-        self, conversation: Conversation, body: Body, came: Callable[[], None]
-    ) -> None:
-        self.arrivals = Arrivals()
-        """Arrays that decisions name."""
-        self._running = False
-        """True once the join is over and published versions are fetched."""
-        self._conversation, self._body, self._came = conversation, body, came
-        self._source: tuple[VirtualService, Line] | None = None
-        self._fetching: Fetching | None = None
-        self._joined: dict[int, VirtualFetch] = {}
-        self._waiting: Arrival | None = None
-        """Version that was fetched and has no room so far."""
-
-    @property
-    def begun(self) -> bool:
-        """True from the first welcome on."""
-        return self._fetching is not None
-
-    def begin(self, versions: tuple[Version, ...]) -> None:
-        """Begin the join with these versions, or newer ones."""
-        self._fetching = Fetching(versions)
-
-    @property
-    def joined(self) -> Mapping[int, VirtualFetch] | None:
-        """The anchors of all fragments, in full; None until all have arrived."""
-        fetching = self._fetching
-        return self._joined if fetching is not None and fetching.joined else None
-
-    def start(self) -> None:
-        """Begin to fetch published versions: the join is over."""
-        self._running, self._joined = True, {}
-        self.fetch()
-
-    def close(self) -> None:
-        """End all fetches."""
-        self._source = None
-
-    def connect(self, service: VirtualService, line: Line) -> None:
-        """Continue on another line; what was under way on the old line is lost."""
-        self._source = service, line
-        if self._fetching is not None:
-            self._fetching.disconnected()
-
-    def want(self, fragment: int, version: Version) -> None:
-        """Note a published version; `fetch` begins to fetch it."""
-        assert self._fetching is not None
-        self._fetching.want(fragment, version)
-
-    def fetch(self) -> None:
-        """Begin the fetches that may be under way."""
-        fetching = self._fetching
-        if (
-            fetching is None
-            or not fetching.lags
-            or self._source is None
-            or self._waiting is not None
-        ):
-            return
-        service, line = self._source
-        if not (service.serves and line.open) or fetching.joined != self._running:
-            return
-        away = set[int]()
-        while (fetch := fetching.next(away)) is not None:
-            fetched = service.fetch(fetch.fragment, fetch.want, fetch.have)
-            if fetched is None:
-                fetching.failed(fetch.fragment)
-                away.add(fetch.fragment)
-                continue
-            here = functools.partial(self._fetched, fetch.fragment, fetched)
-            line.download(fetched.nbytes, here)
-
-    def deliver(self) -> None:
-        """Hand over the version that waits for room, and fetch what comes after it."""
-        arrival = self._waiting
-        if arrival is None:
-            return
-        fragment, chain = arrival.fragment, arrival.chain
-        if self._conversation.has_room(fragment, chain):
-            self._waiting = None
-            self.arrivals.put(arrival)
-            self._conversation.arrived(fragment, arrival.version, chain)
-            self.fetch()
-
-    def _fetched(self, fragment: int, fetched: VirtualFetch) -> None:
-        if self._source is None:
-            return
-        assert self._fetching is not None
-        self._fetching.got(fragment, fetched.version)
-        if self._running:
-            self._waiting = self._body.arrival(fragment, fetched)
-            self.deliver()
-        else:
-            self._joined[fragment] = fetched
-            self.fetch()
-        self._came()
-
-
-class Reports:
-    """Reports of one incarnation.
-
-    report_s: longest time in seconds between two reports. say: sends a report.
-    """
-
-    def __init__(
-        self,
-        conversation: Conversation,
-        clock: Clock,
-        report_s: float,
-        say: Callable[[Report], None],
-    ) -> None:
-        self._conversation, self._clock = conversation, clock
-        self._report_s, self._say = report_s, say
-        self._said: Reporting | None = None
-        """Reports on this connection, once it is welcomed."""
-        self._next: Due | None = None
-
-    @property
-    def begun(self) -> bool:
-        """True on a connection that is welcomed."""
-        return self._said is not None
-
-    def welcomed(self) -> None:
-        """Begin anew, unless this connection was welcomed before."""
-        if self._said is None:
-            # There is no interval: virtual time may stand still between question and
-            # answer.
-            self._said = Reporting(self._report_s, self._clock.now, 0.0)
-
-    def disconnected(self) -> None:
-        """Stop reporting until the next welcome."""
-        self._said = None
-
-    def look(self) -> None:
-        """Report if a report is due, and look again at the next due time."""
-        said, conversation = self._said, self._conversation
-        if said is None:
-            return
-        now = self._clock.now
-        news = said.has_news(conversation.posted, conversation.newest_record)
-        due = said.news_due_at if news else said.alive_due_at
-        if due <= now:
-            self.send()
-            due = said.alive_due_at
-        # It is set anew only if it would come too late: most reports have news.
-        if self._next is not None and self._next.at > due:
-            self._next.cancel()
-            self._next = None
-        if self._next is None:
-            self._next = self._clock.at(due, self._ring)
-
-    def send(self) -> None:
-        """Report at once."""
-        said, conversation = self._said, self._conversation
-        if said is None:
-            return
-        for report in said.reports(
-            conversation.current(), conversation.unsent(said.sent_through)
-        ):
-            said.sent(report, self._clock.now)
-            self._say(report)
-
-    def _ring(self) -> None:
-        self._next = None
-        self.look()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandSpec:
     """Properties of an island in all its incarnations."""
@@ -316,31 +143,41 @@ class VirtualIsland:
         self.positions = LeasedPositions()
         self.boundary: Boundary | None = None
         """Boundary of the island; None until it has joined."""
-        self._run, self._clock, self._body = run, clock, body
-        self._goal = goal_of(run, spec.batch_size)
-        self._pace = Pace(run, self._goal)
-        self._conversation = conversation = Conversation()
-        self._fetches = VirtualFetches(conversation, body, self._came)
-        self._reports = Reports(conversation, clock, report_s, self._say)
-        self._ahead = Ahead(spec.lead)
-        self._coordinator: VirtualService | None = None
-        self._compiled = False
-        self._outgoing: dict[tuple[int, int], Any] = {}
         self.boast = 1.0
         """Step time that it says it has, as a share of its own."""
         self.boasted_rates = 1.0
         """Learning rates that it says it has, as a multiple of its own."""
+        self._run, self._clock, self._body = run, clock, body
+        self._goal = goal_of(run, spec.batch_size)
+        self._pace = Pace(run, self._goal)
+        self._conversation = Conversation()
+        self._coordinator: VirtualService | None = None
+        self._report_s = report_s
+        self._said: Reporting | None = None
+        """Reports on this connection, once it is welcomed."""
+        self._report_due = Alarm(clock, self._report)
+        self._fetching: Fetching | None = None
+        """Fetches from the first welcome on."""
+        self._joined: dict[int, VirtualFetch] = {}
+        """Anchors in full, by fragment, until the island has joined."""
+        self._arrivals = Arrivals()
+        self._waiting: Arrival | None = None
+        """Version that was fetched and has no room so far."""
+        self._outgoing: dict[tuple[int, int], Any] = {}
+        self._ahead = Ahead(spec.lead)
+        self._compiled = self._stepping = False
         self._measures = Measures()
-        self._stepping = False
         self._next: Due | None = None
         """Start or end of a step that is due."""
 
     # ---- its life ---------------------------------------------------------------
 
     def connect(self, coordinator: VirtualService, line: Line) -> None:
-        """Say hello on a new connection, for the first time or again."""
+        """Say hello on a new connection, for the first time or again. What was under
+        way on the old one is lost."""
         self._coordinator, self.line = coordinator, line
-        self._fetches.connect(coordinator, line)
+        if self._fetching is not None:
+            self._fetching.disconnected()
         who = Introduction(
             island=self.name,
             incarnation=self.incarnation,
@@ -358,8 +195,7 @@ class VirtualIsland:
         """Lose the connection and train on."""
         if self.line is not None:
             self.line.cut()
-        self.line = None
-        self._reports.disconnected()
+        self.line = self._said = None
 
     def die(self, reason: str = "died") -> None:
         """End without a word."""
@@ -383,14 +219,13 @@ class VirtualIsland:
 
     def leave(self, reason: EndReason) -> None:
         """Report, say goodbye, and end."""
-        self._reports.send()
+        self._send_reports()
         self._say(Goodbye(reason=reason, text=reason))
         self._end(reason)
 
     def _end(self, why: str) -> None:
         self.ended = self.ended or why
-        self._reports.disconnected()
-        self._fetches.close()
+        self._said = None
         if self._next is not None:
             self._next.cancel()
 
@@ -413,31 +248,105 @@ class VirtualIsland:
         for errand in self._conversation.receive(message):
             match errand:
                 case Wanted(fragment, version):
-                    self._fetches.want(fragment, version)
+                    assert self._fetching is not None
+                    self._fetching.want(fragment, version)
                 case ResendRequest(fragment=fragment, tick=tick):
                     self._send(fragment, tick)
-        self._fetches.fetch()
+        self._fetch()
         if self._conversation.may_leave:
             self.leave("preempted")
         elif isinstance(message, Progress) and self._next is not None:
             pass  # As in a real loop, the next boundary looks at it.
         elif self._stepping:
-            self._reports.look()
+            self._report()
         else:
             self._at_boundary()
 
     def _welcomed(self, welcome: Welcome) -> None:
-        self._reports.welcomed()
-        if welcome.versions and not self._fetches.begun:
-            self._fetches.begin(welcome.versions)
+        if self._said is None:
+            # There is no interval: virtual time may stand still between question and
+            # answer.
+            self._said = Reporting(self._report_s, self._clock.now, 0.0)
+        if welcome.versions and self._fetching is None:
+            self._fetching = Fetching(welcome.versions)
             self._conversation.post(Status(phase="compiling"))
             self._clock.after(self.spec.join_seconds, self._has_compiled)
 
-    def _came(self) -> None:
+    def _report(self) -> None:
+        """Report if a report is due, and look again at the next due time."""
+        said, conversation = self._said, self._conversation
+        if said is None:
+            return
+        news = said.has_news(conversation.posted, conversation.newest_record)
+        due = said.news_due_at if news else said.alive_due_at
+        if due <= self._clock.now:
+            self._send_reports()
+            due = said.alive_due_at
+        self._report_due.by(due)
+
+    def _send_reports(self) -> None:
+        if (said := self._said) is not None:
+            unsent = self._conversation.unsent(said.sent_through)
+            for report in said.reports(self._conversation.current(), unsent):
+                said.sent(report, self._clock.now)
+                self._say(report)
+
+    def _say(self, message: Report | Goodbye) -> None:
+        """Send a message to the coordinator's half, together with the session."""
+        line, coordinator = self.line, self._coordinator
+        if line is not None and coordinator is not None:
+            said = Said(island=self.name, session=self.session, message=message)
+            line.send_up(functools.partial(coordinator.hear, said))
+
+    # ---- its fetches ------------------------------------------------------------
+
+    def _fetch(self) -> None:
+        """Begin the fetches that may be under way: those of the join, or later ones."""
+        fetching, service, line = self._fetching, self._coordinator, self.line
+        if fetching is None or not fetching.lags or self._waiting is not None:
+            return
+        if line is None or service is None or not (service.serves and line.open):
+            return
+        if fetching.joined != (self.boundary is not None):
+            return
+        away = set[int]()
+        while (fetch := fetching.next(away)) is not None:
+            fetched = service.fetch(fetch.fragment, fetch.want, fetch.have)
+            if fetched is None:
+                fetching.failed(fetch.fragment)
+                away.add(fetch.fragment)
+                continue
+            here = functools.partial(self._fetched, fetch.fragment, fetched)
+            line.download(fetched.nbytes, here)
+
+    def _fetched(self, fragment: int, fetched: VirtualFetch) -> None:
+        if self.ended is not None:
+            return
+        assert self._fetching is not None
+        self._fetching.got(fragment, fetched.version)
         if self.boundary is None:
+            self._joined[fragment] = fetched
+            self._fetch()
             self._begin_if_ready()
-        elif not self._stepping:
-            self._at_boundary()
+        else:
+            self._waiting = self._body.arrival(fragment, fetched)
+            self._deliver()
+            if not self._stepping:
+                self._at_boundary()
+
+    def _deliver(self) -> None:
+        """Hand over the version that waits for room, and fetch what comes after it."""
+        arrival = self._waiting
+        if arrival is None:
+            return
+        fragment, chain = arrival.fragment, arrival.chain
+        if self._conversation.has_room(fragment, chain):
+            self._waiting = None
+            self._arrivals.put(arrival)
+            self._conversation.arrived(fragment, arrival.version, chain)
+            self._fetch()
+
+    # ---- its deltas and anchors -------------------------------------------------
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         self._outgoing[fragment, tick] = encoded
@@ -470,9 +379,10 @@ class VirtualIsland:
 
     def _begin_if_ready(self) -> None:
         """Begin to step once the island has compiled and has every fragment."""
-        joined = self._fetches.joined
-        if joined is None or not self._compiled or self.ended is not None:
+        assert self._fetching is not None
+        if not (self._fetching.joined and self._compiled) or self.ended is not None:
             return
+        joined, self._joined = self._joined, {}
         self._body.begin(joined)
         versions = [joined[fragment].version for fragment in range(len(joined))]
         books = Books(versions, ADOPT_RULES.find(self._run.sync.adopt))
@@ -481,26 +391,26 @@ class VirtualIsland:
             books,
             self._goal,
             arrays=self._body,
-            incoming=self._fetches.arrivals,
+            incoming=self._arrivals,
             outgoing=self,
             data=self.positions,
         )
         self._at_boundary()
-        self._fetches.start()
+        self._fetch()
 
     def _at_boundary(self) -> None:
         boundary = self.boundary
         if boundary is None or self.ended is not None:
-            self._reports.look()
+            self._report()
             return
         decision = self._ahead.next(self._conversation.decide())
         log_refused(boundary.act(decision, self.steps))
         for asked in decision.anchors:
             self.send_anchor(asked)
-        self._fetches.deliver()
+        self._deliver()
         status = boundary.status(self.steps, self._measures)
         self._conversation.post(status, boundary.books.drain())
-        self._reports.look()
+        self._report()
         stepping = boundary.may_step(self.steps)
         if decision.finished:
             self._end("finished")
@@ -532,13 +442,6 @@ class VirtualIsland:
         self._stepping, self._next = False, None
         self.steps += 1
         self._at_boundary()
-
-    def _say(self, message: Report | Goodbye) -> None:
-        """Send a message to the coordinator's half, together with the session."""
-        line, coordinator = self.line, self._coordinator
-        if line is not None and coordinator is not None:
-            said = Said(island=self.name, session=self.session, message=message)
-            line.send_up(functools.partial(coordinator.hear, said))
 
 
 def durations(

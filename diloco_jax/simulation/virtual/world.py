@@ -45,7 +45,7 @@ class World:
         self.clock = Clock()
         self._config, self._outages = config, dict(outages or {})
         self._tell_persisted = persist
-        self._lives_with = functools.partial(
+        self._lives_from = functools.partial(
             VirtualCoordinator,
             config,
             self.clock,
@@ -54,7 +54,7 @@ class World:
             alert=alert,
             merge_seconds=merge_seconds,
         )
-        self.coordinator = self._lives_with(initial(config))
+        self.coordinator = self._lives_from(initial(config))
         """Present life of the coordinator, or the last one while it is away."""
         self.away = False
         """True while no coordinator serves."""
@@ -70,13 +70,10 @@ class World:
     def start(self, spec: IslandSpec) -> VirtualIsland:
         """Start a new incarnation of an island, which says hello."""
         before = self.islands.get(spec.name)
+        incarnation = 1 if before is None else before.incarnation + 1
+        body = self._make_body(spec.name)
         island = VirtualIsland(
-            spec,
-            before.incarnation + 1 if before is not None else 1,
-            self._run,
-            self.clock,
-            self._make_body(spec.name),
-            self._report_s,
+            spec, incarnation, self._run, self.clock, body, self._report_s
         )
         self.islands[spec.name] = island
         self.connect(island)
@@ -87,12 +84,7 @@ class World:
         it waits.
         """
         if not self.away:
-            line = Line(self.clock, self.line_speed(island.name))
-            island.connect(self.coordinator, line)
-
-    def line_speed(self, name: str) -> LineSpeed:
-        """Return the speed of an island's lines."""
-        return self._line_speed
+            island.connect(self.coordinator, Line(self.clock, self._line_speed))
 
     def kill(self, name: str) -> None:
         """Kill the island's process; its connection breaks at once."""
@@ -130,9 +122,8 @@ class World:
     def _recover(self) -> None:
         self.away = False
         config, log, now = self._config, self._log, self.clock.now
-        self.coordinator = self._lives_with(
-            recovery.recover(config, initial(config), log, now)
-        )
+        state = recovery.recover(config, initial(config), log, now)
+        self.coordinator = self._lives_from(state)
         for island in self.islands.values():
             if island.ended is None and island.line is None:
                 self.connect(island)

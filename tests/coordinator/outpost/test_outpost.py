@@ -40,7 +40,7 @@ def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
     island = TlsFiles.load(config.placement.certificates, principal.island("a"))
     monkeypatch.setattr(dialing, "own_tls", lambda _: island)
     place = elsewhere(config, tmp_path / "lead")
-    why = "worker 0 obeys the coordinator alone, .* is that of island a"
+    why = "this is for the coordinator, .* is that of island a"
     with pytest.raises(Unreachable, match=why):
         place.open(begin(tmp_path), asked(), new=False)
 

@@ -1,7 +1,7 @@
 """People are told of islands that stay away, that none is left, and who is back."""
 
 import pytest
-from kit import Driver, make_config, of
+from kit import joined, make_config, of
 from msgspec import to_builtins
 
 from diloco_jax.protocol.coordinator import decide
@@ -29,8 +29,7 @@ def keep_alive(driver, seconds, *names):
 
 @pytest.fixture
 def driver():
-    driver = Driver(reunion_s=5.0)
-    driver.join("a", "b", "c")
+    driver = joined("a", "b", "c", reunion_s=5.0)
     return driver
 
 
@@ -106,8 +105,7 @@ def test_who_returns_alone_is_told_of_once_the_others_could_be_back(driver):
 
 def test_islands_that_are_cut_off_one_after_the_other_are_one_alert():
     """The first deadline is the first island's, and the alert waits for the others."""
-    driver = Driver(reunion_s=5.0)
-    driver.join("a", "b", "c", "d")
+    driver = joined("a", "b", "c", "d", reunion_s=5.0)
     for name, pause in (("b", 2.0), ("c", 4.0), ("d", 0.0)):
         driver.disconnect(name)
         driver.wait(pause)
@@ -160,8 +158,7 @@ def test_a_restarted_coordinator_tells_of_those_that_do_not_return(driver):
 
 
 def test_nobody_is_missed_once_the_run_ends():
-    driver = Driver(total_tokens=100)
-    driver.join("a", "b")
+    driver = joined("a", "b", total_tokens=100)
     driver.disconnect("b")
     driver.report("a", 10)
     assert driver.state.phase != "running"

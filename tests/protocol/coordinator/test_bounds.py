@@ -41,57 +41,45 @@ def test_the_length_is_on_the_record_of_the_merge():
     assert [c["norm"] for c in merged["contributions"]] == [1.0, 1.5, 2.0]
 
 
-@pytest.mark.parametrize("grown", [3.0, 100.0])
-def test_lengths_that_grow_on_all_islands_are_no_outliers(grown: float):
-    """So it is while the learning rate warms up."""
-    d = patient("a", "b", "c")
-    together(d, a=1.0, b=1.0, c=1.0)
-    effects = together(d, a=grown, b=grown, c=grown)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+def lengths(*norms: float) -> dict[str, float]:
+    """Return the length of each island's delta, from a on."""
+    return dict(zip("abcde", norms, strict=False))
 
 
-def test_a_liar_among_three_is_no_measure_for_the_others():
-    d = patient("a", "b", "c")
-    effects = together(d, a=1.0, b=4.0, c=1e3)
-    assert merged_islands(only(effects, Merge)) == ["a", "b"]
+@pytest.mark.parametrize(
+    ("cycles", "merged", "changes"),
+    [
+        pytest.param([(1, 1, 1), (3, 3, 3)], "abc", {}, id="all grow in warm-up"),
+        pytest.param([(1, 1, 1), (100, 100, 100)], "abc", {}, id="all grow by a lot"),
+        pytest.param([(1, 4, 1e3)], "ab", {}, id="a liar is no measure"),
+        pytest.param([(1e-9, 1, 1)], "abc", {}, id="tiny ones of a minority"),
+        pytest.param([(1, 1, 5)], "abc", {}, id="just allowed"),
+        pytest.param([(1, 1, 3, 10)], "abc", {}, id="no measure of itself"),
+        pytest.param([(1, 1), (1, 10)], "a", {}, id="held to its own with one other"),
+        pytest.param([(1,)] * 4 + [(1e3,)], "a", {}, id="alone"),
+        pytest.param([(1, 10)], "ab", {}, id="before the first merges"),
+        pytest.param([(1, 1, 1e6)], "abc", {"delta_bound": 0.0}, id="no bound"),
+        pytest.param([(0, 0, 1e6)], "abc", {}, id="no lengths"),
+        pytest.param([(0, 0, 0), (0, 0, 1e6)], "abc", {}, id="none before"),
+    ],
+)
+def test_who_is_merged_by_the_lengths(
+    cycles: list[tuple[float, ...]], merged: str, changes: dict[str, Any]
+):
+    d = patient(*lengths(*cycles[0]), **changes)
+    for norms in cycles:
+        effects = together(d, **lengths(*norms))
+    assert merged_islands(only(effects, Merge)) == list(merged)
 
 
 def test_a_delta_of_many_steps_may_be_as_much_longer():
     d = patient("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     d.take("a", 0, 1, norm=1.0)
     d.take("b", 0, 1, norm=1.0)
     d.report("c", 100)
     effects = d.take("c", 0, 100, norm=100.0)
     assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-
-
-def test_tiny_deltas_of_a_minority_keep_no_honest_one_out():
-    d = patient("a", "b", "c")
-    effects = together(d, a=1e-9, b=1.0, c=1.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-
-
-def test_an_island_is_held_to_its_own_last_length_where_there_is_one_other():
-    d = patient("a", "b")
-    together(d, a=1.0, b=1.0)
-    assert merged_islands(only(together(d, a=1.0, b=10.0), Merge)) == ["a"]
-
-
-def test_nobody_is_held_to_anything_alone_or_before_the_first_merges():
-    alone = patient("a")
-    for norm in (1.0, 1.0, 1.0, 1.0, 1000.0):
-        assert of(together(alone, a=norm), Merge)
-    early = patient("a", "b")
-    assert merged_islands(only(together(early, a=1.0, b=10.0), Merge)) == ["a", "b"]
-
-
-def test_without_a_bound_or_lengths_nothing_is_refused():
-    d = patient("a", "b", "c", delta_bound=0.0)
-    assert len(only(together(d, a=1.0, b=1.0, c=1e6), Merge).contributions) == 3
-    d = patient("a", "b", "c")
-    assert len(only(together(d, a=0.0, b=0.0, c=1e6), Merge).contributions) == 3
 
 
 def test_a_refused_delta_does_not_count_to_the_quorum():
@@ -102,8 +90,7 @@ def test_a_refused_delta_does_not_count_to_the_quorum():
 
 def test_an_absent_island_s_delta_that_is_ready_is_a_measure():
     d = patient("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     for name in "ab":
         d.take(name, 0, 4, norm=1.0)
     d.report("c", 4)
@@ -114,8 +101,7 @@ def test_an_absent_island_s_delta_that_is_ready_is_a_measure():
 
 def test_a_delta_left_behind_is_judged_too():
     d = patient("a", "b", "c", quorum=2)
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     d.take("c", 0, 4, norm=10.0)
     d.goodbye("c")
     d.take("a", 0, 4, norm=1.0)
@@ -137,12 +123,6 @@ def test_the_lengths_survive_a_crash():
     assert (after.last, after.base_tokens) == (before.last, 2 * 2 * 40)
 
 
-def test_without_a_bound_no_delta_is_too_long():
-    d = patient("a", "b", "c", delta_bound=0.0)
-    effects = together(d, a=1.0, b=1.0, c=1e6)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-
-
 def test_lengths_of_others_are_by_their_steps_since_their_last_delta():
     d = patient("a", "b", "c")
     together(d, a=1.0, b=1.0, c=1.0)
@@ -160,27 +140,43 @@ def _rates(start: int, end: int) -> float:
     return sum(min(1.0, (step + 1) / 10) for step in range(start, end))
 
 
-def test_an_island_that_began_earlier_is_not_held_to_the_rates_of_newcomers():
-    """Two first steps are worth 0.3, but 25 are worth 20.5."""
-    d = patient("a", "b", "c")
-    effects = d.report("c", 25) + d.report("a", 2) + d.report("b", 2)
-    for name, steps in {"a": 2, "b": 2, "c": 25}.items():
-        rates = _rates(0, steps)
-        effects += d.take(name, 0, steps, norm=rates, rate_sum=rates)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+NEW, OLD = _rates(0, 2), _rates(0, 25)
+"""Two first steps are worth 0.3, but 25 are worth 20.5."""
+LOW = {"rates": (0.1, 0.1), "total_tokens": 600}
 
 
-@pytest.mark.parametrize("times", [4.9, 5.1])
-def test_it_is_held_to_what_its_rates_are_worth(times: float):
-    d = patient("a", "b", "c")
-    for name, steps in {"a": 2, "b": 2, "c": 25}.items():
+@pytest.mark.parametrize(
+    ("takes", "most", "changes"),
+    [
+        ([(25, OLD, OLD), (2, NEW, NEW), (2, NEW, NEW)], [], {}),
+        ([(2, NEW, NEW), (2, NEW, NEW), (25, 4.9 * OLD, OLD)], [], {}),
+        ([(2, NEW, NEW), (2, NEW, NEW), (25, 5.1 * OLD, OLD)], [102.5], {}),
+        # No higher rates are believed than the schedule had.
+        ([(4, 0.2, 0.4), (4, 0.2, 0.4), (4, 3.0, 0.4)], [1.0], LOW),
+        ([(4, 0.2, 0.4), (4, 0.2, 0.4), (4, 3.0, 8.0)], [1.0], LOW),
+        ([(4, 0.2, 0.4), (4, 0.2, 0.4), (4, 3.0, 1e9)], [1.0], LOW),
+        ([(4, 1.0, None), (4, 1.0, None), (4, 99.0, 80.0)], [], {}),
+        # A minority that says its rates are low lets nobody in.
+        ([*[(4, 4.0, 4.0)] * 3, (4, 4.0, 1e-9), (4, 30.0, None)], [20.0], {}),
+        # A delta of few steps may be as long as the others.
+        ([(4, 4.0, None), (4, 4.0, None), (1, 19.0, None)], [], {}),
+        # One without known rates is no measure, and may be as long as others.
+        ([(4, 1e6, 0.0), (4, 1.0, None), (4, 1e6, None)], [], {}),
+    ],
+)
+def test_an_island_is_held_to_what_its_rates_are_worth(
+    takes: list[tuple[int, float, float | None]],
+    most: list[float],
+    changes: dict[str, Any],
+):
+    of_name = dict(zip("abcde", takes, strict=False))
+    d = patient(*of_name, **changes)
+    for name, (steps, _, _) in of_name.items():
         d.report(name, steps)
-    for name in "ab":
-        d.take(name, 0, 2, norm=_rates(0, 2), rate_sum=_rates(0, 2))
-    norm = times * _rates(0, 25)
-    effects = d.take("c", 0, 25, norm=norm, rate_sum=_rates(0, 25))
-    refused = notes(effects, "refused")
-    assert [n["most"] for n in refused] == pytest.approx([102.5] * (times > 5))
+    for name, (steps, norm, rate_sum) in of_name.items():
+        d.take(name, 0, steps, norm=norm, rate_sum=rate_sum)
+    refused = notes(d.effects, "refused")
+    assert [n["most"] for n in refused] == pytest.approx(most)
 
 
 def test_rates_may_rise_from_nothing_as_a_run_begins():
@@ -188,8 +184,7 @@ def test_rates_may_rise_from_nothing_as_a_run_begins():
     together(d, a=0.01, b=0.01, c=0.01, rate_sum=0.04)
     assert d.fragment(0).merges == 1
     steps = d.state.islands["a"].steps + 4
-    for name in "abc":
-        d.report(name, steps)
+    d.reports(a=steps, b=steps, c=steps)
     effects = d.take("a", 0, steps, norm=1.0, rate_sum=4.0)
     assert merged_islands(only(effects, Merge))[0] == "a"
 
@@ -225,35 +220,13 @@ def test_the_highest_rate_is_that_of_the_points_of_the_schedule_around(
         assert Fleet(d.config, state).highest_rate(then - carried) == rate
 
 
-@pytest.mark.parametrize("rate_sum", [0.4, 8.0, 1e9])
-def test_no_higher_rates_are_believed_than_the_schedule_had(rate_sum: float):
-    d = patient("a", "b", "c", rates=(0.1, 0.1), total_tokens=600)
-    for name in "abc":
-        d.report(name, 4)
-    for name in "ab":
-        d.take(name, 0, 4, norm=0.2, rate_sum=0.4)
-    effects = d.take("c", 0, 4, norm=3.0, rate_sum=rate_sum)
-    assert [n["most"] for n in notes(effects, "refused")] == pytest.approx([1.0])
-
-
-def test_without_a_schedule_any_rates_are_believed():
-    d = patient("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
-    for name in "ab":
-        d.take(name, 0, 4, norm=1.0)
-    effects = d.take("c", 0, 4, norm=99.0, rate_sum=80.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize(("norm", "refused"), [(39.0, []), (41.0, [40.0])])
 def test_a_delta_that_reaches_back_may_have_the_rates_of_then(
     norm: float, refused: list[float]
 ):
     """The others' deltas are of the last cycle, whose rates are a tenth as high."""
     d = patient("a", "b", "c", rates=(1.0, 1.0, 0.1, 0.1), total_tokens=600)
-    for name in "abc":
-        d.report(name, 18)
+    d.reports(a=18, b=18, c=18)
     for name in "ab":
         d.take(name, 0, 18, start=16, norm=0.2, rate_sum=0.2)
     effects = d.take("c", 0, 18, norm=norm, rate_sum=8.0)
@@ -277,60 +250,9 @@ def test_rates_before_the_base_of_the_last_merge_are_not_believed(
     assert usual.most("b", claimed) == pytest.approx(most)
 
 
-def test_a_minority_that_says_its_rates_are_low_lets_nobody_in():
-    d = patient("a", "b", "c", "d", "e")
-    for name in "abcde":
-        d.report(name, 4)
-    for name, rate_sum in {"a": 4.0, "b": 4.0, "c": 4.0, "d": 1e-9}.items():
-        d.take(name, 0, 4, norm=4.0, rate_sum=rate_sum)
-    effects = d.take("e", 0, 4, norm=30.0)
-    assert [n["most"] for n in notes(effects, "refused")] == [20.0]
-
-
-def test_a_delta_without_known_rates_is_no_measure_and_may_be_as_long_as_others():
-    d = patient("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
-    d.take("a", 0, 4, norm=1e6, rate_sum=0.0)
-    d.take("b", 0, 4, norm=1.0)
-    effects = d.take("c", 0, 4, norm=1e6)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-    give = together(d, a=5.1, b=1.0, c=1e6)
-    assert notes(give, "refused") == []
-
-
-def test_a_delta_of_few_steps_may_be_as_long_as_the_others():
-    d = patient("a", "b", "c")
-    for name, steps in {"a": 4, "b": 4, "c": 1}.items():
-        d.report(name, steps)
-    for name in "ab":
-        d.take(name, 0, 4, norm=4.0)
-    effects = d.take("c", 0, 1, norm=19.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-
-
-def test_a_length_that_is_just_allowed_is_merged():
-    effects = together(patient("a", "b", "c"), a=1.0, b=1.0, c=5.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-
-
-def test_a_delta_is_no_measure_of_itself():
-    d = patient("a", "b", "c", "d")
-    effects = together(d, a=1.0, b=1.0, c=3.0, d=10.0)
-    assert [n["most"] for n in notes(effects, "refused")] == [5.0]
-
-
-def test_unknown_lengths_of_before_are_no_measure():
-    d = patient("a", "b", "c")
-    together(d, a=0.0, b=0.0, c=0.0)
-    effects = together(d, a=0.0, b=0.0, c=1e6)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-
-
 def test_a_length_is_a_measure_once_the_steps_are_known():
     d = patient("a", "b", grace=0.0)
-    for name in "ab":
-        d.report(name, 4)
+    d.reports(a=4, b=4)
     d.arrive("a", 0, norm=1.0)
     assert merged_islands(only(d.take("b", 0, 4, norm=1.0), Merge)) == ["b"]
 
@@ -357,14 +279,12 @@ def test_lengths_of_live_islands_count_that_are_not_in_quarantine(
 
 def test_the_tokens_of_a_base_are_those_before_the_merges_since():
     d = patient("a", "b", "c", quorum=2, grace=0.0)
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     for name in "abc":
         d.take(name, 0, 4, norm=1.0)
     d.computed(0)
     assert d.account("a", 0).base_tokens == 0
-    for name in "ab":
-        d.report(name, 8)
+    d.reports(a=8, b=8)
     for name in "ab":
         d.take(name, 0, 8, norm=1.0)
     d.computed(0)
@@ -392,8 +312,7 @@ def test_a_refused_delta_is_no_measure():
 
 def test_the_rates_of_a_take_of_before_a_crash_come_with_the_hello():
     d = patient("a", "b")
-    for name in "ab":
-        d.report(name, 4)
+    d.reports(a=4, b=4)
     d.take("a", 0, 4, arrive=False, rate_sum=0.7)
     held = replace(d.held("a", 0, 0, 4), rate_sum=0.7)
     d.crash()

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import Driver, of
+from kit import Driver, joined, of
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import cycles
@@ -36,8 +36,7 @@ def kept(effects: list[Effect]) -> dict[int, tuple[int, Version]]:
 
 def training(**changes: Any) -> Driver:
     """Two fragments with a tick every two steps."""
-    d = Driver(**changes)
-    d.join("a")
+    d = joined("a", **changes)
     return d
 
 
@@ -85,8 +84,7 @@ def test_a_fragment_without_a_merge_in_the_cycle_is_there_as_it_is() -> None:
     d.report("a", 20)
     d.join("c")
     assert kept(d.effects) == {}
-    d.report("c", 2)
-    d.report("a", 22)
+    d.reports(c=2, a=22)
     d.take("a", 0, 22, arrive=False)
     d.disconnect("c")
     # One that answers too late is skipped.
@@ -95,19 +93,16 @@ def test_a_fragment_without_a_merge_in_the_cycle_is_there_as_it_is() -> None:
 
 def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
     """At its tick too few islands can be asked, so that nothing of it changes."""
-    d = Driver(quorum=2)
-    d.join("a", "b", "c")
+    d = joined("a", "b", "c", quorum=2)
     for name in ("a", "b", "c"):
         d.report(name, 2)
     for name in ("a", "b", "c"):
         d.report(name, 4)
-    d.take("a", 1, 4)
-    d.take("b", 1, 4)
+    d.takes(1, a=4, b=4)
     d.wait(60.0)
     d.computed(1)
     d.goodbye("b")
-    d.report("a", 6)
-    d.report("c", 6)
+    d.reports(a=6, c=6)
     assert kept(d.feed(KeepAsked())) == {}
     d.report("a", 8)
     before = d.fragment(1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ending_support import pending, stop, stopping, whose
-from kit import Driver, asked, kinds, notes, of, only, persisted
+from kit import Driver, asked, joined, kinds, notes, of, only, persisted
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
@@ -24,8 +24,7 @@ from diloco_jax.protocol.messages import (
 
 
 def test_the_run_stops_when_it_has_its_tokens() -> None:
-    d = Driver(total_tokens=100)
-    d.join("a", "b")
+    d = joined("a", "b", total_tokens=100)
     d.report("a", 5)
     assert d.state.phase == "running"
     effects = d.report("b", 5)
@@ -37,8 +36,7 @@ def test_the_run_stops_when_it_has_its_tokens() -> None:
 
 
 def test_silent_and_compiling_islands_are_told_to_stop_too() -> None:
-    d = Driver(total_tokens=100)
-    d.join("a", "b")
+    d = joined("a", "b", total_tokens=100)
     d.hello("c")
     d.now += 60
     d.report("a", 4)
@@ -208,8 +206,7 @@ def test_what_the_flush_did_not_wait_for_is_told() -> None:
     d = stopping("a", "b", fragment_sizes=(4, 4))
     stop(d, "a", "b")
     d.take("a", 0, 10)
-    d.take("a", 1, 10)
-    d.take("b", 1, 10)
+    d.takes(1, a=10, b=10)
     d.computed(1)
     d.wait(d.config.flush_s)
     told = only(d.computed(0), Alert)
@@ -218,14 +215,11 @@ def test_what_the_flush_did_not_wait_for_is_told() -> None:
 
 
 def test_a_tick_of_before_the_stop_is_no_flush() -> None:
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 4)
+    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130)
+    d.reports(b=1, a=4)
     d.take("b", 0, 1, arrive=False)
     d.merge(0, a=4)
-    d.report("b", 4)
-    d.report("a", 8)
+    d.reports(b=4, a=8)
     d.take("a", 0, 8, arrive=False)
     assert d.fragment(0).phase == "open"
     d.report("b", 5)
@@ -257,14 +251,11 @@ def test_the_flush_merges_a_fragment_once() -> None:
 
 
 def test_of_what_is_pending_a_quorum_is_enough() -> None:
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=100)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 4)
+    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=100)
+    d.reports(b=1, a=4)
     d.take("b", 0, 1, arrive=False)
     d.merge(0, a=4)
-    d.report("b", 3)
-    d.report("a", 7)
+    d.reports(b=3, a=7)
     stop(d, "a", "b")
     first = only(d.arrive("b", 0), Merge)
     assert (first.final, whose(first)) == (False, [("b", 0, 1)])
@@ -272,10 +263,8 @@ def test_of_what_is_pending_a_quorum_is_enough() -> None:
 
 
 def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 4)
+    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
+    d.reports(b=1, a=4)
     d.take("b", 0, 1, arrive=False)
     d.merge(0, a=4)
     d.report("a", 7)
@@ -288,23 +277,19 @@ def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:
 
 
 def test_who_has_not_answered_a_refusal_keeps_nobody_waiting() -> None:
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=110)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 4)
+    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=110)
+    d.reports(b=1, a=4)
     d.take("b", 0, 1, arrive=False)
     d.merge(0, a=4)
     d.arrive("b", 0, refusal="non_finite")
-    d.report("b", 5)
-    d.report("a", 6)
+    d.reports(b=5, a=6)
     stop(d, "a")
     assert asked(stop(d, "b")) == {0: ["a"]}
 
 
 def test_below_quorum_what_is_pending_enters_the_flush_and_the_rest_follows() -> None:
     d = pending(quorum=2)
-    for name in "ac":
-        d.take(name, 0, 5)
+    d.takes(0, a=5, c=5)
     first = only(d.arrive("b", 0), Merge)
     assert first.final
     assert whose(first) == [("a", 4, 5), ("b", 0, 1), ("c", 4, 5)]
@@ -315,10 +300,10 @@ def test_below_quorum_what_is_pending_enters_the_flush_and_the_rest_follows() ->
 
 
 def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, quorum=2, total_tokens=90)
-    d.join("a", "b")
-    for name in "ab":
-        d.report(name, 4)
+    d = joined(
+        "a", "b", fragment_sizes=(4,), steps_per_cycle=4, quorum=2, total_tokens=90
+    )
+    d.reports(a=4, b=4)
     d.take("a", 0, 4)
     d.report("b", 5)
     stop(d, "a", "b")
@@ -377,8 +362,7 @@ def test_a_finished_run_says_so() -> None:
 
 def noticed(**changes: int) -> Driver:
     """Stop island a after 2 steps; a and b together make a quorum."""
-    d = Driver(**{"quorum": 2, **changes})
-    d.join("a", "b")
+    d = joined("a", "b", **{"quorum": 2, **changes})
     d.report("a", 2)
     d.report("a", phase="stopped")
     return d
@@ -403,8 +387,7 @@ def test_its_ticks_are_no_ones_else() -> None:
     d.hello("c")
     d.report("c", 0)
     for steps in (2, 4, 6):
-        for name in "bc":
-            d.report(name, steps)
+        d.reports(b=steps, c=steps)
     regular = {ask.tick for ask in of(d.effects, TakeRequest) if ask.island != "a"}
     assert len(theirs) == 2
     assert regular
@@ -414,8 +397,7 @@ def test_its_ticks_are_no_ones_else() -> None:
 
 
 def test_their_pacing_goes_on_as_if_nothing_had_been() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     d.report("b", 2)
     assert d.fragment(0).phase == "open"
     before = d.state.islands["b"].steps_at_tick
@@ -439,18 +421,15 @@ def test_it_is_let_go_when_all_is_here() -> None:
     assert (totals.in_flight, totals.lost) == (20, {})
     d.hello("c")
     d.report("c", 0)
-    for name in "bc":
-        d.report(name, 2)
+    d.reports(b=2, c=2)
     for name in "bc":
         last = d.take(name, 0, 2)
     assert [c.island for c in only(last, Merge).contributions] == ["a", "b", "c"]
 
 
 def test_what_is_open_after_an_earlier_take_is_not_waited_for() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
-    for name in "ab":
-        d.report(name, 2)
+    d = joined("a", "b", quorum=2)
+    d.reports(a=2, b=2)
     d.take("a", 0, 2)
     d.report("a", 3)
     assert asked(d.report("a", phase="stopped")) == {1: ["a"]}
@@ -461,10 +440,8 @@ def test_what_is_open_after_an_earlier_take_is_not_waited_for() -> None:
 
 
 def test_a_merge_about_to_end_is_waited_for_if_more_is_open_behind_it() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
-    for name in "ab":
-        d.report(name, 2)
+    d = joined("a", "b", quorum=2)
+    d.reports(a=2, b=2)
     d.take("b", 0, 2)
     merge = only(d.take("a", 0, 2), Merge)
     assert {c.island for c in merge.contributions} == {"a", "b"}
@@ -479,8 +456,7 @@ def test_a_merge_about_to_end_is_waited_for_if_more_is_open_behind_it() -> None:
 
 
 def test_every_island_may_leave_at_once() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
+    d = joined("a", "b", quorum=2)
     for name in "ab":
         d.report(name, 3, phase="stopped")
     ticks = [ask.tick for ask in of(d.effects, TakeRequest) if ask.island == "b"]
@@ -492,8 +468,7 @@ def test_every_island_may_leave_at_once() -> None:
     for name in "ab":
         d.hello(name, incarnation=2)
         d.report(name, 0)
-    for name in "ab":
-        d.report(name, 2)
+    d.reports(a=2, b=2)
     for name in "ab":
         last = d.take(name, 0, 2)
     parts = [(c.island, c.incarnation) for c in only(last, Merge).contributions]
@@ -511,14 +486,12 @@ def test_a_refused_take_is_asked_for_once_more() -> None:
 
 
 def test_who_has_nothing_open_may_go_at_once() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     assert only(d.report("a", 0, phase="stopped"), MayLeave).island == "a"
 
 
 def test_at_the_end_of_the_run_nobody_leaves_early() -> None:
-    d = Driver(steps_per_cycle=10**6, total_tokens=40)
-    d.join("a", "b")
+    d = joined("a", "b", steps_per_cycle=10**6, total_tokens=40)
     d.report("b", 2)
     d.report("a", 2, phase="stopped")
     assert d.state.phase == "stopping"
@@ -571,8 +544,7 @@ def test_islands_that_are_away_need_no_room() -> None:
 def test_every_worker_has_its_own_room() -> None:
     d = crowded(1, workers=2)
     assert opened(d) == [0, 1]
-    d.take("a", 0, 10)
-    d.take("b", 0, 10)
+    d.takes(0, a=10, b=10)
     d.computed(0)
     assert opened(d) == [0, 1, 2]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from ending_support import pending, stop, stopping, whose
-from kit import Driver, asked, kinds, notes, of, only, persisted
+from kit import Driver, asked, joined, kinds, notes, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import decide, quarantine
@@ -111,8 +111,7 @@ def hanging(**changes: Any) -> Driver:
         fragment_sizes=(4,), steps_per_cycle=4, total_tokens=140, quorum=2, **changes
     )
     d.join("a", "b")
-    for name in "ab":
-        d.report(name, 4)
+    d.reports(a=4, b=4)
     d.join("c")
     d.take("a", 0, 4)
     d.take("b", 0, 4, arrive=False)
@@ -136,8 +135,7 @@ def test_a_tick_of_before_the_stop_does_not_wait_for_what_hangs() -> None:
     first = only(effects, Merge)
     assert (first.final, whose(first)) == (True, [("a", 0, 4)])
     assert asked(d.computed(0)) == {0: ["a", "c"]}
-    d.take("a", 0, 5)
-    d.take("c", 0, 4)
+    d.takes(0, a=5, c=4)
     last = only(d.wait(d.config.flush_s), Merge)
     assert (last.final, whose(last)) == (True, [("a", 4, 5), ("c", 0, 4)])
     assert persisted(d.computed(0), "finished")
@@ -150,8 +148,7 @@ def test_a_merge_that_takes_long_leaves_time_for_the_next() -> None:
     d.now = d.state.deadline - 1
     assert asked(d.computed(0)) == {0: ["a", "c"]}
     assert not persisted(d.wait(2), "finished")
-    d.take("a", 0, 5)
-    d.take("c", 0, 4)
+    d.takes(0, a=5, c=4)
     d.wait(d.config.flush_s)
     assert persisted(d.computed(0), "finished")
     assert d.totals("a").lost == d.totals("c").lost == {}
@@ -170,8 +167,7 @@ def test_one_that_is_quarantined_opens_nothing_while_its_delta_is_awaited() -> N
     d = stopping("a", "b", "c", fragment_sizes=(4,))
     d.state = quarantine.moved(d.state, "c", quarantined=True)
     stop(d, "a", "b", "c")
-    d.take("a", 0, 10)
-    d.take("b", 0, 10)
+    d.takes(0, a=10, b=10)
     d.computed(0)
     assert d.state.phase == "flushing"
     d.report("a", 10)
@@ -183,8 +179,7 @@ def test_one_that_is_quarantined_opens_nothing_while_its_delta_is_awaited() -> N
 
 def test_an_outage_is_no_transfer() -> None:
     """Later merges would wait for slow transfers of that length."""
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4)
-    d.join("a")
+    d = joined("a", fragment_sizes=(4,), steps_per_cycle=4)
     d.report("a", 4)
     d.take("a", 0, 4, arrive=False)
     d.disconnect("a")
@@ -199,17 +194,14 @@ def test_an_outage_is_no_transfer() -> None:
 def test_who_has_not_stopped_yet_has_last_steps_to_come() -> None:
     """A delta of before the stop has all of b's steps, and is merged while b makes
     more."""
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
-    d.join("a", "b")
-    d.report("a", 4)
-    d.report("b", 4)
+    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
+    d.reports(a=4, b=4)
     assert d.state.phase == "stopping"
     d.take("a", 0, 4)
     d.take("b", 0, 4, arrive=False)
     stop(d, "a")
     d.now = d.state.deadline - 1
-    d.report("a", 4)
-    d.report("b", 4)
+    d.reports(a=4, b=4)
     d.wait(1)
     assert d.state.phase == "flushing"
     d.arrive("b", 0)
@@ -232,8 +224,7 @@ def test_a_coordinator_that_was_stopped_itself_listens_first(stopped: str) -> No
     listens_to = d.state.deadline if stopped == "a" else d.state.hangs_at
     assert listens_to == d.now + d.config.lease_s
     stop(d, "b")
-    d.take("b", 0, 10)
-    d.take("a", 0, 10)
+    d.takes(0, b=10, a=10)
     assert persisted(d.computed(0), "finished")
     assert d.totals("a").lost == d.totals("b").lost == {}
 
@@ -245,11 +236,9 @@ def test_a_hello_that_comes_late_does_not_hide_that_an_island_trains() -> None:
     assert of(d.hello("b"), Welcome), "b's first one, once more"
     assert d.state.islands["b"].phase == "training"
     d.now += d.config.lease_s - 40
-    d.report("a", 10)
-    d.report("b", 10)
+    d.reports(a=10, b=10)
     assert asked(d.wait(40)) == {0: ["a", "b"]}
-    d.take("a", 0, 10)
-    d.take("b", 0, 10)
+    d.takes(0, a=10, b=10)
     assert not persisted(d.computed(0), "finished")
     assert asked(d.report("b", 11, phase="stopped")) == {0: ["b"]}
     d.take("b", 0, 11)

@@ -1,6 +1,6 @@
 """A run that is over goes on to more tokens."""
 
-from kit import Driver, asked, kinds, only, persisted
+from kit import Driver, asked, joined, kinds, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
@@ -14,8 +14,7 @@ from diloco_jax.protocol.values import Version
 
 def over(**changes: int) -> Driver:
     """Island a has made the 10 steps of the run, all of which are merged."""
-    d = Driver(total_tokens=100, **changes)
-    d.join("a")
+    d = joined("a", total_tokens=100, **changes)
     d.report("a", 10)
     d.report("a", phase="stopped")
     for fragment in (0, 1):
@@ -86,8 +85,7 @@ def test_a_run_with_its_tokens_or_on_its_way_is_left_as_it_is() -> None:
     before = d.state
     assert d.feed(RunExtended()) == []
     assert d.state == before
-    running = Driver(total_tokens=100)
-    running.join("a")
+    running = joined("a", total_tokens=100)
     before = running.state
     assert kinds(running.feed(RunExtended())) == []
     assert running.state == before

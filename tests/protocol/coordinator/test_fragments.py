@@ -3,6 +3,7 @@
 from kit import (
     Driver,
     asked,
+    joined,
     kinds,
     merged_islands,
     notes,
@@ -19,8 +20,7 @@ from diloco_jax.protocol.values import Version
 
 
 def test_nothing_merges_below_quorum() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b", "c")
+    d = joined("a", "b", "c", quorum=2)
     d.report("a", 2)
     assert asked(d.report("b", 2)) == {0: ["a", "b", "c"]}
     assert of(d.take("b", 0, 2), Merge) == []
@@ -31,12 +31,9 @@ def test_nothing_merges_below_quorum() -> None:
 
 
 def test_contributions_are_sorted_by_name_whatever_the_order_of_arrival() -> None:
-    d = Driver(quorum=3)
-    d.join("c", "a", "b")
-    for name in "cab":
-        d.report(name, 2)
-    d.take("c", 0, 2)
-    d.take("b", 0, 3)
+    d = joined("c", "a", "b", quorum=3)
+    d.reports(c=2, a=2, b=2)
+    d.takes(0, c=2, b=3)
     merge = only(d.take("a", 0, 4), Merge)
     assert merged_islands(merge) == ["a", "b", "c"]
     assert [(c.start, c.end, c.tokens) for c in merge.contributions] == [
@@ -48,8 +45,7 @@ def test_contributions_are_sorted_by_name_whatever_the_order_of_arrival() -> Non
 
 def unheard_driver(**changes: object) -> Driver:
     """One fragment, open for b's delta, which b says is taken and never comes."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, **changes)
-    d.join("a", "b", "c")
+    d = joined("a", "b", "c", fragment_sizes=(5,), steps_per_cycle=2, **changes)
     d.disconnect("c")
     return d
 
@@ -84,8 +80,7 @@ def test_a_cycle_later_who_came_back_is_asked_too() -> None:
 
 
 def test_a_tick_changes_nothing_of_a_merge_under_way() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     only(d.take("a", 0, 2), Merge)
     before = d.state.fragments[0]
@@ -96,12 +91,9 @@ def test_a_tick_changes_nothing_of_a_merge_under_way() -> None:
 
 
 def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:
-    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b", "c")
-    d.report("a", 2)
-    d.report("b", 2)
-    d.take("a", 0, 2)
-    d.take("b", 0, 2)
+    d = joined("a", "b", "c", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(a=2, b=2)
+    d.takes(0, a=2, b=2)
     d.take("c", 0, 1, base=Version(1, 0))
     assert verdicts(d.computed(0)) == {
         "a": (1, "merged", ""),
@@ -120,10 +112,8 @@ def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:
 
 
 def test_pending_deltas_count_where_fewer_than_quorum_can_be_asked() -> None:
-    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d = joined("a", "b", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(a=2, b=2)
     d.take("a", 0, 2)
     d.disconnect("b")
     assert d.fragment(0).phase == "idle", "quorum is out of reach: given up"
@@ -137,8 +127,7 @@ def test_pending_deltas_count_where_fewer_than_quorum_can_be_asked() -> None:
 
 def test_a_slow_island_is_merged_by_its_tokens() -> None:
     """20 times slower: its every step ends up in a merge, some cycles late."""
-    d = Driver(steps_per_cycle=4, fragment_sizes=(3, 3))
-    d.join("fast", "slow")
+    d = joined("fast", "slow", steps_per_cycle=4, fragment_sizes=(3, 3))
     slow = 0
     for fast in range(1, 201):
         d.report("fast", fast)
@@ -163,18 +152,15 @@ def test_a_slow_island_is_merged_by_its_tokens() -> None:
 
 
 def test_everyone_gone_before_quorum_gives_the_tick_up() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d = joined("a", "b", quorum=2)
+    d.reports(a=2, b=2)
     effects = d.goodbye("b")
     assert notes(effects, "skipped")[0]["why"] == "quorum is out of reach"
     assert d.fragment(0).phase == "idle"
 
 
 def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
+    d = joined("a", "b", quorum=2)
     d.report("a", 2)
     assert asked(d.report("b", 2)) == {0: ["a", "b"]}
     d.join("c")
@@ -184,10 +170,8 @@ def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
 
 
 def test_a_newcomer_is_not_asked_while_quorum_is_in_sight() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b", "e")
-    for name in "abe":
-        d.report(name, 2)
+    d = joined("a", "b", "e", quorum=2)
+    d.reports(a=2, b=2, e=2)
     d.take("a", 0, 2)
     d.hello("c")
     assert asked(d.report("c", 0)) == {}
@@ -195,8 +179,7 @@ def test_a_newcomer_is_not_asked_while_quorum_is_in_sight() -> None:
 
 
 def test_persist_comes_before_publish() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     d.take("a", 0, 2)
     effects = d.computed(0)
@@ -209,8 +192,7 @@ def test_persist_comes_before_publish() -> None:
 
 
 def test_a_merge_is_done_once() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     d.take("a", 0, 2)
     assert of(d.computed(0), Published)
@@ -219,8 +201,7 @@ def test_a_merge_is_done_once() -> None:
 
 
 def test_a_merge_by_one_of_several_raises_an_alert() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     alerts = []
     for step in (2, 4, 6, 8):
         d.report("a", step)
@@ -230,8 +211,7 @@ def test_a_merge_by_one_of_several_raises_an_alert() -> None:
 
 
 def test_a_merge_of_several_ends_a_row_of_lonely_ones() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     alerts = []
     for step in range(2, 14, 2):
         d.report("a", step)
@@ -246,11 +226,9 @@ def test_a_merge_of_several_ends_a_row_of_lonely_ones() -> None:
 
 
 def test_islands_that_are_merged_in_turns_raise_an_alert() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     for step in range(2, 22, 2):
-        d.report("a", step)
-        d.report("b", step)
+        d.reports(a=step, b=step)
         d.take("a", 0, step)
         d.computed(0)
     texts = [alert.text for alert in of(d.effects, Alert)]
@@ -258,8 +236,7 @@ def test_islands_that_are_merged_in_turns_raise_an_alert() -> None:
 
 
 def test_a_lone_island_raises_no_alert() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     for step in (2, 4, 6, 8):
         d.report("a", step)
         d.take("a", 0, step)
@@ -268,10 +245,8 @@ def test_a_lone_island_raises_no_alert() -> None:
 
 
 def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 2)
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(b=1, a=2)
     d.take("b", 0, 1, arrive=False)
     for step in (2, 4):
         if step > 2:
@@ -287,8 +262,7 @@ def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> Non
 
 
 def test_participation_counts_merges_while_alive() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     d.merge(0, a=2)
     account = d.account("b", 0)

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from kit import Driver, asked, notes, of, only, persisted, verdicts
+from kit import Driver, asked, joined, notes, of, only, persisted, verdicts
 
 from diloco_jax.protocol import values
 from diloco_jax.protocol.coordinator.events import Effect
@@ -20,10 +20,8 @@ def whose(effects: list[Effect]) -> list[tuple[str, int, int, int]]:
 def left_behind(**changes: int) -> Driver:
     """Islands a, b, c, of which 2 are a quorum, were asked for fragment 0; the delta
     of a's 2 steps is here, and a, which has made 5, said goodbye."""
-    d = Driver(**{"quorum": 2, **changes})
-    d.join("a", "b", "c")
-    for name in "abc":
-        d.report(name, 2)
+    d = joined("a", "b", "c", **{"quorum": 2, **changes})
+    d.reports(a=2, b=2, c=2)
     d.take("a", 0, 2)
     d.report("a", 5)
     d.goodbye("a", "preempted")
@@ -48,10 +46,8 @@ def test_a_delta_that_is_here_is_merged_after_the_goodbye() -> None:
 
 
 def test_what_comes_after_the_goodbye_is_lost() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d = joined("a", "b", quorum=2)
+    d.reports(a=2, b=2)
     tick = d.tick_of("a", 0)
     d.take("a", 0, 2, arrive=False)
     d.goodbye("a", "preempted")
@@ -73,10 +69,8 @@ def test_bytes_that_come_twice_do_not_drop_what_was_left_behind() -> None:
 
 
 def test_the_next_incarnation_is_merged_beside_it() -> None:
-    d = Driver(fragment_sizes=(4,), quorum=2)
-    d.join("a", "b")
-    for name in "ab":
-        d.report(name, 4)
+    d = joined("a", "b", fragment_sizes=(4,), quorum=2)
+    d.reports(a=4, b=4)
     d.take("a", 0, 4)
     assert notes(d.goodbye("a"), "skipped"), "b alone is no quorum"
     d.take("b", 0, 4)
@@ -97,8 +91,7 @@ def test_its_participation_is_not_that_of_the_next_incarnation() -> None:
     d = left_behind()
     d.hello("a", 2)
     d.report("a", 0)
-    d.take("b", 0, 2)
-    d.take("c", 0, 2)
+    d.takes(0, b=2, c=2)
     d.computed(0)
     account = d.account("a", 0)
     assert (account.merges_in, account.missed_merges) == (0, 1)
@@ -107,10 +100,8 @@ def test_its_participation_is_not_that_of_the_next_incarnation() -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
-    d = Driver(max_staleness=max_staleness)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d = joined("a", "b", max_staleness=max_staleness)
+    d.reports(a=2, b=2)
     d.take("b", 0, 2, arrive=False)
     d.take("a", 0, 2)
     leases = values.join_spans(lease.span for lease in d.state.islands["b"].leases)
@@ -132,17 +123,14 @@ def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
 
 
 def test_an_island_leaves_one_delta_of_a_fragment_at_most() -> None:
-    d = Driver(fragment_sizes=(4,), quorum=2)
-    d.join("a", "b")
-    for name in "ab":
-        d.report(name, 4)
+    d = joined("a", "b", fragment_sizes=(4,), quorum=2)
+    d.reports(a=4, b=4)
     d.take("a", 0, 4)
     d.goodbye("a")
     for name in "ab":
         d.hello(name, 2)
     for steps in (0, 4):
-        for name in "ab":
-            d.report(name, steps)
+        d.reports(a=steps, b=steps)
     d.take("a", 0, 4)
     effects = d.goodbye("a", "failed")
     assert persisted(effects, "left")[0]["left_behind"] == []
@@ -161,8 +149,7 @@ def test_its_data_is_not_granted_again() -> None:
 def test_its_data_is_granted_again_if_its_last_delta_is_in_no_merge(merged) -> None:
     d = left_behind()
     if merged:
-        d.take("b", 0, 2)
-        d.take("c", 0, 2)
+        d.takes(0, b=2, c=2)
         d.computed(0)
         assert d.state.departed == ()
     d.crash()
@@ -177,10 +164,8 @@ def test_its_data_is_granted_again_if_its_last_delta_is_in_no_merge(merged) -> N
 
 
 def test_a_fenced_incarnation_leaves_what_has_arrived() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d = joined("a", "b", quorum=2)
+    d.reports(a=2, b=2)
     d.take("a", 0, 2)
     effects = d.hello("a", 2)
     (left,) = persisted(effects, "left")
@@ -193,10 +178,8 @@ def test_a_fenced_incarnation_leaves_what_has_arrived() -> None:
 
 @pytest.mark.parametrize("arrived", [False, True])
 def test_a_fenced_incarnation_leaves_nothing_else(arrived: bool) -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d = joined("a", "b", quorum=2)
+    d.reports(a=2, b=2)
     if arrived:  # The bytes, and not the record.
         d.feed(DeltaArrived(island="a", incarnation=1, fragment=0, tick=1))
     else:
@@ -219,8 +202,7 @@ def test_a_snapshot_knows_it_and_what_the_log_has_of_its_merge() -> None:
     stored = restored(msgspec.json.decode(msgspec.json.encode(d.state)))
     assert stored == d.state
     skip = len(d.log)
-    d.take("b", 0, 2)
-    d.take("c", 0, 2)
+    d.takes(0, b=2, c=2)
     d.computed(0)
     before = d.totals("a")
     d.crash(stored, skip)
@@ -242,10 +224,16 @@ def test_the_flush_merges_what_was_left_behind_and_waits_for_nobody() -> None:
 
 
 def test_the_flush_merges_it_together_with_what_the_others_have() -> None:
-    d = Driver(fragment_sizes=(4,), quorum=3, steps_per_cycle=4, total_tokens=160)
-    d.join("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
+    d = joined(
+        "a",
+        "b",
+        "c",
+        fragment_sizes=(4,),
+        quorum=3,
+        steps_per_cycle=4,
+        total_tokens=160,
+    )
+    d.reports(a=4, b=4, c=4)
     d.take("a", 0, 4)
     d.goodbye("a", "preempted")
     assert d.fragment(0).phase == "idle", "two are no quorum"
@@ -260,10 +248,8 @@ def test_the_flush_merges_it_together_with_what_the_others_have() -> None:
 
 
 def test_at_the_deadline_the_flush_merges_what_was_left_behind_alone() -> None:
-    d = Driver(fragment_sizes=(4,), quorum=3, total_tokens=160)
-    d.join("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
+    d = joined("a", "b", "c", fragment_sizes=(4,), quorum=3, total_tokens=160)
+    d.reports(a=4, b=4, c=4)
     d.take("a", 0, 4)
     d.report("b", 8)
     for name in "abc":
@@ -276,10 +262,8 @@ def test_at_the_deadline_the_flush_merges_what_was_left_behind_alone() -> None:
 
 
 def test_nothing_is_left_behind_for_a_fragment_whose_flush_is_over() -> None:
-    d = Driver(fragment_sizes=(4, 4), steps_per_cycle=10**6, total_tokens=80)
-    d.join("a", "b")
-    for name in "ab":
-        d.report(name, 4)
+    d = joined("a", "b", fragment_sizes=(4, 4), steps_per_cycle=10**6, total_tokens=80)
+    d.reports(a=4, b=4)
     for name in "ab":
         d.report(name, phase="stopped")
     d.take("a", 0, 4)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from kit import Driver, asked, merged_islands, of, only
+from kit import Driver, asked, joined, merged_islands, of, only
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.holding import Merge
@@ -11,8 +11,7 @@ from diloco_jax.protocol.holding import Merge
 
 def grace_driver() -> Driver:
     """a, b and c are asked at time 1000; K = 1, and the slack is 10 s."""
-    d = Driver(grace=1.0, overlap_steps=10)
-    d.join("a", "b", "c")
+    d = joined("a", "b", "c", grace=1.0, overlap_steps=10)
     d.report("a", 2)
     return d
 
@@ -47,12 +46,9 @@ def test_the_overlap_begins_with_the_first_take_and_not_as_it_is_asked_for() -> 
 
 
 def test_an_older_take_that_counts_does_not_begin_the_overlap() -> None:
-    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b", "c")
-    for name in "abc":
-        d.report(name, 2)
-    d.take("a", 0, 2)
-    d.take("b", 0, 2)
+    d = joined("a", "b", "c", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(a=2, b=2, c=2)
+    d.takes(0, a=2, b=2)
     d.take("c", 0, 2)  # It is late, and counts when too few can be asked.
     d.computed(0)
     d.goodbye("b")
@@ -67,8 +63,7 @@ def test_an_older_take_that_counts_does_not_begin_the_overlap() -> None:
 
 def test_the_grace_window_closes_early_when_all_have_answered() -> None:
     d = grace_driver()
-    d.take("a", 0, 2)
-    d.take("b", 0, 2)
+    d.takes(0, a=2, b=2)
     merge = only(d.take("c", 0, 2), Merge)
     assert merged_islands(merge) == ["a", "b", "c"]
 
@@ -105,24 +100,21 @@ def test_a_quorum_that_took_minutes_does_not_cost_the_next_merges_their_grace() 
         steps_per_cycle=2,
     )
     d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d.reports(a=2, b=2)
     d.take("a", 0, 2)
     d.now += 600
     d.take("b", 0, 2)
     d.computed(0)
     d.report("a", 4)
     assert asked(d.report("b", 4)) == {0: ["a", "b"]}
-    d.take("a", 0, 4)
-    d.take("b", 0, 4)
+    d.takes(0, a=4, b=4)
     assert d.fragment(0).quorum_seconds == pytest.approx(0.8 * 10)
 
 
 def late_driver(step_seconds: float = 1.0, lead: int = 0, **changes: Any) -> Driver:
     """a and b are asked, a took at once and its delta was 5 s on its way: nothing is
     left of the overlap. Steps of a take 1 s."""
-    d = Driver(**{"grace": 1.0, "overlap_steps": 1, **changes})
-    d.join("a")
+    d = joined("a", **{"grace": 1.0, "overlap_steps": 1, **changes})
     d.hello("b", lead=lead)
     d.report("b", 0, step_seconds=step_seconds)
     d.report("a", 2)
@@ -203,8 +195,7 @@ def test_a_window_that_is_longer_than_that_stays() -> None:
 
 
 def test_without_slack_there_is_no_grace() -> None:
-    d = Driver(grace=1.0, overlap_steps=1, grace_window="overlap")
-    d.join("a", "b")
+    d = joined("a", "b", grace=1.0, overlap_steps=1, grace_window="overlap")
     d.report("a", 2)
     d.take("a", 0, 2, arrive=False)
     d.now += 5

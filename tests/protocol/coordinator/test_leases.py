@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import Driver, kinds, of, only, persisted
+from kit import Driver, joined, kinds, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
@@ -83,11 +83,9 @@ def test_data_is_leased_no_faster_than_the_step_time_allows() -> None:
 
 
 def test_no_position_is_granted_to_two_islands() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     for steps in range(0, 300, 50):
-        d.report("a", steps)
-        d.report("b", steps)
+        d.reports(a=steps, b=steps)
     granted = [p for span in spans(d.effects) for p in range(*span)]
     assert len(granted) == len(set(granted))
 
@@ -107,8 +105,7 @@ def test_positions_after_the_last_merged_step_are_granted_again() -> None:
 
 
 def test_positions_in_a_merge_under_way_are_not_free() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 5)
     d.take("a", 0, 5)
     assert d.fragment(0).phase == "merging"
@@ -117,16 +114,14 @@ def test_positions_in_a_merge_under_way_are_not_free() -> None:
 
 
 def test_an_absent_island_keeps_its_data() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     (first,) = spans(d.effects)
     d.disconnect("a")
     assert spans(d.hello("b"))[0].start == first.stop
 
 
 def test_free_spans_that_touch_become_one() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     d.goodbye("a")
     d.goodbye("b")
     assert d.state.free_spans == (Span(0, d.state.next_position),)
@@ -172,8 +167,7 @@ def test_only_steps_of_no_merge_are_free_whichever_lease_they_are_of() -> None:
 
 
 def test_steps_that_every_merge_lacks_come_again_though_later_ones_are_merged() -> None:
-    d = Driver(fragment_sizes=(4,), quorum=1)
-    d.join("a")
+    d = joined("a", fragment_sizes=(4,), quorum=1)
     d.report("a", 4)
     d.merge(0, a=4)
     d.report("a", 8)
@@ -186,8 +180,7 @@ def test_steps_that_every_merge_lacks_come_again_though_later_ones_are_merged() 
 
 
 def test_what_is_left_of_a_free_span_stays_free() -> None:
-    d = Driver(outage_budget_s=30.0)
-    d.join("a", "b")
+    d = joined("a", "b", outage_budget_s=30.0)
     d.goodbye("a")
     (free,) = d.state.free_spans
     (granted,) = spans(d.hello("c", step_seconds=100.0))
@@ -258,8 +251,7 @@ def test_what_was_trained_on_is_neither_free_nor_still_to_come() -> None:
     (first,) = d.state.islands["a"].leases
     (other,) = d.state.islands["b"].leases
     d.report("a", 0)
-    d.report("a", 3)
-    d.report("b", 5)
+    d.reports(a=3, b=5)
     begun = other.span.start
     mine = Span(first.span.start, first.span.start + 6)
     assert leases.trained(d.state) == [mine, Span(begun, begun + 5)]

@@ -1,7 +1,7 @@
 """The books: what the totals are, and that errors in them are found."""
 
 import pytest
-from kit import Driver
+from kit import Driver, joined
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
@@ -16,10 +16,8 @@ from diloco_jax.protocol.coordinator.state import (
 
 def worked() -> Driver:
     """Two incarnations of a, one of b; merged, lost and open steps."""
-    d = Driver(fragment_sizes=(7, 3), grace=1.0, overlap_steps=10)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 2)
+    d = joined("a", "b", fragment_sizes=(7, 3), grace=1.0, overlap_steps=10)
+    d.reports(b=1, a=2)
     d.take("b", 0, 3)
     d.merge(0, a=2)
     d.report("a", 5)
@@ -39,8 +37,7 @@ def test_totals_are_weighted_by_parameters_and_floored() -> None:
 
 
 def test_less_than_a_token_is_no_loss() -> None:
-    d = Driver(fragment_sizes=(1, 99))
-    d.join("a")
+    d = joined("a", fragment_sizes=(1, 99))
     for fragment in (0, 1):
         d.report("a", 2 * fragment + 2)
         d.merge(fragment, a=2 * fragment + 2)
@@ -95,12 +92,10 @@ def test_a_tally_follows_the_books_and_adds_only_what_changed(monkeypatch) -> No
     d.join("a", "b", "c")
     d.report("b", 1)
     told(6)
-    d.report("a", 1)
-    d.report("c", 1)
+    d.reports(a=1, c=1)
     told(0)  # Steps are in no account.
     d.report("a", 2)
-    d.take("b", 0, 3)
-    d.take("c", 0, 2)
+    d.takes(0, b=3, c=2)
     d.merge(0, a=2)
     told(6)  # Three accounts of one fragment, each taken out and added.
     d.report("a", 5)
@@ -125,8 +120,7 @@ def test_progress_counts_what_is_computed_and_not_lost() -> None:
 
 
 def test_progress_never_goes_back() -> None:
-    d = Driver(fragment_sizes=(7, 3))
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(7, 3))
     d.report("a", 50)
     before = d.state.progress_tokens
     assert before == 500

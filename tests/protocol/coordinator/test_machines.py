@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from kit import Driver
+from kit import joined
 
 from diloco_jax.protocol.coordinator.state import (
     EXPECTED,
@@ -57,8 +57,7 @@ def test_the_fields_of_a_take_are_one_state() -> None:
 
 
 def test_what_a_lossy_wire_brings_is_expected_and_anything_else_is_not() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     d.take("a", 0, 2)
     d.arrive("a", 0, 1)

@@ -1,7 +1,7 @@
 """Members of a run: leases, incarnations, fencing, and coming back."""
 
 import pytest
-from kit import Driver, asked, kinds, notes, of, only, persisted, verdicts
+from kit import Driver, asked, joined, kinds, notes, of, only, persisted, verdicts
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.events import (
@@ -72,8 +72,7 @@ def test_a_lead_is_that_of_the_hosts_that_the_config_has(
 
 
 def test_a_silent_island_is_absent_and_loses_nothing() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
+    d = joined("a", "b", quorum=2)
     d.report("b", 5)
     d.now += 60
     d.report("a", 1)
@@ -87,8 +86,7 @@ def test_a_silent_island_is_absent_and_loses_nothing() -> None:
 
 
 def test_the_next_deadline_is_that_of_the_first_island_to_go_silent() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     d.now += 10
     d.report("b", 1)
     assert decide.next_deadline(d.state, d.now) == d.now + 90
@@ -109,8 +107,7 @@ def test_compiling_is_not_mistaken_for_death(phase: str) -> None:
 
 
 def test_a_broken_connection_makes_absent_at_once() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     assert notes(d.disconnect("a"), "absent")[0]["why"] == "disconnected"
     assert d.disconnect("a") == []
     back = d.hello("a", phase="training")
@@ -120,8 +117,7 @@ def test_a_broken_connection_makes_absent_at_once() -> None:
 
 
 def test_goodbye_loses_what_is_open() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     d.merge(0, a=2)
     d.report("a", 5)
@@ -139,8 +135,7 @@ def test_goodbye_loses_what_is_open() -> None:
 
 
 def test_a_higher_incarnation_fences_the_older_one() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     d.take("a", 0, 2, arrive=False)
     effects = d.hello("a", 2)
@@ -176,8 +171,7 @@ def test_the_end_of_an_incarnation_tells_its_own_losses() -> None:
 
 
 def test_an_island_that_failed_is_named_with_what_it_said() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     assert of(d.goodbye("a", "stopped"), Alert) == []
     (alert,) = of(d.goodbye("b", "failed"), Alert)
     assert "island 'b' failed, and says: bye" in alert.text
@@ -185,11 +179,9 @@ def test_an_island_that_failed_is_named_with_what_it_said() -> None:
 
 @pytest.mark.parametrize("arrive", [False, True])
 def test_a_fenced_delta_is_merged_if_it_has_arrived(arrive: bool) -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
+    d = joined("a", "b", quorum=2)
     d.join("c")
-    d.report("a", 2)
-    d.report("b", 2)
+    d.reports(a=2, b=2)
     d.take("a", 0, 2, arrive=arrive)
     d.hello("a", 2)
     late = DeltaArrived(island="a", incarnation=1, fragment=0, tick=1)
@@ -204,8 +196,7 @@ def test_a_fenced_delta_is_merged_if_it_has_arrived(arrive: bool) -> None:
 
 
 def test_an_island_fenced_while_its_merge_is_under_way() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     d.take("a", 0, 2)
     d.report("a", 5)
@@ -219,8 +210,7 @@ def test_an_island_fenced_while_its_merge_is_under_way() -> None:
 
 
 def test_an_island_gone_while_its_merge_is_under_way() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     d.take("a", 0, 2)
     d.report("a", 5)
@@ -262,8 +252,7 @@ def test_a_first_join_does_not_know_the_run_id() -> None:
 
 
 def test_an_ended_incarnation_does_not_come_back() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.goodbye("a")
     refuse = only(d.hello("a"), Refused)
     assert refuse.code == "fenced"
@@ -277,8 +266,7 @@ def test_an_ended_incarnation_does_not_come_back() -> None:
 @pytest.fixture
 def asked_a() -> Driver:
     """a and b train with quorum 2; both are asked for fragment 0 at tick 1."""
-    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     assert asked(d.report("b", 2)) == {0: ["a", "b"]}
     return d
@@ -378,15 +366,13 @@ def test_a_take_unknown_after_a_crash_is_sent_again_and_merged(asked_a: Driver) 
     assert only(effects, ResendRequest).tick == held.tick
     d.hello("b", steps=2, phase="training")
     d.arrive("a", 0, held.tick)
-    d.report("a", 4)
-    d.report("b", 4)
+    d.reports(a=4, b=4)
     merge = only(d.take("b", 0, 4), Merge)
     assert [(c.island, c.end) for c in merge.contributions] == [("a", 2), ("b", 4)]
 
 
 def test_a_take_that_grew_stale_while_away_is_refused() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     held = d.held("a", 0, 0, 2)
     d.disconnect("a")
@@ -399,8 +385,7 @@ def test_a_take_that_grew_stale_while_away_is_refused() -> None:
 
 
 def test_grants_that_got_lost_are_sent_again() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     spans = [e.span for e in of(d.effects, Granted)]
     assert len(spans) == 1
     assert [e.span for e in of(d.hello("a"), Granted)] == spans
@@ -413,10 +398,8 @@ def test_grants_that_got_lost_are_sent_again() -> None:
 
 def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> None:
     """The record that says so is on its way."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 2)
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(b=1, a=2)
     d.take("a", 0, 2, arrive=False)
     d.arrive("a", 0, refusal="non_finite")
     effects = d.hello("a")
@@ -426,8 +409,7 @@ def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> No
 
 def test_a_take_from_before_the_last_verdict_is_neither_judged_nor_asked_for() -> None:
     """A late hello tells it: it was judged, and so was a later one."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     first = d.tick_of("a", 0)
     d.merge(0, a=2)

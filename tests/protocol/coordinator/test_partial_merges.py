@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from kit import TOKENS_PER_STEP, Driver, asked, only, persisted
+from kit import TOKENS_PER_STEP, Driver, asked, joined, only, persisted
 
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import MISSED_MERGES
@@ -16,8 +16,7 @@ def turns_driver(**changes: object) -> Driver:
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2, **changes)
     for name, factor in (("a", 1), ("b", 3), ("c", 4)):
         d.hello(name, tokens_per_step=factor * TOKENS_PER_STEP)
-    for name in "abc":
-        d.report(name, 0)
+    d.reports(a=0, b=0, c=0)
     return d
 
 
@@ -29,8 +28,7 @@ def test_a_merge_counts_as_the_share_of_all_tokens_per_second_that_is_in_it() ->
     d = turns_driver()
     d.report("a", 2)
     assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 8)
-    d.take("b", 0, 2)
-    d.take("c", 0, 2)
+    d.takes(0, b=2, c=2)
     (record,) = persisted(d.computed(0), "merged")
     assert record["share"] == pytest.approx(1 / 8)
     assert asked(d.report("a", 4)) == {0: ["a"]}
@@ -74,10 +72,8 @@ def test_a_merge_is_whole_if_the_config_says_so() -> None:
 
 
 def test_who_left_a_delta_and_has_no_speed_yet_is_in_the_share() -> None:
-    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b", "c", "e")
-    for name in "abce":
-        d.report(name, 2)
+    d = joined("a", "b", "c", "e", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(a=2, b=2, c=2, e=2)
     d.take("b", 0, 2)
     d.goodbye("b")
     d.hello("b", 2)
@@ -88,8 +84,7 @@ def test_who_left_a_delta_and_has_no_speed_yet_is_in_the_share() -> None:
 
 def test_what_was_left_behind_is_in_the_share() -> None:
     d = turns_driver(quorum=2)
-    for name in "abc":
-        d.report(name, 2)
+    d.reports(a=2, b=2, c=2)
     d.take("b", 0, 2)
     d.goodbye("b")
     d.take("a", 0, 2)

@@ -127,8 +127,7 @@ def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
             fragment = with_account(fragment, name, replace(account, last=None))
         d.state = with_fragment(d.state, fragment)
         steps = d.state.islands["c"].steps + 4
-        for name in "abc":
-            d.report(name, steps)
+        d.reports(a=steps, b=steps, c=steps)
         assert reasons(d.take("c", 0, steps, norm=1e3)) == ["quarantined"]
         give_up(d, "c")
         for name in "ab":
@@ -141,8 +140,7 @@ def test_most_islands_are_never_quarantined():
     d = quarantined()
     for _ in range(4):
         steps = d.state.islands["a"].steps + 4
-        for name in "abc":
-            d.report(name, steps)
+        d.reports(a=steps, b=steps, c=steps)
         d.take("c", 0, steps, arrive=False)
         d.take("b", 0, steps, arrive=False)
         for name in "cb":
@@ -157,8 +155,7 @@ def test_most_islands_are_never_quarantined():
 def test_merges_are_not_shortened_by_its_absence_nor_wait_for_it():
     d = quarantined()
     steps = d.state.islands["a"].steps + 4
-    for name in "abc":
-        d.report(name, steps)
+    d.reports(a=steps, b=steps, c=steps)
     d.take("a", 0, steps, norm=1.0)
     merge = only(d.take("b", 0, steps, norm=1.0), Merge)
     assert (merged_islands(merge), merge.share) == (["a", "b"], 1.0)
@@ -181,8 +178,7 @@ def test_a_run_ends_with_an_island_in_quarantine():
     steps = d.state.islands["a"].steps
     while d.state.phase == "running":
         steps += 4
-        for name in "abc":
-            d.report(name, steps)
+        d.reports(a=steps, b=steps, c=steps)
     for name in "abc":
         d.report(name, steps, phase="stopped")
     for name in "abc":
@@ -205,7 +201,6 @@ def test_with_one_other_island_it_is_judged_though_its_delta_comes_first():
         fragment = with_account(fragment, name, replace(account, last=None))
     d.state = with_fragment(d.state, fragment)
     steps = d.state.islands["c"].steps + 4
-    for name in "ac":
-        d.report(name, steps)
+    d.reports(a=steps, c=steps)
     effects = d.take("c", 0, steps, norm=1e3)
     assert persisted(effects, "released")

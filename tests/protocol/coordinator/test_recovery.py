@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from kit import Driver, asked, of, only, persisted, took
+from kit import Driver, asked, joined, of, only, persisted, took
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
@@ -22,10 +22,8 @@ from diloco_jax.protocol.values import Outstanding, Span, Version
 
 def trained() -> Driver:
     """Both islands merged into fragment 0; a's delta for fragment 1 is on its way."""
-    d = Driver(grace=1.0, overlap_steps=10)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 2)
+    d = joined("a", "b", grace=1.0, overlap_steps=10)
+    d.reports(b=1, a=2)
     d.take("b", 0, 1)
     d.merge(0, a=2)
     d.report("a", 4)
@@ -71,8 +69,7 @@ def test_islands_carry_on_where_they_are() -> None:
 
 def test_the_first_ticks_after_a_crash_wait_for_who_is_not_back_yet() -> None:
     """Else b is merged without a until a's delta, of before the crash, is stale."""
-    d = Driver(reunion_s=20.0)
-    d.join("a", "b")
+    d = joined("a", "b", reunion_s=20.0)
     d.report("a", 2)
     d.take("a", 0, 2, arrive=False)
     held = d.held("a", 0, 0, 2)
@@ -88,8 +85,7 @@ def test_the_first_ticks_after_a_crash_wait_for_who_is_not_back_yet() -> None:
 
 
 def test_the_first_ticks_after_a_crash_wait_no_longer_than_a_reunion() -> None:
-    d = Driver(reunion_s=20.0)
-    d.join("a", "b")
+    d = joined("a", "b", reunion_s=20.0)
     d.crash()
     d.hello("b", steps=0, phase="training")
     d.now += 20.0
@@ -97,16 +93,14 @@ def test_the_first_ticks_after_a_crash_wait_no_longer_than_a_reunion() -> None:
 
 
 def test_a_reunion_is_not_measured_by_the_clock_of_another_process() -> None:
-    d = Driver(reunion_s=20.0)
-    d.join("a")
+    d = joined("a", reunion_s=20.0)
     d.crash(replace(d.state, reunion_until=d.now + 1e6))
     d.join("b")
     assert asked(d.report("b", 2)) == {0: ["b"]}
 
 
 def test_no_tick_waits_for_one_island_that_was_cut_off() -> None:
-    d = Driver(reunion_s=20.0)
-    d.join("a", "b", "c")
+    d = joined("a", "b", "c", reunion_s=20.0)
     d.disconnect("a")
     d.disconnect("c")
     assert asked(d.report("b", 2)) == {0: ["b"]}
@@ -115,8 +109,7 @@ def test_no_tick_waits_for_one_island_that_was_cut_off() -> None:
 
 
 def test_when_all_were_cut_off_the_others_are_waited_for_again() -> None:
-    d = Driver(reunion_s=20.0)
-    d.join("a", "b")
+    d = joined("a", "b", reunion_s=20.0)
     d.disconnect("a")
     d.disconnect("b")
     d.hello("b", steps=0, phase="training")
@@ -141,8 +134,7 @@ def test_a_take_is_merged_once_its_record_is_on_the_tape() -> None:
 
 
 def test_bytes_lost_with_a_connection_are_asked_for_before_the_record_is_here() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     tick = d.tick_of("a", 0)
     held = Outstanding(fragment=0, tick=tick, start=0, end=2, base=Version(), seq=1)
@@ -156,15 +148,12 @@ def test_bytes_lost_with_a_connection_are_asked_for_before_the_record_is_here() 
 
 
 def test_a_snapshot_and_the_records_after_it_make_the_same_state() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     points = [(len(d.log), d.state)]
     for step in (2, 4, 6, 8):
-        d.report("a", step)
-        d.report("b", step)
+        d.reports(a=step, b=step)
         index = d.state.tick % 2 ^ 1
-        d.take("a", index, step)
-        d.take("b", index, step)
+        d.takes(index, a=step, b=step)
         points.append((len(d.log), d.state))
         d.computed(index)
         points.append((len(d.log), d.state))
@@ -185,8 +174,7 @@ def test_a_snapshot_and_the_records_after_it_make_the_same_state() -> None:
 
 @pytest.mark.parametrize("rejoined", [False, True])
 def test_an_island_that_left_during_a_merge_that_became_durable(rejoined: bool) -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     d.take("a", 0, 2)
     d.report("a", 5)
@@ -204,8 +192,7 @@ def test_an_island_that_left_during_a_merge_that_became_durable(rejoined: bool) 
 
 
 def test_an_island_that_left_during_a_merge_that_was_lost() -> None:
-    d = Driver(fragment_sizes=(5,))
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,))
     d.report("a", 4)
     d.take("a", 0, 4)
     d.report("a", 5)
@@ -216,8 +203,7 @@ def test_an_island_that_left_during_a_merge_that_was_lost() -> None:
 
 
 def test_a_snapshot_from_the_middle_of_a_merge() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     d.take("a", 0, 2)
     snapshot, skip = d.state, len(d.log)
@@ -261,8 +247,7 @@ def test_fencing_survives_a_crash() -> None:
 
 
 def test_a_merge_that_was_not_durable_is_done_again() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     held = d.held("a", 0, 0, 2)
     d.take("a", 0, 2)
@@ -277,8 +262,7 @@ def test_a_merge_that_was_not_durable_is_done_again() -> None:
 
 def ending(phase: str) -> Driver:
     """A run in a phase of its end; a has done all its steps, nothing is merged."""
-    d = Driver(fragment_sizes=(4, 4), steps_per_cycle=10**6, total_tokens=100)
-    d.join("a")
+    d = joined("a", fragment_sizes=(4, 4), steps_per_cycle=10**6, total_tokens=100)
     d.report("a", 10)
     if phase != "stopping":
         d.report("a", phase="stopped")
@@ -343,8 +327,7 @@ def test_an_unknown_record_is_an_error() -> None:
 def test_of_a_lost_merge_only_what_an_earlier_one_does_not_have_is_lost(
     replaced: bool,
 ) -> None:
-    d = Driver(fragment_sizes=(5,))
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,))
     d.report("a", 4)
     d.merge(0, a=4)
     d.report("a", 8)

@@ -1,6 +1,6 @@
 """A run that was stopped as a whole goes on: who was in it has ended."""
 
-from kit import Driver, only, persisted
+from kit import Driver, joined, only, persisted
 
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import RunResumed
@@ -10,10 +10,8 @@ from diloco_jax.protocol.messages import Refused, Welcome
 
 def stopped() -> Driver:
     """One step of b and 4 of a are merged into fragment 0; the coordinator is back."""
-    d = Driver(grace=1.0, overlap_steps=10)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 4)
+    d = joined("a", "b", grace=1.0, overlap_steps=10)
+    d.reports(b=1, a=4)
     d.take("b", 0, 1)
     d.merge(0, a=4)
     d.crash()
@@ -57,8 +55,7 @@ def test_who_had_left_does_not_leave_again() -> None:
 
 
 def test_who_made_no_step_has_none_and_loses_none() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     (left,) = persisted(d.feed(RunResumed()), "left")
     assert (left["steps"], left["lost_tokens_by_fragment"]) == (0, [0, 0])
     assert lost(d, "a") == {}
@@ -92,8 +89,7 @@ def test_data_without_effect_is_free_again() -> None:
 
 
 def test_a_run_that_was_ending_ends() -> None:
-    d = Driver(total_tokens=40)
-    d.join("a")
+    d = joined("a", total_tokens=40)
     d.report("a", 4)
     assert d.state.phase == "stopping"
     d.crash(snapshot=d.state, skip=len(d.log))

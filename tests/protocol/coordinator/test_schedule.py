@@ -1,7 +1,7 @@
 """Ticks: when they come and for which fragment."""
 
 import pytest
-from kit import Driver, asked, kinds, make_config, notes, of, only, persisted
+from kit import Driver, asked, joined, kinds, make_config, notes, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Effect, Persist
@@ -38,8 +38,7 @@ def test_steps_between_ticks(cycle: int, fragments: int, expected: list[int]) ->
 
 
 def test_a_tick_asks_every_live_island_for_its_fragment() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     assert asked(d.report("b", 1)) == {}
     assert asked(d.report("a", 2)) == {0: ["a", "b"]}
     d.merge(0, a=2, b=1)
@@ -61,10 +60,8 @@ def test_islands_out_of_phase_pace_no_faster_than_one_of_them() -> None:
 
 
 def test_no_lead_outlives_a_tick() -> None:
-    d = Driver()
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 5)
+    d = joined("a", "b")
+    d.reports(b=1, a=5)
     assert d.state.tick == 1
     d.report("a", 6)
     assert d.state.tick == 1, "a's first five steps made the tick before"
@@ -74,8 +71,7 @@ def test_no_lead_outlives_a_tick() -> None:
 
 @pytest.mark.parametrize("cycle", [2, 4])
 def test_a_lag_is_of_one_tick_at_most(cycle: int) -> None:
-    d = Driver(steps_per_cycle=cycle, fragment_sizes=(1, 1, 1, 1))
-    d.join("a", "b")
+    d = joined("a", "b", steps_per_cycle=cycle, fragment_sizes=(1, 1, 1, 1))
     d.report("a", 100)
     d.disconnect("a")
     before = d.state.tick
@@ -85,22 +81,19 @@ def test_a_lag_is_of_one_tick_at_most(cycle: int) -> None:
 
 
 def test_the_kth_fastest_island_sets_the_pace() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b", "c")
+    d = joined("a", "b", "c", quorum=2)
     d.report("a", 50)
     assert d.state.tick == 0
     d.report("b", 2)
     assert d.state.tick == 1
-    d.report("c", 2)
-    d.report("a", 60)
+    d.reports(c=2, a=60)
     assert d.state.tick == 1, "c made up for the first tick, b has done nothing since"
     d.report("c", 4)
     assert d.state.tick == 2
 
 
 def test_ticks_pause_below_quorum() -> None:
-    d = Driver(quorum=2)
-    d.join("a")
+    d = joined("a", quorum=2)
     d.report("a", 40)
     assert d.state.tick == 0
     d.join("b")
@@ -115,16 +108,14 @@ def test_ticks_pause_below_quorum() -> None:
 
 @pytest.mark.parametrize("phase", ["joining", "compiling", "stopped"])
 def test_only_training_islands_count(phase: str) -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
+    d = joined("a", "b", quorum=2)
     d.report("b", phase=phase)  # type: ignore[arg-type]
     d.report("a", 40)
     assert d.state.tick == 0
 
 
 def test_counters_restart_at_a_join_and_at_a_return() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
+    d = joined("a", "b", quorum=2)
     d.report("a", 1)
     d.disconnect("a")
     d.hello("a", steps=9, phase="training")
@@ -135,8 +126,7 @@ def test_counters_restart_at_a_join_and_at_a_return() -> None:
 
 
 def test_a_stop_by_its_own_count_that_was_too_early_costs_no_steps() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b", "c")
+    d = joined("a", "b", "c", quorum=2)
     d.report("a", 1)
     d.report("a", 1, phase="stopped")
     tick = d.state.tick
@@ -154,8 +144,7 @@ def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
     d = Driver(quorum=3)
     for name, lead in {"a": 0, "b": 2, "c": 2}.items():
         d.hello(name, lead=lead)
-    for name in "abc":
-        d.report(name, 0)
+    d.reports(a=0, b=0, c=0)
     assert puts_off(d, 2) == {"a": 2, "b": 0, "c": 0}
     d.disconnect("a")
     back = only(d.hello("a", steps=2, phase="training", lead=0), TakeRequest)
@@ -163,8 +152,7 @@ def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
     alike = Driver(quorum=3)
     for name in "abc":
         alike.hello(name, lead=2)
-    for name in "abc":
-        alike.report(name, 0)
+    alike.reports(a=0, b=0, c=0)
     assert puts_off(alike, 2) == {"a": 0, "b": 0, "c": 0}
 
 
@@ -265,8 +253,7 @@ def test_takes_that_were_put_off_are_asked_for_again_once_their_cause_is_gone(
     d.hello("b", lead=2)
     d.hello("c")
     for steps in (0, 50):
-        d.report("a", steps)
-        d.report("c", steps)
+        d.reports(a=steps, c=steps)
         d.report("b", steps, step_seconds=1.4)
     tick = d.tick_of("a", 0)
     assert put_off(d.effects) == [3]
@@ -274,8 +261,7 @@ def test_takes_that_were_put_off_are_asked_for_again_once_their_cause_is_gone(
         effects = d.report("b", 50, phase="compiling")
     elif ends == "falls silent":
         d.now += 9.0
-        d.report("a", 51)
-        d.report("c", 51)
+        d.reports(a=51, c=51)
         effects = d.wait(2.0)
     else:
         effects = d.goodbye("b") if ends == "goodbye" else d.disconnect("b")
@@ -306,8 +292,7 @@ def test_a_request_that_is_repeated_at_a_hello_is_one_that_can_be_hastened() -> 
     d.hello("a")
     d.hello("b", lead=2)
     for steps in (0, 50):
-        for name in "ab":
-            d.report(name, steps)
+        d.reports(a=steps, b=steps)
     assert put_off(d.effects) == [2]
     d.disconnect("b")
     d.disconnect("a")
@@ -317,8 +302,7 @@ def test_a_request_that_is_repeated_at_a_hello_is_one_that_can_be_hastened() -> 
 
 
 def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     for steps in range(2, 22, 2):
         d.report("a", steps)
     tick = d.state.tick
@@ -337,8 +321,7 @@ def test_a_cycle_that_is_skipped_has_numbers_of_its_own() -> None:
 
 
 def test_an_island_of_unknown_speed_does_not_pace() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     assert pacing_step_seconds(d.config, d.state) == 1.0
     d.hello("b")
     d.report("b", 0, step_seconds=0.0)
@@ -357,15 +340,13 @@ def test_who_takes_later_is_not_waited_for_once_it_is_gone() -> None:
     d = Driver()
     d.hello("a")
     d.hello("b", lead=2)
-    d.report("a", 0)
-    d.report("b", 0)
+    d.reports(a=0, b=0)
     d.goodbye("b")
     assert only(d.report("a", 2), TakeRequest).after == 0
 
 
 def test_a_fragment_still_open_skips_its_tick() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     first = d.report("a", 2)
     assert asked(first) == {0: ["a"]}
     second = d.report("a", 4)
@@ -379,8 +360,7 @@ def test_a_fragment_still_open_skips_its_tick() -> None:
 
 
 def test_more_fragments_than_steps_gives_several_ticks_at_once() -> None:
-    d = Driver(fragment_sizes=(1, 1, 1, 1), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(1, 1, 1, 1), steps_per_cycle=2)
     assert d.state.tick == 1, "the first tick needs no step"
     assert asked(d.report("a", 1)) == {1: ["a"], 2: ["a"]}
     assert asked(d.report("a", 2)) == {3: ["a"]}
@@ -388,8 +368,7 @@ def test_more_fragments_than_steps_gives_several_ticks_at_once() -> None:
 
 
 def test_numbers_of_ticks_are_reserved_before_they_are_used() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     effects = d.report("a", 2)
     (record,) = persisted(effects, "ticks")
     assert record["through"] > d.state.tick
@@ -421,8 +400,7 @@ def test_after_a_crash_the_cycle_goes_on_beyond_what_is_reserved(
 
 
 def test_nobody_is_waited_for_where_no_island_is_counted() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.goodbye("a")
     assert longest_lead_seconds(d.config, d.state) == 0.0
     fleet = Fleet(d.config, d.state)
@@ -430,8 +408,7 @@ def test_nobody_is_waited_for_where_no_island_is_counted() -> None:
 
 
 def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     d.report("a", 2)
     for _ in range(2):
         d.crash()
@@ -445,8 +422,7 @@ def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
 
 def test_a_tick_waits_for_its_own_steps_and_no_other_ticks() -> None:
     """H = 5 on three fragments: ticks of 1, 2 and 2 steps in turn."""
-    d = Driver(steps_per_cycle=5, fragment_sizes=(1, 1, 1))
-    d.join("a")
+    d = joined("a", steps_per_cycle=5, fragment_sizes=(1, 1, 1))
     ticks = []
     for steps in range(1, 11):
         d.report("a", steps)
@@ -455,13 +431,11 @@ def test_a_tick_waits_for_its_own_steps_and_no_other_ticks() -> None:
 
 
 def test_who_has_compiled_begins_without_the_ticks_that_passed() -> None:
-    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b", "c")
+    d = joined("a", "b", "c", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
     d.hello("b", 2)
     d.report("a", 2)
     assert asked(d.report("c", 2)) == {0: ["a", "c"]}
     d.merge(0, a=2, c=2)
     d.goodbye("c")
-    d.report("b", 0)
-    d.report("a", 4)
+    d.reports(b=0, a=4)
     assert asked(d.report("b", 2)) == {0: ["a", "b"]}

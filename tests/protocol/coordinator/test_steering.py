@@ -48,12 +48,10 @@ def test_an_admitted_island_joins_and_is_merged() -> None:
     assert steer(d, "admit", "c") == [], "it is done already"
     assert steer(d, "admit", "a") == []
     d.join("c")
-    d.report("a", 2)
-    d.report("c", 2)
+    d.reports(a=2, c=2)
     d.take("a", 0, 2)
     d.computed(0)
-    d.report("a", 6)
-    d.report("c", 6)
+    d.reports(a=6, c=6)
     assert "c" in d.fragment(0).accounts
     assert d.state.islands["c"].status == "live"
     other = only(d.hello("e"), Refused)

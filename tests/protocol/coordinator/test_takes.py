@@ -5,7 +5,18 @@ a worker that outlives its lead.
 from __future__ import annotations
 
 import pytest
-from kit import Driver, asked, make_config, notes, of, only, persisted, took, verdicts
+from kit import (
+    Driver,
+    asked,
+    joined,
+    make_config,
+    notes,
+    of,
+    only,
+    persisted,
+    took,
+    verdicts,
+)
 
 from diloco_jax.protocol.coordinator.alerts import UNFIT_DELTAS
 from diloco_jax.protocol.coordinator.events import Alert, Effect, WorkerAway
@@ -22,10 +33,8 @@ from diloco_jax.protocol.values import DeltaKey, Outstanding, Record, Version
 @pytest.fixture
 def open_for_a() -> Driver:
     """a and b train, quorum 2; fragment 0 is open at tick 1, nobody answered yet."""
-    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d = joined("a", "b", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(a=2, b=2)
     return d
 
 
@@ -60,8 +69,7 @@ def test_records_and_bytes_that_come_twice_change_nothing(open_for_a: Driver) ->
 
 def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
     """The hello told of the take, and its bytes were faster than the report."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     held = d.held("a", 0, 0, 2)
     d.disconnect("a")
@@ -75,8 +83,7 @@ def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
 
 
 def test_at_most_one_take_is_outstanding() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("b", 1)
     for step in range(2, 12, 2):
         d.report("a", step)
@@ -106,10 +113,10 @@ def test_bytes_of_another_incarnation_are_dropped(
 @pytest.mark.parametrize(("staleness", "refused"), [(0, True), (1, False)])
 def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
     """Its island is told at once, since it may be about to adopt the newer one."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=staleness)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 2)
+    d = joined(
+        "a", "b", fragment_sizes=(5,), steps_per_cycle=2, max_staleness=staleness
+    )
+    d.reports(b=1, a=2)
     d.merge(0, a=2)
     effects = d.take("b", 0, 2, base=Version(1, 0))
     verdicts = [(v.verdict, v.reason) for v in of(effects, TakeVerdict)]
@@ -119,10 +126,8 @@ def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
 
 def test_who_may_have_taken_is_told_that_the_merge_has_it_not() -> None:
     """The island's message on the take may still be on its way."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 2)
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(b=1, a=2)
     d.take("a", 0, 2)
     assert verdicts(d.computed(0))["b"] == (1, "pending", "")
 
@@ -131,10 +136,8 @@ def test_who_may_have_taken_is_told_that_the_merge_has_it_not() -> None:
 def test_who_comes_back_is_told_which_versions_its_delta_is_not_in(
     *, arrived: bool
 ) -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 2)
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(b=1, a=2)
     d.take("a", 0, 2)
     held = d.held("b", 0, 0, 2)
     d.take("b", 0, 2, arrive=arrived)
@@ -173,8 +176,7 @@ def test_a_version_that_no_merge_has_made_is_not_adopted(open_for_a: Driver) -> 
 
 
 def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
     d.report("a", 2)
     d.take("a", 0, 2)
     assert d.fragment(0).phase == "merging"
@@ -188,8 +190,7 @@ def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> No
 def test_a_coordinator_that_dies_of_a_merge_has_refused_nobody_for_it() -> None:
     """Else b opens steps again that the next coordinator merges, and whatever it takes
     after that overlaps with them, for ever."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
     d.report("a", 2)
     d.take("a", 0, 2)
     told = d.take("b", 0, 2)
@@ -205,10 +206,8 @@ def test_a_coordinator_that_dies_of_a_merge_has_refused_nobody_for_it() -> None:
 
 def refused_take() -> Driver:
     """a's delta of steps [0, 2) has proved unfit; a does not know yet."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
-    d.report("b", 1)
-    d.report("a", 2)
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(b=1, a=2)
     d.take("a", 0, 2, arrive=False)
     effects = d.arrive("a", 0, refusal="non_finite")
     verdict = only(effects, TakeVerdict)
@@ -265,8 +264,7 @@ def unfit(d: Driver, step: int) -> list[str]:
 
 
 def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a", "b")
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     steps = range(2, 2 * (UNFIT_DELTAS + 2), 2)
     said = [unfit(d, step) for step in steps]
     assert [len(texts) for texts in said] == [0] * (UNFIT_DELTAS - 1) + [1, 0]
@@ -277,8 +275,7 @@ def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
 
 
 def test_a_merge_ends_a_row_of_deltas_that_are_not_finite() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     steps = iter(range(2, 6 * UNFIT_DELTAS, 2))
     for _ in range(UNFIT_DELTAS - 1):
         assert unfit(d, next(steps)) == []
@@ -291,8 +288,7 @@ def test_a_merge_ends_a_row_of_deltas_that_are_not_finite() -> None:
 
 
 def test_bytes_that_prove_unfit_before_the_record() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     effects = d.arrive("a", 0, refusal="non_finite")
     assert only(effects, TakeVerdict).verdict == "refused"
@@ -304,8 +300,7 @@ def test_bytes_that_prove_unfit_before_the_record() -> None:
 
 
 def test_steps_that_adoption_overwrote_are_lost() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     d.merge(0, a=2)
     d.report("a", 6)
@@ -327,8 +322,7 @@ def test_a_take_without_steps_is_refused(open_for_a: Driver) -> None:
 
 
 def test_steps_that_are_settled_are_refused_as_overlap() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     d.merge(0, a=2)
     d.report("a", 4)
@@ -347,8 +341,7 @@ def test_steps_that_are_settled_are_refused_as_overlap() -> None:
 
 def test_a_take_that_was_asked_for_before_a_crash_is_sent_again() -> None:
     """Its bytes may have come first, and been dropped: nobody knew of it."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     d.report("a", 2)
     d.crash()
     d.hello("a", steps=2, phase="training")
@@ -382,8 +375,7 @@ def test_only_bytes_after_their_record_that_are_merged_tell_of_transfer_times(
     d.wait(4)
     d.arrive("a", 0)
     assert d.fragment(0).transfer_seconds == before, "nobody knows since when"
-    unfit = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    unfit.join("a")
+    unfit = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
     unfit.report("a", 2)
     unfit.take("a", 0, 2, arrive=False)
     unfit.wait(4)
@@ -393,10 +385,8 @@ def test_only_bytes_after_their_record_that_are_merged_tell_of_transfer_times(
 
 def test_a_refusal_is_told_once() -> None:
     """Until the island answers, every merge finds the refused take again."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
+    d.reports(a=2, b=2)
     d.take("a", 0, 2, arrive=False)
     d.take("b", 0, 2)
     d.computed(0)
@@ -409,16 +399,14 @@ def test_a_refusal_is_told_once() -> None:
 
 
 def test_a_record_that_is_told_twice_is_on_the_tape_once() -> None:
-    d = Driver()
-    d.join("a")
+    d = joined("a")
     record = d.record("a", "progress", 1, value=7)
     assert len(notes(d.report("a", 1, record), "island")) == 1
     assert notes(d.report("a", 1, record), "island") == []
 
 
 def test_who_is_gone_is_told_of_no_version() -> None:
-    d = Driver()
-    d.join("a", "b")
+    d = joined("a", "b")
     d.goodbye("b")
     d.report("a", 2)
     assert [told.island for told in of(d.merge(0, a=2), Published)] == ["a"]
@@ -430,10 +418,8 @@ KEY = DeltaKey("a", 1, 0, 1)
 
 def taken() -> tuple[Driver, Outstanding]:
     """Island a has taken fragment 0 as the lead dies; b has not. 2 are a quorum."""
-    d = Driver(quorum=2, workers=2)
-    d.join("a", "b")
-    for name in "ab":
-        d.report(name, 2)
+    d = joined("a", "b", quorum=2, workers=2)
+    d.reports(a=2, b=2)
     d.take("a", 0, 2, arrive=False)
     held = d.held("a", 0, 0, 2)
     d.crash()

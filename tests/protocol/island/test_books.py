@@ -13,200 +13,185 @@ def books_of(versions, rule):
     return Books(versions, ADOPT_RULES.find(rule))
 
 
-def test_takes_follow_each_other_without_gap():
-    books = books_of([V[0]], "rebase")
-    assert books.take(0, 1, 4).start == 0
-    assert books.settle(0, 1, "merged", "", 5) == "settled"
-    assert books.adopt(0, V[1], 6) == "adopted"
-    take = books.take(0, 2, 9)
-    assert (take.start, take.end, take.base) == (4, 9, V[1])
+def take(tick, step, start=None):
+    """(name of the call, its arguments, what it returns); None: anything."""
+    return "take", (0, tick, step), start
+
+
+def told(tick, verdict, step, outcome, newest=None, reason=""):
+    more = () if newest is None else (V[newest],)
+    return "settle", (0, tick, verdict, reason, step, *more), outcome
+
+
+def stale(tick, step, outcome, newest=None):
+    return told(tick, "refused", step, outcome, newest, "stale")
+
+
+def adopt(number, step, outcome):
+    return "adopt", (0, V[number], step), outcome
+
+
+def waits(truth):
+    return "must_wait", (0,), truth
+
+
+PENDING = told(1, "pending", 5, "none", 1)
+"""The version to come does not have the take."""
+SCENES = {
+    "takes follow each other without gap": (
+        "rebase",
+        [take(1, 4, 0), told(1, "merged", 5, "settled"), adopt(1, 6, "adopted")],
+        [take(2, 9, 4)],
+    ),
+    "a take waits for the adoption of the merged one": (
+        "rebase",
+        [take(1, 4), waits(False), told(1, "merged", 5, "settled"), waits(True)],
+        [adopt(1, 6, "adopted"), waits(False)],
+    ),
+    "a version that a pending delta is not in is adopted beside it": (
+        "keep",
+        [take(1, 4), PENDING, adopt(1, 6, "kept"), told(1, "merged", 7, "settled", 2)],
+        # It would count the first four steps again.
+        [waits(True), adopt(2, 8, "adopted"), take(2, 9, 4)],
+    ),
+    "verdicts may be ahead of the versions they came with": (
+        "keep",
+        [take(1, 4), PENDING, told(1, "merged", 5, "settled", 2)],
+        [adopt(1, 6, "kept"), waits(True), adopt(2, 7, "adopted")],
+    ),
+    "a version that may have the delta takes its place": (
+        "keep",
+        [take(1, 4), PENDING, adopt(2, 6, "adopted")],
+        [told(1, "merged", 7, "settled", 2), waits(False)],
+    ),
+    "what is known of a take before it is made counts": (
+        "keep",
+        [PENDING, take(1, 6)],
+        [adopt(1, 6, "kept")],
+    ),
+    "a kept delta that is stale leaves with the next version": (
+        "keep",
+        [take(1, 4), PENDING, adopt(1, 6, "kept"), stale(1, 7, "dropped", 2)],
+        # It is in the local value still; open again, it would grow.
+        [waits(True), adopt(2, 8, "adopted"), take(2, 9, 4)],
+    ),
+    "a stale delta leaves with a version that was to be kept beside it": (
+        "keep",
+        [PENDING, take(1, 6), adopt(1, 6, "kept"), told(1, "pending", 7, "none", 2)],
+        [stale(1, 7, "dropped", 2), adopt(2, 8, "adopted"), waits(False)],
+    ),
+    "a kept delta without steps keeps nobody waiting": (
+        "keep",
+        [told(1, "pending", 0, "none", 1), take(1, 0), adopt(1, 0, "kept")],
+        [told(1, "refused", 0, "reopened", 1, "empty"), waits(False)],
+    ),
+    "what was known of one take is not of the next": (
+        "keep",
+        [take(1, 4), PENDING, stale(1, 5, "reopened", 1), adopt(1, 6, "adopted")],
+        [take(2, 8), told(1, "pending", 8, "none", 2), adopt(2, 9, "adopted")],
+    ),
+    "that one take was kept says nothing of the next": (
+        "keep",
+        [take(1, 4), PENDING, adopt(1, 6, "kept"), stale(1, 7, "reopened", 1)],
+        [take(2, 8), stale(2, 9, "reopened", 2)],
+    ),
+    "rebase takes a pending delta out": (
+        "rebase",
+        [take(1, 4), PENDING],
+        [adopt(1, 6, "adopted")],
+    ),
+    "overwrite takes a pending delta out": (
+        "overwrite",
+        [take(1, 4), PENDING],
+        [adopt(1, 6, "adopted")],
+    ),
+    "blend takes a pending delta out": (
+        "blend",
+        [take(1, 4), PENDING],
+        [adopt(1, 6, "adopted")],
+    ),
+    "a refusal before an adoption opens the steps again": (
+        "rebase",
+        [take(1, 4), stale(1, 6, "reopened")],
+        [waits(False), take(2, 8, 0)],  # No newer version is known.
+    ),
+    "after a stale take the next one waits for the newer version": (
+        "rebase",
+        [take(1, 4), stale(1, 6, "reopened", 2), waits(True), adopt(2, 8, "adopted")],
+        [waits(False), take(2, 8, 0)],
+    ),
+    "a refusal after an adoption loses the steps": (
+        "rebase",
+        [take(1, 4), adopt(1, 5, "adopted"), stale(1, 6, "dropped")],
+        [take(2, 8, 4)],
+    ),
+    "a take without steps waits for no newer version": (
+        "rebase",
+        [take(1, 0), told(1, "refused", 0, "reopened", 2, "empty")],
+        [waits(False)],
+    ),
+    "overwrite loses the steps since the take": (
+        "overwrite",
+        [take(1, 4), told(1, "merged", 6, "settled"), adopt(1, 6, "adopted")],
+        [take(2, 8, 6)],
+    ),
+    "what overlaps is not opened again with the same start": (
+        "rebase",
+        [take(1, 4), told(1, "refused", 6, "reset", reason="overlap"), take(2, 8, 6)],
+        [
+            adopt(1, 9, "adopted"),
+            told(2, "refused", 9, "dropped", reason="overlap"),
+            take(3, 10, 8),
+        ],
+    ),
+    **{
+        f"{reason} starts again from the anchor": (
+            "rebase",
+            [take(1, 4), told(1, "refused", 6, "reset", reason=reason)],
+            [take(2, 8, 6)],
+        )
+        for reason in ("non_finite", "out_of_bounds", "quarantined", "future")
+    },
+}
+
+
+@pytest.mark.parametrize(("rule", "first", "then"), SCENES.values(), ids=SCENES)
+def test_a_scene_of_one_fragment(rule, first, then):
+    books = books_of([V[0]], rule)
+    for name, arguments, expected in [*first, *then]:
+        found = getattr(books, name)(*arguments)
+        if name == "take":
+            assert found.base == books.version(0)
+            found = found.start if expected is not None else None
+        assert found == expected, (name, arguments)
 
 
 def test_repeated_tick_and_outstanding_take_are_ignored():
     books = books_of([V[0]], "rebase")
     assert books.take(0, 1, 4) is not None
     assert books.take(0, 2, 5) is None
+    assert books.settle(0, 1, "pending", "", 5) == "none"
+    assert [(t.fragment, t.tick) for t in books.outstanding()] == [(0, 1)]
     books.settle(0, 1, "merged", "", 5)
     books.adopt(0, V[1], 5)
     assert books.take(0, 1, 6) is None
     assert [r.kind for r in books.drain()] == ["took", "adopted"]
 
 
-def test_take_waits_for_the_adoption_of_the_merged_one():
-    books = books_of([V[0]], "rebase")
-    books.take(0, 1, 4)
-    assert not books.must_wait(0)
-    books.settle(0, 1, "merged", "", 5)
-    assert books.must_wait(0)
-    books.adopt(0, V[1], 6)
-    assert not books.must_wait(0)
-
-
-def test_pending_take_stays_outstanding():
-    books = books_of([V[0]], "rebase")
-    books.take(0, 1, 4)
-    assert books.settle(0, 1, "pending", "", 5) == "none"
-    assert [(t.fragment, t.tick) for t in books.outstanding()] == [(0, 1)]
-
-
-def test_a_version_that_a_pending_delta_is_not_in_is_adopted_beside_it():
+def test_the_tape_says_what_became_of_a_delta():
     books = books_of([V[0]], "keep")
-    books.take(0, 1, 4)
-    books.settle(0, 1, "pending", "", 5, V[1])
-    assert books.adopt(0, V[1], 6) == "kept"
-    assert books.settle(0, 1, "merged", "", 7, V[2]) == "settled"
-    assert books.must_wait(0), "it would count the first four steps again"
-    assert books.adopt(0, V[2], 8) == "adopted"
-    assert books.take(0, 2, 9).start == 4
+    for reason, kind in (("stale", "reopened"), ("non_finite", "reset")):
+        assert books.take(0, 1 if kind == "reopened" else 2, 4) is not None
+        tick = books.outstanding()[0].tick
+        assert books.settle(0, tick, "refused", reason, 6) == kind
+        assert [r.kind for r in books.drain()] == ["took", kind]
+    books.take(0, 3, 8)
+    books.settle(0, 3, "pending", "", 8, V[1])
+    books.adopt(0, V[1], 8)
+    books.settle(0, 3, "merged", "", 9, V[2])
+    books.adopt(0, V[2], 9)
     adoptions = [r.tick for r in books.drain() if r.kind == "adopted"]
-    assert adoptions == [1, -1], "the tape says which delta was kept"
-
-
-def test_verdicts_may_be_ahead_of_the_versions_they_came_with():
-    """Both versions were merged before the island had the first one."""
-    books = books_of([V[0]], "keep")
-    books.take(0, 1, 4)
-    books.settle(0, 1, "pending", "", 5, V[1])
-    books.settle(0, 1, "merged", "", 5, V[2])
-    assert books.adopt(0, V[1], 6) == "kept"
-    assert books.must_wait(0)
-    assert books.adopt(0, V[2], 7) == "adopted"
-
-
-def test_a_version_that_may_have_the_delta_takes_its_place():
-    books = books_of([V[0]], "keep")
-    books.take(0, 1, 4)
-    books.settle(0, 1, "pending", "", 5, V[1])
-    assert books.adopt(0, V[2], 6) == "adopted"
-    books.settle(0, 1, "merged", "", 7, V[2])
-    assert not books.must_wait(0)
-
-
-def test_what_is_known_of_a_take_before_it_is_made_counts():
-    """It was asked for, and the merge did not wait."""
-    books = books_of([V[0]], "keep")
-    books.settle(0, 1, "pending", "", 3, V[1])
-    books.take(0, 1, 4)
-    assert books.adopt(0, V[1], 6) == "kept"
-
-
-def test_a_kept_delta_that_is_stale_leaves_with_the_next_version():
-    """Open again, it would grow for as long as the island is late."""
-    books = books_of([V[0]], "keep")
-    books.take(0, 1, 4)
-    books.settle(0, 1, "pending", "", 5, V[1])
-    books.adopt(0, V[1], 6)
-    assert books.settle(0, 1, "refused", "stale", 7, V[2]) == "dropped"
-    assert books.must_wait(0), "it is in the local value still"
-    assert books.adopt(0, V[2], 8) == "adopted"
-    assert books.take(0, 2, 9).start == 4
-
-
-def test_a_stale_delta_leaves_with_a_version_that_was_to_be_kept_beside_it():
-    """At the end of a run no later one came: the island took nothing any more."""
-    books = books_of([V[0]], "keep")
-    books.settle(0, 1, "pending", "", 3, V[1])
-    books.take(0, 1, 4)
-    books.adopt(0, V[1], 5)
-    books.settle(0, 1, "pending", "", 6, V[2])
-    assert books.settle(0, 1, "refused", "stale", 6, V[2]) == "dropped"
-    assert books.adopt(0, V[2], 7) == "adopted"
-    assert not books.must_wait(0)
-    assert books.take(0, 2, 8).start == 4
-
-
-def test_a_kept_delta_without_steps_keeps_nobody_waiting():
-    books = books_of([V[0]], "keep")
-    books.settle(0, 1, "pending", "", 0, V[1])
-    books.take(0, 1, 0)
-    assert books.adopt(0, V[1], 0) == "kept"
-    assert books.settle(0, 1, "refused", "empty", 0, V[1]) == "reopened"
-    assert not books.must_wait(0)
-
-
-def test_what_was_known_of_one_take_is_not_of_the_next():
-    books = books_of([V[0]], "keep")
-    books.take(0, 1, 4)
-    books.settle(0, 1, "pending", "", 5, V[1])
-    assert books.settle(0, 1, "refused", "stale", 5, V[1]) == "reopened"
-    books.adopt(0, V[1], 6)
-    books.take(0, 2, 8)
-    books.settle(0, 1, "pending", "", 8, V[2])
-    assert books.adopt(0, V[2], 9) == "adopted"
-
-
-def test_that_one_take_was_kept_says_nothing_of_the_next():
-    books = books_of([V[0]], "keep")
-    books.take(0, 1, 4)
-    books.settle(0, 1, "pending", "", 5, V[1])
-    assert books.adopt(0, V[1], 6) == "kept"
-    assert books.settle(0, 1, "refused", "stale", 7, V[1]) == "reopened"
-    books.take(0, 2, 8)
-    assert books.settle(0, 2, "refused", "stale", 9, V[2]) == "reopened"
-
-
-@pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
-def test_other_rules_take_a_pending_delta_out(rule):
-    books = books_of([V[0]], rule)
-    books.take(0, 1, 4)
-    books.settle(0, 1, "pending", "", 5, V[1])
-    assert books.adopt(0, V[1], 6) == "adopted"
-
-
-def test_refusal_before_an_adoption_opens_the_steps_again():
-    books = books_of([V[0]], "rebase")
-    books.take(0, 1, 4)
-    assert books.settle(0, 1, "refused", "stale", 6) == "reopened"
-    assert not books.must_wait(0), "no newer version is known"
-    assert books.take(0, 2, 8).start == 0
-    assert [r.kind for r in books.drain()] == ["took", "reopened", "took"]
-
-
-def test_after_a_stale_take_the_next_one_waits_for_the_newer_version():
-    books = books_of([V[0]], "rebase")
-    books.take(0, 1, 4)
-    assert books.settle(0, 1, "refused", "stale", 6, V[2]) == "reopened"
-    assert books.must_wait(0)
-    books.adopt(0, V[2], 8)
-    assert not books.must_wait(0)
-    take = books.take(0, 2, 8)
-    assert (take.start, take.end, take.base) == (0, 8, V[2])
-
-
-def test_refusal_after_an_adoption_loses_the_steps():
-    books = books_of([V[0]], "rebase")
-    books.take(0, 1, 4)
-    books.adopt(0, V[1], 5)
-    assert books.settle(0, 1, "refused", "stale", 6) == "dropped"
-    assert books.take(0, 2, 8).start == 4
-
-
-def test_a_take_without_steps_waits_for_no_newer_version():
-    books = books_of([V[0]], "rebase")
-    books.take(0, 1, 0)
-    assert books.settle(0, 1, "refused", "empty", 0, V[2]) == "reopened"
-    assert not books.must_wait(0)
-
-
-@pytest.mark.parametrize(
-    "reason", ["non_finite", "out_of_bounds", "quarantined", "future"]
-)
-def test_an_unfit_delta_starts_again_from_the_anchor(reason):
-    books = books_of([V[0]], "rebase")
-    books.take(0, 1, 4)
-    assert books.settle(0, 1, "refused", reason, 6) == "reset"
-    assert books.take(0, 2, 8).start == 6
-    assert [r.kind for r in books.drain()] == ["took", "reset", "took"]
-
-
-def test_what_overlaps_is_not_opened_again_with_the_same_start():
-    books = books_of([V[0]], "rebase")
-    books.take(0, 1, 4)
-    assert books.settle(0, 1, "refused", "overlap", 6) == "reset"
-    assert books.take(0, 2, 8).start == 6
-    books.adopt(0, V[1], 9)
-    assert books.settle(0, 2, "refused", "overlap", 9) == "dropped"
-    assert books.take(0, 3, 10).start == 8
+    assert adoptions == [3, -1], "which delta was kept"
 
 
 def test_an_incarnation_says_what_it_begins_with():
@@ -215,14 +200,6 @@ def test_an_incarnation_says_what_it_begins_with():
     begins = [(r.kind, r.step, r.fragment, r.version) for r in books.drain()]
     assert begins == [("adopted", 0, 0, V[3]), ("adopted", 0, 1, V[1])]
     assert books.adopt(0, V[4], 0) == "adopted"
-
-
-def test_overwrite_loses_the_steps_since_the_take():
-    books = books_of([V[0]], "overwrite")
-    books.take(0, 1, 4)
-    books.settle(0, 1, "merged", "", 6)
-    books.adopt(0, V[1], 6)
-    assert books.take(0, 2, 8).start == 6
 
 
 def test_old_versions_are_not_adopted():

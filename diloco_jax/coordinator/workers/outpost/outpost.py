@@ -15,7 +15,6 @@ import logging
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,10 +61,10 @@ from diloco_jax.protocol.holding import (
     first_word,
 )
 from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.acceptor import TOLD_EVERY_S
 from diloco_jax.wire.duplex import End, TlsEnd
 from diloco_jax.wire.errors import Refused, SecurityError
 from diloco_jax.wire.frames import prepare
+from diloco_jax.wire.limits import RateLimitedLog
 from diloco_jax.wire.principal import Peers
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -110,7 +109,7 @@ class Outpost:
         """Held while the worker's process gets a line."""
         self._line: End | None = None
         self._over, self._closing = threading.Event(), threading.Event()
-        self._told = -TOLD_EVERY_S
+        self._lines = RateLimitedLog(at_once=1)
         self.patience = Patience()
         self.address = addresses.format_address(*self._listener.getsockname()[:2])
         """Where it listens."""
@@ -210,10 +209,7 @@ class Outpost:
 
     def _warn(self, text: str, *facts: object) -> None:
         """Log what strangers can bring about, now and then."""
-        now = time.monotonic()
-        if now - self._told >= TOLD_EVERY_S:
-            self._told = now
-            logger.warning(text, *facts)
+        self._lines.log(logger, logging.WARNING, "strangers", text % facts)
 
     def _require_lead(self, end: End) -> None:
         """Raise Refused or SecurityError unless the other end is a coordinator."""
@@ -221,7 +217,7 @@ class Outpost:
             return
         assert isinstance(end, TlsEnd)
         pem = ssl.DER_cert_to_PEM_cert(end.certificate()).encode()
-        principal.require_lead(self._peers.identify(pem), self._index)
+        principal.require(self._peers.identify(pem), principal.COORDINATOR)
 
     # ---- messages -------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A checked launch order: the names, places and command lines that all backends share.
+"""A checked launch: the names, places and command lines that all backends share.
 
 Nothing is asked of the cloud here.
 """
@@ -100,7 +100,7 @@ class PlacedIsland:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Order:
+class LaunchSpec:
     """A launch whose settings have been checked."""
 
     name: str
@@ -198,7 +198,7 @@ class Order:
         return now_unix + seconds if seconds else 0
 
 
-def make_order(config: Config, path: str, on: Backend, source: str = "") -> Order:
+def make_spec(config: Config, path: str, on: Backend, source: str = "") -> LaunchSpec:
     """Return the launch of the config read from `path`.
 
     source: hf:gs://BUCKET/FOLDER or run:gs://BUCKET/FOLDER, which the coordinator's
@@ -237,7 +237,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
                 f"two parts of the run would be called {resource!r}; rename an island"
             )
     hosts = _host_config(config, islands, workers)
-    return Order(
+    return LaunchSpec(
         name=resource_name(name, ""),
         settings=settings,
         islands=islands,

@@ -32,6 +32,8 @@ FIELDS: dict[str, Family[Any]] = {
     "sync.codec_down": CODECS,
     "outer.optimizer": OUTER_OPTIMIZERS,
 }
+TRIAL = "from diloco_jax.config.family_fields import try_members; try_members()"
+"""What the separate process executes."""
 TRIAL_S = 300.0
 """Longest time for trying the members of a config."""
 
@@ -43,7 +45,7 @@ def check_members(run: object) -> None:
     """Raise ConfigError if a field names no member, or one from outside the package
     that fails on a tiny piece. The error names the field, and the line at fault.
 
-    run: a `RunConfig`, whose room imports this module.
+    run: a `RunConfig`, whose file imports none of the families.
     """
     outside = []
     for field, family in FIELDS.items():
@@ -73,7 +75,7 @@ def _try(named: Named, folder: str) -> str:
     folder: the folder that relative paths start from."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "diloco_jax.families", json.dumps(named)],
+            [sys.executable, "-P", "-c", TRIAL, json.dumps(named)],
             env={**os.environ, **importable(), "JAX_PLATFORMS": "cpu"},
             cwd=folder,
             capture_output=True,
@@ -98,14 +100,13 @@ def _brief(named: Named) -> str:
     return ", ".join(f"{field} = {name!r}" for field, name in named)
 
 
-def _first_wrong(named: Named) -> str:
-    for field, name in named:
-        try:
+def try_members() -> None:
+    """Try the members of the command line; print the message about the first that
+    fails, or "", as JSON."""
+    try:
+        for field, name in json.loads(sys.argv[1]):
             check_member(field, FIELDS[field], name)
-        except ConfigError as error:
-            return str(error)
-    return ""
-
-
-if __name__ == "__main__":
-    print(json.dumps(_first_wrong(json.loads(sys.argv[1]))))
+    except ConfigError as error:
+        print(json.dumps(str(error)))
+    else:
+        print(json.dumps(""))

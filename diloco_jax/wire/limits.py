@@ -1,0 +1,224 @@
+"""Limits of a peer: its rate, its transfers at once, and its lines of the log.
+
+A control message may cost lines on the tape and the log, and time of the one thread
+that decides, so a peer that is too fast waits. A transfer or call holds a thread: those
+that find no slot wait for a while, and are then told Busy. A refused call costs its
+peer nothing and may come a thousand times a second, so each peer has a few lines of the
+log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from diloco_jax.wire.errors import Busy
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 20
+"""Lines about one peer in a row."""
+EVERY_S = 60.0
+"""Seconds in which a peer earns another one."""
+MOST_KNOWN = 1000
+"""Peers whose lines are counted; beyond these, the one longest without a line is
+forgotten."""
+MOST_CHARS = 1000
+"""Characters of one line."""
+
+
+class RateLimitedLog:
+    """The lines of one server, by peer. Any thread may call it."""
+
+    def __init__(self, at_once: int = AT_ONCE) -> None:
+        self._at_once = at_once
+        self._lock = threading.Lock()
+        self._known: dict[Hashable, tuple[float, float, int]] = {}
+        """Lines left, when, and how many were left out since the last one. Peers
+        without a certificate share theirs."""
+
+    def log(
+        self,
+        logger: logging.Logger,
+        level: int,
+        who: Hashable,
+        text: str,
+        *,
+        trace: bool = False,
+    ) -> None:
+        """Log a line about `who`, a peer or in words several, or count it. The next
+        line says how many were left out. trace: with the error at hand."""
+        if not logger.isEnabledFor(level):
+            return
+        now = time.monotonic()
+        with self._lock:
+            left, at, out = self._known.pop(who, (float(self._at_once), now, 0))
+            left = min(left + (now - at) / EVERY_S, self._at_once)
+            written = left >= 1
+            # The newest one stands last.
+            self._known[who] = (left - 1, now, 0) if written else (left, now, out + 1)
+            if len(self._known) > MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+        if written:
+            name = "peers without a certificate" if who is None else who
+            more = f"; {out} more lines about {name} were left out" if out else ""
+            logger.log(level, "%s%s", text[:MOST_CHARS], more, exc_info=trace)
+
+
+BYTES_PER_SECOND = 64 << 10
+"""Rate of one island in the long run: hundreds of records, or one hello, a second."""
+BURST_BYTES = 4 << 20
+HELLO_BYTES = 64 << 10
+"""Bytes that a hello counts for: it may end one incarnation and begin another, and each
+is made durable."""
+REQUESTS_PER_SECOND = 16
+"""Rate of requests for bulk, for each slot of the peer: stripes have 1 MiB or more
+unless the payload is smaller, so it holds up no link."""
+LEAST_REQUESTS = 64
+BURST_S = 8
+"""Seconds of requests at that rate which may come at once, as in a join."""
+
+
+class Quota:
+    """The quota of one peer, over all of its streams or connections. Any thread may
+    call it."""
+
+    def __init__(
+        self,
+        who: str,
+        rate: float = BYTES_PER_SECOND,
+        burst: float = BURST_BYTES,
+        what: str = "bytes of control messages",
+    ) -> None:
+        """rate, burst: of `what`, a second and at once."""
+        self._who, self._rate, self._burst, self._what = who, rate, burst, what
+        self._lock, self._log = threading.Lock(), RateLimitedLog(at_once=1)
+        self._left, self._at = float(burst), time.monotonic()
+
+    def wait_s(self, amount: int) -> float:
+        """Count so much; return the seconds to wait before it is handled."""
+        with self._lock:
+            now = time.monotonic()
+            earned = (now - self._at) * self._rate
+            self._left = min(self._left + earned, self._burst) - amount
+            self._at = now
+            if self._left >= 0:
+                return 0.0
+            wait_s = -self._left / self._rate
+        self._log.log(
+            logger,
+            logging.WARNING,
+            self._who,
+            f"{self._who} sends more than {self._rate:.0f} {self._what} a second; "
+            f"what it sends waits",
+        )
+        return wait_s
+
+
+def requests_quota(who: object, slots: int) -> Quota:
+    """Return the quota of a peer's requests for bulk; slots: its transfers at once."""
+    rate = max(REQUESTS_PER_SECOND * slots, LEAST_REQUESTS)
+    return Quota(str(who), rate, BURST_S * rate, "requests for bulk")
+
+
+MOST_SLOTS = 4096
+"""Transfers at once. With waiting ones and sessions of 64 islands, their threads are
+fewer than the 4,915 that a service of Linux may have (systemd's TasksMax)."""
+MOST_WAITING = 256
+"""Transfers that wait for a slot. Those beyond are told Busy at once."""
+
+
+class TransferSlots:
+    """The slots of one server, for transfers in both directions or for calls: what
+    users are told of as places."""
+
+    def __init__(
+        self,
+        wanted: int,
+        wait_s: float,
+        each: float = math.inf,
+        what: str = "transfers",
+    ) -> None:
+        """wanted: transfers that all peers may begin together. wait_s: longest wait for
+        a slot. each: most transfers of one known peer. what: them, in words."""
+        self.count = min(wanted, MOST_SLOTS)
+        self.threads = self.count + MOST_WAITING
+        """Threads that hold or await a slot."""
+        self._wait_s, self._each, self._what = wait_s, each, what
+        self._free = threading.Semaphore(self.count)
+        self._waiting = threading.Semaphore(MOST_WAITING)
+        self._own: Counter[Hashable] = Counter()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def taken(self, who: Hashable = None) -> Iterator[None]:
+        """Hold a slot for the length of the block.
+
+        Raises Busy if no slot becomes free in time, or if the peer `who` has its share
+        already. who: None = the peer is not known, and has no share of its own.
+        """
+        with self._lock:
+            if who is not None and self._own[who] >= self._each:
+                raise Busy(
+                    f"{who} has {self._own[who]} {self._what} under way, the limit is "
+                    f"{self._each} each"
+                )
+            self._own[who] += 1
+        try:
+            if not self._free.acquire(blocking=False):
+                self._wait()
+            try:
+                yield
+            finally:
+                self._free.release()
+        finally:
+            with self._lock:
+                self._own[who] -= 1
+                if not self._own[who]:
+                    del self._own[who]
+
+    def _wait(self) -> None:
+        if not self._waiting.acquire(blocking=False):
+            raise Busy(
+                f"all {self.count} places for {self._what} are taken, and "
+                f"{MOST_WAITING} {self._what} wait for one"
+            )
+        try:
+            if not self._free.acquire(timeout=self._wait_s):
+                raise Busy(
+                    f"all {self.count} places for {self._what} were taken for "
+                    f"{self._wait_s:g} s"
+                )
+        finally:
+            self._waiting.release()
+
+
+OTHER_FILES = 512
+"""Files that the process opens besides its connections."""
+
+
+def allow_connections(connections: int) -> int:
+    """Raise this process's limit on open files as far as `connections` need it. Warn if
+    the system's limit is lower. Return how many of them leave room for other files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < wanted:
+        logger.warning(
+            "islands may open %d connections, and this process may open %d files: "
+            "the oldest idle ones make room for those beyond; raise the limit "
+            "(ulimit -Hn, LimitNOFILE=), or lower placement.bulk_channels",
+            connections,
+            limit,
+        )
+    return min(connections, max(limit - OTHER_FILES, limit // 2))
