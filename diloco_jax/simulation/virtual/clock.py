@@ -81,7 +81,7 @@ class Clock:
             self.now = max(self.now, until)
 
 
-class Alarm:
+class WakeUp:
     """A call at the earliest time that was asked for since it was last made.
 
     Deadlines move with every report. An alarm that rings too early is harmless, and

@@ -31,7 +31,7 @@ from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.arrays import Merging, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Alarm, Clock
+from diloco_jax.simulation.virtual.clock import Clock, WakeUp
 from diloco_jax.simulation.virtual.island import Connection
 
 
@@ -79,7 +79,7 @@ class VirtualCoordinator(Engine[State, Event]):
         self._unkept = 0
         """Fragments that the cycle being kept lacks."""
         self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
-        self._timer = Alarm(clock, lambda: self.hear(Timer()))
+        self._timer = WakeUp(clock, lambda: self.hear(Timer()))
 
     @property
     def finished(self) -> bool:

@@ -41,7 +41,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.values import DeltaKey, EndReason, Version
 from diloco_jax.simulation.virtual.arrays import Body, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Alarm, Clock, Due, Line
+from diloco_jax.simulation.virtual.clock import Clock, Due, Line, WakeUp
 from diloco_jax.wire.errors import Refused, WireError
 
 DRAWN_AT_ONCE = 1024
@@ -155,7 +155,7 @@ class VirtualIsland:
         self._report_s = report_s
         self._said: Reporting | None = None
         """Reports on this connection, once it is welcomed."""
-        self._report_due = Alarm(clock, self._report)
+        self._report_due = WakeUp(clock, self._report)
         self._fetching: Fetching | None = None
         """Fetches from the first welcome on."""
         self._joined: dict[int, VirtualFetch] = {}
