@@ -1,5 +1,6 @@
-"""Checkpoints in a bucket, as machines that share no disk have them: a server here
-speaks Google Cloud Storage's protocol, and everything else is what runs elsewhere."""
+"""A run whose rows and checkpoints are in a bucket, as machines that share no disk have
+them: a server here speaks Google Cloud Storage's protocol, and everything else is what
+runs elsewhere."""
 
 from __future__ import annotations
 
@@ -10,17 +11,32 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import make_tokenizers
 import pytest
 import support
+import tape_checks
 from bucket_support import TIMEOUT_S, Bucket, bucket
-from runtime_support import PATIENCE_S, await_gone, make_config, with_run
+from runtime_support import PATIENCE_S, await_gone
+from tiny import MODEL, SEQUENCE_LENGTH
 
-from diloco_jax import run_files
-from diloco_jax.config import IslandConfig, Placement
-from diloco_jax.config.loading import write_config_json
+from diloco_jax import cli, run_files
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    InnerConfig,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import resolve
+from diloco_jax.data.tokenizers import open_tokenizer
+from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist
@@ -29,17 +45,44 @@ __all__ = ["bucket"]
 
 FOLDER = "runs/one"
 PARTS = [f"{FOLDER}/{part}" for part in ("islands/pair", "islands/solo", "coordinator")]
+BATCH = 4
+NAMES = ("numbers", "letters")
 
 
 @pytest.fixture(scope="module")
-def resumed(bucket, text, tmp_path_factory):
-    """All processes of a run are killed; it goes on until both islands are back, and is
-    asked to end. One island has two hosts, which write each checkpoint together."""
-    folder = tmp_path_factory.mktemp("bucket")
-    config = with_run(make_config(text, quorum=1), total_tokens=10**9)
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two prepared folders of one tokenizer, and that."""
+    root: Path = tmp_path_factory.mktemp("prepared")
+    tokenizer = make_tokenizers.make_json(root / "tokenizer")
+    for name in NAMES:
+        lines = [
+            f'{{"text": "{name} {n} {n * n} {chr(97 + n % 26) * (n % 30)}"}}\n'
+            for n in range(300)
+        ]
+        (root / f"{name}.jsonl").write_text("".join(lines))
+        command = ["data", "prepare", str(root / name), str(root / f"{name}.jsonl")]
+        length = ["--sequence-length", str(SEQUENCE_LENGTH), "--workers", "1"]
+        which = ["--tokenizer", str(tokenizer), "--validation-fraction", "0.1"]
+        assert cli.main([*command, *length, *which]) == 0
+    return root
+
+
+def config_of(*paths: object) -> Config:
+    """One island has two hosts: each reads half of its rows, and they write each
+    checkpoint together."""
+    run = RunConfig(
+        model=dataclasses.replace(MODEL, vocab_size=512),
+        data=DataConfig(paths=tuple(map(str, paths)), weights=(2.0, 1.0)),
+        inner=InnerConfig(
+            learning_rate=1e-2, schedule="constant", warmup_fraction=0, rewarm_steps=0
+        ),
+        sync=SyncConfig(steps_per_cycle=6, fragments=2, quorum=1),
+        sequence_length=SEQUENCE_LENGTH,
+        total_tokens=10**9,
+    )
     islands = {
-        "pair": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2, step_seconds=0.1),
-        "solo": IslandConfig(batch_size=4, step_seconds=0.1),
+        "pair": IslandConfig(batch_size=BATCH, hosts=2, mesh_fsdp=2, step_seconds=0.1),
+        "solo": IslandConfig(batch_size=BATCH, accumulation=2, step_seconds=0.1),
     }
     placement = Placement(
         checkpoints=f"gs://bucket/{FOLDER}",
@@ -48,8 +91,18 @@ def resumed(bucket, text, tmp_path_factory):
         snapshots_kept=2,
         time_budget_s=PATIENCE_S,
     )
-    config = dataclasses.replace(config, islands=islands, placement=placement)
-    write_config_json(config.validate(), folder / "two.json")
+    return Config(run=run, islands=islands, placement=placement)
+
+
+@pytest.fixture(scope="module")
+def resumed(bucket: Bucket, root: Path, tmp_path_factory) -> Path:
+    """Workdir of a run whose processes are all killed; it goes on until both islands
+    are back, and is asked to end."""
+    for name in NAMES:
+        bucket.put(root / name, f"rows/{name}")
+    folder: Path = tmp_path_factory.mktemp("bucket")
+    there = [f"gs://bucket/rows/{name}" for name in NAMES]
+    write_config_json(config_of(*there).validate(), folder / "two.json")
     workdir = folder / "run"
     with started(
         bucket, folder, str(folder / "two.json"), "--workdir", str(workdir)
@@ -60,10 +113,21 @@ def resumed(bucket, text, tmp_path_factory):
         first.wait(TIMEOUT_S)
     await_gone([pid for hosts in pids for pid in hosts])
     with started(bucket, folder, "--resume", str(workdir)) as second:
-        await_true(folder, second, lambda: len(restored(workdir)) == len(islands))
+        await_true(folder, second, lambda: len(restored(workdir)) == 2)
         second.send_signal(signal.SIGINT)
         second.wait(TIMEOUT_S)
     return workdir
+
+
+def in_bucket(bucket: Bucket, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*support.DILOCO, *map(str, arguments)],
+        env={**os.environ, **bucket.environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
 
 
 def restored(workdir: Path) -> dict[str, int]:
@@ -116,16 +180,104 @@ def test_nothing_of_it_is_on_this_machine(resumed, bucket):
 
 
 def test_loss_and_parameters_are_read_from_the_bucket(resumed, bucket):
-    done = subprocess.run(
-        [*support.DILOCO, "eval", str(resumed), "--json"],
-        env={**os.environ, **bucket.environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = in_bucket(bucket, "eval", resumed, "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((resumed / "summary.json").read_bytes())
     found = json.loads(done.stdout)
     assert found["eval_merges"] == summary["merges"] > 0
-    assert 0 < found["eval_loss"] < math.log(256)
+    assert 0 < found["eval_loss"] < math.log(512)
+
+
+# ---- its rows ------------------------------------------------------------------------
+
+
+def test_its_rows_are_those_of_a_disk(resumed, root):
+    summary = json.loads((resumed / "summary.json").read_bytes())
+    config = read_config_json(resumed / "config.json")
+    tape = list(read_tape(resumed / "tape.jsonl"))
+    sizes = support.fragment_sizes(config)
+    assert tape_checks.ledger_problems(summary, tape, sizes) == []
+    # It is the data of this disk, row for row.
+    here = resolve(config_of(root / "numbers", root / "letters"))
+    assert here.run.data.digest == config.run.data.digest
+    assert here.run.fingerprint() == config.run.fingerprint()
+    numbers, letters = summary["rows_by_source"].values()
+    assert abs(numbers - 2 * letters) <= 3 * BATCH
+    kept = open_tokenizer(resumed / "source").digest
+    assert kept == open_tokenizer(root / "tokenizer").digest
+
+
+def test_islands_tell_their_loss_on_each_source(resumed):
+    """Also the island of two hosts, each of which knows the sources of its own rows."""
+    paths = read_config_json(resumed / "config.json").run.data.paths
+    last = {
+        line["island"]: line
+        for line in read_metrics(resumed)
+        if line["kind"] == "island"
+        and None not in (line["loss_by_source"] or {0: None}).values()
+    }
+    assert last.keys() == {"pair", "solo"}
+    for line in last.values():
+        losses = line["loss_by_source"]
+        assert tuple(losses) == paths
+        assert len(set(losses.values())) == 2
+        assert all(0 < loss < math.log(512) for loss in losses.values())
+        least, most = min(losses.values()), max(losses.values())
+        assert least - 0.05 < line["loss"] < most + 0.05
+
+
+THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from diloco_jax.data.prepared import read_manifest
+from diloco_jax.data.prepared import PreparedRows
+here, there = (
+    PreparedRows(folder, found, found.train)
+    for folder in sys.argv[1:]
+    for found in [read_manifest(folder)]
+)
+assert len(here) == len(there) > 100
+with ThreadPoolExecutor(8) as pool:
+    for number, row in enumerate(pool.map(there.__getitem__, range(len(here)))):
+        for name, array in here[number].items():
+            assert (row[name] == array).all(), number
+"""
+
+
+def test_several_threads_read_at_once(resumed, bucket, root):
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            THREADS,
+            str(root / "numbers"),
+            "gs://bucket/rows/numbers",
+        ],
+        env={**os.environ, **bucket.environment},
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+
+
+def test_what_is_not_there_is_named(bucket, root, tmp_path):
+    bucket.put(root / "letters", "broken/letters")
+    (shard, *_) = [n for n in bucket.names() if n.startswith("broken/letters/train")]
+    bucket.delete(shard)
+    for path, shown in (
+        ("gs://bucket/none", "gs://bucket/none is no prepared folder (it has no"),
+        ("gs://nowhere/none", "gs://nowhere/none"),
+        (
+            "s3://bucket/rows",
+            "s3://bucket/rows is a bucket, and rows are read of gs://",
+        ),
+        ("gs://bucket/broken/letters", f"{shard} is not the file of prepared.json: "),
+    ):
+        config = config_of(path)
+        data = dataclasses.replace(config.run.data, weights=())
+        run = dataclasses.replace(config.run, data=data)
+        write_config_json(dataclasses.replace(config, run=run), tmp_path / "c.json")
+        command = ["run", tmp_path / "c.json", "--workdir", tmp_path / "run"]
+        done = in_bucket(bucket, *command)
+        assert done.returncode == 2, done.stderr[-3000:]
+        assert shown in done.stderr.replace("\n", " ")
+        assert not (tmp_path / "run").exists()

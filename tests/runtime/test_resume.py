@@ -1,4 +1,9 @@
-"""A run whose every process was killed goes on, with other islands on other meshes."""
+"""One real run with everything that may happen to it, and each part of what it leaves.
+
+Two unequal islands train on a packed mixture of prepared folders. One is killed; then
+every process is, and the newest snapshots are damaged. Other islands on other meshes go
+on to the end, and then to twice the tokens. The whole of it is replayed from its tape.
+"""
 
 from __future__ import annotations
 
@@ -16,60 +21,133 @@ import pytest
 import support
 import tape_checks
 from runtime_support import await_gone, coordinator, make_config, with_run
-from tiny import SEQUENCE_LENGTH
+from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import cli, run_files
-from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.config.loading import write_config_json
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    InnerConfig,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.coordinator.snapshots import (
     fragment_path,
     state_path,
     states,
     versions,
 )
+from diloco_jax.core.learning_rate import learning_rate
+from diloco_jax.data.loading import load_data
+from diloco_jax.data.source import Shares
+from diloco_jax.models.model import split_batch
 from diloco_jax.observability.tape import newest_record, read_tape
+from diloco_jax.simulation.replay.recording import read_recording
 from diloco_jax.workdir import read_facts
 
 pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 240.0
 MERGES = 8
+TOTAL = 3200 * SEQUENCE_LENGTH
+"""Far more tokens than the first two islands have made when they are killed."""
+DOCUMENTS = 24
+WEIGHTS = (2.0, 1.0)
+ROWS = {("a", 1): 2, "b": 2, "a": 64, "c": 2}
+"""Rows of a step, by island; of the first incarnation of a, fewer."""
 
 
-def start(folder: Path, config: Path, *options: str) -> subprocess.Popen[bytes]:
+def rows_of(island: str, incarnation: int) -> int:
+    return ROWS.get((island, incarnation), ROWS[island])
+
+
+def prepared(folder: Path) -> tuple[str, ...]:
+    """Prepare two folders of documents whose lengths differ."""
+    paths = []
+    for name in ("numbers", "letters"):
+        lines = [
+            f'{{"text": "{name} {n} {n * n} {chr(97 + n % 26) * (n % 30)}"}}\n'
+            for n in range(DOCUMENTS)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+        paths.append(str(folder / name))
+        command = ["data", "prepare", paths[-1], f"{paths[-1]}.jsonl"]
+        length = ["--sequence-length", str(SEQUENCE_LENGTH), "--workers", "1"]
+        assert cli.main([*command, *length, "--validation-fraction", "0.1"]) == 0
+    return tuple(paths)
+
+
+def start(folder: Path, *options: object) -> subprocess.Popen[bytes]:
     with (folder / "diloco.log").open("ab") as log:
         return subprocess.Popen(
-            [*support.DILOCO, "run", str(config), *options], stdout=log, stderr=log
+            [*support.DILOCO, "run", *map(str, options)], stdout=log, stderr=log
         )
 
 
+def end(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    try:
+        code = process.wait(TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait(TIMEOUT_S)
+    assert code == 0, (folder / "diloco.log").read_text()[-3000:]
+
+
 def await_merges(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    """Until the tape has MERGES, each island a checkpoint, and the coordinator two."""
+    """Until the tape has MERGES and some of both lives of b, each island a checkpoint,
+    and the coordinator two."""
     tape = folder / "run" / "tape.jsonl"
     checkpoints = folder / "run" / run_files.CHECKPOINTS
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        merges = tape.exists() and tape.read_bytes().count(b'{"kind":"merged"')
+        lines = tape.read_bytes().splitlines() if tape.exists() else []
+        merged = [line for line in lines if line.startswith(b'{"kind":"merged"')]
+        back = any(b'"island":"b","incarnation":2' in line for line in merged)
         found = checkpoints.glob("islands/*/*")
         saved = collections.Counter(p.parent.name for p in found if p.name.isdigit())
         ours = checkpoints / "coordinator"
         again = len(states(ours)) > 1 and len(versions(ours, 0)) > 1
-        if merges >= MERGES and saved["a"] and saved["b"] and again:
+        if len(merged) >= MERGES and back and saved["a"] and saved["b"] and again:
             return
         assert process.poll() is None, (folder / "diloco.log").read_text()[-3000:]
         time.sleep(0.05)
     raise AssertionError(f"no {MERGES} merges and checkpoints within {TIMEOUT_S} s")
 
 
+def diloco(*arguments: object) -> str:
+    """The output of a command that succeeds."""
+    done = subprocess.run(
+        [*support.DILOCO, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
 @dataclasses.dataclass(frozen=True)
 class Resumed:
     folder: Path
     config: Config
+    """Of the islands that went on."""
     digest: str
     """Digest of the global parameters that the killed run left."""
     versions: list[list[int]]
     torn: int
     """The number of its newest snapshot of the state."""
+    first: dict
+    """Summary of the first end, before the run was extended."""
+    seconds: float
+    """Seconds from the begin to the first end, without the stop."""
+    stopped: float
+    """Seconds that the run stood still, as the run says."""
+    shown: str
+    """What the extension printed."""
 
     @property
     def workdir(self) -> Path:
@@ -85,22 +163,29 @@ class Resumed:
 
 
 @pytest.fixture(scope="module")
-def resumed(text, tmp_path_factory) -> Resumed:
-    """Islands a and b of one device each are killed, with everything else, and the
-    newest snapshots of the state and of one fragment are damaged; a on two hosts and c
-    go on to the end."""
+def resumed(tmp_path_factory) -> Resumed:
+    """Island b was killed after 8 steps, and later everything; a on two hosts and c
+    went on."""
     folder = tmp_path_factory.mktemp("resume")
-    config = make_config(text, fragments=3, steps_per_cycle=6, quorum=1)
-    # Far more than two such islands have done when they are killed.
-    config = with_run(config, total_tokens=3200 * SEQUENCE_LENGTH)
-    island = IslandConfig(batch_size=1, step_seconds=0.1)
-    placement = Placement(checkpoint_every_s=0.5, snapshot_every_s=1.0)
-    config = dataclasses.replace(
-        config, islands={"a": island, "b": island}, placement=placement
+    island = IslandConfig(batch_size=2, step_seconds=0.15)
+    config = Config(
+        run=RunConfig(
+            model=MODEL,
+            data=DataConfig(paths=prepared(folder), weights=WEIGHTS),
+            inner=InnerConfig(learning_rate=1e-2, warmup_fraction=0, rewarm_steps=0),
+            sync=SyncConfig(steps_per_cycle=6, fragments=3, quorum=1),
+            sequence_length=SEQUENCE_LENGTH,
+            total_tokens=TOTAL,
+        ),
+        # Two rounds of a step have documents, and so predictions, unequally.
+        islands={"a": dataclasses.replace(island, accumulation=2), "b": island},
+        placement=Placement(
+            faults=("b@8:kill",), checkpoint_every_s=0.5, snapshot_every_s=1.0
+        ),
     ).validate()
     write_config_json(config, folder / "two.json")
     workdir = folder / "run"
-    process = start(folder, folder / "two.json", "--workdir", str(workdir))
+    process = start(folder, folder / "two.json", "--workdir", workdir)
     try:
         await_merges(folder, process)
         pids = json.loads((workdir / run_files.PROCESSES).read_bytes()).values()
@@ -112,6 +197,7 @@ def resumed(text, tmp_path_factory) -> Resumed:
     torn = states(snapshots)[-1]
     state_path(snapshots, torn).write_bytes(b"")
     fragment_path(snapshots, 0, versions(snapshots, 0)[-1]).write_bytes(b"")
+    config = read_config_json(workdir / "config.json")
     # What another coordinator makes of what is there.
     shutil.copytree(workdir, folder / "copy")
     with coordinator(config, folder / "copy", init=False, killed=True) as service:
@@ -120,22 +206,24 @@ def resumed(text, tmp_path_factory) -> Resumed:
     others = {
         # About 50 steps to the end: whichever begins first, the other is in time.
         "a": IslandConfig(batch_size=64, hosts=2, mesh_fsdp=2, step_seconds=0.3),
-        "c": IslandConfig(batch_size=1, step_seconds=0.3),
+        "c": IslandConfig(batch_size=2, step_seconds=0.3),
     }
-    config = dataclasses.replace(config, islands=others).validate()
-    write_config_json(config, folder / "others.json")
-    process = start(folder, folder / "others.json", "--resume", str(workdir))
-    try:
-        code = process.wait(TIMEOUT_S)
-    finally:
-        process.kill()
-        process.wait(TIMEOUT_S)
-    assert code == 0, (folder / "diloco.log").read_text()[-3000:]
-    return Resumed(folder, config, digest, reached, torn)
+    placement = dataclasses.replace(config.placement, faults=())
+    config = dataclasses.replace(config, islands=others, placement=placement)
+    write_config_json(config.validate(), folder / "others.json")
+    end(folder, start(folder, folder / "others.json", "--resume", workdir))
+    first = json.loads((workdir / "summary.json").read_bytes())
+    stopped = read_facts(workdir).stopped_seconds
+    ended = (workdir / "summary.json").stat().st_mtime
+    seconds = ended - read_facts(folder / "copy").begun_unix - stopped
+    shown = diloco("run", "--resume", workdir, "--total-tokens", 2 * TOTAL)
+    return Resumed(
+        folder, config, digest, reached, torn, first, seconds, stopped, shown
+    )
 
 
 def test_it_goes_on_from_the_same_global_parameters(resumed):
-    (recovered,) = (r for r in resumed.tape if r["kind"] == "recovered")
+    recovered, _ = (r for r in resumed.tape if r["kind"] == "recovered")
     assert recovered["parameters_digest"] == resumed.digest
     assert recovered["versions"] == resumed.versions
     assert recovered["snapshot"] < resumed.torn
@@ -143,27 +231,25 @@ def test_it_goes_on_from_the_same_global_parameters(resumed):
     assert tape_checks.version_problems(resumed.tape) == []
 
 
-def test_the_ledger_balances_over_the_stop(resumed):
+def test_the_ledger_balances_over_the_kill_and_the_stops(resumed):
     sizes = support.fragment_sizes(resumed.config)
     assert tape_checks.ledger_problems(resumed.summary, resumed.tape, sizes) == []
     islands = resumed.summary["islands"]
-    assert {name: i["joins"] for name, i in islands.items()} == {"a": 2, "b": 1, "c": 1}
-    assert set(islands["b"]["tokens_lost"]) == {"stopped"}
+    assert {name: i["joins"] for name, i in islands.items()} == {"a": 3, "b": 2, "c": 2}
+    assert set(islands["b"]["tokens_lost"]) == {"died", "stopped"}
     assert islands["b"]["tokens_merged"] > 0
     assert islands["c"]["tokens_merged"] > 0
 
 
 def test_it_ends_as_if_it_had_not_been_stopped(resumed):
-    summary = resumed.summary
+    summary = resumed.first
     assert summary["phase"] == "done"
-    assert summary["tokens_computed"] >= resumed.config.run.total_tokens
+    assert summary["tokens_computed"] >= TOTAL
     assert math.isfinite(summary["eval_loss"])
+    assert summary["eval_bits_per_byte"] is not None
     # The time for which it stood still is not counted.
-    began = read_facts(resumed.folder / "copy").begun_unix
-    ended = (resumed.workdir / "summary.json").stat().st_mtime
-    stopped = read_facts(resumed.workdir).stopped_seconds
-    assert stopped > max(tape_checks.outage_seconds(resumed.tape)) / 2
-    assert summary["wall_seconds"] <= ended - began - stopped + 1.0
+    assert resumed.stopped > max(tape_checks.outage_seconds(resumed.tape)) / 2
+    assert summary["wall_seconds"] <= resumed.seconds + 1.0
 
 
 def test_an_island_takes_its_moments_to_another_mesh_and_host_count(resumed):
@@ -174,9 +260,136 @@ def test_an_island_takes_its_moments_to_another_mesh_and_host_count(resumed):
         and r["record"]["kind"] == "restored"
         and r["record"]["fragment"] < 0
     ]
-    assert restored == [("a", 2, True)]
+    assert ("a", 2, True) in restored
     log = (resumed.workdir / "logs" / "a.1.log").read_text()
     assert "restored the moments of incarnation 1" in log
+
+
+# ---- its extension, and its replay ---------------------------------------------------
+
+
+def test_the_extension_ends_with_all_its_tokens(resumed):
+    first, summary = resumed.first, resumed.summary
+    config = read_config_json(resumed.workdir / "config.json")
+    assert config.run.total_tokens == 2 * TOTAL
+    assert summary["phase"] == "done"
+    assert first["tokens"] < 2 * TOTAL <= summary["tokens"]
+    assert summary["merges"] > first["merges"]
+    kinds = [r["kind"] for r in resumed.tape]
+    assert kinds.count("extended") == 1
+    assert kinds.count("finished") == 2
+    _, recovered = (r for r in resumed.tape if r["kind"] == "recovered")
+    assert recovered["parameters_digest"] == first["parameters_digest"]
+    goes_on = learning_rate(config.run.inner, first["tokens"] / (2 * TOTAL))
+    assert f"which ended at 0.001, goes on from {goes_on:.3g}\n" in resumed.shown
+    assert goes_on > 0.005
+
+
+def test_replay_repeats_all_parts_bit_for_bit(resumed):
+    lives = read_recording(resumed.workdir).lives.values()
+    assert {life.total_tokens for life in lives} == {TOTAL, 2 * TOTAL}
+    found = json.loads(diloco("replay", resumed.workdir, "--json").splitlines()[0])
+    assert found["identical"]
+    assert found["merges"] == found["merges_on_tape"] == resumed.summary["merges"]
+
+
+# ---- its rows ------------------------------------------------------------------------
+
+
+def leased(tape):
+    """Positions leased to each incarnation, in the order of their use."""
+    found = {}
+    for record in tape:
+        if record["kind"] == "granted":
+            key = (record["island"], record["incarnation"])
+            positions = range(record["start"], record["stop"])
+            found.setdefault(key, []).extend(positions)
+    return found
+
+
+def trained(tape):
+    """Positions of the steps of each incarnation up to its last one in a merge."""
+    last = {}
+    for record in tape:
+        if record["kind"] == "merged":
+            for part in record["contributions"]:
+                key = (part["island"], part["incarnation"])
+                last[key] = max(last.get(key, 0), part["end"])
+    positions = leased(tape)
+    return {key: positions[key][: n * rows_of(*key)] for key, n in last.items()}
+
+
+def test_tokens_are_positions_and_predictions_are_counted_apart(resumed):
+    train = load_data(resumed.config.run).train
+    rows = [
+        {name: a[None] for name, a in dict(train[n]).items()} for n in range(len(train))
+    ]
+    counts = [int(split_batch(row)[2].sum()) for row in rows]
+    islands = resumed.summary["islands"]
+    island = islands["c"]  # It was never killed: its measures are whole.
+    done = island["steps"] * ROWS["c"]
+    assert island["tokens_per_step"] == ROWS["c"] * SEQUENCE_LENGTH
+    assert island["tokens_computed"] == done * SEQUENCE_LENGTH > 0
+    assert min(counts) * done <= island["tokens_predicted"] <= max(counts) * done
+    predicted = sum(island["tokens_predicted"] for island in islands.values())
+    assert resumed.summary["tokens_predicted"] == predicted
+    assert predicted < resumed.summary["tokens_computed"]
+
+
+def test_rows_of_each_folder_are_those_that_were_trained_on(resumed):
+    summary = resumed.summary
+    rows = summary["rows_by_source"]
+    assert list(rows) == list(resumed.config.run.data.paths)
+    numbers, letters = rows.values()
+    lost = sum(summary["tokens_lost"].values())
+    settled = (numbers + letters) * SEQUENCE_LENGTH
+    # Steps that are lost in every fragment come back; others are trained on.
+    assert summary["tokens_computed"] - lost <= settled <= summary["tokens_computed"]
+    shares, used = Shares(WEIGHTS), [0, 0]
+    for positions in trained(resumed.tape).values():
+        for position in positions:
+            used[shares.draw(position)[0]] += 1
+    assert used == [numbers, letters]
+    assert abs(numbers - 2 * letters) <= 3 * max(ROWS.values())
+
+
+def test_no_row_is_trained_on_twice_in_an_epoch(resumed):
+    """Over several epochs of each folder, with islands that are killed, come and go.
+    The tape says which positions were trained on; the data, which rows those are."""
+    positions = [p for some in trained(resumed.tape).values() for p in some]
+    rows, shares = load_data(resumed.config.run), Shares(WEIGHTS)
+    mixture = rows.index(resumed.config.run.seed)
+    seen: dict[tuple[int, int], list[bytes]] = {}
+    for position in positions:
+        source, draw = shares.draw(position)
+        epoch = draw // len(rows.mixed[source])
+        row = mixture[position]["tokens"].tobytes()
+        seen.setdefault((source, epoch), []).append(row)
+    for source, part in enumerate(rows.mixed):
+        epochs = [found for (s, _), found in seen.items() if s == source]
+        assert len(epochs) > 2
+        known = {part[row]["tokens"].tobytes() for row in range(len(part))}
+        assert len(known) == len(part)
+        assert any(len(found) == len(part) for found in epochs)
+        for found in epochs:
+            assert len(set(found)) == len(found)
+            assert set(found) <= known
+
+
+def test_what_was_leased_twice_had_come_back(resumed):
+    tape, held = resumed.tape, collections.defaultdict(list)
+    for key, positions in leased(tape).items():
+        for position in positions:
+            held[position].append(key)
+    twice = {position for position, keys in held.items() if len(keys) > 1}
+    assert twice  # Whoever was killed held a lease.
+    used = trained(tape)
+    for position in twice:
+        *before, _ = held[position]
+        assert not any(position in used.get(key, ()) for key in before)
+
+
+# ---- what cannot go on ------------------------------------------------------------
 
 
 def test_a_finished_run_says_so_and_changes_nothing(resumed, capsys):
@@ -185,9 +398,6 @@ def test_a_finished_run_says_so_and_changes_nothing(resumed, capsys):
     shown = capsys.readouterr()
     assert "the run in it is finished" in shown.err
     assert json.loads(shown.out) == before == resumed.summary
-
-
-# ---- what cannot go on ------------------------------------------------------------
 
 
 def refused(capsys, *arguments: object) -> str:
