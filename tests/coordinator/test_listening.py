@@ -157,7 +157,7 @@ def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
     serve(config)
     island = TlsFiles.load(config.placement.certificates, principal.island("a"))
     monkeypatch.setattr(led, "own_tls", lambda _: island)
-    why = "worker 0 obeys the coordinator alone, .* is that of island a"
+    why = "this is for the coordinator, .* is that of island a"
     with pytest.raises(Refused, match=why):
         lead().restored()
 

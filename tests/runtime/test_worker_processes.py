@@ -171,7 +171,7 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
             with pytest.raises(Refused, match="of island a") as refused:
                 at.upload(replace(start, island="b"), payload.data)
             assert refused.value.code == "identity"
-            with pytest.raises(Refused, match="obeys the coordinator alone"):
+            with pytest.raises(Refused, match="this is for the coordinator"):
                 at.fetch(fetch_of(0, FIRST, theta=True), max_bytes=1 << 30)
             with ThreadPoolExecutor(1) as beside:
                 sent = beside.submit(at.upload, start, payload.data)
