@@ -400,7 +400,7 @@ def next_start(last: int, unix_s: float) -> int:
     return max(last + 1, int(unix_s))
 
 
-class Awaited:
+class AwaitedTakes:
     """What the lead awaits at a worker, and from which incarnations. Not
     thread-safe."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.holding import (
-    Awaited,
+    AwaitedTakes,
     BeginWorker,
     Obeyed,
     encode,
@@ -69,7 +69,7 @@ def test_a_later_start_has_a_higher_number(last, unix_s, number) -> None:
 
 
 def test_the_newest_take_alone_is_awaited() -> None:
-    awaited = Awaited()
+    awaited = AwaitedTakes()
     assert not awaited.is_awaited(KEY)
     awaited.take(KEY)
     assert awaited.is_awaited(KEY)
@@ -84,7 +84,7 @@ def test_the_newest_take_alone_is_awaited() -> None:
 
 
 def test_an_incarnation_that_has_ended_has_nothing() -> None:
-    awaited, newer = Awaited(), KEY._replace(incarnation=3, fragment=1)
+    awaited, newer = AwaitedTakes(), KEY._replace(incarnation=3, fragment=1)
     awaited.take(KEY)
     awaited.take(newer)
     awaited.forget("a", 3)

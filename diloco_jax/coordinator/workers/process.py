@@ -38,7 +38,7 @@ from diloco_jax.observability.logs import setup_logging
 from diloco_jax.process import end_process
 from diloco_jax.protocol.holding import (
     AllSaved,
-    Awaited,
+    AwaitedTakes,
     AwaitTake,
     BeginWorker,
     Drop,
@@ -99,7 +99,7 @@ class HoldingWorker(Handlers):
         facts = next_life(workdir, begin.worker)
         name = worker_name(begin.worker)
         self.holder.faults = faults_of(config, name, int(facts["life"]))
-        self._awaited, self._awaiting = Awaited(), threading.Lock()
+        self._awaited, self._awaiting = AwaitedTakes(), threading.Lock()
         self._pinned: dict[int, tuple[Version, list[Any]]] = {}
         """Theta of fragments that the lead is about to fetch for a kept cycle."""
         self._closing = threading.Event()
