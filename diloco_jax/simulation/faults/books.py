@@ -14,7 +14,7 @@ Process = tuple[Incarnation, str]
 ENDS: tuple[EndReason, ...] = ("finished", "absent")
 
 
-class Data:
+class GrantedData:
     """The invariant "data": who was granted which positions.
 
     If a term was lost before any offering island heard of it, its number is used again.

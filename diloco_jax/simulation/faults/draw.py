@@ -24,7 +24,6 @@ from diloco_jax.simulation.faults.faults import (
     DiskLost,
     DrawValue,
     Export,
-    Fault,
     FullDisk,
     LongDeltas,
     MachineSleep,
@@ -32,6 +31,7 @@ from diloco_jax.simulation.faults.faults import (
     Removal,
     Restart,
     RunStop,
+    ScheduledFault,
     WorkerCrash,
     one_of,
     restart,
@@ -162,7 +162,7 @@ def _draw_run(rng: random.Random, generator: Any) -> Schedule:
     )
 
 
-def _draw_fault(rng: random.Random, names: str, latest_s: float) -> Fault:
+def _draw_fault(rng: random.Random, names: str, latest_s: float) -> ScheduledFault:
     at_s = round(rng.uniform(0, latest_s), 2)
     kind = rng.choice(LIKELY)
     island = rng.choice(names)
@@ -175,21 +175,23 @@ def _draw_fault(rng: random.Random, names: str, latest_s: float) -> Fault:
 
 
 def _drawn(
-    kind: type[Fault], rng: random.Random, latest_s: float, **draws: DrawValue
-) -> Fault:
+    kind: type[ScheduledFault], rng: random.Random, latest_s: float, **draws: DrawValue
+) -> ScheduledFault:
     """Draw the time of a fault of this kind, and then its other values in order."""
     at_s = round(rng.uniform(0, latest_s), 2)
     values = {name: value(rng) for name, value in (draws | kind.draws()).items()}
     return kind(at_s=at_s, **values)
 
 
-def _down_s(fault: Fault) -> float:
+def _down_s(fault: ScheduledFault) -> float:
     """Return the time for which a fault leaves the run without a coordinator, about."""
     restart = getattr(fault, "restart", None)
     return restart.down_s if isinstance(restart, Restart) else 0.0
 
 
-def _lost_while_deaf(rng: random.Random, names: str, storm_s: float) -> list[Fault]:
+def _lost_while_deaf(
+    rng: random.Random, names: str, storm_s: float
+) -> list[ScheduledFault]:
     """Draw the loss of the state while an island does not hear of the last merges."""
     at_s = round(rng.uniform(0.5, 1) * storm_s, 2)
     for_s = round(rng.uniform(0.5, 1.5) * LEASE_S, 2)
@@ -210,7 +212,9 @@ def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> Dela
     )
 
 
-def _with_restart(fault: Fault, wanted: Callable[[], bool], **restart: bool) -> Fault:
+def _with_restart(
+    fault: ScheduledFault, wanted: Callable[[], bool], **restart: bool
+) -> ScheduledFault:
     """Return one of `CRASHES` with this kind of restart, or another fault as it is."""
     if not isinstance(fault, CRASHES) or not wanted():
         return fault
@@ -218,8 +222,8 @@ def _with_restart(fault: Fault, wanted: Callable[[], bool], **restart: bool) -> 
 
 
 def _with_workers(
-    generator: Any, schedule: Schedule, faults: list[Fault], storm_s: float
-) -> tuple[Schedule, list[Fault]]:
+    generator: Any, schedule: Schedule, faults: list[ScheduledFault], storm_s: float
+) -> tuple[Schedule, list[ScheduledFault]]:
     """Add workers, and what befalls them."""
     workers = generator("workers")
     if workers.random() < 0.5:

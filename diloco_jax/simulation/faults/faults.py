@@ -97,7 +97,7 @@ def _tag(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
-class Data(
+class Drawn(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -107,7 +107,7 @@ class Data(
     """A part of a schedule, as JSON without the default values."""
 
 
-class Restart(Data, frozen=True, kw_only=True):
+class Restart(Drawn, frozen=True, kw_only=True):
     """Return of a coordinator that died.
 
     down_s: seconds until it starts again.
@@ -143,7 +143,7 @@ Appends = Annotated[int, one_of(*range(3))]
 Again = Annotated[Restart, restart]
 
 
-class Fault(Data, frozen=True, kw_only=True, tag_field="kind", tag=_tag):
+class ScheduledFault(Drawn, frozen=True, kw_only=True, tag_field="kind", tag=_tag):
     """A fault of any kind. at_s: seconds from the start of the run."""
 
     at_s: float
@@ -182,7 +182,7 @@ class Fault(Data, frozen=True, kw_only=True, tag_field="kind", tag=_tag):
         raise NotImplementedError
 
 
-def check(part: Fault | Restart) -> None:
+def check(part: ScheduledFault | Restart) -> None:
     """Raise ConfigError for a value out of its bounds."""
     for field in part.__struct_fields__:
         value = getattr(part, field)
@@ -197,7 +197,7 @@ def check(part: Fault | Restart) -> None:
 # ---- islands ----------------------------------------------------------------------
 
 
-class IslandFault(Fault, frozen=True, kw_only=True):
+class IslandFault(ScheduledFault, frozen=True, kw_only=True):
     """Base: a fault of an island whose newest process has not ended."""
 
     island: str
@@ -284,7 +284,7 @@ class Impostor(IslandFault, frozen=True, kw_only=True):
         return 0.0
 
 
-class StepJump(Fault, frozen=True, kw_only=True):
+class StepJump(ScheduledFault, frozen=True, kw_only=True):
     """An island's steps take `factor` times as long for a while."""
 
     island: str
@@ -337,7 +337,7 @@ class Boast(IslandFault, frozen=True, kw_only=True):
 # ---- an operator ------------------------------------------------------------------
 
 
-class Removal(Fault, frozen=True, kw_only=True):
+class Removal(ScheduledFault, frozen=True, kw_only=True):
     """An operator removes an island, and admits it again after `for_s`.
 
     The config does not name such an island: it was admitted as the run began.
@@ -352,7 +352,7 @@ class Removal(Fault, frozen=True, kw_only=True):
         return self.for_s + LOOKS_EVERY_S
 
 
-class Export(Fault, frozen=True, kw_only=True):
+class Export(ScheduledFault, frozen=True, kw_only=True):
     """An operator exports the run, so that its present cycle is kept."""
 
     def happen(self, world: Any) -> float | None:
@@ -363,7 +363,7 @@ class Export(Fault, frozen=True, kw_only=True):
         return 0.0
 
 
-class RunStop(Fault, frozen=True, kw_only=True):
+class RunStop(ScheduledFault, frozen=True, kw_only=True):
     """An operator stops all processes, and resumes the run `for_s` later."""
 
     for_s: Seconds
@@ -375,7 +375,7 @@ class RunStop(Fault, frozen=True, kw_only=True):
 # ---- the coordinator, its workers, its disk, its clock ----------------------------
 
 
-class CoordinatorCrash(Fault, frozen=True, kw_only=True):
+class CoordinatorCrash(ScheduledFault, frozen=True, kw_only=True):
     """The coordinator dies in the middle of its effects.
 
     effects: effects that it still carries out.
@@ -393,7 +393,7 @@ class CoordinatorCrash(Fault, frozen=True, kw_only=True):
         return self.restart.lasts_s
 
 
-class WorkerCrash(Fault, frozen=True, kw_only=True):
+class WorkerCrash(ScheduledFault, frozen=True, kw_only=True):
     """A worker dies in the middle of the lead's effects. The lead ends once it notices,
     and starts again with all workers.
 
@@ -418,7 +418,7 @@ class WorkerCrash(Fault, frozen=True, kw_only=True):
         return lasts_s
 
 
-class DiskFailure(Fault, frozen=True, kw_only=True):
+class DiskFailure(ScheduledFault, frozen=True, kw_only=True):
     """An append fails, and the coordinator's process ends.
 
     appends: appends that still succeed.
@@ -433,7 +433,7 @@ class DiskFailure(Fault, frozen=True, kw_only=True):
         return bool(world.fail_append(self, self.appends, float(self.written)))
 
 
-class TornWrite(Fault, frozen=True, kw_only=True):
+class TornWrite(ScheduledFault, frozen=True, kw_only=True):
     """An append fails, and a part of the record is on the disk.
 
     appends: appends that still succeed.
@@ -447,7 +447,7 @@ class TornWrite(Fault, frozen=True, kw_only=True):
         return bool(world.fail_append(self, self.appends, self.written_share))
 
 
-class SnapshotFailure(Fault, frozen=True, kw_only=True):
+class SnapshotFailure(ScheduledFault, frozen=True, kw_only=True):
     """The next snapshot is not completed."""
 
     def strike(self, world: Any) -> bool:
@@ -455,7 +455,7 @@ class SnapshotFailure(Fault, frozen=True, kw_only=True):
         return True
 
 
-class FullDisk(Fault, frozen=True, kw_only=True):
+class FullDisk(ScheduledFault, frozen=True, kw_only=True):
     """The disk has room for small records only, for a while. brimful: not even for
     these."""
 
@@ -467,7 +467,7 @@ class FullDisk(Fault, frozen=True, kw_only=True):
         return self.for_s
 
 
-class LeadFault(Fault, frozen=True, kw_only=True):
+class LeadFault(ScheduledFault, frozen=True, kw_only=True):
     """Base: a fault of the coordinator that leads, at the end of the run if it awaits
     that."""
 
@@ -561,7 +561,7 @@ class Break(IslandFault, frozen=True, kw_only=True):
         return self.away_s
 
 
-class Partition(Fault, frozen=True, kw_only=True):
+class Partition(ScheduledFault, frozen=True, kw_only=True):
     """Nothing comes through in these directions, and neither end is told.
 
     Messages wait, and are lost if an end gives the connection up for its silence.
@@ -579,7 +579,7 @@ class Partition(Fault, frozen=True, kw_only=True):
         return self.for_s
 
 
-class Repeat(Fault, frozen=True, kw_only=True):
+class Repeat(ScheduledFault, frozen=True, kw_only=True):
     """Messages and transfers arrive a second time, `after_s` later."""
 
     island: str
@@ -592,7 +592,7 @@ class Repeat(Fault, frozen=True, kw_only=True):
         return self.for_s + self.after_s
 
 
-class Delay(Fault, frozen=True, kw_only=True):
+class Delay(ScheduledFault, frozen=True, kw_only=True):
     """Everything of one channel arrives `late_s` later: bulk and control overtake each
     other."""
 
@@ -609,7 +609,7 @@ class Delay(Fault, frozen=True, kw_only=True):
         return self.for_s + self.late_s
 
 
-class Corruption(Fault, frozen=True, kw_only=True):
+class Corruption(ScheduledFault, frozen=True, kw_only=True):
     """Bulk bytes are damaged on the way, and sent again."""
 
     island: str
@@ -625,17 +625,17 @@ CRASHES = (CoordinatorCrash, DiskFailure, TornWrite)
 """Crashes of a coordinator whose disk stays."""
 LOSSES = (DiskGone, DiskLost)
 """Losses of a state, and with it of what an operator ordered."""
-LIKELY: tuple[type[Fault], ...] = (
+LIKELY: tuple[type[ScheduledFault], ...] = (
     *(IslandCrash, JoinCrash, Leave, Replacement, Impostor, StepJump, Unfit),
     *(CoordinatorCrash, *CRASHES, SnapshotFailure, *LOSSES, ClockJump),
     *(Break, Partition, Repeat, Delay, Corruption),
 )
 """Kinds that are equally likely in a drawn schedule."""
-APART: tuple[type[Fault], ...] = (
+APART: tuple[type[ScheduledFault], ...] = (
     *(LongDeltas, Boast, Removal, Export, RunStop),
     *(WorkerCrash, FullDisk, MachineSleep),
 )
 """Kinds that are drawn apart, each with a share of the schedules."""
-AnyFault: TypeAlias = Fault
+AnyFault: TypeAlias = ScheduledFault
 if not TYPE_CHECKING:  # For the decoder, which wants a union of what it may meet.
     AnyFault = functools.reduce(operator.or_, LIKELY + APART)

@@ -57,7 +57,7 @@ from diloco_jax.protocol.values import (
     Version,
 )
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
-from diloco_jax.simulation.faults.books import Data, LastSteps
+from diloco_jax.simulation.faults.books import GrantedData, LastSteps
 from diloco_jax.simulation.faults.facts import (
     Facts,
     Incarnation,
@@ -132,7 +132,7 @@ class Monitor(Facts):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         count = config.fragments
-        self._data, self._last_steps = Data(self), LastSteps(self)
+        self._data, self._last_steps = GrantedData(self), LastSteps(self)
         self._islands: Mapping[str, Island] = {}
         """Islands after the last step."""
         self._seen: tuple[Fragment | None, ...] = (None,) * count

@@ -25,7 +25,7 @@ from diloco_jax.protocol.island.books import AdoptTraits
 from diloco_jax.simulation.faults.faults import (
     LEASE_S,
     AnyFault,
-    Data,
+    Drawn,
     Removal,
     StepJump,
     check,
@@ -50,7 +50,7 @@ BATCH_SIZE = Bound(1, 1000)
 LEAD = Bound(0, 100)
 
 
-class DrawnIsland(Data, frozen=True, kw_only=True):
+class DrawnIsland(Drawn, frozen=True, kw_only=True):
     """An island: its batch, its speed and its hosts."""
 
     step_s: float = 1.0
@@ -61,7 +61,7 @@ class DrawnIsland(Data, frozen=True, kw_only=True):
     """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
 
 
-class Schedule(Data, frozen=True, kw_only=True):
+class Schedule(Drawn, frozen=True, kw_only=True):
     """Everything that a played run depends on. Times count from its start."""
 
     islands: dict[str, DrawnIsland]

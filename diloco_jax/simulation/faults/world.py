@@ -35,7 +35,12 @@ from diloco_jax.simulation.faults.coordinator import (
 )
 from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
 from diloco_jax.simulation.faults.facts import Opened, ViolationError
-from diloco_jax.simulation.faults.faults import LEASE_S, LOOKS_EVERY_S, Fault, Restart
+from diloco_jax.simulation.faults.faults import (
+    LEASE_S,
+    LOOKS_EVERY_S,
+    Restart,
+    ScheduledFault,
+)
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.liveness import Expectations
 from diloco_jax.simulation.faults.network import BOTH, FaultyLine, Network, Way
@@ -143,7 +148,7 @@ class FaultyWorld:
         self._armed: dict[str, list[Any]] = {}
         """Faults that happen after so many effects of the lead, one of each kind."""
         self._disk_failure: Any = None
-        """Fault with a restart that an append meets."""
+        """ScheduledFault with a restart that an append meets."""
         self._expected = Expectations(schedule, self.clock, self._lacks_tokens)
         self._expected.counts["merges of fragments"] = lambda: dict(
             enumerate(self.merges)
@@ -157,7 +162,7 @@ class FaultyWorld:
         """Islands that the config does not name, and whether an operator wants them
         to be let in."""
         self._look()
-        self.failing_snapshots: list[Fault] = []
+        self.failing_snapshots: list[ScheduledFault] = []
         """Armed failures of the next snapshots."""
 
     def play(self) -> None:
@@ -189,7 +194,7 @@ class FaultyWorld:
     def _lacks_tokens(self) -> bool:
         return self.coordinator is None or self.coordinator.state.phase == "running"
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike(self, fault: ScheduledFault) -> None:
         if not fault.strike(self):
             self.clock.after(RETRY_S, functools.partial(self._strike, fault))
 
@@ -507,7 +512,7 @@ class FaultyWorld:
         """Merges by fragment."""
         return self.monitor.merges
 
-    def begun(self, fault: Fault, lasts_s: float) -> bool:
+    def begun(self, fault: ScheduledFault, lasts_s: float) -> bool:
         """Note that a fault happens now; return True."""
         self.struck[fault.kind] += 1
         if not fault.awaits_end:
