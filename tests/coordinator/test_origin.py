@@ -304,8 +304,7 @@ class Workers:
         pass
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_workers_restore_once_the_lead_holds_no_array(tmp_path, monkeypatch, given):
+def test_workers_restore_once_the_lead_holds_no_array(tmp_path, monkeypatch):
     monkeypatch.setattr(origin, "WorkersHolder", Workers)
     run = RunConfig(model=tiny.MODEL, sequence_length=tiny.SEQUENCE_LENGTH)
     config = resolve_outer(
@@ -318,14 +317,10 @@ def test_workers_restore_once_the_lead_holds_no_array(tmp_path, monkeypatch, giv
     run = config.run
     model = build(run)
     plan = build_plan(run, model)
-    given = origin.first_pieces(run, model, tmp_path) if given else None
     policy = policy_config(run, config.placement, "r", plan.sizes)
     with contextlib.ExitStack() as opened:
         tape = opened.enter_context(contextlib.closing(Tape(tmp_path / "tape")))
-        made, state = origin.initialise(
-            config, policy, model, plan, tape, tmp_path, given
-        )
-        assert not given
+        made, state = origin.initialise(config, policy, model, plan, tape, tmp_path)
         kept = KeptCycles(tmp_path, 1, {}, plan.sizes)
         opened.callback(kept.close, 1.0)
         Workers.watched = weakref.ref(made.arrays(0)["theta"][0])
