@@ -967,8 +967,9 @@ def _refuse(state: Search, claim: Claim, why: str) -> Step:
 
 def _torn(claim: Claim) -> str:
     (other,), anchor = claim.by("differs"), claim.anchor
+    one, two = sorted((anchor.island, other))
     return (
-        f"islands {anchor.island!r} and {other!r} have two anchors of fragment "
+        f"islands {one!r} and {two!r} have two anchors of fragment "
         f"{anchor.fragment} at version {tuple(anchor.replaced)}, and no third island "
         f"offers one: start the coordinator again with --trust and the island whose "
         f"values the run is to go on with, or bring a third one back"
