@@ -31,6 +31,7 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     steering,
     takes,
+    terms,
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_account, with_fragment
@@ -320,7 +321,7 @@ PLANTS = {
         "held", recovery, "recover", _keeps_what_a_worker_had
     ),
     "what_was_merged_above_an_anchor_stays_merged": Plant(
-        "gathered", anchors, "_merged_above", _always({})
+        "gathered", terms, "_merged_above", _always({})
     ),
     "ticks_ask_for_what_is_lost": Plant(
         "held", decide, "_due_ticks", _holds_all_the_time
@@ -336,7 +337,7 @@ PLANTS = {
         "versions", anchors, "_version", _always(Version())
     ),
     "a_new_term_grants_data_again": Plant(
-        "data", anchors, "first_state", _begins_with_all_data
+        "data", terms, "first_state", _begins_with_all_data
     ),
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
     "merged_deltas_are_kept": Plant("kept", Books, "adopt", _keeps_what_is_merged),

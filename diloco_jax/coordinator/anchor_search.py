@@ -24,9 +24,10 @@ from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import anchors, members
-from diloco_jax.protocol.coordinator.anchors import Aim, Event, Found, GiveUp, Offered
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
+from diloco_jax.protocol.coordinator.search import Aim, Event, GiveUp, Offered, Search
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.coordinator.terms import Found
 from diloco_jax.protocol.holding import (
     AnchorCompared,
     AnchorKept,
@@ -77,7 +78,7 @@ class AnchorSearch(Handlers):
         self._holder: AnyHolder | None = None
         self._found: Found | None = None
         self._unheard: list[FromHolder] = []
-        engine: Engine[anchors.Search, Event] = Engine(
+        engine: Engine[Search, Event] = Engine(
             anchors.step,
             config,
             anchors.begin(config, aim, time.monotonic()),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from diloco_jax.protocol.coordinator.anchors import Found, GiveUp, Postpone
 from diloco_jax.protocol.coordinator.events import (
     Alert,
     Effect,
@@ -20,7 +19,9 @@ from diloco_jax.protocol.coordinator.events import (
     Persist,
     Tell,
 )
+from diloco_jax.protocol.coordinator.search import GiveUp, Postpone
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.coordinator.terms import Found
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,

@@ -58,7 +58,7 @@ from diloco_jax.observability.measures import ENDING
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.process import heed_signals
-from diloco_jax.protocol.coordinator.anchors import Aim
+from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire import addresses
 from diloco_jax.wire.session import Handlers

@@ -44,9 +44,10 @@ from diloco_jax.machine import give_memory_back
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import anchors, recovery, steering, workers
-from diloco_jax.protocol.coordinator.anchors import Aim, Found
+from diloco_jax.protocol.coordinator import recovery, steering, terms, workers
+from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
+from diloco_jax.protocol.coordinator.terms import Found
 from diloco_jax.protocol.holding import (
     Commit,
     Committed,
@@ -254,7 +255,7 @@ def _aim_of_lost(aim: Aim, recovered: FromLog, lost: Sequence[int], tape: Path) 
         lacking=tuple(lost),
         term=state.term + 1,
         known={
-            fragment: anchors.versions_known(state.fragments[fragment], of_fragment)
+            fragment: terms.versions_known(state.fragments[fragment], of_fragment)
             for fragment, of_fragment in digests.items()
         },
     )
@@ -373,10 +374,10 @@ class StateMaker:
             whole = aim_of_run(self.config, self.plan, self.trusted)
             aim = _aim_of_lost(whole, recovered, lost, self.tape.path)
             found = self.search(aim, holder).found
-            for record in anchors.term_records(state, found):
+            for record in terms.term_records(state, found):
                 log.append(records.line(record))
                 self.tape.append(journal.dated(record))
-                state = anchors.fragment_begun(state, record)
+                state = terms.fragment_begun(state, record)
             _commit(holder, found)
         return MadeState(state, holder, log)
 
@@ -427,7 +428,7 @@ class StateMaker:
             [tuple(anchor.replaced) for anchor in found.anchors],
             sorted({anchor.island for anchor in found.anchors}),
         )
-        state = anchors.first_state(self.policy, found)
+        state = terms.first_state(self.policy, found)
         made = self._durable(state, holder, before)
         _commit(holder, found)
         return made

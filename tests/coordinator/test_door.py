@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import anchors
-from diloco_jax.protocol.coordinator.anchors import Offered
 from diloco_jax.protocol.coordinator.events import Disconnected, Said
+from diloco_jax.protocol.coordinator.search import Offered
 from diloco_jax.wire.errors import Refused, WireError
 
 # ---- what peers say ---------------------------------------------------------------

@@ -25,35 +25,46 @@ the state is lost, what islands heard becomes the run's.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import Literal, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import claims, leases, members, schedule
+from diloco_jax.protocol.coordinator import claims, leases
+from diloco_jax.protocol.coordinator.believed import (
+    FEWEST_TO_DISBELIEVE,
+    Heard,
+    Known,
+    believed_limits,
+    claims_of,
+    disbelieved,
+    listed,
+    may_have_become,
+    run_of_most,
+    runs_apart,
+    too_high,
+)
 from diloco_jax.protocol.coordinator.events import (
     Alert,
     Disconnected,
     Said,
     Tell,
-    Timer,
 )
-from diloco_jax.protocol.coordinator.state import (
-    FRAGMENT,
-    Fragment,
-    MergedTokens,
-    PolicyConfig,
-    State,
-    initial,
-    with_account,
-    with_fragment,
+from diloco_jax.protocol.coordinator.search import (
+    Aim,
+    Awaited,
+    Claim,
+    Effect,
+    Event,
+    GiveUp,
+    Offered,
+    Offering,
+    Postpone,
+    Search,
+    Vote,
 )
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.coordinator.terms import Found, Gathered
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.messages import (
     MAX_TEXT,
@@ -62,197 +73,14 @@ from diloco_jax.protocol.messages import (
     Refused,
     Welcome,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, WORKER, Version
+from diloco_jax.protocol.values import FIRST_VERSION, Version
 
-# ---- events -------------------------------------------------------------------
-
-
-class Offered(msgspec.Struct, frozen=True, kw_only=True):
-    """An island says hello, with its anchors' versions and its last news of the run.
-    `differences`: between its config and the coordinator's, in words."""
-
-    hello: Hello
-    differences: tuple[str, ...] = ()
-
-
-Event = Offered | Said | Disconnected | AnchorKept | AnchorCompared | Timer
-
-# ---- effects ------------------------------------------------------------------
-
-
-class Postpone(msgspec.Struct, frozen=True, kw_only=True):
-    """End a session with this reason; the island is to come again later."""
-
-    session: str
-    message: str
-
-
-class Gathered(NamedTuple):
-    """An anchor that counts: where it came from, and how the term calls it."""
-
-    fragment: int
-    island: str
-    incarnation: int
-    replaced: Version
-    """Its version on the island."""
-    version: Version
-    digest: str
-
-
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The search is over: its holders have all anchors on disk, none visible yet."""
-
-    run_id: str
-    term: int
-    name: str
-    anchors: tuple[Gathered, ...]
-    tokens: int
-    next_position: int
-    offered: tuple[str, ...] = ()
-    """Islands that offered anchors; they come again as the term begins."""
-
-
-class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
-    """End the process with this reason: there will be no new term. torn: two islands
-    differ, and a person has to say who is believed."""
-
-    message: str
-    torn: bool = False
-
-
-Effect = Alert | Tell | Postpone | AwaitAnchor | Found | GiveUp
-
-
-FEWEST_TO_DISBELIEVE = 3
-FAR = 2
-"""Claims up to this multiple of the median are believed: an island may have been away
-for long."""
-TERMS_AHEAD = 16
-MERGES_AHEAD = 100
-POSITIONS_AHEAD = 2**20
-SHARE_AHEAD = 0.01
-"""Share of the run's tokens. These are believed in any case: a young run's medians are
-small."""
 MERGES_APART = 8
 """Merges between two anchors, at most, of which one can tell about the other."""
 MOST_CHANGES = 4.0
 """Longest way between two anchors, in median changes for each merge between them."""
 LEASES_AWAITED = 2
 """Longest wait for the first offer, and then for the others, in leases."""
-MOST_NAMED = 8
-"""Islands that one message names; the number of the others follows."""
-
-
-class Known(NamedTuple):
-    """The highest values of the run that an island knows."""
-
-    term: int = 0
-    tokens: int = 0
-    next_position: int = 0
-    merges: int = 0
-    """Number of the highest version of any fragment."""
-
-    def higher(self, other: Known) -> Known:
-        """Return the higher value of each."""
-        return Known(*map(max, self, other))
-
-
-class Heard(NamedTuple):
-    """The highest values that an island heard of, and in which run."""
-
-    run_id: str
-    known: Known
-
-
-class Aim(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a search: what is lost, and who is believed."""
-
-    lacking: tuple[int, ...]
-    """Fragments without an anchor."""
-    names: frozenset[str]
-    """The islands that are awaited: those of the config, or the one that gives."""
-    name: str = ""
-    """The random name of the term that begins."""
-    term: int = 0
-    """Its number; 0: one above all that islands know."""
-    first: bool = False
-    """True: the run is new, and its parameters come from the one island."""
-    known: Mapping[int, Mapping[Version, str]] | None = None
-    """By lost fragment, the versions after which the log knows all merges, with the
-    digests of their anchors, empty where it has none. None: there is no log."""
-    trusted: str = ""
-    """The island that a person believes."""
-    secret: str = ""
-    """Samples are drawn with it; no island knows it."""
-
-
-class Awaited(NamedTuple):
-    """The island that is to send a fragment, and the deadline."""
-
-    island: str
-    until: float
-
-
-Vote = Literal["agrees", "differs", "apart", "far"]
-"""differs: at the same version. apart: further than so many merges lead. far: it cannot
-tell."""
-
-
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """An anchor that a holder has, and what other islands say of it."""
-
-    anchor: Gathered
-    asked: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """The deadline of each island that votes."""
-    votes: Mapping[str, Vote] = msgspec.field(default_factory=dict)
-    waits_until: float = 0.0
-    """The end of the wait for a third island, once two differ."""
-
-    @property
-    def total(self) -> int:
-        """Islands that have said anything of it, its own included."""
-        return 1 + len(self.votes)
-
-    def by(self, *votes: Vote) -> list[str]:
-        """Return the islands that voted so."""
-        return sorted(name for name, vote in self.votes.items() if vote in votes)
-
-
-class Offering(msgspec.Struct, frozen=True, kw_only=True):
-    """An island's offer. gone_at: when it is awaited no longer, unless heard before."""
-
-    offer: Hello
-    gone_at: float
-    connected: bool = True
-
-
-class Search(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a search."""
-
-    aim: Aim
-    deadline: float
-    decided_by: float = math.inf
-    """The time by which most islands must be of one run."""
-    phase: Literal["waiting", "fetching", "over"] = "waiting"
-    run_id: str = ""
-    """The run that goes on, once there is no more waiting."""
-    term: int = 0
-    """Number of the term that begins, likewise."""
-    misfits: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Why the last offer of an island does not fit."""
-    heard: Mapping[str, Heard] = msgspec.field(default_factory=dict)
-    """Claims by island; one that joins may alone know of a term, and count."""
-    limits: Known | None = None
-    """The highest values that are believed, once there is no more waiting."""
-    members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
-    asked: Mapping[int, Awaited] = msgspec.field(default_factory=dict)
-    failed: frozenset[tuple[str, int]] = frozenset()
-    """Each (island, fragment) that did not arrive in time, or does not count."""
-    claims: Mapping[int, Claim] = msgspec.field(default_factory=dict)
-    """Anchors that are not judged yet, by fragment."""
-    got: Mapping[int, Gathered] = msgspec.field(default_factory=dict)
-    unchecked: frozenset[str] = frozenset()
-    """Islands whose anchors too few others could check."""
 
 
 Step = tuple[Search, list[Effect]]
@@ -305,7 +133,7 @@ def next_deadline(state: Search, now: float) -> float:
 def notices(state: Search) -> list[str]:
     """List what people have to see, such as islands that do not fit."""
     parted = runs_apart(member.offer for member in state.members.values())
-    torn = [_torn(claim) for claim in state.claims.values() if claim.waits_until]
+    torn = [claim.torn for claim in state.claims.values() if claim.waits_until]
     return [*([parted] if parted else []), *state.misfits.values(), *torn]
 
 
@@ -319,166 +147,6 @@ def waits_for(state: Search) -> str:
         lost = list(state.aim.lacking)
         return f"fragments {lost} are lost, and gathered from islands: {got}"
     return f"this coordinator has lost its state and gathers anchors of islands: {got}"
-
-
-# ---- what follows from it --------------------------------------------------------
-
-
-def first_state(config: PolicyConfig, found: Found) -> State:
-    """Return the state of a run whose log is lost at the beginning of the term."""
-    state = initial(config)
-    for anchor in found.anchors:
-        newest = (MergedTokens(version=anchor.version),)
-        fragment = state.fragments[anchor.fragment]
-        begun = replace(fragment, version=anchor.version, newest=newest)
-        state = with_fragment(state, begun)
-    state = schedule.begin_term(config, state, found.term)
-    let_in = [n for n in found.offered if not members.unknown(config, n)]
-    return replace(
-        state,
-        returning=tuple(let_in),
-        term=found.term,
-        term_name=found.name,
-        books=found.term,
-        progress_tokens=found.tokens,
-        carried_progress=found.tokens,
-        next_position=found.next_position,
-    )
-
-
-def term_records(state: State, found: Found) -> list[records.TermBegun]:
-    """Return the records with which lost fragments begin the run's next term."""
-    return [
-        records.TermBegun(
-            island=anchor.island,
-            incarnation=anchor.incarnation,
-            fragment=anchor.fragment,
-            version=anchor.version,
-            name=found.name,
-            replaced=anchor.replaced,
-            lost_tokens=_merged_above(state.fragments[anchor.fragment], anchor),
-            digest=anchor.digest,
-        )
-        for anchor in found.anchors
-    ]
-
-
-def fragment_begun(state: State, record: records.TermBegun) -> State:
-    """Return the state once a lost fragment has begun a new term, as recovery applies
-    it. What was merged into versions above the anchor's is lost; takes against them
-    are stale, and their steps stay with the islands."""
-    fragment = state.fragments[record.fragment]
-    for name, tokens in record.lost_tokens.items():
-        account = fragment.accounts[name]
-        account = replace(account, merged_tokens=account.merged_tokens - tokens)
-        account = account.lose_tokens(tokens, WORKER)
-        fragment = with_account(fragment, name, account)
-    phase = FRAGMENT.move(FRAGMENT.move(fragment.phase, "recover"), "begin term")
-    newest = tuple(m for m in fragment.newest if m.version <= record.replaced)
-    fragment = replace(
-        fragment,
-        version=record.version,
-        phase=phase,
-        newest=(*newest, MergedTokens(version=record.version)),
-    )
-    state = with_fragment(state, fragment)
-    return replace(state, term=record.version.term, term_name=record.name)
-
-
-def versions_known(
-    fragment: Fragment, digests: Mapping[Version, str]
-) -> dict[Version, str]:
-    """Return the versions after which the log knows all merges, for `Aim.known`.
-    digests: of anchors, where the tape has them."""
-    return {m.version: digests.get(m.version, "") for m in fragment.newest}
-
-
-def _merged_above(fragment: Fragment, anchor: Gathered) -> dict[str, int]:
-    lost: dict[str, int] = {}
-    for merged in fragment.newest:
-        if merged.version > anchor.replaced:
-            for name, tokens in merged.by_island.items():
-                lost[name] = lost.get(name, 0) + tokens
-    return lost
-
-
-# ---- whom one believes -----------------------------------------------------------
-
-
-def claims_of(offer: Hello) -> Known:
-    """Return the values that an island claims to know."""
-    return Known(
-        term=max([offer.term, *(version.term for version in offer.versions)]),
-        tokens=offer.tokens,
-        next_position=offer.next_position,
-        merges=max((version.number for version in offer.versions), default=0),
-    )
-
-
-def believed_limits(known: Collection[Known], total_tokens: int) -> Known | None:
-    """Return the highest values that are believed; None if too few islands claim any.
-
-    known: the claims of the islands that offer anchors.
-    """
-    if len(known) < FEWEST_TO_DISBELIEVE:
-        return None
-    medians = map(statistics.median_low, zip(*known, strict=True))
-    ahead = (
-        TERMS_AHEAD,
-        int(SHARE_AHEAD * total_tokens),
-        POSITIONS_AHEAD,
-        MERGES_AHEAD,
-    )
-    return Known(*(FAR * m + a for m, a in zip(medians, ahead, strict=True)))
-
-
-def too_high(known: Known, most: Known | None) -> str:
-    """Explain why claims are not believed; empty if they are."""
-    if most is None:
-        return ""
-    for what, value, limit in zip(Known._fields, known, most, strict=True):
-        if value > limit:
-            return (
-                f"it claims {what} = {value}, and at most {limit} is believed, by what "
-                f"most islands claim"
-            )
-    return ""
-
-
-def may_have_become(offered: Version, arrived: Version) -> bool:
-    """Tell whether an anchor that was offered at one version may arrive at another.
-
-    The island may have adopted a publish that was on its way.
-    """
-    ahead = arrived.number - offered.number
-    return arrived.term == offered.term and 0 <= ahead <= MERGES_AHEAD
-
-
-def run_of_most(run_ids: Iterable[str]) -> str:
-    """Return the run of most islands; empty if two have as many."""
-    ranked = Counter(run_ids).most_common(2)
-    if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
-        return ""
-    return ranked[0][0] if ranked else ""
-
-
-def runs_apart(offers: Iterable[Hello]) -> str:
-    """Describe islands of several runs; empty if there is one run."""
-    by_run: dict[str, list[str]] = {}
-    for offer in offers:
-        by_run.setdefault(offer.run_id, []).append(offer.island)
-    if len(by_run) < 2:
-        return ""
-    sides = [
-        f"{_listed([repr(name) for name in sorted(names)])} in run {run_id}"
-        for run_id, names in sorted(by_run.items())
-    ]
-    return (
-        f"islands of {len(sides)} runs offer anchors: {_listed(sides)}; the run of "
-        f"most islands goes on, and among as many each nobody can tell which is the "
-        f"coordinator's: start it again with --run-id and its own run, or end the "
-        f"islands of the other one, or revoke their keys"
-    )
 
 
 def _misfit(config: PolicyConfig, state: Search, event: Offered) -> Refused | None:
@@ -531,19 +199,6 @@ def _other_process(before: Offering | None, offer: Hello) -> Refused | None:
     )
 
 
-def _disbelieved(offer: Hello, wrong: str) -> Tell:
-    """Return the message to an island whose claims are not believed, for this
-    reason."""
-    return Tell(
-        session=offer.session,
-        message=Refused(
-            code="claims",
-            message=f"island {offer.island!r} is not believed as a new term begins: "
-            f"{wrong}; start it again with incarnation {offer.incarnation + 1}",
-        ),
-    )
-
-
 # ---- offers ----------------------------------------------------------------------
 
 
@@ -560,7 +215,7 @@ def _offered(config: PolicyConfig, state: Search, event: Offered, now: float) ->
     if unfit is None:
         known = claims_of(offer)
         if wrong := too_high(known, state.limits):
-            return state, [_disbelieved(offer, wrong)]
+            return state, [disbelieved(offer, wrong)]
         state = _hear(state, offer, known)
     if before is not None and before.offer.incarnation > offer.incarnation:
         why = f"incarnation {before.offer.incarnation} of this island has offered"
@@ -677,7 +332,7 @@ def _wait(config: PolicyConfig, state: Search, now: float) -> Step:
     limits = believed_limits(held, config.total_tokens)
     wrong = {n: too_high(h.known, limits) for n, h in state.heard.items()}
     effects += [
-        _disbelieved(member.offer, wrong[name])
+        disbelieved(member.offer, wrong[name])
         for name, member in state.members.items()
         if wrong.get(name)
     ]
@@ -720,7 +375,7 @@ def _nobody_offers(config: PolicyConfig, state: Search) -> str:
         return f"no island offered its anchors within {seconds:g} s"
     return (
         f"no island offered anchors that fit within {seconds:g} s: "
-        f"{_listed(list(state.misfits.values()))}. If the islands are right, it is "
+        f"{listed(list(state.misfits.values()))}. If the islands are right, it is "
         f"this coordinator that is wrong: start it with their run's config.json"
     )
 
@@ -801,7 +456,7 @@ def _await(
         island=offer.island,
         incarnation=offer.incarnation,
         term=state.term,
-        sample=_sample(state.aim, claim),
+        sample=state.aim.sample_of(claim),
     )
 
 
@@ -809,18 +464,9 @@ def _request(
     state: Search, offer: Hello, fragment: int, claim: Claim | None = None
 ) -> Tell:
     request = AnchorRequest(
-        fragment=fragment, term=state.term, sample=_sample(state.aim, claim)
+        fragment=fragment, term=state.term, sample=state.aim.sample_of(claim)
     )
     return Tell(session=offer.session, message=request)
-
-
-def _sample(aim: Aim, claim: Claim | None) -> int:
-    """Return the number with which the sample of a claim is drawn; 0: the whole anchor
-    is asked for. Nobody can tell it before the claim has come."""
-    if claim is None:
-        return 0
-    of = f"{aim.secret}/{claim.anchor.fragment}/{claim.anchor.digest}"
-    return 1 + int.from_bytes(hashlib.sha256(of.encode()).digest()[:4], "little")
 
 
 def _kept(state: Search, event: AnchorKept) -> Step:
@@ -915,7 +561,7 @@ def _judge(config: PolicyConfig, state: Search, fragment: int, now: float) -> St
     if claim.total >= FEWEST_TO_DISBELIEVE:
         if 2 * agree > claim.total:
             return _take(state, claim, checked=True), effects
-        names = _listed([repr(name) for name in against])
+        names = listed([repr(name) for name in against])
         return _refuse(state, claim, f"it is not confirmed by {names}")
     if not claim.by("differs"):
         return _take(state, claim, checked=False), effects
@@ -925,7 +571,7 @@ def _judge(config: PolicyConfig, state: Search, fragment: int, now: float) -> St
         state = replace(state, claims={**state.claims, fragment: claim})
     if now < claim.waits_until:
         return state, effects
-    return _give_up(state, _torn(claim), torn=True)
+    return _give_up(state, claim.torn, torn=True)
 
 
 def _ask_others(config: PolicyConfig, state: Search, fragment: int, now: float) -> Step:
@@ -965,17 +611,6 @@ def _refuse(state: Search, claim: Claim, why: str) -> Step:
     return state, [Alert(text=text, island=anchor.island)]
 
 
-def _torn(claim: Claim) -> str:
-    (other,), anchor = claim.by("differs"), claim.anchor
-    one, two = sorted((anchor.island, other))
-    return (
-        f"islands {one!r} and {two!r} have two anchors of fragment "
-        f"{anchor.fragment} at version {tuple(anchor.replaced)}, and no third island "
-        f"offers one: start the coordinator again with --trust and the island whose "
-        f"values the run is to go on with, or bring a third one back"
-    )
-
-
 def _fail(state: Search, island: str, fragment: int) -> Search:
     """Ask the island no more for a fragment that did not come, or does not count."""
     return replace(
@@ -1004,7 +639,7 @@ def _nobody_left(config: PolicyConfig, state: Search, fragment: int) -> str:
     known = [tuple(version) for version in sorted(state.aim.known[fragment])]
     return (
         f"{text}, at a version after which the log knows all merges ({known[0]} to "
-        f"{known[-1]}): {_listed(has)}; bring its disk back, or start the coordinator "
+        f"{known[-1]}): {listed(has)}; bring its disk back, or start the coordinator "
         f"on an empty --workdir: it gathers all fragments, and begins new books"
     )
 
@@ -1036,7 +671,7 @@ def _over(config: PolicyConfig, state: Search) -> list[Effect]:
     )
     if not state.unchecked:
         return [found]
-    names = _listed([repr(name) for name in sorted(state.unchecked)])
+    names = listed([repr(name) for name in sorted(state.unchecked)])
     text = (
         f"the run goes on with values of {names}, which no majority has checked: fewer "
         f"than {FEWEST_TO_DISBELIEVE} islands offer anchors"
@@ -1054,11 +689,6 @@ def _version(state: Search, name: str, fragment: int) -> Version:
     if state.aim.first:
         return FIRST_VERSION
     return state.members[name].offer.versions[fragment]
-
-
-def _listed(texts: list[str]) -> str:
-    more = len(texts) - MOST_NAMED
-    return "; ".join([*texts[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _give_up(state: Search, message: str, *, torn: bool = False) -> Step:

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import values
 from diloco_jax.protocol.coordinator import (
-    anchors,
     claims,
     cycles,
     ending,
@@ -17,6 +16,7 @@ from diloco_jax.protocol.coordinator import (
     members,
     quarantine,
     schedule,
+    terms,
 )
 from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY, Island
 from diloco_jax.protocol.coordinator.state import (
@@ -152,7 +152,7 @@ def _replayed(state: State, record: Durable) -> State:
         case Merged():
             return _replayed_merge(state, record)
         case TermBegun():
-            return anchors.fragment_begun(state, record)
+            return terms.fragment_begun(state, record)
         case Ticks(through=through):
             return replace(state, ticks_reserved=through)
         case Stopping(tokens=tokens):

@@ -12,7 +12,7 @@ from diloco_jax.coordinator.engine import AnyEffect, Engine
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import anchors
+from diloco_jax.protocol.coordinator import anchors, search, terms
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Event,
@@ -249,7 +249,7 @@ class VirtualGatherer:
     def __init__(
         self,
         config: PolicyConfig,
-        aim: anchors.Aim,
+        aim: search.Aim,
         clock: Clock,
         keep: Callable[[int, Anchor], bool],
         done: Callable[[Opened | None], None],
@@ -259,7 +259,7 @@ class VirtualGatherer:
         self._sessions = Sessions()
         self._connections: dict[str, Connection] = {}
         """Newest connections by session."""
-        self._engine: Engine[anchors.Search, anchors.Event] = Engine(
+        self._engine: Engine[search.Search, search.Event] = Engine(
             anchors.step,
             config,
             anchors.begin(config, aim, clock.now),
@@ -278,7 +278,7 @@ class VirtualGatherer:
         """Take in the offer of an island on a new connection."""
         self._sessions.arrived(peer)
         self._connections[hello.session] = peer
-        self._step(anchors.Offered(hello=hello))
+        self._step(search.Offered(hello=hello))
 
     def disconnected(self, peer: Connection) -> None:
         """Note that a connection broke and this end noticed."""
@@ -353,9 +353,9 @@ class VirtualGatherer:
     def alert(self, text: str, island: str = "") -> None:
         """See engine.Searcher. Nobody reads it."""
 
-    def over(self, end: anchors.Found | anchors.GiveUp) -> None:
+    def over(self, end: terms.Found | search.GiveUp) -> None:
         """See engine.Searcher."""
-        if isinstance(end, anchors.GiveUp):
+        if isinstance(end, search.GiveUp):
             self._done(None)
             return
         state, kept = self._engine.state, [self._kept[a.fragment] for a in end.anchors]
@@ -369,14 +369,14 @@ class VirtualGatherer:
         self._done(
             Opened(
                 found=end,
-                state=anchors.first_state(self.config, end),
+                state=terms.first_state(self.config, end),
                 anchors=tuple(first for _, first in kept),
                 replaced=tuple(replaced for replaced, _ in kept),
                 offers=stayed,
             )
         )
 
-    def _step(self, event: anchors.Event) -> None:
+    def _step(self, event: search.Event) -> None:
         if self._engine.state.phase == "over":
             return
         self._engine.step(event, self._clock.now)

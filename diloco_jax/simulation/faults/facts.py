@@ -7,8 +7,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from diloco_jax.protocol.coordinator.anchors import Found
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.terms import Found
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import (
     Admitted,

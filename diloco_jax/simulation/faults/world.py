@@ -17,9 +17,10 @@ from msgspec.structs import replace
 
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import anchors, recovery, workers
-from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED, Aim
+from diloco_jax.protocol.coordinator import recovery, terms, workers
+from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
+from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.messages import AnchorRequest, Steer
 from diloco_jax.simulation.faults import liveness
@@ -349,7 +350,7 @@ class FaultyWorld:
             keep,
             functools.partial(self._found_lost, state, lost),
             term=state.term + 1,
-            known={f: anchors.versions_known(state.fragments[f], {}) for f in lost},
+            known={f: terms.versions_known(state.fragments[f], {}) for f in lost},
         )
 
     def _found_lost(self, state: State, lost: set[int], opened: Opened | None) -> None:
@@ -359,7 +360,7 @@ class FaultyWorld:
             self.clock.after(RETRY_S, again)
             return
         self.gatherer = None
-        begun = anchors.term_records(state, opened.found) if opened is not None else []
+        begun = terms.term_records(state, opened.found) if opened is not None else []
         for record in begun:
             try:
                 self.disk.append(records.line(record))

@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from search_support import CONFIG, PATIENCE_S, Searching, asked, found, of
 
 from diloco_jax.protocol.coordinator import anchors
-from diloco_jax.protocol.coordinator.anchors import (
-    MERGES_APART,
-    MOST_CHANGES,
-    Effect,
-    Found,
-    GiveUp,
-)
+from diloco_jax.protocol.coordinator.anchors import MERGES_APART, MOST_CHANGES
 from diloco_jax.protocol.coordinator.events import Alert
+from diloco_jax.protocol.coordinator.search import Effect, GiveUp
+from diloco_jax.protocol.coordinator.terms import Found
 from diloco_jax.protocol.holding import AwaitAnchor
 from diloco_jax.protocol.values import Version
 
@@ -203,7 +200,7 @@ def lost(*numbers: int) -> Searching:
     """Fragment 0 is lost at version (1, 6), in term 1 of the run."""
     names = "abcd"[: len(numbers)]
     g = Searching(names, run_id="run-1", term=2, known=KNOWN)
-    g.aim = anchors.replace(g.aim, lacking=(0,))
+    g.aim = replace(g.aim, lacking=(0,))
     g.state = anchors.begin(g.config, g.aim, g.now)
     for name, number in zip(names, numbers, strict=True):
         g.offer(name, number, 9)

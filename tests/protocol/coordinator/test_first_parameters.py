@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from search_support import CONFIG, Searching, asked, found, of, told
 
 from diloco_jax.protocol.coordinator import anchors
-from diloco_jax.protocol.coordinator.anchors import Effect, GiveUp, Postpone
+from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
 from diloco_jax.protocol.messages import Refused, Welcome
 from diloco_jax.protocol.values import FIRST_VERSION
 

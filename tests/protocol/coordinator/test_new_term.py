@@ -8,11 +8,11 @@ import pytest
 from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import anchors, ledger, members
-from diloco_jax.protocol.coordinator.anchors import Found, Gathered
+from diloco_jax.protocol.coordinator import ledger, members, terms
 from diloco_jax.protocol.coordinator.events import Alert, Effect, Outdated, SaidAhead
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import Fragments
+from diloco_jax.protocol.coordinator.terms import Found, Gathered
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
@@ -51,7 +51,7 @@ def second_term(offered: tuple[str, ...] = (), **changes: Any) -> Driver:
         next_position=POSITION,
         offered=offered,
     )
-    d.state = d.first = anchors.first_state(d.config, opened)  # type: ignore[attr-defined]
+    d.state = d.first = terms.first_state(d.config, opened)  # type: ignore[attr-defined]
     return d
 
 

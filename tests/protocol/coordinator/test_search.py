@@ -10,18 +10,12 @@ import pytest
 from msgspec.structs import replace
 from search_support import CONFIG, PATIENCE_S, Searching, asked, found, of
 
-from diloco_jax.protocol.coordinator import anchors
-from diloco_jax.protocol.coordinator.anchors import (
-    MERGES_AHEAD,
-    Effect,
-    Found,
-    Gathered,
-    GiveUp,
-    Postpone,
-    may_have_become,
-)
+from diloco_jax.protocol.coordinator import anchors, terms
+from diloco_jax.protocol.coordinator.believed import MERGES_AHEAD, may_have_become
 from diloco_jax.protocol.coordinator.events import Alert, Tell
 from diloco_jax.protocol.coordinator.leases import most_unheard
+from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
+from diloco_jax.protocol.coordinator.terms import Found, Gathered
 from diloco_jax.protocol.holding import AwaitAnchor
 from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
 from diloco_jax.protocol.values import Version
@@ -257,7 +251,7 @@ def test_the_state_of_the_new_term() -> None:
         next_position=77,
     )
     config = replace(CONFIG, fragment_sizes=(1, 1, 1))
-    state = anchors.first_state(config, opened)
+    state = terms.first_state(config, opened)
     assert [f.version for f in state.fragments] == list(versions(opened))
     assert (state.term, state.term_name, state.books) == (3, "n", 3)
     assert (state.tick, state.ticks_reserved) == (2_000_000_001,) * 2
