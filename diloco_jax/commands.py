@@ -134,6 +134,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         init=bool(options.init),
         resume=options.resume,
         gathers=options.run_id,
+        trusted=options.trust,
     )
     return code
 

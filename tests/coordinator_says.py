@@ -54,7 +54,13 @@ def progress(
 
 def welcome(told: Any, term: int = 1, versions: tuple[Version, ...] = ()) -> Any:
     return told.receive(
-        messages.Welcome(run_id="r", term=term, resumed=False, versions=versions)
+        messages.Welcome(
+            run_id="r",
+            term=term,
+            resumed=False,
+            versions=versions,
+            anew=(0, 1) if term > 1 else (),
+        )
     )
 
 

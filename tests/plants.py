@@ -17,21 +17,21 @@ from msgspec.structs import replace
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
+    anchors,
     claims,
     cycles,
     decide,
     ending,
     fragments,
-    gathering,
     leases,
     ledger,
-    lost_fragments,
     members,
     quarantine,
     recovery,
     schedule,
     steering,
     takes,
+    terms,
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_account, with_fragment
@@ -321,7 +321,7 @@ PLANTS = {
         "held", recovery, "recover", _keeps_what_a_worker_had
     ),
     "what_was_merged_above_an_anchor_stays_merged": Plant(
-        "gathered", lost_fragments, "_merged_above", _always({})
+        "gathered", terms, "_merged_above", _always({})
     ),
     "ticks_ask_for_what_is_lost": Plant(
         "held", decide, "_due_ticks", _holds_all_the_time
@@ -334,10 +334,10 @@ PLANTS = {
     ),
     "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _argument(1)),
     "a_new_term_takes_any_anchor": Plant(
-        "versions", gathering, "_version", _always(Version())
+        "versions", anchors, "_version", _always(Version())
     ),
     "a_new_term_grants_data_again": Plant(
-        "data", gathering, "first_state", _begins_with_all_data
+        "data", terms, "first_state", _begins_with_all_data
     ),
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
     "merged_deltas_are_kept": Plant("kept", Books, "adopt", _keeps_what_is_merged),

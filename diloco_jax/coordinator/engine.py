@@ -1,7 +1,7 @@
 """Carry out what the coordinator decides: one engine for every clock.
 
 Three shells construct it: the service (`lead.py`), a coordinator in virtual time, and
-a coordinator that gathers the anchors of a lost state. They give it different deciding
+one that searches islands for lost anchors. They give it different deciding
 halves of the protocol, and different logs, messengers and holders.
 """
 
@@ -19,8 +19,9 @@ from diloco_jax.protocol.coordinator.events import (
     Persist,
     Tell,
 )
-from diloco_jax.protocol.coordinator.gathering import Discard, GiveUp, Open, Postpone
+from diloco_jax.protocol.coordinator.search import GiveUp, Postpone
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.coordinator.terms import Found
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
@@ -39,14 +40,14 @@ S = TypeVar("S")
 E = TypeVar("E")
 """Events of the deciding half."""
 
-AnyEffect = Effect | Postpone | Discard | Open | GiveUp
+AnyEffect = Effect | Postpone | Found | GiveUp
 
 Decide = Callable[[PolicyConfig, S, E, float], tuple[S, Any]]
 """`step(config, state, event, now) -> (state, effects)`."""
 
 
 class Log(Protocol):
-    """The written record of the coordinator. A gathering half writes nothing."""
+    """The written record of the coordinator. A search writes nothing."""
 
     def persist(self, record: Durable) -> None:
         """Write a record; durable when this returns."""
@@ -82,20 +83,14 @@ class Holder(Protocol):
         """
 
 
-class AnchorHolder(Protocol):
-    """The anchors of a lost state, as they arrive."""
+class Searcher(Protocol):
+    """The shell of a search."""
 
     def alert(self, text: str, island: str = "") -> None:
         """Report something that a person should look at. There is no tape yet."""
 
-    def discard(self, discard: Discard) -> None:
-        """Free the bytes that arrived of an anchor."""
-
-    def open(self, opened: Open) -> None:
-        """Begin a new term with the anchors, all of which have arrived."""
-
-    def give_up(self, reason: GiveUp) -> None:
-        """Give up: there will be no new term."""
+    def over(self, end: Found | GiveUp) -> None:
+        """End the search."""
 
 
 class Engine(Generic[S, E]):
@@ -111,15 +106,15 @@ class Engine(Generic[S, E]):
         sender: Messenger,
         log: Log | None = None,
         holder: Holder | None = None,
-        gatherer: AnchorHolder | None = None,
+        searcher: Searcher | None = None,
     ) -> None:
-        """log, holder: for the usual half; gatherer: for the gathering half."""
+        """log: for the usual half; searcher: for a search."""
         self.config, self.state = config, state
         self.dead = False
         """Set by an effect that ends this engine; no later effect is carried out."""
         self._decide = decide
         self._sender = sender
-        self._log, self._holder, self._gatherer = log, holder, gatherer
+        self._log, self._holder, self._searcher = log, holder, searcher
 
     def step(self, event: E, now: float) -> None:
         """Apply one event at time `now`: decide, then act, in order."""
@@ -160,7 +155,7 @@ class Engine(Generic[S, E]):
             case Postpone(session=session, message=reason):
                 self._sender.postpone(session, reason)
             case Alert(text=text, island=island):
-                told = self._log or self._gatherer
+                told = self._log or self._searcher
                 assert told is not None
                 told.alert(text, island)
             case Outdated(text=text):
@@ -170,15 +165,6 @@ class Engine(Generic[S, E]):
             ):
                 assert self._holder is not None
                 self._holder.hold(effect)
-            case Discard() | Open() | GiveUp():
-                self._gather(effect)
-
-    def _gather(self, effect: Discard | Open | GiveUp) -> None:
-        assert self._gatherer is not None
-        match effect:
-            case Discard():
-                self._gatherer.discard(effect)
-            case Open():
-                self._gatherer.open(effect)
-            case GiveUp():
-                self._gatherer.give_up(effect)
+            case Found() | GiveUp():
+                assert self._searcher is not None
+                self._searcher.over(effect)

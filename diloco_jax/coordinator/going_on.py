@@ -151,6 +151,12 @@ class CoordinatorOptions:
         "of this run alone are gathered. Status and log of a coordinator that gathers "
         "name the run of each island.",
     )
+    trust: str = setting(
+        "",
+        metavar="ISLAND",
+        help="The island whose values a run without state goes on with where two "
+        "islands differ, and no third offers its own.",
+    )
     trust_code: bool = setting(False, help=TRUST_CODE)
 
     def check_run(self) -> None:

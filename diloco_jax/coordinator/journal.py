@@ -68,6 +68,8 @@ class Term(records.Written, frozen=True, kw_only=True):
     anchors of islands."""
 
     term: int
+    name: str
+    """Drawn as it opened."""
     run_id: str
     versions: tuple[Version, ...]
     """Versions by fragment, as this term calls them."""
@@ -116,11 +118,13 @@ class Measured(records.Written, frozen=True, kw_only=True):
 
 
 class Digested(records.Written, frozen=True, kw_only=True):
-    """Digest of a fragment's Theta at a version; it is computed after the merge."""
+    """Digests of a fragment's Theta and anchor at a version; they are computed after
+    the merge. That of the anchor tells whether an island has it."""
 
     fragment: int
     version: Version
     digest: str
+    anchor: str = ""
 
 
 class Alert(records.Written, frozen=True, kw_only=True):

@@ -28,7 +28,6 @@ from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Event,
-    FragmentsLost,
     MachineSlept,
     Said,
     Timer,
@@ -36,6 +35,7 @@ from diloco_jax.protocol.coordinator.events import (
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
+    AnchorCompared,
     AnchorKept,
     CycleKept,
     DeltaArrived,
@@ -252,16 +252,12 @@ class Lead(EngineThread[State, Event]):
             super()._handle(MachineSlept(seconds=slept_s), None, None)
         super()._handle(event, before, peer)
 
-    def hear(self, message: FromHolder | FragmentsLost) -> None:
+    def hear(self, message: FromHolder) -> None:
         """Take a holder's message on any thread."""
         match message:
-            case (
-                DeltaArrived()
-                | MergePrepared()
-                | AnchorKept()
-                | CycleKept()
-                | FragmentsLost()
-            ):
+            case AnchorKept() | AnchorCompared():
+                pass  # The search for anchors was over before it came.
+            case DeltaArrived() | MergePrepared() | CycleKept():
                 self.post(message)
             case _:
                 self._unwritten.put(message)
@@ -297,6 +293,7 @@ class Lead(EngineThread[State, Event]):
                         fragment=message.fragment,
                         version=message.version,
                         digest=message.digest,
+                        anchor=message.anchor,
                     )
                 )
             case HolderTroubled(text=text):

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ import jax
 
 from diloco_jax import checkpoint, compilation, files, restart_time, run_files, storage
 from diloco_jax import workdir as workdirs
-from diloco_jax.config import Config
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import going_on, origin, summary, too_late
 from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator.anchor_search import (
+    AnchorSearch,
+    AnyHolder,
+    Searched,
+)
 from diloco_jax.coordinator.disk_space import DiskWait
-from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
@@ -49,12 +53,12 @@ from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.models.build import build, build_inner, build_plan
-from diloco_jax.models.model import Params
 from diloco_jax.observability import sinks
 from diloco_jax.observability.measures import ENDING
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.process import heed_signals
+from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire import addresses
 from diloco_jax.wire.session import Handlers
@@ -70,6 +74,7 @@ def run(
     init: bool,
     resume: bool = False,
     gathers: str = "",
+    trusted: str = "",
 ) -> int:
     """Serve one run until it is over; return the exit code.
 
@@ -79,6 +84,7 @@ def run(
       init: begin a new run there; otherwise the run there goes on.
       resume: the run was stopped as a whole; islands begin anew.
       gathers: the run whose state was lost, if it is known.
+      trusted: the island whose anchors a person believes, where islands differ.
 
     Raises:
       ConfigError: neither the workdir nor any island has a run to go on with; the
@@ -88,7 +94,7 @@ def run(
     # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     coordinator = Coordinator(config, workdir, init=init, resume=resume)
-    coordinator.gathers = gathers
+    coordinator.gathers, coordinator.trusted = gathers, trusted
     return serve(coordinator)
 
 
@@ -113,6 +119,8 @@ class Coordinator:
 
     gathers = ""
     """The run whose state was lost, as a person says; before `start`."""
+    trusted = ""
+    """The island whose anchors a person believes; likewise."""
 
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
@@ -139,22 +147,24 @@ class Coordinator:
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._end_by: float | None = None
         self._interrupted = False
+        self._served = False
+        """True once islands' calls are answered."""
+        self._unheard: Sequence[Any] = ()
 
     def start(self, serves: Callable[[], None] = lambda: None) -> None:
         """Make or load the state, or gather it from islands, and serve. serves: called
         when this can be asked to end, before the run's address is told."""
         config, workdir = self.config, self._workdir
-        gathered = None if self._facts.run_id else self._gather()
-        going_on.hold(workdir, self._open, had_run=gathered is None)
-        compilation.use_cache(compilation.of_run(workdir))
-        run_id = self._facts.run_id
-        self.policy_config = policy = policy_of(config, self._plan, run_id)
-        whose = checkpoint.whose(config.run, run_id, self._plan)
-        self._states = StateSnapshots(self._folder, config.placement, policy, whose)
-        found = self._states.newest()
-        given = self._begin_run() if found is None and gathered is None else None
-        self._open_parts(whose)
-        state = self._make_state(gathered, found, given)
+        searched: Searched | None = None
+        if self._facts.run_id:
+            self._open_run(had_run=True)
+        else:
+            aim = origin.aim_of_run(config, self._plan, self.trusted)
+            try:
+                searched = self._search(aim)
+            except ConfigError as error:
+                raise origin.nothing_to_go_on_with(workdir, error) from error
+        state = self._make_state(searched)
         extends = going_on.extension(config, workdir, state)
         self._open_measures(was_over=state.phase == "done" and extends is None)
         self._make_lead(state)
@@ -167,7 +177,7 @@ class Coordinator:
             self.lead.post(resumed)
         self._announce()
         service = self._make_service()
-        if gathered is not None or given is not None:
+        if self._served:
             self._server.hand_over(service)
             self._open.callback(self._server.stop, 0.0)  # Before its files.
         else:
@@ -233,56 +243,62 @@ class Coordinator:
     def _serve(self, handlers: Handlers) -> None:
         self._server = server_of(self.config, handlers, self._tls)
         self._open.callback(self._server.stop, 0.0)
-        self._bound = self._server.start()
+        self._bound, self._served = self._server.start(), True
         self.address = self.config.placement.advertise or self._bound
         addresses.parse_address(self.address)
-
-    def _serve_early(self, handlers: Handlers) -> None:
-        """Serve a run that has yet to begin: islands need the address to begin it."""
-        self._serve(handlers)
-        self._tell_address()
 
     def _tell_address(self) -> None:
         file = self._workdir / run_files.ADDRESS
         files.write_text(addresses.on_this_machine(self.address), file)
         self._open.callback(file.unlink, missing_ok=True)
 
-    def _gather(self) -> Gathered:
-        config, workdir, ours = self.config, self._workdir, self.gathers
-        gathered = origin.gather(config, workdir, self._plan, self._serve, ours)
-        self._facts = RunFacts(run_id=gathered.opened.run_id, begun_unix=time.time())
-        workdirs.make_workdir(workdir)
-        return gathered
+    def _search(self, aim: Aim, holder: AnyHolder | None = None) -> Searched:
+        """Search islands for anchors, before anyone is let in. holder: that of their
+        fragments; None: it is made once the run is known, and with it all else."""
+        policy = policy_of(self.config, self._plan, self._facts.run_id or self.gathers)
 
-    def _begin_run(self) -> Params | None:
-        """Clear a new run's place; return parameters that an island gives, if any."""
-        config, workdir = self.config, self._workdir
-        giver = "" if workdirs.has_begun(workdir) else config.placement.first_from
-        if not self._init and not giver:
-            raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
-        # Left by a start that failed: no run exists before the first snapshot.
-        remove_tape(workdir / run_files.TAPE)
-        if not giver:
-            return None
-        serve_early = self._serve_early
-        return origin.first_given(config, self.policy_config, self._plan, serve_early)
+        def holder_of(run_id: str, term: int) -> AnyHolder:
+            if not self._facts.run_id:
+                workdirs.make_workdir(self._workdir)
+                self._facts = RunFacts(run_id=run_id, begun_unix=time.time())
+                self._open_run(had_run=False)
+            return holder or self._holders.lacking_all(term)
 
-    def _open_parts(self, whose: dict[str, Any]) -> None:
-        """Open the tape, the kept cycles and the holders of fragments."""
-        config, workdir = self.config, self._workdir
+        search = AnchorSearch(self.config.run, policy, self._plan, aim, holder_of)
+        self._serve(search)
+        if self._facts.run_id:
+            self._tell_address()  # Islands need it for a run that is to begin.
+        searched = search.search()
+        self._unheard = searched.unheard
+        return searched
+
+    def _open_run(self, *, had_run: bool) -> None:
+        """Lock the workdir, and open the tape, the kept cycles, the snapshots and the
+        holders of fragments. had_run: see `going_on.hold`."""
+        config, workdir, run_id = self.config, self._workdir, self._facts.run_id
+        going_on.hold(workdir, self._open, had_run=had_run)
+        compilation.use_cache(compilation.of_run(workdir))
+        self.policy_config = policy = policy_of(config, self._plan, run_id)
+        whose = checkpoint.whose(config.run, run_id, self._plan)
+        self._states = StateSnapshots(self._folder, config.placement, policy, whose)
+        if had_run and self._states.newest() is None:
+            begins = self._init or (
+                config.placement.first_from and not workdirs.has_begun(workdir)
+            )
+            if not begins:
+                raise origin.without_snapshot(workdir, run_id, self._folder)
+            # Left by a start that failed: no run exists before the first snapshot.
+            remove_tape(workdir / run_files.TAPE)
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
         exports, sizes = config.placement.exports_kept, self._plan.sizes
         self._kept = KeptCycles(workdir, exports, whose, sizes)
         self._open.callback(self._kept.close, self._deadlines.stop_s)
-        run_id = self._facts.run_id
         self._holders = Holders(
             config, self._plan, self._kept, workdir, run_id, self._open
         )
 
-    def _make_state(
-        self, gathered: Gathered | None, found: int | None, given: Params | None
-    ) -> State:
+    def _make_state(self, searched: Searched | None) -> State:
         """Make the state, the holder and the log of this life."""
         config, workdir = self.config, self._workdir
         maker = StateMaker(
@@ -294,15 +310,18 @@ class Coordinator:
             holders=self._holders,
             tape=self._tape,
             open_log=self._open_log,
+            search=self._search,
+            trusted=self.trusted,
         )
-        if gathered is not None:
-            made = maker.of_new_term(gathered, found)
+        found = self._states.newest()
+        if searched is not None:
+            made = maker.of_new_term(searched, found)
         elif found is not None:
             made = maker.recovered()
         else:
-            made = maker.of_new_run(self._model, given)
+            made = maker.of_new_run(self._model)
         self.holder, self._log = made.holder, made.log
-        if gathered is not None:
+        if searched is not None:
             # run.json comes last: before it, the workdir holds no run.
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
@@ -331,6 +350,8 @@ class Coordinator:
             slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,
         )
+        for message in self._unheard:
+            self.lead.hear(message)
 
     def _announce(self) -> None:
         """Begin to show people how the run is."""

@@ -2,7 +2,7 @@
 
 It is that of the run on this disk as far as it was durable, of a new run, or of a new
 term, which begins with anchors of islands; one island may give a run's first
-parameters. A new state is durable before any island asks for it.
+parameters. A new state is durable before any island hears of it.
 
 After a crash the lead recovers from its snapshot and its log, which say what is
 committed. The holder, in this process or in worker processes as the config asks, then
@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,57 +23,52 @@ from typing import Any, NamedTuple
 
 import msgspec
 from etils.epath import Path as Folder
+from msgspec.structs import replace
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import journal
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.gatherer import Gathered, Gatherer
+from diloco_jax.coordinator.anchor_search import Searched
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.coordinator.holding.holder import StoreHolder, make_holder
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.settings import outer_settings, policy_of
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.workers.holder import WorkersHolder, has_result
 from diloco_jax.core import outer
 from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.machine import give_memory_back
-from diloco_jax.models.model import Model, Params
-from diloco_jax.observability.tape import Tape, not_on_tape
+from diloco_jax.models.model import Model
+from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import gathering, recovery, steering, workers
+from diloco_jax.protocol.coordinator import recovery, steering, terms, workers
+from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
-from diloco_jax.protocol.holding import Committed, FragmentsRestored, RestoreFragments
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.coordinator.terms import Found
+from diloco_jax.protocol.holding import (
+    Commit,
+    Committed,
+    FragmentsRestored,
+    RestoreFragments,
+)
+from diloco_jax.protocol.values import NOTHING, Version
 from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
-from diloco_jax.wire.session import Handlers
 
 logger = logging.getLogger(__name__)
 
 
-def initialise(
-    config: Config,
-    policy: PolicyConfig,
-    model: Model,
-    plan: FragmentPlan,
-    tape: Tape,
-    workdir: Path,
-    given: Params | None = None,
-) -> tuple[Store, State]:
-    """Begin a new run: draw the parameters, or read them; see `tell_begun`.
-
-    workdir: the run's, which keeps the files of the weights' source. given: the
-    parameters, if an island gave them; they are cleared."""
+def first_store(
+    config: Config, model: Model, plan: FragmentPlan, workdir: Path
+) -> Store:
+    """Draw the parameters of a new run, or read them. workdir: for files that are
+    unpacked."""
     run = config.run
     # The draw is not kept beside its copy; files are read a piece at a time.
     began = time.monotonic()
-    first = first_pieces(run, model, workdir) if given is None else given
-    store = make_store(config, plan, first)
-    del first
-    if given is not None:
-        given.clear()
+    store = make_store(config, plan, first_pieces(run, model, workdir))
     if run.model.weights:
         logger.info(
             "%d parameters of %s, read in %.1f s",
@@ -81,9 +77,7 @@ def initialise(
             time.monotonic() - began,
         )
     give_memory_back()
-    digest = "" if given is None else store.digest()
-    tell_begun(config, policy, plan, tape, workdir, store.describe(), digest)
-    return store, initial(policy)
+    return store
 
 
 def tell_begun(
@@ -217,6 +211,15 @@ def without_snapshot(workdir: Path, run_id: str, folder: Folder) -> ConfigError:
     )
 
 
+def nothing_to_go_on_with(workdir: Path, why: ConfigError) -> ConfigError:
+    """Return the error of a coordinator that has no run, and found none at islands."""
+    return ConfigError(
+        f"{workdir} holds no run (there is no run.json), and without --init nothing is "
+        f"initialised; {why}. Give the workdir of the run, start its islands, or give "
+        f"--init for a new one"
+    )
+
+
 def _record(line: Mapping[str, Any], where: str) -> records.Durable:
     try:
         return records.from_log(line)
@@ -227,91 +230,35 @@ def _record(line: Mapping[str, Any], where: str) -> records.Durable:
         ) from error
 
 
-def gather(
-    config: Config,
-    workdir: Path,
-    plan: FragmentPlan,
-    serve: Callable[[Handlers], None],
-    run_id: str = "",
-) -> Gathered:
-    """Wait for islands' anchors; write nothing.
-
-    Args:
-      run_id: the run that was lost; empty if nobody knows.
-      serve: starts to answer islands' calls with the handlers that it is given.
-
-    Raises:
-      ConfigError: no island has the anchors; says why, and what can be done.
-    """
-    numbers = policy_of(config, plan, run_id)
-    gatherer = Gatherer(config.run, numbers, plan, frozenset(config.islands))
-    serve(gatherer)
-    try:
-        return gatherer.gather()
-    except ConfigError as error:
-        raise ConfigError(
-            f"{workdir} holds no run (there is no run.json), and without --init "
-            f"nothing is initialised; {error}. Give the workdir of the run, start its "
-            f"islands, or give --init for a new one"
-        ) from error
-
-
-def first_given(
-    config: Config,
-    policy: PolicyConfig,
-    plan: FragmentPlan,
-    serve: Callable[[Handlers], None],
-) -> Params:
-    """Wait for the first parameters of the run from `placement.first_from`; write
-    nothing.
-
-    Raises ConfigError if they do not come in time: another start waits again.
-    """
-    giver = config.placement.first_from
-    gatherer = Gatherer(config.run, policy, plan, frozenset((giver,)), new=True)
-    serve(gatherer)
-    return gatherer.gather().params
-
-
-def begin(
-    gathered: Gathered,
-    config: Config,
-    policy: PolicyConfig,
-    plan: FragmentPlan,
-    tape: Tape,
-) -> tuple[Store, State]:
-    """Make the state that the new term begins with: Theta = A, without momentum. The
-    tape says so. The gathered parameters are cleared."""
-    opened = gathered.opened
-    store = make_store(config, plan, gathered.params)
-    gathered.params.clear()  # As much as Theta, for as long as this process starts.
-    for fragment, version in enumerate(opened.versions):
-        store.load(fragment, store.arrays(fragment), version)
-    tape.append(
-        journal.dated(
-            journal.Term(
-                term=opened.term,
-                run_id=opened.run_id,
-                versions=tuple(opened.versions),
-                sources=tuple(opened.sources),
-                replaced=tuple(opened.replaced),
-                tokens=opened.tokens,
-                next_position=opened.next_position,
-                fingerprint=policy.fingerprint,
-                plan=plan.digest(),
-                parameters_digest=store.digest(),
-                environment=store.describe(),
-            )
-        )
+def aim_of_run(config: Config, plan: FragmentPlan, trusted: str) -> Aim:
+    """Return the aim of a coordinator that has lost its state."""
+    return Aim(
+        lacking=tuple(range(len(plan.fragments))),
+        names=frozenset(config.islands),
+        name=secrets.token_hex(4),
+        trusted=trusted,
+        secret=secrets.token_hex(16),
     )
-    logger.warning(
-        "term %d of run %s begins with versions %s of islands %s",
-        opened.term,
-        opened.run_id,
-        [tuple(version) for version in opened.replaced],
-        sorted(set(opened.sources)),
+
+
+def _aim_of_lost(aim: Aim, recovered: FromLog, lost: Sequence[int], tape: Path) -> Aim:
+    """Return the aim of a coordinator whose workers have lost these fragments, and
+    whose log is whole. aim: that without a log."""
+    digests: dict[int, dict[Version, str]] = {fragment: {} for fragment in lost}
+    for line in read_tape(tape):
+        if line.get("kind") == "digested" and line["fragment"] in digests:
+            version = Version(*line["version"])
+            digests[line["fragment"]][version] = line.get("anchor", "")
+    state = recovered.state
+    return replace(
+        aim,
+        lacking=tuple(lost),
+        term=state.term + 1,
+        known={
+            fragment: terms.versions_known(state.fragments[fragment], of_fragment)
+            for fragment, of_fragment in digests.items()
+        },
     )
-    return store, gathering.first_state(policy, opened)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,29 +283,11 @@ class Holders:
         done = done and state.progress_tokens >= self.config.run.total_tokens
         return self._workers(state.term, over=done and has_result(self.workdir))
 
-    def beginning(
-        self, store: Store, versions: Sequence[Version], term: int
-    ) -> StoreHolder | WorkersHolder:
-        """Make the fragments of a new run or term durable, and return their holder.
-
-        Workers on this machine then restore them from the disk, and the store is empty.
-        versions: by fragment. term: the run's.
-        """
+    def beginning(self, store: Store) -> StoreHolder:
+        """Make the fragments of a new run durable, and return their holder here."""
         own = self._in_process(store)
         own.begin()
-        if self.config.placement.workers == 1:
-            return own
-        own.close()
-        # The caller has the store, too: workers would need their memory beside it.
-        store.clear()
-        give_memory_back()
-        workers = self._workers(term)
-        committed = tuple(
-            Committed(fragment=f, version=version, digests={})
-            for f, version in enumerate(versions)
-        )
-        workers.restore(RestoreFragments(fragments=committed))
-        return workers
+        return own
 
     def drawing(self) -> tuple[WorkersHolder, FragmentsRestored]:
         """Have workers draw or read the first parameters of a new run."""
@@ -391,6 +320,21 @@ class Holders:
         self.opened.callback(workers.end, stop_s)
         return workers
 
+    def lacking_all(self, term: int) -> StoreHolder | WorkersHolder:
+        """Return a holder that waits for the anchors of all fragments. term: that which
+        begins with them."""
+        holder: StoreHolder | WorkersHolder
+        if self.config.placement.workers == 1:
+            holder = self._in_process(make_store(self.config, self.plan, None))
+        else:
+            holder = self._workers(term)
+        nothing = tuple(
+            Committed(fragment=fragment, version=NOTHING, digests={})
+            for fragment in range(len(self.plan.fragments))
+        )
+        holder.restore(RestoreFragments(fragments=nothing))
+        return holder
+
 
 class MadeState(NamedTuple):
     """A state, with the holder of its fragments and the log of what follows."""
@@ -402,7 +346,8 @@ class MadeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateMaker:
-    """Makes the state of one life. open_log: opens the log after that snapshot."""
+    """Makes the state of one life. open_log: opens the log after that snapshot. search:
+    asks islands for anchors, for the holder that it is given. trusted: see `Aim`."""
 
     config: Config
     policy: PolicyConfig
@@ -412,6 +357,8 @@ class StateMaker:
     holders: Holders
     tape: Tape
     open_log: Callable[[int], durable.RecordLog]
+    search: Callable[[Aim, StoreHolder | WorkersHolder | None], Searched]
+    trusted: str = ""
 
     def recovered(self) -> MadeState:
         """Return the state of the run on the disk, as far as it was durable."""
@@ -422,47 +369,108 @@ class StateMaker:
         tell_recovered(self.config, recovered, restored, self.tape)
         # After the snapshot: a kill may have come between snapshot and log.
         log = self.open_log(recovered.snapshot)
-        return MadeState(recovered.state, holder, log)
+        state = recovered.state
+        if lost := [one.fragment for one in restored.lost]:
+            whole = aim_of_run(self.config, self.plan, self.trusted)
+            aim = _aim_of_lost(whole, recovered, lost, self.tape.path)
+            found = self.search(aim, holder).found
+            for record in terms.term_records(state, found):
+                log.append(records.line(record))
+                self.tape.append(journal.dated(record))
+                state = terms.fragment_begun(state, record)
+            _commit(holder, found)
+        return MadeState(state, holder, log)
 
-    def of_new_run(self, model: Model, given: Params | None) -> MadeState:
-        """Return the state of a new run. given: see `origin.initialise`."""
-        if given is None and self.config.placement.workers > 1:
+    def of_new_run(self, model: Model) -> MadeState:
+        """Return the state of a new run. An island gives its parameters, or workers or
+        this process draw or read them."""
+        state, begun = initial(self.policy), self._begun
+        if giver := self.config.placement.first_from:
+            whole = aim_of_run(self.config, self.plan, "")
+            aim = replace(whole, names=frozenset((giver,)), first=True)
+            searched = self.search(aim, None)
+            holder: StoreHolder | WorkersHolder = searched.holder
+            begun(self._environment(), _digest(searched.found))
+            made = self._durable(state, holder, None)
+            _commit(holder, searched.found)
+            return made
+        if self.config.placement.workers > 1:
             holder, restored = self.holders.drawing()
-            tell_begun(
-                self.config,
-                self.policy,
-                self.plan,
-                self.tape,
-                self.workdir,
-                restored.environment,
-            )
-            return self._saved(holder, initial(self.policy), -1)
-        store, state = initialise(
-            self.config, self.policy, model, self.plan, self.tape, self.workdir, given
+            begun(restored.environment)
+        else:
+            store = first_store(self.config, model, self.plan, self.workdir)
+            begun(store.describe())
+            holder = self.holders.beginning(store)
+        return self._durable(state, holder, None)
+
+    def _begun(self, environment: dict[str, Any], given_digest: str = "") -> None:
+        tell_begun(
+            self.config,
+            self.policy,
+            self.plan,
+            self.tape,
+            self.workdir,
+            environment,
+            given_digest,
         )
-        return self._durable(store, state, None)
 
-    def of_new_term(self, gathered: Gathered, found: int | None) -> MadeState:
-        """Return the state of a new term. found: number of a snapshot that is there, of
-        an older run, as where snapshots go elsewhere."""
-        if found is not None:
-            self.states.require_own(found)
-        store, state = begin(gathered, self.config, self.policy, self.plan, self.tape)
-        return self._durable(store, state, found)
+    def of_new_term(self, searched: Searched, before: int | None) -> MadeState:
+        """Return the state of a new term. before: number of a snapshot that is there,
+        of an older run, as where snapshots go elsewhere."""
+        if before is not None:
+            self.states.require_own(before)
+        found, holder = searched.found, searched.holder
+        self.tape.append(journal.dated(self._term(found)))
+        logger.warning(
+            "term %d of run %s begins with versions %s of islands %s",
+            found.term,
+            found.run_id,
+            [tuple(anchor.replaced) for anchor in found.anchors],
+            sorted({anchor.island for anchor in found.anchors}),
+        )
+        state = terms.first_state(self.policy, found)
+        made = self._durable(state, holder, before)
+        _commit(holder, found)
+        return made
 
-    def _durable(self, store: Store, state: State, found: int | None) -> MadeState:
-        versions = [fragment.version for fragment in state.fragments]
-        holder = self.holders.beginning(store, versions, state.term)
-        return self._saved(holder, state, -1 if found is None else found)
+    def _term(self, found: Found) -> journal.Term:
+        return journal.Term(
+            term=found.term,
+            name=found.name,
+            run_id=found.run_id,
+            versions=tuple(anchor.version for anchor in found.anchors),
+            sources=tuple(anchor.island for anchor in found.anchors),
+            replaced=tuple(anchor.replaced for anchor in found.anchors),
+            tokens=found.tokens,
+            next_position=found.next_position,
+            fingerprint=self.policy.fingerprint,
+            plan=self.plan.digest(),
+            parameters_digest=_digest(found),
+            environment=self._environment(),
+        )
 
-    def _saved(
-        self, holder: StoreHolder | WorkersHolder, state: State, after: int
+    def _environment(self) -> dict[str, Any]:
+        return make_store(self.config, self.plan, None).describe()
+
+    def _durable(
+        self, state: State, holder: StoreHolder | WorkersHolder, before: int | None
     ) -> MadeState:
-        """Make a new state durable. after: number of the last snapshot, if any."""
+        """Write the first snapshot of a run or a term, whose fragments are on disk."""
         # After the log's snapshot: where a log is, the run has begun.
+        after = -1 if before is None else before
         number = durable.next_number(self.workdir / run_files.LOG, after)
         with self.states.beginning():
             self.states.save(number, state)
         log = self.open_log(number)
         log.forget(number)
         return MadeState(state, holder, log)
+
+
+def _commit(holder: StoreHolder | WorkersHolder, found: Found) -> None:
+    """Make the anchors visible, whose term is on disk."""
+    for anchor in found.anchors:
+        holder.hold(Commit(fragment=anchor.fragment, version=anchor.version))
+
+
+def _digest(found: Found) -> str:
+    return digest_all(anchor.digest for anchor in found.anchors)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.fragments import Piece
+from diloco_jax.core.tiles import TileGrid, ballot_bytes
 
 Buffer = bytes | bytearray | memoryview
 
@@ -61,9 +62,21 @@ class PayloadLayout:
     @classmethod
     def of(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
         """Return the layout of these pieces, in this order."""
+        return cls._of(pieces, [codec.encoded_shape(p.shape) for p in pieces])
+
+    @classmethod
+    def of_ballots(cls, pieces: Sequence[Piece]) -> PayloadLayout:
+        """Return the layout of ballots about these pieces; see `tiles.ballot_of`."""
+        grids = [TileGrid.of(piece.shape) for piece in pieces]
+        shapes = [(*grid.grid, ballot_bytes(grid.elements)) for grid in grids]
+        return cls._of(pieces, shapes)
+
+    @classmethod
+    def _of(
+        cls, pieces: Sequence[Piece], shapes: Sequence[tuple[int, ...]]
+    ) -> PayloadLayout:
         placed, offset = [], 0
-        for piece in pieces:
-            shape = codec.encoded_shape(piece.shape)
+        for piece, shape in zip(pieces, shapes, strict=True):
             placed.append(Placed(piece, offset, math.prod(shape), shape))
             offset += placed[-1].nbytes
         return cls(tuple(placed))

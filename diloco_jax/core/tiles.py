@@ -12,6 +12,9 @@ tiles in a block: sums of squares are made tile by tile in f64, and added up exa
 
 By digests of its tiles an island checks a piece that another one sent. They are
 SHA-256, since a peer may lie: it would have to find other values with the same digest.
+A ballot tells about another island's anchor: of each tile its digest, which says
+whether both are the same, and a sample of its values, which says how far apart they
+are.
 """
 
 from __future__ import annotations
@@ -209,3 +212,53 @@ def tile_digests(tiles: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
         values = np.ascontiguousarray(tiles[index], "<f4")
         found[index] = np.frombuffer(hashlib.sha256(values.data).digest(), np.uint8)
     return found
+
+
+SAMPLED = 100
+"""Values of a tile of which a ballot has one; it has one of each tile at least."""
+
+
+def ballot_bytes(elements: int) -> int:
+    """Return the bytes of a ballot about a tile with that many elements."""
+    return DIGEST_BYTES + 4 * -(-elements // SAMPLED)
+
+
+def ballot_of(tiles: npt.NDArray[np.float32], sample: int) -> npt.NDArray[np.uint8]:
+    """Return a ballot about each tile: its digest, then some values at random.
+
+    Args:
+      tiles: f32[*grid, elements].
+      sample: the number with which they are drawn, the same places of each tile.
+
+    Returns:
+      uint8[*grid, ballot_bytes(elements)].
+    """
+    elements = tiles.shape[-1]
+    drawn = np.random.default_rng((sample, elements))
+    places = np.sort(drawn.choice(elements, -(-elements // SAMPLED), replace=False))
+    values = np.ascontiguousarray(tiles[..., places], "<f4").view(np.uint8)
+    return np.concatenate([tile_digests(tiles), values], axis=-1)
+
+
+def compare_ballots(
+    ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8], elements: int
+) -> tuple[bool, float]:
+    """Compare the ballots of two anchors about the tiles of one piece.
+
+    Args:
+      ours, theirs: uint8[*grid, ballot_bytes(elements)], drawn with one number.
+      elements: of a tile.
+
+    Returns:
+      True if all digests are equal; the sum of the squares of the difference, as far as
+      the sample shows it, infinite if a value is not finite.
+    """
+    equal = bool(np.array_equal(ours[..., :DIGEST_BYTES], theirs[..., :DIGEST_BYTES]))
+    here, there = (
+        np.ascontiguousarray(ballot[..., DIGEST_BYTES:]).view("<f4").astype(np.float64)
+        for ballot in (ours, theirs)
+    )
+    if not np.isfinite(there).all():
+        return equal, math.inf
+    squares = float(np.sum(np.square(here - there)))
+    return equal, squares * elements / here.shape[-1]

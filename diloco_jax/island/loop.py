@@ -35,6 +35,7 @@ from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending
+from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ class Stepping:
     decisions: Decisions
     pace: Pace
     timing: Timing
-    send_anchor: Callable[[int, Version], None]
-    """Sends a fragment's anchor at that version to where it was lost."""
+    send_anchor: Callable[[AnchorRequest, Version], None]
+    """Sends a fragment's anchor, which has that version, to who asks for it."""
     patience_s: float
     """Longest wait for data, and for an end that was announced."""
     checkpoints: Checkpoints | None = None
@@ -146,7 +147,7 @@ class Stepping:
             log_refused(self.boundary.act(self._seen, self.done))
             for asked in self._seen.anchors:
                 version = self.boundary.books.version(asked.fragment)
-                self.send_anchor(asked.fragment, version)
+                self.send_anchor(asked, version)
             if self._seen.save or self._seen.leaving:
                 self._save(final=self._seen.leaving)
             again = self._seen.again

@@ -51,7 +51,7 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.process import uncollected
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Watching
-from diloco_jax.protocol.messages import ProfileRequest
+from diloco_jax.protocol.messages import AnchorRequest, ProfileRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
@@ -221,9 +221,10 @@ class Parts(abc.ABC, Generic[L]):
             self.lanes.is_revoked,
         )
 
-    def _send_anchor(self, fragment: int, version: Version) -> None:
+    def _send_anchor(self, request: AnchorRequest, version: Version) -> None:
+        fragment = request.fragment
         anchor = self._exchange.anchor(fragment)
-        self.sender.put_anchor(fragment, version, anchor)
+        self.sender.put_anchor(fragment, version, anchor, request.sample)
 
 
 class Host(Parts[Loop]):

@@ -34,7 +34,8 @@ from diloco_jax.protocol.values import (
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """The version of a fragment that the lead's log has committed. digests: those of
+    """The version of a fragment that the lead's log has committed; NOTHING if its first
+    anchor has yet to come. digests: those of
     the publishes whose records the log still has, by number of the version."""
 
     fragment: int
@@ -66,7 +67,7 @@ class RestoredFragment(msgspec.Struct, frozen=True, kw_only=True):
 
 class LostFragment(msgspec.Struct, frozen=True, kw_only=True):
     """A fragment that cannot be brought to its committed version: its files are gone or
-    damaged. why: for people."""
+    damaged. why: for people; empty if it has yet to come."""
 
     fragment: int
     why: str
@@ -145,12 +146,17 @@ class Forget(Message, frozen=True, kw_only=True):
 
 class AwaitAnchor(Message, frozen=True, kw_only=True):
     """The fragment is lost here: its anchor comes from this island, and begins this
-    term of the fragment. No other is awaited any more."""
+    term of the fragment. No other is awaited any more.
+
+    With a sample, the island's ballot comes instead (`core/tiles.py`), and is
+    compared with the anchor that is here."""
 
     fragment: int
     island: str
     incarnation: int
     term: int
+    sample: int = 0
+    """The number with which the ballot's sample is drawn; 0: the whole anchor comes."""
 
 
 class AwaitTake(Message, frozen=True, kw_only=True):
@@ -188,7 +194,9 @@ class MergePrepared(Message, frozen=True, kw_only=True):
 
 class AnchorKept(Message, frozen=True, kw_only=True):
     """The awaited anchor has arrived, and is on disk as the fragment's first snapshot
-    in its new term. As for a merge, its record and `Commit` make it visible."""
+    in its new term. As for a merge, its record and `Commit` make it visible.
+
+    unfit: it is not, since some of its values are not finite."""
 
     fragment: int
     island: str
@@ -199,6 +207,21 @@ class AnchorKept(Message, frozen=True, kw_only=True):
     """The same number in the new term."""
     digest: str
     """Digest of Theta, which is the anchor."""
+    unfit: bool = False
+
+
+class AnchorCompared(Message, frozen=True, kw_only=True):
+    """An island's ballot has arrived, and was compared with the anchor that is here."""
+
+    fragment: int
+    island: str
+    incarnation: int
+    version: Version
+    """Version of the anchor on that island."""
+    equal: bool
+    """True if all digests are the same."""
+    apart: float
+    """Length of the difference, as far as the sample shows it."""
 
 
 class CycleKept(Message, frozen=True, kw_only=True):
@@ -236,6 +259,8 @@ class MergeDigested(Message, frozen=True, kw_only=True):
     fragment: int
     version: Version
     digest: str
+    anchor: str = ""
+    """Digest of the anchor, which islands have at that version."""
 
 
 class HolderTroubled(Message, frozen=True, kw_only=True):
@@ -248,6 +273,7 @@ FromHolder = (
     DeltaArrived
     | MergePrepared
     | AnchorKept
+    | AnchorCompared
     | CycleKept
     | MergesCompiled
     | MergeMeasured

@@ -112,6 +112,11 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     are not among them."""
     next_position: Annotated[int, Meta(ge=0, le=MOST_POSITION)] = 0
     """Position below which data was granted to any island, as the island last heard."""
+    term_name: Identifier = ""
+    """The random name of that term."""
+    changes: Annotated[tuple[Rate, ...], Meta(max_length=MAX_RECORDS)] = ()
+    """Median length of the change that a merge makes, by fragment, as far as the island
+    has heard of merges; 0: of none."""
     lead: Annotated[int, Meta(ge=0, le=LEAD)] = 0
     """Boundaries from a request to its take, for the island's hosts to agree on it: see
     `values.lead_of`."""
@@ -211,6 +216,11 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     workers: tuple[str, ...] = ()
     """HOST:PORT of every worker, for deltas and fragments; empty: the address of the
     coordinator itself."""
+    term_name: str = ""
+    """Drawn as the term opened: none comes twice with other values."""
+    anew: tuple[int, ...] = ()
+    """Fragments whose books began anew since the island's term: the log of that one is
+    gone."""
     next_position: Count = 0
     """As in `Progress`: where grants go on, for an island that outlives the coordinator
     before any other word of it."""
@@ -248,6 +258,8 @@ class Published(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True
     tick: int = -1
     verdict: Verdict = "none"
     reason: str = ""
+    change: float = 0.0
+    """Length of the change that the merge makes; 0: nobody has measured it."""
 
 
 class TakeVerdict(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -280,11 +292,13 @@ class Progress(Message, frozen=True, kw_only=True, tag=True):
 
 class AnchorRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Send the anchor of this fragment: the coordinator has lost its state, or a worker
-    the fragment."""
+    the fragment. With a sample, send a ballot of it, for that of another island."""
 
     fragment: int
     term: int = 0
-    """Term of the fragment that the anchor begins; 0: one of the run."""
+    """Term of the fragment that the anchor begins."""
+    sample: Count = 0
+    """As in `AwaitAnchor`."""
 
 
 class Watch(Message, frozen=True, kw_only=True, tag=True):

@@ -148,11 +148,13 @@ class Merged(Written, frozen=True, kw_only=True):
 
 
 class TermBegun(_OfIncarnation, frozen=True, kw_only=True, tag="term_begun"):
-    """A fragment that its worker had lost begins a new term, with this island's
-    anchor."""
+    """A fragment that its worker had lost begins the run's next term, with this
+    island's anchor."""
 
     fragment: int
     version: Version
+    name: str
+    """The random name of the term."""
     replaced: Version
     """Version of the anchor on the island."""
     lost_tokens: dict[str, int]
@@ -225,7 +227,6 @@ Why = Literal[
     "done",
     "too few islands can be asked",
     "quorum is out of reach",
-    "its worker has lost it",
 ]
 """Reason for a skipped tick. The first four name the fragment's phase."""
 

@@ -66,6 +66,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     payload_bytes: int
+    change: float = 0.0
+    """Length of the change that it makes; 0: unknown."""
 
 
 class Span(NamedTuple):

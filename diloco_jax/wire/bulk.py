@@ -59,6 +59,8 @@ class UploadStart(IslandCall, frozen=True, kw_only=True, tag=True, omit_defaults
     """Tiles of the fragment's payload that are sent; empty: all of them."""
     version: Version | None = None
     """None: a delta. Otherwise the f32 anchor of the island at this version."""
+    sample: Count = 0
+    """Not 0: a ballot of that anchor, with the sample drawn so (`tiles.ballot_of`)."""
 
 
 class FetchRequest(IslandCall, frozen=True, kw_only=True, tag=True, omit_defaults=True):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from diloco_jax.config import (
     OuterConfig,
@@ -22,7 +24,8 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.coordinator import summary
-from diloco_jax.coordinator.gatherer import Gatherer
+from diloco_jax.coordinator.anchor_search import AnchorSearch
+from diloco_jax.coordinator.holding.anchors import LostFragments
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.holding.publishes import Publishes
@@ -46,6 +49,7 @@ from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Timer
+from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial, restored
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
@@ -208,11 +212,47 @@ class Coordinator:
             self.lead._turn()
 
 
+class AnchorHolder:
+    """The real places of anchors; they are kept on no disk."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self.inbox = Inbox(LAYOUTS, rooms)
+        self.lost = LostFragments(
+            cast(Any, SimpleNamespace(plan=PLAN, first=self._first)),
+            cast(Any, SimpleNamespace(lost={0, 1}, begin_fragment=lambda *_: None)),
+            self.inbox,
+            threading.Event(),
+            submit=lambda job: job(),
+            tell=lambda told: self._tell(told),
+        )
+        self.upload_begin, self.upload_end = self.lost.begin, self.lost.end
+        self.hold = self.lost.expect
+
+    def answer(self, tell: Any, failed: Any) -> None:
+        self._tell = tell
+
+    def completed(self, hello: Any, message: Any) -> Any:
+        return message
+
+    def _first(self, fragment: int, values: Any) -> Any:
+        return {"anchor": [np.asarray(value).ravel() for value in values]}
+
+
+def searching(
+    config: PolicyConfig = CONFIG, names: frozenset[str] = frozenset(ADMITTED)
+) -> tuple[AnchorSearch, AnchorHolder]:
+    """A coordinator that has lost its state, and the holder of its anchors."""
+    holder = AnchorHolder(Rooms(1 << 20))
+    aim = Aim(lacking=(0, 1), names=names)
+    made = AnchorSearch(RUN, config, PLAN, aim, lambda run, term: cast(Any, holder))
+    return made, holder
+
+
 class Gathering:
-    """The real gatherer, likewise."""
+    """The real search, likewise."""
 
     def __init__(self) -> None:
-        self.handlers = Gatherer(RUN, CONFIG, PLAN, frozenset(ADMITTED))
+        self.handlers, self.holder = searching()
         self.thread = self.handlers._thread
         self.state = initial(CONFIG)
 

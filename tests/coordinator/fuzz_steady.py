@@ -11,6 +11,8 @@ from door_support import ADMITTED, LAYOUTS, PLAN, RUN
 from fuzz_support import UNIX, Move, World
 
 from diloco_jax.config import shared_fields
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.tiles import TileGrid, ballot_of
 from diloco_jax.protocol import messages
 from diloco_jax.wire import frames
 
@@ -149,12 +151,19 @@ class Steady:
         start = raw("UploadStart", {**self.identity(), **fields, "total": total})
         return Move("upload", self.name, (start, *chunked(values.tobytes())))
 
-    def _anchor(self, fragment: int) -> Move:
-        total = ANCHOR_BYTES[fragment]
+    def _anchor(self, fragment: int, sample: int) -> Move:
+        """All of it is 0; or a ballot of it."""
+        sent = bytes(ANCHOR_BYTES[fragment])
+        if sample:
+            layout = PayloadLayout.of_ballots(PLAN.fragments[fragment])
+            grids = [TileGrid.of(placed.piece.shape) for placed in layout.placed]
+            tiles = [np.zeros((*g.grid, g.elements), np.float32) for g in grids]
+            sent = bytes(layout.pack([ballot_of(each, sample) for each in tiles]))
+        total = len(sent)
         fields = {"fragment": fragment, "tick": -1, "offset": 0, "length": total}
-        fields |= {"total": total, "version": self.base[fragment]}
+        fields |= {"total": total, "version": self.base[fragment], "sample": sample}
         start = raw("UploadStart", {**self.identity(), **fields})
-        return Move("upload", self.name, (start, *chunked(bytes(total))))
+        return Move("upload", self.name, (start, *chunked(sent)))
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -190,7 +199,7 @@ class Steady:
                     if take is not None and take["tick"] == message.tick:
                         said.append(self._delta(message.fragment, message.tick))
                 case messages.AnchorRequest() if self.base:
-                    said.append(self._anchor(message.fragment))
+                    said.append(self._anchor(message.fragment, message.sample))
                 case messages.Published() | messages.TakeVerdict():
                     self._judged(message)
                 case messages.Progress():

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple, cast
 
 import grpc
 import msgspec
-from door_support import ADMITTED, CONFIG, LAYOUTS, PLAN, RUN, Coordinator
+from door_support import ADMITTED, CONFIG, LAYOUTS, Coordinator, searching
 from msgspec.structs import replace
 
-from diloco_jax.coordinator import gatherer as gathering_shell
+from diloco_jax.coordinator import anchor_search as gathering_shell
 from diloco_jax.coordinator import lead as engine_thread
 from diloco_jax.coordinator import service as answers
-from diloco_jax.coordinator.gatherer import Gatherer
+from diloco_jax.coordinator.anchor_search import AnchorSearch
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.coordinator import gathering
+from diloco_jax.protocol.coordinator import terms
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.wire import encoding, frames, principal
 from diloco_jax.wire.errors import ConnectionLost, Failure, WireError
@@ -165,7 +165,7 @@ class World:
         self._watch = IdleWatch("fuzz")
         self._server: Any = None
         self.coordinator: Coordinator | None = None
-        self.gatherer: Gatherer | None = None
+        self.gatherer: AnchorSearch | None = None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[World]:
@@ -187,7 +187,7 @@ class World:
                 config = replace(self._config, outage_budget_s=5.0)
                 # Without certificates any of them may speak for all.
                 names = {*ADMITTED, "late"} if self.scenario.secure else {"a", "b"}
-                self.gatherer = Gatherer(RUN, config, PLAN, frozenset(names))
+                self.gatherer, self._holder = searching(config, frozenset(names))
                 self._serve(self.gatherer)
             else:
                 self._lead(initial(self._config))
@@ -254,8 +254,10 @@ class World:
             assert self.gatherer is not None
             json.dumps(self.gatherer.status(), allow_nan=False)
             waiting = self.gatherer._sessions
-            inbox, most = self.gatherer._inbox, 2 * sum(x.total_bytes for x in LAYOUTS)
-            require(len(self.gatherer._arriving) <= 2 * len(LAYOUTS) * len(ADMITTED))
+            inbox = self._holder.inbox
+            most = 2 * len(ADMITTED) * sum(x.total_bytes for x in LAYOUTS)
+            awaited = len(self._holder.lost._arriving)
+            require(awaited <= len(LAYOUTS) * len(ADMITTED))
         else:
             made = self.coordinator
             made.keep_house(made.lead)
@@ -370,17 +372,17 @@ class World:
             self._listen(who, stream)
         if thread._failure is not None:
             raise Defect(f"an island ended the gathering: {thread._failure}")
-        elif self.gatherer._opened is not None:
-            opened = self.gatherer._opened
+        elif self.gatherer._found is not None:
+            found = self.gatherer._found
             for name in list(self.streams):
                 self.cut(name)
             with contextlib.suppress(queue.Empty):
                 while True:
                     thread._queue.get_nowait()
-            first = gathering.first_state(self._config, opened)
-            for fragment, version in enumerate(opened.versions):
-                arrays = self.store.arrays(fragment)
-                self.store.load(fragment, arrays, version)
+            first = terms.first_state(self._config, found)
+            for anchor in found.anchors:
+                arrays = self.store.arrays(anchor.fragment)
+                self.store.load(anchor.fragment, arrays, anchor.version)
             self._lead(first)
 
     def _listen(self, who: str, stream: Session) -> None:

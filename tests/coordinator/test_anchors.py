@@ -1,79 +1,130 @@
-"""Anchors of lost fragments: one island may send those of several at a time."""
+"""Anchors as they arrive at a holder: kept, refused, or compared with a ballot."""
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
+import math
+from typing import Any
 
 import numpy as np
 import pytest
+from door_support import PLAN, AnchorHolder, Rooms
 
-from diloco_jax.coordinator.holding.anchors import LostFragments, key_of, layouts_of
-from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
-from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.protocol.holding import AwaitAnchor, LostFragment
+from diloco_jax.coordinator.holding.anchors import layouts_of
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.tiles import TileGrid, ballot_of
+from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, Refused
 
-PLAN = plan_fragments({"x": (40,), "y": (30,)}, {"x": ("embed",), "y": ("embed",)}, 2)
 FRAGMENTS = PLAN.fragments
+SAMPLE = 7
+
+
+class Holder(AnchorHolder):
+    """Both fragments are lost; island a was asked for both."""
+
+    def __init__(self) -> None:
+        super().__init__(Rooms(100_000))
+        self.told: list[Any] = []
+        self.answer(self.told.append, None)
+        for fragment in range(2):
+            self.expect(fragment, "a")
+
+    def expect(self, fragment: int, island: str, sample: int = 0) -> None:
+        self.hold(
+            AwaitAnchor(
+                fragment=fragment, island=island, incarnation=1, term=2, sample=sample
+            )
+        )
+
+    def send(
+        self, fragment: int, island: str, value: float, number: int = 1, sample: int = 0
+    ) -> None:
+        """Send the anchor with one value everywhere, or a ballot of it."""
+        pieces = FRAGMENTS[fragment]
+        grids = [TileGrid.of(piece.shape) for piece in pieces]
+        tiles = [np.full((*g.grid, g.elements), value, "<f4") for g in grids]
+        layout = layouts_of(FRAGMENTS)[fragment]
+        encoded = [np.ascontiguousarray(each).view(np.uint8) for each in tiles]
+        if sample:
+            layout = PayloadLayout.of_ballots(pieces)
+            encoded = [ballot_of(each, sample) for each in tiles]
+        start = UploadStart(
+            run_id="r",
+            island=island,
+            incarnation=1,
+            session="s",
+            fragment=fragment,
+            tick=-1,
+            offset=0,
+            length=layout.total_bytes,
+            total=layout.total_bytes,
+            version=Version(1, number),
+            sample=sample,
+        )
+        place = self.upload_begin(start)
+        place[:] = bytes(layout.pack(encoded))
+        self.upload_end(start, place)
 
 
 @pytest.fixture
-def lost():
-    """Both fragments are lost; island a was asked for both."""
-    inbox = Inbox(layouts_of(FRAGMENTS), Rooms(10_000))
-    made = LostFragments(
-        SimpleNamespace(plan=SimpleNamespace(fragments=FRAGMENTS)),
-        SimpleNamespace(lost=set()),
-        inbox,
-        threading.Event(),
-        submit=lambda job: None,
-        tell=lambda told: None,
-    )
-    made.lose([LostFragment(fragment=f, why="a test") for f in range(2)])
-    for fragment in range(2):
-        made.expect(AwaitAnchor(fragment=fragment, island="a", incarnation=1, term=2))
-    return made
+def holder() -> Holder:
+    return Holder()
 
 
-def start_of(fragment: int) -> UploadStart:
-    size = layouts_of(FRAGMENTS)[fragment].total_bytes
-    return UploadStart(
-        run_id="r",
-        island="a",
-        incarnation=1,
-        session="s",
-        fragment=fragment,
-        tick=-1,
-        offset=0,
-        length=size,
-        total=size,
-        version=Version(1, 1),
-    )
+def test_one_island_may_send_those_of_several(holder: Holder) -> None:
+    holder.send(0, "a", 0.5)
+    holder.expect(0, "b")
+    holder.send(1, "a", 0.25)
+    assert [(t.fragment, t.island, t.version) for t in holder.told] == [
+        (0, "a", Version(2, 1)),
+        (1, "a", Version(2, 1)),
+    ]
+    assert holder.told[0].digest != holder.told[1].digest
 
 
-def send(lost: LostFragments, fragment: int) -> UploadStart:
-    start = start_of(fragment)
-    place = lost.begin(start)
-    place[:] = np.full(start.total, fragment, np.uint8).data
-    assert lost.end(start, place)
-    return start
+def test_a_later_version_replaces_what_came_of_an_earlier_one(holder: Holder) -> None:
+    holder.send(0, "a", 0.5, number=3)
+    holder.send(0, "a", 0.75, number=4)
+    assert [kept.replaced.number for kept in holder.told] == [3, 4]
 
 
-def test_another_anchor_of_the_same_island_stays(lost):
-    """It was dropped with the first one that was done, and the worker failed."""
-    first, second = send(lost, 0), send(lost, 1)
-    lost.expect(AwaitAnchor(fragment=0, island="b", incarnation=1, term=2))
-    with pytest.raises(KeyError):
-        lost._inbox.payload(key_of(first))
-    assert (lost._inbox.payload(key_of(second)) == 1).all()
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_kept(holder: Holder, value: float) -> None:
+    holder.send(0, "a", value)
+    (kept,) = holder.told
+    assert isinstance(kept, AnchorKept)
+    assert kept.unfit
+    assert not holder.lost._prepared
 
 
-def test_a_delta_of_a_lost_fragment_is_refused_and_an_anchor_nobody_awaits_waits(lost):
+@pytest.mark.parametrize(
+    ("value", "equal", "apart"), [(0.5, True, 0.0), (0.75, False, 0.25)]
+)
+def test_a_ballot_is_compared_with_the_anchor_that_is_here(
+    holder: Holder, value: float, equal: bool, apart: float
+) -> None:
+    holder.send(0, "a", 0.5)
+    holder.expect(0, "b", SAMPLE)
+    holder.send(0, "b", value, sample=SAMPLE)
+    elements = sum(math.prod(piece.shape) for piece in FRAGMENTS[0])
+    (compared,) = (told for told in holder.told if isinstance(told, AnchorCompared))
+    assert (compared.island, compared.equal) == ("b", equal)
+    assert compared.apart == pytest.approx(apart * math.sqrt(elements))
+
+
+def test_a_ballot_that_is_not_finite_is_infinitely_far(holder: Holder) -> None:
+    holder.send(0, "a", 0.5)
+    holder.expect(0, "b", SAMPLE)
+    holder.send(0, "b", math.nan, sample=SAMPLE)
+    assert math.isinf(holder.told[-1].apart)
+
+
+def test_what_nobody_awaits_waits_or_is_refused(holder: Holder) -> None:
     with pytest.raises(Refused, match="fragment 1 was lost here"):
-        lost.require_no_delta(1)
-    lost.expect(AwaitAnchor(fragment=1, island="b", incarnation=1, term=2))
+        holder.lost.require_no_delta(1)
     with pytest.raises(Busy, match="come again"):
-        lost.begin(start_of(1))
+        holder.send(0, "b", 0.5)
+    with pytest.raises(Busy, match="come again"):
+        holder.send(0, "a", 0.5, sample=SAMPLE)

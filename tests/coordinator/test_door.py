@@ -13,9 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import gathering
+from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.events import Disconnected, Said
-from diloco_jax.protocol.coordinator.gathering import Offered
+from diloco_jax.protocol.coordinator.search import Offered
 from diloco_jax.wire.errors import Refused, WireError
 
 # ---- what peers say ---------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_whatever_peers_say_a_gathering_coordinator_goes_on(all_said: Any) -> No
 def test_a_gatherer_that_fails_on_an_event_ends_that_session_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Any
 ) -> None:
-    step = gathering.step
+    step = anchors.step
 
     def fail(config: Any, state: Any, event: Any, now: float) -> Any:
         if isinstance(event, kind):
@@ -284,4 +284,4 @@ def test_an_anchor_is_taken_of_the_session_that_was_asked() -> None:
         peer.upload({**anchor, "session": "t"})
     peer.upload(anchor)
     made.run()
-    assert list(made.thread.state.got) == [0]
+    assert list(made.thread.state.claims) == [0]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import weakref
 from collections import Counter
 
 import numpy as np
 import pytest
-import tiny
 from engine_support import as_bytes
 from etils import epath
 from msgspec.structs import replace
@@ -24,7 +20,6 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
@@ -32,7 +27,6 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     restore,
 )
 from diloco_jax.coordinator.holding.publishes import Publishes
-from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import (
@@ -42,7 +36,6 @@ from diloco_jax.coordinator.snapshots import (
     versions,
 )
 from diloco_jax.coordinator.snapshots import states as numbers
-from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
@@ -287,48 +280,3 @@ def test_publishes_that_a_restart_has_read_are_not_kept_in_memory(
             b"".join(bytes(buffer) for buffer in source.buffers) for source in sources
         )
         assert served == wanted
-
-
-class Workers:
-    """Stands for the workers' processes, which restore what is on disk."""
-
-    def __init__(self, *arguments, over=False):
-        self.alive_as_they_restore = None
-        Workers.last = self
-
-    def restore(self, asked):
-        gc.collect()
-        self.alive_as_they_restore = Workers.watched() is not None
-
-    def end(self, stop_s):
-        pass
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_workers_restore_once_the_lead_holds_no_array(tmp_path, monkeypatch, given):
-    monkeypatch.setattr(origin, "WorkersHolder", Workers)
-    run = RunConfig(model=tiny.MODEL, sequence_length=tiny.SEQUENCE_LENGTH)
-    config = resolve_outer(
-        Config(
-            run=run,
-            islands={"a": IslandConfig(batch_size=2)},
-            placement=Placement(workers=2, insecure=True),
-        )
-    )
-    run = config.run
-    model = build(run)
-    plan = build_plan(run, model)
-    given = origin.first_pieces(run, model, tmp_path) if given else None
-    policy = policy_config(run, config.placement, "r", plan.sizes)
-    with contextlib.ExitStack() as opened:
-        tape = opened.enter_context(contextlib.closing(Tape(tmp_path / "tape")))
-        made, state = origin.initialise(
-            config, policy, model, plan, tape, tmp_path, given
-        )
-        assert not given
-        kept = KeptCycles(tmp_path, 1, {}, plan.sizes)
-        opened.callback(kept.close, 1.0)
-        Workers.watched = weakref.ref(made.arrays(0)["theta"][0])
-        makes = origin.Holders(config, plan, kept, tmp_path, "r", opened)
-        makes.beginning(made, [Version()] * len(state.fragments), state.term)
-        assert Workers.last.alive_as_they_restore is False

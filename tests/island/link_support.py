@@ -51,6 +51,7 @@ class Coordinator:
                 term=self.term,
                 resumed=False,
                 versions=self.welcome_versions,
+                anew=(0,) if self.term > 1 else (),
             )
         )
         self.hellos.put(hello)

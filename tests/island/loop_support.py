@@ -18,8 +18,8 @@ class Network:
     def forget(self, fragment, tick):
         self.forgotten.append((fragment, tick))
 
-    def send_anchor(self, fragment, version):
-        self.anchors.append((fragment, version, self.steps))
+    def send_anchor(self, asked, version):
+        self.anchors.append((asked.fragment, version, self.steps))
 
     def clock(self):
         return self.now

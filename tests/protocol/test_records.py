@@ -56,6 +56,7 @@ DURABLE = [
         **WHO,
         "fragment": 1,
         "version": [2, 6],
+        "name": "n",
         "replaced": [1, 6],
         "lost_tokens": {"a": 20},
         "digest": "feed",

@@ -27,10 +27,12 @@ from runtime_support import (
 )
 
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator.anchor_search import TornError
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.tiles import ballot_of
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.transformer import build
@@ -125,12 +127,47 @@ def offer(config: Config, island: str, *numbers: int, **fields: Any) -> messages
     return hello(config, island, **{**defaults, **fields})
 
 
-def anchor(config: Config, fragment: int, value: float) -> bytes:
-    """One value everywhere."""
+def anchor(config: Config, fragment: int, value: float, sample: int = 0) -> bytes:
+    """One value everywhere; or a ballot of that."""
     pieces = plan_of(config).fragments[fragment]
     codec = get_codec("f32")
-    arrays = [codec.encode(jnp.full(p.shape, value)) for p in pieces]
-    return bytes(PayloadLayout.of(codec, pieces).pack(arrays))
+    arrays = [np.asarray(codec.encode(jnp.full(p.shape, value))) for p in pieces]
+    if not sample:
+        return bytes(PayloadLayout.of(codec, pieces).pack(arrays))
+    ballots = [ballot_of(array.view("<f4"), sample) for array in arrays]
+    return bytes(PayloadLayout.of_ballots(pieces).pack(ballots))
+
+
+class Answering:
+    """An island that sends what it is asked for, until its stream ends. values: of its
+    anchors, by fragment; it says at which version each is."""
+
+    def __init__(
+        self,
+        config: Config,
+        at: Client,
+        who: messages.Hello,
+        stream: ControlStream,
+        value: Any = lambda fragment: 0.5,
+    ) -> None:
+        self.whole = list[int]()
+        """Fragments that it was asked for in whole."""
+        self._config, self._at, self._who, self._stream = config, at, who, stream
+        self._value = value
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        with contextlib.suppress(WireError, AssertionError):
+            while True:
+                asked = await_message(self._stream, messages.AnchorRequest)
+                fragment, sample = asked.fragment, asked.sample
+                if not sample:
+                    self.whole.append(fragment)
+                sent = anchor(self._config, fragment, self._value(fragment), sample)
+                version = self._who.versions[fragment]
+                start = announced(self._who, fragment, version, len(sent), sample)
+                self._at.transfers.upload(start, sent)
 
 
 def plan_of(config: Config) -> Any:
@@ -138,7 +175,11 @@ def plan_of(config: Config) -> Any:
 
 
 def announced(
-    who: messages.Hello, fragment: int, version: Version | None, total: int
+    who: messages.Hello,
+    fragment: int,
+    version: Version | None,
+    total: int,
+    sample: int = 0,
 ) -> bulk.UploadStart:
     return bulk.UploadStart(
         run_id=RUN_ID,
@@ -151,6 +192,7 @@ def announced(
         length=total,
         total=total,
         version=version,
+        sample=sample,
     )
 
 
@@ -189,18 +231,13 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             at_a.transfers.upload(announced(a, 0, Version(1, 3), len(payload)), payload)
         assert not workdir.exists(), "nothing is written before"
         to_b = at_b.open_control(b)
-        for stream, at, who, version in (
-            (to_b, at_b, b, Version(1, 4)),
-            (to_a, at_a, a, Version(1, 5)),
-        ):
-            asked = await_message(stream, messages.AnchorRequest)
-            payload = anchor(config, asked.fragment, 0.5 + asked.fragment)
-            with pytest.raises(Refused, match="not asked for"):
-                at.transfers.upload(announced(who, asked.fragment, None, 8), bytes(8))
-            start = announced(who, asked.fragment, version, len(payload))
-            at.transfers.upload(start, payload)
+        with pytest.raises(Refused, match="not asked for"):
+            at_b.transfers.upload(announced(b, 0, None, 8), bytes(8))
+        from_b = Answering(config, at_b, b, to_b, lambda fragment: 0.5 + fragment)
+        from_a = Answering(config, at_a, a, to_a, lambda fragment: 0.5 + fragment)
         service = made.started()
         assert read_facts(workdir).run_id == RUN_ID
+        assert (from_a.whole, from_b.whole) == ([1], [0])
         (term,) = read_tape(workdir / "tape.jsonl")
         assert (term["kind"], term["term"], term["tokens"]) == ("term", 2, TOKENS)
         assert term["from"] == ["b", "a"]
@@ -280,7 +317,8 @@ def test_anchors_of_bands_make_their_tensors_again(text, tmp_path):
     ):
         a = offer(config, "a", *range(1, FRAGMENTS + 1))
         to_a = at_a.open_control(a)
-        at_b.open_control(offer(config, "b", *[0] * FRAGMENTS))
+        b = offer(config, "b", *[0] * FRAGMENTS)
+        Answering(config, at_b, b, at_b.open_control(b))
         for _ in range(FRAGMENTS):
             asked = await_message(to_a, messages.AnchorRequest).fragment
             pieces = plan.fragments[asked]
@@ -320,13 +358,11 @@ def test_an_island_of_another_config_or_run_ends_no_gathering(
         a = offer(config, "a", 3, 5)
         to_a = at_a.open_control(a)
         assert to_a.welcome.term == 0
-        at_b.open_control(offer(config, "b", 2, 4, incarnation=2))
+        b = offer(config, "b", 2, 4, incarnation=2)
+        to_b = at_b.open_control(b)
         assert len(at_b.status(PATIENCE_S)["alerts"]) == 1, "it fits now"
-        for _ in a.versions:
-            asked = await_message(to_a, messages.AnchorRequest).fragment
-            payload = anchor(config, asked, 0.5)
-            start = announced(a, asked, a.versions[asked], len(payload))
-            at_a.transfers.upload(start, payload)
+        Answering(config, at_b, b, to_b)
+        Answering(config, at_a, a, to_a)
         made.started()
     (term,) = read_tape(tmp_path / "run" / "tape.jsonl")
     assert (term["term"], term["from"]) == (2, ["a", "a"])
@@ -345,3 +381,26 @@ def test_if_no_islands_config_fits_the_coordinators_may_be_wrong(config, tmp_pat
         with pytest.raises(ConfigError, match=r"another there.*this coordinator that"):
             made.started()
     assert not (tmp_path / "run").exists()
+
+
+def test_two_islands_that_differ_end_the_coordinator_unless_one_is_trusted(
+    config, tmp_path, monkeypatch
+):
+    quick = placed(config, time_budget_s=4.0, outage_budget_s=4.0)
+    for trusted in ("", "b"):
+        monkeypatch.setattr(Coordinator, "trusted", trusted)
+        with (
+            starting(quick, tmp_path / f"run{trusted}") as made,
+            client(made.address) as at_a,
+            client(made.address) as at_b,
+        ):
+            a, b = offer(config, "a", 3, 5), offer(config, "b", 3, 5)
+            Answering(config, at_a, a, at_a.open_control(a), lambda f: 0.5)
+            Answering(config, at_b, b, at_b.open_control(b), lambda f: 0.75)
+            if trusted:
+                made.started()
+            else:
+                with pytest.raises(TornError, match="'a' and 'b' have two anchors"):
+                    made.started()
+    (term,) = read_tape(tmp_path / "runb" / "tape.jsonl")
+    assert term["from"] == ["b", "b"]

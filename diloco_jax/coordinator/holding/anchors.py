@@ -1,17 +1,22 @@
-"""Islands' anchors as they arrive: for a lost state, or for fragments that a holder has
-lost.
+"""Islands' anchors as they arrive for fragments that a holder does not have: after it
+has lost them, after the coordinator has lost the run, or before a run begins.
+
+One island is awaited for the anchor of a fragment. Then others may be for their
+ballots, which are compared with that anchor (`protocol/coordinator/anchors.py`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import msgspec
+import jax.numpy as jnp
 
 from diloco_jax.coordinator.holding.fragment_snapshots import Saver
 from diloco_jax.coordinator.holding.inbox import Inbox
@@ -19,8 +24,10 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Piece, digest_arrays
 from diloco_jax.core.payload import Buffer, PayloadLayout
+from diloco_jax.core.tiles import TileGrid, ballot_of, compare_ballots
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
+    AnchorCompared,
     AnchorKept,
     AwaitAnchor,
     HolderTroubled,
@@ -52,20 +59,22 @@ def values_of(layout: PayloadLayout, payload: Buffer) -> list[jax.Array]:
     ]
 
 
-def keyed(start: bulk.UploadStart) -> bulk.UploadStart:
-    """Use the version as the tick, so that anchors of two versions are kept apart."""
-    assert start.version is not None
-    return msgspec.structs.replace(start, tick=start.version.number)
+@dataclasses.dataclass
+class _Arriving:
+    """What is awaited of one island, and what has come of it at one version."""
 
+    awaited: AwaitAnchor
+    inbox: Inbox
+    version: Version | None = None
 
-def key_of(start: bulk.UploadStart) -> DeltaKey:
-    """Return the key of an anchor in an inbox."""
-    tick = keyed(start).tick
-    return DeltaKey(start.island, start.incarnation, start.fragment, tick)
+    def payload(self, start: bulk.UploadStart) -> Buffer:
+        """Return the bytes that have arrived."""
+        key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
+        return self.inbox.payload(key).data
 
 
 class LostFragments:
-    """The fragments that a holder has lost, until anchors take their places.
+    """The fragments that a holder does not have, until anchors take their places.
 
     Thread-safe: messages come from one thread, islands' bytes from many.
     """
@@ -77,16 +86,15 @@ class LostFragments:
         deltas: Inbox,
         closing: threading.Event,
         submit: Callable[[Callable[[], None]], None],
-        tell: Callable[[AnchorKept | HolderTroubled], None],
+        tell: Callable[[AnchorKept | AnchorCompared | HolderTroubled], None],
     ) -> None:
         """saver: knows which are lost. deltas: an inbox for the same place. closing:
         set at the end. submit: has a function called on a thread for long work."""
         self._store, self._saver, self._deltas = store, saver, deltas
         self._closing = closing
         self._submit, self._tell = submit, tell
-        self._awaited: dict[int, AwaitAnchor] = {}
-        self._begun: dict[int, set[DeltaKey]] = {}
-        """Anchors in the inbox, by fragment: one island may send those of several."""
+        self._arriving: dict[tuple[int, str], _Arriving] = {}
+        """By fragment and island."""
         self._begins = threading.Lock()
         self._prepared: dict[int, tuple[Version, dict[str, list[Any]]]] = {}
         self._keeping = threading.Lock()
@@ -96,22 +104,28 @@ class LostFragments:
         return layouts_of(self._store.plan.fragments)
 
     @functools.cached_property
-    def _inbox(self) -> Inbox:
-        return self._deltas.beside(self._layouts)
+    def _ballots(self) -> list[PayloadLayout]:
+        return [PayloadLayout.of_ballots(f) for f in self._store.plan.fragments]
 
     # ---- what the lead says ---------------------------------------------------------
 
     def lose(self, fragments: Sequence[LostFragment]) -> None:
         """Note that these fragments are lost."""
         for lost in fragments:
-            logger.error("fragment %d is lost here: %s", lost.fragment, lost.why)
+            if lost.why:
+                logger.error("fragment %d is lost here: %s", lost.fragment, lost.why)
             self._saver.lost.add(lost.fragment)
 
     def expect(self, awaited: AwaitAnchor) -> None:
-        """Await the anchor of one island for a lost fragment, and no other."""
-        self._drop(awaited.fragment)
-        assert self._inbox is not None  # Made on this thread, before bytes come.
-        self._awaited[awaited.fragment] = awaited
+        """Await the anchor of one island for a lost fragment, and no other; or the
+        ballot of one about the anchor that is here."""
+        if not awaited.sample:
+            self._drop(awaited.fragment)
+            self._prepared.pop(awaited.fragment, None)
+        layouts = self._ballots if awaited.sample else self._layouts
+        arriving = _Arriving(awaited, self._deltas.beside(layouts))
+        with self._begins:
+            self._arriving[awaited.fragment, awaited.island] = arriving
 
     def commit(self, fragment: int) -> None:
         """Make the prepared anchor visible: the fragment is not lost any more."""
@@ -145,53 +159,100 @@ class LostFragments:
 
         Raises Busy for another island's while the fragment is lost: the lead may be
         about to ask for it. Raises Refused otherwise."""
-        awaited = self._awaited.get(start.fragment)
-        if awaited is not None and (awaited.island, awaited.incarnation) == (
-            start.island,
-            start.incarnation,
-        ):
-            return awaited.term
+        return self._of(start).awaited.term
+
+    def begin(self, start: bulk.UploadStart) -> memoryview:
+        """Return the place of a stripe of an awaited anchor; see `Inbox.begin`. One at
+        another version begins anew."""
+        arriving = self._of(start)
+        with self._begins:
+            if arriving.version is None or arriving.version != start.version:
+                layouts = self._ballots if start.sample else self._layouts
+                arriving.version = start.version
+                arriving.inbox = self._deltas.beside(layouts)
+            inbox = arriving.inbox
+        return inbox.begin(start)
+
+    def end(self, start: bulk.UploadStart, place: memoryview) -> bool:
+        """Accept a stripe in its place; after the last one keep the anchor, or compare
+        the ballot."""
+        with self._begins:
+            arriving = self._arriving.get((start.fragment, start.island))
+            if arriving is None or arriving.version != start.version:
+                return False
+            inbox = arriving.inbox
+        if not inbox.end(start, place):
+            return False
+        act = self._compare if start.sample else self._keep
+        self._submit(lambda: self._one_by_one(act, arriving, start))
+        return True
+
+    def _of(self, start: bulk.UploadStart) -> _Arriving:
+        found = self._arriving.get((start.fragment, start.island))
+        if found is not None:
+            awaited = found.awaited
+            asked = (awaited.incarnation, awaited.sample)
+            if asked == (start.incarnation, start.sample):
+                return found
         self.require_here(start.fragment)
         raise Refused(
             "anchor", f"nobody asked for the anchor of fragment {start.fragment}"
         )
 
-    def begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a stripe of an awaited anchor; see `Inbox.begin`."""
-        self.term_of(start)
-        with self._begins:
-            self._begun.setdefault(start.fragment, set()).add(key_of(start))
-        return self._inbox.begin(keyed(start))
-
-    def end(self, start: bulk.UploadStart, place: memoryview) -> bool:
-        """Accept a stripe in its place; keep the anchor after the last one."""
-        if not self._inbox.end(keyed(start), place):
-            return False
-        awaited = self._awaited.get(start.fragment)
-        if awaited is not None:
-            self._submit(lambda: self._keep_one(awaited, start))
-        return True
-
-    def _keep_one(self, awaited: AwaitAnchor, start: bulk.UploadStart) -> None:
+    def _one_by_one(
+        self,
+        act: Callable[[_Arriving, bulk.UploadStart, Version], None],
+        arriving: _Arriving,
+        start: bulk.UploadStart,
+    ) -> None:
         # One after the other: that which is awaited last is written last.
-        with self._keeping:
-            self._keep(awaited, start)
-
-    def _keep(self, awaited: AwaitAnchor, start: bulk.UploadStart) -> None:
-        """Write the anchor as the first snapshot of the fragment's new term."""
-        fragment = awaited.fragment
-        if self._awaited.get(fragment) is not awaited:
-            return  # Another island was asked meanwhile.
         assert start.version is not None
-        payload = self._inbox.payload(key_of(start))
-        values = values_of(self._layouts[fragment], payload.data)
-        arrays = self._store.first(fragment, values)
-        version = Version(awaited.term, start.version.number)
-        told = False
+        with self._keeping:
+            if self._is_awaited(arriving):
+                act(arriving, start, start.version)
+
+    def _is_awaited(self, arriving: _Arriving) -> bool:
+        awaited = arriving.awaited
+        return self._arriving.get((awaited.fragment, awaited.island)) is arriving
+
+    def _keep(
+        self, arriving: _Arriving, start: bulk.UploadStart, replaced: Version
+    ) -> None:
+        """Write the anchor as the first snapshot of the fragment's new term."""
+        awaited = arriving.awaited
+        fragment = awaited.fragment
+        values = values_of(self._layouts[fragment], arriving.payload(start))
+        fit = all(bool(jnp.isfinite(value).all()) for value in values)
+        version, digest = Version(awaited.term, replaced.number), ""
+        if fit:
+            arrays = self._store.first(fragment, values)
+            digest = digest_arrays(arrays["anchor"])
+            if not self._write(arriving, version, arrays):
+                return
+            self._prepared[fragment] = version, arrays
+            arriving.inbox = self._deltas.beside(self._layouts)  # Frees the bytes.
+        give_memory_back()
+        kept = AnchorKept(
+            fragment=fragment,
+            island=awaited.island,
+            incarnation=awaited.incarnation,
+            replaced=replaced,
+            version=version,
+            digest=digest,
+            unfit=not fit,
+        )
+        self._tell(kept)
+
+    def _write(
+        self, arriving: _Arriving, version: Version, arrays: dict[str, list[Any]]
+    ) -> bool:
+        """Write an anchor, however often that takes; return False once it is not
+        awaited any more."""
+        fragment, told = arriving.awaited.fragment, False
         while True:
             try:
                 self._saver.begin_fragment(fragment, version, arrays)
-                break
+                return True
             except OSError as error:
                 if not told:
                     text = (
@@ -200,24 +261,38 @@ class LostFragments:
                     self._tell(HolderTroubled(text=f"{text}; free some space there"))
                 told = True
             ended = self._closing.wait(WRITE_AGAIN_S)
-            if ended or self._awaited.get(fragment) is not awaited:
-                return
-        self._prepared[fragment] = version, arrays
-        give_memory_back()
-        kept = AnchorKept(
+            if ended or not self._is_awaited(arriving):
+                return False
+
+    def _compare(
+        self, arriving: _Arriving, start: bulk.UploadStart, version: Version
+    ) -> None:
+        """Compare a ballot with the anchor that is here."""
+        fragment, awaited = start.fragment, arriving.awaited
+        if fragment not in self._prepared:
+            return
+        layout = self._ballots[fragment]
+        ballots = layout.unpack(arriving.payload(start))
+        anchors = self._prepared[fragment][1]["anchor"]
+        equal, squares = True, 0.0
+        for placed, theirs, anchor in zip(layout.placed, ballots, anchors, strict=True):
+            grid = TileGrid.of(placed.piece.shape)
+            tiles = anchor.reshape(*grid.grid, grid.elements)
+            ours = ballot_of(tiles, awaited.sample)
+            same, apart = compare_ballots(ours, theirs, grid.elements)
+            equal, squares = equal and same, squares + apart
+        compared = AnchorCompared(
             fragment=fragment,
             island=awaited.island,
             incarnation=awaited.incarnation,
-            replaced=start.version,
             version=version,
-            digest=digest_arrays(arrays["theta"]),
+            equal=equal,
+            apart=math.sqrt(squares),
         )
-        self._tell(kept)
+        self._tell(compared)
 
     def _drop(self, fragment: int) -> None:
         """Await no anchor of the fragment; free what came of it."""
-        self._awaited.pop(fragment, None)
         with self._begins:
-            begun = self._begun.pop(fragment, set())
-        for key in begun:
-            self._inbox.drop(key)
+            for key in [key for key in self._arriving if key[0] == fragment]:
+                del self._arriving[key]

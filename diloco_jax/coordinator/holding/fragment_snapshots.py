@@ -45,7 +45,7 @@ from diloco_jax.protocol.holding import (
     RestoredFragment,
     RestoreFragments,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, Version
+from diloco_jax.protocol.values import FIRST_VERSION, NOTHING, Version
 
 logger = logging.getLogger(__name__)
 
@@ -254,15 +254,18 @@ def restore(
     """Bring every fragment to the version that the lead's log has committed. Delete the
     publishes beyond it: their merges never were.
 
-    A fragment of which no snapshot reads, or a committed publish is missing or damaged,
-    is lost. Raises ConfigError for a snapshot of another run, and StorageAway if a
-    bucket does not answer.
+    A fragment at version NOTHING has yet to come. One of which no snapshot reads, or a
+    committed publish is missing or damaged, is lost. Raises ConfigError for a snapshot
+    of another run, and StorageAway if a bucket does not answer.
     """
     committed = asked.fragments
     discarded = publishes.discard({c.fragment: c.version for c in committed})
     found, lost = [], []
     with bar(Console(stderr=True), "restoring the fragments") as report:
         for done, fragment in enumerate(committed, start=1):
+            if fragment.version == NOTHING:
+                lost.append(LostFragment(fragment=fragment.fragment, why=""))
+                continue
             try:
                 found.append(_restored(fragment, store, snapshots, publishes))
             except (storage.SealedError, durable.DurableError) as error:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from diloco_jax import checkpoint, machine, run_files
 from diloco_jax.config import Config
@@ -394,6 +395,8 @@ class StoreHolder:
         prepared = self._writing.write(merge, merged, self._closing.is_set)
         if prepared is None:
             return
+        change = merged.norm * (merged.measures.step_ratio or 1.0)
+        prepared = replace(prepared, change=change)
         self.faults.fire(self._committed + 1, prepared=True)
         self._prepared[merge.fragment] = PreparedMerge(merge, merged, seconds)
         self._tell(
@@ -408,6 +411,7 @@ class StoreHolder:
             fragment=merge.fragment,
             version=merge.version,
             digest=digest_arrays(merged.state.theta),
+            anchor=digest_arrays(merged.state.anchor),
         )
         self.store.expire_pins()
         give_memory_back()

@@ -30,7 +30,6 @@ from diloco_jax.coordinator.workers.led import LedWorker, Shown
 from diloco_jax.core.fragments import FragmentPlan, digest_all, digest_arrays
 from diloco_jax.files import is_bucket, write_json
 from diloco_jax.machine import give_memory_back
-from diloco_jax.protocol.coordinator.events import FragmentsLost
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
     AllSaved,
@@ -65,7 +64,7 @@ from diloco_jax.wire.errors import Busy, WireError
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[FromHolder | FragmentsLost], None]
+Tell = Callable[[FromHolder], None]
 
 
 class WorkersHolder:
@@ -101,8 +100,6 @@ class WorkersHolder:
         self._whose = checkpoint.whose(config.run, run_id, plan)
         self._tell: Tell = lambda _: None
         self._failed: Callable[[BaseException], None] = lambda _: None
-        self._lost: dict[int, tuple[int, ...]] = {}
-        """Fragments that workers had lost at the start."""
         start = _next_start(workdir)
         fields = dataclasses.asdict(config)
         self._workers = [
@@ -159,8 +156,6 @@ class WorkersHolder:
         failed: called with the error of a worker whose line broke.
         """
         self._tell, self._failed = tell, failed
-        for worker, lost in self._lost.items():
-            tell(FragmentsLost(worker=worker, fragments=lost))
         self._begun.set()
 
     def hold(self, message: ToHolder) -> None:
@@ -197,9 +192,6 @@ class WorkersHolder:
             own = tuple(c for c in asked.fragments if self._dealt[c.fragment] == number)
             worker.start(replace(asked, fragments=own))
         restored = [worker.restored(first=asked.first) for worker in self._workers]
-        for number, one in enumerate(restored):
-            if one.lost:
-                self._lost[number] = tuple(f.fragment for f in one.lost)
         fragments = [fragment for one in restored for fragment in one.fragments]
         for fragment in fragments:
             self.digests[fragment.fragment] = fragment.digest

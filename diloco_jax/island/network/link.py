@@ -388,7 +388,7 @@ class Link:
         now = time.monotonic()
         reporting = Reporting(self._deadlines.report_s, now)
         self._connection = _Connection(stream=stream, began=now, reporting=reporting)
-        if 0 < before.term < stream.welcome.term:
+        if before.term and stream.welcome.anew:
             logger.warning(
                 "the coordinator lost its state: term %d begins", stream.welcome.term
             )

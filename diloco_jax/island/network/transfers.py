@@ -20,8 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
+from diloco_jax.core.tiles import ballot_of
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.island.device.exchange import Exchange
@@ -61,11 +63,14 @@ class _Parcel:
     """Monotonic time of the next attempt, while it is due."""
     attempts: int = 0
     """Attempts that failed since it was put, or asked for again."""
+    sample: int = 0
+    """Not 0: a ballot of the anchor is sent."""
 
     def __str__(self) -> str:
         if self.version is None:
             return f"delta of fragment {self.fragment}, tick {self.tick}"
-        return f"anchor of fragment {self.fragment}, version {tuple(self.version)}"
+        what = "ballot of the anchor" if self.sample else "anchor"
+        return f"{what} of fragment {self.fragment}, version {tuple(self.version)}"
 
 
 class Sender:
@@ -111,11 +116,16 @@ class Sender:
         self._put(_Parcel(fragment, tick, None, encoded))
 
     def put_anchor(
-        self, fragment: int, version: Version, encoded: tuple[Any, ...]
+        self,
+        fragment: int,
+        version: Version,
+        encoded: tuple[Any, ...],
+        sample: int = 0,
     ) -> None:
-        """Send an anchor once, before any delta. It is encoded as a delta is, in
-        f32."""
-        self._put(_Parcel(fragment, -1, version, encoded))
+        """Send an anchor once, before any delta, or a ballot of it. It is encoded as a
+        delta is, in f32.
+        """
+        self._put(_Parcel(fragment, -1, version, encoded, sample=sample))
 
     def resend(self, request: ResendRequest) -> None:
         """Send the delta of this take again, if the sender still has it."""
@@ -194,6 +204,7 @@ class Sender:
             total=len(parcel.payload),
             part=parcel.part,
             version=parcel.version,
+            sample=parcel.sample,
         )
         try:
             nbytes = self._transfers.upload(start, parcel.payload)
@@ -234,14 +245,24 @@ class Sender:
         for array in parcel.arrays:  # All copies begin before one is waited for.
             array.copy_to_host_async()
         if all(array.is_fully_addressable for array in parcel.arrays):
-            arrays = [np.asarray(array) for array in parcel.arrays]
-            layouts = self._layouts[parcel.version is not None]
-            parcel.payload = layouts[parcel.fragment].pack(arrays)
+            arrays = [_sent(parcel, array) for array in parcel.arrays]
+            layout = self._layouts[parcel.version is not None][parcel.fragment]
+            if parcel.sample:
+                layout = PayloadLayout.of_ballots([p.piece for p in layout.placed])
+            parcel.payload = layout.pack(arrays)
         else:
             shards = held(parcel.arrays)
             parcel.part = tuple(box for box, _ in shards)
-            parcel.payload = b"".join(np.asarray(data).tobytes() for _, data in shards)
+            parcel.payload = b"".join(_sent(parcel, d).tobytes() for _, d in shards)
         parcel.arrays = ()
+
+
+def _sent(parcel: _Parcel, encoded: Any) -> npt.NDArray[np.uint8]:
+    """Return the encoded tiles as they are sent: ballots of an anchor's, if asked."""
+    tiles: npt.NDArray[np.uint8] = np.asarray(encoded)
+    if not parcel.sample:
+        return tiles
+    return ballot_of(np.ascontiguousarray(tiles).view("<f4"), parcel.sample)
 
 
 def _key(parcel: _Parcel) -> tuple[int, bool]:

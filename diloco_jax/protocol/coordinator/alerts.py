@@ -141,14 +141,6 @@ def at_end(config: PolicyConfig, state: State) -> list[Effect]:
 
     To be called at the end of the flush, before open steps are booked as lost.
     """
-    raised: list[Effect] = []
-    if state.lost:
-        text = (
-            f"the run ended without a last merge of fragments {list(state.lost)}: "
-            f"their worker had lost them, and no island gave them back within "
-            f"{config.flush_s + config.outage_budget_s:g} s; look at its log"
-        )
-        raised.append(Alert(text=text))
     open_steps = {
         name
         for name, island in sorted(state.islands.items())
@@ -157,13 +149,13 @@ def at_end(config: PolicyConfig, state: State) -> list[Effect]:
         if fragment.accounts[name].start < island.steps
     }
     if not open_steps:
-        return raised
+        return []
     text = (
         f"the run ended without all that {', '.join(sorted(open_steps))} computed: for "
         f"{config.flush_s:g} s no delta came, and the open steps are lost (finished); "
         f"look at their logs and links; a longer placement.time_budget_s waits longer"
     )
-    return [*raised, Alert(text=text)]
+    return [Alert(text=text)]
 
 
 NAMED = 8

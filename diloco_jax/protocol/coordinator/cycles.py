@@ -101,10 +101,7 @@ def forgotten(state: State) -> State:
 
 
 def is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) -> bool:
-    """Tell whether no merge of the cycle can follow the fragment's version, and its
-    worker has it, to keep it."""
-    if fragment.lost is not None:
-        return False
+    """Tell whether no merge of the cycle can follow the fragment's version."""
     turn = (cycle - 1) * config.fragments + fragment.index + 1
     if fragment.phase in ("open", "merging"):
         return fragment.tick > turn

@@ -24,7 +24,6 @@ from diloco_jax.protocol.coordinator import (
     fragments,
     leases,
     ledger,
-    lost_fragments,
     members,
     quarantine,
     schedule,
@@ -35,7 +34,6 @@ from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Effect,
     Event,
-    FragmentsLost,
     KeepAsked,
     MachineSlept,
     Note,
@@ -58,7 +56,6 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
 )
 from diloco_jax.protocol.holding import (
-    AnchorKept,
     CycleKept,
     DeltaArrived,
     MergePrepared,
@@ -110,11 +107,6 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = fragments.prepared(config, state, event, now)
             if now < state.deadline:  # Later steps of who is in it are yet to come.
                 state = _waits_longer(config, state, now)
-        case AnchorKept():
-            state, effects = _anchor_kept(config, state, event, now)
-        case FragmentsLost():
-            state, effects = lost_fragments.lose(config, state, event, now)
-            state = _waits_longer(config, state, now)
         case MachineSlept(seconds=seconds):
             state, effects = claims.slept(state, seconds), []
         case Timer():
@@ -122,8 +114,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     state, expired = members.expire(state, now, ending.late_s(config, state))
     state, turned = quarantine.turn_away(config, state)
     state, moved = _advance(config, before, state, now)
-    state, asks = lost_fragments.advance(config, state, now)
-    effects = [*effects, *expired, *turned, *moved, *asks]
+    effects = [*effects, *expired, *turned, *moved]
     state, judged = quarantine.advance(config, state, effects)
     state, keeps = cycles.advance(config, before, state)
     state, watches = cycles.watch(config, before, state)
@@ -143,12 +134,6 @@ def next_deadline(state: State, now: float) -> float | None:
     for index in state.fragments.open_ones:
         at = state.fragments[index].closes_at
         if at is not None and now < at < soonest:
-            soonest = at
-    for index in state.lost:
-        lost = state.fragments[index].lost
-        assert lost is not None
-        at = lost_fragments.deadline(lost)
-        if now < at < soonest:
             soonest = at
     soonest = min(soonest, ending.soonest(state, now))
     return None if soonest == math.inf else soonest
@@ -271,17 +256,6 @@ def _arrived(
     return state, effects + asks
 
 
-def _anchor_kept(
-    config: PolicyConfig, state: State, event: AnchorKept, now: float
-) -> Step:
-    before = state.fragments
-    state, effects = lost_fragments.kept(config, state, event)
-    if state.fragments is not before:
-        # As after a delta: its last takes are yet to come.
-        state = _waits_longer(config, state, now)
-    return state, effects
-
-
 def _waits_longer(config: PolicyConfig, state: State, now: float) -> State:
     """Count the wait of a flush that is under way from now."""
     if state.phase != "flushing":
@@ -339,9 +313,7 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
         tick, fleet = state.tick, Fleet(config, state)
         counted = state.islands.standing.counted
         found: list[Effect]
-        if fragment.lost is not None:
-            found = [fragments.skipped(fragment, tick, "its worker has lost it")]
-        elif fragment.phase == "idle":
+        if fragment.phase == "idle":
             fragment, found = fragments.open_tick(
                 config, fragment, fleet, tick, counted, now
             )

@@ -120,9 +120,8 @@ def awaited(state: State) -> tuple[str, ...]:
 
 
 def wait(config: PolicyConfig, state: State, now: float) -> State:
-    """Return the state whose flush waits from now: for deltas, and for the anchors of
-    fragments that a worker has lost."""
-    until = now + config.flush_s + (config.outage_budget_s if state.lost else 0.0)
+    """Return the state whose flush waits from now."""
+    until = now + config.flush_s
     pause_s = _pause_s(config, len(state.islands.standing.answering))
     hangs_at = until - (1.0 - OPEN_BY) * config.flush_s
     return replace(state, deadline=until, opens_at=now + pause_s, hangs_at=hangs_at)
@@ -156,7 +155,7 @@ def flush(
     islands than a quorum have such takes, or they have not come for a time, those
     deltas enter the flush, and the later steps enter a second merge of it.
     """
-    if fragment.phase != "idle" or (fragment.lost and not hurry):
+    if fragment.phase != "idle":
         return state, []
     islands, accounts = state.islands, fragment.accounts
     unsettled = tuple(n for n in live if accounts[n].start < islands[n].steps)

@@ -9,7 +9,7 @@ incarnation. Intervals of steps are half-open. `tokens` counts one island's toke
 Only the shell uses `Hello.run`, `plan`, `island_config` and `environment` (compared and
 noted before the hello becomes an event) and `Report.measures`. A hello's `versions`,
 `tokens` and `next_position` are for a coordinator without its state
-(`gathering.py`).
+(`anchors.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import msgspec
 
 from diloco_jax.protocol.holding import (
-    AnchorKept,
     CycleKept,
     DeltaArrived,
     MergePrepared,
@@ -89,27 +88,18 @@ class KeepAsked(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-class FragmentsLost(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker has lost these fragments with its disk; the first event of a start."""
-
-    worker: int
-    fragments: tuple[int, ...]
-
-
 Event = (
     Hello
     | Said
     | Steer
     | DeltaArrived
     | MergePrepared
-    | AnchorKept
     | Disconnected
     | SaidAhead
     | RunResumed
     | RunExtended
     | KeepAsked
     | CycleKept
-    | FragmentsLost
     | MachineSlept
     | Timer
 )

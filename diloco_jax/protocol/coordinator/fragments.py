@@ -455,15 +455,12 @@ def prepared(
     )
     raised = alerts.after_merge(fragment, contributions, state.islands.standing.counted)
     raised += alerts.in_turns(config, state, fragment)
-    visible = committed(state, fragment, record, verdicts)
+    visible = _committed(state, fragment, record, event.prepared.change)
     return state, visible + effects + raised
 
 
-def committed(
-    state: State,
-    fragment: Fragment,
-    record: records.Merged | records.TermBegun,
-    verdicts: dict[str, tuple[int, Verdict, str]],
+def _committed(
+    state: State, fragment: Fragment, record: records.Merged, change: float
 ) -> list[Effect]:
     """Record the fragment's new version, make it visible, and tell every island of it
     and of the verdict on its take. The order is that of durability."""
@@ -474,13 +471,14 @@ def committed(
     for name, island in state.islands.items():
         if island.status == "gone":
             continue
-        tick, verdict, reason = verdicts.get(name, (-1, "none", ""))
+        tick, verdict, reason = record.verdicts.get(name, (-1, "none", ""))
         published = Published(
             fragment=fragment.index,
             version=fragment.version,
             tick=tick,
             verdict=verdict,
             reason=reason,
+            change=change,
         )
         effects.append(Tell(session=island.session, message=published))
     return effects

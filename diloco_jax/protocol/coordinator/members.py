@@ -26,7 +26,6 @@ from diloco_jax.protocol.coordinator import (
     fragments,
     leases,
     ledger,
-    lost_fragments,
     schedule,
     takes,
 )
@@ -84,6 +83,14 @@ def entry_refusal(config: PolicyConfig, state: State, event: Hello) -> Refused |
             f"{event.run_id}; check the coordinator's address, or start the island "
             f"again"
         )
+    elif event.term == term and event.term_name != state.term_name:
+        code = "other_term"
+        message = (
+            f"island {event.island!r} is in term {event.term} "
+            f"{event.term_name!r}, which another coordinator of this run has opened, "
+            f"and this one is in term {term} {state.term_name!r}: their values differ; "
+            f"start it again with incarnation {event.incarnation + 1}"
+        )
     elif event.fingerprint != config.fingerprint:
         code = "config"
         message = (
@@ -126,7 +133,7 @@ def entry_refusal(config: PolicyConfig, state: State, event: Hello) -> Refused |
             )
     elif known is not None and (message := _fruitless(config, known)):
         code = "no_progress"
-    elif event.term >= term:
+    elif event.term >= state.books:
         code = "other_term"
         message = (
             f"incarnation {event.incarnation} of island {event.island!r} was let in by "
@@ -233,8 +240,8 @@ def how_ahead(config: PolicyConfig, state: State, event: Hello) -> str:
 
 
 def is_carrying(state: State, event: Hello) -> bool:
-    """Tell whether the island joined before the coordinator lost its state."""
-    return 0 < event.term < state.term
+    """Tell whether the island joined before the coordinator lost its log."""
+    return 0 < event.term < state.books
 
 
 def without_take(fragment: Fragment, fleet: Fleet, name: str) -> FragmentStep:
@@ -582,14 +589,13 @@ def _resume(
     )
     effects += leases.regrant(state, name, event.sequences_granted)
     # A late hello may also list takes of an earlier term.
-    earlier = schedule.ticks_before(config, state.term)
+    earlier = schedule.ticks_before(config, state.books)
     held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
     fleet = Fleet(config, state)
     for fragment in state.fragments:
         if len(event.versions) == config.fragments:
             version = event.versions[fragment.index]
             fragment = takes.adopted(fragment, name, version)
-        effects += lost_fragments.ask_again(fragment, island)
         outstanding = held.get(fragment.index)
         if outstanding is None:
             fragment, found = without_take(fragment, fleet, name)
@@ -627,6 +633,8 @@ def _welcome(
         term=state.term,
         resumed=resumed,
         versions=versions,
+        term_name=state.term_name,
+        anew=tuple(range(config.fragments)) if is_carrying(state, event) else (),
         next_position=state.next_position,
     )
     return Tell(session=event.session, message=welcome)

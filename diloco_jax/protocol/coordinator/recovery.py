@@ -13,10 +13,10 @@ from diloco_jax.protocol.coordinator import (
     ending,
     leases,
     ledger,
-    lost_fragments,
     members,
     quarantine,
     schedule,
+    terms,
 )
 from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY, Island
 from diloco_jax.protocol.coordinator.state import (
@@ -68,7 +68,6 @@ def recover(
             asked=(),
             merging=(),
             left_behind=(),
-            lost=None,
             accounts={
                 name: replace(account, take=None)
                 for name, account in fragment.accounts.items()
@@ -97,7 +96,7 @@ def recover(
     for fragment in state.fragments:
         fragment = ledger.lose_missing(state, fragment, "coordinator")
         state = with_fragment(state, fragment)
-    state = cycles.forgotten(replace(state, reunion_until=now, lost=()))
+    state = cycles.forgotten(replace(state, reunion_until=now))
     state = replace(state, absences=NOBODY, ahead=())
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
@@ -153,8 +152,7 @@ def _replayed(state: State, record: Durable) -> State:
         case Merged():
             return _replayed_merge(state, record)
         case TermBegun():
-            fragment = state.fragments[record.fragment]
-            return with_fragment(state, lost_fragments.begun(fragment, record))
+            return terms.fragment_begun(state, record)
         case Ticks(through=through):
             return replace(state, ticks_reserved=through)
         case Stopping(tokens=tokens):

@@ -187,20 +187,6 @@ class MergedTokens(msgspec.Struct, frozen=True, kw_only=True):
     by_island: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """The search for an anchor of a fragment that its worker has lost."""
-
-    hopes_until: float
-    """Time until which an island with the committed version is waited for."""
-    island: str = ""
-    """The island that was asked; empty: none is."""
-    incarnation: int = 0
-    until: float = 0.0
-    """Time until which its anchor is awaited."""
-    failed: tuple[str, ...] = ()
-    """Islands whose anchors did not come, or had a version that does not count."""
-
-
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """One fragment: its version, the tick it is open for, its books and averages."""
 
@@ -212,7 +198,6 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """Islands whose deltas count towards the quorum."""
     put_off: bool = False
     """True if some take may be put off; see `fragments.hasten`."""
-    lost: Lost | None = None
     newest: tuple[MergedTokens, ...] = (MergedTokens(version=FIRST_VERSION),)
     """The last `MERGES_KNOWN` merges, or fewer. What came after an older version is not
     known."""
@@ -267,7 +252,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """The whole state. It does not keep the time of the last event: events bring it."""
 
     term: int = 1
-    """Term of the run. A fragment that its worker has lost since is in a higher one."""
+    """Term of the run. A fragment's is that of its last gathering."""
+    term_name: str = ""
+    """Drawn as the term opened; empty: the run's first one."""
+    books: int = 1
+    """Term with which these books began: in an earlier one the log was lost."""
     phase: Literal["running", "stopping", "flushing", "done"] = "running"
     deadline: float = 0.0
     """Time at which stopping or flushing ends in any case."""
@@ -293,8 +282,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     ahead: tuple[str, ...] = ()
     """Islands that know of a later state of the run; see `members.ahead`."""
     fragments: Fragments = Fragments()
-    lost: tuple[int, ...] = ()
-    """Fragments that their workers have lost."""
     kept_cycle: int = 0
     """The last cycle that was kept, or is being kept."""
     unkept: tuple[int, ...] = ()
@@ -460,7 +447,6 @@ RUN: StateMachine[RunState] = StateMachine(
 MACHINES: tuple[StateMachine[str], ...] = (FRAGMENT, TAKE, ISLAND, RUN)  # type: ignore[assignment]
 
 EXPECTED: Mapping[tuple[str, str, str], str] = {
-    ("fragment", "found", "anchor"): "another island was asked meanwhile",
     ("take", "none", "bytes"): "the verdict was sent while the bytes were on their way",
     ("take", "none", "give up"): "it was booked before a crash, or at a goodbye",
     ("take", "asked", "give up"): "it belongs to an earlier take",

@@ -8,6 +8,7 @@ and records until the coordinator has them (while it is away, few new ones arise
 
 from __future__ import annotations
 
+import statistics
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -32,6 +33,8 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.values import Record, Span, Version
 
+CHANGES_KEPT = 9
+"""Merges of a fragment whose changes an island remembers."""
 MAX_CHAIN = 8
 """Most publishes of one fragment that may wait for the loop."""
 
@@ -69,6 +72,10 @@ class Conversation:
         self._gave_up = False
         self.ending: Ending | None = None
         self._run_id, self._term, self._new_term = "", 0, 0
+        self._term_name = ""
+        self._changes: dict[int, tuple[float, ...]] = {}
+        """Lengths of the last changes that merges made, by fragment."""
+        self._median_changes: tuple[float, ...] = ()
         self._takes: dict[int, TakeRequest] = {}
         self._newest_tick: dict[int, int] = {}
         self._adoptions: dict[int, Version] = {}
@@ -104,6 +111,7 @@ class Conversation:
             case ResendRequest() | ProfileRequest():
                 return (message,)
             case Published(fragment=fragment, version=version):
+                self._note_change(fragment, message.change)
                 # The verdict comes first: a refusal resets the base before an adoption.
                 if message.verdict != "none":
                     self._judge(
@@ -210,6 +218,8 @@ class Conversation:
             self.posted,
             run_id=self._run_id,
             term=self._term,
+            term_name=self._term_name,
+            changes=self._median_changes,
             sequences_granted=self._granted,
             records_through=self._records_through,
             tokens=self._tokens,
@@ -238,17 +248,29 @@ class Conversation:
     # ---- one message ------------------------------------------------------------
 
     def _welcome(self, welcome: Welcome) -> tuple[Errand, ...]:
-        if 0 < self._term < welcome.term:
-            # The coordinator lost its state and began anew from anchors: earlier
-            # requests and verdicts that are not decided yet no longer count.
+        if 0 < self._term < welcome.term and welcome.anew:
+            # The coordinator lost its log and began anew from anchors: earlier requests
+            # and verdicts that are not decided yet no longer count.
             self._new_term = welcome.term
             self._takes, self._verdicts = {}, []
             self.stop, self.has_news = False, True
-        self._run_id, self._term = welcome.run_id, max(self._term, welcome.term)
+        self._run_id = welcome.run_id
+        if welcome.term >= self._term and welcome.term:
+            self._term, self._term_name = welcome.term, welcome.term_name
         self._next_position = max(self._next_position, welcome.next_position)
         return tuple(
             self._want(f, version) for f, version in enumerate(welcome.versions)
         )
+
+    def _note_change(self, fragment: int, change: float) -> None:
+        if change <= 0:
+            return
+        last = (*self._changes.get(fragment, ()), change)[-CHANGES_KEPT:]
+        self._changes[fragment] = last
+        medians = [*self._median_changes]
+        medians += [0.0] * (fragment + 1 - len(medians))
+        medians[fragment] = statistics.median(last)
+        self._median_changes = tuple(medians)
 
     def _want(self, fragment: int, version: Version) -> Wanted:
         self._published[fragment] = max(version, self._published.get(fragment, version))

@@ -40,6 +40,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The island's run, known from its first welcome on."""
     term: int = 0
     """Newest term in which this process was welcomed; 0: none yet."""
+    term_name: str = ""
+    changes: tuple[float, ...] = ()
+    """See `Hello` for these two."""
     sequences_granted: int = 0
     records_through: int = 0
     """Number of the last acknowledged record."""
@@ -80,6 +83,8 @@ def hello(who: Introduction, status: Status) -> Hello:
         sequences_granted=status.sequences_granted,
         records_through=status.records_through,
         term=status.term,
+        term_name=status.term_name,
+        changes=status.changes,
         versions=status.versions,
         tokens=status.tokens,
         own_tokens=status.own_tokens,

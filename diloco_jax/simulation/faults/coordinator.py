@@ -5,25 +5,31 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from diloco_jax.coordinator.engine import AnyEffect, Engine
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import gathering
+from diloco_jax.protocol.coordinator import anchors, search, terms
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Event,
-    FragmentsLost,
     MachineSlept,
     Persist,
     Said,
     Timer,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.holding import AnchorKept, AwaitAnchor, Commit, Merge, ToHolder
+from diloco_jax.protocol.holding import (
+    AnchorCompared,
+    AnchorKept,
+    AwaitAnchor,
+    Commit,
+    Merge,
+    ToHolder,
+)
 from diloco_jax.protocol.messages import AnchorRequest, Goodbye, Hello
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
@@ -31,7 +37,6 @@ from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
 from diloco_jax.simulation.faults.facts import Incarnation, Opened
 from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.faults.schedule import RETRY_S
 from diloco_jax.simulation.virtual.arrays import VirtualFetch
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -87,11 +92,6 @@ class FaultyCoordinator(VirtualCoordinator):
         """True while it does nothing."""
         self._waiting: list[Callable[[], None]] = []
         """Calls that wait until it is awake."""
-        self.lost_fragments: set[int] = set()
-        """Fragments that live workers have lost with their disks."""
-        self._awaited: dict[int, AwaitAnchor] = {}
-        self._kept: dict[int, Anchor] = {}
-        """Anchors that are on disk and not committed."""
 
     # ---- its disk -------------------------------------------------------------------
 
@@ -194,8 +194,6 @@ class FaultyCoordinator(VirtualCoordinator):
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         before, monitor = self.state, self.monitor
         effects = super().decide(event, now)
-        if isinstance(event, FragmentsLost):
-            monitor.lost(event.fragments)
         monitor.decided(self.state, effects)
         if before.phase in ("stopping", "flushing"):
             monitor.ending(before, self.state, now)
@@ -217,93 +215,33 @@ class FaultyCoordinator(VirtualCoordinator):
     # ---- its workers ----------------------------------------------------------------
 
     def has(self, fragment: int) -> bool:
-        """Tell whether a fragment's worker is there, and has it."""
-        return not (fragment in self.dead_fragments or fragment in self.lost_fragments)
+        """Tell whether a fragment's worker is there."""
+        return fragment not in self.dead_fragments
 
     @awake
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
-        if key.fragment not in self.lost_fragments:
-            if key.fragment not in self.dead_fragments:
-                self.monitor.arrived(key)
-            super().arrived(key, encoded)
+        if key.fragment not in self.dead_fragments:
+            self.monitor.arrived(key)
+        super().arrived(key, encoded)
 
     def fetch(
         self, fragment: int, want: Version, have: Version | None
     ) -> VirtualFetch | None:
-        """See VirtualCoordinator; None also for what is lost, or not committed yet, and
-        while it is stopped, or dead."""
-        if self.stopped or self.dead or fragment in self.lost_fragments:
+        """See VirtualCoordinator; None also for what is not committed yet, and while it
+        is stopped, or dead."""
+        if self.stopped or self.dead:
             return None
         committed = self.state.fragments[fragment].version
         if self.anchors.anchors[fragment].version < committed:
             return None
         return super().fetch(fragment, want, have)
 
-    def lose(self, fragments: Iterable[int]) -> None:
-        super().lose(fragments)
-        for fragment in fragments:
-            self._awaited.pop(fragment, None)
-            self._kept.pop(fragment, None)
-
-    def hold(self, message: ToHolder) -> None:
-        if isinstance(message, AwaitAnchor):
-            if message.fragment not in self.dead_fragments:
-                self._awaited[message.fragment] = message
-        elif isinstance(message, Commit) and message.fragment in self.lost_fragments:
-            if message.fragment not in self.dead_fragments:
-                self._begin_term(message)
-        else:
-            super().hold(message)
-
-    @awake
-    def anchor(
-        self,
-        who: Incarnation,
-        asked: AnchorRequest,
-        anchor: Anchor,
-        wanted: Callable[[], bool],
-    ) -> None:
-        """Take in an anchor that has arrived at a worker; write it to disk. A worker
-        that has not heard yet who was asked is busy: the island comes again, as long as
-        the anchor is `wanted`."""
-        fragment, monitor = asked.fragment, self.monitor
-        if self.dead or fragment in self.dead_fragments:
-            return
-        again = functools.partial(self.anchor, who, asked, anchor, wanted)
-        of = self._awaited.get(fragment)
-        if of is None or (of.island, of.incarnation, of.term) != (*who, asked.term):
-            if fragment in self.lost_fragments:
-                self.clock.after(RETRY_S, lambda: again() if wanted() else None)
-            return
-        first = anchor._replace(version=Version(asked.term, anchor.version.number))
-        if not self.disk.begin_fragment(fragment, first):
-            self.clock.after(WRITE_AGAIN_S, again)
-            return
-        self._kept[fragment] = first
-        digest = first.value.hex()
-        monitor.prepared(fragment, first.version, digest)
-        kept = AnchorKept(
-            fragment=fragment,
-            island=who[0],
-            incarnation=who[1],
-            replaced=anchor.version,
-            version=first.version,
-            digest=digest,
-        )
-        self.hear(kept)
-
-    def _begin_term(self, commit: Commit) -> None:
-        """Make a kept anchor visible."""
-        self.anchors.load(commit.fragment, self._kept.pop(commit.fragment))
-        self._awaited.pop(commit.fragment, None)
-        self.lost_fragments.discard(commit.fragment)
-
 
 class VirtualGatherer:
-    """A coordinator without state: the product's engine over the half that gathers
-    anchors.
+    """A coordinator that searches islands for anchors, with digests for them.
 
-    done: called once, with the new term, or with None if it gave up.
+    keep: writes the first anchor of a fragment in a term, and tells whether there was
+    room. done: called once, with the new term, or with None if it gave up.
     """
 
     serves: ClassVar[bool] = False
@@ -311,23 +249,27 @@ class VirtualGatherer:
     def __init__(
         self,
         config: PolicyConfig,
-        names: frozenset[str],
+        aim: search.Aim,
         clock: Clock,
+        keep: Callable[[int, Anchor], bool],
         done: Callable[[Opened | None], None],
     ) -> None:
         self.config = config
-        self._clock, self._done = clock, done
+        self._clock, self._keep, self._done = clock, keep, done
         self._sessions = Sessions()
         self._connections: dict[str, Connection] = {}
         """Newest connections by session."""
-        self._engine: Engine[gathering.Gathering, gathering.Event] = Engine(
-            gathering.step,
+        self._engine: Engine[search.Search, search.Event] = Engine(
+            anchors.step,
             config,
-            gathering.begin(config, names, clock.now),
+            anchors.begin(config, aim, clock.now),
             sender=self._sessions,
-            gatherer=self,
+            holder=self,
+            searcher=self,
         )
-        self._anchors: dict[int, Anchor] = {}
+        self._awaited: dict[tuple[int, str], AwaitAnchor] = {}
+        self._kept: dict[int, tuple[Anchor, Anchor]] = {}
+        """Anchors as they came, and as the term calls them."""
         self._set_timer()
 
     # ---- as of a coordinator ----------------------------------------------------
@@ -336,7 +278,7 @@ class VirtualGatherer:
         """Take in the offer of an island on a new connection."""
         self._sessions.arrived(peer)
         self._connections[hello.session] = peer
-        self._step(gathering.Offered(hello=hello))
+        self._step(search.Offered(hello=hello))
 
     def disconnected(self, peer: Connection) -> None:
         """Note that a connection broke and this end noticed."""
@@ -360,72 +302,91 @@ class VirtualGatherer:
         """Raise AssertionError: there is nothing to fetch."""
         raise AssertionError(f"fragment {fragment} is fetched from one without state")
 
-    def anchor(
-        self,
-        who: Incarnation,
-        asked: AnchorRequest,
-        anchor: Anchor,
-        wanted: Callable[[], bool],
-    ) -> None:
-        """Take in an anchor that has arrived."""
-        fragment, state = asked.fragment, self._engine.state
-        island, incarnation = who
-        awaited = state.asked.get(fragment)
-        if awaited is not None and awaited.island == island:
-            self._anchors[fragment] = anchor
-        if island in state.members:
-            came = gathering.AnchorArrived(
+    def anchor(self, who: Incarnation, asked: AnchorRequest, anchor: Anchor) -> None:
+        """Take in an anchor, or a ballot of it, that has arrived."""
+        fragment, (island, incarnation) = asked.fragment, who
+        awaited = self._awaited.get((fragment, island))
+        if awaited is None or (awaited.incarnation, awaited.term, awaited.sample) != (
+            incarnation,
+            asked.term,
+            asked.sample,
+        ):
+            return
+        if asked.sample:
+            compared = AnchorCompared(
+                fragment=fragment,
                 island=island,
                 incarnation=incarnation,
-                fragment=fragment,
                 version=anchor.version,
+                equal=anchor.value == self._kept[fragment][0].value,
+                apart=0.0,
             )
-            self._step(came)
+            self._step(compared)
+            return
+        first = anchor._replace(version=Version(asked.term, anchor.version.number))
+        if not self._keep(fragment, first):
+            self._clock.after(WRITE_AGAIN_S, lambda: self.anchor(who, asked, anchor))
+            return
+        self._kept[fragment] = anchor, first
+        kept = AnchorKept(
+            fragment=fragment,
+            island=island,
+            incarnation=incarnation,
+            replaced=anchor.version,
+            version=first.version,
+            digest=first.value.hex(),
+        )
+        self._step(kept)
 
     # ---- what was decided -------------------------------------------------------
 
+    def hold(self, message: ToHolder) -> None:
+        """See engine.Holder."""
+        assert isinstance(message, AwaitAnchor)
+        if not message.sample:
+            others = {
+                k: v for k, v in self._awaited.items() if k[0] != message.fragment
+            }
+            self._awaited = others
+        self._awaited[message.fragment, message.island] = message
+
     def alert(self, text: str, island: str = "") -> None:
-        """See engine.AnchorHolder. Nobody reads it."""
+        """See engine.Searcher. Nobody reads it."""
 
-    def discard(self, discard: gathering.Discard) -> None:
-        """See engine.AnchorHolder. Keeps the anchor, which the next one overwrites."""
-
-    def open(self, opened: gathering.Open) -> None:
-        got = [self._anchors[f] for f in range(self.config.fragments)]
-        state = self._engine.state
-        failed = {name for name, _ in state.failed}
+    def over(self, end: terms.Found | search.GiveUp) -> None:
+        """See engine.Searcher."""
+        if isinstance(end, search.GiveUp):
+            self._done(None)
+            return
+        state, kept = self._engine.state, [self._kept[a.fragment] for a in end.anchors]
         stayed = {
             name: member.offer
             for name, member in state.members.items()
             if member.connected
             and self._clock.now < member.gone_at
-            and name not in failed
+            and not any(failed == name for failed, _ in state.failed)
         }
-        anchors = zip(got, opened.versions, strict=True)
-        term = Opened(
-            state=gathering.first_state(self.config, opened),
-            anchors=tuple(Anchor(version, anchor.value) for anchor, version in anchors),
-            replaced=tuple(got),
-            offers=stayed,
+        self._done(
+            Opened(
+                found=end,
+                state=terms.first_state(self.config, end),
+                anchors=tuple(first for _, first in kept),
+                replaced=tuple(replaced for replaced, _ in kept),
+                offers=stayed,
+            )
         )
-        self._done(term)
 
-    def give_up(self, reason: gathering.GiveUp) -> None:
-        self._done(None)
-
-    def _step(self, event: gathering.Event) -> None:
+    def _step(self, event: search.Event) -> None:
+        if self._engine.state.phase == "over":
+            return
         self._engine.step(event, self._clock.now)
         self._set_timer()
 
     def _set_timer(self) -> None:
         state = self._engine.state
-        at = gathering.next_deadline(state, self._clock.now)
+        at = anchors.next_deadline(state, self._clock.now)
         if state.phase != "over" and at < float("inf"):
-            self._clock.at(at, self._ring)
-
-    def _ring(self) -> None:
-        if self._engine.state.phase != "over":
-            self._step(Timer())
+            self._clock.at(at, lambda: self._step(Timer()))
 
 
 Peer = FaultyCoordinator | VirtualGatherer

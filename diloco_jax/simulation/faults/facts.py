@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.terms import Found
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import (
     Admitted,
@@ -45,7 +46,9 @@ class ViolationError(Exception):
 class Opened:
     """A new term of a coordinator that had lost its state."""
 
+    found: Found
     state: State
+    """That of a coordinator without a log."""
     anchors: tuple[Anchor, ...]
     replaced: tuple[Anchor, ...]
     """Anchors as the islands offered them."""

@@ -95,7 +95,7 @@ INVARIANTS = {
     "anchors": "A version has one value everywhere; a term begins with an adopted one.",
     "ticks": "A tick's number names one fragment's deltas of one life, each take once.",
     "cycles": "A kept cycle has the versions of the last merges up to their turns.",
-    "gathered": "A fragment that was lost, and no other, begins its next term with an "
+    "gathered": "A fragment that was lost, and no other, begins the next term with an "
     "adopted anchor, and exactly what was merged above it is lost.",
     # The disk.
     "prepared": "What a record commits is whole on the disk before the record is.",
@@ -488,7 +488,8 @@ class Monitor(Facts):
         self.hold("gathered", fragment in self._lost, "it was not lost:", record)
         self._lost.discard(fragment)
         newest = max(counted)
-        follows = record.version == Version(newest.term + 1, record.replaced.number)
+        follows = record.version.number == record.replaced.number
+        follows &= record.version.term > newest.term
         follows &= record.replaced in list(counted)[-MERGES_KNOWN:]
         self.hold("gathered", follows, "after {}:", newest, record)
         value = self.adopted_values.get((fragment, record.replaced), b"")

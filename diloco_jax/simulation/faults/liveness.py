@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.simulation.faults.facts import ViolationError
 from diloco_jax.simulation.faults.faults import LEASE_S, PATIENCE_S, LongDeltas, Unfit
@@ -47,10 +48,13 @@ def merges_within_s(schedule: Schedule) -> float:
 
 def gathered_within_s(schedule: Schedule) -> float:
     """Bound the time from a worker's return to the anchors of all that it has lost: a
-    lease, in which an island may say that it has the newest one, a step of the slowest
-    island on all its hosts, and a transfer."""
+    restart of the lead, the leases in which it awaits islands, and for each anchor and
+    the ballots about it a step of the slowest island on all its hosts, and a
+    transfer."""
     agreed_s = schedule.slowest_s + _agreed_s(schedule)
-    return LEASE_S + RETRY_S + agreed_s + schedule.transfer_s
+    anchor_s = 2 * (agreed_s + schedule.transfer_s)
+    awaited_s = 2 * LEASES_AWAITED * LEASE_S + 2 * RETRY_S
+    return RESTART_S + awaited_s + len(schedule.fragment_sizes) * anchor_s
 
 
 def released_within_s(schedule: Schedule) -> float:

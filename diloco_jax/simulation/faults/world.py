@@ -11,19 +11,16 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 from msgspec.structs import replace
 
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, workers
-from diloco_jax.protocol.coordinator.events import (
-    FragmentsLost,
-    RunExtended,
-    RunResumed,
-)
-from diloco_jax.protocol.coordinator.gathering import LEASES_AWAITED
+from diloco_jax.protocol.coordinator import recovery, terms, workers
+from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
+from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
+from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.messages import AnchorRequest, Steer
 from diloco_jax.simulation.faults import liveness
@@ -33,7 +30,7 @@ from diloco_jax.simulation.faults.coordinator import (
     Peer,
     VirtualGatherer,
 )
-from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
+from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
 from diloco_jax.simulation.faults.facts import Opened, ViolationError
 from diloco_jax.simulation.faults.faults import (
     LEASE_S,
@@ -52,8 +49,6 @@ REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
 """Calls of the clock at most; a run has some thousand, or ten times that where a rule
 loses steps."""
-AGAIN_S = 0.5
-"""Seconds between two looks whether a lost fragment can be gathered."""
 ROUND_EVERY_S = 6.0
 """Seconds for a round of snapshots of all fragments."""
 ROUND_S = 0.7
@@ -74,8 +69,6 @@ class FaultyIsland(VirtualIsland):
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
-        self._anchors: dict[int, Anchor] = {}
-        """The anchor that was sent last, by lost fragment."""
         super().__init__(spec, incarnation, world.run, world.clock, self.body, REPORT_S)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
@@ -87,16 +80,10 @@ class FaultyIsland(VirtualIsland):
         super().put(fragment, tick, encoded)
 
     def send_anchor(self, asked: AnchorRequest) -> None:
-        line, to = self.line, cast(Peer, self._coordinator)
-        if line is None:
-            return
-        anchor = self._anchors[asked.fragment] = self.body.anchor(asked.fragment)
-
-        def wanted() -> bool:
-            newest = self._anchors[asked.fragment] is anchor
-            return newest and self.line is line and self.ended is None
-
-        line.upload(0, lambda: to.anchor(self.who, asked, anchor, wanted))
+        line, to = self.line, self._coordinator
+        anchor = self.body.anchor(asked.fragment)
+        if line is not None and isinstance(to, VirtualGatherer):
+            line.upload(0, lambda: to.anchor(self.who, asked, anchor))
 
     def turned_away(self, reason: str) -> None:
         super().turned_away(reason)
@@ -265,10 +252,8 @@ class FaultyWorld:
         try:
             state = self._recovered(self.disk, clock_s)
         except EmptyDiskError:
-            names = frozenset(self.schedule.islands)
-            self.gatherer = VirtualGatherer(
-                self.config, names, self.clock, self._gathered
-            )
+            everything = tuple(range(self.config.fragments))
+            self._search(everything, lambda *_: True, self._gathered)
             return
         self._go_on(state, clock_s)
 
@@ -282,15 +267,15 @@ class FaultyWorld:
         """Let a coordinator go on from a state, with the fragments of its disk."""
         committed = [fragment.version for fragment in state.fragments]
         merging, lost = self.disk.restore(committed)
+        if lost:
+            self._gather_lost(state, lost)
+            return
         self.monitor.recovered(state)
         for fragment, anchor in enumerate(merging.anchors):
-            if fragment not in lost:
-                self.monitor.restored(fragment, anchor)
-                self.monitor.published(fragment, anchor)
+            self.monitor.restored(fragment, anchor)
+            self.monitor.published(fragment, anchor)
         offset_s = clock_s - self.clock.now
-        coordinator = FaultyCoordinator(self, state, merging, offset_s)
-        coordinator.lost_fragments = lost
-        self._serve(coordinator)
+        self._serve(FaultyCoordinator(self, state, merging, offset_s))
 
     def _serve(self, coordinator: FaultyCoordinator) -> None:
         """Let it hear of all that precedes any island."""
@@ -300,18 +285,17 @@ class FaultyWorld:
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             coordinator.hear(resumed)
-        if coordinator.dead:
-            return
-        self._tell_lost(coordinator)
-        self._order()
+        if not coordinator.dead:
+            self._order()
 
     @property
     def new_term_within_s(self) -> float:
         """Seconds from a coordinator's start without state to its first welcome: it
-        awaits all islands, and each anchor takes a boundary and a transfer."""
+        awaits all islands, and each anchor takes a boundary and a transfer, and the
+        ballots about it as long."""
         schedule = self.schedule
         awaited_s = 2 * LEASES_AWAITED * LEASE_S + RETRY_S
-        anchor_s = schedule.slowest_s + schedule.transfer_s
+        anchor_s = 2 * (schedule.slowest_s + schedule.transfer_s)
         return awaited_s + self.config.fragments * anchor_s
 
     def _gathered(self, opened: Opened | None) -> None:
@@ -333,6 +317,79 @@ class FaultyWorld:
             self.lose_connection(island, 0.0)
         start = functools.partial(self._start_coordinator, self.clock.now)
         self.clock.after(restart_s, start)
+
+    def _search(
+        self,
+        lacking: tuple[int, ...],
+        keep: Callable[[int, Anchor], bool],
+        done: Callable[[Opened | None], None],
+        **known: Any,
+    ) -> None:
+        aim = Aim(
+            lacking=lacking,
+            names=frozenset(self.schedule.islands),
+            name=f"opened at {self.clock.now}",
+            **known,
+        )
+        self.gatherer = VirtualGatherer(self.config, aim, self.clock, keep, done)
+
+    def _gather_lost(self, state: State, lost: set[int]) -> None:
+        """Gather what workers have lost: the log is whole."""
+        fragments = tuple(sorted(lost))
+        self.monitor.lost(fragments)
+
+        def keep(fragment: int, anchor: Anchor) -> bool:
+            kept = self.disk.begin_fragment(fragment, anchor)
+            if kept:
+                digest = anchor.value.hex()
+                self.monitor.prepared(fragment, anchor.version, digest)
+            return kept
+
+        self._search(
+            fragments,
+            keep,
+            functools.partial(self._found_lost, state, lost),
+            term=state.term + 1,
+            known={f: terms.versions_known(state.fragments[f], {}) for f in lost},
+        )
+
+    def _found_lost(self, state: State, lost: set[int], opened: Opened | None) -> None:
+        """Begin the next term of lost fragments, and start again from the log."""
+        if opened is not None and not self.disk.has_space():
+            again = functools.partial(self._found_lost, state, lost, opened)
+            self.clock.after(RETRY_S, again)
+            return
+        self.gatherer = None
+        begun = terms.term_records(state, opened.found) if opened is not None else []
+        for record in begun:
+            try:
+                self.disk.append(records.line(record))
+            except DiskError as failure:
+                if failure.complete:
+                    self.monitor.persisted(record)
+                fault, self._disk_failure = self._disk_failure, None
+                self.begun(fault, fault.restart.lasts_s)
+                break
+            self.monitor.persisted(record)
+        if opened is None:
+            self._bring_back(state, lost)
+        for island in self.processes:
+            self.lose_connection(island, 0.0)
+        start = functools.partial(self._start_coordinator, self.clock.now)
+        self.clock.after(0.0 if opened is not None else RETRY_S, start)
+
+    def _bring_back(self, state: State, lost: set[int]) -> None:
+        """Bring the disk back that had fragments of which no process has an anchor that
+        counts: the run would be lost."""
+        for fragment in lost:
+            known = {merged.version for merged in state.fragments[fragment].newest}
+            if not any(
+                island.ended is None
+                and island.boundary is not None
+                and island.body.anchor(fragment).version in known
+                for island in self.islands.values()
+            ):
+                self.disk.bring_back(fragment, state.fragments[fragment].version)
 
     # ---- the coordinator's ends -----------------------------------------------------
 
@@ -416,35 +473,6 @@ class FaultyWorld:
         config = self.config
         dealt = workers.deal(config.fragment_sizes, config.workers)
         return [f for f, of in enumerate(dealt) if of == worker % config.workers]
-
-    def _tell_lost(self, lead: FaultyCoordinator) -> None:
-        """Tell a lead which has just come up what its workers have lost."""
-        for worker in range(self.config.workers):
-            lost = lead.lost_fragments & set(self._fragments_of(worker))
-            if lost:
-                own = tuple(sorted(lost))
-                lead.hear(FragmentsLost(worker=worker, fragments=own))
-        self._look_for_anchors(lead)
-
-    def _look_for_anchors(self, lead: FaultyCoordinator) -> None:
-        """Look now and then whether some process has an anchor of each lost fragment
-        that counts. If none has, the run is lost, unless that disk comes back."""
-        if lead.dead or not lead.lost_fragments:
-            return
-        for fragment in sorted(lead.lost_fragments):
-            state = lead.state.fragments[fragment]
-            known = {merged.version for merged in state.newest}
-            if not any(
-                island.ended is None
-                and island.boundary is not None
-                and island.body.anchor(fragment).version in known
-                for island in self.islands.values()
-            ):
-                lead.disk.bring_back(fragment, state.version)
-                self._end_unit(lead, 0.0, AGAIN_S)
-                return  # The next start looks again.
-        again = functools.partial(self._look_for_anchors, lead)
-        self.clock.after(AGAIN_S, again)
 
     # ---- the disk -------------------------------------------------------------------
 

@@ -135,6 +135,7 @@ def test_what_an_earlier_term_leased_is_bounded_too(
         d.state,
         next_position=100,
         term=2,
+        books=2,
         fragments=Fragments(
             replace(f, version=Version(2, 0)) for f in d.state.fragments
         ),

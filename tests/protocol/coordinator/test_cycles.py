@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator import cycles
 from diloco_jax.protocol.coordinator.events import (
     Effect,
-    FragmentsLost,
     KeepAsked,
     Persist,
     RunExtended,
@@ -258,14 +257,6 @@ def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:
     state, effects = cycles.advance(d.config, before, replace(before, fragments=done))
     assert kept(effects) == {0: (1, Version()), 1: (1, Version())}
     assert state.unkept == ()
-
-
-def test_a_fragment_that_its_worker_lost_is_not_kept_before_it_is_back() -> None:
-    d = training(workers=2)
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.feed(FragmentsLost(worker=0, fragments=(0,)))
-    assert kept(d.feed(KeepAsked())) == {}
 
 
 def test_a_crash_forgets_the_cycle_under_way() -> None:

@@ -8,11 +8,11 @@ import pytest
 from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import gathering, ledger, members
+from diloco_jax.protocol.coordinator import ledger, members, terms
 from diloco_jax.protocol.coordinator.events import Alert, Effect, Outdated, SaidAhead
-from diloco_jax.protocol.coordinator.gathering import Open
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import Fragments
+from diloco_jax.protocol.coordinator.terms import Found, Gathered
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
@@ -39,17 +39,19 @@ LEAST_S = 2.5
 def second_term(offered: tuple[str, ...] = (), **changes: Any) -> Driver:
     """A coordinator that gathered anchors of versions (1, 5) and (1, 4)."""
     d = Driver(**changes)
-    opened = Open(
+    opened = Found(
         run_id=d.config.run_id,
         term=2,
-        versions=(Version(2, 5), Version(2, 4)),
-        sources=("a", "a"),
-        replaced=(Version(1, 5), Version(1, 4)),
+        name="",
+        anchors=(
+            Gathered(0, "a", 1, Version(1, 5), Version(2, 5), ""),
+            Gathered(1, "a", 1, Version(1, 4), Version(2, 4), ""),
+        ),
         tokens=TOKENS,
         next_position=POSITION,
         offered=offered,
     )
-    d.state = d.first = gathering.first_state(d.config, opened)  # type: ignore[attr-defined]
+    d.state = d.first = terms.first_state(d.config, opened)  # type: ignore[attr-defined]
     return d
 
 

@@ -393,7 +393,7 @@ def test_steps_of_an_island_from_an_earlier_term_are_believed_once() -> None:
     """Nobody knows for how long it was not heard."""
     d = Driver(least_seconds=PLANNED)
     fragments = Fragments(replace(f, version=Version(2, 0)) for f in d.state.fragments)
-    d.state = replace(d.state, next_position=1000, term=2, fragments=fragments)
+    d.state = replace(d.state, next_position=1000, term=2, books=2, fragments=fragments)
     earlier = {"term": 1, "steps": 10, "sequences_granted": 100}
     d.hello("a", **earlier)
     d.report("a", 60, step_seconds=LEAST_S)

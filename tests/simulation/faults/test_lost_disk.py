@@ -94,7 +94,7 @@ def test_a_process_of_the_same_name_that_is_first_in_the_new_term_has_it() -> No
     world = played(
         DiskLost(at_s=2.39, restart=Restart(down_s=7.62, clock_s=0.9, noticed_s=0.0)),
         TornWrite(at_s=9.46, restart=crash, appends=1, written_share=0.17),
-        Impostor(at_s=13.83, island="b"),
+        Impostor(at_s=15.83, island="b"),
         **UNALIKE,
     )
     assert {version.term for version in versions(world)} == {2}
@@ -156,11 +156,11 @@ def test_what_a_term_granted_that_nobody_heard_of_is_lost_with_it() -> None:
     world = played(
         DiskLost(at_s=4.47, restart=Restart(down_s=0.12, noticed_s=4.0)),
         DiskGone(at_s=6.4, restart=Restart(down_s=1.59, noticed_s=4.0), gone_s=4.51),
-        TornWrite(at_s=8.27, restart=Restart(down_s=7.18), appends=2),
-        DiskFailure(at_s=21.27, restart=Restart(down_s=2.78), appends=2, written=True),
-        Leave(at_s=22.46, island="b", away_s=1.58, notice_s=3.0),
-        Replacement(at_s=25.78, island="c"),
-        DiskLost(at_s=31.5, restart=Restart(down_s=2.65)),
+        TornWrite(at_s=8.67, restart=Restart(down_s=7.18), appends=2),
+        DiskFailure(at_s=21.67, restart=Restart(down_s=2.78), appends=2, written=True),
+        Leave(at_s=22.86, island="b", away_s=1.58, notice_s=3.0),
+        Replacement(at_s=26.18, island="c"),
+        DiskLost(at_s=31.9, restart=Restart(down_s=2.65)),
         islands={
             "a": DrawnIsland(step_s=1.5, batch_size=2, join_s=1.5, lead=2),
             "b": DrawnIsland(join_s=0.7),
@@ -187,7 +187,7 @@ def test_one_of_the_same_name_in_a_lost_term_takes_no_data_from_the_other() -> N
         ),
         Impostor(at_s=7.01, island="b"),
         CoordinatorCrash(at_s=7.42, restart=Restart(down_s=4.85), effects=1),
-        DiskLost(at_s=10.29, restart=Restart(down_s=1.89)),
+        DiskLost(at_s=10.69, restart=Restart(down_s=1.89)),
         islands={
             "a": DrawnIsland(step_s=1.0, batch_size=2, join_s=1.5),
             "b": DrawnIsland(step_s=1.0, batch_size=2, join_s=1.3),

@@ -7,42 +7,46 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from gatherer_support import CONFIG, PATIENCE_S, Gatherer, asked, of
 from msgspec.structs import replace
+from search_support import CONFIG, PATIENCE_S, Searching, asked, found, of
 
-from diloco_jax.protocol.coordinator import gathering
+from diloco_jax.protocol.coordinator import anchors, terms
+from diloco_jax.protocol.coordinator.believed import MERGES_AHEAD, may_have_become
 from diloco_jax.protocol.coordinator.events import Alert, Tell
-from diloco_jax.protocol.coordinator.gathering import (
-    MERGES_AHEAD,
-    AnchorArrived,
-    Discard,
-    Effect,
-    GiveUp,
-    Open,
-    Postpone,
-    may_have_become,
-)
 from diloco_jax.protocol.coordinator.leases import most_unheard
+from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
+from diloco_jax.protocol.coordinator.terms import Found, Gathered
+from diloco_jax.protocol.holding import AwaitAnchor
 from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
 from diloco_jax.protocol.values import Version
 
 
+def versions(opened: Found) -> tuple[Version, ...]:
+    return tuple(anchor.version for anchor in opened.anchors)
+
+
+def sources(opened: Found) -> tuple[str, ...]:
+    return tuple(anchor.island for anchor in opened.anchors)
+
+
 def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
-    g = Gatherer()
+    g = Searching()
     (admit,) = g.offer("a", 5, 7, tokens=300, next_position=40)
     welcome = Welcome(run_id="run-1", term=0, resumed=True, versions=())
     assert admit == Tell(session="a1", message=welcome)
     effects = g.offer("b", 6, 7, tokens=280, next_position=44, step_seconds=0.5)
     assert asked(effects) == [("b", 0), ("a", 1)]
     g.arrive("b", 0, 6)
-    (opened,) = g.arrive("a", 1, 7)
+    opened = found(g.arrive("a", 1, 7))
     unheard = 2 * most_unheard(CONFIG, 0.5, 2)
-    assert opened == Open(
+    assert opened == Found(
         run_id="run-1",
         term=2,
-        versions=(Version(2, 6), Version(2, 7)),
-        sources=("b", "a"),
-        replaced=(Version(1, 6), Version(1, 7)),
+        name="n",
+        anchors=(
+            Gathered(0, "b", 1, Version(1, 6), Version(2, 6), "digest of 6"),
+            Gathered(1, "a", 1, Version(1, 7), Version(2, 7), "digest of 7"),
+        ),
         tokens=300,
         next_position=44 + unheard,
         offered=("a", "b"),
@@ -52,32 +56,32 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
 
 
 def test_an_island_sends_one_fragment_at_a_time() -> None:
-    g = Gatherer("a")
+    g = Searching("a")
     assert asked(g.offer("a", 1, 1)) == [("a", 0)]
     assert asked(g.arrive("a", 0, 1)) == [("a", 1)]
-    assert of(g.arrive("a", 1, 1), Open)
+    assert of(g.arrive("a", 1, 1), Found)
 
 
 def test_a_version_that_was_adopted_meanwhile_is_taken_as_what_it_is() -> None:
-    g = Gatherer("a")
+    g = Searching("a")
     g.offer("a", 1, 1)
     g.arrive("a", 0, 2)
-    (opened,) = of(g.arrive("a", 1, 1), Open)
-    assert opened.versions == (Version(2, 2), Version(2, 1))
+    opened = found(g.arrive("a", 1, 1))
+    assert versions(opened) == (Version(2, 2), Version(2, 1))
 
 
 def test_offers_are_awaited_from_the_first_one_on() -> None:
-    g = Gatherer()
+    g = Searching()
     g.now += 0.9 * PATIENCE_S
     g.offer("a", 1, 1)
-    assert gathering.next_deadline(g.state, g.now) == g.now + PATIENCE_S
+    assert anchors.next_deadline(g.state, g.now) == g.now + PATIENCE_S
     assert asked(g.wait(0.9 * PATIENCE_S)) == []
     g.hear("a")
     assert asked(g.wait(0.1 * PATIENCE_S)) == [("a", 0)]
 
 
 def test_without_an_offer_there_is_no_term() -> None:
-    g = Gatherer()
+    g = Searching()
     (postponed,) = g.offer("a")
     assert isinstance(postponed, Postpone)
     assert "no state yet, and the island no anchors" in postponed.message
@@ -88,18 +92,16 @@ def test_without_an_offer_there_is_no_term() -> None:
     assert g.wait(PATIENCE_S) == []
 
 
-def test_who_comes_when_the_others_are_asked_is_late() -> None:
-    g = Gatherer()
+def test_who_comes_when_the_others_are_asked_is_asked_for_the_rest() -> None:
+    g = Searching()
     g.offer("a", 1, 1)
     g.now += PATIENCE_S
-    g.hear("a")
-    (postponed,) = g.offer("b", 9, 9)
-    assert isinstance(postponed, Postpone)
-    assert "a new term is about to begin; come again" in postponed.message
+    assert asked(g.hear("a")) == [("a", 0)]
+    assert asked(g.offer("b", 9, 9)) == [("b", 1)]
 
 
 def test_a_connection_that_breaks_is_waited_for() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("b", 1, 1)
     g.offer("a", 2, 1)
     assert g.lose("a") == []
@@ -112,20 +114,20 @@ def test_a_connection_that_breaks_is_waited_for() -> None:
 
 
 def test_a_silent_holder_is_given_up_after_a_lease() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("b", 1, 3)
     g.offer("a", 2, 3)
     g.arrive("b", 1, 3)
     g.now += 0.6 * CONFIG.lease_s
     g.hear("b")
     assert g.hear("nobody") == []
-    discard, ask = g.wait(0.4 * CONFIG.lease_s)
-    assert discard == Discard(island="a", incarnation=1, fragment=0)
-    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0))
+    awaited, ask = g.wait(0.4 * CONFIG.lease_s)
+    assert awaited == AwaitAnchor(fragment=0, island="b", incarnation=1, term=2)
+    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0, term=2))
 
 
 def test_whoever_is_silent_is_not_here() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1)
     g.now += CONFIG.lease_s
     assert asked(g.offer("b", 1, 1)) == []
@@ -134,21 +136,21 @@ def test_whoever_is_silent_is_not_here() -> None:
 
 def test_all_who_offered_may_be_gone_at_the_deadline() -> None:
     """Their run is known, but nobody is left to send."""
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1)
     (given_up,) = of(g.wait(PATIENCE_S), GiveUp)
     assert "did not come from any island that had it" in given_up.message
 
 
 def test_of_an_earlier_connection_nothing_counts() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1, session="newer")
     assert g.lose("a") == []
     assert g.state.members["a"].connected
 
 
 def test_the_next_best_has_to_do() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("b", 1, 3)
     effects = g.offer("a", 2, 3)
     assert asked(effects) == [("a", 0), ("b", 1)]
@@ -156,32 +158,29 @@ def test_the_next_best_has_to_do() -> None:
     g.now += 1.0
     g.lose("a")
     g.hear("b")
-    assert gathering.next_deadline(g.state, g.now) == g.now + CONFIG.lease_s
+    assert anchors.next_deadline(g.state, g.now) == g.now + CONFIG.lease_s
     g.now += 0.5 * CONFIG.lease_s
     g.hear("b")
-    discard, ask = g.wait(0.5 * CONFIG.lease_s)
-    assert gathering.next_deadline(g.state, g.now) == g.now + 0.5 * CONFIG.lease_s
-    assert discard == Discard(island="a", incarnation=1, fragment=0)
-    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0))
+    assert asked(g.wait(0.5 * CONFIG.lease_s)) == [("b", 0)]
+    assert anchors.next_deadline(g.state, g.now) == g.now + 0.5 * CONFIG.lease_s
     assert g.arrive("a", 0, 2) == [], "too late"
-    (opened,) = of(g.arrive("b", 0, 1), Open)
-    assert opened.versions == (Version(2, 1), Version(2, 3))
+    opened = found(g.arrive("b", 0, 1))
+    assert versions(opened) == (Version(2, 1), Version(2, 3))
 
 
 def test_an_anchor_that_does_not_come_is_given_up() -> None:
-    g = Gatherer("a")
+    g = Searching("a")
     g.offer("a", 1, 1)
     g.now += 0.9 * CONFIG.outage_budget_s
     assert g.hear("a") == []
-    discard, given_up = g.wait(0.1 * CONFIG.outage_budget_s)
-    assert isinstance(discard, Discard)
+    (given_up,) = g.wait(0.1 * CONFIG.outage_budget_s)
     assert isinstance(given_up, GiveUp)
     assert "fragment 0 did not come from any island" in given_up.message
 
 
 def test_who_did_not_send_one_fragment_is_asked_last_for_the_others() -> None:
     """Or an island that claims the newest versions would delay each fragment."""
-    g = Gatherer()
+    g = Searching()
     g.offer("b", 9, 9)
     assert asked(g.offer("a", 1, 1)) == [("b", 0)]
     for _ in range(9):
@@ -196,7 +195,7 @@ def test_who_did_not_send_one_fragment_is_asked_last_for_the_others() -> None:
 
 
 def test_a_later_process_of_an_island_offers_instead_of_the_earlier() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1, incarnation=2)
     (late,) = g.offer("a", 4, 4, incarnation=1)
     assert isinstance(late, Postpone)
@@ -206,7 +205,7 @@ def test_a_later_process_of_an_island_offers_instead_of_the_earlier() -> None:
 
 
 def test_an_anchor_of_an_earlier_process_does_not_count() -> None:
-    g = Gatherer("a")
+    g = Searching("a")
     assert asked(g.offer("a", 3, 3, incarnation=2)) == [("a", 0)]
     before = g.state
     assert g.arrive("a", 0, 3) == []
@@ -214,19 +213,18 @@ def test_an_anchor_of_an_earlier_process_does_not_count() -> None:
 
 
 def test_a_term_is_above_all_that_anybody_was_in() -> None:
-    g = Gatherer("ab")
+    g = Searching("ab")
     g.offer("a", versions=(Version(1, 9), Version(1, 9)), term=4)
     effects = g.offer("b", versions=(Version(3, 2), Version(1, 2)), term=3)
     assert asked(effects) == [("b", 0), ("a", 1)]
-    highest = {"island": "b", "incarnation": 1, "fragment": 0}
-    g.feed(AnchorArrived(**highest, version=Version(3, 2)))
-    (opened,) = of(g.arrive("a", 1, 9), Open)
-    assert opened.versions == (Version(5, 2), Version(5, 9))
+    g.arrive("b", 0, 2, term=3)
+    opened = found(g.arrive("a", 1, 9))
+    assert versions(opened) == (Version(5, 2), Version(5, 9))
 
 
 def test_what_a_join_heard_counts_though_it_has_no_anchors() -> None:
     """Another new term may have ended before anybody but the join was in it."""
-    g = Gatherer("a")
+    g = Searching("a")
     heard = {"versions": (), "term": 2, "tokens": 350, "next_position": 900}
     (postponed,) = g.offer("b", **heard)
     assert isinstance(postponed, Postpone)
@@ -234,26 +232,28 @@ def test_what_a_join_heard_counts_though_it_has_no_anchors() -> None:
     assert asked(g.offer("a", 9, 9, tokens=300, next_position=70)) == [("a", 0)]
     g.offer("b", versions=(), term=3, incarnation=2)
     g.arrive("a", 0, 9)
-    (opened,) = of(g.arrive("a", 1, 9), Open)
-    assert (opened.versions[0].term, opened.tokens) == (4, 350)
+    opened = found(g.arrive("a", 1, 9))
+    assert (opened.term, opened.tokens) == (4, 350)
     unheard = most_unheard(CONFIG, 1.0, 2)
     assert opened.next_position == 900 + unheard
 
 
 def test_the_state_of_the_new_term() -> None:
-    opened = Open(
+    opened = Found(
         run_id="run-1",
         term=3,
-        versions=(Version(3, 6), Version(3, 7)),
-        sources=("a", "a"),
-        replaced=(Version(1, 6), Version(1, 7)),
+        name="n",
+        anchors=tuple(
+            Gathered(f, "a", 1, Version(1, n), Version(3, n), "")
+            for f, n in enumerate((6, 7, 0))
+        ),
         tokens=500,
         next_position=77,
     )
     config = replace(CONFIG, fragment_sizes=(1, 1, 1))
-    three = replace(opened, versions=(*opened.versions, Version(3, 0)))
-    state = gathering.first_state(config, three)
-    assert [f.version for f in state.fragments] == list(three.versions)
+    state = terms.first_state(config, opened)
+    assert [f.version for f in state.fragments] == list(versions(opened))
+    assert (state.term, state.term_name, state.books) == (3, "n", 3)
     assert (state.tick, state.ticks_reserved) == (2_000_000_001,) * 2
     assert state.tick % 3 == 0, "the first tick is fragment 0's"
     assert (state.progress_tokens, state.next_position) == (500, 77)
@@ -261,7 +261,7 @@ def test_the_state_of_the_new_term() -> None:
 
 
 def test_who_lost_its_connection_is_not_asked_before_it_is_back() -> None:
-    g = Gatherer("abc")
+    g = Searching("abc")
     g.offer("a", 2, 1)
     g.offer("b", 1, 1)
     g.lose("a")
@@ -294,7 +294,7 @@ def tell_refused(effects: Sequence[Effect]) -> list[tuple[str, str]]:
 def test_one_of_three_that_claims_far_more_is_not_believed(
     lie: dict[str, Any], claim: str
 ) -> None:
-    g = Gatherer("abc")
+    g = Searching("abc")
     g.offer("a", 5, 7, tokens=300, next_position=40)
     g.offer("b", 5, 7, **lie)
     ((session, message),) = tell_refused(effects := g.offer("c", 6, 6, tokens=310))
@@ -304,14 +304,14 @@ def test_one_of_three_that_claims_far_more_is_not_believed(
     assert asked(effects) == [("c", 0), ("a", 1)]
     ((session, _),) = tell_refused(g.offer("b", 5, 7, **lie))  # Nor later.
     g.arrive("c", 0, 6)
-    (opened,) = of(g.arrive("a", 1, 7), Open)
-    assert opened.versions == (Version(2, 6), Version(2, 7))
-    assert (opened.tokens, opened.sources) == (310, ("c", "a"))
+    opened = found(g.arrive("a", 1, 7))
+    assert versions(opened) == (Version(2, 6), Version(2, 7))
+    assert (opened.tokens, sources(opened)) == (310, ("c", "a"))
     assert opened.next_position < 2**20
 
 
 def test_an_island_that_was_alone_for_long_is_believed() -> None:
-    g = Gatherer("abc")
+    g = Searching("abc")
     g.offer("a", 50, 50, tokens=CONFIG.total_tokens // 4)
     g.offer("b", 90, 90, tokens=CONFIG.total_tokens // 2, term=5, next_position=2**20)
     effects = g.offer("c", 50, 50, tokens=CONFIG.total_tokens // 4)
@@ -320,37 +320,36 @@ def test_an_island_that_was_alone_for_long_is_believed() -> None:
 
 
 def test_an_anchor_arrives_at_about_the_version_that_was_offered() -> None:
-    g = Gatherer("ab")
+    g = Searching("ab")
     g.offer("a", 5, 7)
     assert asked(g.offer("b", 5, 6)) == [("a", 0)]
     effects = g.arrive("a", 0, 2**40)
-    assert of(effects, Discard)
     assert asked(effects) == [("b", 0)]
     assert asked(g.arrive("b", 0, 5)) == [("b", 1)], "a is asked last"
 
 
 def test_an_island_that_says_it_is_fast_uses_up_no_more_positions() -> None:
     """They follow from the grants that nobody may have heard of."""
-    g = Gatherer("a")
+    g = Searching("a")
     g.config = replace(g.config, least_seconds={"a": 0.25})
     g.offer("a", 1, 1, step_seconds=1e-9)
     g.arrive("a", 0, 1)
-    (opened,) = of(g.arrive("a", 1, 1), Open)
+    opened = found(g.arrive("a", 1, 1))
     assert opened.next_position == most_unheard(CONFIG, 0.5, 2)
 
 
 def test_first_grants_which_go_by_no_speed_may_be_the_largest() -> None:
     """Two of an island of which nobody tells, each of twice 64 steps."""
-    g = Gatherer("a")
+    g = Searching("a")
     g.config = replace(g.config, outage_budget_s=20.0)
     g.offer("a", 1, 1, step_seconds=1.0, next_position=8)
     g.arrive("a", 0, 1)
-    (opened,) = of(g.arrive("a", 1, 1), Open)
+    opened = found(g.arrive("a", 1, 1))
     assert opened.next_position == 8 + 2 * (2 * 64 * 2)
 
 
 def test_what_an_island_heard_of_another_run_does_not_count() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1, run_id="run-2", tokens=400, next_position=90)
     g.offer("a", 1, 1, incarnation=2, tokens=20, next_position=8)
     g.offer("b", 1, 1, tokens=30, next_position=6)
@@ -384,7 +383,7 @@ def test_an_anchor_may_be_some_merges_newer_than_it_was_offered(arrived, may):
 def test_an_offer_that_does_not_fit_is_put_off_and_ends_nothing(
     other: dict[str, Any], said: str, phase: str
 ) -> None:
-    g = Gatherer("ab", run_id="run-1")
+    g = Searching("ab", run_id="run-1")
     g.offer("a", 5, 7)
     if phase == "fetching":
         assert asked(g.offer("b", 6, 7)) == [("b", 0), ("a", 1)]
@@ -393,28 +392,28 @@ def test_an_offer_that_does_not_fit_is_put_off_and_ends_nothing(
     assert postponed.session == "x1"
     assert said in postponed.message
     assert isinstance(alert, Alert)
-    assert gathering.notices(g.state) == [alert.text]
+    assert anchors.notices(g.state) == [alert.text]
     assert alert.text in postponed.message
     (again,) = g.offer("x", 9, 9, term=9, **other)
     assert again == postponed, "told the island again, and people once"
     if phase == "waiting":
         assert asked(g.offer("b", 6, 7)) == [("b", 0), ("a", 1)]
     g.arrive("b", 0, 6)
-    (opened,) = of(g.arrive("a", 1, 7), Open)
+    opened = found(g.arrive("a", 1, 7))
     assert (opened.run_id, opened.term) == ("run-1", 2)
-    assert opened.sources == ("b", "a")
+    assert sources(opened) == ("b", "a")
 
 
 def test_an_island_that_comes_to_fit_is_no_longer_told_of() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1, differences=("seed: 0 here, 1 there",))
-    assert gathering.notices(g.state)
+    assert anchors.notices(g.state)
     g.offer("a", 1, 1, incarnation=2)
-    assert gathering.notices(g.state) == []
+    assert anchors.notices(g.state) == []
 
 
 def test_if_no_offer_fits_it_ends_at_the_deadline_with_both_values() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1, differences=("seed: 0 here, 1 there",))
     assert not of(g.wait(0.99 * PATIENCE_S), GiveUp)
     g.offer("b", 1, 1, differences=("seed: 0 here, 1 there",))
@@ -426,7 +425,7 @@ def test_if_no_offer_fits_it_ends_at_the_deadline_with_both_values() -> None:
 
 
 def test_the_run_of_most_islands_goes_on() -> None:
-    g = Gatherer("abc")
+    g = Searching("abc")
     g.offer("b", 9, 9, run_id="run-2", term=9)
     (alert,) = of(g.offer("a", 5, 7), Alert)
     assert "'a' in run run-1; 'b' in run run-2" in alert.text
@@ -437,12 +436,12 @@ def test_the_run_of_most_islands_goes_on() -> None:
     assert asked(effects) == [("c", 0), ("a", 1)]
     assert of(g.offer("b", 9, 9, run_id="run-2", term=9), Postpone)
     g.arrive("c", 0, 6)
-    (opened,) = of(g.arrive("a", 1, 7), Open)
+    opened = found(g.arrive("a", 1, 7))
     assert (opened.run_id, opened.term) == ("run-1", 2), "no claim of run-2 counts"
 
 
 def test_of_two_runs_with_as_many_islands_neither_is_chosen() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1)
     g.offer("b", 1, 1, run_id="run-2")
     leases = (PATIENCE_S + CONFIG.outage_budget_s) / CONFIG.lease_s
@@ -450,14 +449,14 @@ def test_of_two_runs_with_as_many_islands_neither_is_chosen() -> None:
         assert not of(g.wait(0.5 * CONFIG.lease_s), GiveUp)
         g.hear("a")
         g.hear("b")
-    assert gathering.next_deadline(g.state, g.now) <= g.now + 0.5 * CONFIG.lease_s
+    assert anchors.next_deadline(g.state, g.now) <= g.now + 0.5 * CONFIG.lease_s
     (given_up,) = of(g.wait(0.5 * CONFIG.lease_s), GiveUp)
     assert "'a' in run run-1; 'b' in run run-2" in given_up.message
     assert "with --run-id and its own run, or end the islands" in given_up.message
 
 
 def test_a_coordinator_that_is_told_its_run_waits_for_no_other_one() -> None:
-    g = Gatherer("ab", run_id="run-1")
+    g = Searching("ab", run_id="run-1")
     g.offer("a", 1, 1)
     assert of(g.offer("b", 1, 1, run_id="run-2"), Postpone)
     for _ in range(3):
@@ -467,7 +466,7 @@ def test_a_coordinator_that_is_told_its_run_waits_for_no_other_one() -> None:
 
 
 def test_a_tie_is_over_once_an_island_has_gone() -> None:
-    g = Gatherer()
+    g = Searching()
     g.offer("a", 1, 1)
     g.offer("b", 1, 1, run_id="run-2")
     for _ in range(4):
@@ -477,15 +476,15 @@ def test_a_tie_is_over_once_an_island_has_gone() -> None:
     g.lose("b")
     g.wait(0.5 * CONFIG.lease_s)
     g.hear("a")
-    assert gathering.next_deadline(g.state, g.now) == g.now + 0.5 * CONFIG.lease_s
+    assert anchors.next_deadline(g.state, g.now) == g.now + 0.5 * CONFIG.lease_s
     assert asked(g.wait(0.5 * CONFIG.lease_s)) == [("a", 0)]
 
 
 def test_news_of_another_run_do_not_count() -> None:
-    g = Gatherer("a")
+    g = Searching("a")
     g.offer("b", versions=(), run_id="run-2", term=9, tokens=999)
     assert asked(g.offer("a", 1, 1, tokens=300)) == [("a", 0)]
     g.offer("c", versions=(), run_id="run-2", term=9, tokens=999)
     g.arrive("a", 0, 1)
-    (opened,) = of(g.arrive("a", 1, 1), Open)
+    opened = found(g.arrive("a", 1, 1))
     assert (opened.term, opened.tokens) == (2, 300)

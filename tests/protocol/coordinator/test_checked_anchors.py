@@ -1,0 +1,238 @@
+"""Anchors are checked before they count: by the log, by the others, or by a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from search_support import CONFIG, PATIENCE_S, Searching, asked, found, of
+
+from diloco_jax.protocol.coordinator import anchors
+from diloco_jax.protocol.coordinator.anchors import MERGES_APART, MOST_CHANGES
+from diloco_jax.protocol.coordinator.events import Alert
+from diloco_jax.protocol.coordinator.search import Effect, GiveUp
+from diloco_jax.protocol.coordinator.terms import Found
+from diloco_jax.protocol.holding import AwaitAnchor
+from diloco_jax.protocol.values import Version
+
+CHANGE = 2.0
+
+
+def offering(*numbers: int, changes: tuple[float, ...] = (), **aim: Any) -> Searching:
+    """Islands a, b, ... offer both fragments at these versions, and are all there."""
+    names = "abcd"[: len(numbers)]
+    g = Searching(names, **aim)
+    for name, number in zip(names, numbers, strict=True):
+        g.offer(name, number, number, changes=changes)
+    return g
+
+
+def texts(effects: list[Effect]) -> str:
+    return " ".join(alert.text for alert in of(effects, Alert))
+
+
+def test_what_is_not_finite_is_refused_and_the_next_is_asked() -> None:
+    g = offering(5, 5)
+    effects = g.arrive("a", 0, 5, unfit=True, digest="")
+    assert "island 'a' is not finite" in texts(effects)
+    assert asked(g.arrive("b", 1, 5)) == [("b", 0)]
+    g.arrive("b", 0, 5)
+    assert g.state.got[0].island == "b"
+
+
+def test_an_anchor_that_most_contradict_does_not_count_wherever_the_liar_is() -> None:
+    for liar in "abc":
+        g = offering(5, 5, 5)
+        g.says = {name: {"equal": False} for name in "abc" if name != liar}
+        effects = g.arrive(liar, 0, 5) if liar == "a" else []
+        if liar == "a":
+            assert "island 'a' does not count: it is not confirmed by 'b'; 'c'" in (
+                texts(effects)
+            )
+            g.says = {"a": {"equal": False}}
+            assert asked(effects) == [("c", 0)], "b sends fragment 1"
+            effects = g.arrive("c", 0, 5)
+        else:
+            g.says = {liar: {"equal": False}}
+            effects = g.arrive("a", 0, 5)
+        assert g.state.got[0].island != liar
+        assert not of(effects, GiveUp)
+
+
+def test_one_of_four_that_claims_the_newest_version_gives_way_to_the_next() -> None:
+    g = offering(6, 5, 5, 5, changes=(CHANGE, CHANGE))
+    g.says = {name: {"apart": 10 * MOST_CHANGES * CHANGE} for name in "bcd"}
+    effects = g.arrive("a", 0, 6)
+    assert "not confirmed by 'b'; 'c'; 'd'" in texts(effects)
+    assert asked(effects) == [("a", 1), ("b", 0)]
+    assert asked(g.arrive("a", 1, 6)) == [("c", 1)], "a comes last from now on"
+    g.says = {"a": {"apart": 1e9}}
+    g.arrive("b", 0, 5)
+    opened = found(g.arrive("c", 1, 5))
+    assert [anchor.version for anchor in opened.anchors] == [Version(2, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "apart", "counts"),
+    [
+        ((CHANGE, CHANGE), MOST_CHANGES * CHANGE * 3, True),
+        ((CHANGE, CHANGE), MOST_CHANGES * CHANGE * 3 + 0.1, False),
+        ((CHANGE, CHANGE), float("inf"), False),
+        ((), 1e9, True),
+        ((0.0, CHANGE), 1e9, True),
+    ],
+)
+def test_an_honest_newest_version_that_one_island_alone_has_counts(
+    changes: tuple[float, ...], apart: float, counts: bool
+) -> None:
+    """It is three merges ahead, and within bounds if any island reports changes."""
+    g = offering(8, 5, 5, changes=changes)
+    g.says = {name: {"apart": apart} for name in "bc"}
+    g.arrive("a", 0, 8)
+    assert (0 in g.state.got) is counts
+
+
+def test_one_that_nobody_is_near_enough_to_confirm_does_not_count() -> None:
+    g = offering(5 + MERGES_APART + 1, 5, 5)
+    assert "not confirmed" in texts(g.arrive("a", 0, 5 + MERGES_APART + 1))
+    g = offering(5 + MERGES_APART, 5, 5)
+    g.arrive("a", 0, 5 + MERGES_APART)
+    assert 0 in g.state.got
+
+
+def test_with_fewer_than_three_finite_is_enough_and_people_are_told() -> None:
+    g = offering(5, 4)
+    g.arrive("a", 0, 5)
+    effects = g.arrive("a", 1, 5)
+    assert of(effects, Found)
+    assert "goes on with values of 'a', which no majority has checked" in texts(effects)
+    g = offering(5, 5, 5)
+    g.arrive("a", 0, 5)
+    assert "no majority" not in texts(g.arrive("b", 1, 5))
+
+
+def torn(**aim: Any) -> tuple[Searching, list[Effect]]:
+    """Islands a and b differ in fragment 0."""
+    g = offering(5, 5, **aim)
+    g.says = {"b": {"equal": False}, "a": {"equal": False}}
+    return g, g.arrive("a", 0, 5)
+
+
+def test_two_that_differ_wait_for_a_third_which_decides() -> None:
+    for third, island in (({"equal": True}, "a"), ({"equal": False}, "c")):
+        g, effects = torn()
+        assert "'a' and 'b' have two anchors of fragment 0 at version (1, 5)" in (
+            texts(effects)
+        )
+        assert anchors.notices(g.state)
+        assert 0 not in g.state.got
+        g.says["c"] = third
+        g.offer("c", 5, 5)
+        if island == "c":
+            g.says = {"a": {"equal": False}, "b": {"equal": True}}
+            g.arrive("b", 1, 5)
+            g.arrive("c", 0, 5)
+        assert g.state.got[0].island == island
+
+
+@pytest.mark.parametrize("trusted", ["a", "b"])
+def test_a_person_may_say_who_is_believed(trusted: str) -> None:
+    g, effects = torn(trusted=trusted)
+    if trusted == "b":
+        assert "island 'b' has another one" in texts(effects)
+        g.arrive("b", 1, 5)
+        g.arrive("b", 0, 5)
+    assert g.state.got[0].island == trusted
+
+
+def test_where_nobody_decides_the_coordinator_ends_and_names_both() -> None:
+    g, _ = torn()
+    g.arrive("b", 1, 5)
+    wait_s = PATIENCE_S + CONFIG.outage_budget_s - CONFIG.lease_s / 2
+    assert not of(g.pass_time(wait_s, "ab"), GiveUp)
+    (end,) = of(g.pass_time(CONFIG.lease_s, "ab"), GiveUp)
+    assert end.torn
+    assert "islands 'a' and 'b'" in end.message
+    assert "again with --trust and the island" in end.message
+
+
+def test_who_sends_no_ballot_is_not_counted() -> None:
+    g = offering(5, 5, 5)
+    g.says = {"b": None, "c": None}  # type: ignore[dict-item]
+    g.arrive("a", 0, 5)
+    assert not g.state.got
+    g.arrive("b", 1, 5)
+    for _ in range(4):
+        g.pass_time(CONFIG.outage_budget_s / 4, "abc")
+    assert g.state.got[0].island == "a"
+    assert g.state.unchecked == {"a", "b"}
+
+
+def test_a_sample_is_drawn_once_the_claim_is_there() -> None:
+    drawn = set()
+    for digest in ("x", "y"):
+        g = offering(5, 5, 5, secret="s")
+        effects = g.arrive("a", 0, 5, digest=digest)
+        awaited = [e for e in of(effects, AwaitAnchor) if e.sample]
+        assert len({e.sample for e in awaited}) == 1, "one for all who vote"
+        assert {e.island for e in awaited} == {"b", "c"}
+        drawn.add(awaited[0].sample)
+    assert len(drawn) == 2
+
+
+def test_another_process_votes_anew_and_a_ballot_of_the_one_before_is_nothing() -> None:
+    g = offering(5, 5, 5)
+    g.says = {"b": None, "c": None}  # type: ignore[dict-item]
+    g.arrive("a", 0, 5)
+    effects = g.offer("b", 5, 5, incarnation=2)
+    assert asked(effects, ballots=True) == [("b", 0), ("b", 0)][:1]
+    g.vote("b", 0, incarnation=1, equal=False)
+    assert not g.state.claims[0].votes
+
+
+# ---- with a log ------------------------------------------------------------------
+
+KNOWN = {0: {Version(1, 4): "", Version(1, 5): "digest of 5", Version(1, 6): ""}}
+
+
+def lost(*numbers: int) -> Searching:
+    """Fragment 0 is lost at version (1, 6), in term 1 of the run."""
+    names = "abcd"[: len(numbers)]
+    g = Searching(names, run_id="run-1", term=2, known=KNOWN)
+    g.aim = replace(g.aim, lacking=(0,))
+    g.state = anchors.begin(g.config, g.aim, g.now)
+    for name, number in zip(names, numbers, strict=True):
+        g.offer(name, number, 9)
+    return g
+
+
+def test_where_the_log_has_the_digest_it_decides() -> None:
+    g = lost(5, 5, 5)
+    g.says = {name: {"equal": False} for name in "bc"}
+    opened = found(g.arrive("a", 0, 5))
+    assert (opened.term, opened.anchors[0].version) == (2, Version(2, 5))
+    g = lost(5, 5, 5)
+    effects = g.arrive("a", 0, 5, digest="another")
+    assert "its digest is another, and that of the log digest of 5" in texts(effects)
+    assert asked(effects) == [("b", 0)]
+
+
+def test_only_versions_after_which_the_log_knows_all_merges_are_gathered() -> None:
+    g = lost(3, 4, 5)
+    assert asked(g.effects) == [("c", 0)]
+    effects = g.arrive("c", 0, 3)
+    assert "was offered as (1, 5)" in texts(effects)
+    assert asked(effects) == [("b", 0)]
+    g = lost(3)
+    (end,) = of(g.effects, GiveUp)
+    assert "((1, 4) to (1, 6)): 'a' has (1, 3)" in end.message
+    assert "on an empty --workdir" in end.message
+
+
+def test_an_island_of_a_later_term_shows_that_this_state_is_an_old_one() -> None:
+    g = lost(6)
+    g = Searching("a", run_id="run-1", term=2, known=KNOWN)
+    effects = g.offer("a", 6, 9, term=2)
+    assert "log ends in term 1: its state is an old one" in texts(effects)
+    assert not g.state.members
