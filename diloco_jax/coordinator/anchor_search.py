@@ -27,7 +27,7 @@ from diloco_jax.protocol.coordinator import anchors, members
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
 from diloco_jax.protocol.coordinator.search import Aim, Event, GiveUp, Offered, Search
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.coordinator.terms import Found
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import (
     AnchorCompared,
     AnchorKept,
@@ -48,7 +48,7 @@ AnyHolder = StoreHolder | WorkersHolder
 class Searched(NamedTuple):
     """The end of a search, and the holder that has the anchors."""
 
-    found: Found
+    found: FoundTerm
     holder: AnyHolder
     unheard: Sequence[FromHolder]
     """The holder's messages that are for the lead."""
@@ -76,7 +76,7 @@ class AnchorSearch(Handlers):
         self._config, self._holder_of = config, holder_of
         self._sessions, self._lines = Sessions(), RateLimitedLog()
         self._holder: AnyHolder | None = None
-        self._found: Found | None = None
+        self._found: FoundTerm | None = None
         self._unheard: list[FromHolder] = []
         engine: Engine[Search, Event] = Engine(
             anchors.step,
@@ -203,9 +203,9 @@ class AnchorSearch(Handlers):
             self._sessions.completed = self._holder.completed
         self._holder.hold(message)
 
-    def over(self, end: Found | GiveUp) -> None:
+    def over(self, end: FoundTerm | GiveUp) -> None:
         """See engine.Searcher."""
-        if isinstance(end, Found):
+        if isinstance(end, FoundTerm):
             self._found = end
             self._thread.stop()
         else:

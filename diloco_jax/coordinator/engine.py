@@ -21,7 +21,7 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.protocol.coordinator.search import GiveUp, Postpone
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.coordinator.terms import Found
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
@@ -40,7 +40,7 @@ S = TypeVar("S")
 E = TypeVar("E")
 """Events of the deciding half."""
 
-AnyEffect = Effect | Postpone | Found | GiveUp
+AnyEffect = Effect | Postpone | FoundTerm | GiveUp
 
 Decide = Callable[[PolicyConfig, S, E, float], tuple[S, Any]]
 """`step(config, state, event, now) -> (state, effects)`."""
@@ -89,7 +89,7 @@ class Searcher(Protocol):
     def alert(self, text: str, island: str = "") -> None:
         """Report something that a person should look at. There is no tape yet."""
 
-    def over(self, end: Found | GiveUp) -> None:
+    def over(self, end: FoundTerm | GiveUp) -> None:
         """End the search."""
 
 
@@ -165,6 +165,6 @@ class Engine(Generic[S, E]):
             ):
                 assert self._holder is not None
                 self._holder.hold(effect)
-            case Found() | GiveUp():
+            case FoundTerm() | GiveUp():
                 assert self._searcher is not None
                 self._searcher.over(effect)

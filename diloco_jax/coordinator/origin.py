@@ -47,7 +47,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery, steering, terms, workers
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
-from diloco_jax.protocol.coordinator.terms import Found
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import (
     Commit,
     Committed,
@@ -433,7 +433,7 @@ class StateMaker:
         _commit(holder, found)
         return made
 
-    def _term(self, found: Found) -> journal.Term:
+    def _term(self, found: FoundTerm) -> journal.Term:
         return journal.Term(
             term=found.term,
             name=found.name,
@@ -466,11 +466,11 @@ class StateMaker:
         return MadeState(state, holder, log)
 
 
-def _commit(holder: StoreHolder | WorkersHolder, found: Found) -> None:
+def _commit(holder: StoreHolder | WorkersHolder, found: FoundTerm) -> None:
     """Make the anchors visible, whose term is on disk."""
     for anchor in found.anchors:
         holder.hold(Commit(fragment=anchor.fragment, version=anchor.version))
 
 
-def _digest(found: Found) -> str:
+def _digest(found: FoundTerm) -> str:
     return digest_all(anchor.digest for anchor in found.anchors)

@@ -12,7 +12,7 @@ from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
 from diloco_jax.protocol.coordinator.search import Aim, Effect, Event, Offered
-from diloco_jax.protocol.coordinator.terms import Found
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept
 from diloco_jax.protocol.messages import AnchorRequest, Hello, Report
 from diloco_jax.protocol.values import Version
@@ -116,8 +116,8 @@ def of(effects: Sequence[Effect], kind: type[E]) -> list[E]:
     return [effect for effect in effects if isinstance(effect, kind)]
 
 
-def found(effects: Sequence[Effect]) -> Found:
-    (one,) = of(effects, Found)
+def found(effects: Sequence[Effect]) -> FoundTerm:
+    (one,) = of(effects, FoundTerm)
     return one
 
 

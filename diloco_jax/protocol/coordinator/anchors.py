@@ -52,7 +52,7 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.protocol.coordinator.search import (
     Aim,
-    Awaited,
+    AwaitedAnchor,
     Claim,
     Effect,
     Event,
@@ -64,7 +64,7 @@ from diloco_jax.protocol.coordinator.search import (
     Vote,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.coordinator.terms import Found, Gathered
+from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.messages import (
     MAX_TEXT,
@@ -411,7 +411,7 @@ def _fetch(config: PolicyConfig, state: Search, now: float) -> Step:
             free = member.connected and name not in busy
             if free and _version(state, name, fragment) == highest:
                 busy.add(name)
-                awaited = Awaited(name, now + _patience_s(config, state))
+                awaited = AwaitedAnchor(name, now + _patience_s(config, state))
                 state = replace(state, asked={**state.asked, fragment: awaited})
                 effects.append(_await(state, member.offer, fragment))
                 effects.append(_request(state, member.offer, fragment))
@@ -660,7 +660,7 @@ def _over(config: PolicyConfig, state: Search) -> list[Effect]:
         islands = len(state.aim.names | state.members.keys())
         position = known.next_position + islands * unheard
         known = known._replace(next_position=position)
-    found = Found(
+    found = FoundTerm(
         run_id=state.run_id,
         term=state.term,
         name=state.aim.name,

@@ -19,7 +19,7 @@ from diloco_jax.protocol.coordinator.events import (
     Tell,
     Timer,
 )
-from diloco_jax.protocol.coordinator.terms import Found, Gathered
+from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.values import Version
@@ -55,7 +55,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
     torn: bool = False
 
 
-Effect = Alert | Tell | Postpone | AwaitAnchor | Found | GiveUp
+Effect = Alert | Tell | Postpone | AwaitAnchor | FoundTerm | GiveUp
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
         return 1 + int.from_bytes(drawn, "little")
 
 
-class Awaited(NamedTuple):
+class AwaitedAnchor(NamedTuple):
     """The island that is to send a fragment, and the deadline."""
 
     island: str
@@ -160,7 +160,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     limits: Known | None = None
     """The highest values that are believed, once there is no more waiting."""
     members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
-    asked: Mapping[int, Awaited] = msgspec.field(default_factory=dict)
+    asked: Mapping[int, AwaitedAnchor] = msgspec.field(default_factory=dict)
     failed: frozenset[tuple[str, int]] = frozenset()
     """Each (island, fragment) that did not arrive in time, or does not count."""
     claims: Mapping[int, Claim] = msgspec.field(default_factory=dict)

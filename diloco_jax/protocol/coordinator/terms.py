@@ -37,7 +37,7 @@ class Gathered(NamedTuple):
     digest: str
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class FoundTerm(msgspec.Struct, frozen=True, kw_only=True):
     """The search is over: its holders have all anchors on disk, none visible yet."""
 
     run_id: str
@@ -50,7 +50,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Islands that offered anchors; they come again as the term begins."""
 
 
-def first_state(config: PolicyConfig, found: Found) -> State:
+def first_state(config: PolicyConfig, found: FoundTerm) -> State:
     """Return the state of a run whose log is lost at the beginning of the term."""
     state = initial(config)
     for anchor in found.anchors:
@@ -72,7 +72,7 @@ def first_state(config: PolicyConfig, found: Found) -> State:
     )
 
 
-def term_records(state: State, found: Found) -> list[records.TermBegun]:
+def term_records(state: State, found: FoundTerm) -> list[records.TermBegun]:
     """Return the records with which lost fragments begin the run's next term."""
     return [
         records.TermBegun(

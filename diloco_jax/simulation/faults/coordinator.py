@@ -353,7 +353,7 @@ class VirtualGatherer:
     def alert(self, text: str, island: str = "") -> None:
         """See engine.Searcher. Nobody reads it."""
 
-    def over(self, end: terms.Found | search.GiveUp) -> None:
+    def over(self, end: terms.FoundTerm | search.GiveUp) -> None:
         """See engine.Searcher."""
         if isinstance(end, search.GiveUp):
             self._done(None)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.coordinator.terms import Found
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import (
     Admitted,
@@ -46,7 +46,7 @@ class ViolationError(Exception):
 class Opened:
     """A new term of a coordinator that had lost its state."""
 
-    found: Found
+    found: FoundTerm
     state: State
     """That of a coordinator without a log."""
     anchors: tuple[Anchor, ...]

@@ -12,7 +12,7 @@ from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.anchors import MERGES_APART, MOST_CHANGES
 from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.coordinator.search import Effect, GiveUp
-from diloco_jax.protocol.coordinator.terms import Found
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import AwaitAnchor
 from diloco_jax.protocol.values import Version
 
@@ -105,7 +105,7 @@ def test_with_fewer_than_three_finite_is_enough_and_people_are_told() -> None:
     g = offering(5, 4)
     g.arrive("a", 0, 5)
     effects = g.arrive("a", 1, 5)
-    assert of(effects, Found)
+    assert of(effects, FoundTerm)
     assert "goes on with values of 'a', which no majority has checked" in texts(effects)
     g = offering(5, 5, 5)
     g.arrive("a", 0, 5)

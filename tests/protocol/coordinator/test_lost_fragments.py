@@ -11,7 +11,7 @@ from kit import Driver, of, only, persisted
 
 from diloco_jax.protocol.coordinator import terms
 from diloco_jax.protocol.coordinator.state import MERGES_KNOWN
-from diloco_jax.protocol.coordinator.terms import Found, Gathered
+from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
 from diloco_jax.protocol.messages import Refused, ResendRequest, TakeVerdict, Welcome
 from diloco_jax.protocol.records import line
 from diloco_jax.protocol.values import STALE, Outstanding, Version
@@ -42,7 +42,7 @@ class Merging(Driver):
         self.crash()
         version = Version(TERM, number)
         anchor = Gathered(0, "a", 1, Version(1, number), version, "digest")
-        found = Found(
+        found = FoundTerm(
             run_id=self.config.run_id,
             term=TERM,
             name="n",

@@ -12,7 +12,7 @@ from diloco_jax.protocol.coordinator import ledger, members, terms
 from diloco_jax.protocol.coordinator.events import Alert, Effect, Outdated, SaidAhead
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import Fragments
-from diloco_jax.protocol.coordinator.terms import Found, Gathered
+from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
@@ -39,7 +39,7 @@ LEAST_S = 2.5
 def second_term(offered: tuple[str, ...] = (), **changes: Any) -> Driver:
     """A coordinator that gathered anchors of versions (1, 5) and (1, 4)."""
     d = Driver(**changes)
-    opened = Found(
+    opened = FoundTerm(
         run_id=d.config.run_id,
         term=2,
         name="",

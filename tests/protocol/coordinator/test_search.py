@@ -15,17 +15,17 @@ from diloco_jax.protocol.coordinator.believed import MERGES_AHEAD, may_have_beco
 from diloco_jax.protocol.coordinator.events import Alert, Tell
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
-from diloco_jax.protocol.coordinator.terms import Found, Gathered
+from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
 from diloco_jax.protocol.holding import AwaitAnchor
 from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
 from diloco_jax.protocol.values import Version
 
 
-def versions(opened: Found) -> tuple[Version, ...]:
+def versions(opened: FoundTerm) -> tuple[Version, ...]:
     return tuple(anchor.version for anchor in opened.anchors)
 
 
-def sources(opened: Found) -> tuple[str, ...]:
+def sources(opened: FoundTerm) -> tuple[str, ...]:
     return tuple(anchor.island for anchor in opened.anchors)
 
 
@@ -39,7 +39,7 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
     g.arrive("b", 0, 6)
     opened = found(g.arrive("a", 1, 7))
     unheard = 2 * most_unheard(CONFIG, 0.5, 2)
-    assert opened == Found(
+    assert opened == FoundTerm(
         run_id="run-1",
         term=2,
         name="n",
@@ -59,7 +59,7 @@ def test_an_island_sends_one_fragment_at_a_time() -> None:
     g = Searching("a")
     assert asked(g.offer("a", 1, 1)) == [("a", 0)]
     assert asked(g.arrive("a", 0, 1)) == [("a", 1)]
-    assert of(g.arrive("a", 1, 1), Found)
+    assert of(g.arrive("a", 1, 1), FoundTerm)
 
 
 def test_a_version_that_was_adopted_meanwhile_is_taken_as_what_it_is() -> None:
@@ -239,7 +239,7 @@ def test_what_a_join_heard_counts_though_it_has_no_anchors() -> None:
 
 
 def test_the_state_of_the_new_term() -> None:
-    opened = Found(
+    opened = FoundTerm(
         run_id="run-1",
         term=3,
         name="n",
