@@ -15,9 +15,10 @@ let in, and nothing counts that was fetched.
 
 Whatever comes is checked. Values that are not finite are refused. Where the log has the
 anchor's digest, it decides. Else the others that offer vote with a ballot of their own
-anchor (`core/tiles.py`): at the same version by digests, at most `MERGES_APART` away
-by a sample. An anchor counts if most agree, itself included. With fewer than three that
-offer, finite is enough, but two that differ at one version wait for a third.
+anchor (`core/tiles.py`): at the same version by digests, which also confirm it under
+its name of another term; at most `MERGES_APART` away by a sample. An anchor counts if
+most agree, itself included. With fewer than three that offer, finite is enough, but two
+that differ at one version wait for a third.
 
 An island that claims far more of the run than most others is not believed either: after
 the state is lost, what islands heard becomes the run's.
@@ -517,8 +518,10 @@ def _compared(state: Search, event: AnchorCompared) -> Search:
 
 
 def _vote(state: Search, anchor: Gathered, event: AnchorCompared) -> Vote:
+    if event.equal and event.version.number == anchor.replaced.number:
+        return "agrees"  # Of another term, too: its beginning renames an anchor.
     if event.version == anchor.replaced:
-        return "agrees" if event.equal else "differs"
+        return "differs"
     merges = abs(event.version.number - anchor.replaced.number)
     if event.version.term != anchor.replaced.term or merges > MERGES_APART:
         return "far"

@@ -54,7 +54,9 @@ def first_state(config: PolicyConfig, found: FoundTerm) -> State:
     """Return the state of a run whose log is lost at the beginning of the term."""
     state = initial(config)
     for anchor in found.anchors:
-        newest = (MergedTokens(version=anchor.version),)
+        # Islands have the anchor under its old name until they adopt the new one.
+        versions = (anchor.replaced, anchor.version)
+        newest = tuple(MergedTokens(version=version) for version in versions)
         fragment = state.fragments[anchor.fragment]
         begun = replace(fragment, version=anchor.version, newest=newest)
         state = with_fragment(state, begun)

@@ -159,7 +159,7 @@ class Monitor(Facts):
         self._newest_of: dict[tuple[Incarnation, int], Version] = {}
         self._values: dict[tuple[int, Version], bytes] = {}
         self._begin_life()
-        self._begin_term([FIRST_VERSION] * count)
+        self._begin_term([(FIRST_VERSION,)] * count)
 
     def _begin_life(self) -> None:
         """Begin with what does not outlive a coordinator."""
@@ -178,9 +178,10 @@ class Monitor(Facts):
         """Digests by fragment and version."""
         self._refused: set[Key] = set()
 
-    def _begin_term(self, versions: Sequence[Version]) -> None:
-        """Begin with what does not outlive a lost state."""
-        self._counted = [{version: dict[str, int]()} for version in versions]
+    def _begin_term(self, names: Sequence[Sequence[Version]]) -> None:
+        """Begin with what does not outlive a lost state. names: versions under which
+        islands may have the first anchor of the term, by fragment."""
+        self._counted = [{name: dict[str, int]() for name in of} for of in names]
         """Tokens by island in each version whose merges count, by fragment."""
         self._lost: set[int] = set()
         self._begun: dict[tuple[int, Version], bytes] = {}
@@ -591,7 +592,8 @@ class Monitor(Facts):
         self._data.opened(opened)
         self._merged_tokens.clear()
         self._wrote = True
-        self._begin_term(versions)
+        before = [found.version for found in opened.replaced]
+        self._begin_term(list(zip(before, versions, strict=True)))
         self.log.begin(versions)
         self.sessions.clear()
 

@@ -101,6 +101,23 @@ def test_one_that_nobody_is_near_enough_to_confirm_does_not_count() -> None:
     assert 0 in g.state.got
 
 
+@pytest.mark.parametrize(
+    ("number", "equal", "counts"),
+    [(5, True, True), (5, False, False), (4, True, False)],
+)
+def test_who_has_it_under_its_name_of_an_earlier_term_confirms_it(
+    number: int, equal: bool, counts: bool
+) -> None:
+    """Version (1, 5) went on as (2, 5), which one island alone has adopted."""
+    g = Searching("abc")
+    g.offer("a", term=2, versions=(Version(2, 5),) * 2)
+    for name in "bc":
+        g.says[name] = {"equal": equal}
+        g.offer(name, number, number, term=2)
+    g.arrive("a", 0, 5, term=2)
+    assert (0 in g.state.got) is counts
+
+
 def test_with_fewer_than_three_finite_is_enough_and_people_are_told() -> None:
     g = offering(5, 4)
     g.arrive("a", 0, 5)

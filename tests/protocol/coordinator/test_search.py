@@ -253,6 +253,9 @@ def test_the_state_of_the_new_term() -> None:
     config = replace(CONFIG, fragment_sizes=(1, 1, 1))
     state = terms.first_state(config, opened)
     assert [f.version for f in state.fragments] == list(versions(opened))
+    for fragment, anchor in zip(state.fragments, opened.anchors, strict=True):
+        known = terms.versions_known(fragment, {})
+        assert list(known) == [anchor.replaced, anchor.version], "islands have both"
     assert (state.term, state.term_name, state.books) == (3, "n", 3)
     assert (state.tick, state.ticks_reserved) == (2_000_000_001,) * 2
     assert state.tick % 3 == 0, "the first tick is fragment 0's"

@@ -6,12 +6,15 @@ import pytest
 
 from diloco_jax.simulation.faults.faults import (
     CoordinatorCrash,
+    Corruption,
     Delay,
     DiskFailure,
+    DiskGone,
     DiskLost,
     Impostor,
     IslandCrash,
     JoinCrash,
+    Partition,
     Restart,
     WorkerCrash,
 )
@@ -106,6 +109,105 @@ FOUND = {
         max_staleness=0,
         adopt="overwrite",
         outage_s=110.0,
+    ),
+    "one island alone has a term's lost anchor (seed 452)": Schedule(
+        islands={
+            "a": DrawnIsland(step_s=1.5, batch_size=3, join_s=0.2, lead=2),
+            "b": DrawnIsland(step_s=2.5, join_s=1.8, lead=2),
+            "c": DrawnIsland(step_s=2.5, join_s=0.3, lead=2),
+            "d": DrawnIsland(step_s=1.0, join_s=0.7),
+        },
+        faults=(
+            DiskLost(at_s=10.97, restart=Restart(down_s=2.36, clock_s=4197.4)),
+            DiskGone(
+                at_s=11.41,
+                restart=Restart(down_s=2.43, clock_s=4116.4, noticed_s=4.0),
+                gone_s=3.32,
+            ),
+            IslandCrash(at_s=16.92, island="d", down_s=3.45),
+            WorkerCrash(
+                at_s=22.03,
+                worker=0,
+                down_s=4.83,
+                noticed_s=0.0,
+                effects=11,
+                disk_lost=True,
+            ),
+        ),
+        total_tokens=418,
+        fragment_sizes=(7, 7, 9),
+        workers=3,
+        room=1,
+        steps_per_cycle=3,
+        overlap_steps=1,
+        quorum=4,
+        grace=0.0,
+        max_staleness=0,
+        outage_s=20.0,
+        transfer_s=1.2,
+    ),
+    "two islands have not adopted in a term that is lost (seed 911)": Schedule(
+        islands={
+            "a": DrawnIsland(step_s=1.0, join_s=0.2, lead=2),
+            "b": DrawnIsland(step_s=0.8, batch_size=2, join_s=0.6, lead=2),
+            "c": DrawnIsland(step_s=1.0, batch_size=3, join_s=1.5, lead=2),
+        },
+        faults=(
+            DiskLost(
+                at_s=0.86, restart=Restart(down_s=2.72, clock_s=2066.3, noticed_s=4.0)
+            ),
+            WorkerCrash(at_s=1.82, worker=0, down_s=2.42, noticed_s=0.05, effects=2),
+            WorkerCrash(
+                at_s=3.6,
+                worker=2,
+                down_s=0.11,
+                noticed_s=0.3,
+                effects=10,
+                disk_lost=True,
+            ),
+            Partition(at_s=12.35, island="b", ways=("up",), for_s=6.57),
+            Corruption(at_s=12.88, island="c", for_s=3.81),
+        ),
+        total_tokens=170,
+        fragment_sizes=(3,),
+        workers=2,
+        room=1,
+        steps_per_cycle=5,
+        overlap_steps=1,
+        grace=0.0,
+        max_staleness=2,
+        outage_s=110.0,
+    ),
+    "two islands adopted another fragment of a term (seed 954)": Schedule(
+        islands={
+            "b": DrawnIsland(step_s=1.0, batch_size=2, join_s=1.2),
+            "c": DrawnIsland(step_s=2.5, batch_size=2, join_s=0.9),
+            "d": DrawnIsland(step_s=0.8, join_s=0.9),
+        },
+        faults=(
+            DiskGone(at_s=0.83, restart=Restart(down_s=5.54, clock_s=7.9), gone_s=9.44),
+            WorkerCrash(at_s=1.29, worker=1, down_s=0.18, noticed_s=0.05, effects=10),
+            JoinCrash(at_s=4.6, island="b", down_s=2.04, joining_s=1.39),
+            DiskLost(
+                at_s=8.62, restart=Restart(down_s=2.28, clock_s=775.8, noticed_s=4.0)
+            ),
+            WorkerCrash(
+                at_s=11.83,
+                worker=0,
+                down_s=8.7,
+                noticed_s=0.3,
+                effects=10,
+                disk_lost=True,
+            ),
+        ),
+        total_tokens=303,
+        fragment_sizes=(5, 9, 7),
+        workers=2,
+        steps_per_cycle=5,
+        overlap_steps=1,
+        max_staleness=0,
+        outage_s=20.0,
+        merge_s=0.1,
     ),
 }
 
