@@ -98,20 +98,6 @@ def _keeps_what_a_worker_had(recover: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def _holds_all_the_time(due_ticks: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(config: Any, state: Any, now: float) -> Any:
-        lost = [fragment.lost for fragment in state.fragments]
-        for fragment in state.fragments:
-            state = with_fragment(state, replace(fragment, lost=None))
-        state, effects = due_ticks(config, state, now)
-        for fragment in state.fragments:
-            whole = replace(fragment, lost=lost[fragment.index])
-            state = with_fragment(state, whole)
-        return state, effects
-
-    return broken
-
-
 def _keeps_the_take(book: Callable[..., Any]) -> Callable[..., Any]:
     def broken(before: Any, c: Any, merged: int) -> Any:
         after = book(before, c, merged)
@@ -322,9 +308,6 @@ PLANTS = {
     ),
     "what_was_merged_above_an_anchor_stays_merged": Plant(
         "gathered", terms, "_merged_above", _always({})
-    ),
-    "ticks_ask_for_what_is_lost": Plant(
-        "held", decide, "_due_ticks", _holds_all_the_time
     ),
     "a_worker_that_is_back_gets_nothing": Plant(
         "liveness", takes, "ask_to_resend", _without_effects(0)
