@@ -30,6 +30,7 @@ LINES = {
     journal.Term: {
         "kind": "term",
         "term": 2,
+        "name": "n",
         "run_id": "r",
         "versions": [[2, 0], [2, 0]],
         "from": ["a", "b"],
