@@ -134,8 +134,8 @@ def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypa
     assert cli.main([*arguments, "--init"]) == 0
     assert cli.main(arguments) == 0
     assert [call[1:] for call in calls] == [
-        (tmp_path / "w", True, False, ""),
-        (tmp_path / "w", False, False, ""),
+        (tmp_path / "w", True, False, "", ""),
+        (tmp_path / "w", False, False, "", ""),
     ]
     assert calls[0][0].placement.bind == "127.0.0.1:7"
 

@@ -183,11 +183,6 @@ def locked_home(monkeypatch, folder):
     return str(folder / "caches")
 
 
-def long_tmp(monkeypatch, folder):
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp/" + "x" * 100)
-    return "x" * 100
-
-
 def no_tmp(monkeypatch, folder):
     def fail():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
@@ -240,7 +235,6 @@ def no_locks(monkeypatch, folder):
     [
         ("home", no_home),
         ("home", locked_home),
-        ("temporary", long_tmp),
         ("temporary", no_tmp),
         ("proxies", proxy),
         ("name", loopback),

@@ -125,6 +125,7 @@ class Digested(records.Written, frozen=True, kw_only=True):
     version: Version
     digest: str
     anchor: str = ""
+    """Digest of the anchor; empty on tapes of before."""
 
 
 class Alert(records.Written, frozen=True, kw_only=True):

@@ -355,9 +355,13 @@ def do_parts(
     done = total - sum(sizes[n] for n in left)
     if workers == 1 or len(left) < 2:
         for number in left:
-            write_part(folder, number, sources, parts[number], recipe)
-            done += sizes[number]
-            report(done / total)
+
+            def read_more(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                report(min(done / total, 1.0))
+
+            write_part(folder, number, sources, parts[number], recipe, read_more)
         return
     with concurrent.futures.ProcessPoolExecutor(
         min(workers, len(left)),
@@ -446,9 +450,15 @@ def done_path(folder: Path, number: int) -> Path:
 
 
 def write_part(
-    folder: Path, number: int, sources: Sequence[SourceFile], part: Part, recipe: Recipe
+    folder: Path,
+    number: int,
+    sources: Sequence[SourceFile],
+    part: Part,
+    recipe: Recipe,
+    read_more: Callable[[int], None] = lambda nbytes: None,
 ) -> PartDone:
     """Make a part's files in a folder, whole or not at all, and note that it is done.
+    read_more: called with the bytes of learned text, some documents at a time.
 
     Raises ConfigError, naming file and place, for sources that cannot be read.
     """
@@ -481,6 +491,7 @@ def write_part(
             )
             if learned:
                 sides[side].append(tokenised)
+            read_more(learned)
     splits = {
         side: _write(folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side])
         for side, found in sides.items()

@@ -8,10 +8,11 @@ import hashlib
 import json
 import logging
 import re
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
-import test_held
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
@@ -37,6 +38,9 @@ from diloco_jax.models.presets import preset
 from diloco_jax.planning.program import group_size
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, HoldingsRequest
+
+sys.path.append(str(Path(__file__).parents[1]))
+import test_held
 
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"

@@ -156,7 +156,6 @@ def test_a_run_is_starting_until_an_island_trains(state):
         (status(c={**WELL, "loss": math.nan}), "c without a finite loss"),
         (status(c={"state": "gone"}), "c gone"),
         (status(more={"wrong": ["b makes no step"]}), "b makes no step"),
-        (status(more={"workers": [{"worker": 1, "address": ""}]}), "worker 1 is away"),
         (status("gathering"), "the coordinator has lost its state"),
     ],
     ids=str,

@@ -185,7 +185,7 @@ def test_a_kept_cycle_leaves_as_a_snapshot_of_the_same_versions_does(config, tmp
             cycle=7, fragment=fragment, version=Version(), merges=0, tokens=0
         )
         theta = store.arrays(fragment)["theta"]
-        cycles.keep(keep, theta, lambda cycle, trouble: ended.set())
+        cycles.keep(keep, lambda theta=theta: theta, lambda cycle, trouble: ended.set())
     assert ended.wait(60)
     cycles.close(60.0)
     export(read_config(workdir), workdir, tmp_path / "snapshot")

@@ -108,7 +108,7 @@ def test_a_kept_cycle_has_its_own_score_and_loss(workdir, tmp_path, capsys):
             cycle=4, fragment=fragment, version=Version(1, 2), merges=2, tokens=96
         )
         zeros = [np.zeros_like(a) for a in store.arrays(fragment)["theta"]]
-        cycles.keep(keep, zeros, lambda cycle, trouble: None)
+        cycles.keep(keep, lambda zeros=zeros: zeros, lambda cycle, trouble: None)
     cycles.close(60.0)
     pairs = (["x", "y"], ["y", "x"])
     items = [{"question": "q", "choices": pair, "answer": 0} for pair in pairs]
