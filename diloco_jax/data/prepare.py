@@ -354,14 +354,18 @@ def do_parts(
     total = sum(sizes)
     done = total - sum(sizes[n] for n in left)
     if workers == 1 or len(left) < 2:
+        read = done
+
+        def read_more(nbytes: int) -> None:
+            nonlocal read
+            read += nbytes
+            report(min(read / total, 1.0))
+
         for number in left:
-
-            def read_more(nbytes: int) -> None:
-                nonlocal done
-                done += nbytes
-                report(min(done / total, 1.0))
-
             write_part(folder, number, sources, parts[number], recipe, read_more)
+            done += sizes[number]
+            # What is not learned was read, too.
+            read_more(done - read)
         return
     with concurrent.futures.ProcessPoolExecutor(
         min(workers, len(left)),
