@@ -354,18 +354,17 @@ def do_parts(
     total = sum(sizes)
     done = total - sum(sizes[n] for n in left)
     if workers == 1 or len(left) < 2:
-        read = done
-
-        def read_more(nbytes: int) -> None:
-            nonlocal read
-            read += nbytes
-            report(min(read / total, 1.0))
-
         for number in left:
+            ends = done + sizes[number]
+
+            def read_more(nbytes: int, ends: int = ends) -> None:
+                # Text of compressed files has more bytes than they.
+                nonlocal done
+                done = min(done + nbytes, ends)
+                report(done / total)
+
             write_part(folder, number, sources, parts[number], recipe, read_more)
-            done += sizes[number]
-            # What is not learned was read, too.
-            read_more(done - read)
+            read_more(ends - done)
         return
     with concurrent.futures.ProcessPoolExecutor(
         min(workers, len(left)),
