@@ -182,8 +182,15 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
             assert ask.await_(DeltaArrived).refusal == ""
             assert ask.prepare(0) == wanted[0]
             workers.hold(Forget(island="a", before=2, kept=()))
+
+            def fetched() -> None:
+                """Fetch until the worker has heard of the fence."""
+                until = time.monotonic() + PATIENCE_S
+                while time.monotonic() < until:
+                    at.fetch(fetch_of(0, FIRST), max_bytes=1 << 30)
+
             with pytest.raises(Refused, match="the first that counts is 2") as refused:
-                at.fetch(fetch_of(0, FIRST), max_bytes=1 << 30)
+                fetched()
             assert refused.value.code == "fenced"
         assert list((there / "publishes" / "00000").glob("*.publish"))
         os.kill(workers.processes()[own].pid, signal.SIGKILL)
