@@ -33,7 +33,7 @@ FIELDS: dict[str, Family[Any]] = {
     "outer.optimizer": OUTER_OPTIMIZERS,
 }
 TRIAL = "from diloco_jax.config.family_fields import try_members; try_members()"
-"""What the separate process executes."""
+"""Program of the separate process."""
 TRIAL_S = 300.0
 """Longest time for trying the members of a config."""
 

@@ -177,7 +177,7 @@ TEXTS = {
     "extended": "the run goes on to {total_tokens:,} tokens",
     "alert": "{text}",
 }
-"""What lines of the tape say, by their kinds."""
+"""Sentences for lines of the tape, by their kinds."""
 
 
 def text_of(line: Mapping[str, Any]) -> str:

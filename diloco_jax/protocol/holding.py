@@ -427,7 +427,7 @@ def next_start(last: int, unix_s: float) -> int:
 
 
 class AwaitedTakes:
-    """What the lead awaits at a worker, and from which incarnations. Not
+    """Takes that the lead awaits at a worker, and from which incarnations. Not
     thread-safe."""
 
     def __init__(self) -> None:

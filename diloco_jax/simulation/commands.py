@@ -37,7 +37,7 @@ from diloco_jax.simulation.output import (
 ConfigT = TypeVar("ConfigT")
 OutputT = TypeVar("OutputT", bound="Output")
 Shown = tuple[dict[str, Any], Table | str]
-"""What a simulation found, as JSON-compatible builtins and for people."""
+"""Findings of a simulation, as JSON-compatible builtins and for people."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Identity:
 
 
 class IslandCall(Message, frozen=True, kw_only=True):
-    """What an island's process says with each of its calls for a fragment."""
+    """Fields that an island's process sends with each call for a fragment."""
 
     run_id: Identifier
     island: Name

@@ -513,7 +513,7 @@ class _Fetch:
         self._transfers, self._seconds = transfers, seconds
         self._until = time.monotonic() + seconds
         self.start: bulk.FetchStart | None = None
-        """What the first stripe was answered."""
+        """Answer to the first stripe."""
         self.payload = memoryview(b"")
 
     def run(

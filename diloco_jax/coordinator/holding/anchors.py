@@ -61,7 +61,7 @@ def values_of(layout: PayloadLayout, payload: Buffer) -> list[jax.Array]:
 
 @dataclasses.dataclass
 class _Arriving:
-    """What is awaited of one island, and what has come of it at one version."""
+    """An anchor awaited of one island, with its parts that have come at one version."""
 
     awaited: AwaitAnchor
     inbox: Inbox

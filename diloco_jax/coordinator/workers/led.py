@@ -120,7 +120,7 @@ class LedWorker:
         self._answers: queue.SimpleQueue[FragmentsRestored | BaseException] = (
             queue.SimpleQueue()
         )
-        """What came of its start."""
+        """Results of its start: one."""
         self._saved: queue.SimpleQueue[AllSaved | None] = queue.SimpleQueue()
         self._line: WorkerLine | None = None
         self._child: subprocess.Popen[bytes] | None = None

@@ -1,4 +1,4 @@
-"""What a term begins with, once its anchors are found: the first state of a run whose
+"""Begin a term, once its anchors are found: the first state of a run whose
 log is lost, or the records with which lost fragments go on in a log that is whole.
 """
 

@@ -58,7 +58,7 @@ class Opened:
 
 @dataclasses.dataclass(kw_only=True)
 class Logged:
-    """What the records of a term say, up to the last one."""
+    """Facts of the records of a term, up to the last one."""
 
     versions: list[Version]
     """Version of the last merge, by fragment."""

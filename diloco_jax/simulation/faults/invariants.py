@@ -117,7 +117,7 @@ INVARIANTS = {
     "a lease, its step outlasts the flush, or a delta of its own hangs for the flush's "
     "share in which others are not to wait for it.",
 }
-"""What must hold, by the name of the invariant."""
+"""Promises that must hold, by the name of the invariant."""
 READS_LOG = (Merge, KeepFragment, Tell)
 """Effects that are looked at beside the records that come before them in a step."""
 FEWEST = 2
