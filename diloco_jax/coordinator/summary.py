@@ -14,14 +14,12 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, DataConfig
-from diloco_jax.coordinator.disk_space import DiskNeed, DiskWait
 from diloco_jax.coordinator.exporter import Exporter
-from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.snapshots import SnapshotWriter
-from diloco_jax.coordinator.watchdog import Watchdog
-from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.watchdog import DiskNeed, DiskWait, Watchdog
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.source import Shares
 from diloco_jax.files import json_number, write_json, write_text
@@ -348,7 +346,7 @@ class Announcer:
         *,
         roster: Roster,
         metrics: Metrics,
-        holder: StoreHolder | WorkersHolder,
+        holder: FragmentHolder,
         snapshots: SnapshotWriter,
         disk: DiskWait,
         tls: TlsFiles | None,

@@ -67,16 +67,14 @@ class FragmentSnapshots(Snapshots):
         self._versions = {f: versions(folder, f) for f in fragments}
         for fragment in fragments:
             self._remove_torn(fragment_path(folder, fragment, Version()).parent)
+        self.lost: set[int] = set()
+        """Fragments without arrays, which are not written."""
         self._next = 0
         """Place in `fragments` of the next one."""
         turns = len(fragments)
         self.writer = SnapshotWriter(
             folder, placement.snapshot_every_s, turns, "folder of publishes"
         )
-
-    def oldest_of(self, fragment: int) -> Version:
-        """Return the version of the oldest snapshot of a fragment to be kept."""
-        return self._versions[fragment][-self._keep :][0]
 
     def load(
         self, fragment: int, through: Version, like: Arrays
@@ -135,89 +133,66 @@ class FragmentSnapshots(Snapshots):
         self._versions[fragment] = []
         self.save(fragment, version, arrays)
 
-    def unsaved(self, current: Sequence[Version]) -> list[int]:
-        """Return the fragments whose current version no snapshot has, in the order of
-        turns.
-
-        current: versions by fragment.
-        """
-        turns = self.fragments[self._next :] + self.fragments[: self._next]
-        return [f for f in turns if self._versions[f][-1:] != [current[f]]]
-
-    def took_turn(self, fragment: int) -> None:
-        """Note that this fragment's snapshot has begun, so that the next turn is the
-        next fragment's.
-        """
-        self._next = (self.fragments.index(fragment) + 1) % len(self.fragments)
-
-
-class Saver:
-    """Snapshots of one life of a holder, with its publishes."""
-
-    def __init__(
-        self,
-        store: Store,
-        snapshots: FragmentSnapshots,
-        publishes: Publishes,
+    def begin(
+        self, fragment: int, version: Version, arrays: Arrays, publishes: Publishes
     ) -> None:
-        self._store, self._snapshots, self._publishes = store, snapshots, publishes
-        self.lost: set[int] = set()
-        """Fragments without arrays, which are not written."""
-
-    def begin(self) -> None:
-        """Write the first snapshots of a run or a term, one per fragment held here; see
-        `begin_fragment`."""
-        for fragment in self._snapshots.fragments:
-            self.begin_fragment(fragment, *self._store.current(fragment))
-
-    def begin_fragment(self, fragment: int, version: Version, arrays: Arrays) -> None:
         """Write the first snapshot of a fragment in a run or a term; delete all its
         older ones, and its publishes.
 
         Raises OSError if the disk is full, ConfigError if a bucket refuses a snapshot,
         and StorageAway if it does not answer.
         """
-        with self._snapshots.beginning():
-            self._snapshots.save_first(fragment, version, arrays)
-        self._publishes.discard({fragment: FIRST_VERSION})
+        with self.beginning():
+            self.save_first(fragment, version, arrays)
+        publishes.discard({fragment: FIRST_VERSION})
 
-    def write_due(self, now: float) -> None:
+    def write_due(self, now: float, store: Store, publishes: Publishes) -> None:
         """Begin to write the fragment whose turn it is, if it is time for one."""
-        if not self._snapshots.writer.due(now):
+        if not self.writer.due(now):
             return
-        for fragment in self._unsaved()[:1]:
-            save = self._writes(fragment)
-            self._snapshots.took_turn(fragment)
-            self._snapshots.writer.write(now, save)
+        for fragment in self._unsaved(store)[:1]:
+            self._next = (self.fragments.index(fragment) + 1) % len(self.fragments)
+            self.writer.write(now, self._writes(fragment, store, publishes))
 
-    def write_last(self, within_s: float | None) -> None:
+    def write_last(
+        self, within_s: float | None, store: Store, publishes: Publishes
+    ) -> None:
         """Write every fragment whose version is in no snapshot yet; it is durable when
         this returns. within_s: seconds after which no other fragment is begun: its
         publishes are on disk, and a restart goes on from them."""
-        began, unsaved = time.monotonic(), self._unsaved()
+        began, unsaved = time.monotonic(), self._unsaved(store)
         for written, fragment in enumerate(unsaved):
             if within_s is not None and time.monotonic() - began >= within_s:
                 logger.info(
                     "%d of %d fragments are in no snapshot of their newest version: "
                     "they go on from what was published of them",
                     len(unsaved) - written,
-                    len(self._snapshots.fragments),
+                    len(self.fragments),
                 )
                 return
-            self._writes(fragment)()
+            self._writes(fragment, store, publishes)()
 
-    def _unsaved(self) -> list[int]:
-        unsaved = self._snapshots.unsaved(self._store.versions())
-        return [fragment for fragment in unsaved if fragment not in self.lost]
+    def _unsaved(self, store: Store) -> list[int]:
+        """Return the fragments whose current version no snapshot has, in the order of
+        turns."""
+        current = store.versions()
+        turns = self.fragments[self._next :] + self.fragments[: self._next]
+        return [
+            f
+            for f in turns
+            if f not in self.lost and self._versions[f][-1:] != [current[f]]
+        ]
 
-    def _writes(self, fragment: int) -> Callable[[], None]:
+    def _writes(
+        self, fragment: int, store: Store, publishes: Publishes
+    ) -> Callable[[], None]:
         """Return a function that writes a fragment as it is now, then deletes the
         publishes that are superfluous."""
-        version, arrays = self._store.current(fragment)
+        version, arrays = store.current(fragment)
 
         def save() -> None:
-            self._snapshots.save(fragment, version, arrays)
-            self._publishes.forget(fragment, self._snapshots.oldest_of(fragment))
+            self.save(fragment, version, arrays)
+            publishes.forget(fragment, self._versions[fragment][-self._keep :][0])
 
         return save
 
