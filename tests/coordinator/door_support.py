@@ -153,7 +153,7 @@ class Coordinator:
             store,
             self.inbox,
             Publishes(folder / f"publishes-{time.monotonic_ns()}"),
-            cast(Any, None),
+            cast(Any, SimpleNamespace(fragments=(0, 1), lost=set())),
             cast(Any, None),
             write_within_s=math.inf,
         )
@@ -219,7 +219,8 @@ class AnchorHolder:
         self.inbox = Inbox(LAYOUTS, rooms)
         self.lost = LostFragments(
             cast(Any, SimpleNamespace(plan=PLAN, first=self._first)),
-            cast(Any, SimpleNamespace(lost={0, 1}, begin_fragment=lambda *_: None)),
+            cast(Any, SimpleNamespace(lost={0, 1}, begin=lambda *_: None)),
+            cast(Any, None),
             self.inbox,
             threading.Event(),
             submit=lambda job: job(),
@@ -276,35 +277,6 @@ class Peer:
     def __init__(self, name: str, made: Coordinator | Gathering) -> None:
         self.name, self.made = name, made
         self.stream: Stream | None = None
-        self.seq = 0
-
-    def say(self, kind: str, changed: dict[str, Any]) -> None:
-        """Raises what the coordinator answers with."""
-        if kind == "Cut":
-            if self.stream is not None:
-                self.made.handlers.disconnect(cast(Any, self.stream))
-        elif kind == "Take":
-            self.take(changed)
-        elif kind == "Hello":
-            self.hello(changed)
-        elif kind in ("Report", "Goodbye"):
-            island = self.made.state.islands.get(self.name)
-            if self.stream is None or island is None or island.status == "gone":
-                self.hello({})
-                self.made.run()
-            default = (
-                self.report() if kind == "Report" else {"reason": "stopped", "text": ""}
-            )
-            message = self.decode(kind, {**default, **changed})
-            self.made.handlers.receive(cast(Any, self.stream), message)
-        elif kind == "UploadStart":
-            self.upload(changed)
-        else:
-            default = {**self.identity(), "want": (1, 0), "have": None}
-            request = decoded(
-                encoding.bulk_request, raw(kind, {**default, **changed}), "p"
-            )
-            self.made.handlers.fetch(request)
 
     def hello(self, changed: dict[str, Any]) -> None:
         sequences = ADMITTED.get(self.name) or 3
@@ -351,41 +323,10 @@ class Peer:
             "fragment": 0,
         }
 
-    def take(self, changed: dict[str, Any]) -> None:
-        """Two steps, then all that it is asked for."""
-        island = self.made.state.islands.get(self.name)
-        if self.stream is None or island is None or island.status == "gone":
-            self.hello({})
-            return
-        self.seq = max(self.seq, island.records_through)
-        asked, records_of_takes = [], []
-        for fragment in self.made.state.fragments:
-            account = fragment.accounts[self.name]
-            if account.take is not None and account.take.end is None:
-                self.seq += 1
-                asked.append((fragment.index, account.take.tick))
-                record = {
-                    "seq": self.seq,
-                    "kind": "took",
-                    "step": self.steps() + 2,
-                    "fragment": fragment.index,
-                    "tick": account.take.tick,
-                    "start": account.start,
-                    "version": tuple(fragment.version),
-                }
-                records_of_takes.append({**record, **changed})
-        self.say("Report", {"steps": self.steps() + 2, "records": records_of_takes})
-        self.made.run()
-        for number, tick in asked:
-            self.upload({"fragment": number, "tick": tick})
-
     def upload(self, changed: dict[str, Any]) -> None:
         total = LAYOUTS[0].total_bytes
         default = {**self.identity(), "tick": 1, "offset": 0, "length": total}
         fields = {**default, "total": total, **changed}
-        if changed.get("fragment") == 1:
-            total = LAYOUTS[1].total_bytes
-            fields = {**fields, "length": total, "total": total}
         start = decoded(encoding.bulk_request, raw("UploadStart", fields), "p")
         place = self.made.handlers.upload_begin(start)
         place[:] = bytes(len(place))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 from door_support import ADMITTED, LAYOUTS, PLAN, RUN
-from fuzz_shrinking import paths
 from fuzz_steady import FIRST, SHARED, STEP_S, Steady, chunked, raw
 from fuzz_support import UNIX, Move, World, carried
 from numbers_said import numbers_of
@@ -334,3 +333,15 @@ class Hostile:
                 ([[1, 0]], [[1, 1], [1, 2]], [0], [[2**20, 2**48]] * 2)
             )
         return value
+
+
+def paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values inside a decoded message, the inner ones last."""
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, inner in items:
+        yield (*before, key)
+        yield from paths(inner, (*before, key))

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import pytest
-from runtime_support import make_config, placed, with_run
+from runtime_support import make_config, with_run
 
 from diloco_jax import LocalCluster, cli, run_files
 from diloco_jax.config import IslandConfig
@@ -21,7 +21,7 @@ def test_an_operator_gets_a_trace_of_steps_and_the_run_goes_on(text, capsys):
     islands = {
         name: IslandConfig(batch_size=2, step_seconds=0.05) for name in ("a", "b")
     }
-    config = placed(dataclasses.replace(config, islands=islands), workers=2)
+    config = dataclasses.replace(config, islands=islands)
     with LocalCluster(config) as cluster:
         where = ("--coordinator", str(cluster.workdir))
 
