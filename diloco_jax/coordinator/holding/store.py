@@ -282,13 +282,6 @@ class Store:
                 )
             )
 
-    def clear(self) -> None:
-        """Give up all arrays: each fragment is loaded again before it is used."""
-        for held, merge in zip(self._fragments, self._merges, strict=True):
-            held.state, held.last, held.digest = merge.like(), (), ""
-            held.publishes.clear()
-        self._spares.trim(0)
-
     def use_passes(self, passes: Passes | None) -> None:
         """Compute later merges by the merge route "native"; None: by "xla"."""
         self._merges = [dataclasses.replace(m, passes=passes) for m in self._merges]
