@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator import service
-from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.engine import Engine, Sessions
 from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.lead import EngineThread
 from diloco_jax.coordinator.service import Likeness
-from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import anchors, members

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax import run_files, storage
-from diloco_jax.coordinator.holding.publishes import require_space
+from diloco_jax.coordinator.holding.fragment_snapshots import require_space
 from diloco_jax.files import write_json
 from diloco_jax.protocol.holding import (
     CycleKept,

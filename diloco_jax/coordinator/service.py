@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 from diloco_jax import run_files
 from diloco_jax.config import RunConfig, differences, shared_fields
 from diloco_jax.coordinator import journal
+from diloco_jax.coordinator.engine import Sessions, taken
 from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.sessions import Sessions, taken
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import json_number
 from diloco_jax.models.build import other_model

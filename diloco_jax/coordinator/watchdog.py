@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Config, Placement
-from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
+from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.settings import next_snapshots, state_sizes
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.errors import EXIT_FAILED, PASSING, lack, remedy

@@ -19,9 +19,9 @@ from typing import Literal
 from diloco_jax import restart_time
 from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.holding import inbox
+from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
-from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.coordinator.service import METRICS_EVERY_S
 from diloco_jax.coordinator.settings import payload_bytes, state_sizes
 from diloco_jax.coordinator.snapshots import BUSY_SHARE

@@ -25,14 +25,14 @@ from diloco_jax.config import (
 )
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.anchor_search import AnchorSearch
+from diloco_jax.coordinator.engine import Sessions
 from diloco_jax.coordinator.holding.anchors import LostFragments
+from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
-from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Likeness, Service
-from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import (

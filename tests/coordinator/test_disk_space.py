@@ -13,7 +13,7 @@ from tiny import MODEL
 
 from diloco_jax.config import Config, OuterConfig, RunConfig, SyncConfig
 from diloco_jax.coordinator import watchdog
-from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
+from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.coordinator.settings import state_sizes
 from diloco_jax.coordinator.watchdog import DiskNeed, DiskWait

@@ -23,10 +23,10 @@ from diloco_jax.config import (
 from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
+    Publishes,
     make_store,
     restore,
 )
-from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import (

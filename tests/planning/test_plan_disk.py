@@ -13,8 +13,12 @@ from diloco_jax.checkpoint import whose
 from diloco_jax.config import OuterConfig, Placement
 from diloco_jax.coordinator import journal, service, snapshots
 from diloco_jax.coordinator.holding import inbox
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots, Saver
-from diloco_jax.coordinator.holding.publishes import SPARED_BYTES, Publishes
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    SPARED_BYTES,
+    FragmentSnapshots,
+    Publishes,
+    Saver,
+)
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.settings import payload_bytes, policy_config

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    Publishes,
+)
 from diloco_jax.coordinator.holding.inbox import Inbox
-from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Piece, digest_arrays

@@ -29,9 +29,12 @@ from msgspec.structs import replace
 from diloco_jax import checkpoint, machine, run_files
 from diloco_jax.config import Config
 from diloco_jax.coordinator.holding.anchors import LostFragments, repeat
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots, restore
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    Publishes,
+    restore,
+)
 from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
-from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles, telling
 from diloco_jax.coordinator.watchdog import given_up
