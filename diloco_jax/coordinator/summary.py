@@ -357,8 +357,6 @@ class Announcer:
         self._roster, self._metrics, self._holder = roster, metrics, holder
         self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
         self._refreshed, self._status = 0.0, dict[str, Any]()
-        self._alerts_raised = self._events_waiting = 0
-        self._wrong: list[str] = []
         need = DiskNeed(config, plan, workdir)
         began = time.monotonic()
         self._watchdog = Watchdog(
@@ -368,7 +366,6 @@ class Announcer:
             compile_budget_s=placement.compile_budget_s,
             needed=need.free,
         )
-        self._machine = self._watchdog.machine
         self._placement, self._tls = placement, tls
         self._told_at = workdir / run_files.METRICS_ADDRESS
         self._alarm: Alarm | None = None
@@ -377,8 +374,8 @@ class Announcer:
     def begin(self, lead: Lead) -> None:
         """Make the first status; deliver alerts, and let Prometheus collect numbers,
         from now on. Raises ConfigError if the port for that cannot be bound."""
+        self._lead = lead
         self.refresh(lead)
-        run_id = lead.config.run_id
         if self._placement.metrics_bind:
             exporter = Exporter(
                 self._placement.metrics_bind,
@@ -390,6 +387,7 @@ class Announcer:
             self._open.callback(exporter.close)
             write_text(exporter.url, self._told_at)
             self._open.callback(self._told_at.unlink, missing_ok=True)
+        run_id = lead.config.run_id
         self._alarm = Alarm(self._placement, run_id, lambda: self.shown()["alerts"])
         self._alarm.start()
 
@@ -412,7 +410,6 @@ class Announcer:
         if self._alarm is not None:
             for text in untold:
                 self._alarm.raised(text)
-        self._alerts_raised = lead.journal.alerts_raised
         self._status = status(
             lead.config,
             lead.state,
@@ -422,12 +419,11 @@ class Announcer:
             now=now,
             tally=lead.tally,
         )
+        before = self._watchdog.machine
         for wrong in self._watchdog.look(self._status, clock):
             lead.journal.alert(wrong)
-        self._events_waiting = lead.waiting
         self._wrong = self._watchdog.wrong
-        if (machine := self._watchdog.machine) is not self._machine:
-            self._machine = machine
+        if self._watchdog.machine is not before:
             self._metrics.append({"kind": "machine", "time": now, **self._uses()})
 
     def shown(self) -> dict[str, Any]:
@@ -446,8 +442,8 @@ class Announcer:
             version=metadata.version("diloco-jax"),
             status=self.shown(),
             machine=self._watchdog.machine,
-            alerts_raised=self._alerts_raised,
-            events_waiting=self._events_waiting,
+            alerts_raised=self._lead.journal.alerts_raised,
+            events_waiting=self._lead.waiting,
             merge=self._metrics.last_merge,
         )
 
@@ -455,6 +451,6 @@ class Announcer:
         """Return the bytes of this machine, and what each worker has of its memory."""
         workers = self._holder.shown().get("workers", ())
         return {
-            **self._machine.named(),
+            **self._watchdog.machine.named(),
             "workers_memory_bytes": [worker["resident_bytes"] for worker in workers],
         }

@@ -105,10 +105,12 @@ class Gauges(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """An island as last seen: its incarnation, its steps and since when it has them,
-    and its best speed."""
+    """An island as last seen. since: when its incarnation began to start, or made its
+    last step. best: its best speed."""
 
     incarnation: int
+    starts: bool
+    trains: bool
     steps: int
     since: float
     best: float
@@ -133,8 +135,6 @@ class Watchdog:
         later times."""
         self._needed = needed
         self._compile_budget_s = compile_budget_s
-        self._starts: dict[str, tuple[int, float]] = {}
-        """Incarnations that start, and since when."""
         self._folders, self._least_s, self._machine = folders, 3 * budget_s, machine
         self._islands: dict[str, _Seen] = {}
         self._began, self._looked = now, -math.inf
@@ -197,7 +197,6 @@ class Watchdog:
         }
         for name in [known for known in self._islands if known not in islands]:
             del self._islands[name]
-        yield from self._of_starts(islands, now)
         for name, island in islands.items():
             for what in island["short"]:
                 left = "space on the disk" if what == "disk" else what
@@ -207,7 +206,15 @@ class Watchdog:
                     f"its hosts: its process may end for it; its log says how much",
                 )
             seen = self._see(name, island, now)
-            if island["state"] not in TRAINS or status["phase"] != "running":
+            if seen.starts and now - seen.since > self._compile_budget_s:
+                yield (
+                    f"starts {name}",
+                    f"island {name} has been {island['state']} for "
+                    f"{self._compile_budget_s:.0f} s, placement.compile_budget_s: its "
+                    f"devices, its compiler or its link may hang; look at its log; it "
+                    f"ends by itself after placement.hang_budget_s more",
+                )
+            if not seen.trains or status["phase"] != "running":
                 continue
             step_s = island["median_step_seconds"]
             limit_s = max(HANGING_STEPS * step_s, self._least_s)
@@ -238,37 +245,16 @@ class Watchdog:
                         f"and at its devices",
                     )
 
-    def _of_starts(
-        self, islands: Mapping[str, Any], now: float
-    ) -> Iterator[tuple[str, str]]:
-        starts = {
-            name: island["incarnation"]
-            for name, island in islands.items()
-            if island["state"] in STARTS
-        }
-        known, self._starts = self._starts, {}
-        for name, incarnation in starts.items():
-            before, since = known.get(name, (0, now))
-            since = since if before == incarnation else now
-            self._starts[name] = incarnation, since
-            if now - since > self._compile_budget_s:
-                yield (
-                    f"starts {name}",
-                    f"island {name} has been {islands[name]['state']} for "
-                    f"{self._compile_budget_s:.0f} s, placement.compile_budget_s: its "
-                    f"devices, its compiler or its link may hang; look at its log; it "
-                    f"ends by itself after placement.hang_budget_s more",
-                )
-
     def _see(self, name: str, island: Mapping[str, Any], now: float) -> _Seen:
-        before = self._islands.get(name)
         incarnation, steps = island["incarnation"], island["steps"]
-        trains = island["state"] in TRAINS
-        if before is None or before.incarnation != incarnation or not trains:
-            before = _Seen(incarnation, -1, now, 0.0)
-        since = before.since if steps == before.steps else now
+        starts, trains = island["state"] in STARTS, island["state"] in TRAINS
+        before = self._islands.get(name)
+        if before is None or before[:3] != (incarnation, starts, trains):
+            before = _Seen(incarnation, starts, trains, steps, now, 0.0)
+        since = now if trains and steps != before.steps else before.since
         known = island["tokens_per_second"] if steps >= KNOWN_STEPS else 0.0
-        seen = _Seen(incarnation, steps, since, max(before.best, known))
+        best = max(before.best, known)
+        seen = before._replace(steps=steps, since=since, best=best)
         self._islands[name] = seen
         return seen
 

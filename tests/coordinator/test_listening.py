@@ -8,6 +8,7 @@ import queue
 import shutil
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -17,17 +18,20 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator.going_on import WorkerOptions
 from diloco_jax.coordinator.workers import holder, process
 from diloco_jax.coordinator.workers.holder import LedWorker
-from diloco_jax.coordinator.workers.process import Listening, facts_of
+from diloco_jax.coordinator.workers.process import HoldingWorker, Listening, facts_of
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.holding import (
+    AwaitedTakes,
     BeginWorker,
     FragmentsRestored,
     RestoreFragments,
     WorkerServes,
 )
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
+from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.certificates import add, make_certificates
-from diloco_jax.wire.errors import Refused, SecurityError
+from diloco_jax.wire.errors import Refused, SecurityError, VersionGone
 from diloco_jax.wire.tls import TlsFiles
 
 PATIENCE_S = 60.0
@@ -261,3 +265,25 @@ def test_a_worker_to_which_no_lead_comes_ends_and_says_so(
     bind = config.placement.worker_addresses[0]
     assert process.run(config, 0, tmp_path / "w", bind) == EXIT_FAILED
     assert "no coordinator came for 0.1 s" in caplog.text
+
+
+def test_the_lead_gets_the_last_version_beside_one_of_a_kept_cycle(config):
+    """A slow disk holds the kept one back until the end of the run."""
+    worker = object.__new__(HoldingWorker)
+    first, last = Version(1, 3), Version(1, 5)
+    worker._begin, worker._awaited = begun(config), AwaitedTakes()
+    worker._awaiting, worker._pinned = threading.Lock(), {0: (first, "kept")}
+    worker._store = SimpleNamespace(
+        current=lambda fragment: (last, {"theta": "newest"}),
+        values=lambda fragment, version, theta, part: (version, theta),
+    )
+
+    def fetched(want: Version) -> object:
+        fields = {"incarnation": 0, "session": "s", "fragment": 0, "have": None}
+        request = FetchRequest(run_id="r", island="x", want=want, theta=True, **fields)
+        return worker.fetch(request)
+
+    assert fetched(first) == (first, "kept")
+    assert fetched(last) == (last, "newest")
+    with pytest.raises(VersionGone, match=r"\(1, 4\) of fragment 0 is not kept here"):
+        fetched(Version(1, 4))

@@ -562,7 +562,10 @@ class HoldingWorker(Handlers):
         self._require_own(request)
         fragment, want = request.fragment, request.want
         if request.theta:
-            version, theta = self._pinned.get(fragment, self._theta(fragment))
+            # At the end of the run a kept cycle may still be on its way.
+            version, theta = self._theta(fragment)
+            if version != want:
+                version, theta = self._pinned.get(fragment, (version, theta))
             if version != want:
                 raise VersionGone(
                     f"version {tuple(want)} of fragment {fragment} is not kept here, "
