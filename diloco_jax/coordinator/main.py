@@ -347,6 +347,7 @@ class Coordinator:
             self.config,
             self._plan,
             self._workdir,
+            lead=self.lead,
             roster=self._roster,
             metrics=self._metrics,
             holder=self.holder,
@@ -355,8 +356,7 @@ class Coordinator:
             tls=self._tls,
             begun_unix=self._facts.begun_unix,
         )
-        self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
-        self._announcer.begin(self.lead)
+        self._open.callback(self._announcer.stop, self._deadlines.stop_s)
 
     def _make_service(self) -> Service:
         config = self.config
@@ -378,7 +378,7 @@ class Coordinator:
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
         if self._announcer.due(now):
-            self._announcer.refresh(lead)
+            self._announcer.refresh()
             with self._disk.put_off("islands' measures"):
                 self._roster.save()
         for waited in self._disk.over():

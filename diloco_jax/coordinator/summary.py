@@ -344,6 +344,7 @@ class Announcer:
         plan: FragmentPlan,
         workdir: Path,
         *,
+        lead: Lead,
         roster: Roster,
         metrics: Metrics,
         holder: FragmentHolder,
@@ -352,64 +353,57 @@ class Announcer:
         tls: TlsFiles | None,
         begun_unix: float,
     ) -> None:
-        """config: resolved. begun_unix: start of the run in unix seconds."""
+        """Make the first status; deliver alerts, and let Prometheus collect numbers,
+        from now on. Raises ConfigError if the port for that cannot be bound.
+
+        config: resolved. begun_unix: start of the run in unix seconds."""
         placement = config.placement
-        self._roster, self._metrics, self._holder = roster, metrics, holder
-        self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
-        self._refreshed, self._status = 0.0, dict[str, Any]()
+        self._lead, self._roster, self._metrics = lead, roster, metrics
+        self._holder, self._snapshots, self._disk = holder, snapshots, disk
+        self._begun_unix = begun_unix
         need = DiskNeed(config, plan, workdir)
-        began = time.monotonic()
         self._watchdog = Watchdog(
             need.folders,
             placement.time_budget_s,
-            began,
+            time.monotonic(),
             compile_budget_s=placement.compile_budget_s,
             needed=need.free,
         )
-        self._placement, self._tls = placement, tls
-        self._told_at = workdir / run_files.METRICS_ADDRESS
-        self._alarm: Alarm | None = None
+        run_id = lead.config.run_id
+        self._alarm = Alarm(placement, run_id, lambda: self.shown()["alerts"])
+        self.refresh()
         self._open = contextlib.ExitStack()
-
-    def begin(self, lead: Lead) -> None:
-        """Make the first status; deliver alerts, and let Prometheus collect numbers,
-        from now on. Raises ConfigError if the port for that cannot be bound."""
-        self._lead = lead
-        self.refresh(lead)
-        if self._placement.metrics_bind:
+        if placement.metrics_bind:
             exporter = Exporter(
-                self._placement.metrics_bind,
+                placement.metrics_bind,
                 self.snapshot,
-                tls=self._tls,
-                insecure=self._placement.insecure,
+                tls=tls,
+                insecure=placement.insecure,
             )
             exporter.start()
             self._open.callback(exporter.close)
-            write_text(exporter.url, self._told_at)
-            self._open.callback(self._told_at.unlink, missing_ok=True)
-        run_id = lead.config.run_id
-        self._alarm = Alarm(self._placement, run_id, lambda: self.shown()["alerts"])
+            told_at = workdir / run_files.METRICS_ADDRESS
+            write_text(exporter.url, told_at)
+            self._open.callback(told_at.unlink, missing_ok=True)
         self._alarm.start()
 
     def stop(self, within_s: float) -> None:
         """Deliver the last alerts, within these seconds, and close the port."""
-        if self._alarm is not None:
-            self._alarm.close(within_s)
+        self._alarm.close(within_s)
         self._open.close()
 
     def due(self, now: float) -> bool:
         """Tell if it is time for another status."""
         return now - self._refreshed >= REFRESH_S
 
-    def refresh(self, lead: Lead) -> None:
+    def refresh(self) -> None:
         """Make another status, and look for what is newly wrong."""
-        now, clock = time.time(), time.monotonic()
+        lead, now, clock = self._lead, time.time(), time.monotonic()
         self._refreshed = clock
         own = [*self._snapshots.alerts(clock), *self._holder.alerts(clock)]
         untold, lead.journal.untold = lead.journal.untold, []
-        if self._alarm is not None:
-            for text in untold:
-                self._alarm.raised(text)
+        for text in untold:
+            self._alarm.raised(text)
         self._status = status(
             lead.config,
             lead.state,

@@ -17,7 +17,6 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     SPARED_BYTES,
     FragmentSnapshots,
     Publishes,
-    Saver,
 )
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
@@ -63,9 +62,10 @@ class Clocked:
         self.store = Store(RUN, PLAN, model.init(jax.random.key(0)), 60.0)
         self.publishes = Publishes(folder / "publishes")
         self.log = RecordLog(folder / "log")
-        self.saver = Saver(self.store, self.snapshots, self.publishes)
         self.state = initial(policy)
-        self.saver.begin()
+        for fragment in range(FRAGMENTS):
+            current = self.store.current(fragment)
+            self.snapshots.begin(fragment, *current, self.publishes)
         self.states.save(self.log.rotate(), self.state)
         self.payloads = payload_bytes(RUN.sync.codec_down, PLAN)
         for kind in (self.states, self.snapshots):
@@ -85,7 +85,7 @@ class Clocked:
     def keep_house(self):
         self.states.write_due(self.now, self.state, self.log)
         assert self.states.writer.wait(lambda: 1e9)
-        self.saver.write_due(self.now)
+        self.snapshots.write_due(self.now, self.store, self.publishes)
         assert self.snapshots.writer.wait(lambda: 1e9)
 
     def look(self):
