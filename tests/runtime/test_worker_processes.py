@@ -153,7 +153,7 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
         assert [f.digest for f in restored.fragments] == before
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
         there = tmp_path / f"worker-{own}"
-        ask, address = Ask(workers), workers.processes()[own].address
+        ask, address = Ask(workers), workers.shown()["workers"][own]["address"]
         with client(address, tls=tls) as island:
             at = island.transfers_at(address, own)
             with pytest.raises(SecurityError, match=f"of worker {own}, and has to be"):
@@ -194,7 +194,7 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
         restored = workers.restore(asked_for(FIRST, FIRST))
         assert [f.digest for f in restored.fragments] == before
         assert restored.discarded == 1
-        ask, address = Ask(workers), workers.processes()[own].address
+        ask, address = Ask(workers), workers.shown()["workers"][own]["address"]
         take = TakeRequest(fragment=0, tick=1)
         workers.completed(hello(config, incarnation=1), take)
         with client(address, tls=tls) as island:
@@ -209,7 +209,7 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
         restored = workers.restore(asked_for(SECOND, FIRST))
         assert [f.fragment for f in restored.lost] == [0]
         ask = Ask(workers)
-        address, begun = workers.processes()[own].address, Version(2, 1)
+        address, begun = workers.shown()["workers"][own]["address"], Version(2, 1)
         workers.hold(
             AwaitAnchor(fragment=0, island="a", incarnation=1, term=begun.term)
         )

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -95,21 +95,6 @@ TOLD_EVERY_S = 30.0
 """Seconds between two lines of the log about a worker that is missing at a start."""
 ME = "coordinator"
 """The caller's name in the lead's fetches; its certificate says who it is."""
-
-
-class ShownWorker(NamedTuple):
-    """The facts about a worker that `diloco status` shows."""
-
-    worker: int
-    address: str
-    """Empty before it serves."""
-    pid: int
-    """On its machine."""
-    fragments: int
-    memory_bytes: int
-    """The most memory that its process has had."""
-    resident_bytes: int
-    """The memory that it has now."""
 
 
 class LedWorker:
@@ -203,17 +188,19 @@ class LedWorker:
         self._thread.join(placement.outage_budget_s + placement.deadlines.connect_s)
         return self.heard_over
 
-    def shown(self) -> ShownWorker:
-        """Return the facts about this worker that `diloco status` shows."""
+    def shown(self) -> dict[str, Any]:
+        """Return the facts about this worker that `diloco status` shows. address: empty
+        before it serves; pid: on its machine; memory_bytes: the most that its process
+        has had."""
         alive = self.alive
-        return ShownWorker(
-            worker=self._begin.worker,
-            address=self.address,
-            pid=alive.pid if alive else 0,
-            fragments=len(self.fragments),
-            memory_bytes=alive.memory_bytes if alive else 0,
-            resident_bytes=alive.resident_bytes if alive else 0,
-        )
+        return {
+            "worker": self._begin.worker,
+            "address": self.address,
+            "pid": alive.pid if alive else 0,
+            "fragments": len(self.fragments),
+            "memory_bytes": alive.memory_bytes if alive else 0,
+            "resident_bytes": alive.resident_bytes if alive else 0,
+        }
 
     def end(self) -> None:
         """Break the line; the worker waits for the next lead."""
@@ -415,13 +402,9 @@ class WorkersHolder(FragmentHolder):
                 self._of(message.fragment).send(AwaitTake(delta=delta))
         return message
 
-    def processes(self) -> list[ShownWorker]:
-        """Return the facts about all workers that `diloco status` shows."""
-        return [worker.shown() for worker in self._workers]
-
     def shown(self) -> dict[str, Any]:
         """Return what `diloco status` shows beside the run's state."""
-        return {"workers": [worker._asdict() for worker in self.processes()]}
+        return {"workers": [worker.shown() for worker in self._workers]}
 
     # ---- as the lead's holder -------------------------------------------------------
 
