@@ -131,11 +131,11 @@ class Coordinator:
         sinks.require(placement.sinks)
         if placement.checkpoints:
             storage.require_access(self._folder)
-        self._model = build(config.run)
-        self._plan = build_plan(config.run, self._model)
+        model = build(config.run)
+        self._plan = build_plan(config.run, model)
         self.config = config = restart_time.lasting(config, self._plan.total)
         # Islands need it: refuse a name that optax lacks before they start.
-        build_inner(config.run, self._model)
+        build_inner(config.run, model)
         require_room(config, self._plan)
         require_merging(placement)
         self._facts = going_on.facts_of(config, workdir, init=init, resume=resume)
@@ -291,7 +291,6 @@ class Coordinator:
             config=config,
             policy=policy,
             plan=self._plan,
-            model=self._model,
             workdir=workdir,
             states=self._states,
             kept=self._kept,

@@ -32,20 +32,13 @@ from diloco_jax.coordinator import journal
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.anchor_search import Searched
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
-from diloco_jax.coordinator.holding.holder import (
-    FragmentHolder,
-    StoreHolder,
-    make_holder,
-)
-from diloco_jax.coordinator.holding.store import Store
+from diloco_jax.coordinator.holding.holder import FragmentHolder, make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.workers.holder import WorkersHolder, has_result
 from diloco_jax.core import outer
 from diloco_jax.core.fragments import FragmentPlan, digest_all
-from diloco_jax.machine import give_memory_back
-from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery, steering, terms, workers
@@ -59,7 +52,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
 )
 from diloco_jax.protocol.values import NOTHING, Version
-from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
+from diloco_jax.weights.first import keep_source, keep_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +72,6 @@ class StateMaker:
     config: Config
     policy: PolicyConfig
     plan: FragmentPlan
-    model: Model
     workdir: Path
     states: StateSnapshots
     kept: KeptCycles
@@ -105,7 +97,12 @@ class StateMaker:
     def _holder(self, term: int, *, over: bool = False) -> FragmentHolder:
         """Return a holder without arrays, for `restore`."""
         if self.config.placement.workers == 1:
-            return self._in_process(make_store(self.config, self.plan, None))
+            whose = checkpoint.whose(self.config.run, self.policy.run_id, self.plan)
+            store = make_store(self.config, self.plan)
+            everything = range(len(self.plan.fragments))
+            return make_holder(
+                self.config, store, self.kept, self.workdir, whose, everything
+            )
         workers = WorkersHolder(
             self.config,
             self.workdir,
@@ -117,13 +114,6 @@ class StateMaker:
         )
         self.opened.callback(workers.end)
         return workers
-
-    def _in_process(self, store: Store) -> StoreHolder:
-        whose = checkpoint.whose(self.config.run, self.policy.run_id, self.plan)
-        everything = range(len(self.plan.fragments))
-        return make_holder(
-            self.config, store, self.kept, self.workdir, whose, everything
-        )
 
     def _all_at(self, version: Version) -> tuple[Committed, ...]:
         return tuple(
@@ -187,33 +177,18 @@ class StateMaker:
             made = self._durable(state, searched.holder, None)
             _commit(searched.holder, searched.found)
             return made
-        if self.config.placement.workers > 1:
-            holder = self._holder(1)
-            asked = RestoreFragments(fragments=self._all_at(Version()), first=True)
-            self._tell_begun(holder.restore(asked).environment)
-        else:
-            store = self._first_store()
-            self._tell_begun(store.describe())
-            holder = own = self._in_process(store)
-            own.begin()
-        return self._durable(state, holder, None)
-
-    def _first_store(self) -> Store:
-        """Draw the parameters of a new run, or read them."""
-        run, began = self.config.run, time.monotonic()
-        # The draw is not kept beside its copy; files are read a piece at a time.
-        first = first_pieces(run, self.model, self.workdir)
-        store = make_store(self.config, self.plan, first)
-        if run.model.weights:
+        holder = self._holder(1)
+        asked = RestoreFragments(fragments=self._all_at(Version()), first=True)
+        began = time.monotonic()
+        self._tell_begun(holder.restore(asked).environment)
+        if self.config.run.model.weights:
             logger.info(
-                "%d parameters of %s, read in %.1f s",
+                "%d parameters of %s, read and written in %.1f s",
                 self.plan.total,
-                run.model.weights,
+                self.config.run.model.weights,
                 time.monotonic() - began,
             )
-        del first
-        give_memory_back()
-        return store
+        return self._durable(state, holder, None)
 
     def _tell_begun(
         self, environment: dict[str, Any], giver: str = "", digest: str = ""
@@ -271,7 +246,7 @@ class StateMaker:
         return made
 
     def _environment(self) -> dict[str, Any]:
-        return make_store(self.config, self.plan, None).describe()
+        return make_store(self.config, self.plan).describe()
 
     def _durable(
         self, state: State, holder: FragmentHolder, before: int | None

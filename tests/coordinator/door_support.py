@@ -73,6 +73,8 @@ RUN = RunConfig(
 )
 ADMITTED: dict[str, int | None] = {"a": 2, "b": 4, "c": None}
 CONFIG = policy_config(RUN, Placement(), "r", PLAN.sizes, ADMITTED)
+STEP_S = 0.1
+SHARED = shared_fields(RUN)
 LAYOUTS = [PayloadLayout.of(get_codec("f32"), pieces) for pieces in PLAN.fragments]
 
 
@@ -279,23 +281,12 @@ class Peer:
         self.stream: Stream | None = None
 
     def hello(self, changed: dict[str, Any]) -> None:
-        sequences = ADMITTED.get(self.name) or 3
-        default = {
-            "run_id": "",
-            "fingerprint": RUN.fingerprint(),
-            "run": shared_fields(RUN),
-            "plan": PLAN.digest(),
-            "island": self.name,
-            "island_config": {"batch_size": sequences},
-            "incarnation": self.incarnation(),
-            "session": self.name,
-            "environment": {"jax": "0", "devices": 1},
-            "tokens_per_step": sequences * RUN.sequence_length,
-            "sequences_per_step": sequences,
-            "phase": "training",
-            "steps": self.steps(),
-            "step_seconds": 0.1,
-        }
+        default = hello_fields(
+            self.name,
+            incarnation=self.incarnation(),
+            session=self.name,
+            steps=self.steps(),
+        )
         message = self.decode("Hello", {**default, **changed})
         self.stream = Stream(message)
         self.made.handlers.connect(message, cast(Any, self.stream))
@@ -338,3 +329,34 @@ class Peer:
 
 def raw(kind: str, fields: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode({"type": kind, **fields})
+
+
+def hello_fields(name: str, **changed: Any) -> dict[str, Any]:
+    """The fields of an island's hello."""
+    sequences = ADMITTED.get(name) or 3
+    return {
+        "run_id": "",
+        "fingerprint": RUN.fingerprint(),
+        "run": SHARED,
+        "plan": PLAN.digest(),
+        "island": name,
+        "island_config": {"batch_size": sequences},
+        "incarnation": 1,
+        "session": name,
+        "environment": {"jax": "0", "devices": 1},
+        "tokens_per_step": sequences * RUN.sequence_length,
+        "sequences_per_step": sequences,
+        "phase": "training",
+        "steps": 0,
+        "step_seconds": STEP_S,
+        "outstanding": [],
+        "sequences_granted": 0,
+        "records_through": 0,
+        "term": 0,
+        "versions": [],
+        "tokens": 0,
+        "own_tokens": 0,
+        "next_position": 0,
+        "lead": 0,
+        **changed,
+    }

@@ -92,7 +92,7 @@ def recover(run, store, folder, publishes, tmp_path):
         tape = Tape(tmp_path / "tape.jsonl")
         try:
             own = origin.recover(policy, states, tmp_path / "log")
-            found = make_store(config, store.plan, None)
+            found = make_store(config, store.plan)
             asked = as_bytes(own.restore, RestoreFragments)
             answer = restore(asked, found, snapshots, publishes)
             origin.tell_recovered(

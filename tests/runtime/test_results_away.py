@@ -62,7 +62,7 @@ class Ending:
 
 def digest_of(config: Config, workdir: Path, versions: list[Version]) -> str:
     """Digest of the newest parameters in a workdir, which are of these versions."""
-    store = make_store(config, build_plan(config.run, build(config.run)), None)
+    store = make_store(config, build_plan(config.run, build(config.run)))
     folder, found = workdir / CHECKPOINTS, []
     for fragment, version in enumerate(versions):
         assert snapshots.versions(folder, fragment)[-1] == version

@@ -90,7 +90,7 @@ def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
 
 def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
     """The cycles that came from workers have the bits of the merges."""
-    store = make_store(config, build_plan(config.run, build(config.run)), None)
+    store = make_store(config, build_plan(config.run, build(config.run)))
     folder = workdir / run_files.KEPT
     assert kept_cycles.numbers(folder)
     for cycle in kept_cycles.numbers(folder):

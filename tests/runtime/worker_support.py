@@ -28,9 +28,9 @@ from diloco_jax.protocol.holding import (
     Merge,
     MergeDigested,
     MergePrepared,
+    RestoreFragments,
 )
 from diloco_jax.protocol.values import Contribution, Version
-from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.certificates import make_certificates
 
@@ -41,14 +41,13 @@ FIRST, SECOND = Version(1, 0), Version(1, 1)
 
 def in_process(config: Config, workdir: Path) -> tuple[Store, StoreHolder]:
     """All fragments of a new run, which are on the disk of its workdir then."""
-    model = build(config.run)
-    plan = build_plan(config.run, model)
+    plan = build_plan(config.run, build(config.run))
     whose = checkpoint.whose(config.run, RUN_ID, plan)
-    store = make_store(config, plan, first_pieces(config.run, model))
+    store = make_store(config, plan)
     kept = KeptCycles(workdir, 2, whose, plan.sizes)
     fragments = range(len(plan.fragments))
     holder = make_holder(config, store, kept, workdir, whose, fragments)
-    holder.begin()
+    holder.restore(RestoreFragments(fragments=(), first=True))
     return store, holder
 
 

@@ -11,7 +11,7 @@ most a part of the disk's time. Only versions that the lead has committed are in
 store, so each snapshot is of one; publishes that it makes superfluous are deleted.
 
 After a crash a holder makes its fragments of them and the publishes (`restore`);
-for a new run or term it makes them of parameters (`make_store`).
+for a new run it makes them of parameters (`load_first`).
 """
 
 from __future__ import annotations
@@ -339,20 +339,16 @@ class FragmentSnapshots(Snapshots):
         return save
 
 
-def make_store(config: Config, plan: FragmentPlan, params: Params | None) -> Store:
-    """Return the store of a coordinator's holder; see `Store`. Parameters of files are
-    read here, a fragment at a time, which the progress shows."""
+def make_store(config: Config, plan: FragmentPlan) -> Store:
+    """Return the store of a coordinator's holder, without arrays; see `Store`."""
     placement = config.placement
     passes = merge_route.passes_of(placement.merge_route)
-    store = Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
-    if params is None:
-        return store
-    load_first(store, params, range(len(plan.fragments)))
-    return store
+    return Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
 
 
 def load_first(store: Store, params: Params, fragments: Sequence[int]) -> None:
-    """Load the first parameters of these fragments."""
+    """Load the first parameters of these fragments. Those of files are read here, a
+    fragment at a time, which the progress shows."""
     with bar(Console(stderr=True), "reading the first parameters") as report:
         for done, fragment in enumerate(fragments, start=1):
             values = [

@@ -32,6 +32,7 @@ from diloco_jax.coordinator.holding.anchors import LostFragments, repeat
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     Publishes,
+    load_first,
     restore,
 )
 from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
@@ -39,10 +40,11 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles, telling
 from diloco_jax.coordinator.watchdog import given_up
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
-from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.core.fragments import Params, digest_arrays
 from diloco_jax.errors import remedy
 from diloco_jax.faults import Faults
 from diloco_jax.machine import give_memory_back
+from diloco_jax.models.build import build
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
@@ -57,11 +59,13 @@ from diloco_jax.protocol.holding import (
     MergeMeasured,
     MergePrepared,
     MergesCompiled,
+    RestoredFragment,
     RestoreFragments,
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey, Prepared
+from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
@@ -94,7 +98,8 @@ class FragmentHolder(ABC):
 
     @abstractmethod
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
-        """Bring the fragments to what is committed; see `restore`."""
+        """Bring the fragments to what is committed, or make those of a new run; see
+        `RestoreFragments`."""
 
     @abstractmethod
     def save_all(self, within_s: float | None) -> bool:
@@ -188,10 +193,13 @@ class StoreHolder(FragmentHolder):
         kept: KeptCycles | None,
         *,
         write_within_s: float,
+        first: Callable[[], Params] = dict,
     ) -> None:
         """kept: None for a worker. write_within_s: seconds after which a publish that
-        cannot be written has failed."""
+        cannot be written has failed. first: draws or reads the first parameters of a
+        new run."""
         super().__init__()
+        self._first = first
         self.store, self._inbox, self._kept = store, inbox, kept
         self._publishes, self._snapshots = publishes, snapshots
         self._write_within_s = write_within_s
@@ -260,14 +268,10 @@ class StoreHolder(FragmentHolder):
 
     # ---- what the process around it asks for ----------------------------------------
 
-    def begin(self) -> None:
-        """Make the fragments of a new run durable."""
-        for fragment in self._snapshots.fragments:
-            version, arrays = self.store.current(fragment)
-            self._snapshots.begin(fragment, version, arrays, self._publishes)
-
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
-        """See `FragmentHolder`."""
+        """See `FragmentHolder`, and `restore`."""
+        if asked.first:
+            return self._begun()
         found = restore(asked, self.store, self._snapshots, self._publishes)
         self.lost.lose(found.lost)
         return found
@@ -354,6 +358,26 @@ class StoreHolder(FragmentHolder):
             ) from error
 
     # ---- inside ---------------------------------------------------------------------
+
+    def _begun(self) -> FragmentsRestored:
+        """Make the fragments of a new run; they are durable when this returns."""
+        own = self._snapshots.fragments
+        # Of the draw only the copy of these is kept; files are read a piece at a time.
+        load_first(self.store, self._first(), own)
+        give_memory_back()
+        begun = []
+        for fragment in own:
+            version, arrays = self.store.current(fragment)
+            self._snapshots.begin(fragment, version, arrays, self._publishes)
+            digest = self.store.digest_of(fragment)
+            begun.append(
+                RestoredFragment(
+                    fragment=fragment, snapshot=version, moved=False, digest=digest
+                )
+            )
+        return FragmentsRestored(
+            fragments=tuple(begun), discarded=0, environment=self.store.describe()
+        )
 
     def _merge(self, merge: Merge) -> None:
         payloads = [self._inbox.payload(key) for key in merge.deltas]
@@ -471,7 +495,8 @@ def make_holder(
     fragments: Sequence[int],
 ) -> StoreHolder:
     """Return the holder of these fragments, with their folders. kept: None for a
-    worker, whose lead keeps cycles. whose: see `checkpoint`."""
+    worker, whose lead keeps cycles. whose: see `checkpoint`. workdir: also for files of
+    weights that are unpacked."""
     placement, plan = config.placement, store.plan
     rooms = Rooms(
         placement.merge_buffer_bytes // placement.workers,
@@ -488,4 +513,5 @@ def make_holder(
         snapshots,
         kept,
         write_within_s=placement.alone_s,
+        first=lambda: first_pieces(config.run, build(config.run), workdir),
     )

@@ -363,7 +363,7 @@ class WorkersHolder(FragmentHolder):
         """Workers that have not said that they have compiled."""
         self._lock, self._begun = threading.Lock(), threading.Event()
         # Layouts and shapes, without arrays.
-        self._store = make_store(config, plan, None)
+        self._store = make_store(config, plan)
         self._layouts = layouts_of(plan.fragments)
         self._whose = checkpoint.whose(config.run, run_id, plan)
         start, fields = _next_start(workdir), dataclasses.asdict(config)

@@ -29,7 +29,7 @@ import msgspec
 from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import from_builtins, named_code
-from diloco_jax.coordinator.holding.fragment_snapshots import load_first, make_store
+from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.coordinator.holding.holder import make_holder
 from diloco_jax.coordinator.settings import bulk_server_of, faults_of
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame, write_frame
@@ -45,12 +45,10 @@ from diloco_jax.protocol.holding import (
     BeginWorker,
     Drop,
     Forget,
-    FragmentsRestored,
     KeepFragment,
     LeadAlive,
     LetGo,
     Obeyed,
-    RestoredFragment,
     RestoreFragments,
     RunOver,
     SaveAll,
@@ -63,7 +61,6 @@ from diloco_jax.protocol.holding import (
     to_worker,
 )
 from diloco_jax.protocol.values import DeltaKey, Version
-from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.duplex import End, TlsEnd
@@ -387,14 +384,12 @@ class HoldingWorker(Handlers):
         """Prepare to hold the fragments. workdir: the worker's."""
         begin, config = came.begin, came.config
         self._begin, self._config, self._bind = begin, config, bind
-        self._workdir = workdir
         own = principal.worker(begin.worker)
         self._tls = TlsFiles.load_given(config.placement.certificates, own)
-        self._model = build(config.run)
-        plan = build_plan(config.run, self._model)
+        plan = build_plan(config.run, build(config.run))
         whose = checkpoint.whose(config.run, begin.run_id, plan)
         # Arrays come with `RestoreFragments`, for its own fragments alone.
-        self._store = make_store(config, plan, None)
+        self._store = make_store(config, plan)
         self.holder = make_holder(
             config, self._store, None, workdir, whose, begin.fragments
         )
@@ -440,10 +435,7 @@ class HoldingWorker(Handlers):
             case RestoreFragments(fences=fences):
                 for fence in fences:
                     self._awaited.forget(fence.island, fence.before)
-                restored = (
-                    self._drawn() if message.first else self.holder.restore(message)
-                )
-                self._line.send(restored)
+                self._line.send(self.holder.restore(message))
                 self._serve()
                 self.holder.warm_up()
             case SaveAll(within_s=within_s):
@@ -469,29 +461,6 @@ class HoldingWorker(Handlers):
                     self._awaited.drop(delta)
                 case Forget(island=island, before=before):
                     self._awaited.forget(island, before)
-
-    def _drawn(self) -> FragmentsRestored:
-        """Draw or read the first parameters of the own fragments; they are durable when
-        this returns."""
-        own = self._begin.fragments
-        first = first_pieces(self._config.run, self._model, self._workdir)
-        load_first(self._store, first, own)
-        del first
-        give_memory_back()
-        self.holder.begin()
-        return FragmentsRestored(
-            fragments=tuple(
-                RestoredFragment(
-                    fragment=fragment,
-                    snapshot=Version(),
-                    moved=False,
-                    digest=self._store.digest_of(fragment),
-                )
-                for fragment in own
-            ),
-            discarded=0,
-            environment=self._store.describe(),
-        )
 
     def _serve(self) -> None:
         server = bulk_server_of(self._config, self, self._tls)
