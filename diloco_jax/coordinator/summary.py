@@ -30,6 +30,7 @@ from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator import ending, leases, ledger
 from diloco_jax.protocol.coordinator.ledger import Sums, Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Measures
 from diloco_jax.wire.tls import TlsFiles
 
 SKIPPED_STEPS = 10
@@ -261,12 +262,8 @@ def _island_status(
         "incarnation": island.incarnation,
         "steps": island.steps,
         "tokens": island.computed_tokens,
-        "tokens_predicted": sums.tokens_predicted or None,
-        "skipped_steps": sums.skipped_steps,
         "tokens_per_second": speed,
-        "median_step_seconds": sums.median_step_seconds,
-        "stalled_seconds": sums.stalled_seconds,
-        "loss": json_number(sums.loss),
+        **_measured(sums),
         "eval_loss": json_number(sums.eval_loss),
         "learning_rate": sums.learning_rate,
         "participation": _participation(accounts),
@@ -274,8 +271,6 @@ def _island_status(
         "lag": max(0, *lags) if lags else None,
         "short": list(sums.short) if island.status == "live" else [],
         "silent_seconds": now - member.last_sign if member.last_sign else None,
-        "bytes_up": sums.bytes_up,
-        "bytes_down": sums.bytes_down,
         "bytes_up_per_second": up,
         "bytes_down_per_second": down,
     }
@@ -294,13 +289,10 @@ def _island_summary(
         **_token_fields(totals),
         "tokens_merged_by_fragment": ledger.merged_by_fragment(state, name),
         "tokens_per_step": state.islands[name].tokens_per_step,
-        "tokens_predicted": sums.tokens_predicted or None,
+        **_measured(sums),
         "steps": sums.steps,
-        "skipped_steps": sums.skipped_steps,
-        "median_step_seconds": sums.median_step_seconds,
         "max_step_gap_seconds": sums.max_step_gap_seconds,
         "step_seconds": sums.step_seconds_total,
-        "stalled_seconds": sums.stalled_seconds,
         "eval_seconds": sums.eval_seconds,
         "compile_seconds": sums.compile_seconds,
         "away_seconds": roster.members[name].away_seconds,
@@ -310,10 +302,20 @@ def _island_summary(
         "data": "own" if roster.members[name].own_data else "leased",
         "participation": _participation(accounts),
         "contributions": accounts.merges_in,
+        "bytes_join": sums.bytes_join,
+    }
+
+
+def _measured(sums: Measures) -> dict[str, Any]:
+    """Return what both status and summary say of an island's measures."""
+    return {
+        "tokens_predicted": sums.tokens_predicted or None,
+        "skipped_steps": sums.skipped_steps,
+        "median_step_seconds": sums.median_step_seconds,
+        "stalled_seconds": sums.stalled_seconds,
         "loss": json_number(sums.loss),
         "bytes_up": sums.bytes_up,
         "bytes_down": sums.bytes_down,
-        "bytes_join": sums.bytes_join,
     }
 
 
