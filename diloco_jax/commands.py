@@ -145,8 +145,14 @@ def worker_command(arguments: Sequence[str]) -> int:
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
+    from diloco_jax.before_jax import require_flags
+    from diloco_jax.machine import fit_threads
+
+    # Before anything imports jax.
+    fit_threads()
+    require_flags()
     with uncollected():
-        from diloco_jax.coordinator.workers.listening import run
+        from diloco_jax.coordinator.workers.process import run
         from diloco_jax.observability.logs import setup_logging
 
     setup_logging()

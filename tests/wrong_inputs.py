@@ -381,6 +381,12 @@ PLACEMENT = [
         "one address for each",
     ),
     wrong(
+        "coordinator two.py --workdir w --init --workers 2",
+        "placement.workers = 2",
+        "placement.worker_addresses is empty",
+        "name there where each `diloco worker` runs",
+    ),
+    wrong(
         "worker two.py --workdir w",
         "placement.worker_addresses is empty",
         "name there where each worker runs",

@@ -26,6 +26,7 @@ from diloco_jax.launch.spec import (
     PERMIT,
     PLATFORMS,
     PORT,
+    PORTS,
     WORKDIR,
     LaunchSpec,
     PlacedIsland,
@@ -68,9 +69,8 @@ def coordinator(spec: LaunchSpec, now_unix: int) -> list[Manifest]:
 if [ -d {WORKDIR}/log ]; then rm -f {PERMIT_FILE}; fi
 if [ -e {PERMIT_FILE} ]; then set -- {shlex.join(spec.init_arguments())}; fi
 {_asked_to_end(f'{command} "$@"', spec.end_unix(now_unix))}"""
-    names = {port: f"worker-{n - 2}" for n, port in enumerate(spec.ports)}
-    names |= {PORT: "control", PORT + 1: "bulk"}
-    ingress = [_islands_may(spec, spec.ports)]
+    names = {PORT: "control", PORT + 1: "bulk"}
+    ingress = [_islands_may(spec, PORTS)]
     name, address = spec.coordinator, spec.settings.coordinator_address
     reached: Manifest = {}
     if address:  # From elsewhere, behind an internal load balancer.

@@ -25,7 +25,7 @@ ZONES = {"v5p": "us-east5-a,us-central1-a", "v6e.b": "us-east5-b"}
 PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
 LAUNCHES = {
     "gke": ("gke", {}),
-    "gke_workers_apart": ("gke", {"workers": 2, "workers_apart": True, **GIVEN}),
+    "gke_workers_apart": ("gke", {"workers": 2, **GIVEN}),
     "gke_two_clusters": (
         "gke",
         {

@@ -109,7 +109,7 @@ def other_corpus(config: Config) -> Config:
 
 
 def hello_of_another_run(served):
-    run_id = served.service.policy_config.run_id
+    run_id = served.service.lead.config.run_id
     return (
         hello(served.config, run_id="0123456789abcdef", session="astray"),
         "run_id",
@@ -226,7 +226,7 @@ def test_a_record_of_no_fragment_ends_only_its_session(served):
 @pytest.fixture
 def start(served) -> bulk.UploadStart:
     """Start of the upload asked for. Without its record the delta is not merged."""
-    run_id = served.service.policy_config.run_id
+    run_id = served.service.lead.config.run_id
     total = served.service.holder.store.layouts_up[served.take.fragment].total_bytes
     return upload_start(served.hello, run_id, served.take, total)
 

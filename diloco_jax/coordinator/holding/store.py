@@ -222,8 +222,6 @@ class _Fragment:
     """`MergeResult.sample` of the last merge; empty if computed elsewhere."""
     digest: str
     publishes: deque[tuple[Version, Buffer]]
-    on_disk: frozenset[Version]
-    """Versions of those publishes that are not in memory."""
     pins: Pins
 
 
@@ -277,17 +275,9 @@ class Store:
                     last=(),
                     digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
-                    on_disk=frozenset(),
                     pins=Pins(pin_s),
                 )
             )
-
-    def clear(self) -> None:
-        """Give up all arrays: each fragment is loaded again before it is used."""
-        for held, merge in zip(self._fragments, self._merges, strict=True):
-            held.state, held.last, held.digest = merge.like(), (), ""
-            held.publishes.clear()
-        self._spares.trim(0)
 
     def use_passes(self, passes: Passes | None) -> None:
         """Compute later merges by the merge route "native"; None: by "xla"."""
@@ -384,17 +374,16 @@ class Store:
     def put_aside(
         self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
     ) -> None:
-        """Free the memory of a fragment's retained publishes: another one will come.
+        """Free the memory of a fragment's newest publish: another one will come.
         mapped: returns a publish as mapped from the disk, or None."""
         current = self._fragments[fragment]
-        with self._lock:
-            held = [v for v, _ in current.publishes if v not in current.on_disk]
-        found = {v: p for v in held if (p := mapped(fragment, v)) is not None}
-        with self._lock:
-            kept = [(v, found.get(v, p)) for v, p in current.publishes]
-            current.publishes = deque(kept, maxlen=RETAINED_PUBLISHES)
-            versions = {v for v, _ in kept}
-            current.on_disk = (current.on_disk | found.keys()) & versions
+        if not current.publishes:
+            return
+        version, _ = current.publishes[-1]
+        if (found := mapped(fragment, version)) is not None:
+            with self._lock:
+                kept = [(v, found if v == version else p) for v, p in current.publishes]
+                current.publishes = deque(kept, maxlen=RETAINED_PUBLISHES)
 
     def replay(
         self, fragment: int, version: Version, payload: Buffer, *, final: bool
