@@ -456,7 +456,6 @@ class JoinedHost(Parts["JoinedLoop"]):
         params = at_anchors(self.plan, self._exchange, self._zeros)
         del self._zeros
         self._meet_to_join("ready")
-        self._offer(versions)
         lent, data = LentBeside(self._exchange, params), OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()

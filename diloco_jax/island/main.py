@@ -406,14 +406,11 @@ class LeadingHost(Generic[L]):
         host.begin("fetching")
         versions = receiver.fetch_all()
         seconds = time.monotonic() - began
-        peers = host.fetcher.peers
         logger.info(
-            "compiled in %.1f s (%s), fetched %d fragments, %d of them from other "
-            "islands, in %.1f s (%.1f MB/s)",
+            "compiled in %.1f s (%s), fetched %d fragments in %.1f s (%.1f MB/s)",
             host.compile_seconds,
             compilation.counted(),
             len(versions),
-            peers.count if peers is not None else 0,
             seconds,
             mailbox.traffic()["bytes_join"] / max(seconds, 1e-3) / 1e6,
         )

@@ -41,7 +41,6 @@ from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop, Stepping
 from diloco_jax.island.mailbox import Decisions, Mailbox
 from diloco_jax.island.network.link import Lanes
-from diloco_jax.island.network.offers import PeerAnchors, offer
 from diloco_jax.island.network.transfers import Fetcher, Sender
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.profiling import Profiler
@@ -55,7 +54,6 @@ from diloco_jax.protocol.messages import AnchorRequest, ProfileRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
-from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 
@@ -89,8 +87,6 @@ class Parts(abc.ABC, Generic[L]):
         self.watched: Callable[[str, float, str], None] = lambda *part: None
         """Called as each part of the start begins; see `HangWatch.begin`."""
         self._hosts: Hosts | None = None
-        self._offering: BulkServer | None = None
-        self._peers: PeerAnchors | None = None
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
         tls = TlsFiles.load_given(placement.certificates, principal.island(name))
 
@@ -148,10 +144,6 @@ class Parts(abc.ABC, Generic[L]):
 
     def close(self) -> None:
         """Free sockets and threads."""
-        if self._offering is not None:
-            self._offering.stop(0.0)
-        if self._peers is not None:
-            self._peers.close()
         self.lanes.close()
 
     def _meet(self, what: str, timeout_s: float, field: str) -> None:
@@ -176,16 +168,7 @@ class Parts(abc.ABC, Generic[L]):
 
     def _connect(self, identity: Identity, exchange: Exchange) -> None:
         self._exchange, self._identity = exchange, identity
-        if any(
-            island.offers and name != self.name
-            for name, island in self.config.islands.items()
-        ):
-            self._peers = PeerAnchors(
-                self.config, self.name, identity, self.lanes, self.deadlines
-            )
-        self.fetcher = Fetcher(
-            self.lanes, identity, exchange, self.mailbox, self._peers
-        )
+        self.fetcher = Fetcher(self.lanes, identity, exchange, self.mailbox)
         self.sender = Sender(
             self.lanes,
             identity,
@@ -207,19 +190,6 @@ class Parts(abc.ABC, Generic[L]):
             fragment: incoming.pick(fragment, version).anchor or ()
             for fragment, version in enumerate(versions)
         }
-
-    def _offer(self, versions: list[Version]) -> None:
-        """Offer the anchors at these versions, which are in place."""
-        host = self._hosts.index if self._hosts is not None else 0
-        self._offering = offer(
-            self.config,
-            self._identity,
-            host,
-            self._exchange,
-            versions,
-            self.deadlines,
-            self.lanes.is_revoked,
-        )
 
     def _send_anchor(self, request: AnchorRequest, version: Version) -> None:
         fragment = request.fragment
@@ -326,7 +296,6 @@ class Host(Parts[Loop]):
             self._exchange.start_from(self._trainer.first(run.seed))
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet_to_join("ready")
-        self._offer(versions)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         if restored is not None:

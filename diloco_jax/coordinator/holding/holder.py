@@ -343,9 +343,8 @@ class StoreHolder:
         """Return published fragments for an island."""
         self.lost.require_here(request.fragment)
         try:
-            have = None if request.digests else request.have
             return self.store.fetch(
-                request.fragment, request.want, have, request.part, request.digests
+                request.fragment, request.want, request.have, request.part
             )
         except ValueError as error:
             raise RemoteProtocolError(

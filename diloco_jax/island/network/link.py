@@ -35,12 +35,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire.bulk import (
-    FetchRequest,
-    Revocation,
-    RevocationRequest,
-    UploadStart,
-)
+from diloco_jax.wire.bulk import FetchRequest, UploadStart
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import (
     REVOKED_CODE,
@@ -141,11 +136,6 @@ class Lanes:
     def fetch(self, request: FetchRequest, *, max_bytes: int) -> Fetched:
         """Fetch a fragment from its worker; see `Transfers.fetch`."""
         return self._of(request.fragment).fetch(request, max_bytes=max_bytes)
-
-    def is_revoked(self, serial: int) -> bool:
-        """Ask the coordinator whether a certificate is revoked. Raises WireError."""
-        request = RevocationRequest(serial=f"{serial:x}")
-        return self.coordinator.transfers.ask(request, Revocation).revoked
 
     def close(self) -> None:
         """Close all connections."""

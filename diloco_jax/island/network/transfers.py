@@ -31,7 +31,6 @@ from diloco_jax.island.device.mesh import held
 from diloco_jax.island.hosts.following import Orders
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.network.link import Lanes
-from diloco_jax.island.network.offers import PeerAnchors
 from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
 from diloco_jax.protocol.messages import ResendRequest
@@ -447,11 +446,9 @@ class Fetcher:
         identity: Identity,
         exchange: Exchange,
         mailbox: Mailbox,
-        peers: PeerAnchors | None = None,
     ) -> None:
-        """peers: other islands, which are asked first for an anchor in full."""
         self._transfers, self._identity = transfers, identity
-        self._exchange, self._mailbox, self.peers = exchange, mailbox, peers
+        self._exchange, self._mailbox = exchange, mailbox
 
     def fetch(self, fetch: Fetch) -> Arrival:
         """Fetch everything that leads from `have` to `want`; A in full if `have` is
@@ -461,11 +458,8 @@ class Fetcher:
         """
         exchange, fragment = self._exchange, fetch.fragment
         part = exchange.part_down(fragment)
-        layout = exchange.layouts_down[fragment]
-        size, fetched = layout.part_bytes(part), None
-        if fetch.have is None and self.peers is not None:
-            fetched = self.peers.fetch(fetch, part, layout)
-        fetched = fetched or self._transfers.fetch(
+        size = exchange.layouts_down[fragment].part_bytes(part)
+        fetched = self._transfers.fetch(
             FetchRequest(
                 **self._identity.fields(),
                 fragment=fragment,

@@ -207,9 +207,7 @@ class Copies:
         if method == "begin":
             island, *begun = arguments
             # Islands that compute alike share compiled programs.
-            alike = dataclasses.replace(
-                island, step_seconds=0.0, stands_for="", offers=""
-            )
+            alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
             self._copies[who] = _Copy(self._run, *self._trainer_of(alike), *begun)
         elif method == "end":
             del self._copies[who]
