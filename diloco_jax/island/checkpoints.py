@@ -10,7 +10,7 @@ it, and is zero elsewhere, since a later take has sent it already.
 
 At a boundary the arrays are only copied to host memory; a thread writes the copies.
 Every host of the island writes the shards that it holds, so all must reach the same
-boundary, which host 0 decides (`following.py`).
+boundary, which host 0 decides (`hosts.py`).
 
 A train loop of the user's has a checkpoint of its own. It saves its moments itself;
 `saved_state` returns the residuals for it, with the facts that tell whether they are
@@ -38,7 +38,7 @@ from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.world import Hosts, HostsError
+from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.models.model import named
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
@@ -88,7 +88,7 @@ class Checkpoints:
                 placement.checkpoints,
             )
 
-    def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts | None) -> None:
+    def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts) -> None:
         """Look for checkpoints in the folder. All hosts must call it.
 
         Raises ConfigError if there are checkpoints of another run, or if the hosts do
@@ -98,7 +98,7 @@ class Checkpoints:
         if not self._every_s:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        if hosts is not None and not self._one_folder(hosts, identity.session):
+        if hosts.others and not self._one_folder(hosts, identity.session):
             what = f"the {hosts.count} hosts of island {self._name!r} do not share"
             if self._explicit:
                 raise ConfigError(

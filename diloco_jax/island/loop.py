@@ -30,8 +30,7 @@ from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator, Watcher
 from diloco_jax.island.mailbox import Decisions, Mailbox
-from diloco_jax.island.pace import Pace
-from diloco_jax.island.timing import Timing
+from diloco_jax.island.timing import Pace, Timing
 from diloco_jax.models.model import Metrics
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending

@@ -14,6 +14,7 @@ from diloco_jax.wire.server import Server
 
 WAIT_S = 60.0
 PIECES = (Piece(("w",), -1, (8, 4), False), Piece(("v",), -1, (6,), False))
+SIZES = (38, 38)
 IDENTITY = Identity(run_id="r", island="a", incarnation=1, session="s")
 
 

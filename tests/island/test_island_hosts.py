@@ -11,15 +11,18 @@ import jax
 import pytest
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.hosts import world as island_hosts
-from diloco_jax.island.hosts.following import (
+from diloco_jax.island import world as island_hosts
+from diloco_jax.island.host import Host
+from diloco_jax.island.hosts import (
     LeaveWatch,
     Moved,
     Orders,
     OrderThread,
 )
-from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.watches import Preemption
+from diloco_jax.island.world import Hosts, HostsError
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
@@ -117,17 +120,47 @@ def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
 
 def test_host_0_hears_that_another_host_is_to_end():
     store, heard = Store(), queue.Queue()
-    watch = LeaveWatch(Hosts(store, 0, 2), heard.put, Deadlines(PATIENCE_S))
+    hosts, deadlines = Hosts(store, 0, 2), Deadlines(PATIENCE_S)
+    watch = LeaveWatch(hosts, Mailbox(), heard.put, deadlines)
     watch.start()
     Hosts(store, 1, 2).tell("leave", b"host 1: preempted")
     assert heard.get(timeout=PATIENCE_S) == "host 1: preempted"
     watch.close(PATIENCE_S)
 
 
+class Asked:
+    """What a host has where it is asked to end."""
+
+    def __init__(self, index, notice_s) -> None:
+        self.hosts, self.mailbox = Hosts(Store(), index, 2), Mailbox()
+        self.follows = index > 0
+        self._preemption = Preemption(self.mailbox, notice_s)
+
+
+@pytest.mark.parametrize(
+    ("index", "notice_s", "told"),
+    [
+        (0, 0.0, Ending(0, "asked to end by SIGTERM", "stopped")),
+        (0, 5.0, Ending(1, "preempted (SIGTERM)", "preempted")),
+        (1, 5.0, b"host 1: SIGTERM"),
+    ],
+)
+def test_host_0_decides_when_an_island_that_is_asked_to_end_does(index, notice_s, told):
+    asked = Asked(index, notice_s)
+    Host.asked_to_end(asked, "SIGTERM")
+    if index:
+        assert asked.hosts.hear("leave", PATIENCE_S) == told
+        assert asked.mailbox.ending is None
+        return
+    asked.mailbox.wait(PATIENCE_S)
+    assert asked.mailbox.ending == told
+
+
 def test_host_0_ends_with_no_thread_waiting_in_jax():
     """Such a thread aborts its process if Python ends first."""
     before, asked = set(threading.enumerate()), []
-    watch = LeaveWatch(Hosts(Store(), 0, 2), asked.append, Deadlines(100 * PATIENCE_S))
+    hosts, deadlines = Hosts(Store(), 0, 2), Deadlines(100 * PATIENCE_S)
+    watch = LeaveWatch(hosts, Mailbox(), asked.append, deadlines)
     watch.start()
     watch.close(PATIENCE_S)
     assert set(threading.enumerate()) <= before

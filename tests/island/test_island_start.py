@@ -15,8 +15,8 @@ from diloco_jax import before_jax
 from diloco_jax.config import Config, IslandConfig, ModelConfig, Placement, RunConfig
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island import main
-from diloco_jax.island.main import LeadingHost
+from diloco_jax.island import link, main
+from diloco_jax.island.host import Host
 from diloco_jax.island.options import prepare_island
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.wire.errors import ConnectionLost
@@ -86,7 +86,7 @@ def test_a_coordinator_that_does_not_come_is_named(caplog):
 
 def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
     calls, pauses = [], []
-    monkeypatch.setattr(main.time, "sleep", pauses.append)
+    monkeypatch.setattr(link.time, "sleep", pauses.append)
     theirs = dataclasses.asdict(of_model(MODEL))
 
     def answer(client, timeout_s):
@@ -95,7 +95,7 @@ def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
             raise ConnectionLost("not there yet")
         return theirs
 
-    monkeypatch.setattr(main.Client, "config", answer)
+    monkeypatch.setattr(link.Client, "config", answer)
     own = dataclasses.replace(
         of_model(ModelConfig()), placement=Placement(time_budget_s=300.0)
     )
@@ -109,13 +109,15 @@ PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 def test_it_says_what_the_island_is() -> None:
     config = Config()
     island = SimpleNamespace(
-        _config=config,
-        _name="a",
+        config=config,
+        island=config.island("a"),
+        name="a",
+        plan=PLAN,
+        own_data=False,
         _incarnation=3,
         _session="s",
-        _host=SimpleNamespace(island=config.island("a"), plan=PLAN, own_data=False),
     )
-    hello = LeadingHost._hello(cast(Any, island), Status(run_id="r", steps=7))
+    hello = Host._hello(cast(Any, island), Status(run_id="r", steps=7))
     assert (hello.run_id, hello.island, hello.incarnation) == ("r", "a", 3)
     assert (hello.session, hello.steps) == ("s", 7)
     assert hello.fingerprint == config.run.fingerprint()

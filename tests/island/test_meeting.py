@@ -18,8 +18,8 @@ from jax._src.clusters import cloud_tpu_cluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from diloco_jax.config import ConfigError
-from diloco_jax.island.hosts import world
-from diloco_jax.island.hosts.world import (
+from diloco_jax.island import world
+from diloco_jax.island.world import (
     GREETING,
     HERE,
     HostsError,

@@ -15,11 +15,15 @@ import jax
 import pytest
 
 from diloco_jax.config import IslandConfig
-from diloco_jax.island import watches
+from diloco_jax.island import watches, world
 from diloco_jax.island.device.mesh import require_accelerator
-from diloco_jax.island.hosts import world
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.watches import HangWatch, Preemption, ShortageWatch
+from diloco_jax.island.watches import (
+    HangWatch,
+    Preemption,
+    ShortageWatch,
+    watch_metadata,
+)
 from diloco_jax.machine import LITTLE_DISK_BYTES
 from diloco_jax.process import LOOK_S
 from diloco_jax.protocol.island.boundary import Ending
@@ -97,7 +101,7 @@ def wait_for_end(mailbox):
 
 
 def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
-    watch = Preemption(mailbox, notice_s=5).watch(server.address)
+    watch = watch_metadata(Preemption(mailbox, 5).notice, server.address)
     assert mailbox.ending is None
     server.preempted.set()
     text = "preempted (the metadata server)"
@@ -112,7 +116,7 @@ def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
 def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox, monkeypatch):
     server.preempted.set()
     monkeypatch.setenv("GCE_METADATA_HOST", server.address)
-    Preemption(mailbox, notice_s=5).watch()
+    watch_metadata(Preemption(mailbox, 5).notice)
     assert wait_for_end(mailbox).exit_code == 1
 
 
@@ -123,7 +127,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server.answers = [200, 503, 503]
     server.preempted.set()
     monkeypatch.setattr(watches, "_ask", hiding_the_first(watches._ask))
-    Preemption(mailbox, notice_s=5).watch(server.address)
+    watch_metadata(Preemption(mailbox, 5).notice, server.address)
     assert wait_for_end(mailbox).exit_code == 1
     assert len(server.paths) == 4
 
@@ -139,27 +143,14 @@ def test_where_there_is_no_such_server_nothing_happens(server, mailbox):
         nobody = f"127.0.0.1:{closed.server_port}"
     server.answers = [404]
     for address in (nobody, server.address):
-        watch = Preemption(mailbox, notice_s=5).watch(address)
+        watch = watch_metadata(Preemption(mailbox, 5).notice, address)
         watch.join(WAIT_S)
         assert not watch.is_alive()
     server.preempted.set()
     server.flavor = {}  # Somebody else's server.
-    watch = Preemption(mailbox, notice_s=5).watch(server.address)
+    watch = watch_metadata(Preemption(mailbox, 5).notice, server.address)
     watch.join(WAIT_S)
     assert (watch.is_alive(), mailbox.ending) == (False, None)
-
-
-def test_nothing_is_watched_where_machines_are_not_taken_away(server, mailbox):
-    assert Preemption(mailbox, notice_s=0).watch(server.address) is None
-    assert server.paths == []
-
-
-def test_a_host_that_follows_tells_the_one_that_leads(server, mailbox):
-    told = []
-    server.preempted.set()
-    watch = Preemption(mailbox, 5, tell_leader=told.append).watch(server.address)
-    watch.join(WAIT_S)
-    assert (told, mailbox.ending) == (["the metadata server"], None)
 
 
 # ---- what is done with its seconds ------------------------------------------------
@@ -402,7 +393,7 @@ def test_a_disk_that_is_nearly_full_is_named(machine, caplog):
 
 
 def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
-    nothing = machine.mailbox.traffic()
+    nothing, _ = machine.mailbox.counted()
     machine.mailbox.count_of(1, nothing, ("memory",))
     machine.mailbox.count_of(2, nothing, ())
     machine.free = 0

@@ -42,8 +42,8 @@ from diloco_jax.island.device.build import (
 from diloco_jax.island.device.mesh import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.protocol.values import Version
@@ -217,7 +217,7 @@ class Copies:
 
     def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:
         """Compile on all hosts before one of them runs the program, as in
-        `island/parts.py`.
+        `island/main.py`.
         """
         model, trainer = build_trainer(self._run, island)
         if self._hosts is not None:

@@ -12,29 +12,25 @@ A lane goes to the worker of a fragment, or to the coordinator itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+from diloco_jax.config import Config, Placement
+from diloco_jax.config.loading import from_builtins
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.island.conversation import Errand, Wanted, goes_back
+from diloco_jax.protocol.island.conversation import Errand, goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status
-from diloco_jax.protocol.messages import (
-    MAX_TEXT,
-    Goodbye,
-    Hello,
-    ProfileRequest,
-    ResendRequest,
-    Welcome,
-)
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import MAX_TEXT, Goodbye, Hello, Welcome
+from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import FetchRequest, UploadStart
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import (
@@ -46,35 +42,91 @@ from diloco_jax.wire.errors import (
     SecurityError,
     WireError,
 )
+from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Fetched, Transfers
 
 logger = logging.getLogger(__name__)
 
 MISUNDERSTANDINGS = 5
 """Failures in a row that are no accident: the two ends are of different versions."""
-AWAY = (ConnectionLost, Busy)
-"""Errors of a coordinator that may come, or let the island in, later."""
+Got = TypeVar("Got")
 
 
-class Awaited:
-    """The wait for one coordinator: told at its first failure, then once in
-    `pin_s`."""
+def insist(
+    attempt: Callable[[], Got],
+    deadlines: Deadlines,
+    wait: Callable[[float], object],
+    patience_s: float,
+    away_s: float,
+) -> Got:
+    """Return what an attempt to reach the coordinator brings, and try again for
+    `patience_s`.
 
-    def __init__(self, deadlines: Deadlines, began: float) -> None:
-        """began: time of the clock of `tell`."""
-        self._every_s, self._began, self._tell_at = deadlines.pin_s, began, began
+    A coordinator that cannot be reached, or says "come again", is tried for `away_s` if
+    that is longer: its machine may still be on its way. The log says why it is waited
+    for: at the first failure, then once in `pin_s`. wait: lets seconds pass before the
+    next attempt; returns True if there is to be none.
 
-    def tell(self, error: Exception, now: float, until: float) -> None:
-        """Log why it is waited for, for how long already, and until when at most."""
-        if now < self._tell_at:
-            return
-        self._tell_at = now + self._every_s
-        logger.warning(
-            "waits for the coordinator, for %.0f s of at most %.0f: %s",
-            now - self._began,
-            until - self._began,
-            error,
-        )
+    Raises Refused at once; SecurityError the second time, since the first may be due to
+    a coordinator that was just ending; otherwise the last error, once the time is over.
+    """
+    began, pauses = time.monotonic(), Backoff(deadlines)
+    until, away_until = began + patience_s, began + max(patience_s, away_s)
+    suspicious, tell_at = False, began
+    while True:
+        pause_s = pauses.next_s()
+        try:
+            return attempt()
+        except Refused:
+            raise
+        except WireError as error:
+            now, untrusted = time.monotonic(), isinstance(error, SecurityError)
+            if away := untrusted or isinstance(error, ConnectionLost | Busy):
+                until = now + patience_s
+            deadline = away_until if away else until
+            if now >= deadline or (untrusted and suspicious):
+                raise
+            if untrusted:
+                suspicious, pause_s = True, deadlines.retry_max_s
+            elif now >= tell_at:
+                tell_at = now + deadlines.pin_s
+                logger.warning(
+                    "waits for the coordinator, for %.0f s of at most %.0f: %s",
+                    now - began,
+                    deadline - began,
+                    error,
+                )
+            if wait(pause_s):
+                raise
+
+
+def ask_config(address: str, name: str, placement: Placement) -> Config:
+    """Return the run's config, as the coordinator at HOST:PORT gives it to the island
+    of this name. One that is not there is tried again for `away_s`.
+
+    placement: the way to the coordinator, with its certificates.
+
+    Raises:
+      ConnectionLost: it is not there. SecurityError: it cannot be trusted.
+      ConfigError: it is of another version.
+    """
+    tls = TlsFiles.load_given(placement.certificates, principal.island(name))
+    deadlines, away_s = placement.deadlines, placement.away_s
+    client = Client(
+        address,
+        tls=tls,
+        deadlines=deadlines,
+        bulk_channels=1,
+        insecure=placement.insecure,
+    )
+
+    def ask() -> Config:
+        return from_builtins(client.config(deadlines.connect_s), client.address)
+
+    try:
+        return insist(ask, deadlines, time.sleep, 0.0, away_s)
+    finally:
+        client.close()
 
 
 class Lanes:
@@ -86,25 +138,19 @@ class Lanes:
         self,
         coordinator: Client,
         sizes: tuple[int, ...],
+        moved: Callable[[tuple[str, ...]], object] = lambda _: None,
     ) -> None:
-        """Begin with the coordinator alone, which `close` closes too. sizes: parameters
-        by fragment."""
-        self.coordinator, self._sizes = coordinator, sizes
+        """Begin with the coordinator alone, which `close` closes too.
+
+        sizes: parameters by fragment. moved: called with new addresses of workers, once
+        they are in use.
+        """
+        self.coordinator, self._sizes, self._moved = coordinator, sizes, moved
         self._lock = threading.Lock()
-        self._addresses: tuple[str, ...] = ()
-        self._dealt: tuple[int, ...] = ()
-        self.moved: Callable[[tuple[str, ...]], object] = lambda _: None
-        """Called with new addresses, once they are in use."""
-
-    @property
-    def dealt(self) -> tuple[int, ...]:
-        """The worker of each fragment; empty if there are no workers."""
-        return self._dealt
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
+        self.addresses: tuple[str, ...] = ()
         """The addresses of the workers, as the coordinator last gave them."""
-        return self._addresses
+        self.dealt = (0,) * len(sizes)
+        """The number of each fragment's worker; 0 for all if there are no workers."""
 
     def use(self, addresses: tuple[str, ...]) -> None:
         """Exchange bulk with workers at these addresses from now on; empty: with the
@@ -112,13 +158,12 @@ class Lanes:
         for worker, address in enumerate(addresses):
             self.coordinator.transfers_at(address, worker)
         with self._lock:
-            before, self._addresses = self._addresses, addresses
-            count = len(addresses)
-            self._dealt = deal(self._sizes, count) if count else ()
+            before, self.addresses = self.addresses, addresses
+            self.dealt = deal(self._sizes, max(len(addresses), 1))
         # Those of a lead that was started again, if its workers ended with it.
         self.coordinator.leave_others(addresses)
         if addresses != before:
-            self.moved(addresses)
+            self._moved(addresses)
 
     def open_control(self, hello: Hello) -> ControlStream:
         """Say hello to the coordinator; see `Client.open_control`. Its Welcome has the
@@ -143,19 +188,11 @@ class Lanes:
 
     def _of(self, fragment: int) -> Transfers:
         with self._lock:
-            if not self._addresses:
+            if not self.addresses:
                 return self.coordinator.transfers
-            worker = self._dealt[fragment]
-            address = self._addresses[worker]
+            worker = self.dealt[fragment]
+            address = self.addresses[worker]
         return self.coordinator.transfers_at(address, worker)
-
-
-class Connects(Protocol):
-    """Calls of a `wire.Client` that the link needs."""
-
-    def open_control(self, hello: Hello) -> ControlStream:
-        """Say hello and wait for the Welcome."""
-        ...
 
 
 def ending_of(refused: Refused) -> Ending:
@@ -165,15 +202,6 @@ def ending_of(refused: Refused) -> Ending:
     if refused.code == "finished":
         return Ending(EXIT_DONE, f"it came too late: {refused.message}", "finished")
     return Ending(EXIT_REFUSED, f"{refused.message} ({refused.code})", "refused")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Targets:
-    """Destination of errands: methods of the receiver, the sender and others."""
-
-    want: Callable[[int, Version], None]
-    resend: Callable[[ResendRequest], None]
-    profile: Callable[[ProfileRequest], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,16 +223,14 @@ class Link:
 
     def __init__(
         self,
-        client: Connects,
+        lanes: Lanes,
         make_hello: Callable[[Status], Hello],
         mailbox: Mailbox,
         deadlines: Deadlines,
     ) -> None:
-        self._client = client
-        self._make_hello = make_hello
-        self._mailbox = mailbox
-        self._deadlines = deadlines
-        self._targets: Targets | None = None
+        self._lanes, self._make_hello = lanes, make_hello
+        self._mailbox, self._deadlines = mailbox, deadlines
+        self._do: Mapping[type, Callable[[Any], None]] = {}
         self._connection: _Connection | None = None
         """Replaced as one by the receiving thread: a record that was sent on another
         stream may be lost with it."""
@@ -219,39 +245,18 @@ class Link:
         ]
 
     def connect(self, patience_s: float, away_s: float = 0.0) -> Welcome:
-        """Connect for the first time, and try again for `patience_s`.
+        """Connect for the first time; `insist` for these times, as long as the island
+        does not end."""
 
-        A coordinator that cannot be reached, or says "come again", is tried for
-        `away_s` if that is longer: its machine may still be on its way. Raises Refused
-        at once. Raises SecurityError the second time, since the first may be due to a
-        coordinator that was just ending; otherwise the last error, once the time is
-        over.
-        """
-        began, pauses = time.monotonic(), Backoff(self._deadlines)
-        away_until = began + max(patience_s, away_s)
-        until = began + patience_s
-        suspicious, awaited = False, Awaited(self._deadlines, began)
-        while True:
-            welcome, pause_s = self._try_to_connect(), pauses.next_s()
-            if isinstance(welcome, Welcome):
-                return welcome
-            now = time.monotonic()
-            if away := isinstance(welcome, AWAY):
-                until = now + patience_s
-            deadline = away_until if away else until
-            if now >= deadline or self._mailbox.ending is not None:
-                raise welcome
-            if isinstance(welcome, SecurityError):
-                if suspicious:
-                    raise welcome
-                suspicious, pause_s = True, self._deadlines.retry_max_s
-            else:
-                awaited.tell(welcome, now, deadline)
-            self._closing.wait(pause_s)
+        def wait(pause_s: float) -> bool:
+            return self._closing.wait(pause_s) or self._mailbox.ending is not None
 
-    def start(self, targets: Targets) -> None:
-        """Start receiving and reporting."""
-        self._targets = targets
+        return insist(self._open, self._deadlines, wait, patience_s, away_s)
+
+    def start(self, do: Mapping[type, Callable[[Any], None]]) -> None:
+        """Start receiving and reporting. do: does each type of bulk work that messages
+        ask for; a join fetches everything before."""
+        self._do = do
         for thread in self._threads:
             thread.start()
 
@@ -276,21 +281,14 @@ class Link:
         self, connection: _Connection, ending: Ending, timeout_s: float
     ) -> bool:
         """Say the last words and end the stream; return True if they were sent."""
-        said = self._say_goodbye(connection, ending)
+        goodbye = Goodbye(reason=ending.reason, text=ending.text[:MAX_TEXT])
+        said = False
+        with self._sending, contextlib.suppress(WireError):
+            self._send_reports(connection)
+            connection.stream.send(goodbye)
+            said = True
         connection.stream.close(timeout_s)
         return said
-
-    def _say_goodbye(self, connection: _Connection, ending: Ending) -> bool:
-        """Say the last words on this stream."""
-        with self._sending:
-            try:
-                self._send_reports(connection)
-                text = ending.text[:MAX_TEXT]
-                goodbye = Goodbye(reason=ending.reason, text=text)
-                connection.stream.send(goodbye)
-            except WireError:
-                return False
-            return True
 
     # ---- receiving --------------------------------------------------------------
 
@@ -302,21 +300,19 @@ class Link:
                     message = self._connection.stream.receive(self._deadlines.report_s)
                 except WireError as error:
                     if isinstance(error, Refused) and error.code != REVOKED_CODE:
-                        self._refused(error)
-                        return
-                    if self._closing.is_set() or self._given_up(error):
-                        return
-                    self._reconnect(error)
+                        self._end(ending_of(error))
+                    elif not self._closing.is_set() and not self._given_up(error):
+                        self._reconnect(error)
                     continue
                 if message is not None:
-                    self._do(self._mailbox.receive(message))
+                    self._act(self._mailbox.receive(message))
         except Exception as error:
             logger.exception("the control stream's thread failed")
             self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
 
     def _given_up(self, error: WireError) -> bool:
-        """Tell if the two ends do not understand each other, which no connection
-        cures."""
+        """End the island if the two ends do not understand each other, which no
+        connection cures; return True then."""
         assert self._connection is not None
         lasted_s = time.monotonic() - self._connection.began
         if not isinstance(error, ProtocolError) or lasted_s > self._deadlines.lease_s:
@@ -326,8 +322,7 @@ class Link:
         if self._misunderstood < MISUNDERSTANDINGS:
             return False
         text = f"{self._misunderstood} connections in a row ended at once: {error}"
-        self._mailbox.end(EXIT_REFUSED, text, "refused")
-        self._closing.set()
+        self._end(Ending(EXIT_REFUSED, text, "refused"))
         return True
 
     def _reconnect(self, error: WireError) -> None:
@@ -337,69 +332,57 @@ class Link:
         revoked = error if isinstance(error, Refused) else None
         ends = began + self._deadlines.another_key_s
         while not self._closing.wait(backoff.next_s()):
-            welcome: Welcome | WireError
             now = time.monotonic()
             try:
-                welcome = self._try_to_connect()
+                self._open()
             except Refused as refused:
                 if refused.code != REVOKED_CODE:
-                    self._refused(refused)
-                    return
+                    return self._end(ending_of(refused))
                 if revoked is None:
                     ends = now + self._deadlines.another_key_s
-                welcome = revoked = refused
-            if isinstance(welcome, Welcome):
+                revoked = error = refused
+            except WireError as lost:
+                error = lost
+            else:
                 logger.info("connected again after %.1f s", time.monotonic() - began)
-                return
+                return None
             if revoked is not None and now >= ends:
-                self._refused(revoked)
-                return
+                return self._end(ending_of(revoked))
             # One that answers says why the island is not let in, as if its config is
             # another one while the coordinator gathers anchors.
-            if not isinstance(welcome, ConnectionLost) and str(welcome) != told:
-                told = str(welcome)
+            if not isinstance(error, ConnectionLost) and str(error) != told:
+                told = str(error)
                 logger.warning("the coordinator does not let it in yet: %s", told)
+        return None
 
-    def _try_to_connect(self) -> Welcome | WireError:
+    def _open(self) -> Welcome:
+        """Connect once. Raises WireError."""
         before = self._mailbox.status()
-        try:
-            stream = self._client.open_control(self._make_hello(before))
-        except Refused:
-            raise
-        except WireError as error:
-            return error
-        if goes_back(before.term, stream.welcome):
+        stream = self._lanes.open_control(self._make_hello(before))
+        welcome, now = stream.welcome, time.monotonic()
+        if goes_back(before.term, welcome):
             stream.close(0.0)
-            return Busy(
-                f"this coordinator is in term {stream.welcome.term}, and this island "
-                f"has been in term {before.term}: its state is an old one; stop it, "
-                f"and start the one that has the newest state"
+            raise Busy(
+                f"this coordinator is in term {welcome.term}, and this island has been "
+                f"in term {before.term}: its state is an old one; stop it, and start "
+                f"the one that has the newest state"
             )
-        now = time.monotonic()
         reporting = Reporting(self._deadlines.report_s, now)
         self._connection = _Connection(stream=stream, began=now, reporting=reporting)
-        if before.term and stream.welcome.anew:
+        if before.term and welcome.anew:
             logger.warning(
-                "the coordinator lost its state: term %d begins", stream.welcome.term
+                "the coordinator lost its state: term %d begins", welcome.term
             )
-        self._do(self._mailbox.receive(stream.welcome))
-        return stream.welcome
+        self._act(self._mailbox.receive(welcome))
+        return welcome
 
-    def _do(self, errands: tuple[Errand, ...]) -> None:
-        """Hand bulk work on. A join has no targets yet, and fetches everything."""
-        if self._targets is None:
-            return
+    def _act(self, errands: tuple[Errand, ...]) -> None:
         for errand in errands:
-            match errand:
-                case Wanted():
-                    self._targets.want(*errand)
-                case ResendRequest():
-                    self._targets.resend(errand)
-                case ProfileRequest():
-                    self._targets.profile(errand)
+            if self._do:
+                self._do[type(errand)](errand)
 
-    def _refused(self, refused: Refused) -> None:
-        self._mailbox.end(*ending_of(refused))
+    def _end(self, ending: Ending) -> None:
+        self._mailbox.end(*ending)
         self._closing.set()
 
     # ---- reporting --------------------------------------------------------------

@@ -15,7 +15,7 @@ its number and is still there; then all begin together, within seconds.
 
 Messages go through the key-value store that the world has anyway, so no collective is
 added to the step and no port is opened. Host 0 leads: it alone talks to the coordinator
-about decisions, and the others follow (`following.py`). A world never spans islands:
+about decisions, and the others follow (`hosts.py`). A world never spans islands:
 when a host dies, only the others of its island end too.
 """
 
@@ -344,7 +344,8 @@ class Hosts:
     """One host's view of the key-value store that the hosts of an island share.
 
     Values are bytes, and a key is set once. folder: prefix of every key, needed if the
-    world serves others too.
+    world serves others too. client: None for a host that is alone, whose words go
+    nowhere.
     """
 
     def __init__(self, client: Any, index: int, count: int, folder: str = "") -> None:
@@ -390,7 +391,7 @@ class Hosts:
         """
         self.tell(f"{what}/{self.index}", b"")
         deadline = time.monotonic() + timeout_s
-        for host in range(self.count):
+        for host in set(range(self.count)) - {self.index}:
             while self.hear(f"{what}/{host}", MEETING_POLL_S) is None:
                 if time.monotonic() >= deadline or given_up():
                     raise HostsError(
@@ -405,9 +406,14 @@ class Hosts:
 
     def _call(self, method: str, *arguments: Any) -> None:
         try:
-            getattr(self._client, method)(*arguments)
+            if self._client is not None:
+                getattr(self._client, method)(*arguments)
         except jax.errors.JaxRuntimeError as error:
             raise HostsError(_lost(error)) from error
+
+
+ALONE = Hosts(None, 0, 1)
+"""The only host of its island."""
 
 
 def join_world(
@@ -468,12 +474,12 @@ def _have_gloo_listen(address: str) -> None:
         module.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
-def hosts_here(folder: str) -> Hosts | None:
-    """Return the hosts of the world that this process is in already; None if it is
-    alone. folder: the prefix of the keys under which they exchange values."""
+def hosts_here(folder: str) -> Hosts:
+    """Return the hosts of the world that this process is in already. folder: the prefix
+    of the keys under which they exchange values."""
     count = jax.process_count()
     if count == 1:
-        return None
+        return ALONE
     return Hosts(_store(), jax.process_index(), count, folder)
 
 
