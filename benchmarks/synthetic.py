@@ -202,7 +202,7 @@ class SyntheticIsland:
             data=self._data,
         )
         self._post()
-        self._link.start(
+        self._link.begin(
             {
                 Wanted: self._receiver.want,
                 ResendRequest: self._sender.resend,
@@ -235,7 +235,7 @@ class SyntheticIsland:
             logger.error("island %s ends: %s", self._name, self._ending.text)
         self._sender.close(STOP_S)
         self._receiver.close(STOP_S)
-        self._link.close(self._ending, STOP_S)
+        self._link.leave(self._ending, STOP_S)
         self._lanes.close()
         return self._ending.exit_code
 

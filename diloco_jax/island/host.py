@@ -61,7 +61,6 @@ from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (
     OWN_DATA,
     AnchorRequest,
-    Hello,
     ProfileRequest,
     ResendRequest,
 )
@@ -77,6 +76,32 @@ logger = logging.getLogger(__name__)
 L = TypeVar("L", bound=Stepping)
 Heard = TypeVar("Heard")
 PartOfStart = Literal["connecting", "compiling", "fetching", "restoring"]
+
+
+def introduction(
+    config: Config,
+    name: str,
+    plan: FragmentPlan,
+    incarnation: int,
+    session: str,
+    *,
+    own_data: bool,
+) -> Introduction:
+    """Return what an island of this config says of itself at every hello."""
+    run, island = config.run, config.island(name)
+    return Introduction(
+        island=name,
+        incarnation=incarnation,
+        session=session,
+        fingerprint=run.fingerprint(),
+        run=shared_fields(run),
+        plan=plan.digest(),
+        island_config=dataclasses.asdict(island),
+        environment={**before_jax.describe_environment(), OWN_DATA: own_data},
+        tokens_per_step=island.batch_size * run.sequence_length,
+        sequences_per_step=island.batch_size,
+        lead=lead_of(island.hosts),
+    )
 
 
 class Host(abc.ABC, Generic[L]):
@@ -116,8 +141,10 @@ class Host(abc.ABC, Generic[L]):
         placement = config.placement
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
-        self.hosts, self._incarnation = hosts, incarnation
-        self._session = uuid.uuid4().hex
+        self.hosts = hosts
+        self._who = introduction(
+            config, name, plan, incarnation, uuid.uuid4().hex, own_data=self.own_data
+        )
         self.watched: Callable[[str, float, str], None] = lambda *part: None
         """Called as each part of the start begins; see `HangWatch.begin`."""
         self.traces = Path(run_files.PROFILES)
@@ -161,15 +188,13 @@ class Host(abc.ABC, Generic[L]):
         """Return what an earlier attempt has left that holds at these versions."""
 
     @abc.abstractmethod
-    def first(self) -> Any:
-        """Return the parameters that the run begins with, if the island gives them."""
-
-    @abc.abstractmethod
     def copy(
-        self, anchors: dict[int, tuple[jax.Array, ...]], restored: Restored | None
+        self,
+        anchors: dict[int, tuple[jax.Array, ...]] | None,
+        restored: Restored | None,
     ) -> LentParams[Any]:
-        """Make the model copy, which begins at these anchors, by fragment; without them
-        at those that the exchange has."""
+        """Make the model copy, which begins at these anchors, by fragment. None: at
+        parameters of the island's own, which it gives."""
 
     @abc.abstractmethod
     def loop_of(self, shared: dict[str, Any], faults: Faults) -> L:
@@ -205,11 +230,12 @@ class Host(abc.ABC, Generic[L]):
         self._begin("connecting")
         begin = self._hear_begin() if self.follows else self._connect(script is None)
         self.gives = begin.gives
+        incarnation = begin.who.incarnation
         identity = Identity(
             run_id=begin.run_id,
             island=self.name,
-            incarnation=begin.incarnation,
-            session=begin.session,
+            incarnation=incarnation,
+            session=begin.who.session,
         )
         self._begin("compiling")
         exchange = self.exchange = self.build(identity)
@@ -229,7 +255,7 @@ class Host(abc.ABC, Generic[L]):
         self._loop = self._place(
             versions,
             self._decisions(script, begin.lead),
-            faults.for_who(self.name, begin.incarnation, self.hosts.index),
+            faults.for_who(self.name, incarnation, self.hosts.index),
         )
         self.sender.start()
         if self._receiver is not None:
@@ -266,13 +292,13 @@ class Host(abc.ABC, Generic[L]):
         restored = self.restore(versions)
         # A join moves tiles between hosts, which may have read for unequal times.
         self._meet("restored", self._join_s, "outage")
-        anchors = {}
-        if self.gives:
-            self.exchange.start_from(self.first())
-        else:
-            for fragment, version in enumerate(versions):
-                arrival = self.mailbox.arrivals.pick(fragment, version)
-                anchors[fragment] = arrival.anchor or ()
+        arrivals = self.mailbox.arrivals
+        anchors = None
+        if not self.gives:
+            anchors = {
+                fragment: arrivals.pick(fragment, version).anchor or ()
+                for fragment, version in enumerate(versions)
+            }
         copy = self.copy(anchors, restored)
         self._meet("ready", self._join_s, "outage")
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
@@ -290,7 +316,7 @@ class Host(abc.ABC, Generic[L]):
                 books,
                 goal,
                 arrays=copy,
-                incoming=self.mailbox.arrivals,
+                incoming=arrivals,
                 outgoing=self.sender,
                 data=self.data,
                 watching=self.watching,
@@ -311,8 +337,12 @@ class Host(abc.ABC, Generic[L]):
 
     def _meet(self, what: str, timeout_s: float, field: str) -> None:
         """Meet the other hosts. field: setting to raise if that takes too long."""
-        ends = lambda: self.mailbox.ending is not None  # noqa: E731
-        self.hosts.meet(what, timeout_s, ends, f"placement.{field}_budget_s")
+        self.hosts.meet(
+            what,
+            timeout_s,
+            lambda: self.mailbox.ending is not None,
+            f"placement.{field}_budget_s",
+        )
 
     def _decisions(self, script: Decisions | None, lead: int) -> Decisions:
         budget_s = self.deadlines.budget_s
@@ -335,23 +365,24 @@ class Host(abc.ABC, Generic[L]):
     def _connect(self, live: bool) -> Begin:
         """Say hello to the coordinator, and tell the others what they have to know."""
         placement, hosts = self.config.placement, self.hosts
-        self._link = Link(self.lanes, self._hello, self.mailbox, self.deadlines)
+        self._link = Link(
+            self.lanes,
+            lambda status: hello(self._who, status),
+            self.mailbox,
+            self.deadlines,
+        )
         with self._telling("begin"):
             welcome = self._link.connect(placement.outage_budget_s, placement.away_s)
         logger.info(
             "island %s, incarnation %d: in run %s",
             self.name,
-            self._incarnation,
+            self._who.incarnation,
             welcome.run_id,
         )
         begin = Begin(
+            who=self._who,
             run_id=welcome.run_id,
-            incarnation=self._incarnation,
-            session=self._session,
-            fingerprint=self.config.run.fingerprint(),
-            plan=self.plan.digest(),
-            island=dataclasses.asdict(self.island),
-            lead=lead_of(self.island.hosts) if live else 0,
+            lead=self._who.lead if live else 0,
             # Without versions it is not to fetch the first ones, but to give them.
             gives=not welcome.versions,
             versions=welcome.versions or (FIRST_VERSION,) * len(self.plan.fragments),
@@ -365,28 +396,6 @@ class Host(abc.ABC, Generic[L]):
             self._leaves.start()
         return begin
 
-    def _hello(self, status: Status) -> Hello:
-        run, island = self.config.run, self.island
-        return hello(
-            Introduction(
-                island=self.name,
-                incarnation=self._incarnation,
-                session=self._session,
-                fingerprint=run.fingerprint(),
-                run=shared_fields(run),
-                plan=self.plan.digest(),
-                island_config=dataclasses.asdict(island),
-                environment={
-                    **before_jax.describe_environment(),
-                    OWN_DATA: self.own_data,
-                },
-                tokens_per_step=island.batch_size * run.sequence_length,
-                sequences_per_step=island.batch_size,
-                lead=lead_of(island.hosts),
-            ),
-            status,
-        )
-
     def _lead(self, versions: Sequence[Version]) -> Sequence[Version]:
         """Compile and fetch every fragment, while reports go on; return the versions.
         An island that gives the first parameters sends them from its loop, when it is
@@ -398,7 +407,7 @@ class Host(abc.ABC, Generic[L]):
         )
         self._network.append(receiver)
         mailbox.post(Status(phase="compiling"))
-        self._link.start(
+        self._link.begin(
             {
                 Wanted: receiver.want,
                 ResendRequest: self._resend,
@@ -455,17 +464,15 @@ class Host(abc.ABC, Generic[L]):
     def _hear_begin(self) -> Begin:
         """Hear from host 0 what to build. Raises ConfigError if host 0 has another
         config."""
-        config = self.config
-        begin = self._hear(
-            "begin", Begin, config.placement.away_s + self.deadlines.pin_s
-        )
-        lines = differences(dataclasses.asdict(self.island), begin.island)
-        if config.run.fingerprint() != begin.fingerprint:
+        timeout_s = self.config.placement.away_s + self.deadlines.pin_s
+        begin = self._hear("begin", Begin, timeout_s)
+        here, there = self._who, begin.who
+        lines = differences(here.island_config, there.island_config)
+        if here.fingerprint != there.fingerprint:
             lines.append(
-                f"run: fingerprint {config.run.fingerprint()} here, "
-                f"{begin.fingerprint} there"
+                f"run: fingerprint {here.fingerprint} here, {there.fingerprint} there"
             )
-        lines = lines or other_model(self.plan.digest(), begin.plan)
+        lines = lines or other_model(here.plan, there.plan)
         if lines:
             raise ConfigError(
                 f"host {self.hosts.index} of island {self.name!r} has another config "
@@ -492,12 +499,12 @@ class Host(abc.ABC, Generic[L]):
         return self._hear("joined", Joined, self._join_s).versions
 
     def _hear(self, key: str, kind: type[Heard], timeout_s: float) -> Heard:
-        heard = self.hosts.hear(key, timeout_s)
-        if heard is None:
-            raise HostsError(
-                f"host 0 of island {self.name!r} did not say {key!r} within "
-                f"{timeout_s:g} s; is the coordinator reachable from it?"
-            )
+        heard = self.hosts.require(
+            key,
+            timeout_s,
+            f"host 0 of island {self.name!r} did not say {key!r} within "
+            f"{timeout_s:g} s; is the coordinator reachable from it?",
+        )
         said: Heard | Refusal = msgspec.msgpack.decode(heard, type=kind | Refusal)
         if not isinstance(said, Refusal):
             return said
@@ -543,7 +550,7 @@ class Host(abc.ABC, Generic[L]):
         for threads in self._network:
             threads.close(0.0 if at_once else timeout_s)
         if self._link is not None:
-            self._link.close(ending, timeout_s)
+            self._link.leave(ending, timeout_s)
             with contextlib.suppress(HostsError):
                 self.hosts.tell("left", b"")
         if self._leaves is not None:

@@ -17,7 +17,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -26,6 +25,7 @@ from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox, NetworkThread
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
+from diloco_jax.protocol.island.reporting import Introduction
 from diloco_jax.protocol.messages import ResendRequest, Short
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
@@ -40,13 +40,8 @@ forgotten."""
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Facts that host 0 knows and the others need before they build anything."""
 
+    who: Introduction
     run_id: str
-    incarnation: int
-    session: str
-    fingerprint: str
-    plan: str
-    island: dict[str, Any]
-    """The IslandConfig as builtins."""
     lead: int
     """Boundaries between the publication of a decision and its time."""
     gives: bool
@@ -138,12 +133,13 @@ class LeadDecisions:
             return
         for host in self._hosts.others:
             key = f"passed/{start + BATCH}/{host}"
-            if self._hosts.hear(key, self._patience_s) is None:
-                raise HostsError(
-                    f"host {host} is {BATCH} boundaries behind at step {step}, and did "
-                    f"not come on within {self._patience_s:g} s; all hosts of this "
-                    f"island start again together"
-                )
+            self._hosts.require(
+                key,
+                self._patience_s,
+                f"host {host} is {BATCH} boundaries behind at step {step}, and did not "
+                f"come on within {self._patience_s:g} s; all hosts of this island "
+                f"start again together",
+            )
             self._hosts.forget(key)
         for number in range(start, start + BATCH):
             self._hosts.forget(f"decision/{number}")
@@ -169,12 +165,12 @@ class FollowDecisions:
         number = next(self._numbers)
         if number < self._lead:
             return Decision()
-        heard = self._hosts.hear(f"decision/{number}", self._patience_s)
-        if heard is None:
-            raise HostsError(
-                f"host 0 said nothing for {self._patience_s:g} s at step {step}; all "
-                f"hosts of this island start again together"
-            )
+        heard = self._hosts.require(
+            f"decision/{number}",
+            self._patience_s,
+            f"host 0 said nothing for {self._patience_s:g} s at step {step}; all hosts "
+            f"of this island start again together",
+        )
         if number % BATCH == 0:
             self._hosts.tell(f"passed/{number}/{self._hosts.index}", b"")
         # Host 0 reports for all.
@@ -214,11 +210,10 @@ class Orders:
             parts[0] = Part(outcome="done", chain=arrival.chain)
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
-            heard = self._hosts.hear(key, self._patience_s)
-            if heard is None:
-                raise HostsError(
-                    f"host {host} did not fetch its part within {self._patience_s:g} s"
-                )
+            missing = (
+                f"host {host} did not fetch its part within {self._patience_s:g} s"
+            )
+            heard = self._hosts.require(key, self._patience_s, missing)
             self._hosts.forget(key)
             answer = msgspec.msgpack.decode(heard, type=Answer)
             self._mailbox.count_of(host, answer.traffic, answer.short)
@@ -258,7 +253,7 @@ class LeaveWatch(NetworkThreads):
         """Wake the thread and wait for its end. A thread that waits in jax as
         Python ends aborts the process; a joined process lives on until its train loop
         ends."""
-        self._closing = True
+        self._closing.set()
         with contextlib.suppress(HostsError):  # Another host has set the key.
             self._hosts.tell("leave", b"")
         super().close(timeout_s)
@@ -266,9 +261,9 @@ class LeaveWatch(NetworkThreads):
     def _run(self) -> None:
         reason = None
         with contextlib.suppress(HostsError):
-            while reason is None and not self._closing:
+            while reason is None and not self._closing.is_set():
                 reason = self._hosts.hear("leave", self._deadlines.budget_s)
-        if reason is not None and not self._closing:
+        if reason is not None and not self._closing.is_set():
             self._asked_to_end(reason.decode())
 
 
@@ -293,7 +288,7 @@ class OrderThread(NetworkThreads):
         for number in itertools.count():
             heard = None
             while heard is None:
-                if self._closing:
+                if self._closing.is_set():
                     return
                 heard = self._hosts.hear(f"order/{number}", self._deadlines.report_s)
             match decode(heard):

@@ -198,7 +198,9 @@ class JoinedIsland:
                 f"did not come to this island; the coordinator's workdir has them, see "
                 f"`diloco export`"
             )
-        return self._host.global_params()
+        host = self._host
+        params = at_anchors(host.plan, host.exchange, host.leaves.zeros())
+        return host.leaves.as_tree(params)
 
     @property
     def step(self) -> int:
@@ -215,7 +217,15 @@ class JoinedIsland:
         caller's. Call it between two boundaries, on the loop's thread, on every host;
         and after a block that was left early, whose last takes may still be merged.
         """
-        return self._host.state(self._loop)
+        host, loop = self._host, self._loop
+        return saved_state(
+            host.exchange,
+            host.leaves,
+            host.identity,
+            steps=loop.done,
+            versions=loop.boundary.books.versions(),
+            outstanding=loop.in_doubt(),
+        )
 
     def boundary(
         self, params: Any, loss: Any = None, *, alongside: tuple[Any, ...] = ()
@@ -382,7 +392,7 @@ class JoinedHost(Host["JoinedLoop"]):
 
     def build(self, identity: Identity) -> Exchange:
         """Build takes and adoptions. Raise ConfigError for a state of another run."""
-        self._identity, self._zeros = identity, self.leaves.zeros()
+        self.identity, self._zeros = identity, self.leaves.zeros()
         memory = self.island.anchor_memory
         exchange = Exchange(self.plan, self.config.run.sync, self._zeros, memory)
         if self._state is not None:
@@ -406,39 +416,22 @@ class JoinedHost(Host["JoinedLoop"]):
             return None
         return restored_state(self._state, self.exchange, self.leaves, versions)
 
-    def first(self) -> Any:
-        """Return the values of `like`."""
-        return self.leaves.first(self._like)
-
     def copy(
-        self, anchors: dict[int, tuple[jax.Array, ...]], restored: Restored | None
+        self,
+        anchors: dict[int, tuple[jax.Array, ...]] | None,
+        restored: Restored | None,
     ) -> LentBeside:
         """Make the parameters that the loop is lent."""
+        if anchors is None:
+            self.exchange.start_from(self.leaves.first(self._like))
         self._like = None
-        self.exchange.start(anchors, restored.residuals if restored else None)
+        self.exchange.start(anchors or {}, restored.residuals if restored else None)
         zeros, self._zeros = self._zeros, Listed([], {})
         return LentBeside(self.exchange, at_anchors(self.plan, self.exchange, zeros))
 
     def loop_of(self, shared: dict[str, Any], faults: Faults) -> JoinedLoop:
         """Make the boundaries."""
         return JoinedLoop(**shared, leaves=self.leaves)
-
-    def state(self, loop: JoinedLoop) -> dict[str, Any]:
-        """Return what `join` takes as `state`. All hosts call it."""
-        books = loop.boundary.books
-        return saved_state(
-            self.exchange,
-            self.leaves,
-            self._identity,
-            steps=loop.done,
-            versions=books.versions(),
-            outstanding=loop.in_doubt(),
-        )
-
-    def global_params(self) -> Any:
-        """Return the anchors in the structure of `like`. All hosts call it."""
-        params = at_anchors(self.plan, self.exchange, self.leaves.zeros())
-        return self.leaves.as_tree(params)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -555,11 +548,6 @@ class OwnData:
     def ready(self) -> bool:
         """True if the leases fill another step."""
         return self._positions.granted - self._positions.drawn >= self._per_step
-
-    @property
-    def consumed(self) -> int:
-        """Number of positions handed out so far."""
-        return self._positions.drawn
 
     def grant(self, span: Span) -> None:
         """Add positions [start, stop) after those granted before."""

@@ -23,15 +23,14 @@ from typing import Any, TypeVar
 from diloco_jax.config import Config, Placement
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.deadlines import Backoff, Deadlines
-from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.errors import EXIT_DONE, EXIT_REFUSED
+from diloco_jax.island.mailbox import Mailbox, NetworkThreads
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Errand, goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import MAX_TEXT, Goodbye, Hello, Welcome
 from diloco_jax.wire import principal
-from diloco_jax.wire.bulk import FetchRequest, UploadStart
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import (
     REVOKED_CODE,
@@ -43,7 +42,7 @@ from diloco_jax.wire.errors import (
     WireError,
 )
 from diloco_jax.wire.tls import TlsFiles
-from diloco_jax.wire.transfers import Fetched, Transfers
+from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -172,21 +171,12 @@ class Lanes:
         self.use(stream.welcome.workers)
         return stream
 
-    def upload(
-        self, start: UploadStart, payload: bytes | bytearray | memoryview
-    ) -> int:
-        """Send a delta to its fragment's worker; see `Transfers.upload`."""
-        return self._of(start.fragment).upload(start, payload)
-
-    def fetch(self, request: FetchRequest, *, max_bytes: int) -> Fetched:
-        """Fetch a fragment from its worker; see `Transfers.fetch`."""
-        return self._of(request.fragment).fetch(request, max_bytes=max_bytes)
-
     def close(self) -> None:
         """Close all connections."""
         self.coordinator.close()
 
-    def _of(self, fragment: int) -> Transfers:
+    def of(self, fragment: int) -> Transfers:
+        """Return the connections to the fragment's worker."""
         with self._lock:
             if not self.addresses:
                 return self.coordinator.transfers
@@ -213,11 +203,11 @@ class _Connection:
     reporting: Reporting
 
 
-class Link:
+class Link(NetworkThreads):
     """Keep the island's control stream up, with one thread that receives and one that
     reports.
 
-    Call `connect`, then `start`, and `close` at the end. make_hello: returns the hello
+    Call `connect`, then `begin`, and `leave` at the end. make_hello: returns the hello
     of this process for the island's status.
     """
 
@@ -229,7 +219,8 @@ class Link:
         deadlines: Deadlines,
     ) -> None:
         self._lanes, self._make_hello = lanes, make_hello
-        self._mailbox, self._deadlines = mailbox, deadlines
+        super().__init__(mailbox, "link", self._receive, self._report)
+        self._deadlines = deadlines
         self._do: Mapping[type, Callable[[Any], None]] = {}
         self._connection: _Connection | None = None
         """Replaced as one by the receiving thread: a record that was sent on another
@@ -237,12 +228,7 @@ class Link:
         self._misunderstood = 0
         """Connections in a row that ended at once since one end sent what the other
         does not understand."""
-        self._closing = threading.Event()
         self._sending = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._receive, name="link", daemon=True),
-            threading.Thread(target=self._report, name="reports", daemon=True),
-        ]
 
     def connect(self, patience_s: float, away_s: float = 0.0) -> Welcome:
         """Connect for the first time; `insist` for these times, as long as the island
@@ -253,14 +239,13 @@ class Link:
 
         return insist(self._open, self._deadlines, wait, patience_s, away_s)
 
-    def start(self, do: Mapping[type, Callable[[Any], None]]) -> None:
+    def begin(self, do: Mapping[type, Callable[[Any], None]]) -> None:
         """Start receiving and reporting. do: does each type of bulk work that messages
         ask for; a join fetches everything before."""
         self._do = do
-        for thread in self._threads:
-            thread.start()
+        self.start()
 
-    def close(self, ending: Ending, timeout_s: float) -> None:
+    def leave(self, ending: Ending, timeout_s: float) -> None:
         """Report what is left, say goodbye and hang up. Never raises."""
         self._closing.set()
         # Wakes the reporting thread; the end of the stream wakes the other one.
@@ -268,9 +253,7 @@ class Link:
         # At once: the threads may take a while to end, and the machine may be gone.
         first = self._connection
         said = first is not None and self._hang_up(first, ending, timeout_s)
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(timeout_s)
+        self.close(timeout_s)
         last = self._connection
         if last is not None and last is not first:  # Connected again meanwhile.
             said = self._hang_up(last, ending, timeout_s)
@@ -293,22 +276,18 @@ class Link:
     # ---- receiving --------------------------------------------------------------
 
     def _receive(self) -> None:
-        try:
-            while not self._closing.is_set():
-                assert self._connection is not None
-                try:
-                    message = self._connection.stream.receive(self._deadlines.report_s)
-                except WireError as error:
-                    if isinstance(error, Refused) and error.code != REVOKED_CODE:
-                        self._end(ending_of(error))
-                    elif not self._closing.is_set() and not self._given_up(error):
-                        self._reconnect(error)
-                    continue
-                if message is not None:
-                    self._act(self._mailbox.receive(message))
-        except Exception as error:
-            logger.exception("the control stream's thread failed")
-            self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
+        while not self._closing.is_set():
+            assert self._connection is not None
+            try:
+                message = self._connection.stream.receive(self._deadlines.report_s)
+            except WireError as error:
+                if isinstance(error, Refused) and error.code != REVOKED_CODE:
+                    self._end(ending_of(error))
+                elif not self._closing.is_set() and not self._given_up(error):
+                    self._reconnect(error)
+                continue
+            if message is not None:
+                self._act(self._mailbox.receive(message))
 
     def _given_up(self, error: WireError) -> bool:
         """End the island if the two ends do not understand each other, which no
@@ -388,26 +367,22 @@ class Link:
     # ---- reporting --------------------------------------------------------------
 
     def _report(self) -> None:
-        try:
-            while True:
-                assert self._connection is not None
-                said = self._connection.reporting
-                alive_in_s = said.alive_due_at - time.monotonic()
-                self._mailbox.wait_for_post(said.has_news, alive_in_s)
-                news_in_s = said.news_due_at - time.monotonic()
-                if self._closing.wait(max(news_in_s, 0.0)):
-                    return
-                try:
-                    with self._sending:
-                        if self._closing.is_set():
-                            return
-                        self._send_reports(self._connection)
-                except WireError:
-                    # The receiving thread will find out too, and reconnect.
-                    self._closing.wait(self._deadlines.retry_min_s)
-        except Exception as error:
-            logger.exception("the reporting thread failed")
-            self._mailbox.end(EXIT_FAILED, f"reporting failed: {error!r}")
+        while True:
+            assert self._connection is not None
+            said = self._connection.reporting
+            alive_in_s = said.alive_due_at - time.monotonic()
+            self._mailbox.wait_for_post(said.has_news, alive_in_s)
+            news_in_s = said.news_due_at - time.monotonic()
+            if self._closing.wait(max(news_in_s, 0.0)):
+                return
+            try:
+                with self._sending:
+                    if self._closing.is_set():
+                        return
+                    self._send_reports(self._connection)
+            except WireError:
+                # The receiving thread will find out too, and reconnect.
+                self._closing.wait(self._deadlines.retry_min_s)
 
     def _send_reports(self, connection: _Connection) -> None:
         """Send status, and the records that this stream has not had."""

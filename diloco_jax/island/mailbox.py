@@ -206,13 +206,12 @@ class Mailbox:
 
 class NetworkThreads:
     """Threads of an island's network, which end with it: an error in one ends the
-    island. Subclasses wait on `_changed`, and look at `_closing` then."""
+    island. Subclasses that wait on `_changed` look at `_closing` then."""
 
     def __init__(self, mailbox: Mailbox, name: str, *runs: Callable[[], None]) -> None:
         """runs: what each thread does until `_closing`."""
         self._mailbox, self._name = mailbox, name
-        self._changed = threading.Condition()
-        self._closing = False
+        self._changed, self._closing = threading.Condition(), threading.Event()
         self._threads = [
             threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
             for run in runs
@@ -225,8 +224,8 @@ class NetworkThreads:
 
     def close(self, timeout_s: float) -> None:
         """End the threads; a transfer may go on until the process ends."""
+        self._closing.set()
         with self._changed:
-            self._closing = True
             self._changed.notify_all()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -237,7 +236,7 @@ class NetworkThreads:
         try:
             run()
         except Exception as error:
-            if self._closing:
+            if self._closing.is_set():
                 return
             logger.exception("the %s failed", self._name)
             self._mailbox.end(EXIT_FAILED, f"the {self._name} failed: {error!r}")

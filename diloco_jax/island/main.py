@@ -276,15 +276,16 @@ class TrainingHost(Host[Loop]):
             self.plan, self._trainer, self.exchange, versions
         )
 
-    def first(self) -> Any:
-        """Draw the parameters that the run begins with."""
-        return self._trainer.first(self.config.run.seed)
-
     def copy(
-        self, anchors: dict[int, tuple[jax.Array, ...]], restored: Restored | None
+        self,
+        anchors: dict[int, tuple[jax.Array, ...]] | None,
+        restored: Restored | None,
     ) -> LentParams[Any]:
         """Make the replica."""
-        return join(self.plan, self._trainer, self.exchange, anchors, restored)
+        trainer, exchange = self._trainer, self.exchange
+        if anchors is None:
+            exchange.start_from(trainer.first(self.config.run.seed))
+        return join(self.plan, trainer, exchange, anchors or {}, restored)
 
     def loop_of(self, shared: dict[str, Any], faults: Faults) -> Loop:
         """Make the train loop."""

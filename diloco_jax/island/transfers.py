@@ -89,7 +89,7 @@ class Sender(NetworkThreads):
         deadlines: Deadlines,
     ) -> None:
         """layouts, layouts_whole: of deltas, and of anchors, by fragment."""
-        self._transfers, self._dealt, self._identity = lanes, lanes.dealt, identity
+        self._lanes, self._dealt, self._identity = lanes, lanes.dealt, identity
         self._layouts = {False: layouts, True: layouts_whole}
         self._deadlines = deadlines
         self._parcels: dict[tuple[int, bool], _Parcel] = {}
@@ -147,7 +147,7 @@ class Sender(NetworkThreads):
         """Return the oldest delta for a worker that may be sent now; None when closing.
         One that failed waits apart, so that the others of its worker go on."""
         with self._changed:
-            while not self._closing:
+            while not self._closing.is_set():
                 now = time.monotonic()
                 due = [
                     parcel
@@ -181,7 +181,7 @@ class Sender(NetworkThreads):
             sample=parcel.sample,
         )
         try:
-            nbytes = self._transfers.upload(start, parcel.payload)
+            nbytes = self._lanes.of(parcel.fragment).upload(start, parcel.payload)
         except Refused as refused:
             # The verdict, or a request to send again, comes as a message.
             logger.warning("%s refused (%s): %s", parcel, refused.code, refused.message)
@@ -250,7 +250,7 @@ class Fetcher:
         exchange, fragment = self._exchange, fetch.fragment
         part = exchange.part_down(fragment)
         size = exchange.layouts_down[fragment].part_bytes(part)
-        fetched = self.lanes.fetch(
+        fetched = self.lanes.of(fragment).fetch(
             FetchRequest(
                 **self._identity.fields(),
                 fragment=fragment,
@@ -344,17 +344,17 @@ class Receiver(NetworkThreads):
                 level = logging.WARNING if isinstance(error, Refused) else logging.DEBUG
                 logger.log(level, "fragment %d not fetched: %s", fetch.fragment, error)
             else:
-                while not self._closing:
+                while not self._closing.is_set():
                     if self._mailbox.deliver(arrival, self._deadlines.report_s):
                         break
                 pauses.reset()
                 continue
-            self._pause(pauses.next_s())
+            self._closing.wait(pauses.next_s())
 
     def _next(self, away: frozenset[int]) -> Fetch | None:
         """Wait for something to fetch; None when closing."""
         with self._changed:
-            while not self._closing:
+            while not self._closing.is_set():
                 if (fetch := self._fetching.next(away)) is not None:
                     return fetch
                 self._changed.wait(self._deadlines.budget_s)
@@ -382,7 +382,7 @@ class Receiver(NetworkThreads):
                         f"{self._join_s:.0f} s ({error}); is the coordinator "
                         f"reachable on its advertised address?"
                     ) from error
-                self._pause(pauses.next_s())
+                self._closing.wait(pauses.next_s())
                 with self._changed:
                     fetch = self._fetching.again(fetch.fragment)
 
@@ -399,7 +399,3 @@ class Receiver(NetworkThreads):
         with self._changed:
             self._fetching.got(fetch.fragment, arrival.version)
         return arrival
-
-    def _pause(self, pause_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing, pause_s)

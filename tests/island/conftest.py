@@ -60,8 +60,8 @@ def link(stack, client, mailbox, wanted):
     link = Link(Lanes(client, SIZES), hello, mailbox, DEADLINES)
     link.resent = queue.Queue()
     link.connect(WAIT_S)
-    link.start({Wanted: wanted.put, ResendRequest: link.resent.put})
-    stack.callback(link.close, Ending(0, "end of test", "stopped"), 5.0)
+    link.begin({Wanted: wanted.put, ResendRequest: link.resent.put})
+    stack.callback(link.leave, Ending(0, "end of test", "stopped"), 5.0)
     return link
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
+from link_support import Store
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island import world as island_hosts
@@ -30,32 +31,6 @@ from diloco_jax.wire.errors import VersionGone
 
 PATIENCE_S = 30.0
 FIELD = "placement.compile_budget_s"
-
-
-class Store:
-    """The key-value store of a `jax.distributed` world."""
-
-    def __init__(self):
-        self._told, self._changed = {}, threading.Condition()
-
-    def key_value_set_bytes(self, key, value):
-        with self._changed:
-            self._told[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get_bytes(self, key, timeout_ms):
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._told, timeout_ms / 1000):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: not set")
-            return self._told[key]
-
-    def key_value_delete(self, key):
-        with self._changed:
-            del self._told[key]
-
-    def keys(self):
-        with self._changed:
-            return sorted(self._told)
 
 
 @pytest.fixture(autouse=True)

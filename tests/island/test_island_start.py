@@ -6,8 +6,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -16,8 +14,9 @@ from diloco_jax.config import Config, IslandConfig, ModelConfig, Placement, RunC
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island import link, main
-from diloco_jax.island.host import Host
+from diloco_jax.island.host import introduction
 from diloco_jax.island.options import prepare_island
+from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.server import Server
@@ -108,16 +107,8 @@ PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 
 def test_it_says_what_the_island_is() -> None:
     config = Config()
-    island = SimpleNamespace(
-        config=config,
-        island=config.island("a"),
-        name="a",
-        plan=PLAN,
-        own_data=False,
-        _incarnation=3,
-        _session="s",
-    )
-    hello = Host._hello(cast(Any, island), Status(run_id="r", steps=7))
+    who = introduction(config, "a", PLAN, 3, "s", own_data=False)
+    hello = reporting.hello(who, Status(run_id="r", steps=7))
     assert (hello.run_id, hello.island, hello.incarnation) == ("r", "a", 3)
     assert (hello.session, hello.steps) == ("s", 7)
     assert hello.fingerprint == config.run.fingerprint()

@@ -184,13 +184,13 @@ def test_refused_at_the_first_connection(coordinator, client, mailbox):
 
 
 def test_goodbye_is_the_last_word(coordinator, link):
-    link.close(Ending(0, "the run is over", "finished"), 5.0)
+    link.leave(Ending(0, "the run is over", "finished"), 5.0)
     goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     assert (goodbye.reason, goodbye.text) == ("finished", "the run is over")
 
 
 def test_a_goodbye_is_cut_to_what_a_message_may_hold(coordinator, link):
-    link.close(Ending(1, "x" * 10_000, "failed"), 5.0)
+    link.leave(Ending(1, "x" * 10_000, "failed"), 5.0)
     goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     assert goodbye.text == "x" * messages.MAX_TEXT
 
@@ -199,11 +199,11 @@ def test_an_end_does_not_wait_for_the_threads(stack, client, coordinator, mailbo
     """With this budget they would look once a minute whether it ends."""
     link = Link(Lanes(client, SIZES), hello, mailbox, Deadlines(600.0))
     link.connect(WAIT_S)
-    link.start({})
+    link.begin({})
     mailbox.post(Status(phase="training", steps=1))
     coordinator.until_report(lambda m: getattr(m, "phase", "") == "training")
     ending = Ending(1, "the machine is taken away", "preempted")
-    closing = threading.Thread(target=link.close, args=(ending, 600.0))
+    closing = threading.Thread(target=link.leave, args=(ending, 600.0))
     closing.start()
     coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     closing.join(Deadlines(600.0).report_s / 4)

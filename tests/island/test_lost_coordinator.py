@@ -94,7 +94,8 @@ def test_a_delta_that_nobody_takes_holds_up_no_anchor_and_no_other_delta(
         sent.put((start.fragment, start.version))
         return len(payload)
 
-    monkeypatch.setattr(sender._transfers, "upload", upload)
+    worker = SimpleNamespace(upload=upload)
+    monkeypatch.setattr(sender._lanes, "of", lambda fragment: worker)
     sender.put(0, 4, encoded(1.0))
     for _ in range(2):
         assert tries.get(timeout=WAIT_S).tick == 4
