@@ -29,10 +29,10 @@ from diloco_jax.core.payload import Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
-from diloco_jax.island.link import Lanes, Link
+from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.timing import goal_of
-from diloco_jax.island.transfers import Fetcher, Receiver, Sender
+from diloco_jax.island.transfers import Fetcher, Lanes, Receiver, Sender
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending
 from diloco_jax.protocol.island.conversation import Wanted
@@ -202,13 +202,12 @@ class SyntheticIsland:
             data=self._data,
         )
         self._post()
-        self._link.begin(
-            {
-                Wanted: self._receiver.want,
-                ResendRequest: self._sender.resend,
-                ProfileRequest: _profiles_nothing,
-            }
-        )
+        mailbox.errands = {
+            Wanted: self._receiver.want,
+            ResendRequest: self._sender.resend,
+            ProfileRequest: _profiles_nothing,
+        }
+        self._link.start()
         self._sender.start()
         self._receiver.start()
 

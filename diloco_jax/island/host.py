@@ -46,11 +46,11 @@ from diloco_jax.island.hosts import (
     Refusal,
     tell_refused,
 )
-from diloco_jax.island.link import Lanes, Link
+from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Stepping
 from diloco_jax.island.mailbox import Decisions, LiveDecisions, Mailbox, NetworkThreads
 from diloco_jax.island.timing import Pace, Timing, goal_of
-from diloco_jax.island.transfers import Fetcher, Receiver, Sender
+from diloco_jax.island.transfers import Fetcher, Lanes, Receiver, Sender
 from diloco_jax.island.watches import Preemption, trace_steps
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.models.build import other_model
@@ -407,13 +407,12 @@ class Host(abc.ABC, Generic[L]):
         )
         self._network.append(receiver)
         mailbox.post(Status(phase="compiling"))
-        self._link.begin(
-            {
-                Wanted: receiver.want,
-                ResendRequest: self._resend,
-                ProfileRequest: self._profile,
-            }
-        )
+        mailbox.errands = {
+            Wanted: receiver.want,
+            ResendRequest: self._resend,
+            ProfileRequest: self._profile,
+        }
+        self._link.start()
         self.compile()
         self._begin("fetching")
         if self.gives:

@@ -1,13 +1,11 @@
-"""An island's connections: the control stream, and its lanes to the workers.
+"""An island's control stream, and how it comes to have one.
 
-The control stream has hello, reports, and messages of the coordinator. Two threads: one
+The stream has hello, reports, and messages of the coordinator. Two threads: one
 receives, dispatches and reconnects, one reports. A lost coordinator stops no island:
 the link tries again for as long as the island lives, and reports again what was not
 acknowledged. A coordinator that lost its state, too, is given the anchors that it asks
 for, and welcomes the island in a new term; one of an earlier term is left again. An
 island that is refused ends, but one whose key was revoked has a while for another one.
-
-A lane goes to the worker of a fragment, or to the coordinator itself.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from diloco_jax.config import Config, Placement
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.errors import EXIT_DONE, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox, NetworkThreads
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.island.transfers import Lanes
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.island.conversation import Errand, goes_back
+from diloco_jax.protocol.island.conversation import goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import MAX_TEXT, Goodbye, Hello, Welcome
 from diloco_jax.wire import principal
@@ -42,7 +40,6 @@ from diloco_jax.wire.errors import (
     WireError,
 )
 from diloco_jax.wire.tls import TlsFiles
-from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -128,63 +125,6 @@ def ask_config(address: str, name: str, placement: Placement) -> Config:
         client.close()
 
 
-class Lanes:
-    """Control messages to the coordinator, and bulk to and from the worker of each
-    fragment, over connections of its own. Thread-safe.
-    """
-
-    def __init__(
-        self,
-        coordinator: Client,
-        sizes: tuple[int, ...],
-        moved: Callable[[tuple[str, ...]], object] = lambda _: None,
-    ) -> None:
-        """Begin with the coordinator alone, which `close` closes too.
-
-        sizes: parameters by fragment. moved: called with new addresses of workers, once
-        they are in use.
-        """
-        self.coordinator, self._sizes, self._moved = coordinator, sizes, moved
-        self._lock = threading.Lock()
-        self.addresses: tuple[str, ...] = ()
-        """The addresses of the workers, as the coordinator last gave them."""
-        self.dealt = (0,) * len(sizes)
-        """The number of each fragment's worker; 0 for all if there are no workers."""
-
-    def use(self, addresses: tuple[str, ...]) -> None:
-        """Exchange bulk with workers at these addresses from now on; empty: with the
-        coordinator. Raises ConfigError for one that must not go without TLS."""
-        for worker, address in enumerate(addresses):
-            self.coordinator.transfers_at(address, worker)
-        with self._lock:
-            before, self.addresses = self.addresses, addresses
-            self.dealt = deal(self._sizes, max(len(addresses), 1))
-        # Those of a lead that was started again, if its workers ended with it.
-        self.coordinator.leave_others(addresses)
-        if addresses != before:
-            self._moved(addresses)
-
-    def open_control(self, hello: Hello) -> ControlStream:
-        """Say hello to the coordinator; see `Client.open_control`. Its Welcome has the
-        addresses of the workers."""
-        stream = self.coordinator.open_control(hello)
-        self.use(stream.welcome.workers)
-        return stream
-
-    def close(self) -> None:
-        """Close all connections."""
-        self.coordinator.close()
-
-    def of(self, fragment: int) -> Transfers:
-        """Return the connections to the fragment's worker."""
-        with self._lock:
-            if not self.addresses:
-                return self.coordinator.transfers
-            worker = self.dealt[fragment]
-            address = self.addresses[worker]
-        return self.coordinator.transfers_at(address, worker)
-
-
 def ending_of(refused: Refused) -> Ending:
     """Return the ending of an island that is refused. If the run is over already, it
     has not failed.
@@ -207,7 +147,7 @@ class Link(NetworkThreads):
     """Keep the island's control stream up, with one thread that receives and one that
     reports.
 
-    Call `connect`, then `begin`, and `leave` at the end. make_hello: returns the hello
+    Call `connect`, then `start`, and `leave` at the end. make_hello: returns the hello
     of this process for the island's status.
     """
 
@@ -221,7 +161,6 @@ class Link(NetworkThreads):
         self._lanes, self._make_hello = lanes, make_hello
         super().__init__(mailbox, "link", self._receive, self._report)
         self._deadlines = deadlines
-        self._do: Mapping[type, Callable[[Any], None]] = {}
         self._connection: _Connection | None = None
         """Replaced as one by the receiving thread: a record that was sent on another
         stream may be lost with it."""
@@ -238,12 +177,6 @@ class Link(NetworkThreads):
             return self._closing.wait(pause_s) or self._mailbox.ending is not None
 
         return insist(self._open, self._deadlines, wait, patience_s, away_s)
-
-    def begin(self, do: Mapping[type, Callable[[Any], None]]) -> None:
-        """Start receiving and reporting. do: does each type of bulk work that messages
-        ask for; a join fetches everything before."""
-        self._do = do
-        self.start()
 
     def leave(self, ending: Ending, timeout_s: float) -> None:
         """Report what is left, say goodbye and hang up. Never raises."""
@@ -287,7 +220,7 @@ class Link(NetworkThreads):
                     self._reconnect(error)
                 continue
             if message is not None:
-                self._act(self._mailbox.receive(message))
+                self._mailbox.receive(message)
 
     def _given_up(self, error: WireError) -> bool:
         """End the island if the two ends do not understand each other, which no
@@ -352,13 +285,8 @@ class Link(NetworkThreads):
             logger.warning(
                 "the coordinator lost its state: term %d begins", welcome.term
             )
-        self._act(self._mailbox.receive(welcome))
+        self._mailbox.receive(welcome)
         return welcome
-
-    def _act(self, errands: tuple[Errand, ...]) -> None:
-        for errand in errands:
-            if self._do:
-                self._do[type(errand)](errand)
 
     def _end(self, ending: Ending) -> None:
         self._mailbox.end(*ending)

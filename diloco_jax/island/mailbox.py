@@ -18,14 +18,14 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.island.boundary import Decision, Ending
-from diloco_jax.protocol.island.conversation import Conversation, Errand
+from diloco_jax.protocol.island.conversation import Conversation
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import FromCoordinator, Short
 from diloco_jax.protocol.values import EndReason, Record, Version
@@ -42,6 +42,9 @@ class Mailbox:
     def __init__(self, *, awaits_last: bool = False) -> None:
         self.arrivals = Arrivals()
         """Arrays that decisions name."""
+        self.errands: Mapping[type, Callable[[Any], None]] = {}
+        """Called with each type of errand; empty until a join, which fetches
+        everything, has begun."""
         self._changed = threading.Condition(threading.RLock())
         self._conversation = Conversation(awaits_last=awaits_last)
         self._traffic = {0: dict.fromkeys(("bytes_up", "bytes_down", "bytes_join"), 0)}
@@ -110,13 +113,17 @@ class Mailbox:
 
     # ---- the network's side -----------------------------------------------------
 
-    def receive(self, message: FromCoordinator) -> tuple[Errand, ...]:
-        """Note a message of the coordinator; return the bulk work it asks for.
+    def receive(self, message: FromCoordinator) -> None:
+        """Note a message of the coordinator; have the bulk work that it asks for done,
+        as `errands` says.
 
         Raises ValueError if a grant before this one is missing.
         """
         with self._changing() as conversation:
-            return conversation.receive(message)
+            errands = conversation.receive(message)
+        for errand in errands:
+            if self.errands:
+                self.errands[type(errand)](errand)
 
     def deliver(self, arrival: Arrival, timeout_s: float) -> bool:
         """Hand over an arrival; False if the loop did not make room in time."""

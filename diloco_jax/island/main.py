@@ -159,7 +159,7 @@ def run(
 def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
     """Join, train and leave; return why it ended."""
     mailbox = host.mailbox
-    shortage = ShortageWatch((workdir,), mailbox.tell_short)
+    shortage = ShortageWatch(workdir, mailbox.tell_short)
     with shortage, ended_by_signals(host.asked_to_end):
         try:
             if host.config.placement.notice_s:

@@ -1,4 +1,5 @@
-"""The threads that send deltas and fetch published fragments.
+"""An island's lanes to the workers, and the threads that send deltas and fetch
+published fragments over them.
 
 Device -> host -> wire: a sender sends deltas, and anchors if it must. A delta is kept
 until its verdict is final, so that it can be sent again when the coordinator lost it.
@@ -7,7 +8,8 @@ There is at most one per fragment, so a model's worth of encoded bytes is the bo
 Wire -> host -> device: a receiver fetches in the order of
 `protocol/island/fetching.py`.
 
-Each worker of the coordinator has a thread of either, so that none waits for another.
+A lane goes to the worker of a fragment, or to the coordinator itself. Each has a thread
+of either, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,19 +32,74 @@ from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import held
 from diloco_jax.island.hosts import Orders
-from diloco_jax.island.link import Lanes
 from diloco_jax.island.mailbox import Arrival, Mailbox, NetworkThreads
+from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.island.conversation import MAX_CHAIN, Wanted
 from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
-from diloco_jax.protocol.messages import ResendRequest
+from diloco_jax.protocol.messages import Hello, ResendRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Identity, UploadStart
+from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import Refused, VersionGone, WireError
+from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 TOLD_FROM = 4
 """Failures in a row to send one delta from which on a warning is logged."""
+
+
+class Lanes:
+    """Control messages to the coordinator, and bulk to and from the worker of each
+    fragment, over connections of its own. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        coordinator: Client,
+        sizes: tuple[int, ...],
+        moved: Callable[[tuple[str, ...]], object] = lambda _: None,
+    ) -> None:
+        """Begin with the coordinator alone, which `close` closes too.
+
+        sizes: parameters by fragment. moved: called with new addresses of workers, once
+        they are in use.
+        """
+        self._coordinator, self._sizes, self._moved = coordinator, sizes, moved
+        self.addresses: tuple[str, ...] = ()
+        """The addresses of the workers, as the coordinator last gave them."""
+        self.dealt = (0,) * len(sizes)
+        """The number of each fragment's worker; 0 for all if there are no workers."""
+        self._by_fragment = (coordinator.transfers,) * len(sizes)
+
+    def use(self, addresses: tuple[str, ...]) -> None:
+        """Exchange bulk with workers at these addresses from now on; empty: with the
+        coordinator. Raises ConfigError for one that must not go without TLS."""
+        coordinator, before = self._coordinator, self.addresses
+        dealt = deal(self._sizes, max(len(addresses), 1))
+        workers = [coordinator.transfers_at(a, n) for n, a in enumerate(addresses)]
+        found = workers or [coordinator.transfers]
+        self._by_fragment = tuple(found[number] for number in dealt)
+        self.addresses, self.dealt = addresses, dealt
+        # Those of a lead that was started again, if its workers ended with it.
+        coordinator.leave_others(addresses)
+        if addresses != before:
+            self._moved(addresses)
+
+    def of(self, fragment: int) -> Transfers:
+        """Return the connections to the fragment's worker."""
+        return self._by_fragment[fragment]
+
+    def open_control(self, hello: Hello) -> ControlStream:
+        """Say hello to the coordinator; see `Client.open_control`. Its Welcome has the
+        addresses of the workers."""
+        stream = self._coordinator.open_control(hello)
+        self.use(stream.welcome.workers)
+        return stream
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._coordinator.close()
 
 
 @dataclasses.dataclass

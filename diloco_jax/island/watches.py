@@ -30,7 +30,7 @@ import threading
 import time
 import types
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -220,12 +220,10 @@ class ShortageWatch:
     """Looks again and again, on a thread of its own: a disk that hangs holds up no
     other watch. It ends with the block."""
 
-    def __init__(
-        self, folders: Sequence[Path], tell: Callable[[tuple[Short, ...]], None]
-    ) -> None:
-        """folders: those that this process writes to. tell: called with what is short
-        when that changes."""
-        self._folders, self._tell = folders, tell
+    def __init__(self, folder: Path, tell: Callable[[tuple[Short, ...]], None]) -> None:
+        """folder: this process writes to it. tell: called with what is short when that
+        changes."""
+        self._folder, self._tell = folder, tell
         self._short: dict[Short, str] = {}
         self._looks, self._peak = 0, 0
         self._ended = threading.Event()
@@ -268,15 +266,15 @@ class ShortageWatch:
                 f"machine, and this process has {machine.resident_bytes() / 1e9:.1f}: "
                 f"it may be killed for it",
             )
-        for folder in self._folders:
-            made = next(f for f in (folder, *folder.absolute().parents) if f.exists())
-            free = shutil.disk_usage(made).free
-            if free < machine.LITTLE_DISK_BYTES:
-                yield (
-                    "disk",
-                    f"{free / 1e6:.0f} MB are free in {folder}: checkpoints and the "
-                    f"log fail once it is full; free some space there",
-                )
+        folder = self._folder
+        made = next(f for f in (folder, *folder.absolute().parents) if f.exists())
+        free = shutil.disk_usage(made).free
+        if free < machine.LITTLE_DISK_BYTES:
+            yield (
+                "disk",
+                f"{free / 1e6:.0f} MB are free in {folder}: checkpoints and the log "
+                f"fail once it is full; free some space there",
+            )
 
     def _run(self) -> None:
         told = False

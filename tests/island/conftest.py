@@ -17,9 +17,9 @@ from link_support import (
 
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.island.link import Lanes, Link
+from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.transfers import Sender
+from diloco_jax.island.transfers import Lanes, Sender
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.messages import ResendRequest
@@ -60,7 +60,8 @@ def link(stack, client, mailbox, wanted):
     link = Link(Lanes(client, SIZES), hello, mailbox, DEADLINES)
     link.resent = queue.Queue()
     link.connect(WAIT_S)
-    link.begin({Wanted: wanted.put, ResendRequest: link.resent.put})
+    mailbox.errands = {Wanted: wanted.put, ResendRequest: link.resent.put}
+    link.start()
     stack.callback(link.leave, Ending(0, "end of test", "stopped"), 5.0)
     return link
 

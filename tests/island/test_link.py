@@ -24,8 +24,8 @@ from link_support import (
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.link import Lanes, Link
-from diloco_jax.island.transfers import TOLD_FROM, Fetcher, Receiver
+from diloco_jax.island.link import Link
+from diloco_jax.island.transfers import TOLD_FROM, Fetcher, Lanes, Receiver
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Wanted
@@ -199,7 +199,7 @@ def test_an_end_does_not_wait_for_the_threads(stack, client, coordinator, mailbo
     """With this budget they would look once a minute whether it ends."""
     link = Link(Lanes(client, SIZES), hello, mailbox, Deadlines(600.0))
     link.connect(WAIT_S)
-    link.begin({})
+    link.start()
     mailbox.post(Status(phase="training", steps=1))
     coordinator.until_report(lambda m: getattr(m, "phase", "") == "training")
     ending = Ending(1, "the machine is taken away", "preempted")

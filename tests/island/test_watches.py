@@ -348,7 +348,7 @@ class Machine:
         monkeypatch.setattr(watches, "shutil", usage)
         self.mailbox = Mailbox()
         self.mailbox.post(Status(phase="training"))
-        self.watch = ShortageWatch((folder / "not" / "made",), self.mailbox.tell_short)
+        self.watch = ShortageWatch(folder / "not" / "made", self.mailbox.tell_short)
 
     def short(self) -> tuple[str, ...]:
         """Return what the next report says."""
