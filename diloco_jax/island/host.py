@@ -17,6 +17,7 @@ import abc
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from diloco_jax import before_jax, compilation, restart_time, run_files
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.errors import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import LentParams, Restored
@@ -39,7 +40,6 @@ from diloco_jax.island.hosts import (
     FollowDecisions,
     Joined,
     LeadDecisions,
-    LeaveWatch,
     Moved,
     Orders,
     OrderThread,
@@ -51,7 +51,7 @@ from diloco_jax.island.loop import Stepping
 from diloco_jax.island.mailbox import Decisions, LiveDecisions, Mailbox, NetworkThreads
 from diloco_jax.island.timing import Pace, Timing, goal_of
 from diloco_jax.island.transfers import Fetcher, Lanes, Receiver, Sender
-from diloco_jax.island.watches import Preemption, trace_steps
+from diloco_jax.island.watches import leave, trace_steps
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.models.build import other_model
 from diloco_jax.protocol.island.books import Books
@@ -163,10 +163,9 @@ class Host(abc.ABC, Generic[L]):
             if hosts.others and not self.follows
             else None
         )
-        self._preemption = Preemption(self.mailbox, placement.notice_s)
+        self._noticed = threading.Lock()
         self._link: Link | None = None
         self._receiver: Receiver | None = None
-        self._leaves: LeaveWatch | None = None
         self._network: list[NetworkThreads] = []
         """To be closed as it ends, first to last."""
         self._loop: L | None = None
@@ -353,7 +352,7 @@ class Host(abc.ABC, Generic[L]):
         )
         if not self.hosts.others:
             return source
-        return LeadDecisions(source, self.hosts, lead, budget_s)
+        return LeadDecisions(source, self.hosts, lead, budget_s, self.asked_to_end)
 
     def _send_anchor(self, request: AnchorRequest, version: Version) -> None:
         fragment = request.fragment
@@ -364,7 +363,7 @@ class Host(abc.ABC, Generic[L]):
 
     def _connect(self, live: bool) -> Begin:
         """Say hello to the coordinator, and tell the others what they have to know."""
-        placement, hosts = self.config.placement, self.hosts
+        placement = self.config.placement
         self._link = Link(
             self.lanes,
             lambda status: hello(self._who, status),
@@ -388,12 +387,7 @@ class Host(abc.ABC, Generic[L]):
             versions=welcome.versions or (FIRST_VERSION,) * len(self.plan.fragments),
             workers=self.lanes.addresses,
         )
-        if hosts.others:
-            hosts.tell("begin", msgspec.msgpack.encode(begin))
-            self._leaves = LeaveWatch(
-                hosts, self.mailbox, self.asked_to_end, self.deadlines
-            )
-            self._leaves.start()
+        self.hosts.tell("begin", msgspec.msgpack.encode(begin))
         return begin
 
     def _lead(self, versions: Sequence[Version]) -> Sequence[Version]:
@@ -516,16 +510,19 @@ class Host(abc.ABC, Generic[L]):
     # ---- the end ----------------------------------------------------------------
 
     def asked_to_end(self, who: str) -> None:
-        """End the island at a step boundary, with a goodbye, once a person or this
-        machine's notice asks for it. Not for a signal's handler: the mailbox has a
-        lock."""
+        """End the island at a step boundary, with a goodbye. If this machine may be
+        taken away, that is a notice: the open takes are sent first, and the process
+        exits with the code of a failure, so that its supervisor starts it again."""
+        notice_s = self.config.placement.notice_s
         if self.follows:  # Host 0 decides.
             with contextlib.suppress(HostsError):
                 text = f"host {self.hosts.index}: {who}"
                 self.hosts.tell("leave", text.encode())
-        elif self._preemption.expected:
-            self._preemption.notice(who)
-        else:
+        elif notice_s and self._noticed.acquire(blocking=False):
+            logger.warning("notice by %s: this island leaves", who)
+            ending = Ending(EXIT_FAILED, f"preempted ({who})", "preempted")
+            leave(self.mailbox, notice_s, ending)
+        elif not notice_s:  # Else two sources tell of one notice.
             logger.info("asked to end by %s: at the next step boundary", who)
             self.mailbox.end(EXIT_DONE, f"asked to end by {who}", "stopped")
 
@@ -552,8 +549,6 @@ class Host(abc.ABC, Generic[L]):
             self._link.leave(ending, timeout_s)
             with contextlib.suppress(HostsError):
                 self.hosts.tell("left", b"")
-        if self._leaves is not None:
-            self._leaves.close(timeout_s)
 
     def close(self) -> None:
         """Free sockets and threads."""

@@ -102,20 +102,30 @@ def tell_refused(hosts: Hosts, key: str, refused: Refused, patience_s: float) ->
 
 class LeadDecisions:
     """Decide as host 0: a source's decision takes effect `lead` boundaries later, and
-    is told to the others.
+    is told to the others. If one of them is asked to end, as before a preemption, the
+    island ends: `asked_to_end` is called with the reason.
 
     Raises HostsError from `at` if another host is BATCH boundaries behind and does not
     come on within `patience_s`.
     """
 
     def __init__(
-        self, source: Decisions, hosts: Hosts, lead: int, patience_s: float
+        self,
+        source: Decisions,
+        hosts: Hosts,
+        lead: int,
+        patience_s: float,
+        asked_to_end: Callable[[str], None],
     ) -> None:
         self._source, self._hosts, self._patience_s = source, hosts, patience_s
+        self._asked_to_end: Callable[[str], None] | None = asked_to_end
         self._ahead = Ahead(lead)
         self._numbers = itertools.count(lead)
 
     def at(self, step: int, *, stepping: bool) -> Decision:
+        if self._asked_to_end and (reason := self._hosts.look("leave")) is not None:
+            self._asked_to_end(reason.decode())
+            self._asked_to_end = None
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
         self._hosts.tell(f"decision/{number}", msgspec.msgpack.encode(fresh))
         if number % BATCH == 0:
@@ -232,39 +242,6 @@ class Orders:
             )
         if outcome == "lost":
             raise ConnectionLost("a host of this island lost the coordinator")
-
-
-class LeaveWatch(NetworkThreads):
-    """Host 0's watch for another host that was asked to end, as before a preemption:
-    the island ends too."""
-
-    def __init__(
-        self,
-        hosts: Hosts,
-        mailbox: Mailbox,
-        asked_to_end: Callable[[str], None],
-        deadlines: Deadlines,
-    ) -> None:
-        super().__init__(mailbox, "leaves", self._run)
-        self._hosts, self._asked_to_end = hosts, asked_to_end
-        self._deadlines = deadlines
-
-    def close(self, timeout_s: float) -> None:
-        """Wake the thread and wait for its end. A thread that waits in jax as
-        Python ends aborts the process; a joined process lives on until its train loop
-        ends."""
-        self._closing.set()
-        with contextlib.suppress(HostsError):  # Another host has set the key.
-            self._hosts.tell("leave", b"")
-        super().close(timeout_s)
-
-    def _run(self) -> None:
-        reason = None
-        with contextlib.suppress(HostsError):
-            while reason is None and not self._closing.is_set():
-                reason = self._hosts.hear("leave", self._deadlines.budget_s)
-        if reason is not None and not self._closing.is_set():
-            self._asked_to_end(reason.decode())
 
 
 class OrderThread(NetworkThreads):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from diloco_jax.island.host import Host
 from diloco_jax.island.link import ask_config, ending_of
 from diloco_jax.island.loop import Stepping
 from diloco_jax.island.mailbox import NotHereError
+from diloco_jax.island.watches import leave
 from diloco_jax.island.world import ALONE, Hosts, HostsError, hosts_here
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Axes, Model, plain_axes
@@ -285,24 +285,15 @@ class JoinedIsland:
 
     def _leave(self) -> Ending:
         """Have everything that is open taken and sent, and return how it ended."""
-        mailbox, deadlines = self._host.mailbox, self._host.deadlines
+        host = self._host
         if not self._loop.take_back():
             # Nothing is left to take from; other hosts of the island see the same.
             return Ending(
                 EXIT_DONE, "its train loop left the run within a step", "stopped"
             )
-        if self._host.follows:
-            return self._until_ending()
-
-        def let_go() -> None:
-            mailbox.leave()
-            mailbox.wait_to_leave(deadlines.stop_s)
-            mailbox.end(EXIT_DONE, "its train loop left the run", "stopped")
-
-        threading.Thread(target=let_go, name="leaving", daemon=True).start()
-        return self._until_ending()
-
-    def _until_ending(self) -> Ending:
+        if not host.follows:
+            left = Ending(EXIT_DONE, "its train loop left the run", "stopped")
+            leave(host.mailbox, host.deadlines.stop_s, left)
         while (ending := self._loop.until_step()) is None:
             pass  # It has not heard yet that it is to leave.
         return ending

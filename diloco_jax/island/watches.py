@@ -87,42 +87,26 @@ def ended_by_signals(end_island: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-class Preemption:
-    """Acts on the notice that this machine will be taken away."""
+def leave(mailbox: Mailbox, within_s: float, ending: Ending) -> threading.Thread:
+    """End the loop, on a thread of its own, once the open takes have been sent, or
+    after `within_s`; at once if it has not begun.
 
-    def __init__(self, mailbox: Mailbox, notice_s: float) -> None:
-        """notice_s: seconds from the notice until the goodbye must be said; 0 = this
-        machine is not taken away."""
-        self._mailbox, self._notice_s = mailbox, notice_s
-        self._noticed = threading.Lock()
+    Do not call it from a signal handler: the mailbox has a lock.
+    """
 
-    @property
-    def expected(self) -> bool:
-        """True if SIGTERM is a notice."""
-        return self._notice_s > 0
-
-    def notice(self, source: str) -> None:
-        """End the loop once the open takes have been sent.
-
-        Do not call it from a signal handler: the mailbox has a lock. The process exits
-        with the code of a failure, so that its supervisor starts the island again.
-        """
-        if not self._noticed.acquire(blocking=False):
-            return  # Two sources tell of one notice.
-        logger.warning("notice by %s: this island leaves", source)
-        _thread("leaving", self._leave, source)
-
-    def _leave(self, source: str) -> None:
-        if self._mailbox.status().phase in ("training", "stopped"):
+    def end() -> None:
+        if mailbox.status().phase in ("training", "stopped"):
             began = time.monotonic()
-            self._mailbox.leave()
-            sent = self._mailbox.wait_to_leave(self._notice_s)
+            mailbox.leave()
+            sent = mailbox.wait_to_leave(within_s)
             logger.info(
                 "%s of what was open has arrived after %.1f s",
                 "all" if sent else "not all",
                 time.monotonic() - began,
             )
-        self._mailbox.end(EXIT_FAILED, f"preempted ({source})", "preempted")
+        mailbox.end(*ending)
+
+    return _thread("leaving", end)
 
 
 def watch_metadata(noticed: Callable[[str], None], host: str = "") -> threading.Thread:

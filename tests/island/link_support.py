@@ -150,13 +150,19 @@ class Store:
 
     def key_value_set_bytes(self, key, value):
         with self._changed:
-            self._told[key] = value
+            self._told.setdefault(key, value)
             self._changed.notify_all()
 
     def blocking_key_value_get_bytes(self, key, timeout_ms):
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._told, timeout_ms / 1000):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: not set")
+            return self._told[key]
+
+    def key_value_try_get_bytes(self, key):
+        with self._changed:
+            if key not in self._told:
+                raise jax.errors.JaxRuntimeError("NOT_FOUND: not set")
             return self._told[key]
 
     def key_value_delete(self, key):

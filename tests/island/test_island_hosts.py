@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -15,15 +15,14 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.island import world as island_hosts
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts import (
-    LeaveWatch,
+    LeadDecisions,
     Moved,
     Orders,
     OrderThread,
 )
 from diloco_jax.island.mailbox import Arrival, Mailbox
-from diloco_jax.island.watches import Preemption
 from diloco_jax.island.world import Hosts, HostsError
-from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.protocol.island.boundary import Decision, Ending
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
@@ -94,13 +93,16 @@ def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
 
 
 def test_host_0_hears_that_another_host_is_to_end():
-    store, heard = Store(), queue.Queue()
-    hosts, deadlines = Hosts(store, 0, 2), Deadlines(PATIENCE_S)
-    watch = LeaveWatch(hosts, Mailbox(), heard.put, deadlines)
-    watch.start()
+    store, asked = Store(), []
+    script = SimpleNamespace(at=lambda step, stepping: Decision())
+    hosts = Hosts(store, 0, 2)
+    decisions = LeadDecisions(script, hosts, 0, PATIENCE_S, asked.append)
+    decisions.at(0, stepping=True)
+    assert asked == []
     Hosts(store, 1, 2).tell("leave", b"host 1: preempted")
-    assert heard.get(timeout=PATIENCE_S) == "host 1: preempted"
-    watch.close(PATIENCE_S)
+    for step in (1, 2):
+        decisions.at(step, stepping=True)
+    assert asked == ["host 1: preempted"]
 
 
 class Asked:
@@ -108,8 +110,9 @@ class Asked:
 
     def __init__(self, index, notice_s) -> None:
         self.hosts, self.mailbox = Hosts(Store(), index, 2), Mailbox()
-        self.follows = index > 0
-        self._preemption = Preemption(self.mailbox, notice_s)
+        self.follows, self._noticed = index > 0, threading.Lock()
+        placement = SimpleNamespace(notice_s=notice_s)
+        self.config = SimpleNamespace(placement=placement)
 
 
 @pytest.mark.parametrize(
@@ -122,24 +125,16 @@ class Asked:
 )
 def test_host_0_decides_when_an_island_that_is_asked_to_end_does(index, notice_s, told):
     asked = Asked(index, notice_s)
-    Host.asked_to_end(asked, "SIGTERM")
+    for source in ("SIGTERM", "the metadata server"):
+        Host.asked_to_end(asked, source)
     if index:
         assert asked.hosts.hear("leave", PATIENCE_S) == told
         assert asked.mailbox.ending is None
         return
-    asked.mailbox.wait(PATIENCE_S)
+    while asked.mailbox.ending is None:
+        asked.mailbox.wait(PATIENCE_S)
+        asked.mailbox.decide()
     assert asked.mailbox.ending == told
-
-
-def test_host_0_ends_with_no_thread_waiting_in_jax():
-    """Such a thread aborts its process if Python ends first."""
-    before, asked = set(threading.enumerate()), []
-    hosts, deadlines = Hosts(Store(), 0, 2), Deadlines(100 * PATIENCE_S)
-    watch = LeaveWatch(hosts, Mailbox(), asked.append, deadlines)
-    watch.start()
-    watch.close(PATIENCE_S)
-    assert set(threading.enumerate()) <= before
-    assert asked == []
 
 
 def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():

@@ -20,8 +20,8 @@ from diloco_jax.island.device.mesh import require_accelerator
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.watches import (
     HangWatch,
-    Preemption,
     ShortageWatch,
+    leave,
     watch_metadata,
 )
 from diloco_jax.machine import LITTLE_DISK_BYTES
@@ -97,11 +97,18 @@ def wait_for_end(mailbox):
     return mailbox.ending
 
 
+def noticed(mailbox, notice_s=WAIT_S):
+    """What is called with the source of a notice."""
+    return lambda source: leave(
+        mailbox, notice_s, Ending(1, f"preempted ({source})", "preempted")
+    )
+
+
 # ---- where it comes from ---------------------------------------------------------
 
 
 def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
-    watch = watch_metadata(Preemption(mailbox, 5).notice, server.address)
+    watch = watch_metadata(noticed(mailbox), server.address)
     assert mailbox.ending is None
     server.preempted.set()
     text = "preempted (the metadata server)"
@@ -116,7 +123,7 @@ def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
 def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox, monkeypatch):
     server.preempted.set()
     monkeypatch.setenv("GCE_METADATA_HOST", server.address)
-    watch_metadata(Preemption(mailbox, 5).notice)
+    watch_metadata(noticed(mailbox))
     assert wait_for_end(mailbox).exit_code == 1
 
 
@@ -127,7 +134,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server.answers = [200, 503, 503]
     server.preempted.set()
     monkeypatch.setattr(watches, "_ask", hiding_the_first(watches._ask))
-    watch_metadata(Preemption(mailbox, 5).notice, server.address)
+    watch_metadata(noticed(mailbox), server.address)
     assert wait_for_end(mailbox).exit_code == 1
     assert len(server.paths) == 4
 
@@ -143,12 +150,12 @@ def test_where_there_is_no_such_server_nothing_happens(server, mailbox):
         nobody = f"127.0.0.1:{closed.server_port}"
     server.answers = [404]
     for address in (nobody, server.address):
-        watch = watch_metadata(Preemption(mailbox, 5).notice, address)
+        watch = watch_metadata(noticed(mailbox), address)
         watch.join(WAIT_S)
         assert not watch.is_alive()
     server.preempted.set()
     server.flavor = {}  # Somebody else's server.
-    watch = watch_metadata(Preemption(mailbox, 5).notice, server.address)
+    watch = watch_metadata(noticed(mailbox), server.address)
     watch.join(WAIT_S)
     assert (watch.is_alive(), mailbox.ending) == (False, None)
 
@@ -164,7 +171,7 @@ def training(mailbox):
 
 def test_the_loop_ends_once_the_island_is_let_go(training):
     says.may_leave(training)  # Of another time: nothing was asked for yet.
-    Preemption(training, notice_s=WAIT_S).notice("SIGTERM")
+    noticed(training)("SIGTERM")
     deadline = time.monotonic() + WAIT_S
     while not (decision := training.decide()).leaving:
         assert time.monotonic() < deadline
@@ -177,21 +184,19 @@ def test_the_loop_ends_once_the_island_is_let_go(training):
 
 
 def test_it_does_not_wait_longer_than_the_notice(training):
-    Preemption(training, notice_s=0.05).notice("SIGTERM")
+    noticed(training, 0.05)("SIGTERM")
     assert wait_for_end(training).exit_code == 1
 
 
-def test_two_sources_tell_of_one_notice(training):
-    notice = Preemption(training, notice_s=WAIT_S)
-    notice.notice("SIGTERM")
-    notice.notice("the metadata server")
+def test_an_island_that_ends_meanwhile_keeps_its_reason(training):
+    noticed(training)("SIGTERM")
     training.end(0, "finished")
     assert wait_for_end(training) == Ending(0, "finished")
 
 
 def test_an_island_that_is_joining_leaves_at_once(mailbox):
     mailbox.post(Status(phase="compiling"))
-    Preemption(mailbox, notice_s=WAIT_S).notice("SIGTERM")
+    noticed(mailbox)("SIGTERM")
     assert wait_for_end(mailbox) == Ending(1, "preempted (SIGTERM)", "preempted")
     assert not mailbox.decide().leaving
 
