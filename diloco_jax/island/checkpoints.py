@@ -1,7 +1,7 @@
 """An island's checkpoints: written beside its steps, read when it comes back.
 
 A checkpoint has the local parameters, the inner optimizer's moments, anchors and codec
-residuals, and says where in data and versions the island was. A returned island still
+residuals, and says at which steps and versions the island was. A returned island still
 takes its parameters and anchors from the coordinator: those of the checkpoint hold
 steps that may never have been merged, and training on from them would add steps that no
 delta accounts for. Moments carry no steps, so they are restored unchanged. A residual
@@ -183,15 +183,13 @@ class Checkpoints:
         steps: int,
         versions: Sequence[Version],
         outstanding: Sequence[int],
-        sequences: int,
         final: bool = False,
     ) -> None:
         """Write the state after so many steps, on a thread. This returns before
         anything is written; the arguments may be donated at once.
 
         trees: see `Replica.trees`. outstanding: fragments with a take that may still be
-        merged. sequences: of data that this incarnation has used. final: the
-        incarnation ends with it, and `close` is to wait for it.
+        merged. final: the incarnation ends with it, and `close` is to wait for it.
         """
         self._final = final
         if not self._every_s:
@@ -208,7 +206,6 @@ class Checkpoints:
             "steps": steps,
             "versions": [list(version) for version in versions],
             "outstanding": list(outstanding),
-            "sequences": sequences,
         }
         self._number += 1
         self._saved = (steps, set(outstanding))

@@ -221,7 +221,6 @@ class Loop(Stepping):
                 steps=self.done,
                 versions=self.boundary.books.versions(),
                 outstanding=self.in_doubt(),
-                sequences=self.data.consumed,
                 final=final,
             )
 

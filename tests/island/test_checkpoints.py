@@ -111,7 +111,6 @@ class Life:
             steps=steps,
             versions=versions,
             outstanding=outstanding,
-            sequences=2 * steps,
             final=True,
         )
 
