@@ -249,7 +249,8 @@ class Link(NetworkThreads):
                 self._open()
             except Refused as refused:
                 if refused.code != REVOKED_CODE:
-                    return self._end(ending_of(refused))
+                    self._end(ending_of(refused))
+                    return
                 if revoked is None:
                     ends = now + self._deadlines.another_key_s
                 revoked = error = refused
@@ -257,15 +258,15 @@ class Link(NetworkThreads):
                 error = lost
             else:
                 logger.info("connected again after %.1f s", time.monotonic() - began)
-                return None
+                return
             if revoked is not None and now >= ends:
-                return self._end(ending_of(revoked))
+                self._end(ending_of(revoked))
+                return
             # One that answers says why the island is not let in, as if its config is
             # another one while the coordinator gathers anchors.
             if not isinstance(error, ConnectionLost) and str(error) != told:
                 told = str(error)
                 logger.warning("the coordinator does not let it in yet: %s", told)
-        return None
 
     def _open(self) -> Welcome:
         """Connect once. Raises WireError."""
