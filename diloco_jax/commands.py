@@ -179,8 +179,8 @@ def island_command(arguments: Sequence[str]) -> int:
     prepare_island(config.island(options.name))
     with uncollected():
         from diloco_jax.config.resolving import resolve
-        from diloco_jax.island.hosts.world import WorldAddress
         from diloco_jax.island.main import run, with_model_of_run
+        from diloco_jax.island.world import WorldAddress
         from diloco_jax.observability.logs import setup_logging
 
     incarnation = options.incarnation

@@ -19,7 +19,7 @@ from diloco_jax.data.corpus import Windows
 from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival, Arrivals
-from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.models.build import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
