@@ -6,16 +6,14 @@ jax reads when it is imported.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
-from rich.table import Table
 
 from diloco_jax.config.fields import setting
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
@@ -23,21 +21,10 @@ from diloco_jax.files import require_writable
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.options import WorkdirOptions, parse
-from diloco_jax.simulation.output import (
-    Columns,
-    Progress,
-    bar,
-    nobody,
-    or_dash,
-    show,
-    table,
-    tell,
-)
+from diloco_jax.simulation.output import Columns, bar, or_dash, part, show, table, tell
 
 ConfigT = TypeVar("ConfigT")
 OutputT = TypeVar("OutputT", bound="Output")
-Shown = tuple[dict[str, Any], Table | str]
-"""Findings of a simulation, as JSON-compatible builtins and for people."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +149,9 @@ def goodput_command(arguments: Sequence[str]) -> int:
     try:
         with bar("sweep") as progress:
             # One by one: if it is interrupted, the finished points are there.
-            results.extend(goodput.simulated(points, progress))
+            for i, point in enumerate(points):
+                own = part(progress, i, len(points))
+                results.append(goodput.simulate_goodput(point, own))
     except KeyboardInterrupt:
         shown()
         tell(f"{len(results)} of {len(points)} points are done; no file is written")
@@ -205,99 +194,27 @@ SWEEP_COLUMNS: Columns = {
     "goodput": lambda result: f"{result.mean.goodput:.1%}",
     "uptime": lambda result: f"{result.mean.uptime:.1%}",
 }
-MIX_COLUMNS: Columns = {
-    "islands wait": lambda row: str(row.name),
-    "goodput": lambda row: f"{row.goodput:.1%}",
-    "published": lambda row: or_dash(row.published_goodput, ".0%"),
-    "participation": lambda row: f"{row.participation:.1%}",
-    "merges/h": lambda row: f"{row.merges_per_hour:.0f}",
-}
-SCAVENGE_COLUMNS: Columns = {
-    "extra": lambda row: f"{row.extra:+.0%}",
-    "time": lambda row: f"{row.time_ratio:.3f}",
-    "published": lambda row: or_dash(row.published_ratio, ".2f"),
-    "at best": lambda row: f"{row.best_ratio:.3f}",
-    "elastic, published": lambda row: or_dash(row.published_elastic_ratio, ".2f"),
-}
-
-
-def mix_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate mix`."""
-    from diloco_jax.simulation.fleets.unequal import MixConfig, simulate_mix
-
-    def shown(config: MixConfig, progress: Progress) -> Shown:
-        rows = simulate_mix(config, progress)
-        title = (
-            f"{config.v6e} v6e islands, {config.v5p} v5p islands with {config.gap:.0%} "
-            f"longer steps, spread {config.step_spread:.0%}, {config.hours:g} h"
-        )
-        caption = (
-            "The published 84 % is for K = 8, where every step waits for all islands: "
-            "compare the row lockstep. With K = M here no step waits."
-        )
-        return _listed(config, rows), table(MIX_COLUMNS, rows, title, caption)
-
-    return _command("mix", arguments, MixConfig(), shown)
-
-
-def scavenge_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate scavenge`."""
-    from diloco_jax.simulation.fleets.unequal import ScavengeConfig, simulate_scavenge
-
-    def shown(config: ScavengeConfig, progress: Progress) -> Shown:
-        rows = simulate_scavenge(config, progress)
-        title = (
-            f"{config.islands} islands, and extra ones for {config.tokens_share:.0%} "
-            f"of the token budget: training time over that without them"
-        )
-        caption = (
-            "At best: as many tokens at the speed of all islands. Elastic: "
-            "data-parallel, which stops to take machines in and to let them go."
-        )
-        return _listed(config, rows), table(SCAVENGE_COLUMNS, rows, title, caption)
-
-    return _command("scavenge", arguments, ScavengeConfig(), shown)
 
 
 def bandwidth_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate bandwidth`."""
-    from diloco_jax.simulation.fleets.bandwidth import (
-        BandwidthConfig,
-        simulate_bandwidth,
+    from diloco_jax.simulation.fleets import bandwidth
+
+    config, output = _parse(
+        "bandwidth", arguments, bandwidth.BandwidthConfig(), Output()
     )
-
-    def shown(config: BandwidthConfig, progress: Progress) -> Shown:
-        result = simulate_bandwidth(config)
-        formulas = result.formulas()
-        more = {"speedup": result.speedup, "formulas": formulas}
-        return {**dataclasses.asdict(result), **more}, "\n".join(formulas)
-
-    return _command("bandwidth", arguments, BandwidthConfig(), shown, waits=False)
+    result = bandwidth.simulate_bandwidth(config)
+    formulas = result.formulas()
+    more = {"speedup": result.speedup, "formulas": formulas}
+    show(output.json, {**dataclasses.asdict(result), **more}, "\n".join(formulas))
+    return EXIT_DONE
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "goodput": (goodput_command, "chip time left by failures; --sweep"),
-    "mix": (mix_command, "unequal islands: waiting for all, for one, with grace"),
-    "scavenge": (scavenge_command, "extra islands for a part of the token budget"),
     "bandwidth": (bandwidth_command, "rates that links must carry"),
     "faults": (faults_command, "random faults, and invariants that must hold"),
 }
-
-
-def _command(
-    kind: str,
-    arguments: Sequence[str],
-    config: ConfigT,
-    shown: Callable[[ConfigT, Progress], Shown],
-    *,
-    waits: bool = True,
-) -> int:
-    """Simulate and show what was found. waits: it is worth a bar."""
-    config, output = _parse(kind, arguments, config, Output())
-    with bar(kind) if waits else contextlib.nullcontext(nobody) as progress:
-        values, text = shown(config, progress)
-    show(output.json, values, text)
-    return EXIT_DONE
 
 
 def _parse(
@@ -307,9 +224,3 @@ def _parse(
     prog = f"diloco simulate {kind}"
     parsed, shown = parse([config, output], arguments, prog, str(type(config).__doc__))
     return parsed, shown
-
-
-def _listed(config: Any, rows: Sequence[Any]) -> dict[str, Any]:
-    """Return dataclasses as JSON-compatible builtins, together with their config."""
-    listed = [dataclasses.asdict(row) for row in rows]
-    return {"rows": listed, "config": dataclasses.asdict(config)}

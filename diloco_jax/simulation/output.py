@@ -45,20 +45,9 @@ def tell(text: Table | str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def table(
-    columns: Columns, rows: Iterable[Any], title: str = "", caption: str = ""
-) -> Table:
+def table(columns: Columns, rows: Iterable[Any]) -> Table:
     """Return the rows as a table; all columns but the first hold numbers."""
-    made = Table(
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-        title=title or None,
-        title_style="",
-        title_justify="left",
-        caption=caption or None,
-        caption_justify="left",
-    )
+    made = Table(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(columns):
         made.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in rows:

@@ -15,7 +15,6 @@ from diloco_jax.simulation.fleets.goodput import (
     GoodputConfig,
     points,
     simulate_goodput,
-    simulated,
     write_csv,
     write_plot,
 )
@@ -157,7 +156,7 @@ def test_bad_numbers_are_refused_with_both_values_and_the_remedy(fields, message
 
 
 def sweep(config, chips, islands):
-    return list(simulated(points(config, chips, islands)))
+    return [simulate_goodput(point) for point in points(config, chips, islands)]
 
 
 @pytest.fixture(scope="module")

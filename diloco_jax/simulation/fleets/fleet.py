@@ -12,9 +12,8 @@ Compilation and fetches of the first islands are not counted; those of a later j
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -34,7 +33,6 @@ from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.state import Fragment
 from diloco_jax.simulation.fleets.failures import Capacity, Segment
 from diloco_jax.simulation.output import Progress, nobody
 from diloco_jax.simulation.virtual.arrays import NoArrays
@@ -50,8 +48,6 @@ TIME_BUDGET_STEPS = 100
 coordinator sees at once that a dead island's connection broke.
 """
 PROGRESS_CALLS = 200
-MOST_EVENTS = 1e8
-"""Events that a simulation may have: hours on one core."""
 PARAMS = Bound(0, 1e15, above=True)
 FRAGMENTS = Bound(1, 100_000)
 GBIT_PER_S = Bound(1e-6, 1e6)
@@ -128,236 +124,144 @@ def require_cut(config: Any) -> None:
         )
 
 
-def require_reach(what: str, count: float, remedy: str) -> None:
-    """Raise ConfigError if `count` is more than a simulation gets through."""
-    if not count <= MOST_EVENTS:
-        raise ConfigError(
-            f"that is {count:.2g} {what} to simulate, more than {MOST_EVENTS:.0e}; "
-            f"{remedy}"
-        )
+class Machine(NamedTuple):
+    """An island of a fleet."""
 
-
-def require_reach_of_islands(islands: float, fields: str) -> None:
-    """Raise ConfigError if the protocol cannot get through the deltas of these islands.
-
-    At every delta the protocol goes through its books of all islands. fields: names of
-    the fields that set the number of islands.
-    """
-    pairs = islands * islands
-    require_reach(f"pairs of {islands:,.15g} islands", pairs, f"lower {fields}")
-
-
-def require_reach_of_steps(
-    hours: float,
-    step_seconds: float,
-    islands: int,
-    exchange: ExchangeTerms | None = None,
-) -> None:
-    """Raise ConfigError if there are too many steps or deltas in these hours.
-
-    exchange: None: there are no deltas. At every delta the protocol goes through its
-    books of all fragments.
-    """
-    steps = hours * 3600 / step_seconds * islands
-    require_reach("steps of islands", steps, "lower hours, or raise step_seconds")
-    if exchange is not None:
-        exchange.validate()
-        deltas = steps / exchange.cycle * exchange.fragments
-        require_reach(
-            f"pairs of {deltas:.2g} deltas and fragments = {exchange.fragments}",
-            deltas * exchange.fragments,
-            "lower fragments or hours, or raise cycle or step_seconds",
-        )
-
-
-@dataclasses.dataclass
-class _Member:
-    spec: IslandSpec
     step_seconds: float
-    capacity: Capacity
-    since: float
-    until: float = math.inf
+    """Seconds of an undisturbed step."""
+    steps: Iterator[float]
+    """Seconds of each step on all chips."""
+    life: Iterator[Segment]
+    """Life of the island's chips, on the fleet's clock."""
+    lead: int = 0
+    """See `IslandSpec`."""
 
 
-class VirtualFleet:
-    """Islands and their coordinator.
+class FleetOutcome(NamedTuple):
+    """Result of a fleet."""
+
+    islands: dict[str, IslandMeasure]
+    totals: ledger.Totals
+    """Token totals of all islands."""
+    seconds: float
+    merges: int
+    """Merges of all fragments."""
+    participation: float
+    """Participation of all islands in all fragments."""
+
+
+def run_fleet(
+    exchange: ExchangeTerms,
+    sync: SyncConfig,
+    step_seconds: float,
+    machines: Mapping[str, Machine],
+    seconds: float,
+    progress: Progress = nobody,
+) -> FleetOutcome:
+    """Run islands for `seconds`, from the moment at which all are about to step.
+
+    The run is then ended as if it had its tokens: islands end their steps and open
+    fragments are merged, in seconds that do not count. Only the tokens of that time
+    count, and the step that was under way.
 
     sync: of the run; cycle, fragments and overlap as in `exchange`.
     step_seconds: seconds of a usual step; the time budget follows from it.
-    total_tokens: tokens at which the run ends by itself.
+    progress: called with the share that is done.
     """
+    world, bytes_up = _world(exchange, sync, step_seconds)
+    clock, config = world.clock, world.coordinator.config
+    capacities = {name: Capacity(machine.life) for name, machine in machines.items()}
 
-    def __init__(
-        self,
-        exchange: ExchangeTerms,
-        sync: SyncConfig,
-        step_seconds: float,
-        total_tokens: int = ENDLESS_TOKENS,
-    ) -> None:
-        run = RunConfig(
-            sync=sync,
-            sequence_length=TOKENS_PER_STEP,
-            total_tokens=total_tokens,
-        )
-        budget_s = TIME_BUDGET_STEPS * step_seconds
-        placement = Placement(time_budget_s=budget_s, outage_budget_s=budget_s)
-        sizes = exchange.fragment_sizes()
-        self._config = policy_config(run, placement, "simulation", sizes)
-        self._bytes_up, bytes_down, full = (
-            tuple(Codec(codec).tile_bytes(size) for size in sizes)
-            for codec in (sync.codec_up, sync.codec_down, "f32")
-        )
-        bytes_per_s = exchange.link_gbit_per_s * 1e9 / 8
-        self._world = World(
-            run,
-            self._config,
-            NoArrays(bytes_down=bytes_down, bytes_full=full),
-            report_s=budget_s / 2,
-            line_speed=LineSpeed(
-                latency_s=exchange.latency_seconds,
-                up_bytes_per_s=bytes_per_s,
-                down_bytes_per_s=bytes_per_s,
-            ),
-            merge_seconds=lambda merge: exchange.merge_seconds,
-        )
-        self._clock = self._world.clock
-        self._join_seconds = exchange.join_seconds
-        self._members: dict[str, _Member] = {}
-        self._began = 0.0
-        self._end: tuple[float, tuple[Fragment, ...]] | None = None
-        """Time of `end`, and the fragments then."""
-
-    # ---- what happens -----------------------------------------------------------
-
-    def join(
-        self,
-        name: str,
-        step_seconds: float,
-        steps: Iterator[float],
-        life: Iterator[Segment],
-        lead: int = 0,
-    ) -> None:
-        """Let an island say hello.
-
-        step_seconds: seconds of an undisturbed step. steps: seconds of each step on all
-        chips. life: life of the island's chips, on this fleet's clock. lead: see
-        `IslandSpec`.
-        """
+    def start(name: str) -> None:
         spec = IslandSpec(
             name=name,
             batch_size=1,
-            step_seconds=lambda _: self._step(member, next(steps)),
-            join_seconds=self._join_seconds,
-            bytes_up=self._bytes_up,
-            lead=lead,
+            step_seconds=lambda _: step(name),
+            join_seconds=exchange.join_seconds,
+            bytes_up=bytes_up,
+            lead=machines[name].lead,
         )
-        member = _Member(spec, step_seconds, Capacity(life), self._clock.now)
-        self._members[name] = member
-        self._world.start(spec)
+        world.start(spec)
 
-    def leave(self, name: str) -> None:
-        """Let an island say goodbye; its work that has not arrived is lost."""
-        self._members[name].until = self._clock.now
-        self._world.islands[name].leave("preempted")
-
-    def begin(self) -> None:
-        """Run until all islands are about to step; time counts from here on."""
-        islands = self._world.islands.values()
-        self._clock.run(done=lambda: all(i.boundary for i in islands))
-        self._began = self._clock.now
-        for member in self._members.values():
-            member.since = self._began
-
-    def run(self, seconds: float, progress: Progress = nobody) -> None:
-        """Run for `seconds`. progress: called with the share that is done."""
-        began = self._clock.now
-        for call in range(1, PROGRESS_CALLS + 1):
-            self._world.run(began + seconds * call / PROGRESS_CALLS)
-            progress(call / PROGRESS_CALLS)
-
-    def run_to(self, tokens: float) -> None:
-        """Run until the coordinator has `tokens` tokens, or the run is over."""
-        coordinator = self._world.coordinator
-        self._clock.run(
-            done=lambda: (
-                coordinator.finished or coordinator.state.progress_tokens >= tokens
-            )
-        )
-
-    def end(self) -> None:
-        """End the run as if it had its tokens.
-
-        Islands end their steps and open fragments are merged, in seconds that do not
-        count. Only the tokens of that time count.
-        """
-        coordinator = self._world.coordinator
-        tokens = max(1, coordinator.state.progress_tokens)
-        coordinator.config = replace(coordinator.config, total_tokens=tokens)
-        self._end = self._clock.now, coordinator.state.fragments
-        self._world.run()
-
-    def _step(self, member: _Member, work_seconds: float) -> float:
-        until, done = member.capacity.use(self._clock.now, work_seconds)
-        seconds = until - self._clock.now
+    def step(name: str) -> float:
+        work_seconds = next(machines[name].steps)
+        until, done = capacities[name].use(clock.now, work_seconds)
+        takes = until - clock.now
         if not done:
             # The loss comes before the end of the step, which is due at the same time.
-            self._clock.after(seconds, lambda: self._lost(member))
-        return seconds
+            clock.after(takes, lambda: lose(name))
+        return takes
 
-    def _lost(self, member: _Member) -> None:
-        self._world.kill(member.spec.name)
-        back_at = member.capacity.back_at(self._clock.now)
-        self._clock.at(back_at, lambda: self._world.start(member.spec))
+    def lose(name: str) -> None:
+        world.kill(name)
+        clock.at(capacities[name].back_at(clock.now), lambda: start(name))
 
-    # ---- what came of it --------------------------------------------------------
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from `begin` to now, or to `end`."""
-        return self._counted[0] - self._began
-
-    @property
-    def totals(self) -> ledger.Totals:
-        """Token totals of all islands."""
-        return ledger.run_totals(self._config, self._world.coordinator.state)
-
-    @property
-    def merges(self) -> int:
-        """Merges of all fragments, up to `end`."""
-        return sum(fragment.merges for fragment in self._counted[1])
-
-    def participation(self) -> float:
-        """Return the participation of all islands in all fragments, up to `end`."""
-        accounts = [a for f in self._counted[1] for a in f.accounts.values()]
-        return participation(
-            sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
+    for name in machines:
+        start(name)
+    clock.run(done=lambda: all(i.boundary for i in world.islands.values()))
+    began = clock.now
+    for call in range(1, PROGRESS_CALLS + 1):
+        world.run(began + seconds * call / PROGRESS_CALLS)
+        progress(call / PROGRESS_CALLS)
+    now, coordinator = clock.now, world.coordinator
+    fragments, tokens = coordinator.state.fragments, coordinator.state.progress_tokens
+    coordinator.config = replace(config, total_tokens=max(1, tokens))
+    world.run()
+    state = coordinator.state
+    islands = {}
+    for name, machine in machines.items():
+        totals, active = (
+            ledger.island_totals(config, state, name),
+            capacities[name].active,
         )
+        until = max(now, active[-1][1]) if active else now
+        islands[name] = IslandMeasure(
+            provisioned_seconds=until - began,
+            tokens_per_step=TOKENS_PER_STEP,
+            median_step_seconds=machine.step_seconds,
+            computed_tokens=totals.computed,
+            merged_tokens=totals.merged,
+            active=tuple(
+                (begin, min(stop, now)) for begin, stop in active if begin < now
+            ),
+        )
+    accounts = [a for fragment in fragments for a in fragment.accounts.values()]
+    return FleetOutcome(
+        islands=islands,
+        totals=ledger.run_totals(config, state),
+        seconds=now - began,
+        merges=sum(fragment.merges for fragment in fragments),
+        participation=participation(
+            sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
+        ),
+    )
 
-    def measures(self) -> list[IslandMeasure]:
-        """Return the measures of every island."""
-        now, state = self._counted[0], self._world.coordinator.state
-        found = []
-        for name, member in self._members.items():
-            totals = ledger.island_totals(self._config, state, name)
-            active, until = member.capacity.active, min(member.until, now)
-            if self._end is not None and active:
-                # The step that was under way counts.
-                until = min(member.until, max(until, active[-1][1]))
-            found.append(
-                IslandMeasure(
-                    provisioned_seconds=until - member.since,
-                    tokens_per_step=TOKENS_PER_STEP,
-                    median_step_seconds=member.step_seconds,
-                    computed_tokens=totals.computed,
-                    merged_tokens=totals.merged,
-                    active=tuple(
-                        (start, min(stop, now)) for start, stop in active if start < now
-                    ),
-                )
-            )
-        return found
 
-    @property
-    def _counted(self) -> tuple[float, tuple[Fragment, ...]]:
-        """Time up to which all but tokens counts, and the fragments then."""
-        return self._end or (self._clock.now, self._world.coordinator.state.fragments)
+def _world(
+    exchange: ExchangeTerms, sync: SyncConfig, step_seconds: float
+) -> tuple[World, tuple[int, ...]]:
+    """Return a world without islands, and the bytes of a delta by fragment."""
+    run = RunConfig(
+        sync=sync, sequence_length=TOKENS_PER_STEP, total_tokens=ENDLESS_TOKENS
+    )
+    budget_s = TIME_BUDGET_STEPS * step_seconds
+    placement = Placement(time_budget_s=budget_s, outage_budget_s=budget_s)
+    sizes = exchange.fragment_sizes()
+    bytes_up, bytes_down, full = (
+        tuple(Codec(codec).tile_bytes(size) for size in sizes)
+        for codec in (sync.codec_up, sync.codec_down, "f32")
+    )
+    bytes_per_s = exchange.link_gbit_per_s * 1e9 / 8
+    world = World(
+        run,
+        policy_config(run, placement, "simulation", sizes),
+        NoArrays(bytes_down=bytes_down, bytes_full=full),
+        report_s=budget_s / 2,
+        line_speed=LineSpeed(
+            latency_s=exchange.latency_seconds,
+            up_bytes_per_s=bytes_per_s,
+            down_bytes_per_s=bytes_per_s,
+        ),
+        merge_seconds=lambda merge: exchange.merge_seconds,
+    )
+    return world, bytes_up

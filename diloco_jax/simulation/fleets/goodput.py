@@ -33,15 +33,15 @@ from diloco_jax.simulation.fleets.failures import FailureModel, segments
 from diloco_jax.simulation.fleets.fleet import (
     STEP_SECONDS,
     ExchangeTerms,
-    VirtualFleet,
-    require_reach,
-    require_reach_of_islands,
-    require_reach_of_steps,
+    Machine,
+    run_fleet,
 )
 from diloco_jax.simulation.output import Progress, nobody, part
 from diloco_jax.simulation.virtual.island import durations, lockstep_share
 
 Method = Literal["decoupled", "elastic", "rigid"]
+MOST_EVENTS = 1e8
+"""Events that a simulation may have: hours on one core."""
 PUBLISHED_MTBI_YEARS = 1.0
 PUBLISHED: dict[tuple[Method, int, int], float] = {
     ("rigid", 1_200_000, 1): 0.27,
@@ -101,17 +101,12 @@ class GoodputConfig:
                 f"hours = {self.hours:g} over seeds = {self.seeds} is {self.seconds:g} "
                 f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
             )
-        length = (self.hours, self.step_seconds, self.islands)
-        if self.method == "decoupled":
-            require_reach_of_islands(self.islands, "islands")
-            require_reach_of_steps(*length, self.exchange)
-        else:
-            require_reach_of_steps(*length)
-        rate = self.chips * self.failures.interruptions_per_chip_second
-        interruptions = rate * self.hours * 3600
-        require_reach(
-            "interruptions", interruptions, "lower hours, or raise mtbi_years"
-        )
+        for what, count, remedy in self._events():
+            if not count <= MOST_EVENTS:
+                raise ConfigError(
+                    f"that is {count:.2g} {what} to simulate, more than "
+                    f"{MOST_EVENTS:.0e}; {remedy}"
+                )
         if self.quorum > self.islands:
             raise ConfigError(
                 f"quorum = {self.quorum}, but islands = {self.islands}: no fragment "
@@ -123,6 +118,28 @@ class GoodputConfig:
                 f"slice each (slice_chips = {self.failures.slice_chips}); lower "
                 f"slice_chips or islands, or add chips"
             )
+
+    def _events(self) -> Iterator[tuple[str, float, str]]:
+        """Yield what there is to simulate, how many, and what makes it fewer.
+
+        At every delta the protocol goes through its books of all islands and fragments.
+        """
+        islands, exchange = self.islands, self.exchange
+        pairs = f"pairs of {islands:,.15g} islands"
+        steps = self.hours * 3600 / self.step_seconds * islands
+        deltas = steps / exchange.cycle * exchange.fragments
+        if self.method == "decoupled":
+            yield pairs, islands * islands, "lower islands"
+        yield "steps of islands", steps, "lower hours, or raise step_seconds"
+        if self.method == "decoupled":
+            yield (
+                f"pairs of {deltas:.2g} deltas and fragments = {exchange.fragments}",
+                deltas * exchange.fragments,
+                "lower fragments or hours, or raise cycle or step_seconds",
+            )
+        rate = self.chips * self.failures.interruptions_per_chip_second
+        interruptions = rate * self.hours * 3600
+        yield "interruptions", interruptions, "lower hours, or raise mtbi_years"
 
     @property
     def seconds(self) -> float:
@@ -257,26 +274,23 @@ def simulate_goodput(
 def _decoupled(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
-    sync = config.exchange.sync(config.quorum, config.grace)
-    fleet = VirtualFleet(config.exchange, sync, config.step_seconds)
-    chips = config.chips / config.islands
-    for name, own in zip(range(config.islands), rng.spawn(config.islands), strict=True):
+    chips, usual_s = config.chips / config.islands, config.step_seconds
+    machines = {}
+    for index, own in enumerate(rng.spawn(config.islands)):
         failing, varying = own.spawn(2)
-        fleet.join(
-            f"island-{name}",
-            config.step_seconds,
-            durations(config.step_seconds, config.step_spread, varying),
-            segments(chips, config.failures, failing),
-        )
-    fleet.begin()
-    fleet.run(config.seconds, progress)
-    fleet.end()
-    islands, totals = fleet.measures(), fleet.totals
+        steps = durations(usual_s, config.step_spread, varying)
+        life = segments(chips, config.failures, failing)
+        machines[f"island-{index}"] = Machine(usual_s, steps, life)
+    sync = config.exchange.sync(config.quorum, config.grace)
+    fleet = run_fleet(
+        config.exchange, sync, usual_s, machines, config.seconds, progress
+    )
+    islands, totals = list(fleet.islands.values()), fleet.totals
     return GoodputSample(
         goodput=measures.goodput(islands),
         compute_goodput=measures.compute_goodput(islands),
         uptime=measures.uptime(islands, fleet.seconds),
-        participation=fleet.participation(),
+        participation=fleet.participation,
         merges=fleet.merges,
         lost_tokens_fraction=sum(totals.lost.values()) / max(totals.computed, 1),
     )
@@ -346,14 +360,6 @@ def points(
     for point in found:
         point.validate()
     return found
-
-
-def simulated(
-    configs: Sequence[GoodputConfig], progress: Progress = nobody
-) -> Iterator[GoodputResult]:
-    """Yield the results of the configs, one by one."""
-    for i, config in enumerate(configs):
-        yield simulate_goodput(config, part(progress, i, len(configs)))
 
 
 def write_csv(results: Sequence[GoodputResult], path: Path) -> None:
