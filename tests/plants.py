@@ -319,6 +319,9 @@ PLANTS = {
     "a_new_term_takes_any_anchor": Plant(
         "versions", anchors, "_version", _always(Version())
     ),
+    "whoever_offers_an_anchor_is_believed": Plant(
+        "liars", anchors, "_vote", _always("agrees")
+    ),
     "a_new_term_grants_data_again": Plant(
         "data", terms, "first_state", _begins_with_all_data
     ),

@@ -27,14 +27,17 @@ from diloco_jax.simulation.faults.faults import (
     FullDisk,
     LongDeltas,
     MachineSleep,
+    MadeUpAnchors,
     Partition,
     Removal,
     Restart,
     RunStop,
     ScheduledFault,
+    SecondCoordinator,
     WorkerCrash,
     one_of,
     restart,
+    seconds,
 )
 from diloco_jax.simulation.faults.liveness import merges_within_s, takes_within_s
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
@@ -103,6 +106,10 @@ def draw(seed: int) -> Schedule:
     ordered = any(isinstance(fault, Removal) for fault in faults)
     if (chosen := perhaps("deaf", 0.15)) and not ordered:
         faults += _lost_while_deaf(chosen, names, storm_s)
+    if (chosen := perhaps("made up", 0.1)) and not ordered:
+        faults += _lost_beside_a_liar(chosen, names, storm_s)
+    if (chosen := perhaps("second", 0.1)) and not ordered:
+        faults.append(_drawn(SecondCoordinator, chosen, storm_s))
     if chosen := perhaps("export", 0.15):
         faults += [_drawn(Export, chosen, storm_s) for _ in range(2)]
     if chosen := perhaps("stop", 0.1):
@@ -198,6 +205,20 @@ def _lost_while_deaf(
     cut = Partition(at_s=at_s, island=rng.choice(names), ways=("down",), for_s=for_s)
     lost_s = round(at_s + rng.uniform(0.5, 1) * for_s, 2)
     return [cut, DiskLost(at_s=lost_s, restart=restart(rng))]
+
+
+def _lost_beside_a_liar(
+    rng: random.Random, names: str, storm_s: float
+) -> list[ScheduledFault]:
+    """Draw the loss of the state while an island makes up its anchors."""
+    at_s = round(rng.uniform(0.5, 1) * storm_s, 2)
+    draws: dict[str, DrawValue] = {"island": one_of(*names), "for_s": seconds}
+    values = {n: value(rng) for n, value in (draws | MadeUpAnchors.draws()).items()}
+    lost_s = round(at_s + 0.5 * rng.random(), 2)
+    return [
+        MadeUpAnchors(at_s=at_s, **{**values, "for_s": values["for_s"] + 8 * LEASE_S}),
+        DiskLost(at_s=lost_s, restart=restart(rng)),
+    ]
 
 
 def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> Delay:

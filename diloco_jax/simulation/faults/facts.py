@@ -54,6 +54,8 @@ class Opened:
     """Anchors as the islands offered them."""
     offers: Mapping[str, Hello]
     """Offers of the islands that stayed to the end."""
+    unchecked: frozenset[str]
+    """Islands whose anchors too few others could check."""
 
 
 @dataclasses.dataclass(kw_only=True)

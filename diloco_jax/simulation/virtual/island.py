@@ -187,9 +187,12 @@ class VirtualIsland:
             sequences_per_step=self.spec.batch_size,
             lead=self.spec.lead,
         )
-        said = hello(who, self._conversation.status())
+        said = self._hello(who)
         self.peer = peer = Connection(self, line, said)
         line.send_up(functools.partial(coordinator.hello, said, peer))
+
+    def _hello(self, who: Introduction) -> Hello:
+        return hello(who, self._conversation.status())
 
     def disconnect(self) -> None:
         """Lose the connection and train on."""
