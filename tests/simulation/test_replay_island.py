@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pickle
 from pathlib import Path
 
 import jax
@@ -36,7 +35,7 @@ from diloco_jax.simulation.replay.recording import (
     Who,
 )
 from diloco_jax.simulation.replay.replay import ReplayedIsland, UsedVersions
-from diloco_jax.simulation.replay.worker import Copies
+from diloco_jax.simulation.replay.worker import Copies, pack, unpack
 
 ISLAND = IslandConfig(batch_size=2)
 RUN = RunConfig(
@@ -164,10 +163,8 @@ class Here:
         self._copies = Copies(run)
 
     def ask(self, *call):
-        who, method, *arguments = pickle.loads(pickle.dumps(call))
-        return pickle.loads(
-            pickle.dumps(self._copies.carry_out(who, method, arguments))
-        )
+        who, method, *arguments = unpack(pack(call))
+        return unpack(pack(self._copies.carry_out(Who(*who), method, arguments)))
 
     send = ask
 
