@@ -319,6 +319,7 @@ PLANTS = {
     "a_new_term_takes_any_anchor": Plant(
         "versions", anchors, "_version", _always(Version())
     ),
+    "an_old_coordinator_serves": Plant("recorded", members, "how_ahead", _always("")),
     "whoever_offers_an_anchor_is_believed": Plant(
         "liars", anchors, "_vote", _always("agrees")
     ),

@@ -171,16 +171,11 @@ def faults_command(arguments: Sequence[str]) -> int:
     report = play.FaultsReport()
     try:
         with bar("faults") as progress:
-            report = play.check_faults(
-                config,
-                progress,
-                lambda violation: tell(play.violation_text(violation)),
-                report,
-            )
+            report = play.check_faults(config, progress, lambda v: tell(str(v)), report)
     except KeyboardInterrupt:
-        show(output.json, report.json(), play.text(report))
+        show(output.json, report.json(), str(report))
         raise
-    show(output.json, report.json(), play.text(report))
+    show(output.json, report.json(), str(report))
     return EXIT_FAILED if report.violations else EXIT_DONE
 
 

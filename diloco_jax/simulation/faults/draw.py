@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,7 +36,6 @@ from diloco_jax.simulation.faults.faults import (
     WorkerCrash,
     one_of,
     restart,
-    seconds,
 )
 from diloco_jax.simulation.faults.liveness import merges_within_s, takes_within_s
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
@@ -84,7 +82,9 @@ def draw(seed: int) -> Schedule:
             faults.append(_draw_fault(rng, names, 1.2 * over_s))
     power = generator("power")
     faults = [
-        _with_restart(fault, lambda: power.random() >= 0.5, power_cut=True)
+        replace(fault, restart=replace(fault.restart, power_cut=True))
+        if isinstance(fault, CRASHES) and power.random() >= 0.5
+        else fault
         for fault in faults
     ]
     if chosen := perhaps("full", 0.3):
@@ -107,7 +107,11 @@ def draw(seed: int) -> Schedule:
     if (chosen := perhaps("deaf", 0.15)) and not ordered:
         faults += _lost_while_deaf(chosen, names, storm_s)
     if (chosen := perhaps("made up", 0.1)) and not ordered:
-        faults += _lost_beside_a_liar(chosen, names, storm_s)
+        # Until the state is gathered that is lost meanwhile.
+        long = {**lying, "for_s": lambda rng: 8 * LEASE_S}
+        lies = _drawn(MadeUpAnchors, chosen, storm_s, **long)
+        lost_s = round(lies.at_s + chosen.random(), 2)
+        faults += [lies, DiskLost(at_s=lost_s, restart=restart(chosen))]
     if (chosen := perhaps("second", 0.1)) and not ordered:
         faults.append(_drawn(SecondCoordinator, chosen, storm_s))
     if chosen := perhaps("export", 0.15):
@@ -207,20 +211,6 @@ def _lost_while_deaf(
     return [cut, DiskLost(at_s=lost_s, restart=restart(rng))]
 
 
-def _lost_beside_a_liar(
-    rng: random.Random, names: str, storm_s: float
-) -> list[ScheduledFault]:
-    """Draw the loss of the state while an island makes up its anchors."""
-    at_s = round(rng.uniform(0.5, 1) * storm_s, 2)
-    draws: dict[str, DrawValue] = {"island": one_of(*names), "for_s": seconds}
-    values = {n: value(rng) for n, value in (draws | MadeUpAnchors.draws()).items()}
-    lost_s = round(at_s + 0.5 * rng.random(), 2)
-    return [
-        MadeUpAnchors(at_s=at_s, **{**values, "for_s": values["for_s"] + 8 * LEASE_S}),
-        DiskLost(at_s=lost_s, restart=restart(rng)),
-    ]
-
-
 def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> Delay:
     """Draw a time near the end of the run in which transfers come so late that the
     flush may be over."""
@@ -231,15 +221,6 @@ def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> Dela
         late_s=round(rng.uniform(1, 8) * LEASE_S, 1),
         channel="bulk",
     )
-
-
-def _with_restart(
-    fault: ScheduledFault, wanted: Callable[[], bool], **restart: bool
-) -> ScheduledFault:
-    """Return one of `CRASHES` with this kind of restart, or another fault as it is."""
-    if not isinstance(fault, CRASHES) or not wanted():
-        return fault
-    return replace(fault, restart=replace(fault.restart, **restart))
 
 
 def _with_workers(
