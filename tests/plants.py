@@ -40,8 +40,8 @@ from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.records import Merged, Removed
 from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.disk import Disk
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 
 
 class Plant(NamedTuple):

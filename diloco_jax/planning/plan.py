@@ -45,14 +45,16 @@ from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.options import Assumptions, price_per_hour
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.protocol.values import lead_of
-from diloco_jax.simulation.fleets.failures import FailureModel, Segment, undisturbed
-from diloco_jax.simulation.fleets.fleet import (
+from diloco_jax.simulation.clock import durations
+from diloco_jax.simulation.fleet import (
     TIME_BUDGET_STEPS,
     ExchangeTerms,
+    FailureModel,
     Machine,
+    Segment,
     run_fleet,
+    undisturbed,
 )
-from diloco_jax.simulation.virtual.island import durations
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""

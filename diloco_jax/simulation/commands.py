@@ -9,19 +9,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
+from rich.table import Table
 
 from diloco_jax.config.fields import setting
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
 from diloco_jax.files import require_writable
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
+from diloco_jax.observability.terminal import bar
 from diloco_jax.options import WorkdirOptions, parse
-from diloco_jax.simulation.output import Columns, bar, or_dash, part, show, table, tell
+
+if TYPE_CHECKING:
+    from diloco_jax.simulation.goodput import GoodputResult
 
 ConfigT = TypeVar("ConfigT")
 OutputT = TypeVar("OutputT", bound="Output")
@@ -95,7 +100,7 @@ def replay_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.replay.recording import read_recording
 
     try:
-        with bar("reading the tape") as report:
+        with _bar("reading the tape") as report:
             recording = read_recording(
                 options.workdir,
                 options.until,
@@ -118,7 +123,7 @@ def replay_command(arguments: Sequence[str]) -> int:
 
 def goodput_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate goodput`."""
-    from diloco_jax.simulation.fleets import goodput
+    from diloco_jax.simulation import goodput
 
     default = goodput.GoodputConfig()
     config, output = _parse("goodput", arguments, default, SweepOutput())
@@ -128,9 +133,9 @@ def goodput_command(arguments: Sequence[str]) -> int:
                 f"--out {output.out} without --sweep, which alone writes files; add "
                 f"--sweep or leave out --out"
             )
-        with bar("goodput") as progress:
+        with _bar("goodput") as progress:
             result = goodput.simulate_goodput(config, progress)
-        show(output.json, result.json(), result.text())
+        _show(output.json, result.json(), result.text())
         return EXIT_DONE
     for field, values in goodput.SWEPT.items():
         if (value := getattr(config, field)) != getattr(default, field):
@@ -144,22 +149,22 @@ def goodput_command(arguments: Sequence[str]) -> int:
 
     def shown() -> None:
         values = {"points": [result.json() for result in results]}
-        show(output.json, values, table(SWEEP_COLUMNS, results))
+        _show(output.json, values, _sweep_table(results))
 
     try:
-        with bar("sweep") as progress:
+        with _bar("sweep") as progress:
             # One by one: if it is interrupted, the finished points are there.
             for i, point in enumerate(points):
-                own = part(progress, i, len(points))
+                own = goodput.part(progress, i, len(points))
                 results.append(goodput.simulate_goodput(point, own))
     except KeyboardInterrupt:
         shown()
-        tell(f"{len(results)} of {len(points)} points are done; no file is written")
+        _tell(f"{len(results)} of {len(points)} points are done; no file is written")
         raise
     goodput.write_csv(results, output.out / "goodput.csv")
     goodput.write_plot(results, output.out / "goodput.png")
     shown()
-    tell(f"written: {output.out}/goodput.csv, goodput.png")
+    _tell(f"written: {output.out}/goodput.csv, goodput.png")
     return EXIT_DONE
 
 
@@ -170,30 +175,20 @@ def faults_command(arguments: Sequence[str]) -> int:
     config, output = _parse("faults", arguments, play.FaultsConfig(), Output())
     report = play.FaultsReport()
     try:
-        with bar("faults") as progress:
-            report = play.check_faults(config, progress, lambda v: tell(str(v)), report)
+        with _bar("faults") as progress:
+            report = play.check_faults(
+                config, progress, lambda v: _tell(str(v)), report
+            )
     except KeyboardInterrupt:
-        show(output.json, report.json(), str(report))
+        _show(output.json, report.json(), str(report))
         raise
-    show(output.json, report.json(), str(report))
+    _show(output.json, report.json(), str(report))
     return EXIT_FAILED if report.violations else EXIT_DONE
-
-
-# ---- one table, or one text --------------------------------------------------------
-
-SWEEP_COLUMNS: Columns = {
-    "way": lambda result: str(result.config.label),
-    "chips": lambda result: f"{result.config.chips:,}",
-    "compute goodput": lambda result: f"{result.mean.compute_goodput:.1%}",
-    "published": lambda result: or_dash(result.published, ".0%"),
-    "goodput": lambda result: f"{result.mean.goodput:.1%}",
-    "uptime": lambda result: f"{result.mean.uptime:.1%}",
-}
 
 
 def bandwidth_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate bandwidth`."""
-    from diloco_jax.simulation.fleets import bandwidth
+    from diloco_jax.simulation import bandwidth
 
     config, output = _parse(
         "bandwidth", arguments, bandwidth.BandwidthConfig(), Output()
@@ -201,7 +196,7 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
     result = bandwidth.simulate_bandwidth(config)
     formulas = result.formulas()
     more = {"speedup": result.speedup, "formulas": formulas}
-    show(output.json, {**dataclasses.asdict(result), **more}, "\n".join(formulas))
+    _show(output.json, {**dataclasses.asdict(result), **more}, "\n".join(formulas))
     return EXIT_DONE
 
 
@@ -219,3 +214,42 @@ def _parse(
     prog = f"diloco simulate {kind}"
     parsed, shown = parse([config, output], arguments, prog, str(type(config).__doc__))
     return parsed, shown
+
+
+def _bar(title: str) -> AbstractContextManager[Callable[[float], None]]:
+    """Show how far a simulation is, on standard error."""
+    return bar(Console(stderr=True), title)
+
+
+def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
+    """Print the values as JSON to standard output, or the text for people."""
+    if as_json:
+        print(json.dumps(values))
+    else:
+        _tell(text)
+
+
+def _tell(text: Table | str) -> None:
+    """Print to standard error."""
+    console = Console(stderr=True, markup=False)
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _sweep_table(results: Iterable[GoodputResult]) -> Table:
+    """Return a row for each point; all columns but the first hold numbers."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("way", "chips", "compute goodput", "published", "goodput", "uptime"):
+        made.add_column(
+            name, justify="left" if name == "way" else "right", no_wrap=True
+        )
+    for result in results:
+        mean, published = result.mean, result.published
+        made.add_row(
+            result.config.label,
+            f"{result.config.chips:,}",
+            f"{mean.compute_goodput:.1%}",
+            "-" if published is None else f"{published:.0%}",
+            f"{mean.goodput:.1%}",
+            f"{mean.uptime:.1%}",
+        )
+    return made

@@ -8,7 +8,7 @@ import pytest
 from interruption import until_it_is_raised
 
 from diloco_jax.cli import main
-from diloco_jax.simulation.fleets import goodput
+from diloco_jax.simulation import goodput
 
 QUICK = ["--hours", "0.2", "--seeds", "2", "--islands", "2", "--chips", "3e5"]
 
@@ -45,8 +45,8 @@ def test_without_json_nothing_goes_to_standard_output(capsys):
 def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
     folder = tmp_path / "o[" / "x]"
     folder.mkdir(parents=True)
-    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.CHIPS", (100_000,))
-    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.ISLANDS", (1,))
+    monkeypatch.setattr("diloco_jax.simulation.goodput.CHIPS", (100_000,))
+    monkeypatch.setattr("diloco_jax.simulation.goodput.ISLANDS", (1,))
     arguments = ["--sweep", "--out", str(folder), "--hours", "0.1", "--json"]
     code, out, err = run(capsys, "goodput", *arguments)
     assert code == 0
@@ -58,7 +58,7 @@ def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
 def test_ctrl_c_in_a_sweep_shows_the_points_that_are_done(
     capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.CHIPS", (100_000,))
+    monkeypatch.setattr("diloco_jax.simulation.goodput.CHIPS", (100_000,))
     done, simulate = [], goodput.simulate_goodput
 
     def simulated(config, progress):

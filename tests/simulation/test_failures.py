@@ -8,7 +8,7 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.observability.measures import goodput, uptime
-from diloco_jax.simulation.fleets.failures import (
+from diloco_jax.simulation.fleet import (
     SECONDS_PER_YEAR,
     Capacity,
     FailureModel,

@@ -5,13 +5,14 @@ import itertools
 import pytest
 
 from diloco_jax.observability import measures
-from diloco_jax.simulation.fleets.failures import Segment, undisturbed
-from diloco_jax.simulation.fleets.fleet import (
+from diloco_jax.simulation.fleet import (
     TOKENS_PER_STEP,
     ExchangeTerms,
     FleetOutcome,
     Machine,
+    Segment,
     run_fleet,
+    undisturbed,
 )
 
 EXCHANGE = ExchangeTerms(

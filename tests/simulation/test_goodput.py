@@ -9,9 +9,8 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.simulation.fleets.failures import FailureModel
-from diloco_jax.simulation.fleets.fleet import ExchangeTerms
-from diloco_jax.simulation.fleets.goodput import (
+from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
+from diloco_jax.simulation.goodput import (
     GoodputConfig,
     points,
     simulate_goodput,

@@ -27,7 +27,8 @@ from diloco_jax.protocol.values import (
     Prepared,
     Version,
 )
-from diloco_jax.simulation.virtual.arrays import Received, VirtualFetch
+from diloco_jax.simulation.coordinator import Received
+from diloco_jax.simulation.island import VirtualFetch
 
 FIRST_ANCHOR = b"first"
 MADE_UP = b"made up "

@@ -33,14 +33,13 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import AnchorRequest, Goodbye, Hello
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
 from diloco_jax.simulation.faults.facts import Incarnation, Opened
 from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.virtual.arrays import VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.island import Connection
+from diloco_jax.simulation.island import Connection, VirtualFetch
 from diloco_jax.wire.errors import Busy, Refused
 
 P = ParamSpec("P")

@@ -25,8 +25,8 @@ import msgspec
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import BETWEEN, SECONDS, Bound, within
 from diloco_jax.protocol.coordinator.events import KeepAsked, Timer
-from diloco_jax.simulation.faults.network import Way
 
+Way = Literal["up", "down"]
 LEASE_S = 4.0
 """Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
 LOOKS_EVERY_S = 0.5

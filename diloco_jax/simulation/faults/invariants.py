@@ -57,11 +57,12 @@ from diloco_jax.protocol.values import (
     Version,
 )
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
-from diloco_jax.simulation.faults.books import GrantedData, LastSteps
 from diloco_jax.simulation.faults.facts import (
     Facts,
+    GrantedData,
     Incarnation,
     Key,
+    LastSteps,
     Logged,
     Opened,
     key_of,

@@ -27,8 +27,8 @@ from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.facts import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule, from_json
 from diloco_jax.simulation.faults.world import FaultyWorld
-from diloco_jax.simulation.output import Progress, nobody
 
+Progress = Callable[[float], None]
 CYCLES = 3
 """Merges of every fragment, at least, in a schedule drawn from a seed."""
 UNBROKEN = "unbroken"
@@ -173,7 +173,7 @@ class FaultsReport:
 
 def check(
     seeds: Sequence[int],
-    progress: Progress = nobody,
+    progress: Progress = lambda share: None,
     *,
     found: Found = lambda violation: None,
     report: FaultsReport | None = None,

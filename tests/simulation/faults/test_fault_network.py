@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco_jax.simulation.faults.network import RESEND_S, FaultyLine, Network
-from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.faults.world import RESEND_S, FaultyLine, Network
 
 Script = Callable[["Wire"], None]
 

@@ -37,8 +37,9 @@ from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.protocol.values import NON_FINITE, DeltaKey, Prepared, Version
-from diloco_jax.simulation.virtual.arrays import Received, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.coordinator import Received
+from diloco_jax.simulation.island import VirtualFetch
 from diloco_jax.storage import digest_of
 from diloco_jax.wire.bulk import FetchSource
 

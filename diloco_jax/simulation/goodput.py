@@ -28,16 +28,19 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.observability import measures
-from diloco_jax.simulation.fleets import failures
-from diloco_jax.simulation.fleets.failures import FailureModel, segments
-from diloco_jax.simulation.fleets.fleet import (
+from diloco_jax.simulation.clock import durations
+from diloco_jax.simulation.fleet import (
     STEP_SECONDS,
     ExchangeTerms,
+    FailureModel,
     Machine,
+    Progress,
+    elastic,
+    lockstep_share,
+    rigid,
     run_fleet,
+    segments,
 )
-from diloco_jax.simulation.output import Progress, nobody, part
-from diloco_jax.simulation.virtual.island import durations, lockstep_share
 
 Method = Literal["decoupled", "elastic", "rigid"]
 MOST_EVENTS = 1e8
@@ -229,7 +232,7 @@ class GoodputResult:
 
 
 def simulate_goodput(
-    config: GoodputConfig, progress: Progress = nobody
+    config: GoodputConfig, progress: Progress = lambda share: None
 ) -> GoodputResult:
     """Simulate how a fleet's time is used, for every seed.
 
@@ -299,7 +302,7 @@ def _decoupled(
 def _data_parallel(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
-    run = failures.elastic if config.method == "elastic" else failures.rigid
+    run = elastic if config.method == "elastic" else rigid
     steps = [config.step_seconds] * config.islands
     island = run(
         config.chips,
@@ -402,3 +405,8 @@ def write_plot(results: Sequence[GoodputResult], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def part(progress: Progress, index: int, parts: int) -> Progress:
+    """Return the progress of part `index`, from 0, of `parts` equal parts."""
+    return lambda share: progress((index + share) / parts)
