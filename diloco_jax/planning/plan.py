@@ -50,7 +50,7 @@ from diloco_jax.simulation.fleet import (
     TIME_BUDGET_STEPS,
     ExchangeTerms,
     FailureModel,
-    Machine,
+    FleetIsland,
     Segment,
     run_fleet,
     undisturbed,
@@ -330,7 +330,7 @@ def _simulate(
         life = _interrupted(*outages[name]) if name in outages else undisturbed()
         steps = durations(machine.step_seconds, spread, rng)
         lead = lead_of(machine.hosts)
-        islands[name] = Machine(machine.step_seconds, steps, life, lead)
+        islands[name] = FleetIsland(machine.step_seconds, steps, life, lead)
     fleet = run_fleet(exchange, sync, pace, islands, horizon)
     # The fleet gives every island the same number of tokens per step.
     scaled = {

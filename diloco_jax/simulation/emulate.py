@@ -185,7 +185,7 @@ class Attendance:
         if any(f.step == step + 1 and f.kills for f in faults):
             kill = functools.partial(self._kill, name, diary.incarnation, crash=True)
             self._clock.after(seconds, kill)
-        diary.step_seconds.append(seconds)
+        diary.rows[-1][1] = seconds
         return seconds
 
     def _kill(self, name: str, incarnation: int, *, crash: bool) -> None:

@@ -379,7 +379,7 @@ def require_cut(config: Any) -> None:
         )
 
 
-class Machine(NamedTuple):
+class FleetIsland(NamedTuple):
     """An island of a fleet."""
 
     step_seconds: float
@@ -409,7 +409,7 @@ def run_fleet(
     exchange: ExchangeTerms,
     sync: SyncConfig,
     step_seconds: float,
-    machines: Mapping[str, Machine],
+    machines: Mapping[str, FleetIsland],
     seconds: float,
     progress: Progress = lambda share: None,
 ) -> FleetOutcome:

@@ -33,7 +33,7 @@ from diloco_jax.simulation.fleet import (
     STEP_SECONDS,
     ExchangeTerms,
     FailureModel,
-    Machine,
+    FleetIsland,
     Progress,
     elastic,
     lockstep_share,
@@ -283,7 +283,7 @@ def _decoupled(
         failing, varying = own.spawn(2)
         steps = durations(usual_s, config.step_spread, varying)
         life = segments(chips, config.failures, failing)
-        machines[f"island-{index}"] = Machine(usual_s, steps, life)
+        machines[f"island-{index}"] = FleetIsland(usual_s, steps, life)
     sync = config.exchange.sync(config.quorum, config.grace)
     fleet = run_fleet(
         config.exchange, sync, usual_s, machines, config.seconds, progress

@@ -171,10 +171,12 @@ def test_measures_are_of_completed_steps_and_stalls_never_negative():
             began=0.0,
             compile_seconds=0.0,
             steps=2,
-            step_began=[0.0, *ends[:-1]],
-            step_seconds=seconds,
-            metrics={"loss": [1.0] * 50, "skipped": [1, 0, 1] * 50, "tokens": [3] * 50},
-            learning_rates=[0.1] * 50,
+            rows=[
+                [began, each, 0.1, 1.0, index != 1, 3]
+                for index, (began, each) in enumerate(
+                    zip([0.0, *ends], seconds, strict=False)
+                )
+            ],
         )
         measures = diary.measures()
         assert (measures.skipped_steps, measures.tokens_predicted) == (1, 6)

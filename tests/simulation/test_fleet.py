@@ -8,8 +8,8 @@ from diloco_jax.observability import measures
 from diloco_jax.simulation.fleet import (
     TOKENS_PER_STEP,
     ExchangeTerms,
+    FleetIsland,
     FleetOutcome,
-    Machine,
     Segment,
     run_fleet,
     undisturbed,
@@ -23,7 +23,7 @@ HOUR_S = 3600.0
 
 def run(*lives, seconds=(10.0, 10.0), grace=0.8, progress=lambda share: None):
     machines = {
-        f"island-{i}": Machine(each, itertools.repeat(each), iter(life))
+        f"island-{i}": FleetIsland(each, itertools.repeat(each), iter(life))
         for i, (life, each) in enumerate(zip(lives, seconds, strict=False))
     }
     sync = EXCHANGE.sync(1, grace)

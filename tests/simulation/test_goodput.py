@@ -146,6 +146,7 @@ def test_islands_are_bounded_where_the_policy_has_them():
             r"join_seconds = 1e\+300; .* at ",
         ),
         ({"failures": FailureModel(down_seconds=1e308)}, r"down_seconds = 1e\+308; .*"),
+        ({"failures": FailureModel(mtbi_years=-1)}, r"mtbi_years = -1; .* at least 0"),
         ({"hours": 0.001}, r"hours = 0.001 over seeds = 3 .*step_seconds = 10; raise"),
     ],
 )
