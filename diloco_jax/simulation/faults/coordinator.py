@@ -38,7 +38,6 @@ from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
 from diloco_jax.simulation.faults.facts import Incarnation, Opened
-from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.island import Connection, VirtualFetch
 from diloco_jax.wire.errors import Busy, Refused
 
@@ -82,7 +81,8 @@ class FaultyCoordinator(VirtualCoordinator):
         )
         self.anchors, self._world, self._unit = anchors, world, unit
         self.disk: Disk = unit.disk
-        self.monitor: Monitor = world.monitor
+        self.monitor: Any = world.monitor
+        """The `invariants.Monitor`, or one that is blind: see `Unwatched`."""
         self._effects: deque[AnyEffect] = deque()
         """Decided effects that are not carried out yet."""
         self._later: deque[Callable[[], None]] = deque()

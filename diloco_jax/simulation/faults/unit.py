@@ -18,12 +18,9 @@ from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchor
-from diloco_jax.simulation.faults.coordinator import (
-    FaultyCoordinator,
-    Opened,
-    VirtualGatherer,
-)
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator, VirtualGatherer
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
+from diloco_jax.simulation.faults.facts import Opened
 from diloco_jax.simulation.faults.faults import Restart
 from diloco_jax.simulation.faults.schedule import RETRY_S
 
