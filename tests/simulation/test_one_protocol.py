@@ -30,11 +30,10 @@ from diloco_jax.protocol.island.fetching import Fetching
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import Granted, Published, Report, Welcome
 from diloco_jax.protocol.values import Record, Span, Version
+from diloco_jax.simulation.clock import Clock, Line, LineSpeed
+from diloco_jax.simulation.island import IslandSpec, NoBody, VirtualFetch, VirtualIsland
 from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who
 from diloco_jax.simulation.replay.replay import ReplayedIsland
-from diloco_jax.simulation.virtual.arrays import NoBody, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock, Line, LineSpeed
-from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 
 WAIT_S = 60.0
 STEPS = 12
