@@ -273,7 +273,8 @@ that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC,
 machines of `MACHINES` have Xeons, a store of 1 B parameters took there what these say
 (docs/results/raw/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
-docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon, 2026-11-26."""
+docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon,
+2026-11-26."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,
