@@ -55,7 +55,7 @@ from sizes import MODELS
 from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.protocol.holding import deal
 
 WORKERS = 2
 STRUCK = 0

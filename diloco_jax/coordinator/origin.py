@@ -44,7 +44,7 @@ from diloco_jax.machine import give_memory_back
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, steering, terms, workers
+from diloco_jax.protocol.coordinator import members, recovery, steering, terms
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.coordinator.terms import FoundTerm
@@ -143,7 +143,7 @@ def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromL
             Committed(fragment=f.index, version=f.version, digests=digests[f.index])
             for f in state.fragments
         ),
-        fences=workers.fences(state),
+        fences=members.fences(state),
     )
     return FromLog(state, found, lines, restore)
 

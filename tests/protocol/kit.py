@@ -112,9 +112,9 @@ def kinds(effects: Sequence[Any]) -> list[type[Any]]:
 def verdicts(effects: Sequence[Any]) -> dict[str, tuple[int, str, str]]:
     """(tick, verdict, reason) by island, as a publish tells them."""
     return {
-        told.island: (told.tick, told.verdict, told.reason)
+        told.island: (told.verdict.tick, told.verdict.verdict, told.verdict.reason)
         for told in of(effects, Published)
-        if told.verdict != "none"
+        if told.verdict is not None
     }
 
 

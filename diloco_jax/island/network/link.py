@@ -22,7 +22,7 @@ from typing import Protocol
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.protocol.holding import deal
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Errand, Wanted, goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status

@@ -7,6 +7,7 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -230,22 +231,16 @@ def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
 
 def run_totals(config: PolicyConfig, state: State) -> Totals:
     """Return the sums of tokens over all islands."""
-    computed = merged = carried = in_flight = 0
-    lost: dict[str, int] = {}
-    for name in state.islands:
-        totals = island_totals(config, state, name)
-        computed += totals.computed
-        merged += totals.merged
-        carried += totals.carried
-        in_flight += totals.in_flight
-        for reason, tokens in totals.lost.items():
-            lost[reason] = lost.get(reason, 0) + tokens
+    each = [island_totals(config, state, name) for name in state.islands]
+    lost = Counter[str]()
+    for totals in each:
+        lost.update(totals.lost)
     return Totals(
-        computed=computed,
-        merged=merged,
-        lost=lost,
-        carried=carried,
-        in_flight=in_flight,
+        computed=sum(totals.computed for totals in each),
+        merged=sum(totals.merged for totals in each),
+        lost=dict(lost),
+        carried=sum(totals.carried for totals in each),
+        in_flight=sum(totals.in_flight for totals in each),
     )
 
 

@@ -113,16 +113,8 @@ class Conversation:
             case Published(fragment=fragment, version=version):
                 self._note_change(fragment, message.change)
                 # The verdict comes first: a refusal resets the base before an adoption.
-                if message.verdict != "none":
-                    self._judge(
-                        TakeVerdict(
-                            fragment=fragment,
-                            tick=message.tick,
-                            verdict=message.verdict,
-                            reason=message.reason,
-                            version=version,
-                        )
-                    )
+                if message.verdict is not None:
+                    self._judge(message.verdict)
                 return (self._want(fragment, version),)
             case TakeVerdict():
                 self._judge(message)

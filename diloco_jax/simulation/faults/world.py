@@ -17,11 +17,12 @@ from msgspec.structs import replace
 
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, terms, workers
+from diloco_jax.protocol.coordinator import recovery, terms
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State, initial
+from diloco_jax.protocol.holding import deal
 from diloco_jax.protocol.messages import AnchorRequest, Steer
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchor, DigestBody, first_anchors
@@ -471,7 +472,7 @@ class FaultyWorld:
 
     def _fragments_of(self, worker: int) -> list[int]:
         config = self.config
-        dealt = workers.deal(config.fragment_sizes, config.workers)
+        dealt = deal(config.fragment_sizes, config.workers)
         return [f for f, of in enumerate(dealt) if of == worker % config.workers]
 
     # ---- the disk -------------------------------------------------------------------

@@ -12,7 +12,7 @@ from diloco_jax.protocol.coordinator.alerts import (
     in_turns,
 )
 from diloco_jax.protocol.coordinator.islands import Island, Islands
-from diloco_jax.protocol.coordinator.state import Account, Fragment, initial
+from diloco_jax.protocol.coordinator.state import Account, Fragment, Turn, initial
 from diloco_jax.protocol.values import Contribution, Version
 
 
@@ -33,23 +33,30 @@ ALONE = (
 )
 
 
+def raised(merged, live):
+    """Return the alerts that a merge of a delta of "a" alone raises."""
+    config = make_config()
+    turn = Turn(config, initial(config), 0.0)
+    after_merge(turn, merged, ALONE, live)
+    return [alert.text for alert in turn.effects]
+
+
 @pytest.mark.parametrize("row", [SOLO_MERGES - 1, SOLO_MERGES, SOLO_MERGES + 1])
 def test_solo_merges_alert_once_per_row(row):
-    texts = [e.text for e in after_merge(fragment(solo=row), ALONE, ("a", "b"))]
+    texts = raised(fragment(solo=row), ("a", "b"))
     assert len(texts) == (row == SOLO_MERGES)
     assert all("'a' alone" in t and "sync.quorum" in t for t in texts)
 
 
 @pytest.mark.parametrize("row", [MISSED_MERGES - 1, MISSED_MERGES])
 def test_a_live_island_that_misses_merges_is_named_once(row):
-    texts = [e.text for e in after_merge(fragment(missed=row), ALONE, ("a", "b"))]
+    texts = raised(fragment(missed=row), ("a", "b"))
     assert len(texts) == (row == MISSED_MERGES)
     assert all("'b' is alive" in t and "fragment 3" in t for t in texts)
 
 
 def test_an_absent_island_is_not_called_alive():
-    lagging = fragment(missed=MISSED_MERGES)
-    assert after_merge(replace(lagging), ALONE, ("a",)) == []
+    assert raised(fragment(missed=MISSED_MERGES), ("a",)) == []
 
 
 def merged_in_turns(
@@ -87,8 +94,9 @@ def merged_in_turns(
         merge_seconds=1.2,
         transfer_seconds=0.3,
     )
-    state = replace(initial(config), islands=islands)
-    return [alert.text for alert in in_turns(config, state, fragment)]
+    turn = Turn(config, replace(initial(config), islands=islands), 0.0)
+    in_turns(turn, fragment)
+    return [alert.text for alert in turn.effects]
 
 
 def test_islands_merged_in_turns_are_told_of_with_what_would_help():

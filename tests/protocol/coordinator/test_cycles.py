@@ -20,7 +20,7 @@ from diloco_jax.protocol.coordinator.events import (
     Said,
 )
 from diloco_jax.protocol.coordinator.recovery import recover
-from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.coordinator.state import Fragments, Turn, initial
 from diloco_jax.protocol.holding import Commit, CycleKept, KeepFragment, Merge
 from diloco_jax.protocol.messages import Report, Watch
 from diloco_jax.protocol.records import Merged
@@ -185,8 +185,11 @@ def test_no_cycle_begins_once_the_run_has_stopped() -> None:
     assert (d.state.kept_cycle, d.state.keeping) == (1, False)
     before = len(d.effects)
     d.feed(KeepAsked())
-    again = recover(d.config, initial(d.config), d.log, d.now)
-    assert not cycles.ask(d.config, again)[0].keeping
+    running, again = d.state, recover(d.config, initial(d.config), d.log, d.now)
+    d.state = again
+    assert kept(d.feed(KeepAsked())) == {}
+    assert not d.state.keeping
+    d.state = running
     for fragment in (0, 1):
         d.take("a", fragment, 3)
         d.computed(fragment)
@@ -254,9 +257,10 @@ def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:
     before = replace(d.state, phase="flushing", keeping=True, kept_cycle=1)
     before = replace(before, unkept=(0, 1))
     done = tuple(replace(f, phase="done") for f in before.fragments)
-    state, effects = cycles.advance(d.config, before, replace(before, fragments=done))
-    assert kept(effects) == {0: (1, Version()), 1: (1, Version())}
-    assert state.unkept == ()
+    turn = Turn(d.config, replace(before, fragments=Fragments(done)), d.now)
+    cycles.advance(turn, before)
+    assert kept(turn.effects) == {0: (1, Version()), 1: (1, Version())}
+    assert turn.state.unkept == ()
 
 
 def test_a_crash_forgets_the_cycle_under_way() -> None:

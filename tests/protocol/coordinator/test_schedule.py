@@ -7,15 +7,13 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.schedule import (
     Fleet,
-    advance,
     after_crash,
     fragment_of,
-    longest_lead_seconds,
     pace,
-    pacing_step_seconds,
     skip_cycle,
     steps_to_tick,
 )
+from diloco_jax.protocol.coordinator.state import Turn
 from diloco_jax.protocol.messages import TakeRequest
 
 
@@ -315,17 +313,17 @@ def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:
 
 def test_a_cycle_that_is_skipped_has_numbers_of_its_own() -> None:
     d = Driver(fragment_sizes=(1, 1, 1), steps_per_cycle=6)
-    ticks, state, _ = skip_cycle(d.config, d.state)
-    assert ticks == {0: 1, 1: 2, 2: 3}
-    assert state.tick == 3
+    turn = Turn(d.config, d.state, d.now)
+    assert skip_cycle(turn) == {0: 1, 1: 2, 2: 3}
+    assert turn.state.tick == 3
 
 
 def test_an_island_of_unknown_speed_does_not_pace() -> None:
     d = joined("a")
-    assert pacing_step_seconds(d.config, d.state) == 1.0
+    assert Fleet(d.config, d.state).step_seconds() == 1.0
     d.hello("b")
     d.report("b", 0, step_seconds=0.0)
-    assert pacing_step_seconds(d.config, d.state) == 1.0
+    assert Fleet(d.config, d.state).step_seconds() == 1.0
 
 
 def test_the_pace_is_that_of_the_quorum() -> None:
@@ -380,11 +378,11 @@ def test_numbers_of_ticks_are_reserved_before_they_are_used() -> None:
 
 
 def test_a_record_reserves_sixteen_cycles_beyond_the_tick_that_needs_it() -> None:
-    d = Driver()
-    state, found = d.state, []
-    for _ in range(70):
-        state, effects = advance(d.config, state)
-        found += [(state.tick, r["through"]) for r in persisted(effects, "ticks")]
+    d = joined("a")
+    found = []
+    for steps in range(2, 142, 2):
+        effects = d.report("a", steps)
+        found += [(d.state.tick, r["through"]) for r in persisted(effects, "ticks")]
     assert found == [(1, 33), (34, 66), (67, 99)]
 
 
@@ -402,9 +400,9 @@ def test_after_a_crash_the_cycle_goes_on_beyond_what_is_reserved(
 def test_nobody_is_waited_for_where_no_island_is_counted() -> None:
     d = joined("a")
     d.goodbye("a")
-    assert longest_lead_seconds(d.config, d.state) == 0.0
     fleet = Fleet(d.config, d.state)
-    assert fleet.take_seconds(fleet.alike({"a"})) == 0.0
+    assert (fleet.longest_lead_s, fleet.alike()) == (0.0, {})
+    assert fleet.take_seconds(()) == 0.0
 
 
 def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:

@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from search_support import CONFIG, PATIENCE_S, Searching, asked, found, of
+from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found, of
 
 from diloco_jax.protocol.coordinator import anchors, terms
-from diloco_jax.protocol.coordinator.believed import MERGES_AHEAD, may_have_become
 from diloco_jax.protocol.coordinator.events import Alert, Tell
 from diloco_jax.protocol.coordinator.leases import most_unheard
-from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
-from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
+from diloco_jax.protocol.coordinator.search import (
+    MERGES_AHEAD,
+    Effect,
+    GiveUp,
+    Postpone,
+    may_have_become,
+)
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import AwaitAnchor
 from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
 from diloco_jax.protocol.values import Version
@@ -44,8 +49,8 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
         term=2,
         name="n",
         anchors=(
-            Gathered(0, "b", 1, Version(1, 6), Version(2, 6), "digest of 6"),
-            Gathered(1, "a", 1, Version(1, 7), Version(2, 7), "digest of 7"),
+            anchor(0, "b", 6, 2),
+            anchor(1, "a", 7, 2),
         ),
         tokens=300,
         next_position=44 + unheard,
@@ -243,19 +248,16 @@ def test_the_state_of_the_new_term() -> None:
         run_id="run-1",
         term=3,
         name="n",
-        anchors=tuple(
-            Gathered(f, "a", 1, Version(1, n), Version(3, n), "")
-            for f, n in enumerate((6, 7, 0))
-        ),
+        anchors=tuple(anchor(f, "a", n, 3) for f, n in enumerate((6, 7, 0))),
         tokens=500,
         next_position=77,
     )
     config = replace(CONFIG, fragment_sizes=(1, 1, 1))
     state = terms.first_state(config, opened)
     assert [f.version for f in state.fragments] == list(versions(opened))
-    for fragment, anchor in zip(state.fragments, opened.anchors, strict=True):
+    for fragment, begun in zip(state.fragments, opened.anchors, strict=True):
         known = terms.versions_known(fragment, {})
-        assert list(known) == [anchor.replaced, anchor.version], "islands have both"
+        assert list(known) == [begun.replaced, begun.version], "islands have both"
     assert (state.term, state.term_name, state.books) == (3, "n", 3)
     assert (state.tick, state.ticks_reserved) == (2_000_000_001,) * 2
     assert state.tick % 3 == 0, "the first tick is fragment 0's"

@@ -3,7 +3,8 @@
 import pytest
 from kit import Driver
 
-from diloco_jax.protocol.coordinator.workers import deal, fences
+from diloco_jax.protocol.coordinator.members import fences
+from diloco_jax.protocol.holding import deal
 
 
 @pytest.mark.parametrize(

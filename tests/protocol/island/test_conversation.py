@@ -93,9 +93,10 @@ def test_bulk_work_is_left_to_the_shell(told):
         ResendRequest(fragment=2, tick=5),
     )
     version = Version(1, 9)
-    published = Published(fragment=2, version=version, tick=5, verdict="merged")
+    verdict = says.verdict(2, 5, "merged", "", version)
+    published = Published(fragment=2, version=version, verdict=verdict)
     assert told.receive(published) == (Wanted(2, version),)
-    assert told.decide().verdicts == (says.verdict(2, 5, "merged", "", version),)
+    assert told.decide().verdicts == (verdict,)
     assert says.welcome(told, 1, (version, Version(1, 8))) == (
         Wanted(0, version),
         Wanted(1, Version(1, 8)),
