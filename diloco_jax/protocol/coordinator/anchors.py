@@ -298,7 +298,8 @@ class _Turn(Stepping[Search]):
         """Begin to fetch once all have offered, or at the deadline."""
         state, now = self.state, self.now
         here = {n for n, m in state.members.items() if m.connected and now < m.gone_at}
-        if not state.aim.names <= here and now < state.deadline:
+        all_here = bool(state.aim.names) and state.aim.names <= here
+        if not all_here and now < state.deadline:
             return
         if not state.members:
             self._give_up(self._nobody_offers())

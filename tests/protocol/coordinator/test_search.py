@@ -97,6 +97,14 @@ def test_without_an_offer_there_is_no_term() -> None:
     assert g.wait(PATIENCE_S) == []
 
 
+def test_where_the_config_names_nobody_offers_are_awaited_all_the_same() -> None:
+    g = Searching("")
+    assert not of(g.offer("a"), GiveUp), "a join has none"
+    assert asked(g.offer("b", 1, 1)) == []
+    g.now += PATIENCE_S
+    assert asked(g.hear("b")) == [("b", 0)]
+
+
 def test_who_comes_when_the_others_are_asked_is_asked_for_the_rest() -> None:
     g = Searching()
     g.offer("a", 1, 1)
