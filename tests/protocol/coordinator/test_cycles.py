@@ -20,7 +20,7 @@ from diloco_jax.protocol.coordinator.events import (
     Said,
 )
 from diloco_jax.protocol.coordinator.recovery import recover
-from diloco_jax.protocol.coordinator.state import Fragments, Turn, initial
+from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.holding import Commit, CycleKept, KeepFragment, Merge
 from diloco_jax.protocol.messages import Report, Watch
 from diloco_jax.protocol.records import Merged
@@ -72,21 +72,6 @@ def test_a_merge_of_the_next_cycle_is_not_in_it() -> None:
         e for e in d.effects if isinstance(e, KeepFragment | Commit) and e.fragment == 0
     ]
     assert [type(e) for e in order] == [Commit, KeepFragment, Commit]
-
-
-def test_a_fragment_without_a_merge_in_the_cycle_is_there_as_it_is() -> None:
-    d = training(quorum=2)
-    d.feed(KeepAsked())
-    d.join("b")
-    d.disconnect("b")
-    d.report("a", 20)
-    d.join("c")
-    assert kept(d.effects) == {}
-    d.reports(c=2, a=22)
-    d.take("a", 0, 22, arrive=False)
-    d.disconnect("c")
-    # One that answers too late is skipped.
-    assert d.fragment(0).phase in ("open", "idle")
 
 
 def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
@@ -146,14 +131,6 @@ def test_who_asks_while_one_is_kept_gets_that_one() -> None:
     assert d.feed(KeepAsked()) == []
     assert d.state == before
     assert (d.state.kept_cycle, d.state.unkept) == (1, (1,))
-
-
-def test_nothing_is_kept_by_itself() -> None:
-    d = training()
-    for step in (2, 4, 6, 8):
-        d.report("a", step)
-        d.merge((step // 2 - 1) % 2, a=step)
-    assert of(d.effects, KeepFragment) == []
 
 
 def test_the_end_of_a_run_ends_the_cycle() -> None:
@@ -250,17 +227,6 @@ def test_so_are_those_up_to_an_extension() -> None:
     d.feed(RunExtended())
     assert d.state.ticks_reserved >= d.state.tick
     assert recover(d.config, initial(d.config), d.log, d.now).tick >= d.state.tick
-
-
-def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:
-    d = training()
-    before = replace(d.state, phase="flushing", keeping=True, kept_cycle=1)
-    before = replace(before, unkept=(0, 1))
-    done = tuple(replace(f, phase="done") for f in before.fragments)
-    turn = Turn(d.config, replace(before, fragments=Fragments(done)), d.now)
-    cycles.advance(turn, before)
-    assert kept(turn.effects) == {0: (1, Version()), 1: (1, Version())}
-    assert turn.state.unkept == ()
 
 
 def test_a_crash_forgets_the_cycle_under_way() -> None:

@@ -61,16 +61,6 @@ def test_the_flush_begins_when_all_have_stopped() -> None:
     assert d.state.phase == "flushing"
 
 
-def test_the_flush_does_not_wait_for_ever_for_islands_to_stop() -> None:
-    d = stopping("a", "b")
-    stop(d, "a")
-    assert decide.next_deadline(d.state, d.now) == d.now + d.config.lease_s
-    d.now += 60
-    d.report("a")
-    d.report("b")
-    assert asked(d.wait(40)) == {0: ["a", "b"], 1: ["a", "b"]}
-
-
 def test_who_slept_for_hardly_longer_than_a_lease_still_hears_the_last_steps() -> None:
     d = stopping("a", "b")
     assert asked(d.wait(1.02 * d.config.lease_s)) == {}
@@ -116,16 +106,6 @@ def test_the_flush_merges_everything_and_finishes() -> None:
     for name in "ab":
         totals = d.totals(name)
         assert (totals.merged, totals.lost, totals.in_flight) == (100, {}, 0)
-
-
-def test_the_flush_is_exempt_from_quorum() -> None:
-    d = stopping("a", "b", quorum=2, fragment_sizes=(4,))
-    stop(d, "a")
-    d.goodbye("b")
-    merge = only(d.take("a", 0, 10), Merge)
-    assert merge.final
-    assert [c.island for c in merge.contributions] == ["a"]
-    assert persisted(d.computed(0), "finished")
 
 
 def test_the_flush_waits_for_all_live_islands_whatever_the_grace() -> None:
@@ -455,36 +435,6 @@ def test_a_merge_about_to_end_is_waited_for_if_more_is_open_behind_it() -> None:
     assert d.totals("a").lost == {}
 
 
-def test_every_island_may_leave_at_once() -> None:
-    d = joined("a", "b", quorum=2)
-    for name in "ab":
-        d.report(name, 3, phase="stopped")
-    ticks = [ask.tick for ask in of(d.effects, TakeRequest) if ask.island == "b"]
-    assert len(ticks) == 2
-    for name in "ab":
-        d.take(name, 0, 3)
-        assert only(d.take(name, 1, 3), MayLeave).island == name
-        d.goodbye(name, "preempted")
-    for name in "ab":
-        d.hello(name, incarnation=2)
-        d.report(name, 0)
-    d.reports(a=2, b=2)
-    for name in "ab":
-        last = d.take(name, 0, 2)
-    parts = [(c.island, c.incarnation) for c in only(last, Merge).contributions]
-    assert parts == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
-
-
-def test_a_refused_take_is_asked_for_once_more() -> None:
-    d = noticed()
-    d.take("a", 0, 2)
-    d.take("a", 1, 2, arrive=False)
-    assert of(d.arrive("a", 1, refusal="non_finite"), MayLeave) == []
-    reopened = d.record("a", "reopened", 2, fragment=1, tick=d.tick_of("a", 1))
-    assert asked(d.report("a", 2, reopened)) == {1: ["a"]}
-    assert only(d.take("a", 1, 2), MayLeave)
-
-
 def test_who_has_nothing_open_may_go_at_once() -> None:
     d = joined("a", "b")
     assert only(d.report("a", 0, phase="stopped"), MayLeave).island == "a"
@@ -534,13 +484,6 @@ def test_the_next_fragment_is_opened_once_one_is_merged() -> None:
     assert d.totals("a").lost == d.totals("b").lost == {}
 
 
-def test_islands_that_are_away_need_no_room() -> None:
-    d = stopping("a", "b", fragment_sizes=(4,) * 3, room_each=10, merge_buffer_bytes=20)
-    d.goodbye("b")
-    stop(d, "a")
-    assert opened(d) == [0, 1]
-
-
 def test_every_worker_has_its_own_room() -> None:
     d = crowded(1, workers=2)
     assert opened(d) == [0, 1]
@@ -574,19 +517,3 @@ def test_no_more_is_opened_while_deltas_come() -> None:
     assert opened(d) == [0, 1, 2]
     d.wait(1)
     assert opened(d) == [0, 1, 2], "each of them has its time"
-
-
-def test_after_the_deadline_no_fragment_waits_for_room() -> None:
-    d = stopping(
-        "a",
-        "b",
-        fragment_sizes=(4, 4),
-        room_each=10,
-        merge_buffer_bytes=20,
-        steps=10,
-    )
-    stop(d, "a", "b")
-    assert opened(d) == [0]
-    d.now += d.config.flush_s
-    d.wait(0)
-    assert [f.phase for f in d.state.fragments] == ["done", "done"]

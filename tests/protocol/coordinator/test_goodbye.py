@@ -87,17 +87,6 @@ def test_the_next_incarnation_is_merged_beside_it() -> None:
     assert (account.merges_in, account.merges_alive) == (1, 1)
 
 
-def test_its_participation_is_not_that_of_the_next_incarnation() -> None:
-    d = left_behind()
-    d.hello("a", 2)
-    d.report("a", 0)
-    d.takes(0, b=2, c=2)
-    d.computed(0)
-    account = d.account("a", 0)
-    assert (account.merges_in, account.missed_merges) == (0, 1)
-    assert account.merged_tokens == 20
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
     d = joined("a", "b", max_staleness=max_staleness)
@@ -137,12 +126,6 @@ def test_an_island_leaves_one_delta_of_a_fragment_at_most() -> None:
     assert only(effects, Drop).incarnation == 2
     assert [kept.incarnation for kept in d.fragment(0).left_behind] == [1]
     assert d.totals("a").lost == {"failed": 40}
-
-
-def test_its_data_is_not_granted_again() -> None:
-    d = left_behind()
-    (free,) = d.state.free_spans
-    assert free.start == 2, "positions of the steps in the delta stay granted"
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -221,30 +204,6 @@ def test_the_flush_merges_what_was_left_behind_and_waits_for_nobody() -> None:
     effects = d.computed(0)
     assert persisted(effects, "finished")
     assert d.totals("a").merged == 15
-
-
-def test_the_flush_merges_it_together_with_what_the_others_have() -> None:
-    d = joined(
-        "a",
-        "b",
-        "c",
-        fragment_sizes=(4,),
-        quorum=3,
-        steps_per_cycle=4,
-        total_tokens=160,
-    )
-    d.reports(a=4, b=4, c=4)
-    d.take("a", 0, 4)
-    d.goodbye("a", "preempted")
-    assert d.fragment(0).phase == "idle", "two are no quorum"
-    d.report("b", 8)
-    for name in "bc":
-        d.report(name, phase="stopped")
-    assert d.state.phase == "flushing"
-    d.take("b", 0, 8)
-    merge = d.take("c", 0, 4)
-    assert whose(merge) == [("a", 1, 0, 4), ("b", 1, 0, 8), ("c", 1, 0, 4)]
-    assert persisted(d.computed(0), "finished")
 
 
 def test_at_the_deadline_the_flush_merges_what_was_left_behind_alone() -> None:

@@ -6,7 +6,6 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.schedule import (
-    Fleet,
     after_crash,
     fragment_of,
     pace,
@@ -285,45 +284,11 @@ def test_takes_are_asked_for_again_once_a_slow_one_proves_faster() -> None:
     assert max(again.values()) < 10
 
 
-def test_a_request_that_is_repeated_at_a_hello_is_one_that_can_be_hastened() -> None:
-    d = Driver(quorum=2, steps_per_cycle=100)
-    d.hello("a")
-    d.hello("b", lead=2)
-    for steps in (0, 50):
-        d.reports(a=steps, b=steps)
-    assert put_off(d.effects) == [2]
-    d.disconnect("b")
-    d.disconnect("a")
-    d.hello("b", steps=50, phase="training", lead=2)
-    assert put_off(d.hello("a", steps=50, phase="training")) == [2]
-    assert put_off(d.goodbye("b")) == [0]
-
-
-def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:
-    d = joined("a", "b")
-    for steps in range(2, 22, 2):
-        d.report("a", steps)
-    tick = d.state.tick
-    d.goodbye("a")
-    d.report("b", 3)
-    assert d.state.tick == tick
-    d.report("b", 4)
-    assert d.state.tick == tick + 1
-
-
 def test_a_cycle_that_is_skipped_has_numbers_of_its_own() -> None:
     d = Driver(fragment_sizes=(1, 1, 1), steps_per_cycle=6)
     turn = Turn(d.config, d.state, d.now)
     assert skip_cycle(turn) == {0: 1, 1: 2, 2: 3}
     assert turn.state.tick == 3
-
-
-def test_an_island_of_unknown_speed_does_not_pace() -> None:
-    d = joined("a")
-    assert Fleet(d.config, d.state).step_seconds() == 1.0
-    d.hello("b")
-    d.report("b", 0, step_seconds=0.0)
-    assert Fleet(d.config, d.state).step_seconds() == 1.0
 
 
 def test_the_pace_is_that_of_the_quorum() -> None:
@@ -332,15 +297,6 @@ def test_the_pace_is_that_of_the_quorum() -> None:
     # Of those whose speed is known, though they are fewer.
     assert pace(2, [3.0, 0.0]) == 3.0
     assert pace(1, []) == 0.0
-
-
-def test_who_takes_later_is_not_waited_for_once_it_is_gone() -> None:
-    d = Driver()
-    d.hello("a")
-    d.hello("b", lead=2)
-    d.reports(a=0, b=0)
-    d.goodbye("b")
-    assert only(d.report("a", 2), TakeRequest).after == 0
 
 
 def test_a_fragment_still_open_skips_its_tick() -> None:
@@ -397,14 +353,6 @@ def test_after_a_crash_the_cycle_goes_on_beyond_what_is_reserved(
     assert after_crash(d.config, state).tick == then
 
 
-def test_nobody_is_waited_for_where_no_island_is_counted() -> None:
-    d = joined("a")
-    d.goodbye("a")
-    fleet = Fleet(d.config, d.state)
-    assert (fleet.longest_lead_s, fleet.alike()) == (0.0, {})
-    assert fleet.take_seconds(()) == 0.0
-
-
 def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
     d = joined("a")
     d.report("a", 2)
@@ -416,16 +364,6 @@ def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
         assert len(ticks) == len(set(ticks))
     fragments = [e.fragment for e in of(d.effects, TakeRequest)]
     assert fragments == [0, 0, 0], "the cycle goes on at the last tick that is durable"
-
-
-def test_a_tick_waits_for_its_own_steps_and_no_other_ticks() -> None:
-    """H = 5 on three fragments: ticks of 1, 2 and 2 steps in turn."""
-    d = joined("a", steps_per_cycle=5, fragment_sizes=(1, 1, 1))
-    ticks = []
-    for steps in range(1, 11):
-        d.report("a", steps)
-        ticks.append(d.state.tick)
-    assert ticks == [1, 1, 2, 2, 3, 4, 4, 5, 5, 6]
 
 
 def test_who_has_compiled_begins_without_the_ticks_that_passed() -> None:

@@ -60,13 +60,6 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
     assert g.wait(10 * PATIENCE_S) == []
 
 
-def test_an_island_sends_one_fragment_at_a_time() -> None:
-    g = Searching("a")
-    assert asked(g.offer("a", 1, 1)) == [("a", 0)]
-    assert asked(g.arrive("a", 0, 1)) == [("a", 1)]
-    assert of(g.arrive("a", 1, 1), FoundTerm)
-
-
 def test_a_version_that_was_adopted_meanwhile_is_taken_as_what_it_is() -> None:
     g = Searching("a")
     g.offer("a", 1, 1)
@@ -359,15 +352,6 @@ def test_first_grants_which_go_by_no_speed_may_be_the_largest() -> None:
     g.arrive("a", 0, 1)
     opened = found(g.arrive("a", 1, 1))
     assert opened.next_position == 8 + 2 * (2 * 64 * 2)
-
-
-def test_what_an_island_heard_of_another_run_does_not_count() -> None:
-    g = Searching()
-    g.offer("a", 1, 1, run_id="run-2", tokens=400, next_position=90)
-    g.offer("a", 1, 1, incarnation=2, tokens=20, next_position=8)
-    g.offer("b", 1, 1, tokens=30, next_position=6)
-    assert g.state.heard["a"].known.tokens == 20
-    assert g.state.heard["a"].known.next_position == 8
 
 
 @pytest.mark.parametrize(
