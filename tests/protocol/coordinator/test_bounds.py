@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from bounds_support import give_up, patient, together
+from bounds_support import patient, together
 from kit import merged_islands, notes, of, only
 from msgspec.structs import replace
 
@@ -23,15 +23,6 @@ def test_a_delta_ten_times_as_long_is_refused_with_the_reason_and_the_lengths():
     (note,) = notes(effects, "refused")
     assert (note["reason"], note["norm"], note["most"]) == ("out_of_bounds", 10.0, 6.0)
     assert of(effects, Drop)[0].island == "c"
-
-
-def test_its_steps_are_lost_under_that_reason_and_it_is_merged_again():
-    d = patient("a", "b", "c")
-    together(d, a=1.0, b=1.0, c=10.0)
-    give_up(d, "c")
-    assert d.totals("c").lost == {"out_of_bounds": 40}
-    effects = together(d, a=1.0, b=1.0, c=1.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
 
 
 def lengths(*norms: float) -> dict[str, float]:
@@ -63,16 +54,6 @@ def test_who_is_merged_by_the_lengths(
     for norms in cycles:
         effects = together(d, **lengths(*norms))
     assert merged_islands(only(effects, Merge)) == list(merged)
-
-
-def test_a_delta_of_many_steps_may_be_as_much_longer():
-    d = patient("a", "b", "c")
-    d.reports(a=4, b=4, c=4)
-    d.take("a", 0, 1, norm=1.0)
-    d.take("b", 0, 1, norm=1.0)
-    d.report("c", 100)
-    effects = d.take("c", 0, 100, norm=100.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
 
 
 def test_a_refused_delta_does_not_count_to_the_quorum():
@@ -158,16 +139,6 @@ def test_an_island_is_held_to_what_its_rates_are_worth(
         d.take(name, 0, steps, norm=norm, rate_sum=rate_sum)
     refused = notes(d.effects, "refused")
     assert [n["most"] for n in refused] == pytest.approx(most)
-
-
-def test_rates_may_rise_from_nothing_as_a_run_begins():
-    d = patient("a", "b", "c", grace=0.0)
-    together(d, a=0.01, b=0.01, c=0.01, rate_sum=0.04)
-    assert d.fragment(0).merges == 1
-    steps = d.state.islands["a"].steps + 4
-    d.reports(a=steps, b=steps, c=steps)
-    effects = d.take("a", 0, steps, norm=1.0, rate_sum=4.0)
-    assert merged_islands(only(effects, Merge))[0] == "a"
 
 
 COURSE = {"rates": (0.0, 1.0, 1.0, 0.5, 0.0), "total_tokens": 400}

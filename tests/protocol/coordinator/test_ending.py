@@ -54,13 +54,6 @@ def test_nothing_new_begins_once_the_run_stops() -> None:
     assert of(d.report("a", 10**7), TakeRequest) == []
 
 
-def test_the_flush_begins_when_all_have_stopped() -> None:
-    d = stopping("a", "b")
-    assert asked(stop(d, "a")) == {}
-    assert asked(stop(d, "b")) == {0: ["a", "b"], 1: ["a", "b"]}
-    assert d.state.phase == "flushing"
-
-
 def test_who_slept_for_hardly_longer_than_a_lease_still_hears_the_last_steps() -> None:
     d = stopping("a", "b")
     assert asked(d.wait(1.02 * d.config.lease_s)) == {}
@@ -228,18 +221,6 @@ def test_the_flush_merges_a_fragment_once() -> None:
     assert last.final
     assert whose(last) == [("a", 4, 5), ("b", 1, 3), ("c", 4, 5)]
     assert persisted(d.computed(0), "finished")
-
-
-def test_of_what_is_pending_a_quorum_is_enough() -> None:
-    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=100)
-    d.reports(b=1, a=4)
-    d.take("b", 0, 1, arrive=False)
-    d.merge(0, a=4)
-    d.reports(b=3, a=7)
-    stop(d, "a", "b")
-    first = only(d.arrive("b", 0), Merge)
-    assert (first.final, whose(first)) == (False, [("b", 0, 1)])
-    assert asked(d.computed(0)) == {0: ["a", "b"]}
 
 
 def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:

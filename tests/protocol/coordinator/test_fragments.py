@@ -84,17 +84,6 @@ def test_a_cycle_later_who_came_back_is_asked_too() -> None:
     assert merged_islands(merge) == ["a", "c"]
 
 
-def test_a_tick_changes_nothing_of_a_merge_under_way() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    only(d.take("a", 0, 2), Merge)
-    before = d.state.fragments[0]
-    effects = d.report("a", 4)
-    assert notes(effects, "skipped")[0]["why"] == "merging"
-    assert of(effects, TakeRequest) == []
-    assert d.state.fragments[0] is before
-
-
 def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:
     d = joined("a", "b", "c", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
     d.reports(a=2, b=2)
@@ -174,15 +163,6 @@ def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
     assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a", "c"]
 
 
-def test_a_newcomer_is_not_asked_while_quorum_is_in_sight() -> None:
-    d = joined("a", "b", "e", quorum=2)
-    d.reports(a=2, b=2, e=2)
-    d.take("a", 0, 2)
-    d.hello("c")
-    assert asked(d.report("c", 0)) == {}
-    assert merged_islands(only(d.take("b", 0, 2), Merge)) == ["a", "b"]
-
-
 def test_persist_comes_before_publish() -> None:
     d = joined("a")
     d.report("a", 2)
@@ -194,15 +174,6 @@ def test_persist_comes_before_publish() -> None:
     assert record["version"] == [1, 1]
     assert record["contributions"][0]["end"] == 2
     assert record["verdicts"] == {"a": [1, "merged", ""]}
-
-
-def test_a_merge_is_done_once() -> None:
-    d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
-    assert of(d.computed(0), Published)
-    assert d.computed(0) == [], "nothing is being merged"
-    assert d.fragment(0).merges == 1
 
 
 def test_a_merge_by_one_of_several_raises_an_alert() -> None:
@@ -240,16 +211,6 @@ def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> Non
     assert verdict == (1, "refused", "stale")
     assert only(effects, Drop).island == "b"
     assert len(of(d.effects, TakeRequest)) == 3, "b is not asked while a take is open"
-
-
-def test_participation_counts_merges_while_alive() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    d.merge(0, a=2)
-    account = d.account("b", 0)
-    assert (account.merges_in, account.merges_alive) == (0, 1)
-    account = d.account("a", 0)
-    assert (account.merges_in, account.merges_alive) == (1, 1)
 
 
 # ---- the size of a merge that some live islands are not in ----
@@ -325,30 +286,6 @@ def test_who_left_a_delta_and_has_no_speed_yet_is_in_the_share() -> None:
     d.take("a", 0, 2)
     # a, c, and what b left, of these and e, which are equally fast.
     assert share_of(d.take("c", 0, 2)) == pytest.approx(3 / 4)
-
-
-def test_what_was_left_behind_is_in_the_share() -> None:
-    d = turns_driver(quorum=2)
-    d.reports(a=2, b=2, c=2)
-    d.take("b", 0, 2)
-    d.goodbye("b")
-    d.take("a", 0, 2)
-    assert share_of(d.take("c", 0, 2)) == 1
-
-
-def test_one_merge_is_enough_to_be_counted_on_as_before() -> None:
-    d = turns_driver()
-    d.goodbye("c")
-    d.report("a", 2)
-    assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 4)
-    d.take("b", 0, 2)
-    d.computed(0)
-    shares = []
-    for steps in range(4, 2 * MISSED_MERGES + 6, 2):
-        d.report("a", steps)
-        shares.append(share_of(d.take("a", 0, steps)))
-        d.computed(0)
-    assert shares == [1.0] + [pytest.approx(1 / 4)] * MISSED_MERGES
 
 
 def test_a_merge_of_islands_without_a_speed_is_whole() -> None:

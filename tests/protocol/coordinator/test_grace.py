@@ -147,13 +147,6 @@ def test_slower_ones_are_not_and_nobody_is_where_that_was_not_asked_for(
     assert merged_islands(only(d.arrive("a", 0), Merge)) == ["a"]
 
 
-def test_they_are_waited_for_no_longer_than_that() -> None:
-    d = late_driver()
-    d.arrive("a", 0)
-    assert of(d.wait(1.2), Merge) == []
-    assert merged_islands(only(d.wait(0.1), Merge)) == ["a"]
-
-
 def took_late(step_seconds: float) -> Driver:
     """b took 2.25 s after it was asked, and a's delta has been on its way for 5 s."""
     d = late_driver(overlap_steps=0)

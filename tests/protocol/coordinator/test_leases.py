@@ -113,13 +113,6 @@ def test_positions_in_a_merge_under_way_are_not_free() -> None:
     assert spans(d.hello("a", 2))[0].start == first.start + 5
 
 
-def test_an_absent_island_keeps_its_data() -> None:
-    d = joined("a")
-    (first,) = spans(d.effects)
-    d.disconnect("a")
-    assert spans(d.hello("b"))[0].start == first.stop
-
-
 def test_what_an_island_holds_at_most_is_twice_an_outage_budget() -> None:
     d = Driver(outage_budget_s=30.0)
     d.hello("a", sequences_per_step=2, step_seconds=1.0)
@@ -174,11 +167,6 @@ def test_leases_whose_steps_are_all_merged_are_forgotten() -> None:
     kept = d.state.islands["a"].leases
     assert lease not in kept
     assert len(kept) == 2
-
-
-def test_what_nobody_holds_and_is_not_free_was_trained_on() -> None:
-    state = replace(Driver().state, next_position=7, free_spans=(Span(2, 3),))
-    assert leases.trained(state) == [Span(0, 2), Span(3, 7)]
 
 
 def test_what_was_trained_on_is_neither_free_nor_still_to_come() -> None:

@@ -94,12 +94,6 @@ def test_a_tally_follows_the_books_and_adds_only_what_changed(monkeypatch) -> No
     assert tally.of(d.config, d.state)["a"].lost["died"] > 0
 
 
-def test_the_parameters_are_trained_on_what_is_merged() -> None:
-    d = worked()
-    merged = ledger.run_totals(d.config, d.state).merged
-    assert ledger.trained_tokens(d.config, d.state) == merged > 0
-
-
 def test_progress_counts_what_is_computed_and_not_lost() -> None:
     d = worked()
     assert ledger.progress_tokens(d.config, d.state) == 120 - 36

@@ -165,17 +165,6 @@ def test_it_can_be_asked_at_once_and_takes_after_what_is_carried() -> None:
     assert [(c.start, c.end) for c in merge.contributions] == [(6, 10)]
 
 
-def test_a_take_against_an_anchor_of_the_earlier_term_is_stale() -> None:
-    d = second_term()
-    come_back(d, "a", 7)
-    carry(d, "a", 7, 7, 7)
-    d.report("a", 9)
-    d.take("a", 0, 9, start=7, base=Version(1, 5))
-    take = d.account("a", 0).take
-    assert take is not None
-    assert take.refused == "stale"
-
-
 def test_progress_goes_on_where_it_was() -> None:
     d = second_term()
     come_back(d, "a", 7)

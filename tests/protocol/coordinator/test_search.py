@@ -21,8 +21,7 @@ from diloco_jax.protocol.coordinator.search import (
     may_have_become,
 )
 from diloco_jax.protocol.coordinator.terms import FoundTerm
-from diloco_jax.protocol.holding import AwaitAnchor
-from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
+from diloco_jax.protocol.messages import Refused, Welcome
 from diloco_jax.protocol.values import Version
 
 
@@ -58,14 +57,6 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
     )
     assert unheard > 0
     assert g.wait(10 * PATIENCE_S) == []
-
-
-def test_a_version_that_was_adopted_meanwhile_is_taken_as_what_it_is() -> None:
-    g = Searching("a")
-    g.offer("a", 1, 1)
-    g.arrive("a", 0, 2)
-    opened = found(g.arrive("a", 1, 1))
-    assert versions(opened) == (Version(2, 2), Version(2, 1))
 
 
 def test_offers_are_awaited_from_the_first_one_on() -> None:
@@ -117,27 +108,6 @@ def test_a_connection_that_breaks_is_waited_for() -> None:
     assert isinstance(of(effects, Tell)[0].message, Welcome)
     assert asked(effects) == [("a", 0)], "the request may be lost"
     assert g.wait(CONFIG.lease_s * 0.2) == []
-
-
-def test_a_silent_holder_is_given_up_after_a_lease() -> None:
-    g = Searching()
-    g.offer("b", 1, 3)
-    g.offer("a", 2, 3)
-    g.arrive("b", 1, 3)
-    g.now += 0.6 * CONFIG.lease_s
-    g.hear("b")
-    assert g.hear("nobody") == []
-    awaited, ask = g.wait(0.4 * CONFIG.lease_s)
-    assert awaited == AwaitAnchor(fragment=0, island="b", incarnation=1, term=2)
-    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0, term=2))
-
-
-def test_whoever_is_silent_is_not_here() -> None:
-    g = Searching()
-    g.offer("a", 1, 1)
-    g.now += CONFIG.lease_s
-    assert asked(g.offer("b", 1, 1)) == []
-    assert asked(g.hear("a")) == [("a", 0), ("b", 1)]
 
 
 def test_all_who_offered_may_be_gone_at_the_deadline() -> None:
@@ -264,19 +234,6 @@ def test_the_state_of_the_new_term() -> None:
     assert state.tick % 3 == 0, "the first tick is fragment 0's"
     assert (state.progress_tokens, state.next_position) == (500, 77)
     assert (state.islands, state.phase) == ({}, "running")
-
-
-def test_who_lost_its_connection_is_not_asked_before_it_is_back() -> None:
-    g = Searching("abc")
-    g.offer("a", 2, 1)
-    g.offer("b", 1, 1)
-    g.lose("a")
-    assert asked(g.offer("c", 1, 1)) == [], "not all are here"
-    g.now += 0.9 * CONFIG.lease_s
-    for name in "bc":
-        g.hear(name)
-    g.offer("a", 2, 1)
-    assert ("a", 0) in asked(g.effects)
 
 
 def tell_refused(effects: Sequence[Effect]) -> list[tuple[str, str]]:

@@ -228,13 +228,6 @@ def test_reopened_steps_are_in_the_next_delta() -> None:
     assert d.totals("a").lost == {}
 
 
-def test_dropped_steps_are_lost_by_their_reason() -> None:
-    d = refused_take()
-    d.report("a", 3, answer(d, "dropped", 3))
-    assert d.account("a", 0).start == 2
-    assert d.totals("a").lost == {"non_finite": 20}
-
-
 def unfit(d: Driver, step: int) -> list[str]:
     """Return the alerts when a's delta up to this step is not finite and given up."""
     d.report("a", step)
@@ -253,19 +246,6 @@ def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
     assert f"{UNFIT_DELTAS} deltas of fragment 0" in text
     assert "'a'" in text
     assert "inner.learning_rate" in text
-
-
-def test_a_merge_ends_a_row_of_deltas_that_are_not_finite() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    steps = iter(range(2, 6 * UNFIT_DELTAS, 2))
-    for _ in range(UNFIT_DELTAS - 1):
-        assert unfit(d, next(steps)) == []
-    step = next(steps)
-    d.report("a", step)
-    d.take("a", 0, step)
-    d.computed(0)
-    said = [unfit(d, next(steps)) for _ in range(UNFIT_DELTAS)]
-    assert [len(texts) for texts in said] == [0] * (UNFIT_DELTAS - 1) + [1]
 
 
 def test_bytes_that_prove_unfit_before_the_record() -> None:

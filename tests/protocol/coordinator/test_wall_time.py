@@ -220,18 +220,6 @@ def test_an_idle_liar_does_not_cut_the_others_share() -> None:
     assert min(found) == pytest.approx(1 / 2)
 
 
-def test_a_liar_that_comes_again_and_again_cuts_it_no_further_than_the_config() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, least_seconds=PLANNED)
-    d.join("a")
-    for steps in range(2, 22, 2):
-        d.hello("b", steps)
-        d.report("b", 0, step_seconds=LIE_S)
-        d.now += 2.0
-        d.report("a", steps)
-        assert only(d.take("a", 0, steps), Merge).share >= 1 / 3
-        d.computed(0)
-
-
 @pytest.mark.parametrize("how", ["compiles for a moment", "comes as another one"])
 def test_a_liar_that_hides_its_idle_time_cuts_it_no_further(how: str) -> None:
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
