@@ -387,7 +387,7 @@ class _Turn(Stepping[Search]):
                 continue
             holders = self._holders(fragment)
             if not holders:
-                self._give_up(self._nobody_left(fragment))
+                self._nobody_left(fragment)
                 return
             self._ask_one(fragment, holders)
         if len(self.state.got) == len(aim.lacking):
@@ -580,40 +580,40 @@ class _Turn(Stepping[Search]):
 
     # ---- the end -------------------------------------------------------------------
 
-    def _nobody_left(self, fragment: int) -> str:
+    def _nobody_left(self, fragment: int) -> None:
+        """Give up, since no island is left whose anchor of a fragment may count."""
         state = self.state
         if state.aim.first:
             (giver,) = state.aim.names
-            return (
+            self._give_up(
                 f"fragment {fragment} of the run's first parameters did not come from "
                 f"island {giver!r} within {self._patience_s:g} s (placement."
                 f"compile_budget_s and outage_budget_s), or was not finite"
             )
-        text = f"fragment {fragment} did not come from any island that had it"
+            return
+        versions = {n: tuple(_version(state, n, fragment)) for n in state.members}
         refused = [
-            f"that of {name!r} at {tuple(_version(state, name, fragment))}: {why}"
+            f"that of {name!r} at {versions[name]}: {why}"
             for (name, of), why in state.failed.items()
-            if why and of == fragment and name in state.members
+            if why and of == fragment and name in versions
         ]
+        text = f"fragment {fragment} did not come from any island that had it"
         if refused:
             text = (
                 f"no anchor of fragment {fragment} counts; {listed(refused)}; start "
                 f"the coordinator again with --trust and the island whose values the "
                 f"run is to go on with"
             )
-        if state.aim.known is None:
-            return text
-        has = [
-            f"{name!r} has {tuple(_version(state, name, fragment))}"
-            for name in sorted(state.members)
-        ]
-        known = [tuple(version) for version in sorted(state.aim.known[fragment])]
-        return (
-            f"{text}, at a version after which the log knows all merges ({known[0]} to "
-            f"{known[-1]}): {listed(has)}; bring its disk back, or start the "
-            f"coordinator on an empty --workdir: it gathers all fragments, and begins "
-            f"new books"
-        )
+        if state.aim.known is not None:
+            has = [f"{name!r} has {version}" for name, version in versions.items()]
+            known = [tuple(version) for version in sorted(state.aim.known[fragment])]
+            text = (
+                f"{text}, at a version after which the log knows all merges "
+                f"({known[0]} to {known[-1]}): {listed(sorted(has))}; bring its disk "
+                f"back, or start the coordinator on an empty --workdir: it gathers all "
+                f"fragments, and begins new books"
+            )
+        self._give_up(text, torn=bool(refused))
 
     def _end(self) -> None:
         """End the search, with all anchors."""

@@ -70,7 +70,7 @@ class Postpone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
-    """End the process with this reason: there will be no new term. torn: two islands
+    """End the process with this reason: there will be no new term. torn: islands
     differ, and a person has to say who is believed."""
 
     message: str
