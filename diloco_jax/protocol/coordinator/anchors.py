@@ -597,22 +597,30 @@ class _Turn(Stepping[Search]):
             for (name, of), why in state.failed.items()
             if why and of == fragment and name in versions
         ]
-        text = f"fragment {fragment} did not come from any island that had it"
+        text, remedies = "did not come from any island that had it", list[str]()
         if refused:
-            text = (
-                f"no anchor of fragment {fragment} counts; {listed(refused)}; start "
-                f"the coordinator again with --trust and the island whose values the "
-                f"run is to go on with"
+            text = f"has no anchor that counts ({listed(refused)})"
+            remedies.append(
+                "start the coordinator again with --trust and the island whose values "
+                "the run is to go on with"
             )
         if state.aim.known is not None:
-            has = [f"{name!r} has {version}" for name, version in versions.items()]
-            known = [tuple(version) for version in sorted(state.aim.known[fragment])]
-            text = (
-                f"{text}, at a version after which the log knows all merges "
-                f"({known[0]} to {known[-1]}): {listed(sorted(has))}; bring its disk "
-                f"back, or start the coordinator on an empty --workdir: it gathers all "
-                f"fragments, and begins new books"
+            has = sorted(
+                f"{name!r} has {version}" for name, version in versions.items()
             )
+            known = [tuple(version) for version in sorted(state.aim.known[fragment])]
+            text += (
+                f", at a version after which the log knows all merges ({known[0]} to "
+                f"{known[-1]}): {listed(has)}"
+            )
+            remedies.append("bring its disk back")
+            remedies.append(
+                "start the coordinator on an empty --workdir: it gathers all "
+                "fragments, and begins new books"
+            )
+        text = f"fragment {fragment} {text}"
+        if remedies:
+            text = f"{text}; {', or '.join(remedies)}"
         self._give_up(text, torn=bool(refused))
 
     def _end(self) -> None:

@@ -185,7 +185,7 @@ def test_where_three_islands_are_of_three_terms_a_person_has_to_say() -> None:
         effects = g.arrive(name, 0, 5 + term, term=term)
     (end,) = of(effects, GiveUp)
     assert end.torn
-    assert "no anchor of fragment 0 counts" in end.message
+    assert "fragment 0 has no anchor that counts" in end.message
     assert "'b' at (2, 7): it is not confirmed by 'a'; 'c'" in end.message
     assert "again with --trust and the island whose values" in end.message
 
