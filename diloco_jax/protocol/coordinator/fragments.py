@@ -208,23 +208,17 @@ def computed(
     """Book the finished merge. Return the fragment and the verdicts by island."""
     solo = len({c.island for c in fragment.merging}) == 1 and len(live) > 1
     seconds = averaged(fragment.merge_seconds, turn.now - fragment.closed_at)
-    verdicts: Verdicts = {}
-    merged_tokens = ledger.merged_into(fragment)
-    for contribution in fragment.merging:
-        fragment = ledger.book(fragment, contribution, merged_tokens)
-        account = fragment.accounts[contribution.island]
-        if account.incarnation == contribution.incarnation:
-            verdicts[contribution.island] = (contribution.tick, "merged", "")
+    verdicts: Verdicts = {
+        c.island: (c.tick, "merged", "")
+        for c in fragment.merging
+        if fragment.accounts[c.island].incarnation == c.incarnation
+    }
     merged = set(verdicts)
-    version = fragment.version.next()
+    fragment = ledger.merge(fragment, fragment.merging, fragment.version.next())
     fragment = replace(
         fragment,
-        version=version,
-        newest=ledger.newest(fragment, version, fragment.merging),
         phase=FRAGMENT.move(fragment.phase, "commit"),
-        merging=(),
         asked=(),
-        merges=fragment.merges + 1,
         solo_merges=fragment.solo_merges + 1 if solo else 0,
         unfit_deltas=0,
         merge_seconds=seconds,
@@ -270,13 +264,10 @@ def _extend(
 
 
 def _close(turn: Turn, fragment: Fragment, fleet: Fleet) -> Fragment:
-    contributions = list(fragment.left_behind)
-    for name, account in fragment.accounts.items():
-        take = account.take
-        if take is not None and take.ready:
-            contributions.append(takes.contribution(name, account, take))
+    ready = [takes.ready(fragment, name) for name in fragment.accounts]
+    deltas = [*fragment.left_behind, *(delta for delta in ready if delta is not None)]
     # The order of the sum is fixed, whatever the order of arrival.
-    merging = tuple(sorted(contributions, key=lambda c: (c.island, c.incarnation)))
+    merging = tuple(sorted(deltas, key=lambda c: (c.island, c.incarnation)))
     share = 1.0
     if turn.config.partial_merges == "scaled" and not fragment.final:
         share = _share(fragment, merging, fleet)

@@ -8,7 +8,7 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -69,6 +69,28 @@ def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragmen
         **settled,
     )
     return with_account(fragment, contribution.island, account)
+
+
+def merge(
+    fragment: Fragment, merged: Sequence[Contribution], version: Version
+) -> Fragment:
+    """Return the fragment at the version into which these deltas are merged; recovery
+    applies it too."""
+    before = merged_into(fragment)
+    for c in merged:
+        account = fragment.accounts[c.island]
+        if account.incarnation == c.incarnation:
+            # Booked already, but for a record that is read again after a crash.
+            account = account.lose(c.start - account.start, "overwritten")
+            fragment = with_account(fragment, c.island, account)
+        fragment = book(fragment, c, before)
+    return replace(
+        fragment,
+        version=version,
+        newest=newest(fragment, version, merged),
+        merging=(),
+        merges=fragment.merges + 1,
+    )
 
 
 def newest(

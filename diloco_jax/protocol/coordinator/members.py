@@ -482,6 +482,17 @@ def ended(
     return with_island(state, replace(island, status=status, fruitless=fruitless))
 
 
+def island_of(record: records.Joined) -> Island:
+    """Return an incarnation as it joins."""
+    return Island(
+        name=record.island,
+        incarnation=record.incarnation,
+        session=record.session,
+        tokens_per_step=record.tokens_per_step,
+        sequences_per_step=record.sequences_per_step,
+    )
+
+
 def joined(state: State, island: Island, carried: records.Carrying | None) -> State:
     """Return the state with a new incarnation; recovery applies it too. carried: what
     it brings from an earlier term, whose progress includes some of its steps."""
@@ -515,44 +526,37 @@ def joined(state: State, island: Island, carried: records.Carrying | None) -> St
 def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
     """Let an incarnation in. fenced: the one before, which is to hear that it ended."""
     config, before = turn.config, turn.state.islands.get(event.island)
-    island = Island(
-        name=event.island,
+    carrying, carried = is_carrying(turn.state, event), None
+    if carrying:
+        counted = claims.counted_tokens(config, event, known=before is not None)
+        carried = records.Carrying(
+            steps=event.steps,
+            sequences_granted=event.sequences_granted,
+            counted_tokens=counted,
+        )
+    record = records.Joined(
+        island=event.island,
         incarnation=event.incarnation,
         session=event.session,
         tokens_per_step=event.tokens_per_step,
         sequences_per_step=event.sequences_per_step,
+        carried=carried,
+    )
+    island = island_of(record)
+    island = replace(
+        island,
         step_seconds=claims.believed_step_s(config, event),
         lead=event.lead,
         phase=event.phase,
+        wall_time=claims.joining(config, island, before, turn.now, carrying=carrying),
+        steps_at_tick=event.steps if carrying else 0,
+        records_through=event.records_through if carrying else 0,
     )
-    carrying, carried = is_carrying(turn.state, event), None
-    wall_time = claims.joining(config, island, before, turn.now, carrying=carrying)
-    island = replace(island, wall_time=wall_time)
-    if carrying:
-        carried = records.Carrying(
-            steps=event.steps,
-            sequences_granted=event.sequences_granted,
-            counted_tokens=claims.counted_tokens(
-                config, event, known=before is not None
-            ),
-        )
-        island = replace(
-            island, steps_at_tick=event.steps, records_through=event.records_through
-        )
     if turn.state.returning:
         schedule.reunite(turn)
     turn.state = joined(turn.state, island, carried)
     alive(turn, turn.state.islands[event.island])
-    turn.persist(
-        records.Joined(
-            island=event.island,
-            incarnation=event.incarnation,
-            session=event.session,
-            tokens_per_step=event.tokens_per_step,
-            sequences_per_step=event.sequences_per_step,
-            carried=carried,
-        )
-    )
+    turn.persist(record)
     # Holders take nothing more of the one before once it hears of its end.
     deltas = tuple(
         DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)

@@ -96,14 +96,9 @@ def _refuse_quarantined(turn: Turn, fragment: Fragment, name: str) -> Fragment:
 def _ready(fragment: Fragment, name: str) -> Iterator[Contribution]:
     """Yield the island's deltas that can be merged: its own, and one that an earlier
     incarnation left behind."""
-    account = fragment.accounts[name]
-    take = account.take
-    if (
-        take is not None
-        and take.ready
-        and not takes.is_merging(fragment, name, take.tick)
-    ):
-        yield takes.contribution(name, account, take)
+    delta = takes.ready(fragment, name)
+    if delta is not None and not takes.is_merging(fragment, name, delta.tick):
+        yield delta
     yield from (old for old in fragment.left_behind if old.island == name)
 
 
@@ -162,11 +157,8 @@ class Usual:
 
     def _of_take(self, name: str) -> list[_Length]:
         """Return the length of the island's delta that is ready, if it is known."""
-        account = self._fragment.accounts[name]
-        take = account.take
-        if take is None or not take.ready:
-            return []
-        return _length(takes.contribution(name, account, take))
+        delta = takes.ready(self._fragment, name)
+        return [] if delta is None else _length(delta)
 
     def _of_last(self, name: str) -> list[_Length]:
         """Return the length of the island's last merged delta, if it is known."""

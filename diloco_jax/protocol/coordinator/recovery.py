@@ -18,14 +18,13 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     terms,
 )
-from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY, Island
+from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY
 from diloco_jax.protocol.coordinator.state import (
     FRAGMENT,
     ISLAND,
     RUN,
     PolicyConfig,
     State,
-    with_account,
     with_fragment,
     with_island,
 )
@@ -110,15 +109,8 @@ def recover(
 
 def _replayed(state: State, record: Durable) -> State:
     match record:
-        case Joined(carried=carried):
-            island = Island(
-                name=record.island,
-                incarnation=record.incarnation,
-                session=record.session,
-                tokens_per_step=record.tokens_per_step,
-                sequences_per_step=record.sequences_per_step,
-            )
-            return members.joined(state, island, carried)
+        case Joined():
+            return members.joined(state, members.island_of(record), record.carried)
         case Carried():
             fragment = state.fragments[record.fragment]
             fragment = ledger.carry(fragment, record.island, record.steps)
@@ -150,7 +142,14 @@ def _replayed(state: State, record: Durable) -> State:
             admitted = isinstance(record, Admitted)
             return members.with_admitted(state, record.island, admitted=admitted)
         case Merged():
-            return _replayed_merge(state, record)
+            fragment = state.fragments[record.fragment]
+            fragment = ledger.merge(fragment, record.contributions, record.version)
+            fragment = replace(
+                fragment, tick=record.tick, phase="idle", final=record.final
+            )
+            state = replace(state, tick=max(state.tick, record.tick))
+            state = with_fragment(state, fragment)
+            return leases.contributed(state, record.contributions)
         case TermBegun():
             return terms.fragment_begun(state, record)
         case Ticks(through=through):
@@ -164,28 +163,3 @@ def _replayed(state: State, record: Durable) -> State:
             return replace(state, phase=RUN.move(state.phase, "finish"))
         case Extended():
             return ending.extended(state)
-
-
-def _replayed_merge(state: State, record: Merged) -> State:
-    fragment = state.fragments[record.fragment]
-    merged = ledger.merged_into(fragment)
-    for contribution in record.contributions:
-        name = contribution.island
-        account = fragment.accounts[name]
-        if account.incarnation == contribution.incarnation:
-            gap = contribution.start - account.start
-            account = account.lose(gap, "overwritten")
-            fragment = with_account(fragment, name, account)
-        fragment = ledger.book(fragment, contribution, merged)
-    fragment = replace(
-        fragment,
-        version=record.version,
-        newest=ledger.newest(fragment, record.version, record.contributions),
-        tick=record.tick,
-        phase="idle",
-        merging=(),
-        merges=fragment.merges + 1,
-        final=record.final,
-    )
-    state = replace(state, tick=max(state.tick, record.tick))
-    return leases.contributed(with_fragment(state, fragment), record.contributions)

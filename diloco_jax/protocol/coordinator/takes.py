@@ -192,16 +192,15 @@ def gave_up(
 def leave_behind(fragment: Fragment, name: str) -> Fragment:
     """Keep a leaving island's ready delta for the next merge, unless a delta of an
     earlier incarnation is already kept for it."""
-    account = fragment.accounts[name]
-    take = account.take
-    if take is None or not take.ready or fragment.phase == "done":
+    kept = ready(fragment, name)
+    if kept is None or fragment.phase == "done":
         return fragment
-    if is_merging(fragment, name, take.tick):
+    if is_merging(fragment, name, kept.tick):
         return fragment
-    if any(kept.island == name for kept in fragment.left_behind):
+    if any(other.island == name for other in fragment.left_behind):
         return fragment
-    kept = contribution(name, account, take)
-    fragment = with_account(fragment, name, replace(account, take=None))
+    account = replace(fragment.accounts[name], take=None)
+    fragment = with_account(fragment, name, account)
     return replace(fragment, left_behind=(*fragment.left_behind, kept))
 
 
@@ -231,9 +230,12 @@ def refuse_left_behind(
     return replace(fragment, left_behind=kept)
 
 
-def contribution(name: str, account: Account, take: Take) -> Contribution:
-    """Return a ready take as a merge's contribution."""
-    assert take.end is not None
+def ready(fragment: Fragment, name: str) -> Contribution | None:
+    """Return an island's take as a merge's contribution; None if it is not ready."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or take.end is None or not take.ready:
+        return None
     return Contribution(
         island=name,
         incarnation=account.incarnation,
