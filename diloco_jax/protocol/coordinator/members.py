@@ -63,81 +63,78 @@ from diloco_jax.protocol.values import (
 
 def entry_refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
     """Return the reason to refuse an island; None if it may join."""
-    code = message = ""
-    known = state.islands.get(event.island)
+    if (refused := _refusal(config, state, event)) is None:
+        return None
+    code, message = refused
+    return Refused(code=code, message=message)
+
+
+def _refusal(
+    config: PolicyConfig, state: State, event: Hello
+) -> tuple[str, str] | None:
+    name, term, next_one = event.island, state.term, event.incarnation + 1
+    known = state.islands.get(name)
     resumes = known is not None and known.incarnation == event.incarnation
-    term = state.term
     if event.run_id not in ("", config.run_id):
-        code = "run_id"
-        message = (
+        return "run_id", (
             f"this coordinator serves run {config.run_id}, the island belongs to run "
             f"{event.run_id}; check the coordinator's address, or start the island "
             f"again"
         )
-    elif event.term == term and event.term_name != state.term_name:
-        code = "other_term"
-        message = (
-            f"island {event.island!r} is in term {event.term} "
-            f"{event.term_name!r}, which another coordinator of this run has opened, "
-            f"and this one is in term {term} {state.term_name!r}: their values differ; "
-            f"start it again with incarnation {event.incarnation + 1}"
+    if event.term == term and event.term_name != state.term_name:
+        return "other_term", (
+            f"island {name!r} is in term {event.term} {event.term_name!r}, which "
+            f"another coordinator of this run has opened, and this one is in term "
+            f"{term} {state.term_name!r}: their values differ; start it again with "
+            f"incarnation {next_one}"
         )
-    elif event.fingerprint != config.fingerprint:
-        code = "config"
-        message = (
+    if event.fingerprint != config.fingerprint:
+        return "config", (
             f"the run's config has fingerprint {config.fingerprint}, the island's "
             f"{event.fingerprint}; start it with the run's config.json"
         )
-    elif message := unknown(config, event.island, state.admitted):
-        code = "unknown_island"
-    elif message := _other_batch(config, event) or _other_lead(config, event):
-        code = "config"
-    elif known is not None and event.incarnation < known.incarnation:
-        code = "fenced"
-        message = (
-            f"island {event.island!r} is incarnation {known.incarnation} now, this "
-            f"is {event.incarnation}; stop this process. If none of yours is "
+    if message := unknown(config, name, state.admitted):
+        return "unknown_island", message
+    if message := _other_batch(config, event) or _other_lead(config, event):
+        return "config", message
+    if known is not None and event.incarnation < known.incarnation:
+        return "fenced", (
+            f"island {name!r} is incarnation {known.incarnation} now, this is "
+            f"{event.incarnation}; stop this process. If none of yours is "
             f"{known.incarnation}, its key is stolen: revoke that, and start this one "
             f"with a new key and --incarnation {known.incarnation + 1}"
         )
-    elif state.phase == "done" or (
-        state.phase != "running" and not resumes and not is_carrying(state, event)
-    ):
-        code = "finished"
-        message = (
+    goes_on = resumes or is_carrying(state, event)
+    if state.phase == "done" or (state.phase != "running" and not goes_on):
+        return "finished", (
             f"the run is {state.phase}: it has its {config.total_tokens} tokens; for "
             f"more, start its coordinator with --resume and a higher total_tokens"
         )
-    elif known is not None and resumes:
+    if known is not None and resumes:
         if known.status == "gone":
-            code = "fenced"
-            message = (
-                f"incarnation {event.incarnation} of island {event.island!r} has "
-                f"ended; start it again with incarnation {event.incarnation + 1}"
+            return "fenced", (
+                f"incarnation {event.incarnation} of island {name!r} has ended; start "
+                f"it again with incarnation {next_one}"
             )
-        elif known.session != event.session:
-            code = "name_in_use"
-            message = (
-                f"the name {event.island!r} is in use by another process with the "
-                f"same incarnation {event.incarnation}; choose another name, or "
-                f"replace that process by starting incarnation {event.incarnation + 1}"
+        if known.session != event.session:
+            return "name_in_use", (
+                f"the name {name!r} is in use by another process with the same "
+                f"incarnation {event.incarnation}; choose another name, or replace "
+                f"that process by starting incarnation {next_one}"
             )
-    elif known is not None and (message := _fruitless(config, known)):
-        code = "no_progress"
-    elif event.term >= state.books:
-        code = "other_term"
-        message = (
-            f"incarnation {event.incarnation} of island {event.island!r} was let in by "
-            f"another coordinator of this run, in its term {event.term}, whose state "
-            f"is lost; this one, in term {term}, does not know it; start it again with "
-            f"incarnation {event.incarnation + 1}"
-        )
-    elif is_carrying(state, event) and (wrong := claims.wrong_carried(state, event)):
-        code = "claims"
-        message = wrong_claim(event.island, event.incarnation, wrong)
-    if not code:
         return None
-    return Refused(code=code, message=message)
+    if known is not None and (message := _fruitless(config, known)):
+        return "no_progress", message
+    if event.term >= state.books:
+        return "other_term", (
+            f"incarnation {event.incarnation} of island {name!r} was let in by another "
+            f"coordinator of this run, in its term {event.term}, whose state is lost; "
+            f"this one, in term {term}, does not know it; start it again with "
+            f"incarnation {next_one}"
+        )
+    if is_carrying(state, event) and (wrong := claims.wrong_carried(state, event)):
+        return "claims", wrong_claim(name, event.incarnation, wrong)
+    return None
 
 
 def unknown(config: PolicyConfig, name: str, also: tuple[str, ...] = ()) -> str:

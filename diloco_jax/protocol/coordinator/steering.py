@@ -39,11 +39,7 @@ def refusal(config: PolicyConfig, state: State, event: Steer) -> str:
                 f"with a config that has it neither in islands nor in placement.admit"
             )
         case "release":
-            island = state.islands.get(name)
-            if island is not None:
-                return ""
-            known = ", ".join(map(repr, state.islands)) or "none"
-            return f"no island {name!r} was ever in the run; there were {known}"
+            return "" if name in state.islands else _never_in(state, name)
 
 
 def lacks_room(config: PolicyConfig, also: tuple[str, ...]) -> str:
@@ -60,6 +56,11 @@ def lacks_room(config: PolicyConfig, also: tuple[str, ...]) -> str:
         f"start the coordinator again with at least that, or remove one of these "
         f"(`diloco admit NAME --remove`)"
     )
+
+
+def _never_in(state: State, name: str) -> str:
+    known = ", ".join(map(repr, state.islands)) or "none"
+    return f"no island {name!r} was ever in the run; there were {known}"
 
 
 def is_in(config: PolicyConfig, state: State, name: str) -> bool:
@@ -108,8 +109,7 @@ def trace_refusal(state: State, order: ProfileOrder) -> str:
     """Explain why this island cannot be asked; empty if it can."""
     island = state.islands.get(order.island)
     if island is None:
-        known = ", ".join(map(repr, state.islands)) or "none"
-        return f"no island {order.island!r} was ever in the run; there were {known}"
+        return _never_in(state, order.island)
     if island.status != "live":
         return (
             f"island {order.island!r} is {island.status}, and makes no steps; ask "
