@@ -2,7 +2,6 @@
 
 import pytest
 from kit import joined, make_config, of
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import decide
@@ -20,7 +19,6 @@ from diloco_jax.protocol.coordinator.state import (
     Fragment,
     Turn,
     initial,
-    restored,
 )
 from diloco_jax.protocol.values import Contribution, Version
 
@@ -268,19 +266,6 @@ def test_time_alone_tells(driver):
         found += told(driver.wait(at - driver.now))
     assert driver.now - began == LEASE_S
     assert len(found) == 1
-
-
-def test_a_restarted_coordinator_tells_of_those_that_do_not_return(driver):
-    driver.disconnect("c")
-    keep_alive(driver, LEASE_S, "a", "b")
-    kept = restored(to_builtins(driver.state))
-    driver.now = 7.0
-    driver.crash(kept, skip=len(driver.log))
-    driver.hello("a")
-    driver.hello("b")
-    assert keep_alive(driver, 0.75 * LEASE_S, "a", "b") == []
-    (text,) = keep_alive(driver, 0.5 * LEASE_S, "a", "b")
-    assert "island 'c' is absent" in text
 
 
 def test_nobody_is_missed_once_the_run_ends():

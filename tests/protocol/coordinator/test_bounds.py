@@ -239,15 +239,3 @@ def test_the_tokens_of_a_base_are_those_before_the_merges_since():
     assert (late.base_tokens, fresh.base_tokens) == (0, 80)
     d.crash()
     assert (d.account("c", 0).base_tokens, d.account("a", 0).base_tokens) == (0, 80)
-
-
-def test_the_rates_of_a_take_of_before_a_crash_come_with_the_hello():
-    d = patient("a", "b")
-    d.reports(a=4, b=4)
-    d.take("a", 0, 4, arrive=False, rate_sum=0.7)
-    held = replace(d.held("a", 0, 0, 4), rate_sum=0.7)
-    d.crash()
-    d.hello("a", steps=4, outstanding=(held,))
-    take = d.account("a", 0).take
-    assert take is not None
-    assert take.rate_sum == 0.7

@@ -88,20 +88,6 @@ def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
     assert d.state.keeping, "that was another one"
 
 
-def test_who_asks_while_one_is_kept_gets_that_one() -> None:
-    d = training()
-    d.feed(KeepAsked())
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 4)
-    d.report("a", 6)
-    assert cycles.present(d.config, d.state) == 2
-    before = d.state
-    assert d.feed(KeepAsked()) == []
-    assert d.state == before
-    assert (d.state.kept_cycle, d.state.unkept) == (1, (1,))
-
-
 def test_no_cycle_begins_once_the_run_has_stopped() -> None:
     """The flush gives a fragment a tick after its turn of the cycle that is present."""
     d = training(total_tokens=30, export_every=1)
@@ -365,19 +351,6 @@ def test_a_crash_of_the_coordinator_gives_the_turn_up() -> None:
     before = d.state
     d.crash(before)
     assert d.state.unwatched == ()
-
-
-def test_a_turn_is_given_in_the_step_in_which_its_cycle_begins() -> None:
-    d = Able(watch_every=1)
-    d.join("a")
-    given = []
-    for step in range(2, 13, 2):
-        d.report("a", step)
-        given.append(d.state.watched_cycle)
-        d.merge((step // 2 - 1) % 2, a=step)
-        assert d.state.watched_cycle == given[-1], "no merge gives one"
-    assert given == sorted(given)
-    assert given[-1] > given[0]
 
 
 def test_no_turn_begins_once_the_run_has_stopped() -> None:

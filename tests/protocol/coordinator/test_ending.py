@@ -223,20 +223,6 @@ def test_the_flush_merges_a_fragment_once() -> None:
     assert persisted(d.computed(0), "finished")
 
 
-def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:
-    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
-    d.reports(b=1, a=4)
-    d.take("b", 0, 1, arrive=False)
-    d.merge(0, a=4)
-    d.report("a", 7)
-    stop(d, "a")
-    assert asked(stop(d, "b")) == {0: ["a"]}
-    assert of(d.arrive("b", 0), Merge) == []
-    merge = only(d.take("a", 0, 7), Merge)
-    assert (merge.final, whose(merge)) == (True, [("a", 4, 7), ("b", 0, 1)])
-    assert persisted(d.computed(0), "finished")
-
-
 def test_who_has_not_answered_a_refusal_keeps_nobody_waiting() -> None:
     d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=110)
     d.reports(b=1, a=4)
@@ -273,14 +259,6 @@ def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
     assert (merge.final, whose(merge)) == (True, [("a", 0, 4)])
     d.computed(0)
     assert persisted(d.wait(d.config.flush_s), "finished")
-
-
-def test_at_the_deadline_what_is_pending_is_merged() -> None:
-    d = pending(quorum=1)
-    d.arrive("b", 0)
-    merge = only(d.wait(d.config.flush_s), Merge)
-    assert (merge.final, whose(merge)) == (True, [("b", 0, 1)])
-    assert persisted(d.computed(0), "finished")
 
 
 def test_a_take_refused_in_the_flush_is_taken_once_more() -> None:
@@ -486,15 +464,3 @@ def test_an_island_that_hangs_keeps_no_fragment_from_the_others() -> None:
             assert opened(d) == list(range(index + 1))
             d.wait(0.001)
     assert [m.fragment for m in of(d.wait(d.config.flush_s), Merge)] == [0, 1, 2, 3]
-
-
-def test_no_more_is_opened_while_deltas_come() -> None:
-    d = crowded(2, fragments=8)
-    for index in (0, 1):
-        d.wait(5)
-        d.take("a", index, 10)
-    assert opened(d) == [0, 1]
-    d.wait(6.25)
-    assert opened(d) == [0, 1, 2]
-    d.wait(1)
-    assert opened(d) == [0, 1, 2], "each of them has its time"

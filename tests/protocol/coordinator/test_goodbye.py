@@ -194,20 +194,6 @@ def test_the_flush_merges_what_was_left_behind_and_waits_for_nobody() -> None:
     assert d.totals("a").merged == 15
 
 
-def test_at_the_deadline_the_flush_merges_what_was_left_behind_alone() -> None:
-    d = joined("a", "b", "c", fragment_sizes=(4,), quorum=3, total_tokens=160)
-    d.reports(a=4, b=4, c=4)
-    d.take("a", 0, 4)
-    d.report("b", 8)
-    for name in "abc":
-        d.report(name, phase="stopped")
-    assert d.state.phase == "flushing"
-    assert of(d.goodbye("a", "preempted"), Merge) == [], "b and c may answer"
-    assert whose(d.wait(d.config.flush_s)) == [("a", 1, 0, 4)]
-    assert persisted(d.computed(0), "finished")
-    assert d.totals("b").lost == {"finished": 80}
-
-
 def test_nothing_is_left_behind_for_a_fragment_whose_flush_is_over() -> None:
     d = joined("a", "b", fragment_sizes=(4, 4), steps_per_cycle=10**6, total_tokens=80)
     d.reports(a=4, b=4)

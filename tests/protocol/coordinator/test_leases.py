@@ -130,19 +130,6 @@ def test_no_step_time_gives_a_lease_without_bound(step_seconds) -> None:
     assert first == Span(0, 2 * 300_001 * 2), "as of steps of 0.1 ms"
 
 
-def test_steps_that_every_merge_lacks_come_again_though_later_ones_are_merged() -> None:
-    d = joined("a", fragment_sizes=(4,), quorum=1)
-    d.report("a", 4)
-    d.merge(0, a=4)
-    d.report("a", 8)
-    d.take("a", 0, 8, start=6)  # Steps 4 and 5 were overwritten.
-    d.computed(0)
-    d.goodbye("a")
-    assert [*d.state.free_spans[0]] == [4, 6]
-    assert d.state.free_spans[1].start == 8
-    assert d.state.departed == ()
-
-
 def test_a_grant_is_made_of_as_many_free_spans_as_it_takes() -> None:
     d = Driver(outage_budget_s=30.0)
     free = (Span(0, 10), Span(100, 140), Span(500, 600))

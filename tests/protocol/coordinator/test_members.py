@@ -285,15 +285,6 @@ def test_a_merge_that_was_not_heard_of_is_told_with_the_next_request(
     assert ask.tick == d.tick_of("a", 0) > held.tick
 
 
-def test_a_refusal_that_was_not_heard_of_is_told_again(asked_a: Driver) -> None:
-    d = asked_a
-    held = d.held("a", 0, 0, 2)
-    d.take("a", 0, 2, arrive=False)
-    d.arrive("a", 0, refusal="non_finite")
-    verdict = only(back(d, held), TakeVerdict)
-    assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
-
-
 def test_a_refusal_is_told_again_with_its_reason_after_it_was_answered(
     asked_a: Driver,
 ) -> None:

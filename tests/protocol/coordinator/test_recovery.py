@@ -206,20 +206,6 @@ def test_fencing_survives_a_crash() -> None:
     assert only(d.hello("b", 1), Refused).code == "fenced"
 
 
-def test_a_merge_that_was_not_durable_is_done_again() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    held = d.held("a", 0, 0, 2)
-    d.take("a", 0, 2)
-    assert d.fragment(0).phase == "merging"
-    d.crash()
-    d.hello("a", steps=2, phase="training", outstanding=(held,))
-    d.arrive("a", 0, held.tick)
-    merge = only(d.report("a", 4), Merge)
-    assert merge.version == Version(1, 1)
-    assert [(c.start, c.end) for c in merge.contributions] == [(0, 2)]
-
-
 def ending(phase: str) -> Driver:
     """A run in a phase of its end; a has done all its steps, nothing is merged."""
     d = joined("a", fragment_sizes=(4, 4), steps_per_cycle=10**6, total_tokens=100)

@@ -231,16 +231,6 @@ def test_a_take_is_put_off_by_a_cycle_of_its_islands_steps_at_most(
     assert max(put_off(d.effects)) == 4
 
 
-def test_a_claim_of_which_nothing_is_known_yet_puts_off_by_a_cycle_at_most() -> None:
-    d = Driver(quorum=2)
-    d.hello("a")
-    d.hello("b", lead=2)
-    for steps in (0, 2):
-        d.report("a", steps, step_seconds=5e-324)
-        d.report("b", steps, step_seconds=1e9)
-    assert put_off(d.effects) == [4]
-
-
 @pytest.mark.parametrize("ends", ["goodbye", "disconnect", "falls silent", "compiles"])
 def test_takes_that_were_put_off_are_asked_for_again_once_their_cause_is_gone(
     ends: str,
@@ -364,14 +354,3 @@ def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
         assert len(ticks) == len(set(ticks))
     fragments = [e.fragment for e in of(d.effects, TakeRequest)]
     assert fragments == [0, 0, 0], "the cycle goes on at the last tick that is durable"
-
-
-def test_who_has_compiled_begins_without_the_ticks_that_passed() -> None:
-    d = joined("a", "b", "c", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.hello("b", 2)
-    d.report("a", 2)
-    assert asked(d.report("c", 2)) == {0: ["a", "c"]}
-    d.merge(0, a=2, c=2)
-    d.goodbye("c")
-    d.reports(b=0, a=4)
-    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
