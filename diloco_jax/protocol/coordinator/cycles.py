@@ -92,13 +92,6 @@ def _sure(
     return sure, tuple(index for index in waiting if index not in at_it)
 
 
-def forgotten(state: State) -> State:
-    """Return the state after a crash: an unfinished cycle is kept no further, and no
-    island watches one.
-    """
-    return replace(state, keeping=False, unkept=(), unwatched=())
-
-
 def is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) -> bool:
     """Tell whether no merge of the cycle can follow the fragment's version."""
     turn = (cycle - 1) * config.fragments + fragment.index + 1

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from diloco_jax.protocol import values
 from diloco_jax.protocol.coordinator import (
     claims,
-    cycles,
     ending,
     leases,
     ledger,
@@ -95,8 +94,16 @@ def recover(
     for fragment in state.fragments:
         fragment = ledger.lose_missing(state, fragment, "coordinator")
         state = with_fragment(state, fragment)
-    state = cycles.forgotten(replace(state, reunion_until=now))
-    state = replace(state, absences=NOBODY, ahead=())
+    state = replace(
+        state,
+        reunion_until=now,
+        # An unfinished cycle is kept no further, and no island watches one.
+        keeping=False,
+        unkept=(),
+        unwatched=(),
+        absences=NOBODY,
+        ahead=(),
+    )
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
         state = replace(

@@ -92,12 +92,6 @@ def after_crash(config: PolicyConfig, state: State) -> State:
     return replace(state, tick=state.tick + cycles * config.fragments)
 
 
-def begin_term(config: PolicyConfig, state: State, term: int) -> State:
-    """Return the state before the first tick of a term."""
-    tick = ticks_before(config, term)
-    return replace(state, tick=tick, ticks_reserved=tick)
-
-
 def ticks_before(config: PolicyConfig, term: int) -> int:
     """Return the highest possible tick number of earlier terms, in whole cycles."""
     cycles = -(-(term - 1) * TICKS_PER_TERM // config.fragments)

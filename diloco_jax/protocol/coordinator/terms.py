@@ -48,11 +48,13 @@ def first_state(config: PolicyConfig, found: FoundTerm) -> State:
         fragment = state.fragments[anchor.fragment]
         begun = replace(fragment, version=anchor.version, newest=newest)
         state = with_fragment(state, begun)
-    state = schedule.begin_term(config, state, found.term)
+    tick = schedule.ticks_before(config, found.term)
     let_in = [n for n in found.offered if not members.unknown(config, n)]
     return replace(
         state,
         returning=tuple(let_in),
+        tick=tick,
+        ticks_reserved=tick,
         term=found.term,
         term_name=found.name,
         books=found.term,
