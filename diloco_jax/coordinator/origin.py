@@ -254,6 +254,7 @@ def _aim_of_lost(aim: Aim, recovered: FromLog, lost: Sequence[int], tape: Path) 
         aim,
         lacking=tuple(lost),
         term=state.term + 1,
+        last_name=state.term_name,
         known={
             fragment: terms.versions_known(state.fragments[fragment], of_fragment)
             for fragment, of_fragment in digests.items()

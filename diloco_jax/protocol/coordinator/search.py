@@ -117,6 +117,8 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
     known: Mapping[int, Mapping[Version, str]] | None = None
     """By lost fragment, the versions after which the log knows all merges, with the
     digests of their anchors, empty where it has none. None: there is no log."""
+    last_name: str | None = None
+    """The random name of the log's last term; None: there is no log."""
     trusted: str = ""
     """The island that a person believes."""
     secret: str = ""
@@ -341,6 +343,17 @@ def misfit(config: PolicyConfig, state: Search, event: Offered) -> Refused | Non
         why = (
             f"island {offer.island!r} is in term {offer.term}, and this coordinator's "
             f"log ends in term {state.aim.term - 1}: its state is an old one"
+        )
+    elif (
+        state.aim.last_name is not None
+        and offer.term == state.aim.term - 1
+        and offer.term_name != state.aim.last_name
+    ):
+        code = "other_term"
+        why = (
+            f"island {offer.island!r} is in term {offer.term} {offer.term_name!r}, and "
+            f"this coordinator's log in term {offer.term} {state.aim.last_name!r}: "
+            f"another coordinator of this run opened that one, with other values"
         )
     return Refused(code=code, message=why) if code else None
 

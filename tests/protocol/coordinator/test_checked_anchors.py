@@ -279,13 +279,13 @@ def test_who_claims_an_anchor_says_not_how_long_changes_are() -> None:
 KNOWN = {0: {Version(1, 4): "", Version(1, 5): "digest of 5", Version(1, 6): ""}}
 
 
-def lost(*numbers: int) -> Searching:
+def lost(*numbers: int, **aim: Any) -> Searching:
     """Fragment 0 is lost at version (1, 6), in term 1 of the run."""
-    names = "abcd"[: len(numbers)]
-    g = Searching(names, run_id="run-1", term=2, known=KNOWN)
+    names = "abcd"[: len(numbers)] or "a"
+    g = Searching(names, run_id="run-1", term=2, known=KNOWN, **aim)
     g.aim = replace(g.aim, lacking=(0,))
     g.state = anchors.begin(g.config, g.aim, g.now)
-    for name, number in zip(names, numbers, strict=True):
+    for name, number in zip(names, numbers, strict=False):
         g.offer(name, number, 9)
     return g
 
@@ -313,9 +313,19 @@ def test_only_versions_after_which_the_log_knows_all_merges_are_gathered() -> No
     assert "on an empty --workdir" in end.message
 
 
+def test_an_island_of_this_term_of_another_coordinator_has_other_values() -> None:
+    g = lost(last_name="n")
+    effects = g.offer("a", 6, 9, term_name="other")
+    assert "in term 1 'other', and this coordinator's log in term 1 'n'" in (
+        texts(effects)
+    )
+    assert not g.state.members
+    g.offer("a", 6, 9, term_name="n")
+    assert g.state.members
+
+
 def test_an_island_of_a_later_term_shows_that_this_state_is_an_old_one() -> None:
-    g = lost(6)
-    g = Searching("a", run_id="run-1", term=2, known=KNOWN)
+    g = lost()
     effects = g.offer("a", 6, 9, term=2)
     assert "log ends in term 1: its state is an old one" in texts(effects)
     assert not g.state.members
