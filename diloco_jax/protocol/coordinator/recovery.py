@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import values
+from diloco_jax.protocol import records, values
 from diloco_jax.protocol.coordinator import (
     claims,
     ending,
@@ -27,37 +27,20 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
     with_island,
 )
-from diloco_jax.protocol.records import (
-    Admitted,
-    Carried,
-    Durable,
-    Extended,
-    Finished,
-    Granted,
-    Joined,
-    Left,
-    Merged,
-    Quarantined,
-    Released,
-    Removed,
-    Stopping,
-    TermBegun,
-    Ticks,
-)
 from diloco_jax.protocol.values import Span
 
 
 def recover(
     config: PolicyConfig,
     snapshot: State,
-    records: Iterable[Durable],
+    log: Iterable[records.Durable],
     now: float,
 ) -> State:
-    """Rebuild the state after a crash from a snapshot and the durable records after it.
+    """Rebuild the state after a crash from a snapshot and the log's records after it.
     Every island is absent until it says hello. Requests and deltas in transit are
     forgotten, and return with the hellos."""
     state = snapshot
-    for record in records:
+    for record in log:
         state = _replayed(state, record)
     for fragment in state.fragments:
         fragment = replace(
@@ -114,15 +97,15 @@ def recover(
     return state
 
 
-def _replayed(state: State, record: Durable) -> State:
+def _replayed(state: State, record: records.Durable) -> State:
     match record:
-        case Joined():
+        case records.Joined():
             return members.joined(state, members.island_of(record), record.carried)
-        case Carried():
+        case records.Carried():
             fragment = state.fragments[record.fragment]
             fragment = ledger.carry(fragment, record.island, record.steps)
             return with_fragment(state, fragment)
-        case Granted():
+        case records.Granted():
             span = Span(record.start, record.stop)
             state = leases.granted_again(state, span)
             state = replace(
@@ -131,7 +114,7 @@ def _replayed(state: State, record: Durable) -> State:
                 free_spans=values.spans_without(state.free_spans, (span,)),
             )
             return leases.granted(state, record.island, span)
-        case Left():
+        case records.Left():
             island = state.islands[record.island]
             steps = max(island.steps, record.steps)
             state = with_island(state, replace(island, steps=steps))
@@ -142,13 +125,13 @@ def _replayed(state: State, record: Durable) -> State:
                 record.settled_steps_by_fragment,
                 record.in_merges,
             )
-        case Quarantined() | Released():
-            quarantined = isinstance(record, Quarantined)
+        case records.Quarantined() | records.Released():
+            quarantined = isinstance(record, records.Quarantined)
             return quarantine.moved(state, record.island, quarantined=quarantined)
-        case Admitted() | Removed():
-            admitted = isinstance(record, Admitted)
+        case records.Admitted() | records.Removed():
+            admitted = isinstance(record, records.Admitted)
             return members.with_admitted(state, record.island, admitted=admitted)
-        case Merged():
+        case records.Merged():
             fragment = state.fragments[record.fragment]
             fragment = ledger.merge(fragment, record.contributions, record.version)
             fragment = replace(
@@ -157,16 +140,16 @@ def _replayed(state: State, record: Durable) -> State:
             state = replace(state, tick=max(state.tick, record.tick))
             state = with_fragment(state, fragment)
             return leases.contributed(state, record.contributions)
-        case TermBegun():
+        case records.TermBegun():
             return terms.fragment_begun(state, record)
-        case Ticks(through=through):
+        case records.Ticks(through=through):
             return replace(state, ticks_reserved=through)
-        case Stopping(tokens=tokens):
+        case records.Stopping(tokens=tokens):
             phase = RUN.move(state.phase, "stop")
             return replace(state, phase=phase, progress_tokens=tokens)
-        case Finished():
+        case records.Finished():
             if state.phase == "stopping":
                 state = replace(state, phase=RUN.move(state.phase, "flush"))
             return replace(state, phase=RUN.move(state.phase, "finish"))
-        case Extended():
+        case records.Extended():
             return ending.extended(state)
