@@ -15,12 +15,13 @@ import math
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import records
+from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator import (
     alerts,
     claims,
     cycles,
     ending,
+    events,
     fragments,
     leases,
     ledger,
@@ -29,18 +30,6 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     steering,
     takes,
-)
-from diloco_jax.protocol.coordinator.events import (
-    Disconnected,
-    Effect,
-    Event,
-    KeepAsked,
-    MachineSlept,
-    RunExtended,
-    RunResumed,
-    Said,
-    SaidAhead,
-    Timer,
 )
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
@@ -52,21 +41,12 @@ from diloco_jax.protocol.coordinator.state import (
     Turn,
 )
 from diloco_jax.protocol.holding import CycleKept, DeltaArrived, MergePrepared
-from diloco_jax.protocol.messages import (
-    Goodbye,
-    Hello,
-    Progress,
-    Refused,
-    Report,
-    Steer,
-    Stop,
-)
 from diloco_jax.protocol.values import BEGINNING, Record
 
 
 def step(
-    config: PolicyConfig, state: State, event: Event, now: float
-) -> tuple[State, list[Effect]]:
+    config: PolicyConfig, state: State, event: events.Event, now: float
+) -> tuple[State, list[events.Effect]]:
     """Apply one event at time `now` (monotonic seconds)."""
     turn = Turn(config, state, now)
     ending.awake(turn)
@@ -82,26 +62,26 @@ def step(
     return turn.state, turn.effects
 
 
-def _handle(turn: Turn, event: Event) -> None:
+def _handle(turn: Turn, event: events.Event) -> None:
     match event:  # Most events are reports.
-        case Said(message=Report() as report):
+        case events.Said(message=messages.Report() as report):
             _report(turn, event, report)
-        case SaidAhead():
+        case events.SaidAhead():
             members.ahead(turn, event)
-        case Hello():
+        case messages.Hello():
             if members.hello(turn, event) and turn.state.phase != "running":
-                turn.tell(event.session, Stop())
-        case Said(message=Goodbye() as goodbye):
+                turn.tell(event.session, messages.Stop())
+        case events.Said(message=messages.Goodbye() as goodbye):
             members.goodbye(turn, event, goodbye)
-        case Disconnected():
+        case events.Disconnected():
             members.disconnected(turn, event)
-        case RunResumed():
+        case events.RunResumed():
             members.resumed(turn, event)
-        case RunExtended():
+        case events.RunExtended():
             ending.extend(turn)
-        case Steer():
+        case messages.Steer():
             steering.steer(turn, event)
-        case KeepAsked():
+        case events.KeepAsked():
             cycles.ask(turn)
         case CycleKept():
             cycles.kept(turn, event)
@@ -111,9 +91,9 @@ def _handle(turn: Turn, event: Event) -> None:
             fragments.prepared(turn, event)
             if turn.now < turn.state.deadline:
                 ending.wait(turn)  # Later steps of who is in it are yet to come.
-        case MachineSlept(seconds=seconds):
+        case events.MachineSlept(seconds=seconds):
             turn.state = claims.slept(turn.state, seconds)
-        case Timer():
+        case events.Timer():
             pass
 
 
@@ -133,14 +113,14 @@ def next_deadline(state: State, now: float) -> float | None:
     return None if soonest == math.inf else soonest
 
 
-def _report(turn: Turn, event: Said, report: Report) -> None:
+def _report(turn: Turn, event: events.Said, report: messages.Report) -> None:
     name, config = event.island, turn.config
     island = turn.state.islands.get(name)
     if turn.state.phase == "done":
         turn.ignore("run", turn.state.phase, "report")
         return
     if island is None or island.session != event.session or island.status == "gone":
-        fenced = Refused(
+        fenced = messages.Refused(
             code="fenced",
             message=f"island {name!r} is served by another session now; stop this "
             f"process",
@@ -171,7 +151,7 @@ def _report(turn: Turn, event: Said, report: Report) -> None:
     tokens = ledger.progress_tokens(config, turn.state)
     turn.set(progress_tokens=max(turn.state.progress_tokens, tokens))
     ending.island_stopped(turn, name)
-    progress = Progress(
+    progress = messages.Progress(
         tokens=turn.state.progress_tokens,
         own_tokens=island.steps * island.tokens_per_step,
         records_through=through,
