@@ -182,6 +182,8 @@ def _vote(state: Search, anchor: AnchorKept, event: AnchorCompared) -> Vote:
 
 
 class _Turn(Stepping[Search]):
+    """One step of a search."""
+
     # ---- offers ------------------------------------------------------------------
 
     def offered(self, event: Offered) -> None:
