@@ -37,7 +37,7 @@ from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_account, with_fragment
 from diloco_jax.protocol.holding import MergePrepared
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.messages import Progress
+from diloco_jax.protocol.messages import Granted, Progress
 from diloco_jax.protocol.records import Left, Merged, Removed
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.disk import Disk
@@ -215,7 +215,7 @@ def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaves_a_gap(effect: Any, called: Any) -> Any:
-    if not isinstance(effect, Tell):
+    if not (isinstance(effect, Tell) and isinstance(effect.message, Granted)):
         return effect
     message = replace(effect.message, offset=effect.message.offset + 1)
     return replace(effect, message=message)
