@@ -30,7 +30,6 @@ from diloco_jax.coordinator.workers.led import LedWorker, Shown
 from diloco_jax.core.fragments import FragmentPlan, digest_all, digest_arrays
 from diloco_jax.files import is_bucket, write_json
 from diloco_jax.machine import give_memory_back
-from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
     AllSaved,
     AnchorKept,
@@ -48,6 +47,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     SaveAll,
     ToHolder,
+    deal,
     next_start,
 )
 from diloco_jax.protocol.messages import (
