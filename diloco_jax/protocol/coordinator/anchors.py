@@ -59,7 +59,7 @@ from diloco_jax.protocol.coordinator.search import (
     runs_apart,
     too_high,
 )
-from diloco_jax.protocol.coordinator.state import PolicyConfig, Stepping
+from diloco_jax.protocol.coordinator.state import OneStep, PolicyConfig
 from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.messages import (
@@ -181,7 +181,7 @@ def _vote(state: Search, anchor: AnchorKept, event: AnchorCompared) -> Vote:
     return "agrees" if event.apart <= limit else "apart"
 
 
-class _Turn(Stepping[Search]):
+class _Turn(OneStep[Search]):
     """One step of a search."""
 
     # ---- offers ------------------------------------------------------------------

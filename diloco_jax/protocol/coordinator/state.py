@@ -484,7 +484,7 @@ def take_state(take: Take | None) -> TakeState:
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Stepping(Generic[T]):
+class OneStep(Generic[T]):
     """One step under way: the state so far, and the effects in their order."""
 
     def __init__(self, config: PolicyConfig, state: T, now: float) -> None:
@@ -504,7 +504,7 @@ class Stepping(Generic[T]):
         self.effects.append(Alert(text=text, island=island))
 
 
-class Turn(Stepping[State]):
+class Turn(OneStep[State]):
     """One step of the coordinator's half.
 
     A function that is given a fragment returns it as it is after that, and leaves the
