@@ -40,8 +40,8 @@ from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Granted, Progress
 from diloco_jax.protocol.records import Left, Merged, Removed
 from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.disk import Disk
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 
 
 class Plant(NamedTuple):
@@ -310,6 +310,10 @@ PLANTS = {
     "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _argument(1)),
     "a_new_term_takes_any_anchor": Plant(
         "versions", anchors, "_version", _always(Version())
+    ),
+    "an_old_coordinator_serves": Plant("recorded", members, "how_ahead", _always("")),
+    "whoever_offers_an_anchor_is_believed": Plant(
+        "liars", anchors, "_vote", _always("agrees")
     ),
     "a_new_term_grants_data_again": Plant(
         "data", terms, "first_state", _begins_with_all_data

@@ -23,7 +23,6 @@ from diloco_jax.chaos import measure
 from diloco_jax.chaos.schedule import (
     ChaosOptions,
     Strike,
-    beside_islands,
     of_options,
     write_schedule,
 )
@@ -95,19 +94,7 @@ def scheduled(
 ) -> tuple[tuple[Strike, ...], tuple[str, ...]]:
     """Return the strikes of the options, and faults at a step; ConfigError if they
     cannot be carried out."""
-    islands, placement = tuple(config.islands), config.placement
-    beside = beside_islands(0 if placement.worker_addresses else placement.workers)
-    strikes, faults = of_options(options, islands, beside)
-    workers = placement.workers
-    network = next((str(s) for s in strikes if s.of_network), "")
-    if options.link_bytes_per_s:
-        network = f"link_bytes_per_s = {options.link_bytes_per_s:g}"
-    if workers > 1 and network:
-        raise ConfigError(
-            f"{network} strikes a link, but placement.workers = {workers} have links "
-            f"of their own, which are not struck; set placement.workers = 1"
-        )
-    return strikes, faults
+    return of_options(options, tuple(config.islands))
 
 
 def with_faults(config: Config, faults: tuple[str, ...]) -> Config:

@@ -16,7 +16,14 @@ from typing import Any
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.host import coordinator_script, island_script
-from diloco_jax.launch.spec import COORDINATOR, PERMIT, PORT, LaunchSpec, PlacedIsland
+from diloco_jax.launch.spec import (
+    COORDINATOR,
+    PERMIT,
+    PORT,
+    PORTS,
+    LaunchSpec,
+    PlacedIsland,
+)
 from diloco_jax.launch.submit import CONTENT, SHARED, Command, Deployment, Resource
 
 SLICE_PORTS = (8471, 8482)
@@ -64,7 +71,7 @@ def deployment(
         files=files,
         resources=(
             _closed(spec),
-            _open(spec, COORDINATOR, spec.coordinator, spec.name, spec.ports),
+            _open(spec, COORDINATOR, spec.coordinator, spec.name, PORTS),
             *(
                 _open(spec, i.name, i.resource, i.resource, SLICE_PORTS)
                 for i in several

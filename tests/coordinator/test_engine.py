@@ -12,7 +12,7 @@ from engine_support import hello, report
 
 from diloco_jax.coordinator import lead as lead_module
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape

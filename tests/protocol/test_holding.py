@@ -23,11 +23,9 @@ KEY = DeltaKey("a", 2, 0, 7)
 def begin(**fields: Any) -> BeginWorker:
     known: dict[str, Any] = {
         "config": {},
-        "workdir": "run",
         "run_id": "r",
         "worker": 1,
         "fragments": (1, 3),
-        "bind": "127.0.0.1:0",
         "term": 2,
         "start": 7,
     }
