@@ -17,13 +17,14 @@ from typing import Generic, Literal, TypeVar
 
 import jax
 
-from diloco_jax import checkpoint, compilation, restart_time, run_files
+from diloco_jax import checkpoint, compilation, run_files
 from diloco_jax.config import Config
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.batches import BatchReader, LeasedStream, ValidationBatches
 from diloco_jax.data.loading import load_data
 from diloco_jax.faults import Faults
+from diloco_jax.hardware.machines import lasting
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import (
     Later,
@@ -82,7 +83,7 @@ class Parts(abc.ABC, Generic[L]):
         self, config: Config, name: str, coordinator_address: str, plan: FragmentPlan
     ) -> None:
         """Raise ConfigError or SecurityError."""
-        config = restart_time.lasting(config, plan.total)
+        config = lasting(config, plan.total)
         placement = config.placement
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from diloco_jax.launch.host import DISK, coordinator_script, island_script
 from diloco_jax.launch.manifests import yaml_text
 from diloco_jax.launch.spec import (
     COORDINATOR,
@@ -22,7 +21,15 @@ from diloco_jax.launch.spec import (
     region_of,
 )
 from diloco_jax.launch.submit import Command, Deployment, Resource
-from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, kept, part_of
+from diloco_jax.launch.tpu_vm import (
+    DISK,
+    PART_LABEL,
+    RUN_LABEL,
+    coordinator_script,
+    island_script,
+    kept,
+    part_of,
+)
 
 Task = dict[str, Any]
 

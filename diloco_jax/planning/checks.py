@@ -28,9 +28,13 @@ from diloco_jax.hardware.machines import (
     machine_of,
     smallest_machine,
 )
-from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
+from diloco_jax.planning.coordinator import (
+    CoordinatorPlan,
+    OutagePlan,
+    plan_coordinator,
+    plan_outage,
+)
 from diloco_jax.protocol.coordinator import schedule
-from diloco_jax.restart_time import outage_seconds
 from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
 from diloco_jax.wire.limits import MOST_SLOTS
 
@@ -43,8 +47,6 @@ DISK_EGRESS = 1.16
 """Bytes that a machine sends for each byte that it writes to a persistent disk
 (cloud.google.com/compute/docs/disks/optimizing-pd-performance, 2026-11-24)."""
 GB = 1e9
-MOST_CHANGES = 16
-"""Changes that are tried one after the other before a plan knows no set of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,7 @@ class Needs:
     pacing_step_seconds: float
     cycle_seconds: float
     coordinator: CoordinatorPlan
-    restart_seconds: float
+    outage: OutagePlan
     networks: dict[str, IslandNetwork]
 
 
@@ -175,7 +177,15 @@ def needs_of(terms: Terms) -> Needs:
         pacing_step_seconds=pace,
         cycle_seconds=cycle_s,
         coordinator=coordinator,
-        restart_seconds=coordinator.restart_seconds(terms.disk_bytes_per_s),
+        outage=plan_outage(
+            config,
+            terms.fragments,
+            coordinator,
+            islands=len(terms.hosts),
+            cycle_seconds=cycle_s,
+            link_gbit_per_s=terms.link_gbit_per_s,
+            disk_bytes_per_s=terms.disk_bytes_per_s,
+        ),
         networks={
             name: IslandNetwork(
                 up=rates_of(sync.codec_up, seconds),
@@ -227,12 +237,12 @@ def refusals(terms: Terms) -> list[Remedy]:
 
     Raises ConfigError.
     """
-    failing, found = _failing(terms), []
-    for name, check in failing.items():
+    wrong, found = failing(terms), []
+    for name, check in wrong.items():
         change, said = Change(), "; no single setting that this plan knows is enough"
         for one in check.changes:
-            after = set(_failing(terms.changed(one)))
-            if name not in after and after <= set(failing):
+            after = set(failing(terms.changed(one)))
+            if name not in after and after <= set(wrong):
                 change, said = one, f": set {shown(one)}"
                 break
         text = f"{check.text}{said}"
@@ -240,33 +250,8 @@ def refusals(terms: Terms) -> list[Remedy]:
     return found
 
 
-def mending(terms: Terms) -> Change:
-    """Return one set of changes with which no check refuses; empty if none is known.
-
-    It is found change by change, each planned with those before it: what mends one
-    check may ask more of another. Raises ConfigError."""
-    found = Change()
-    for _ in range(MOST_CHANGES):
-        after = terms.changed(found)
-        if not (failing := _failing(after)):
-            break
-        tried = ((name, one) for name, c in failing.items() for one in c.changes)
-        for name, one in tried:
-            if name not in _failing(after.changed(one)):
-                found |= one
-                break
-        else:
-            return Change()
-    else:
-        return Change()
-    for field in list(found):
-        fewer = {name: value for name, value in found.items() if name != field}
-        if not _failing(terms.changed(fewer)):
-            found = fewer
-    return found
-
-
-def _failing(terms: Terms) -> dict[str, Check]:
+def failing(terms: Terms) -> dict[str, Check]:
+    """Return the checks that do not hold, by name."""
     return {check.name: check for check in _checks(terms) if not check.holds}
 
 
@@ -457,11 +442,10 @@ def _disk_speed(terms: Terms, needs: Needs) -> Check:
 
 
 def _restart(terms: Terms, needs: Needs) -> Check:
-    takes = math.ceil(needs.restart_seconds)
-    has = outage_seconds(terms.config, terms.fragments.total)
+    takes, has = math.ceil(needs.outage.restart_seconds), needs.outage.held_seconds
     return Check(
         "restart",
-        needs.restart_seconds,
+        needs.outage.restart_seconds,
         has,
         f"a restart of the coordinator takes {takes} s and islands have data for "
         f"{math.floor(has)} (placement.outage_budget_s = "

@@ -31,17 +31,10 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
-from diloco_jax.planning.checks import (
-    Change,
-    IslandNetwork,
-    Remedy,
-    Terms,
-    mending,
-    needs_of,
-    refusals,
-)
+from diloco_jax.planning.advice import advise
+from diloco_jax.planning.checks import IslandNetwork, Remedy, Terms, needs_of, refusals
 from diloco_jax.planning.compiling import IslandPlan
-from diloco_jax.planning.coordinator import CoordinatorPlan
+from diloco_jax.planning.coordinator import CoordinatorPlan, OutagePlan
 from diloco_jax.planning.options import Assumptions, price_per_hour
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.protocol.values import lead_of
@@ -115,12 +108,8 @@ class RunPlan:
     days: float | None
     """Days to the config's total tokens; None too if nothing is ever merged."""
     coordinator: CoordinatorPlan
-    restart_seconds: float
-    """Seconds from the death of the coordinator's process to its service."""
+    outage: OutagePlan
     refusals: list[Remedy]
-    mending: Change
-    """One set of changes after which no check refuses; empty: none is known, or
-    needed."""
     rates: MachineRates
     price_per_hour: dict[str, float] | None
     """Its parts, by the prices of `--price`; None without them."""
@@ -137,8 +126,8 @@ class Plan:
     """Versions of the packages that compiled; empty if nothing was compiled."""
     islands: dict[str, PlannedIsland]
     run: RunPlan
-    advice: tuple[Remedy, ...] = ()
-    """Changes that were tried, each by itself."""
+    advice: list[Remedy]
+    """Single changes, each by itself."""
 
     @property
     def compiled(self) -> dict[str, IslandPlan]:
@@ -165,7 +154,7 @@ def plan_run(
     versions: Mapping[str, str] | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> Plan:
-    """Plan the run, without advice. Raises ConfigError.
+    """Plan the run. Raises ConfigError.
 
     compiled: the islands by name; None: by arithmetic. versions: of the packages that
     compiled. prices: see `price_per_hour`.
@@ -223,12 +212,12 @@ def plan_run(
             tokens_per_day=tokens_per_day,
             days=run.total_tokens / tokens_per_day if tokens_per_day else None,
             coordinator=needs.coordinator,
-            restart_seconds=needs.restart_seconds,
+            outage=needs.outage,
             refusals=refused,
-            mending=mending(terms),
             rates=terms.rates,
             price_per_hour=price_per_hour(config, prices) if prices else None,
         ),
+        advice=advise(terms, made),
     )
 
 

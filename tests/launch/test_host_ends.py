@@ -12,9 +12,9 @@ from test_host import Machine, prepared
 
 from diloco_jax import run_files
 from diloco_jax.island import loop
-from diloco_jax.launch.host import LASTED_S, coordinator_script, island_script
 from diloco_jax.launch.spec import FRUITLESS_STARTS as MOST
 from diloco_jax.launch.spec import make_spec
+from diloco_jax.launch.tpu_vm import LASTED_S, coordinator_script, island_script
 
 BOTH = ("two-v5p.sh", "coordinator.sh")
 GIVES_BACK = {

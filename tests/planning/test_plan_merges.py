@@ -14,10 +14,10 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.hardware.machines import CONSTANTS, NATIVE, RuleRates
 from diloco_jax.planning import checks as planning_terms
 from diloco_jax.planning.checks import Terms, needs_of, refusals
+from diloco_jax.planning.command import render
 from diloco_jax.planning.coordinator import plan_merges
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
-from diloco_jax.planning.report import render
 
 ROOT = Path(__file__).parents[2]
 RAW = ROOT / "docs" / "results" / "raw" / "merging.json"
