@@ -136,31 +136,6 @@ def test_preemptions_are_no_crashes_and_refusals_are_final(config):
     assert set(preempted["onJobFailureReasons"]) == {"PodFailurePolicy"}
 
 
-@settings
-def test_a_policy_lets_in_the_pods_that_it_names(config, settings):
-    """Labels of pods, of selectors and of policies are the same everywhere."""
-    made = rendered(config, **settings)
-    parts = {}
-    for (kind, name), value in made.items():
-        if kind in ("Job", "JobSet") and not name.endswith("-begin"):
-            job, pod = job_and_pod(value)
-            parts[name] = job["template"]["metadata"]["labels"]
-            assert pod["serviceAccountName"] == name
-            assert pod["automountServiceAccountToken"] is False
-            secrets = [v["secret"] for v in pod["volumes"] if "secret" in v]
-            assert [s["secretName"] for s in secrets] == [f"{name}-certificates"]
-    for name, labels in parts.items():
-        policy = made["NetworkPolicy", name]["spec"]
-        assert policy["podSelector"]["matchLabels"] == labels
-        if ("Service", name) in made:
-            assert made["Service", name]["spec"]["selector"] == labels
-        else:
-            own = policy["ingress"][0]["from"]
-            assert own == [{"podSelector": {"matchLabels": labels}}]
-    (own,) = made["NetworkPolicy", "two-coordinator"]["spec"]["ingress"]
-    assert own["from"][0] == {"podSelector": {"matchLabels": {"diloco-run": "two"}}}
-
-
 # ---- what pods run -------------------------------------------------------------------
 
 
@@ -179,14 +154,6 @@ def test_an_island_counts_its_attempts_from_the_launch(config, shell):
     assert said.startswith("island ")
     assert said.rstrip().endswith(f"--incarnation {NOW + 3}")
     assert island.returncode == 3
-
-
-def test_sigterm_reaches_the_island_itself(config, shell):
-    island = shell(scripts(config)[1], UNTIL_TERM % ("goodbye", 1))
-    assert island.stdout.readline() == "up\n"
-    island.send_signal(signal.SIGTERM)
-    assert island.communicate(timeout=WAIT_S)[0] == "goodbye\n"
-    assert island.returncode == 1
 
 
 def test_a_run_begins_once_on_the_disk_that_it_was_launched_with(
@@ -271,10 +238,3 @@ def test_signals_and_codes_pass_through_a_limit(config, shell):
         process = shell(script, "exit 3")
         process.communicate(timeout=WAIT_S)
         assert process.returncode == 3
-
-
-def test_a_host_name_of_a_coordinator_is_no_address_of_its_balancer(config):
-    named = rendered(config, **{**ELSEWHERE, "coordinator_address": "here.example"})
-    service = named["Service", "two-coordinator"]["spec"]
-    assert service["type"] == "LoadBalancer"
-    assert "loadBalancerIP" not in service

@@ -103,19 +103,23 @@ def test_an_image_without_a_digest_is_told(cloud, launch, capsys, field):
 
 
 @pytest.mark.parametrize(
-    ("islands", "coordinator", "told"),
+    ("on", "islands", "coordinator", "told"),
     [
-        ("", "", ["service_account is empty", "act as one account"]),
-        ("i@p.iam", "", ["act as one account"]),
-        ("i@p.iam", "i@p.iam", ["act as one account"]),
-        ("i@p.iam", "c@p.iam", []),
+        ("tpu_vm", "", "", ["service_account is empty", "act as one account"]),
+        ("tpu_vm", "i@p.iam", "", ["act as one account"]),
+        ("gke", "i@p.iam", "i@p.iam", ["act as one account"]),
+        ("gke", "i@p.iam", "c@p.iam", []),
+        ("sky", "i@p.iam", "c@p.iam", ["act as skypilot-v1@my-project.iam"]),
     ],
 )
 def test_accounts_that_may_do_too_much_are_told(
-    cloud, launch, capsys, islands, coordinator, told
+    cloud, launch, capsys, on, islands, coordinator, told
 ):
     accounts = {"service_account": islands, "coordinator_account": coordinator}
-    assert launch("tpu_vm", **accounts) == 0
+    place = (
+        {"coordinator_address": "c.internal", "dns_zone": "z"} if on == "sky" else {}
+    )
+    assert launch(on, **accounts, **place) == 0
     lines = capsys.readouterr().err.splitlines()
     notes = [line for line in lines if line.startswith("note: ") and "account" in line]
     assert len(notes) == len(told)

@@ -16,8 +16,15 @@ from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.checks import Terms, needs_of, refusals
-from diloco_jax.planning.options import parse_prices, price_per_hour
+from diloco_jax.planning.options import (
+    Assumptions,
+    PlanOptions,
+    parse_prices,
+    price_per_hour,
+)
 from diloco_jax.planning.plan import fragments_of
+from diloco_jax.simulation.fleets.failures import FailureModel
+from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -322,3 +329,33 @@ def test_a_trillion_parameters_are_too_many_for_one_coordinator():
     assert found["memory"].change == found["places"].change == {}
     assert "link" not in found
     assert checks.MOST_SLOTS < 2 * 4 * 64 * 512
+
+
+# ---- the configs that are planned ------------------------------------------------
+
+
+def test_four_regions_have_the_islands_whose_compilations_they_share():
+    two = load_config(CONFIGS / "mixed_12b.py").islands
+    four = load_config(CONFIGS / "four_regions.py").islands
+    assert set(map(repr, four.values())) == set(map(repr, two.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "topologies"),
+    [
+        ("mixed_toy", ["v5p:2x2x1", "v6e:2x2"]),
+        ("mixed_12b", ["v5p:4x4x4", "v6e:16x16"]),
+    ],
+)
+def test_the_reference_cases_are_what_they_are_called(name, topologies):
+    config = load_config(CONFIGS / f"{name}.py")
+    slices = [slice_of(n, island) for n, island in config.islands.items()]
+    assert [found.topology for found in slices] == topologies
+    assert len(fragments_of(config).fragments) == config.run.sync.fragments
+
+
+def test_assumptions_are_those_of_the_simulator_where_it_has_them():
+    assert Assumptions().mtbi_years == FailureModel().mtbi_years
+    assert Assumptions().link_gbit_per_s == ExchangeTerms().link_gbit_per_s
+    options = PlanOptions(mtbi_years=2.0, json=True)
+    assert options.assumptions == Assumptions(mtbi_years=2.0)
