@@ -2,8 +2,7 @@
 
 SkyPilot buys the machines, tries one zone after the other, does so again when a slice
 is taken away, and gives the machines back when the job ends. On the machines the same
-script runs as on other TPU VMs, `host.sh`. What SkyPilot cannot do is in docs/sky.md;
-tests/launch/test_sky_limits.py asks SkyPilot itself.
+script runs as on other TPU VMs, `host.sh`. What SkyPilot cannot do is in docs/sky.md.
 """
 
 from __future__ import annotations

@@ -78,16 +78,10 @@ def deployment(
         gone = (*tpu, f"--zone={island.zones[0]}", "--force", "--async", project)
         files[script] = island_script(spec, island, address, now_unix, gone)
         islands.append(_queued_resource(spec, island, f"{folder}/{script}"))
-    several = [i for i in spec.islands if i.slice.hosts > 1]
     return Deployment(
         files=files,
         resources=(
-            _closed(spec),
-            _open(spec, COORDINATOR, spec.coordinator, spec.name, spec.ports),
-            *(
-                _open(spec, i.name, i.resource, i.resource, SLICE_PORTS)
-                for i in several
-            ),
+            *_rules(spec),
             *kept(spec, certificates, f"{folder}/{PERMIT}"),
             _coordinator(spec, f"{folder}/coordinator.sh"),
             *islands,
@@ -106,13 +100,17 @@ def kept(spec: LaunchSpec, certificates: str, permit: str) -> tuple[Resource, ..
     """Return what machines without Kubernetes need beside themselves: the secrets with
     certificates, the permit to begin the run, and the disk that holds it.
 
-    permit: file with what the permit says.
+    certificates: folder with STEM.tar. permit: file with what the permit says. The
+    coordinator destroys its secret's first version as it begins the run, so that it
+    begins none on another disk.
     """
-    return (
-        *(_certificates(spec, stem, certificates) for stem in spec.secrets),
-        _permit(spec, permit),
-        _disk(spec),
-    )
+    made = []
+    for stem, name in spec.secrets.items():
+        owner, file = spec.owner_of(stem), f"{certificates}/{stem}.tar"
+        content = digest(Path(certificates), stem)
+        made.append(_secret(spec, name, owner, file, content, "secretAccessor"))
+    begins = COORDINATOR, permit, PERMIT, "secretVersionManager"
+    return (*made, _secret(spec, spec.permit, *begins, keeps=True), _disk(spec))
 
 
 def part_of(owner: str) -> str:
@@ -139,7 +137,7 @@ def _queued_resource(spec: LaunchSpec, island: PlacedIsland, script: str) -> Res
         f"--node-id={island.resource} {kind} "
         f"--runtime-version={found.generation.runtime_version} --async "
         f"--labels={_labels(spec, island.name)} {bought[island.purchase]} "
-        f"{_network(spec, '--subnetwork', settings.service_account)} "
+        f"{_network(spec, '--subnetwork', island.name)} "
         f"--tags={spec.name},{island.resource} "
         f"{'--internal-ips' if settings.internal_ips else ''} "
         f"{valid if settings.max_hours else ''} "
@@ -171,7 +169,7 @@ def _coordinator(spec: LaunchSpec, script: str) -> Resource:
         f"--image-family=cos-stable --image-project=cos-cloud --boot-disk-size=50GB "
         f"--disk=name={name},device-name={name},mode=rw,auto-delete=no "
         f"--labels={_labels(spec, COORDINATOR)} "
-        f"{_network(spec, '--subnet', spec.coordinators_account)} "
+        f"{_network(spec, '--subnet', COORDINATOR)} "
         f"{'--no-address' if settings.internal_ips else ''} --tags={name} "
         f"--metadata-from-file=startup-script={quote(script)}",
         deadlines_s=(300, 600),
@@ -195,32 +193,38 @@ def _disk(spec: LaunchSpec) -> Resource:
     )
 
 
-def _network(spec: LaunchSpec, subnetwork: str, account: str) -> str:
+def _network(spec: LaunchSpec, subnetwork: str, owner: str) -> str:
     """Return the options for a machine's network and service account."""
-    settings = spec.settings
+    settings, account = spec.settings, spec.account_of(owner)
     options = f"--network={quote(settings.network)} --scopes=cloud-platform"
     if settings.subnetwork:
         options += f" {subnetwork}={quote(settings.subnetwork)}"
     return options + (f" --service-account={quote(account)}" if account else "")
 
 
-def _open(
-    spec: LaunchSpec, owner: str, tag: str, source: str, ports: tuple[int, ...]
-) -> Resource:
-    """Return the rule by which machines with the tag `source` reach these ports of
-    machines with `tag`."""
-    allowed = f"--allow={_tcp(ports)} --source-tags={source}"
-    return _firewall(spec, owner, f"{tag}-open", tag, allowed)
-
-
-def _closed(spec: LaunchSpec) -> Resource:
-    """Return the rule by which nobody else reaches the ports that ask for no key,
-    whatever the network lets in."""
-    denied = (
+def _rules(spec: LaunchSpec) -> tuple[Resource, ...]:
+    """Return the rules by which islands reach the coordinator, and the hosts of a slice
+    each other; and nobody else the ports that ask for no key, whatever the network lets
+    in."""
+    closed = (
         f"--action=DENY --rules={_tcp((*SLICE_PORTS, METRICS_PORT))} "
         f"--source-ranges=0.0.0.0/0 --priority={CLOSED}"
     )
-    return _firewall(spec, SHARED, f"{spec.name}-closed", spec.name, denied)
+    opened = [(COORDINATOR, spec.coordinator, spec.name, spec.ports)]
+    for island in spec.islands:
+        if island.slice.hosts > 1:
+            own = island.resource
+            opened.append((island.name, own, own, SLICE_PORTS))
+    return (
+        _firewall(spec, SHARED, f"{spec.name}-closed", spec.name, closed),
+        *(
+            _firewall(
+                *(spec, owner, f"{tag}-open", tag),
+                f"--allow={_tcp(ports)} --source-tags={source}",
+            )
+            for owner, tag, source, ports in opened
+        ),
+    )
 
 
 def _tcp(ports: tuple[int, ...]) -> str:
@@ -243,37 +247,19 @@ def _firewall(
     )
 
 
-def _certificates(spec: LaunchSpec, stem: str, certificates: str) -> Resource:
-    """Return the secret with the certificates of this stem, which its machine reads."""
-    owner, file = spec.owner_of(stem), quote(f"{certificates}/{stem}.tar")
-    account = spec.settings.service_account
-    if owner == COORDINATOR:
-        account = spec.coordinators_account
-    name, content = spec.secrets[stem], digest(Path(certificates), stem)
-    return _secret(spec, name, owner, file, content, account, "secretAccessor")
-
-
-def _permit(spec: LaunchSpec, file: str) -> Resource:
-    """Return the secret whose first version the coordinator destroys as it begins the
-    run, so that it begins none on another disk."""
-    account, role = spec.coordinators_account, "secretVersionManager"
-    of_permit = COORDINATOR, quote(file), PERMIT, account, role
-    return _secret(spec, spec.permit, *of_permit, keeps=True)
-
-
 def _secret(
     spec: LaunchSpec,
     name: str,
     owner: str,
     file: str,
     content: str,
-    account: str,
     role: str,
     *,
     keeps: bool = False,
 ) -> Resource:
     """Return a secret of Secret Manager. It gets its label last: broken off before
     that, it has no content that is known. keeps: its content never changes."""
+    file, account = quote(file), spec.account_of(owner)
     last = [_gcloud(spec, f"secrets update {name} --update-labels={CONTENT}={content}")]
     if account:
         bind = (
