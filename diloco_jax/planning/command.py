@@ -19,7 +19,6 @@ from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.hardware.machines import machine_of
 from diloco_jax.hardware.tpus import slice_of
-from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.terminal import bar
 from diloco_jax.planning import plan as planning
 from diloco_jax.planning.compiling import (
@@ -44,8 +43,6 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     Raises ConfigError before anything is compiled.
     """
     options.validate()
-    # The simulated islands of a plan must not log.
-    setup_logging("ERROR")
     for name, island in config.islands.items():
         slice_of(name, island)
     machine_of(config.launch.coordinator_machine)
@@ -236,9 +233,7 @@ def _expected(run: RunPlan, goodput: ExpectedGoodput) -> Iterator[str]:
         if hours is not None
     )
     yield (
-        f"expected goodput {goodput.goodput:.1%} ({goodput.undisturbed:.1%} without "
-        f"interruptions{'; ' if outages else ''}{outages}), participation "
-        f"{goodput.participation:.1%}"
+        f"expected goodput {goodput.goodput:.1%} (interruptions: {outages or 'none'})"
     )
     yield f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total"
 

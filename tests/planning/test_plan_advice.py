@@ -17,7 +17,7 @@ from diloco_jax.planning.checks import changed
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
 
-WORLD = Assumptions(mtbi_years=0.0, step_spread=0.0, link_gbit_per_s=1000.0)
+WORLD = Assumptions(mtbi_years=0.0, link_gbit_per_s=1000.0)
 FLOPS = 918e12
 """Operations of one sequence: a second on a chip of v6e."""
 
