@@ -9,7 +9,7 @@ fragments in turns (`coordinator/snapshots.py`), publishes since the oldest kept
 
 Islands train on while it is away, so no step is lost as long as they hold data. But
 they train apart: the loss follows from the share of the run in which nothing is merged
-(docs/results/outage.md). Without its disk it gathers the islands' anchors: each
+(docs/results/raw/outage.md). Without its disk it gathers the islands' anchors: each
 fragment once, and of every other island that offers a ballot about it, by which that
 anchor is believed (`protocol/coordinator/anchors.py`). Ballots wait where deltas do.
 """
