@@ -13,9 +13,7 @@ from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
-from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.files import absolute
-from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.spec import COORDINATOR, Backend, LaunchSpec, make_spec
@@ -152,18 +150,12 @@ def require_planned(config: Config) -> list[str]:
 
     # The laptop's devices play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    from diloco_jax.planning.checks import Terms, refusals
-    from diloco_jax.planning.options import Assumptions
-    from diloco_jax.planning.plan import fragments_of, plan_run
+    from diloco_jax.planning.checks import refusals
+    from diloco_jax.planning.plan import fragments_of, step_seconds_of, terms_of
 
-    fragments, world = fragments_of(config), Assumptions()
-    terms = Terms(
-        config=resolve_outer(config),
-        fragments=fragments,
-        hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
-        step_seconds=dict.fromkeys(config.islands, SLOW_STEP_S),
-        link_gbit_per_s=world.link_gbit_per_s,
-        steps_known=False,
+    slow = dict.fromkeys(config.islands, SLOW_STEP_S)
+    terms = dataclasses.replace(
+        terms_of(config, fragments_of(config), slow), steps_known=False
     )
     wrong = [found.text for found in refusals(terms) if found.check in OF_NO_STEP]
     if wrong:
@@ -172,8 +164,9 @@ def require_planned(config: Config) -> list[str]:
         )
     if config.run.model.factory:
         return []  # Nobody knows its FLOPs before it is compiled.
-    plan = plan_run("", config, fragments, world).run
-    return [f"plan at peak rates, REFUSED: {r.text}" for r in plan.refusals]
+    fast = {name: step_seconds_of(config, name) for name in config.islands}
+    terms = dataclasses.replace(terms, step_seconds=fast, steps_known=True)
+    return [f"plan at peak rates, REFUSED: {r.text}" for r in refusals(terms)]
 
 
 def _backend_of(options: LaunchOptions) -> Backend:

@@ -131,14 +131,12 @@ def plan_run(
     compiled: the islands by name; None: by arithmetic. versions: of the packages that
     compiled. prices: see `price_per_hour`.
     """
-    resolved, made = resolve_outer(config), compiled or {}
-    run, slices = resolved.run, {n: slice_of(n, i) for n, i in config.islands.items()}
-    terms = Terms(
-        config=resolved,
-        fragments=fragments,
-        hosts={name: found.hosts for name, found in slices.items()},
-        step_seconds={n: _step_seconds(config, n, made.get(n)) for n in slices},
-        link_gbit_per_s=assumptions.link_gbit_per_s,
+    made = compiled or {}
+    seconds = {n: step_seconds_of(config, n, made.get(n)) for n in config.islands}
+    terms = terms_of(config, fragments, seconds, assumptions.link_gbit_per_s)
+    run, slices = (
+        terms.config.run,
+        {n: slice_of(n, i) for n, i in config.islands.items()},
     )
     needs, length = needs_of(terms), run.sequence_length
     tokens = {
@@ -187,7 +185,25 @@ def plan_run(
     )
 
 
-def _step_seconds(config: Config, name: str, compiled: IslandPlan | None) -> float:
+def terms_of(
+    config: Config,
+    fragments: FragmentPlan,
+    step_seconds: Mapping[str, float],
+    link_gbit_per_s: float = Assumptions.link_gbit_per_s,
+) -> Terms:
+    """Return the inputs of a plan whose islands' steps take so long."""
+    return Terms(
+        config=resolve_outer(config),
+        fragments=fragments,
+        hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
+        step_seconds=step_seconds,
+        link_gbit_per_s=link_gbit_per_s,
+    )
+
+
+def step_seconds_of(
+    config: Config, name: str, compiled: IslandPlan | None = None
+) -> float:
     """Return the seconds of an island's step: see `PlannedIsland.step_seconds`."""
     island, run = config.islands[name], config.run
     if compiled:
