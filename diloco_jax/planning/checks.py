@@ -35,10 +35,10 @@ from diloco_jax.planning.coordinator import (
     plan_outage,
 )
 from diloco_jax.protocol.coordinator import schedule
-from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
 from diloco_jax.wire.limits import MOST_SLOTS
 
-LINK_UTILISATION = BandwidthConfig.link_utilisation
+LINK_UTILISATION = 0.99
+"""Share of the time for which links carry payload, as in `diloco simulate bandwidth`."""
 MOST_MEMORY = 0.95
 """Share of a machine's memory that may be planned for."""
 MOST_DISK = 0.9

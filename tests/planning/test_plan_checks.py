@@ -23,6 +23,7 @@ from diloco_jax.planning.options import (
     price_per_hour,
 )
 from diloco_jax.planning.plan import fragments_of
+from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
 from diloco_jax.simulation.fleets.failures import FailureModel
 from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 
@@ -357,5 +358,6 @@ def test_the_reference_cases_are_what_they_are_called(name, topologies):
 def test_assumptions_are_those_of_the_simulator_where_it_has_them():
     assert Assumptions().mtbi_years == FailureModel().mtbi_years
     assert Assumptions().link_gbit_per_s == ExchangeTerms().link_gbit_per_s
+    assert checks.LINK_UTILISATION == BandwidthConfig().link_utilisation
     options = PlanOptions(mtbi_years=2.0, json=True)
     assert options.assumptions == Assumptions(mtbi_years=2.0)
