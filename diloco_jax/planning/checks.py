@@ -38,7 +38,7 @@ from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.wire.limits import MOST_SLOTS
 
 LINK_UTILISATION = 0.99
-"""Share of the time for which links carry payload, as in `diloco simulate bandwidth`."""
+"""Share of the time for which links carry payload (`diloco simulate bandwidth`)."""
 MOST_MEMORY = 0.95
 """Share of a machine's memory that may be planned for."""
 MOST_DISK = 0.9

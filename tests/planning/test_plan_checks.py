@@ -358,6 +358,6 @@ def test_the_reference_cases_are_what_they_are_called(name, topologies):
 def test_assumptions_are_those_of_the_simulator_where_it_has_them():
     assert Assumptions().mtbi_years == FailureModel().mtbi_years
     assert Assumptions().link_gbit_per_s == ExchangeTerms().link_gbit_per_s
-    assert checks.LINK_UTILISATION == BandwidthConfig().link_utilisation
+    assert BandwidthConfig().link_utilisation == checks.LINK_UTILISATION
     options = PlanOptions(mtbi_years=2.0, json=True)
     assert options.assumptions == Assumptions(mtbi_years=2.0)
