@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from diloco_jax.config import Config
+from diloco_jax.config.config import replaced
 from diloco_jax.coordinator.settings import admitted, payload_bytes, room_needed
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
@@ -79,19 +80,13 @@ def changed(config: Config, change: Change) -> Config:
     """Return a config with other values of these fields."""
     for path, value in change.items():
         section, _, rest = path.partition(".")
-        name, _, field = rest.rpartition(".")
-        new = {field: value}
-        if section == "islands":
-            island = dataclasses.replace(config.islands[name], **new)
-            islands = {**config.islands, name: island}
-            config = dataclasses.replace(config, islands=islands)
-        elif section == "sync":
-            sync = dataclasses.replace(config.run.sync, **new)
-            run = dataclasses.replace(config.run, sync=sync)
-            config = dataclasses.replace(config, run=run)
-        else:
-            part = dataclasses.replace(getattr(config, section), **new)
-            config = dataclasses.replace(config, **{section: part})
+        if section != "islands":
+            config = replaced(config, path, value)
+            continue
+        name, _, field = rest.rpartition(".")  # A name may have dots.
+        island = dataclasses.replace(config.islands[name], **{field: value})
+        islands = {**config.islands, name: island}
+        config = dataclasses.replace(config, islands=islands)
     return config
 
 
