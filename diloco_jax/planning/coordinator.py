@@ -649,7 +649,8 @@ def plan_outage(
     # What it takes in is bounded by what it may send, as far as that is known.
     gbit_per_s = islands * link_gbit_per_s
     gbit_per_s = min(gbit_per_s, machine.egress_gbit_per_s or math.inf)
-    written = anchors + coordinator.theta + coordinator.outer_state
+    spilled = max(0, ballots - config.placement.merge_buffer_bytes)
+    written = anchors + coordinator.theta + coordinator.outer_state + spilled
     restart_s = coordinator.restart_seconds(disk_bytes_per_s)
     return OutagePlan(
         restart_seconds=restart_s,
@@ -658,7 +659,7 @@ def plan_outage(
         share_apart=restart_s / cycle_seconds / config.merges_per_fragment(),
         anchor_bytes=anchors,
         ballot_bytes=ballots,
-        on_disk_bytes=max(0, ballots - config.placement.merge_buffer_bytes),
+        on_disk_bytes=spilled,
         gathering_seconds=max(
             8e-9 * (anchors + ballots) / gbit_per_s, written / disk_bytes_per_s
         ),

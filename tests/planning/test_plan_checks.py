@@ -284,7 +284,8 @@ def test_an_outage_and_a_gathering_have_their_costs(mixed):
     many = dataclasses.replace(
         mixed, hosts=dict.fromkeys(names, 1), step_seconds=dict.fromkeys(names, 0.95)
     )
-    gathered = needs_of(many).outage
+    small = many.changed({"placement.merge_buffer_bytes": 16 * 10**9})
+    gathered = needs_of(small).outage
     assert gathered.ballot_bytes == 63 * few.ballot_bytes
     # A digest of 32 bytes and a hundredth of the values of each tile.
     assert 0.0100 < few.ballot_bytes / few.anchor_bytes < 0.0115
