@@ -346,6 +346,21 @@ def test_a_secret_whose_reader_could_not_be_bound_is_bound_later(cloud, launch):
         assert made["readers"] == ["serviceAccount:i@p.iam"]
 
 
+@pytest.mark.parametrize("on", ["tpu_vm", "sky"])
+def test_each_account_reads_its_own_secrets(cloud, launch, on):
+    """SkyPilot has one for all of its machines."""
+    own = {"service_account": "i@p.iam", "coordinator_account": "c@p.iam"}
+    assert launch(on, **SETTINGS[on], **own) == 0
+    one = "skypilot-v1@my-project.iam.gserviceaccount.com"
+    lead, islands = ("c@p.iam", "i@p.iam") if on == "tpu_vm" else (one, one)
+    assert {n: made["readers"] for n, made in cloud.things["secret"].items()} == {
+        "two-coordinator-begin": [f"serviceAccount:{lead}"],
+        "two-coordinator-certificates": [f"serviceAccount:{lead}"],
+        "two-v5p-certificates": [f"serviceAccount:{islands}"],
+        "two-v6e-b-certificates": [f"serviceAccount:{islands}"],
+    }
+
+
 ISLANDS, COORDINATOR = ("two-v5p", "two-v6e-b"), "two-coordinator"
 CONTROL, BULK, LIBTPU, JAX, METRICS = 7077, 7078, 8471, 8482, 8431
 KEYLESS = {LIBTPU, JAX, METRICS}
