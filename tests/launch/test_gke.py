@@ -136,6 +136,31 @@ def test_preemptions_are_no_crashes_and_refusals_are_final(config):
     assert set(preempted["onJobFailureReasons"]) == {"PodFailurePolicy"}
 
 
+@settings
+def test_a_policy_lets_in_the_pods_that_it_names(config, settings):
+    """Labels of pods, of selectors and of policies are the same everywhere."""
+    made = rendered(config, **settings)
+    parts = {}
+    for (kind, name), value in made.items():
+        if kind in ("Job", "JobSet") and not name.endswith("-begin"):
+            job, pod = job_and_pod(value)
+            parts[name] = job["template"]["metadata"]["labels"]
+            assert pod["serviceAccountName"] == name
+            assert pod["automountServiceAccountToken"] is False
+            secrets = [v["secret"] for v in pod["volumes"] if "secret" in v]
+            assert [s["secretName"] for s in secrets] == [f"{name}-certificates"]
+    for name, labels in parts.items():
+        policy = made["NetworkPolicy", name]["spec"]
+        assert policy["podSelector"]["matchLabels"] == labels
+        if ("Service", name) in made:
+            assert made["Service", name]["spec"]["selector"] == labels
+        else:
+            own = policy["ingress"][0]["from"]
+            assert own == [{"podSelector": {"matchLabels": labels}}]
+    (own,) = made["NetworkPolicy", "two-coordinator"]["spec"]["ingress"]
+    assert own["from"][0] == {"podSelector": {"matchLabels": {"diloco-run": "two"}}}
+
+
 # ---- what pods run -------------------------------------------------------------------
 
 
