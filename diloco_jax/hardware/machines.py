@@ -200,9 +200,9 @@ RULES_OF_PACKAGE: dict[Route, dict[str, RuleRates]] = {
     },
 }
 """Rules of the package that are no weighted sums, by merge route: what they take less
-what `mean` takes in docs/results/raw/merging.md, int8, 4 Mi elements. XLA computes them
-on either route. So by "xla" a merge takes what it takes by "native", with the checks
-and the publish of that route; beyond its weighted sum this is less."""
+what `mean` takes in results/raw/merging.md, int8, 4 Mi elements. XLA computes them on
+either route. So by "xla" a merge takes what it takes by "native", with the checks and
+the publish of that route; beyond its weighted sum this is less."""
 
 
 class MachineRates(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Islands on GKE: a node pool and a JobSet each, in one cluster or several; the
 coordinator is a Job with a disk and a Service in one of them. So is each worker with
-`launch.workers_apart`.
+`placement.workers` above 1.
 
 A node pool is one slice. It begins empty: the cluster's autoscaler buys the slice when
 the JobSet's pods ask for it, again after a preemption, and gives it back when they end.

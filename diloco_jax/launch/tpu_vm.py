@@ -22,6 +22,7 @@ from diloco_jax.launch.spec import (
     PERMIT,
     PLATFORMS,
     PORT,
+    PORTS,
     ROOT,
     LaunchSpec,
     PlacedIsland,
@@ -210,7 +211,7 @@ def _rules(spec: LaunchSpec) -> tuple[Resource, ...]:
         f"--action=DENY --rules={_tcp((*SLICE_PORTS, METRICS_PORT))} "
         f"--source-ranges=0.0.0.0/0 --priority={CLOSED}"
     )
-    opened = [(COORDINATOR, spec.coordinator, spec.name, spec.ports)]
+    opened = [(COORDINATOR, spec.coordinator, spec.name, PORTS)]
     for island in spec.islands:
         if island.slice.hosts > 1:
             own = island.resource
@@ -370,7 +371,7 @@ def coordinator_script(
         BEGIN=spec.permit,
         PERMIT=f"{DISK}/{PERMIT}",
         SOURCE=spec.source,
-        PORTS=" ".join(map(str, spec.ports)),
+        PORTS=" ".join(map(str, PORTS)),
         DEVICE=f"/dev/disk/by-id/google-{spec.coordinator}",
         DISK=DISK,
         DNS_ZONE=spec.settings.dns_zone if not release else "",

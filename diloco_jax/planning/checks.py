@@ -158,7 +158,6 @@ def needs_of(terms: Terms) -> Needs:
         terms.disk_bytes_per_s,
         terms.rates,
         cycles=config.merges_per_fragment(),
-        apart=config.launch.workers_apart or bool(config.placement.worker_addresses),
     )
 
     def rates_of(codec: str, own_seconds: float) -> Rates:
@@ -330,7 +329,7 @@ def _memory(terms: Terms, needs: Needs) -> Check:
         f"the coordinator needs {needed / GB:.0f} GB of memory"
         f"{needs.coordinator.for_whom} and {machine.name} has "
         f"{machine.memory / GB:.0f}, of which {MOST_MEMORY:.0%} may be used",
-        _machines_or_fewer_workers(needs, machine.cores),
+        _machines(needs),
     )
 
 
@@ -358,7 +357,7 @@ def _cores(terms: Terms, needs: Needs) -> Check:
         machine.cores,
         f"the coordinator needs {needed} cores{needs.coordinator.for_whom} and "
         f"{machine.name} has {machine.cores}",
-        _machines_or_fewer_workers(needs, machine.cores),
+        _machines(needs),
     )
 
 
@@ -477,13 +476,6 @@ def _longer(terms: Terms, factor: float) -> Iterator[Change]:
     cycle = math.ceil(_steps(terms) * factor)
     yield {"sync.steps_per_cycle": cycle}
     yield {"sync.steps_per_cycle": cycle + 1}
-
-
-def _machines_or_fewer_workers(needs: Needs, cores: int) -> Iterator[Change]:
-    yield from _machines(needs)
-    workers = len(needs.coordinator.workers)
-    most = 0 if needs.coordinator.apart else min(workers, cores)
-    yield from ({"placement.workers": fewer} for fewer in range(most - 1, 0, -1))
 
 
 def _machines(

@@ -24,9 +24,9 @@ from typing import Literal
 
 from diloco_jax.config import Config, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.holding import inbox
+from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
-from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.coordinator.service import METRICS_EVERY_S
 from diloco_jax.coordinator.settings import payload_bytes, state_sizes
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
@@ -43,7 +43,7 @@ from diloco_jax.hardware.machines import (
     rate_of,
     state_seconds,
 )
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.protocol.holding import deal
 
 SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
@@ -119,14 +119,13 @@ def plan_merges(
     params: int,
     cycle_seconds: float,
     cores: int,
-    own_cores: float,
     by_rule: float = 1.0,
 ) -> MergePlan:
     """Return the merges of the process that has the most parameters, `params`.
 
-    largest: parameters of the largest fragment. cores: of the machine; own_cores: of
-    them, those of this process. by_rule: share of the parameters that are merged by the
-    rule; the others are merged by the weighted mean.
+    largest: parameters of the largest fragment. cores: of the machine. by_rule:
+    share of the parameters that are merged by the rule; the others are merged by the
+    weighted mean.
     """
     summed = rate_of(rates.merge_core_seconds, sync.codec_down)
     summed += deltas * rate_of(rates.delta_core_seconds, sync.codec_up)
@@ -135,7 +134,7 @@ def plan_merges(
         found = rates.rules.get(sync.merge)
         beyond = found.beyond(deltas) if found else None
     core_seconds = summed + by_rule * (beyond or 0.0)
-    usable = min(own_cores, merges_at_once(cores) * CORES_PER_MERGE)
+    usable = min(cores, merges_at_once(cores) * CORES_PER_MERGE)
     seconds = core_seconds * params / 1e9 / usable
     return MergePlan(
         rule=sync.merge,
@@ -285,7 +284,7 @@ def plan_disk(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """The largest of `placement.workers` processes, by parameters."""
+    """One of `placement.workers` machines."""
 
     fragments: int
     params: int
@@ -332,10 +331,8 @@ class CoordinatorPlan:
     each worker, and one for the lead."""
     workers: tuple[WorkerPlan, ...]
     """Empty if the coordinator is one process. What they take is in the sums above."""
-    apart: bool
-    """Each worker is on a machine of its own, and so is the lead."""
     disks: tuple[DiskPlan, ...]
-    """The lead's disk and the workers', if they are apart; else empty."""
+    """The lead's disk and those of workers, if there are any; else empty."""
     merges: MergePlan
     disk: DiskPlan
     """As if one machine had all."""
@@ -352,26 +349,24 @@ class CoordinatorPlan:
 
     @property
     def for_whom(self) -> str:
-        """How many processes cores and memory are for, if they are several."""
+        """Whose machine cores and memory are for, if there are several."""
         count = len(self.workers)
-        if self.apart:
-            return f" on the machine of the largest of {count} workers"
-        return f" (placement.workers = {count}, and one for the lead)" if count else ""
+        return f" on the machine of the largest of {count} workers" if count else ""
 
     @property
     def for_machine(self) -> str:
         """On which machine something is needed, if they are several."""
-        return " on the machine that needs most" if self.apart else ""
+        return " on the machine that needs most" if self.workers else ""
 
     @property
     def machine_memory(self) -> int:
         """Bytes of memory that the machine needs, or the one that needs most."""
-        return max(w.memory for w in self.workers) if self.apart else self.memory
+        return max(w.memory for w in self.workers) if self.workers else self.memory
 
     @property
     def machine_cores(self) -> int:
         """Cores that the machine needs, or the one that needs most."""
-        if not self.apart:
+        if not self.workers:
             return self.cores
         return max(1, *(math.ceil(worker.cores) for worker in self.workers))
 
@@ -394,7 +389,7 @@ class CoordinatorPlan:
     def share_served(self) -> float:
         """Largest share of all publishes that one machine sends."""
         sizes = [worker.params for worker in self.workers]
-        return max(sizes) / sum(sizes) if self.apart else 1.0
+        return max(sizes) / sum(sizes) if sizes else 1.0
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
@@ -422,13 +417,11 @@ def plan_coordinator(
     rates: MachineRates = CONSTANTS,
     *,
     cycles: float,
-    apart: bool = False,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
-    apart: workers have machines of their own.
     """
     sizes, up = state_sizes(run, plan), sum(payload_bytes(run.sync.codec_up, plan))
     most_deltas = DELTAS_AT_ONCE * islands * up
@@ -470,7 +463,6 @@ def plan_coordinator(
         params=max(_dealt(plan, workers, plan.sizes)),
         cycle_seconds=cycle_seconds,
         cores=cores,
-        own_cores=cores if apart else cores / workers,
         by_rule=by_rule / plan.total,
     )
     merge_cores = merges.core_seconds / 1e9 * plan.total / cycle_seconds
@@ -478,7 +470,7 @@ def plan_coordinator(
     dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
     needed = math.ceil(busy) if not dealt else 0
     disks: tuple[DiskPlan, ...] = ()
-    if apart and dealt:
+    if dealt:
         lead = disk_of(plan.total, len(plan.fragments), "lead")
         disks = (lead, *(disk_of(w.params, w.fragments, "worker") for w in dealt))
     replayed = disk.round_seconds / 2 / cycle_seconds + 1
@@ -490,7 +482,6 @@ def plan_coordinator(
         disk_cores=disk_cores,
         cores=1 + needed + sum(max(1, math.ceil(w.cores)) for w in dealt),
         workers=dealt,
-        apart=apart and bool(dealt),
         disks=disks,
         merges=merges,
         disk=disk,
@@ -513,7 +504,6 @@ def _memory_parts(
     most_deltas: bytes of all the deltas that may wait.
     """
     params, workers, sizes = 4 * plan.total, placement.workers, state_sizes(run, plan)
-    # Each process decides by the cores of the machine.
     at_once = workers * merges_at_once(cores)
     rule_state, rule_bytes = _rule_bytes(run, plan, islands)
     joins = islands * FETCHES_PER_JOIN * 4 * max(plan.sizes)

@@ -118,8 +118,9 @@ def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, flo
         generation = found.generation.name
         chips = found.chips * prices[generation]
         parts[generation] = parts.get(generation, 0.0) + chips
-    # Each worker apart has a machine like the coordinator's.
-    machines = 1 + config.launch.workers_apart * config.placement.workers
+    # Each worker has a machine like the coordinator's.
+    workers = config.placement.workers
+    machines = 1 + (workers if workers > 1 else 0)
     parts[COORDINATOR] = machines * prices[COORDINATOR]
     return parts
 

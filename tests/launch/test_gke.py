@@ -220,7 +220,7 @@ def test_sigterm_reaches_what_serves_and_does_not_complete_its_job(
     config, shell, part, own, code
 ):
     """A node that is drained is not the end of the run."""
-    made = rendered(config, workers=2, workers_apart=True)
+    made = rendered(config, workers=2)
     script = container_script(made["Job", f"two-{part}"])
     process = shell(script, UNTIL_TERM % ("summary", own))
     assert process.stdout.readline() == "up\n"

@@ -23,9 +23,8 @@ from diloco_jax.planning.options import (
     price_per_hour,
 )
 from diloco_jax.planning.plan import fragments_of
-from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
-from diloco_jax.simulation.fleets.failures import FailureModel
-from diloco_jax.simulation.fleets.fleet import ExchangeTerms
+from diloco_jax.simulation.bandwidth import BandwidthConfig
+from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -122,21 +121,8 @@ def test_every_check_has_a_case_in_which_it_refuses(mixed):
     assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}
 
 
-def test_more_workers_than_cores_are_refused():
-    """A larger machine is the remedy, or fewer workers where there is none."""
-    terms = terms_of("four_regions").changed({"placement.workers": 64})
-    (found,) = [r for r in refusals(terms) if r.check == "cores"]
-    assert "needs 65 cores (placement.workers = 64, and one for the lead)" in found.text
-    assert needs_of(terms.changed(found.change)).coordinator.cores <= 65
-    terms = terms_of("four_regions").changed({"placement.workers": 200})
-    (found,) = [r for r in refusals(terms) if r.check == "cores"]
-    cores = machine_of(terms.config.launch.coordinator_machine).cores
-    assert found.change == {"placement.workers": cores - 1}
-
-
 def test_workers_on_machines_of_their_own_need_only_their_share():
     terms = terms_of("four_regions").changed({"placement.workers": 64})
-    terms = terms.changed({"launch.workers_apart": True})
     assert "cores" not in [refusal.check for refusal in refusals(terms)]
     plan = needs_of(terms).coordinator
     assert plan.machine_memory == max(worker.memory for worker in plan.workers)
@@ -152,7 +138,7 @@ def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
     workers divide the rest."""
     small = terms_of("four_regions").changed({"launch.coordinator_disk_gb": 400})
     assert "disk bytes" in {r.check for r in refusals(small)}
-    apart = small.changed({"placement.workers": 4, "launch.workers_apart": True})
+    apart = small.changed({"placement.workers": 4})
     assert "disk bytes" not in {r.check for r in refusals(apart)}
     plan = needs_of(apart).coordinator
     lead, *workers = plan.disks
@@ -303,7 +289,7 @@ def test_a_price_is_the_users(mixed):
     prices = parse_prices("v5p=4.5,v6e=2.5,coordinator=3")
     parts = {"v5p": 64 * 4.5, "v6e": 256 * 2.5, "coordinator": 3.0}
     assert price_per_hour(mixed.config, prices) == parts
-    apart = mixed.changed({"placement.workers": 2, "launch.workers_apart": True})
+    apart = mixed.changed({"placement.workers": 2})
     assert price_per_hour(apart.config, prices)["coordinator"] == 9
 
 
