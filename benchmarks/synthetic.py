@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import restart_time
 from diloco_jax.config import Config, shared_fields
 from diloco_jax.core.codecs import Codec, get_codec
 from diloco_jax.core.families import ADOPT_RULES
@@ -29,6 +28,7 @@ from diloco_jax.core.payload import Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
+from diloco_jax.hardware.machines import lasting
 from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.timing import goal_of
@@ -143,7 +143,7 @@ class SyntheticIsland:
         plan: FragmentPlan,
         deltas: Deltas,
     ) -> None:
-        config = restart_time.lasting(config, plan.total)
+        config = lasting(config, plan.total)
         self._config, self._name, self._plan = config, name, plan
         self._deadlines = config.placement.deadlines
         self._session = uuid.uuid4().hex

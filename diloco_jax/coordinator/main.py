@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, files, restart_time, run_files, storage
+from diloco_jax import checkpoint, compilation, files, run_files, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
@@ -44,6 +44,7 @@ from diloco_jax.coordinator.summary import Announcer
 from diloco_jax.coordinator.watchdog import DiskWait, TurnWatch
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.hardware.machines import lasting
 from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.observability import sinks
 from diloco_jax.observability.measures import ENDING
@@ -133,7 +134,7 @@ class Coordinator:
             storage.require_access(self._folder)
         model = build(config.run)
         self._plan = build_plan(config.run, model)
-        self.config = config = restart_time.lasting(config, self._plan.total)
+        self.config = config = lasting(config, self._plan.total)
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, model)
         require_room(config, self._plan)

@@ -337,7 +337,7 @@ class TurnWatch(QuietWatch):
         hangs: Callable[[str], None] = lambda text: leave_at_once(EXIT_FAILED),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """placement: with the outage budget of the run's size (`restart_time`). A turn
+        """placement: with the outage budget of the run's size (`lasting`). A turn
         may have to wait until the disk has taken what others wrote to it, which is less
         than a restart reads."""
         self._placement = placement

@@ -222,7 +222,7 @@ def _serving(
     """
     machine = machine_of(spec.settings.coordinator_machine)
     named = [{"name": name, "port": port} for port, name in ports.items()]
-    account = spec.coordinators_account or None
+    account = spec.account_of(COORDINATOR) or None
     return [
         _made(spec, "account", name, part, cloud_account=account),
         _made(spec, "service", name, part, ports=named, **(NOT_OUTSIDE | reached)),

@@ -135,10 +135,10 @@ class LaunchSpec:
         """Name of everything that is made for the coordinator."""
         return f"{self.name}-{COORDINATOR}"
 
-    @property
-    def coordinators_account(self) -> str:
-        """The cloud's account of the coordinator's machine."""
-        return self.settings.coordinator_account or self.settings.service_account
+    def account_of(self, owner: str) -> str:
+        """Return the cloud's account of the machines of a part of the run."""
+        own = self.settings.coordinator_account if owner == COORDINATOR else ""
+        return own or self.settings.service_account
 
     @property
     def inside(self) -> str:

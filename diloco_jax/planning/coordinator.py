@@ -1,4 +1,4 @@
-"""Needs of the coordinator's machine: memory, cores, merges, disk, time to restart.
+"""Needs of the coordinator's machine: memory, cores, merges, disk; and its outages.
 
 All of it is arithmetic from sizes of payloads and from measured rates
 (`hardware/machines.py`). The disk holds what a run of expected course writes, and has
@@ -6,6 +6,12 @@ room for the worst. Each of its terms follows from the code that writes: snapsho
 fragments in turns (`coordinator/snapshots.py`), publishes since the oldest kept one
 (`publishes.py` of `coordinator/holding/`), lines that are never deleted
 (`observability/`), deltas that memory has no place for (`Rooms` there).
+
+Islands train on while it is away, so no step is lost as long as they hold data. But
+they train apart: the loss follows from the share of the run in which nothing is merged
+(docs/results/raw/outage.md). Without its disk it gathers the islands' anchors: each
+fragment once, and of every other island that offers a ballot about it, by which that
+anchor is believed (`protocol/coordinator/anchors.py`). Ballots wait where deltas do.
 """
 
 from __future__ import annotations
@@ -13,11 +19,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from diloco_jax import restart_time
-from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.config import Config, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.holding import inbox
 from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
@@ -28,8 +33,16 @@ from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.files import is_bucket
-from diloco_jax.hardware.machines import CONSTANTS, MachineRates, rate_of
+from diloco_jax.hardware.machines import (
+    CONSTANTS,
+    MachineRates,
+    machine_of,
+    outage_seconds,
+    rate_of,
+    state_seconds,
+)
 from diloco_jax.protocol.holding import deal
 
 SNAPSHOT_COPIES = 1
@@ -385,7 +398,7 @@ class CoordinatorPlan:
         are half a round old on average, since fragments are written in turns.
         """
         state = self.theta + self.anchors + self.outer_state
-        return PROCESS_S + restart_time.state_seconds(
+        return PROCESS_S + state_seconds(
             state + self.replayed_bytes,
             disk_bytes_per_s,
             self.replayed,
@@ -558,3 +571,86 @@ def _dealt(plan: FragmentPlan, workers: int, amounts: Sequence[int]) -> list[int
     for owner, amount in zip(owners, amounts, strict=True):
         sums[owner] += amount
     return sums
+
+
+# ---- outages ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutagePlan:
+    """One restart of the coordinator, and one gathering."""
+
+    restart_seconds: float
+    """Seconds from the death of the process to its service, from its disk."""
+    held_seconds: float
+    """Seconds for which islands hold data: `placement.outage_budget_s`, or more by the
+    size of the state."""
+    cycles_apart: float
+    """Cycles that a restart takes, in which islands train apart."""
+    share_apart: float
+    """The same as a share of the run."""
+    anchor_bytes: int
+    """Bytes of every fragment's anchor, once."""
+    ballot_bytes: int
+    """Bytes of the ballots of all islands but the one that gives the anchor."""
+    on_disk_bytes: int
+    """Those of them for which `placement.merge_buffer_bytes` has no place."""
+    gathering_seconds: float
+    """Seconds of a gathering, at least: on the links, or on the disk, which keeps each
+    fragment before it counts."""
+
+    @property
+    def lasts(self) -> bool:
+        """True if islands hold data for as long as a restart takes."""
+        return self.restart_seconds <= self.held_seconds
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for people."""
+        waits = "and no step waits" if self.lasts else "and then their steps wait"
+        yield (
+            f"while it is away: islands have data for {math.floor(self.held_seconds)} "
+            f"s, {waits}; they train apart for {self.cycles_apart:.3g} cycles, "
+            f"{self.share_apart:.2g} of the run"
+        )
+        ballots, spilled = self.ballot_bytes / 1e9, self.on_disk_bytes / 1e9
+        yield (
+            f"if its disk is lost: {self.anchor_bytes / 1e9:.3g} GB of anchors and "
+            f"{ballots:.3g} GB of ballots about them, {spilled:.3g} of these on the "
+            f"disk, are gathered in {self.gathering_seconds:.0f} s or more"
+        )
+
+
+def plan_outage(
+    config: Config,
+    fragments: FragmentPlan,
+    coordinator: CoordinatorPlan,
+    *,
+    islands: int,
+    cycle_seconds: float,
+    link_gbit_per_s: float,
+    disk_bytes_per_s: float,
+) -> OutagePlan:
+    """Return what an outage costs: arithmetic from sizes and rates."""
+    anchors = 4 * fragments.total
+    ballots = (islands - 1) * sum(
+        PayloadLayout.of_ballots(pieces).total_bytes for pieces in fragments.fragments
+    )
+    machine = machine_of(config.launch.coordinator_machine)
+    # What it takes in is bounded by what it may send, as far as that is known.
+    gbit_per_s = islands * link_gbit_per_s
+    gbit_per_s = min(gbit_per_s, machine.egress_gbit_per_s or math.inf)
+    spilled = max(0, ballots - config.placement.merge_buffer_bytes)
+    written = anchors + coordinator.theta + coordinator.outer_state + spilled
+    restart_s = coordinator.restart_seconds(disk_bytes_per_s)
+    return OutagePlan(
+        restart_seconds=restart_s,
+        held_seconds=outage_seconds(config, fragments.total),
+        cycles_apart=restart_s / cycle_seconds,
+        share_apart=restart_s / cycle_seconds / config.merges_per_fragment(),
+        anchor_bytes=anchors,
+        ballot_bytes=ballots,
+        on_disk_bytes=spilled,
+        gathering_seconds=max(
+            8e-9 * (anchors + ballots) / gbit_per_s, written / disk_bytes_per_s
+        ),
+    )
