@@ -74,8 +74,6 @@ def coordinator(given: Given) -> None:
 
 SHOWN = {
     "simulate goodput": command("simulate", "goodput", "--hours", "1", "--seeds", "2"),
-    "simulate mix": command("simulate", "mix", "--hours", "0.2"),
-    "simulate scavenge": command("simulate", "scavenge", "--hours", "0.1"),
     "simulate faults": command("simulate", "faults", "--seeds", "3"),
     "emulate": command("emulate", "{config}"),
     "data": command(

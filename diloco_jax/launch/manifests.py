@@ -159,9 +159,7 @@ def island(spec: LaunchSpec, island: PlacedIsland, now_unix: int) -> list[Manife
     """
     name, settings, found = island.resource, spec.settings, island.slice
     own = {"podSelector": {"matchLabels": _labels(spec, island.name)}}
-    ingress: list[Manifest] = [{"from": [own]}]
-    if island.offer_ports:
-        ingress.append(_islands_may(spec, island.offer_ports))
+    ingress = [{"from": [own]}]
     notice_s = NOTICE_S[island.purchase]
     address = f"{spec.host_for(island.cluster)}:{PORT}"
     arguments = spec.island_arguments(island, address, float(notice_s - GOODBYE_S))

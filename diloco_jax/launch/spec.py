@@ -91,8 +91,6 @@ class PlacedIsland:
     """Name of the reservation; empty = any of the project's."""
     cluster: GkeCluster
     """Only for GKE."""
-    offer_ports: tuple[int, ...] = ()
-    """Ports at which it offers its anchors to islands that join."""
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -470,7 +468,6 @@ def _place(run: str, config: Config, island: str, on: Backend) -> PlacedIsland:
         purchase=purchase,
         reservation=reservation,
         cluster=_cluster_of(settings, island),
-        offer_ports=config.islands[island].offer_ports,
     )
 
 

@@ -31,7 +31,7 @@ from diloco_jax.hardware.machines import (
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.restart_time import outage_seconds
-from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
+from diloco_jax.simulation.bandwidth import BandwidthConfig
 from diloco_jax.wire.limits import MOST_SLOTS
 
 LINK_UTILISATION = BandwidthConfig.link_utilisation

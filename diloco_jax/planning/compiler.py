@@ -72,7 +72,7 @@ def compile_islands(
     for name in names:
         # Without the fields that no compiler sees.
         compiled = dataclasses.replace(
-            config.islands[name], stands_for="", step_seconds=0.0, hosts=1, offers=""
+            config.islands[name], stands_for="", step_seconds=0.0, hosts=1
         )
         groups.setdefault((compiled, flags_of(config, name)), []).append(name)
     plans: dict[str, Any] = {}

@@ -45,13 +45,16 @@ from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.options import Assumptions, price_per_hour
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.protocol.values import lead_of
-from diloco_jax.simulation.fleets.failures import FailureModel, Segment, undisturbed
-from diloco_jax.simulation.fleets.fleet import (
+from diloco_jax.simulation.clock import durations
+from diloco_jax.simulation.fleet import (
     TIME_BUDGET_STEPS,
     ExchangeTerms,
-    VirtualFleet,
+    FailureModel,
+    FleetIsland,
+    Segment,
+    run_fleet,
+    undisturbed,
 )
-from diloco_jax.simulation.virtual.island import durations
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""
@@ -321,25 +324,20 @@ def _simulate(
     pace = schedule.pace(sync.quorum, [m.step_seconds for m in machines.values()])
     # The fleet's time budget is a number of steps, and must cover several round trips.
     pace = max(pace, 20 * LATENCY_S / TIME_BUDGET_STEPS)
-    fleet = VirtualFleet(exchange, sync, pace)
     # The same step times with and without outages.
-    rngs = np.random.default_rng(0).spawn(len(machines))
+    rngs, islands = np.random.default_rng(0).spawn(len(machines)), {}
     for (name, machine), rng in zip(machines.items(), rngs, strict=True):
         life = _interrupted(*outages[name]) if name in outages else undisturbed()
         steps = durations(machine.step_seconds, spread, rng)
         lead = lead_of(machine.hosts)
-        fleet.join(name, machine.step_seconds, steps, life, lead)
-    fleet.begin()
-    fleet.run(horizon)
-    fleet.end()
+        islands[name] = FleetIsland(machine.step_seconds, steps, life, lead)
+    fleet = run_fleet(exchange, sync, pace, islands, horizon)
     # The fleet gives every island the same number of tokens per step.
     scaled = {
-        name: _scaled(measure, machine.tokens_per_step / measure.tokens_per_step)
-        for (name, machine), measure in zip(
-            machines.items(), fleet.measures(), strict=True
-        )
+        name: _scaled(measure, machines[name].tokens_per_step / measure.tokens_per_step)
+        for name, measure in fleet.islands.items()
     }
-    return scaled, fleet.participation()
+    return scaled, fleet.participation
 
 
 def _interrupted(start: float, seconds: float) -> Iterator[Segment]:

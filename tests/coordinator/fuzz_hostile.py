@@ -106,8 +106,6 @@ class Hostile:
         if choice == "noise":
             junk = chance.randbytes(chance.choice((0, 1, 20, 300)))
             return [Move(chance.choice(("say", "upload", "fetch")), name, (junk,))]
-        if choice == "fetch" and chance.random() < 0.1:
-            return [Move("fetch", name, (raw("RevocationRequest", {"serial": "1f"}),))]
         if choice == "fetch":
             return [Move("fetch", name, (raw("FetchRequest", self._fetch(name)),))]
         if choice == "upload":

@@ -9,8 +9,7 @@ from diloco_jax import cli
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning.options import Assumptions, PlanOptions
 from diloco_jax.planning.plan import fragments_of
-from diloco_jax.simulation.fleets.failures import FailureModel
-from diloco_jax.simulation.fleets.fleet import ExchangeTerms
+from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CLOUD = ("--launch.project", "some-project", "--launch.image", "r.example/image:1")

@@ -14,7 +14,7 @@ from runtime_support import PATIENCE_S, client, hello, make_config, placed
 from diloco_jax.cluster.status import read_status
 from diloco_jax.coordinator import main
 from diloco_jax.errors import EXIT_DONE
-from diloco_jax.island.network.link import ending_of
+from diloco_jax.island.link import ending_of
 from diloco_jax.observability.measures import health_of
 from diloco_jax.protocol import messages
 from diloco_jax.wire.errors import ConnectionLost, Refused

@@ -348,9 +348,8 @@ class StoreHolder(FragmentHolder):
         """See `FragmentHolder`."""
         self.lost.require_here(request.fragment)
         try:
-            have = None if request.digests else request.have
             return self.store.fetch(
-                request.fragment, request.want, have, request.part, request.digests
+                request.fragment, request.want, request.have, request.part
             )
         except ValueError as error:
             raise RemoteProtocolError(

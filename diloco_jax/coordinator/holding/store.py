@@ -54,7 +54,7 @@ from diloco_jax.core.kernels import Passes
 from diloco_jax.core.merge_rules import capped, tokens, weight
 from diloco_jax.core.merging import Encoded, rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
-from diloco_jax.core.tiles import TileGrid, tile_digests
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.bulk import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
@@ -73,21 +73,11 @@ class _Pin:
     ended: list[float] = dataclasses.field(default_factory=list)
     """Times at which they ended. To append one takes no lock: the garbage collector may
     do it at any moment."""
-    _digests: list[npt.NDArray[np.uint8]] | None = None
-    _computing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def holds(self, now: float, pin_s: float) -> bool:
         """Tell if a stripe is under way, or was within the last `pin_s`."""
         last = max([self.newest, *self.ended[-1:]])
         return len(self.ended) < self.begun or now <= last + pin_s
-
-    def digests(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the digests of the anchor's tiles by piece, uint8[tiles, 32]. They are
-        computed once, however many islands join at a time."""
-        with self._computing:
-            if self._digests is None:
-                self._digests = [tile_digests(np.asarray(a)) for a in self.anchor]
-            return self._digests
 
     def end(self) -> None:
         """Note that a stripe ended."""
@@ -401,10 +391,9 @@ class Store:
         want: Version,
         have: Version | None,
         part: Part = (),
-        digests: bool = False,
     ) -> FetchSource:
         """Return a part of the publishes after `have` if all are retained, else that
-        part of an anchor; or the digests of the anchor's tiles in their place.
+        part of an anchor.
 
         Raises ValueError if there is no such part; VersionGone if the anchor of version
         `want` is not kept any more.
@@ -427,8 +416,7 @@ class Store:
                 f"version {tuple(want)} is not kept any more, the current one is "
                 f"{tuple(state.version)}; fetch this fragment again"
             )
-        values = pin.digests() if digests else pin.anchor
-        source = source_of(want, layout.cut_values(values, part), count=0)
+        source = source_of(want, layout.cut_values(pin.anchor, part), count=0)
         watch(pin, source)
         return source
 

@@ -49,17 +49,18 @@ from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.process import crashes_in_a_row
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.values import DeltaKey, lead_of
-from diloco_jax.simulation.emulation.bodies import (
+from diloco_jax.simulation.bodies import (
     Diary,
     StoreMerging,
     TrainedBody,
     collect,
     trainer_of,
 )
-from diloco_jax.simulation.emulation.options import EmulationOptions
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.island import IslandSpec, durations
-from diloco_jax.simulation.virtual.world import World
+from diloco_jax.simulation.clock import durations
+from diloco_jax.simulation.coordinator import VirtualCoordinator
+from diloco_jax.simulation.emulation_options import EmulationOptions
+from diloco_jax.simulation.island import IslandSpec
+from diloco_jax.simulation.world import World
 from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
@@ -184,7 +185,7 @@ class Attendance:
         if any(f.step == step + 1 and f.kills for f in faults):
             kill = functools.partial(self._kill, name, diary.incarnation, crash=True)
             self._clock.after(seconds, kill)
-        diary.step_seconds.append(seconds)
+        diary.rows[-1][1] = seconds
         return seconds
 
     def _kill(self, name: str, incarnation: int, *, crash: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.config.fields import NOT_NEGATIVE, SECONDS, SHARE, check_bounds, setting
 from diloco_jax.options import TRUST_CODE
-from diloco_jax.simulation.virtual.clock import LineSpeed
+from diloco_jax.simulation.clock import LineSpeed
 
 MOST_REPORTS = 1e6
 """Reports that islands may send while an emulation waits: about a minute on one core.

@@ -37,8 +37,9 @@ from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.protocol.values import NON_FINITE, DeltaKey, Prepared, Version
-from diloco_jax.simulation.virtual.arrays import Received, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.coordinator import Received
+from diloco_jax.simulation.island import VirtualFetch
 from diloco_jax.storage import digest_of
 from diloco_jax.wire.bulk import FetchSource
 
@@ -55,15 +56,11 @@ class Diary:
     ended: float | None = None
     end: str = ""
     steps: int = 0
-    """Completed steps; the columns may have one more, which has begun."""
-    step_began: list[float] = dataclasses.field(default_factory=list)
-    step_seconds: list[float] = dataclasses.field(default_factory=list)
-    metrics: dict[str, list[SupportsFloat]] = dataclasses.field(
-        default_factory=lambda: {"loss": [], "skipped": [], "tokens": []}
-    )
-    """Metrics of each step: its loss; 1 if it was skipped, since loss or gradient was
-    not finite, else 0; and the sum of the weights of its predictions."""
-    learning_rates: list[float] = dataclasses.field(default_factory=list)
+    """Completed steps; there may be a row of one more, which has begun."""
+    rows: list[list[SupportsFloat]] = dataclasses.field(default_factory=list)
+    """Begin, seconds, learning rate and loss of each step; 1 if it was skipped, since
+    loss or gradient was not finite, else 0; and the sum of the weights of its
+    predictions."""
     takes: list[list[float]] = dataclasses.field(default_factory=list)
     """Fragment, time and arrival of each take; NaN if it has not arrived."""
     adoptions: list[tuple[int, int, float]] = dataclasses.field(default_factory=list)
@@ -81,8 +78,6 @@ class Diary:
 
     def measures(self) -> Measures:
         """Return the measures that a real island would report (see `island.timing`)."""
-        done = slice(self.steps)
-        began, seconds = np.array(self.step_began[done]), self.step_seconds[done]
         fields: dict[str, Any] = {
             "compile_seconds": self.compile_seconds,
             "bytes_up": self.bytes_up,
@@ -91,22 +86,20 @@ class Diary:
         }
         if not self.steps:
             return Measures(**fields)
+        done = [list(map(float, row)) for row in self.rows[: self.steps]]
+        began, seconds, rates, losses, skipped, predicted = np.array(done).T
         ends = began + seconds
         gaps = np.diff(ends, prepend=began[0])
-        metrics = {
-            name: list(map(float, values[done]))
-            for name, values in self.metrics.items()
-        }
         return Measures(
             steps=self.steps,
-            skipped_steps=sum(map(int, metrics["skipped"])),
-            tokens_predicted=round(math.fsum(metrics["tokens"])),
+            skipped_steps=int(skipped.sum()),
+            tokens_predicted=round(math.fsum(predicted)),
             median_step_seconds=float(np.median(gaps)),
             max_step_gap_seconds=float(np.max(gaps)),
             step_seconds_total=math.fsum(seconds),
             stalled_seconds=max(0.0, math.fsum(gaps) - math.fsum(seconds)),
-            loss=statistics.fmean(metrics["loss"][-LOSS_STEPS:]),
-            learning_rate=self.learning_rates[self.steps - 1],
+            loss=statistics.fmean(losses[-LOSS_STEPS:]),
+            learning_rate=float(rates[-1]),
             first_step_unix=float(began[0]),
             last_step_unix=float(ends[-1]),
             **fields,
@@ -122,14 +115,12 @@ def collect(
     steps, takes, adoptions, lives = [], [], [], []
     for d in itertools.chain.from_iterable(diaries.values()):
         who = (d.island, d.incarnation)
-        for index in range(d.steps):
-            began = d.step_began[index]
-            end = began + d.step_seconds[index]
-            loss, rate = float(d.metrics["loss"][index]), d.learning_rates[index]
-            steps.append((*who, index, began, end, loss, rate))
+        for index, row in enumerate(d.rows[: d.steps]):
+            began, seconds, rate, loss = map(float, row[:4])
+            steps.append((*who, index, began, began + seconds, loss, rate))
         takes += [(*who, *take) for take in d.takes]
         adoptions += [(*who, *adoption) for adoption in d.adoptions]
-        first = d.step_began[0] if d.step_began else math.nan
+        first = d.rows[0][0] if d.rows else math.nan
         lives.append((*who, d.began, first, d.ended, d.steps, d.end))
     rows: dict[str, Sequence[tuple[Any, ...]]] = {
         "merges": merges,
@@ -173,7 +164,7 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
         inner = dataclasses.replace(run.inner, learning_rate=rate)
         data = DataConfig(arrays=run.data.arrays)
         run = RunConfig(model=run.model, data=data, inner=inner)
-    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="", offers="")
+    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
     return _trainer_of(run, alike)
 
 
@@ -219,14 +210,13 @@ class TrainedBody:
         return Arrival(fragment=fragment, version=version, publishes=placed[mesh])
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        self._diary.step_began.append(self._clock.now)
-        self._diary.learning_rates.append(learning_rate)
         metrics = self._replica.step(self._reader.batch(positions), learning_rate)
-        for name, column in self._diary.metrics.items():
-            column.append(metrics[name])
-            if len(column) > 1:
-                # One step late: the devices have the new step to do meanwhile.
-                column[-2] = float(column[-2])
+        found = (metrics[name] for name in ("loss", "skipped", "tokens"))
+        rows = self._diary.rows
+        rows.append([self._clock.now, math.nan, learning_rate, *found])
+        if len(rows) > 1:
+            # One step late: the devices have the new step to do meanwhile.
+            rows[-2] = list(map(float, rows[-2]))
 
     def take(self, fragment: int) -> EncodedDelta:
         layout = self._exchange.layouts_up[fragment]

@@ -28,20 +28,23 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.observability import measures
-from diloco_jax.simulation.fleets import failures
-from diloco_jax.simulation.fleets.failures import FailureModel, segments
-from diloco_jax.simulation.fleets.fleet import (
+from diloco_jax.simulation.clock import durations
+from diloco_jax.simulation.fleet import (
     STEP_SECONDS,
     ExchangeTerms,
-    VirtualFleet,
-    require_reach,
-    require_reach_of_islands,
-    require_reach_of_steps,
+    FailureModel,
+    FleetIsland,
+    Progress,
+    elastic,
+    lockstep_share,
+    rigid,
+    run_fleet,
+    segments,
 )
-from diloco_jax.simulation.output import Progress, nobody, part
-from diloco_jax.simulation.virtual.island import durations, lockstep_share
 
 Method = Literal["decoupled", "elastic", "rigid"]
+MOST_EVENTS = 1e8
+"""Events that a simulation may have: hours on one core."""
 PUBLISHED_MTBI_YEARS = 1.0
 PUBLISHED: dict[tuple[Method, int, int], float] = {
     ("rigid", 1_200_000, 1): 0.27,
@@ -101,17 +104,12 @@ class GoodputConfig:
                 f"hours = {self.hours:g} over seeds = {self.seeds} is {self.seconds:g} "
                 f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
             )
-        length = (self.hours, self.step_seconds, self.islands)
-        if self.method == "decoupled":
-            require_reach_of_islands(self.islands, "islands")
-            require_reach_of_steps(*length, self.exchange)
-        else:
-            require_reach_of_steps(*length)
-        rate = self.chips * self.failures.interruptions_per_chip_second
-        interruptions = rate * self.hours * 3600
-        require_reach(
-            "interruptions", interruptions, "lower hours, or raise mtbi_years"
-        )
+        for what, count, remedy in self._events():
+            if not count <= MOST_EVENTS:
+                raise ConfigError(
+                    f"that is {count:.2g} {what} to simulate, more than "
+                    f"{MOST_EVENTS:.0e}; {remedy}"
+                )
         if self.quorum > self.islands:
             raise ConfigError(
                 f"quorum = {self.quorum}, but islands = {self.islands}: no fragment "
@@ -123,6 +121,28 @@ class GoodputConfig:
                 f"slice each (slice_chips = {self.failures.slice_chips}); lower "
                 f"slice_chips or islands, or add chips"
             )
+
+    def _events(self) -> Iterator[tuple[str, float, str]]:
+        """Yield what there is to simulate, how many, and what makes it fewer.
+
+        At every delta the protocol goes through its books of all islands and fragments.
+        """
+        islands, exchange = self.islands, self.exchange
+        pairs = f"pairs of {islands:,.15g} islands"
+        steps = self.hours * 3600 / self.step_seconds * islands
+        deltas = steps / exchange.cycle * exchange.fragments
+        if self.method == "decoupled":
+            yield pairs, islands * islands, "lower islands"
+        yield "steps of islands", steps, "lower hours, or raise step_seconds"
+        if self.method == "decoupled":
+            yield (
+                f"pairs of {deltas:.2g} deltas and fragments = {exchange.fragments}",
+                deltas * exchange.fragments,
+                "lower fragments or hours, or raise cycle or step_seconds",
+            )
+        rate = self.chips * self.failures.interruptions_per_chip_second
+        interruptions = rate * self.hours * 3600
+        yield "interruptions", interruptions, "lower hours, or raise mtbi_years"
 
     @property
     def seconds(self) -> float:
@@ -212,7 +232,7 @@ class GoodputResult:
 
 
 def simulate_goodput(
-    config: GoodputConfig, progress: Progress = nobody
+    config: GoodputConfig, progress: Progress = lambda share: None
 ) -> GoodputResult:
     """Simulate how a fleet's time is used, for every seed.
 
@@ -257,26 +277,23 @@ def simulate_goodput(
 def _decoupled(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
-    sync = config.exchange.sync(config.quorum, config.grace)
-    fleet = VirtualFleet(config.exchange, sync, config.step_seconds)
-    chips = config.chips / config.islands
-    for name, own in zip(range(config.islands), rng.spawn(config.islands), strict=True):
+    chips, usual_s = config.chips / config.islands, config.step_seconds
+    machines = {}
+    for index, own in enumerate(rng.spawn(config.islands)):
         failing, varying = own.spawn(2)
-        fleet.join(
-            f"island-{name}",
-            config.step_seconds,
-            durations(config.step_seconds, config.step_spread, varying),
-            segments(chips, config.failures, failing),
-        )
-    fleet.begin()
-    fleet.run(config.seconds, progress)
-    fleet.end()
-    islands, totals = fleet.measures(), fleet.totals
+        steps = durations(usual_s, config.step_spread, varying)
+        life = segments(chips, config.failures, failing)
+        machines[f"island-{index}"] = FleetIsland(usual_s, steps, life)
+    sync = config.exchange.sync(config.quorum, config.grace)
+    fleet = run_fleet(
+        config.exchange, sync, usual_s, machines, config.seconds, progress
+    )
+    islands, totals = list(fleet.islands.values()), fleet.totals
     return GoodputSample(
         goodput=measures.goodput(islands),
         compute_goodput=measures.compute_goodput(islands),
         uptime=measures.uptime(islands, fleet.seconds),
-        participation=fleet.participation(),
+        participation=fleet.participation,
         merges=fleet.merges,
         lost_tokens_fraction=sum(totals.lost.values()) / max(totals.computed, 1),
     )
@@ -285,7 +302,7 @@ def _decoupled(
 def _data_parallel(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
-    run = failures.elastic if config.method == "elastic" else failures.rigid
+    run = elastic if config.method == "elastic" else rigid
     steps = [config.step_seconds] * config.islands
     island = run(
         config.chips,
@@ -348,14 +365,6 @@ def points(
     return found
 
 
-def simulated(
-    configs: Sequence[GoodputConfig], progress: Progress = nobody
-) -> Iterator[GoodputResult]:
-    """Yield the results of the configs, one by one."""
-    for i, config in enumerate(configs):
-        yield simulate_goodput(config, part(progress, i, len(configs)))
-
-
 def write_csv(results: Sequence[GoodputResult], path: Path) -> None:
     """Write one line per point; every measure has its bounds over seeds."""
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -396,3 +405,8 @@ def write_plot(results: Sequence[GoodputResult], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def part(progress: Progress, index: int, parts: int) -> Progress:
+    """Return the progress of part `index`, from 0, of `parts` equal parts."""
+    return lambda share: progress((index + share) / parts)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,12 +18,12 @@ from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.island.mailbox import Arrival, Arrivals
-from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.coordinator.events import Event, Said
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Ahead, Boundary
+from diloco_jax.protocol.island.books import Books, Outcome
+from diloco_jax.protocol.island.boundary import Ahead, Arrays, Boundary
 from diloco_jax.protocol.island.conversation import Conversation, Wanted
 from diloco_jax.protocol.island.fetching import Fetching
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
@@ -40,12 +39,47 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.values import DeltaKey, EndReason, Version
-from diloco_jax.simulation.virtual.arrays import Body, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock, Due, Line, WakeUp
+from diloco_jax.simulation.clock import Clock, Due, Line, WakeUp
 from diloco_jax.wire.errors import Refused, WireError
 
-DRAWN_AT_ONCE = 1024
-LOCKSTEP_STEPS = 20_000
+
+class VirtualFetch(NamedTuple):
+    """Fragment on its way to an island."""
+
+    version: Version
+    nbytes: int
+    data: Any
+    """Data from which `body.Body.arrival` makes arrays."""
+
+
+class Body(Arrays, Protocol):
+    """Model copy of an island, and how it is stepped; or no arrays (`NoBody`)."""
+
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
+        """Join with these anchors, in full, by fragment."""
+
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
+        """Return a later version, ready to be adopted."""
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        """Make one inner step on the sequences at these positions of the data."""
+
+
+class NoBody:
+    """A body without arrays."""
+
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None: ...
+
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
+        return Arrival(fragment=fragment, version=fetched.version)
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None: ...
+
+    def take(self, fragment: int) -> None: ...
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None: ...
+
+    def judge(self, fragment: int, outcome: Outcome) -> None: ...
 
 
 class VirtualService(Protocol):
@@ -187,9 +221,12 @@ class VirtualIsland:
             sequences_per_step=self.spec.batch_size,
             lead=self.spec.lead,
         )
-        said = hello(who, self._conversation.status())
+        said = self._hello(who)
         self.peer = peer = Connection(self, line, said)
         line.send_up(functools.partial(coordinator.hello, said, peer))
+
+    def _hello(self, who: Introduction) -> Hello:
+        return hello(who, self._conversation.status())
 
     def disconnect(self) -> None:
         """Lose the connection and train on."""
@@ -442,38 +479,3 @@ class VirtualIsland:
         self._stepping, self._next = False, None
         self.steps += 1
         self._at_boundary()
-
-
-def durations(
-    mean_seconds: float, spread: float, rng: np.random.Generator
-) -> Iterator[float]:
-    """Yield the seconds of one step after the other, drawn independently.
-
-    spread: standard deviation over mean.
-    """
-    while True:
-        yield from drawn(mean_seconds, spread, DRAWN_AT_ONCE, rng).tolist()
-
-
-def drawn(
-    mean_seconds: float, spread: float, count: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Draw f64[count] seconds of steps: log-normal, so that none is negative."""
-    sigma = math.sqrt(math.log1p(spread**2))
-    return mean_seconds * rng.lognormal(-(sigma**2) / 2, sigma, count)
-
-
-def lockstep_share(
-    mean_seconds: Sequence[float], spread: float, rng: np.random.Generator
-) -> float:
-    """Return the share of their time that islands compute in lockstep.
-
-    Each step waits for the slowest island, as in one data-parallel program.
-    mean_seconds: mean seconds of a step, by island.
-    """
-    total, slowest = 0.0, np.zeros(LOCKSTEP_STEPS)
-    for mean in mean_seconds:
-        seconds = drawn(mean, spread, LOCKSTEP_STEPS, rng)
-        total += seconds.sum()
-        np.maximum(slowest, seconds, out=slowest)
-    return float(total / len(mean_seconds) / slowest.sum())

@@ -7,8 +7,8 @@ or after a given delay.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from diloco_jax.coordinator.engine import Engine, Sessions
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
@@ -28,10 +28,60 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import Durable, Noted
-from diloco_jax.protocol.values import DeltaKey, Prepared, Version
-from diloco_jax.simulation.virtual.arrays import Merging, VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock, WakeUp
-from diloco_jax.simulation.virtual.island import Connection
+from diloco_jax.protocol.values import DeltaKey, Prepared, Refusal, Version
+from diloco_jax.simulation.clock import Clock, WakeUp
+from diloco_jax.simulation.island import Connection, VirtualFetch
+
+
+class Received(NamedTuple):
+    """A delta as merges need it; why it is unfit, or ""; and its length, if known."""
+
+    delta: Any
+    refusal: Refusal = ""
+    norm: float = 0.0
+
+
+class Merging(Protocol):
+    """Arrays of the coordinator."""
+
+    def receive(self, key: DeltaKey, encoded: Any) -> Received:
+        """Take in a delta that arrived."""
+
+    def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
+        """Compute a merge and keep it; return its digest and length once it is
+        prepared.
+        """
+
+    def commit(self, fragment: int, version: Version) -> None:
+        """Make the computed merge the current version."""
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
+        """Return the publishes from `have` to `want`, or the newest version in full."""
+
+
+class NoArrays:
+    """Merges without arrays; only versions and bytes.
+
+    bytes_down: bytes of an encoded publish, by fragment.
+    bytes_full: bytes of an anchor in full, by fragment.
+    """
+
+    def __init__(self, bytes_down: tuple[int, ...], bytes_full: tuple[int, ...]):
+        self._bytes_down, self._bytes_full = bytes_down, bytes_full
+
+    def receive(self, key: DeltaKey, encoded: Any) -> Received:
+        return Received(None)
+
+    def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
+        return Prepared(digest="", payload_bytes=self._bytes_down[merge.fragment])
+
+    def commit(self, fragment: int, version: Version) -> None: ...
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
+        if have is None or have.term != want.term:
+            return VirtualFetch(want, self._bytes_full[fragment], None)
+        behind = want.number - have.number
+        return VirtualFetch(want, behind * self._bytes_down[fragment], None)
 
 
 class VirtualCoordinator(Engine[State, Event]):

@@ -1,13 +1,18 @@
-"""Virtual time: calls that are due, in order; and lines that take time."""
+"""Virtual time: calls that are due, in order; lines and steps that take time."""
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from diloco_jax.config.fields import SECONDS, setting
+
+DRAWN_AT_ONCE = 1024
 
 
 class Due:
@@ -169,3 +174,22 @@ class Line:
 
     def _arrive(self, at: float, arrive: Callable[[], None]) -> None:
         self._clock.at(at, lambda: arrive() if self.open else None)
+
+
+def durations(
+    mean_seconds: float, spread: float, rng: np.random.Generator
+) -> Iterator[float]:
+    """Yield the seconds of one step after the other, drawn independently.
+
+    spread: standard deviation over mean.
+    """
+    while True:
+        yield from drawn(mean_seconds, spread, DRAWN_AT_ONCE, rng).tolist()
+
+
+def drawn(
+    mean_seconds: float, spread: float, count: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Draw f64[count] seconds of steps: log-normal, so that none is negative."""
+    sigma = math.sqrt(math.log1p(spread**2))
+    return mean_seconds * rng.lognormal(-(sigma**2) / 2, sigma, count)

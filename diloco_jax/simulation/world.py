@@ -10,10 +10,9 @@ from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.records import Durable, Merged
-from diloco_jax.simulation.virtual.arrays import Body, Merging, NoBody
-from diloco_jax.simulation.virtual.clock import Clock, Line, LineSpeed
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
+from diloco_jax.simulation.clock import Clock, Line, LineSpeed
+from diloco_jax.simulation.coordinator import Merging, VirtualCoordinator
+from diloco_jax.simulation.island import Body, IslandSpec, NoBody, VirtualIsland
 
 
 class World:

@@ -25,7 +25,7 @@ from diloco_jax.config.family_fields import check_member
 from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
-from diloco_jax.simulation.fleets.fleet import (
+from diloco_jax.simulation.fleet import (
     FRAGMENTS,
     GBIT_PER_S,
     PARAMS,
