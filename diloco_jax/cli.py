@@ -295,7 +295,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "dashboard": (
         _of("diloco_jax.dashboard.command", "dashboard_command"),
-        "WORKDIR or HOST:PORT [--port N]",
+        "WORKDIR [--port N]",
         "shows a run in a browser: islands over time, merges, losses, alerts",
     ),
     "eval": (

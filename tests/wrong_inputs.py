@@ -91,7 +91,8 @@ COMMANDS = [
     wrong("export empty", "Missing from diloco export", "DIR"),
     wrong("replay", "Missing from diloco replay", "WORKDIR"),
     wrong("manifest", "Missing from diloco manifest", "PATH"),
-    wrong("dashboard", "Missing from diloco dashboard", "WORKDIR or HOST:PORT"),
+    wrong("dashboard", "Missing from diloco dashboard", "WORKDIR"),
+    wrong("dashboard h:7000", "h:7000 holds no run", "run.json", "give the workdir"),
     wrong("simulate godput", "no simulation 'godput'", "mean 'goodput'", "there are"),
     wrong("data", "diloco data prepare OUT SOURCES... is what there is"),
     wrong("data mix", "data prepare OUT SOURCES... is what there is", "found 'mix'"),
@@ -350,17 +351,6 @@ PLACEMENT = [
         "run two.py --metrics-bind nonsense",
         "placement.metrics_bind: address 'nonsense'",
         *ADDRESS,
-    ),
-    wrong(
-        "run two.py --alert-url ftp://x",
-        "placement.alert_url = 'ftp://x'",
-        "https://, http://",
-        "give the URL of a webhook",
-    ),
-    wrong(
-        """run two.py --alert-command "a 'b" """,
-        'placement.alert_command = "a \'b"',
-        "close its quotes",
     ),
     wrong(
         "run two.py --sinks tensrboard",

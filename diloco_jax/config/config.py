@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -93,7 +92,6 @@ class Config:
         return steps / self.run.sync.steps_per_cycle
 
 
-URLS = ("https://", "http://")
 BUCKETS = ("gs://", "s3://")
 LANES = 128
 """Tokens of a block of the attention kernel for TPUs, which needs whole blocks."""
@@ -266,18 +264,6 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
     check_sinks(placement.sinks)
     if placement.metrics_bind:
         _port("metrics_bind", placement.metrics_bind)
-    if placement.alert_url and not placement.alert_url.startswith(URLS):
-        raise ConfigError(
-            f"placement.alert_url = {placement.alert_url!r} begins with none of "
-            f"{', '.join(URLS)}; give the URL of a webhook"
-        )
-    try:
-        shlex.split(placement.alert_command)
-    except ValueError as error:
-        raise ConfigError(
-            f"placement.alert_command = {placement.alert_command!r} is no command "
-            f"({error}); close its quotes"
-        ) from error
     for fault in parse_faults(placement.faults, islands, placement.workers).faults:
         if fault.step < 1:
             raise ConfigError(

@@ -367,7 +367,7 @@ class Coordinator:
             tls=self._tls,
             begun_unix=self._facts.begun_unix,
         )
-        self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
+        self._open.callback(self._announcer.stop)
         self._announcer.begin(self.lead)
 
     def _make_service(self) -> Service:

@@ -26,7 +26,6 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.source import Shares
 from diloco_jax.files import json_number, write_json, write_text
 from diloco_jax.observability import measures
-from diloco_jax.observability.alarm import Alarm
 from diloco_jax.observability.exported import Snapshot
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator import ending, leases, ledger
@@ -373,14 +372,12 @@ class Announcer:
         self._machine = self._watchdog.machine
         self._placement, self._tls = placement, tls
         self._told_at = workdir / run_files.METRICS_ADDRESS
-        self._alarm: Alarm | None = None
         self._open = contextlib.ExitStack()
 
     def begin(self, lead: Lead) -> None:
-        """Make the first status; deliver alerts, and let Prometheus collect numbers,
-        from now on. Raises ConfigError if the port for that cannot be bound."""
+        """Make the first status, and let Prometheus collect numbers from now on. Raises
+        ConfigError if the port for that cannot be bound."""
         self.refresh(lead)
-        run_id = lead.config.run_id
         if self._placement.metrics_bind:
             exporter = Exporter(
                 self._placement.metrics_bind,
@@ -392,13 +389,9 @@ class Announcer:
             self._open.callback(exporter.close)
             write_text(exporter.url, self._told_at)
             self._open.callback(self._told_at.unlink, missing_ok=True)
-        self._alarm = Alarm(self._placement, run_id, lambda: self.shown()["alerts"])
-        self._alarm.start()
 
-    def stop(self, within_s: float) -> None:
-        """Deliver the last alerts, within these seconds, and close the port."""
-        if self._alarm is not None:
-            self._alarm.close(within_s)
+    def stop(self) -> None:
+        """Close the port."""
         self._open.close()
 
     def due(self, now: float) -> bool:
@@ -410,10 +403,6 @@ class Announcer:
         now, clock = time.time(), time.monotonic()
         self._refreshed = clock
         own = [*self._snapshots.alerts(clock), *self._holder.alerts(clock)]
-        untold, lead.journal.untold = lead.journal.untold, []
-        if self._alarm is not None:
-            for text in untold:
-                self._alarm.raised(text)
         self._alerts_raised = lead.journal.alerts_raised
         self._status = status(
             lead.config,

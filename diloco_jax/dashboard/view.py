@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.dashboard.failures import Lane
-from diloco_jax.dashboard.timeline import COORDINATOR, STATES, Array, Timeline
+from diloco_jax.dashboard.timeline import (
+    COORDINATOR,
+    COSINES,
+    MACHINE,
+    STATES,
+    Array,
+    Timeline,
+    count_of,
+)
 from diloco_jax.observability.measures import IslandMeasure, goodput
 
 LETTERS = "jctsqa"
@@ -28,17 +36,19 @@ MANY_ISLANDS = 16
 COLUMNS_OF_MANY = 440
 POINTS, POINTS_OF_MANY = 240, 120
 OF_ISLANDS = (
-    *("loss", "losses", "eval_loss", "eval_losses", "tokens", "merged_tokens"),
-    *("bytes_up", "bytes_down", "lag", "lags", "training"),
-)
-OF_COORDINATOR = (
-    *("cosine", "cosines", "last_cosine", "last_cosines", "merge_seconds", "merges"),
-    *("memory", "workers_memory", "memory_left", "disk", "looks"),
+    *("tokens", "merged_tokens", "bytes_up", "bytes_down", "training"),
+    *(name for mean in ("loss", "eval_loss", "lag") for name in (mean, count_of(mean))),
 )
 OF_WINDOW = (
     *("absent", "lost_tokens", "merged_tokens", "merged_deltas", "merges"),
     *("bytes_up", "bytes_down", "tokens", "training"),
 )
+DIGITS = {
+    **dict.fromkeys(COSINES, 3),
+    **dict.fromkeys((*MACHINE, "workers_memory_bytes"), 0),
+}
+"""Digits after the point of the means on the coordinator's row."""
+MEASURES = (*COSINES, "norm", "seconds")
 MERGES_SHOWN = 60
 FAILURES_SHOWN = 300
 FAILURE = (
@@ -175,9 +185,10 @@ def _curves(
     at = (window.start, window.stop, points)
     found = grid.columns(OF_ISLANDS, *at)[:, rows]
     of = dict(zip(OF_ISLANDS, found, strict=True))
-    found = grid.columns(OF_COORDINATOR, *at, slice(0, 1))[:, COORDINATOR]
-    of |= dict(zip(OF_COORDINATOR, found, strict=True))
-    lag = _mean(of["lag"], of["lags"])
+    both = (*DIGITS, *map(count_of, DIGITS))
+    sums, counts = np.split(grid.columns(both, *at, slice(0, 1))[:, COORDINATOR], 2)
+    means = dict(zip(DIGITS, _mean(sums, counts), strict=True))
+    lag = _mean(of["lag"], of[count_of("lag")])
     known = np.array([lane.peak_flops_per_s > 0 for lane in lanes], bool)
     peaks = np.array([[lane.peak_flops_per_s] for lane in lanes]).reshape(-1, 1)
     mfu = _mean(
@@ -192,11 +203,8 @@ def _curves(
     def total(name: str, over: float) -> list[float]:
         return [float(f"{v:.4g}") for v in of[name].sum(axis=0) / over]
 
-    def mean(name: str, plural: str, digits: int) -> list[float]:
-        return _rounded(_mean(of[name], of[plural]), digits)
-
-    def by_island(name: str, plural: str) -> dict[str, list[float]]:
-        curves = _mean(of[name], of[plural])
+    def by_island(name: str) -> dict[str, list[float]]:
+        curves = _mean(of[name], of[count_of(name)])
         drawn = zip(lanes, curves, strict=True)
         return {
             lane.name: _rounded(curve, 3)
@@ -208,8 +216,8 @@ def _curves(
     first = window.start + seconds / 2
     return {
         "times": np.round(first + seconds * np.arange(points), 2).tolist(),
-        "loss": by_island("loss", "losses"),
-        "eval_loss": by_island("eval_loss", "eval_losses"),
+        "loss": by_island("loss"),
+        "eval_loss": by_island("eval_loss"),
         "merged_loss": [
             list(point) for point in merged_losses if point[0] >= window.start
         ][-MERGED_LOSSES_SHOWN:],
@@ -219,14 +227,8 @@ def _curves(
         "down": total("bytes_down", seconds),
         "behind_mean": _rounded(_mean_of_rows(lag), 2),
         "behind_most": _rounded(_most_of_rows(lag), 2),
-        "pairwise_cosine": mean("cosine", "cosines", 3),
-        "cosine_to_last": mean("last_cosine", "last_cosines", 3),
-        "merge_seconds": mean("merge_seconds", "merges", 4),
         "mfu": _rounded(mfu, 4),
-        **{
-            name: mean(name, "looks", 0)
-            for name in ("memory", "workers_memory", "memory_left", "disk")
-        },
+        **{name: _rounded(means[name], digits) for name, digits in DIGITS.items()},
     }
 
 
@@ -261,7 +263,7 @@ def _where_it_went(
     `goodput` is that of `observability/measures.py`, of this window alone: compilation
     is apart.
     """
-    names = (*STATES, "tokens", "merged_tokens", "lost_tokens", "stalled")
+    names = (*STATES, "tokens", "merged_tokens", "lost_tokens", "stalled_seconds")
     found = timeline.grid.totals(names, window.start, window.stop)
     of = dict(zip(names, found, strict=True))
     parts = dict.fromkeys(
@@ -286,7 +288,7 @@ def _where_it_went(
         parts["open"] += max(0.0, computed - merged - lost)
         parts["compiling"] += compiling * speed
         parts["away"] += of["absent"][row] * speed
-        stalled = min(of["stalled"][row], present) * speed
+        stalled = min(of["stalled_seconds"][row], present) * speed
         parts["stalled"] += stalled
         idle = available - computed - (compiling + of["absent"][row]) * speed - stalled
         parts["slower"] += max(0.0, idle)
@@ -358,7 +360,8 @@ def _merges(
                 "stale": merge.stale,
                 **{
                     name: None if value is None else float(f"{value:.3g}")
-                    for name, value in merge.measures.items()
+                    for name in MEASURES
+                    for value in (merge.measures.get(name),)
                 },
             }
         )
