@@ -31,9 +31,8 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.files import S3, is_bucket
+from diloco_jax.files import S3, is_bucket, sync_path
 from diloco_jax.models.build import other_model
-from diloco_jax.storage import sync_path
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """`diloco doctor [--folder DIR] [--json]`: what of this machine a run depends on.
 
 The installed packages: all that are required, in versions that go together. What the
-operating system gives a run: ports, clock, disk, memory, sockets. What is around a run
+operating system gives a run: ports, clock, disk, memory. What is around a run
 and not of it: variables, folders, limits, names. The devices that jax finds, in a
 process of its own, since a TPU that another process holds may never answer.
 """
@@ -82,27 +82,19 @@ def refused(what: str, error: ConfigError) -> Finding:
 
 
 PACKAGE = "diloco-jax"
-PAIRS = (((0, 10, 2), (0, 0, 42)), ((0, 12, 0), (0, 0, 50)))
-"""Versions of jax and of the libtpu that was built with it, each pair from there on.
-Both pairs compile for v5p and v6e (docs/results/plan.md)."""
-OF_DEVELOPERS = ("test", "docs", "fixtures")
-"""Extras for work on the package itself, which its users need not have."""
 
 
 def check_packages() -> Iterator[Finding]:
-    """Yield findings on the required packages, on each extra that is only partly
-    installed, and on jax's libraries.
-    """
-    required, extras = _requirements()
+    """Yield findings on the required packages, and on jax's libraries."""
+    required = _required()
     if wrong := [text for r in required if (text := _wrong(r))]:
         remedy = f"pip install --upgrade {PACKAGE}"
         yield problem("packages", "; ".join(wrong), remedy)
     else:
         yield ok("packages", f"all {len(required)} that are required")
-    yield from _begun(required, extras)
     yield _jax()
-    if before_jax.libtpu_version():
-        yield _libtpu(metadata.version("jax"), before_jax.libtpu_version())
+    if here := before_jax.libtpu_version():
+        yield ok("libtpu", f"libtpu {here} with jax {metadata.version('jax')}")
     else:
         yield note(
             "libtpu",
@@ -111,38 +103,10 @@ def check_packages() -> Iterator[Finding]:
         )
 
 
-def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """Return what the package requires, and what each of its extras adds."""
-    required: list[Requirement] = []
-    extras: dict[str, list[Requirement]] = {}
-    for line in metadata.requires(PACKAGE) or []:
-        requirement = Requirement(line)
-        extra = re.search(r"extra == ['\"](.+?)['\"]", str(requirement.marker or ""))
-        if extra:
-            extras.setdefault(extra[1], []).append(requirement)
-        elif requirement.marker is None or requirement.marker.evaluate():
-            required.append(requirement)
-    return required, extras
-
-
-def _begun(
-    required: list[Requirement], extras: dict[str, list[Requirement]]
-) -> Iterator[Finding]:
-    """Yield the extras of which only some packages are here, or an old one."""
-    base = {r.name.lower() for r in required}
-    for extra, requirements in sorted(extras.items()):
-        if extra in OF_DEVELOPERS:
-            continue
-        own = [r for r in requirements if r.name.lower() not in base]
-        where = {"extra": extra}
-        wanted = [r for r in own if not r.marker or r.marker.evaluate(where)]
-        wrong = [text for r in wanted if (text := _wrong(r))]
-        if wrong and len(wrong) < len(own):
-            yield note(
-                f"extra {extra}",
-                "; ".join(wrong),
-                f"pip install '{PACKAGE}[{extra}]', if it is wanted",
-            )
+def _required() -> list[Requirement]:
+    """Return what the package requires here, without its extras."""
+    found = map(Requirement, metadata.requires(PACKAGE) or [])
+    return [r for r in found if not r.marker or r.marker.evaluate({"extra": ""})]
 
 
 def _wrong(requirement: Requirement) -> str:
@@ -164,20 +128,6 @@ def _jax() -> Finding:
         "jax",
         f"jax {jax} beside jaxlib {jaxlib}; jax needs the jaxlib of its own version",
         f"pip install --upgrade jax=={jax} jaxlib",
-    )
-
-
-def _libtpu(jax: str, here: str) -> Finding:
-    """Compare libtpu with the one that the jax here was tried with."""
-    tried = [tpu for since, tpu in PAIRS if _release(jax) >= since]
-    what = f"libtpu {here} with jax {jax}"
-    if tried and _release(here)[:3] == tried[-1]:
-        return ok("libtpu", what)
-    wanted = ".".join(map(str, tried[-1])) if tried else "another jax"
-    return note(
-        "libtpu",
-        f"{what}: this pair was not tried; with that jax it was {wanted}",
-        "pip install --upgrade 'jax[tpu]', which brings the two that belong together",
     )
 
 
@@ -330,8 +280,6 @@ each merge, and all of its state in turns."""
 FREE_BYTES = 5 * GIB
 FEWEST_FILES = 4096
 """Open files of a coordinator with some hundred hosts."""
-SOCKET_BYTES = 16 << 20
-"""Buffer of one stream at 5 Gbit/s and 25 ms."""
 CLOCK_UNSYNCHRONISED = 5
 """Returned by adjtimex where nothing disciplines the clock."""
 
@@ -344,8 +292,6 @@ def check_system(folder: Path) -> Iterator[Finding]:
     yield _ports()
     yield _open_files()
     yield _clock()
-    if sys.platform == "linux":
-        yield _sockets()
 
 
 def _memory() -> Finding:
@@ -438,28 +384,6 @@ def _clock_state() -> int | None:
     # struct timex, all zeros: change nothing. It has 208 bytes on 64-bit Linux.
     state: int = adjtimex(ctypes.create_string_buffer(512))
     return None if state < 0 else state
-
-
-def _sockets() -> Finding:
-    """Compare the largest buffers of a stream with what long links need."""
-    sizes = {name: _largest(name) for name in ("tcp_rmem", "tcp_wmem")}
-    found = ", ".join(f"{name} up to {n / 2**20:.0f} MiB" for name, n in sizes.items())
-    if any(0 < n < SOCKET_BYTES for n in sizes.values()):
-        return note(
-            "sockets",
-            found,
-            "on links between regions raise the last number of both to "
-            f"{SOCKET_BYTES} (sysctl net.ipv4.tcp_wmem)",
-        )
-    return ok("sockets", found)
-
-
-def _largest(name: str) -> int:
-    try:
-        text = Path(f"/proc/sys/net/ipv4/{name}").read_text()
-    except OSError:
-        return 0
-    return int(text.split()[-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

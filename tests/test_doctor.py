@@ -43,41 +43,11 @@ def test_a_problem_is_an_exit_code_and_has_a_remedy(monkeypatch, capsys):
 
 def test_a_missing_and_an_old_package_are_named(monkeypatch):
     required = [Requirement("no-such-package>=1"), Requirement("numpy>=9999")]
-    monkeypatch.setattr(doctor, "_requirements", lambda: (required, {}))
+    monkeypatch.setattr(doctor, "_required", lambda: required)
     finding = named(doctor.check_packages())["packages"]
     assert finding.level is Level.PROBLEM
     assert "no-such-package is missing" in finding.found
     assert f"numpy {metadata.version('numpy')} is not >=9999" in finding.found
-
-
-def test_an_extra_that_is_half_installed_is_named_and_one_that_is_not_begun_is_not(
-    monkeypatch,
-):
-    extras = {
-        "half": [Requirement("pytest"), Requirement("no-such-package")],
-        "none": [Requirement("no-such-package")],
-        "test": [Requirement("pytest"), Requirement("no-such-package")],
-        "whole": [Requirement("pytest")],
-    }
-    monkeypatch.setattr(doctor, "_requirements", lambda: ([], extras))
-    found = named(doctor.check_packages())
-    assert found["extra half"].found == "no-such-package is missing"
-    assert not {"extra none", "extra whole", "extra test"} & found.keys()
-
-
-@pytest.mark.parametrize(
-    ("jax", "libtpu", "level"),
-    [
-        ("0.10.2", "0.0.42.1", Level.OK),
-        ("0.12.0.1", "0.0.50.1", Level.OK),
-        ("0.12.0.1", "0.0.42.1", Level.NOTE),
-        ("0.9.0", "0.0.42.1", Level.NOTE),
-    ],
-)
-def test_jax_and_libtpu_go_together(jax, libtpu, level):
-    finding = doctor._libtpu(jax, libtpu)
-    assert finding.level is level
-    assert f"libtpu {libtpu} with jax {jax}" in finding.found
 
 
 def test_a_jaxlib_of_another_version_is_a_problem(monkeypatch):

@@ -195,7 +195,7 @@ class History:
         axes.set(xlim=(begin, end), ylim=(len(self.islands) + 0.5, -0.5))
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        say(axes, title or _finding(self, steps), _clock(self))
+        say(axes, title or _finding(self), _clock(self))
         return axes
 
     def plot_loss(
@@ -456,8 +456,6 @@ MOST_BARS = 120
 """Steps of one island that can be told apart in one plot."""
 SMOOTHED = 15
 """A point of a loss curve is the mean over one in so many of the island's steps."""
-STANDSTILL = 3.0
-"""A pause of an island, in its median steps, from which on it counts as one."""
 
 
 def paper(
@@ -551,42 +549,16 @@ def _clock(history: History) -> str:
     return "seconds since the run began" if history.recorded else "virtual seconds"
 
 
-def _finding(history: History, steps: pandas.DataFrame) -> str:
+def _finding(history: History) -> str:
     """Return what a timeline shows, in one sentence."""
     absences = [
-        (away, ended, island)
+        (away, island)
         for island in history.islands
-        for ended, away in history.absences(island)
+        for _, away in history.absences(island)
         if not math.isnan(away)
     ]
     if absences:
-        away, ended, island = max(absences)
-        others = [name for name in history.islands if name != island]
-        still = _never_still(steps, others, ended, ended + away)
-        rest = "; the others do not stop" if others and still else ""
-        return f"{island} is away for {away:.0f} s{rest}"
-    span = steps.groupby("island").agg({"began": "min", "time": "max"})
-    lived = float((span.time - span.began).sum())
-    if history.recorded or not lived:
-        merges = len(history.merges["time"])
-        return f"{len(history.islands)} islands, {merges:,} merge{'s' * (merges != 1)}"
-    share = float((steps.time - steps.began).sum()) / lived
-    return f"Islands are in steps for {share:.0%} of their time"
-
-
-def _never_still(
-    steps: pandas.DataFrame, islands: Sequence[str], begin: float, end: float
-) -> bool:
-    """Tell whether none of these islands paused between two of its steps then."""
-    for island in islands:
-        own = steps[(steps.island == island) & (steps.time > begin)]
-        own = own[own.began < end]
-        if not len(own):
-            return False
-        pauses = own.began.to_numpy()[1:] - own.time.to_numpy()[:-1]
-        usual = float((own.time - own.began).median())
-        if own.began.iloc[0] > begin + usual or own.time.iloc[-1] < end - usual:
-            return False
-        if len(pauses) and pauses.max() > STANDSTILL * usual:
-            return False
-    return True
+        away, island = max(absences)
+        return f"{island} is away for {away:.0f} s"
+    merges = len(history.merges["time"])
+    return f"{len(history.islands)} islands, {merges:,} merge{'s' * (merges != 1)}"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import storage
+from diloco_jax import files, storage
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.core.payload import Buffer
 from diloco_jax.protocol.values import Prepared, Version
@@ -38,8 +38,8 @@ class Publishes:
         written here, if not all are; others' files are left alone."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        storage.sync_path(folder.parent)
-        torn, own = f"*{storage.TEMPORARY}", [folder]
+        files.sync_path(folder.parent)
+        torn, own = f"*{files.TEMPORARY}", [folder]
         if fragments is not None:
             own = [self.path(f, Version()).parent for f in fragments]
         for path in [path for below in own for path in below.rglob(torn)]:
@@ -53,7 +53,7 @@ class Publishes:
         path = self.path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
-            storage.sync_path(self._folder)
+            files.sync_path(self._folder)
         require_space(self._folder, len(payload))
         header = {
             "fragment": fragment,
