@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 from etils import epath
+from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, run_files, storage
 from diloco_jax.config import Config, ConfigError, IslandConfig
@@ -30,6 +30,7 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.workdir import read_config, read_summary
 
 BATCH_SIZE = 32
+COPY = "copy the workdir again"
 
 
 def run(
@@ -169,13 +170,8 @@ def newest_pieces(
                 f"another copy of the workdir"
             )
     for fragment, of_fragment in enumerate(plan.fragments):
-        version = found[fragment][-1]
-        arrays = snapshots.empty(store.like(fragment))
-        path = snapshots.fragment_path(folder, fragment, version)
-        with _remedy():
-            storage.read_sealed(path, snapshots.flat(arrays))
-        for piece, value in zip(of_fragment, arrays["theta"], strict=True):
-            yield piece, TileGrid.of(piece.shape).from_tiles(value)
+        path = snapshots.fragment_path(folder, fragment, found[fragment][-1])
+        yield from _pieces(path, of_fragment, store.like(fragment))
 
 
 def _why_behind(workdir: Path, last: list[Version]) -> str:
@@ -210,11 +206,22 @@ def kept_pieces(
     )
     store = Store(config.run, plan, None, pin_s=0.0)
     for fragment, of_fragment in enumerate(plan.fragments):
-        theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
-        with _remedy():
-            storage.read_sealed(folder / kept.fragment_name(fragment), theta)
-        for piece, value in zip(of_fragment, theta, strict=True):
-            yield piece, TileGrid.of(piece.shape).from_tiles(value)
+        path = folder / kept.fragment_name(fragment)
+        like = {"theta": store.like(fragment)["theta"]}
+        yield from _pieces(path, of_fragment, like)
+
+
+def _pieces(
+    path: Folder | Path, pieces: Sequence[Piece], like: Any
+) -> Iterator[tuple[Piece, npt.NDArray[Any]]]:
+    """Yield the pieces of theta of a fragment's file, whose arrays are as in `like`."""
+    arrays = snapshots.empty(like)
+    try:
+        storage.read_sealed(path, snapshots.flat(arrays))
+    except storage.SealedError as error:
+        raise storage.SealedError(f"{error}; {COPY}") from error
+    for piece, value in zip(pieces, arrays["theta"], strict=True):
+        yield piece, TileGrid.of(piece.shape).from_tiles(value)
 
 
 def kept_folder(workdir: Path, cycle: int) -> Path:
@@ -248,19 +255,12 @@ def newest_plan(
     found = snapshots.states(folder) if folder.is_dir() else []
     if not found:
         raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
-    with _remedy():
+    try:
         facts = storage.read_sealed_header(snapshots.state_path(folder, found[-1]))
+    except storage.SealedError as error:
+        raise storage.SealedError(f"{error}; {COPY}") from error
     checkpoint.refuse_other_model(folder, found[-1], facts, plan.digest())
     return plan, facts
-
-
-@contextlib.contextmanager
-def _remedy() -> Iterator[None]:
-    """Say what to do about a file that is not as it was written."""
-    try:
-        yield
-    except storage.SealedError as error:
-        raise storage.SealedError(f"{error}; copy the workdir again") from error
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
