@@ -121,12 +121,6 @@ def test_run_computes_on_what_its_islands_compute_on(
     assert os.environ["JAX_PLATFORMS"] == set_to
 
 
-def test_run_without_json_leaves_standard_output_alone(path, fake, capsys):
-    fake("diloco_jax.cluster.run", (1, {"merges": 3}))
-    assert cli.main(["run", path]) == 1
-    assert capsys.readouterr().out == ""
-
-
 def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = fake("diloco_jax.coordinator.main")
@@ -328,14 +322,6 @@ def test_eval_prints_its_result_and_adds_it_to_the_summary(finished, fake, capsy
     )
 
 
-@pytest.mark.parametrize("name", ["help", "publish"])
-def test_a_command_unlike_any_other_is_not_guessed(name, capsys):
-    assert cli.main([name]) == 2
-    message = capsys.readouterr().err
-    assert "did you mean" not in message
-    assert "there are run, coordinator" in message
-
-
 def test_no_folder_for_temporary_files_is_a_matter_of_the_environment(
     monkeypatch, capsys
 ):
@@ -405,12 +391,6 @@ def test_bash_completes(script, typed, offered):
         ["bash", "-c", script + ask], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout.split(), done.stderr) == (offered, "")
-
-
-def test_fish_has_a_line_for_each_word():
-    lines = cli.fish({"run": "it's here", "doctor": ""}, OPTIONS).splitlines()
-    assert len(lines) == 6
-    assert "complete -c diloco -n __fish_use_subcommand -a run -d 'its here'" in lines
 
 
 def test_the_options_of_a_command_are_those_of_its_help():

@@ -238,10 +238,3 @@ def test_a_platform_that_jax_has_not_is_named_without_a_process(monkeypatch):
     assert finding.level is Level.PROBLEM
     assert "JAX_PLATFORMS = 'cpuu'" in finding.found
     assert finding.remedy.startswith("unset it")
-
-
-def test_a_file_that_another_holds_is_no_error(tmp_path):
-    path = tmp_path / "lock"
-    with path.open("w") as one, path.open("w") as other:
-        assert files.lock(one, path)
-        assert not files.lock(other, path)

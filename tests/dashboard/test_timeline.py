@@ -263,15 +263,6 @@ def total(grid: Grid, field: str, start: float, stop: float, columns: int = 1) -
     return float(grid.columns([field], start, stop, columns).sum())
 
 
-def test_a_value_is_in_the_column_of_its_time():
-    grid = grid_of()
-    grid.add("a", 0, BEGIN + 3.5, 2.0)
-    assert (
-        grid.columns(["a"], BEGIN, BEGIN + 8, 8)[0, 0].tolist()
-        == [0, 0, 0, 2] + [0] * 4
-    )
-
-
 def test_a_spread_value_is_in_proportion():
     grid = grid_of()
     grid.spread("a", 0, BEGIN + 1.5, BEGIN + 4.0, 10.0)
@@ -302,12 +293,6 @@ def test_columns_add_up_to_what_was_spread(spans, columns):
     wanted = sum(max(0.0, stop - start) for start, stop in spans)
     found = total(grid, "a", BEGIN - 10, BEGIN + 1000, columns)
     assert found == pytest.approx(wanted, rel=1e-4, abs=1e-3)
-
-
-def test_a_window_within_a_bin_has_its_share():
-    grid = grid_of()
-    grid.spread("a", 0, BEGIN, BEGIN + 10, 10.0)
-    assert total(grid, "a", BEGIN + 2.25, BEGIN + 2.75) == pytest.approx(0.5)
 
 
 def test_a_window_outside_is_empty():

@@ -88,13 +88,6 @@ def test_bars_are_steps_and_join_when_there_are_too_many():
         assert [len(c.get_paths()) for c in lanes][:2] == [1, 1]
 
 
-def test_a_window_shows_what_lies_in_it():
-    axes = history().plot_timeline(13.0, 16.0)
-    assert axes.get_xlim() == (13.0, 16.0)
-    assert not axes.texts
-    assert all(len(line.get_xdata()) == 0 for line in axes.lines)
-
-
 def test_the_loss_says_from_where_to_where():
     axes = history().plot_loss(final=1.25)
     assert axes.get_title("left").startswith("The loss falls from 5.00 to 1.25 in 20 ")

@@ -8,7 +8,6 @@ import pytest
 
 from diloco_jax.observability.tape import (
     LAST_LINES,
-    JsonLines,
     Repeats,
     Tape,
     TapeError,
@@ -94,13 +93,6 @@ def test_a_record_cannot_bring_its_own_link(path):
     with pytest.raises(ValueError, match="prev"):
         tape.append({"prev": "0"})
     tape.close()
-
-
-def test_plain_lines_carry_no_chain(tmp_path):
-    lines = JsonLines(tmp_path / "logs" / "metrics.jsonl")
-    lines.append({"loss": 2.5})
-    lines.close()
-    assert (tmp_path / "logs" / "metrics.jsonl").read_text() == '{"loss":2.5}\n'
 
 
 MERGED = [{"kind": "merged", "version": [1, n]} for n in range(4)]
