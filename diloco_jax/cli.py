@@ -23,6 +23,7 @@ from typing import Literal, NoReturn, TypeVar
 from diloco_jax import commands, machine
 from diloco_jax.config.fields import positional
 from diloco_jax.config.loading import named_configs
+from diloco_jax.config.options import parse
 from diloco_jax.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -32,7 +33,6 @@ from diloco_jax.errors import (
     disk_failure,
     suggest,
 )
-from diloco_jax.options import parse
 from diloco_jax.process import (
     Interruptible,
     end_process,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.config.fields import NOT_NEGATIVE, setting
+from diloco_jax.config.options import WorkdirOptions, parse
 from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.files import absolute
-from diloco_jax.options import WorkdirOptions, parse
 from diloco_jax.process import uncollected
 from diloco_jax.workdir import add_to_summary, read_config
 
@@ -80,7 +80,7 @@ def chaos_command(arguments: Sequence[str]) -> int:
     console = Console(stderr=True, markup=False)
     if arguments and Path(arguments[0]).is_dir():
         from diloco_jax.chaos.command import strike_running
-        from diloco_jax.options import parse
+        from diloco_jax.config.options import parse
 
         about = "Strike a run of this machine that goes on, from now on."
         workdir = Path(absolute(arguments[0]))
@@ -246,7 +246,7 @@ def _config_and_options(
 ) -> tuple[str, Config, T]:
     """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
     from diloco_jax.config.loading import named_configs, read_config
-    from diloco_jax.options import ANY_ISLAND, parse_with_config
+    from diloco_jax.config.options import ANY_ISLAND, parse_with_config
 
     prog, launches = f"diloco {command} CONFIG", command == "launch"
     if arguments and arguments[0] in ("-h", "--help"):

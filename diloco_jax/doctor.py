@@ -32,9 +32,9 @@ from packaging.requirements import Requirement
 from diloco_jax import before_jax, files, machine, process
 from diloco_jax.before_jax import skip_absent_tpu
 from diloco_jax.config.fields import setting
+from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_FAILED, ConfigError
 from diloco_jax.hardware.tpus import generation_here
-from diloco_jax.options import parse
 from diloco_jax.wire import addresses
 from diloco_jax.wire.addresses import is_loopback
 

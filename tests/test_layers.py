@@ -229,7 +229,7 @@ def test_policies_have_no_arrays() -> None:
 def test_a_config_is_read_without_jax() -> None:
     code = (
         "import dataclasses, sys; from diloco_jax.config.loading import read_config; "
-        "from diloco_jax.options import parse_with_config; "
+        "from diloco_jax.config.options import parse_with_config; "
         "NoOptions = dataclasses.make_dataclass('NoOptions', ()); "
         "config, overrides = read_config(sys.argv[1]), ['--sync.merge', 'mean']; "
         "parse_with_config(config, overrides, NoOptions(), 'diloco run'); "

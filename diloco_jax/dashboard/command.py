@@ -12,8 +12,8 @@ from pathlib import Path
 
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.fields import NOT_NEGATIVE, check_bounds, positional, setting
+from diloco_jax.config.options import parse
 from diloco_jax.files import expand
-from diloco_jax.options import parse
 
 LOOPBACK = "127.0.0.1"
 PORT = 7080

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.config.fields import setting
+from diloco_jax.config.options import WorkdirOptions, parse
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
 from diloco_jax.files import require_writable
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.options import WorkdirOptions, parse
 from diloco_jax.simulation.output import (
     Columns,
     Progress,
