@@ -14,7 +14,6 @@ import enum
 import json
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -87,14 +86,21 @@ PACKAGE = "diloco-jax"
 def check_packages() -> Iterator[Finding]:
     """Yield findings on the required packages, and on jax's libraries."""
     required = _required()
-    if wrong := [text for r in required if (text := _wrong(r))]:
-        remedy = f"pip install --upgrade {PACKAGE}"
-        yield problem("packages", "; ".join(wrong), remedy)
+    if wrong := ", ".join(filter(None, map(_wrong, required))):
+        yield problem("packages", wrong, f"pip install --upgrade {PACKAGE}")
     else:
         yield ok("packages", f"all {len(required)} that are required")
-    yield _jax()
-    if here := before_jax.libtpu_version():
-        yield ok("libtpu", f"libtpu {here} with jax {metadata.version('jax')}")
+    jax, jaxlib = metadata.version("jax"), metadata.version("jaxlib")
+    if jax.split(".")[:3] == jaxlib.split(".")[:3]:
+        yield ok("jax", f"jax {jax}, jaxlib {jaxlib}")
+    else:
+        yield problem(
+            "jax",
+            f"jax {jax} beside jaxlib {jaxlib}; jax needs the jaxlib of its version",
+            f"pip install --upgrade jax=={jax} jaxlib",
+        )
+    if libtpu := before_jax.libtpu_version():
+        yield ok("libtpu", f"libtpu {libtpu}")
     else:
         yield note(
             "libtpu",
@@ -118,21 +124,6 @@ def _wrong(requirement: Requirement) -> str:
     if here in requirement.specifier:
         return ""
     return f"{requirement.name} {here} is not {requirement.specifier}"
-
-
-def _jax() -> Finding:
-    jax, jaxlib = metadata.version("jax"), metadata.version("jaxlib")
-    if _release(jax)[:3] == _release(jaxlib)[:3]:
-        return ok("jax", f"jax {jax}, jaxlib {jaxlib}")
-    return problem(
-        "jax",
-        f"jax {jax} beside jaxlib {jaxlib}; jax needs the jaxlib of its own version",
-        f"pip install --upgrade jax=={jax} jaxlib",
-    )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 ANSWERS_WITHIN_S = 120.0
@@ -287,16 +278,11 @@ CLOCK_UNSYNCHRONISED = 5
 def check_system(folder: Path) -> Iterator[Finding]:
     """Yield findings on this machine. folder: where runs are to be; it is tried."""
     yield ok("processor", f"{machine.cores()} cores for this process")
-    yield _memory()
+    yield ok("memory", f"{machine.left_bytes()[1] / GIB:.1f} GiB")
     yield _disk(folder)
     yield _ports()
     yield _open_files()
     yield _clock()
-
-
-def _memory() -> Finding:
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ok("memory", f"{whole / GIB:.1f} GiB")
 
 
 def _disk(folder: Path) -> Finding:
@@ -363,27 +349,19 @@ def _open_files() -> Finding:
 def _clock() -> Finding:
     """Tell if anything keeps the clock right: certificates and metrics go by it."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    state = _clock_state()
-    if state is None:
-        return ok("clock", f"{now}; the system does not tell if it is kept right")
+    try:
+        # struct timex, all zeros: change nothing. It has 208 bytes on 64-bit Linux.
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+    except (AttributeError, OSError):
+        state = -1
     if state == CLOCK_UNSYNCHRONISED:
         return note(
             "clock",
             f"{now}, and the kernel says that nothing keeps it right",
             "have NTP or chrony run, here or on the host of this container",
         )
-    return ok("clock", f"{now}, kept right by the system")
-
-
-def _clock_state() -> int | None:
-    """Return what adjtimex says of the clock; None where there is no such call."""
-    try:
-        adjtimex = ctypes.CDLL(None, use_errno=True).adjtimex
-    except (AttributeError, OSError):
-        return None
-    # struct timex, all zeros: change nothing. It has 208 bytes on 64-bit Linux.
-    state: int = adjtimex(ctypes.create_string_buffer(512))
-    return None if state < 0 else state
+    kept = "kept right by the system" if state >= 0 else "the system does not tell more"
+    return ok("clock", f"{now}, {kept}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
