@@ -27,7 +27,7 @@ from diloco_jax.island.evaluate import Evaluation, evaluate_all, evaluate_parts
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Model
 from diloco_jax.protocol.values import Version
-from diloco_jax.workdir import read_config, read_summary
+from diloco_jax.workdir import read_config
 
 BATCH_SIZE = 32
 COPY = "copy the workdir again"
@@ -160,36 +160,21 @@ def newest_pieces(
     # A replay that was saved has no state of a coordinator.
     state = facts.get("state", {"phase": "", "fragments": ()})
     versions = [Version(*of_fragment["version"]) for of_fragment in state["fragments"]]
+    cycles = kept.describe(kept.numbers(workdir / run_files.KEPT))
     for fragment, last in enumerate(versions):
         newest = found[fragment][-1]
         if state["phase"] == "done" and newest < last:
             raise ConfigError(
                 f"{folder} has version {tuple(newest)} of fragment {fragment}, and the "
-                f"run ended with {tuple(last)}: {_why_behind(workdir, versions)}, or "
-                f"bring {snapshots.fragment_path(folder, fragment, last)} back from "
-                f"another copy of the workdir"
+                f"run ended with {tuple(last)}: start the coordinator again, which "
+                f"fetches it if the worker that held it has it; or give a kept cycle "
+                f"(there are: {cycles}), or bring "
+                f"{snapshots.fragment_path(folder, fragment, last)} back from another "
+                f"copy of the workdir"
             )
     for fragment, of_fragment in enumerate(plan.fragments):
         path = snapshots.fragment_path(folder, fragment, found[fragment][-1])
         yield from _pieces(path, of_fragment, store.like(fragment))
-
-
-def _why_behind(workdir: Path, last: list[Version]) -> str:
-    """Say why a fragment is not here as it was at the end, in these versions, and what
-    to do. A coordinator that has summed these up has waited for who held it."""
-    summary = read_summary(workdir)
-    concluded = summary.get("versions") == [list(version) for version in last]
-    if not (concluded and summary["phase"] == "done"):
-        return (
-            "who held it did not write it at the end; start the coordinator again, "
-            "which does that"
-        )
-    cycles = kept.describe(kept.numbers(workdir / run_files.KEPT))
-    return (
-        f"the coordinator has ended the run without it, since the worker that held it "
-        f"lost its disk, and another start brings nothing; give a kept cycle (there "
-        f"are: {cycles})"
-    )
 
 
 def kept_pieces(
