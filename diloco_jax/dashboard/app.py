@@ -18,9 +18,10 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -226,10 +227,6 @@ HEADERS = {
 }
 
 
-class BadQueryError(ValueError):
-    """A parameter of the address is not what it must be."""
-
-
 def make_app(onlooker: Onlooker) -> Starlette:
     """Return the application that shows this run."""
 
@@ -248,8 +245,9 @@ def make_app(onlooker: Onlooker) -> Starlette:
     def events(request: Request) -> Response:
         wanted = request.query_params.get("words", "")
         if len(wanted) > LONGEST_SEARCH:
-            raise BadQueryError(
-                f"words has {len(wanted)} characters; give {LONGEST_SEARCH} at most"
+            raise HTTPException(
+                400,
+                f"words has {len(wanted)} characters; give {LONGEST_SEARCH} at most",
             )
         start, stop = _number(request, "start"), _number(request, "stop")
         return answer(onlooker.events(wanted, start, stop))
@@ -262,13 +260,12 @@ def make_app(onlooker: Onlooker) -> Starlette:
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[Middleware(OnlyHere)],
-        exception_handlers={BadQueryError: _bad_query},
     )
 
 
 class OnlyHere:
-    """Refuses requests under another name than this machine's, and ones that write;
-    adds `HEADERS` to every answer."""
+    """Refuses requests under another name than this machine's; adds `HEADERS` to every
+    answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -297,8 +294,6 @@ def _refusal(scope: Scope) -> Response | None:
             f"from another machine through `ssh -L PORT:localhost:PORT`\n",
             403,
         )
-    if scope["method"] not in ("GET", "HEAD"):
-        return PlainTextResponse("the dashboard only shows; it takes GET\n", 405)
     return None
 
 
@@ -317,9 +312,5 @@ def _number(request: Request, name: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise BadQueryError(f"{name} is {text[:40]!r}; give a number")
+        raise HTTPException(400, f"{name} is {text[:40]!r}; give a number")
     return value
-
-
-async def _bad_query(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 400)

@@ -115,7 +115,7 @@ def test_nothing_is_written(ask, method):
 def test_a_parameter_that_is_no_number_is_named(ask, query):
     answer, body = ask(f"/view?{query}")
     assert answer.status == 400
-    assert json.loads(body)["error"].startswith(query.split("=")[0])
+    assert body.decode().startswith(query.split("=")[0])
     assert ask(f"/events?words={'x' * 201}")[0].status == 400
 
 
