@@ -3,6 +3,7 @@ words that a shell is offered."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -248,53 +249,52 @@ def test_status_of_a_finished_run_is_its_summary(finished, capsys):
     assert "goodput 0.500" in captured.err
 
 
-def test_status_of_a_stopped_run_says_so(finished, capsys):
+@pytest.mark.parametrize(
+    ("is_held", "changes", "phase", "said"),
+    [
+        (False, {"phase": "running"}, "stopped", "stopped before its end"),
+        (True, {}, "evaluating", "being evaluated"),
+        (True, {"eval_loss": 2.0}, "done", "validation loss 2.0000"),
+    ],
+)
+def test_status_says_in_which_phase_a_run_without_coordinator_is(
+    finished, capsys, is_held, changes, phase, said
+):
     summary = json.loads((finished / "summary.json").read_bytes())
-    write_json({**summary, "phase": "running"}, finished / "summary.json")
-    assert cli.main(["status", str(finished), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["phase"] == "stopped"
-    assert cli.main(["status", str(finished)]) == 0
-    assert "stopped before its end" in capsys.readouterr().err
-
-
-def test_status_of_a_run_that_is_evaluated_says_so(finished, capsys):
-    with held(finished, "`diloco run`"):
+    write_json({**summary, **changes}, finished / "summary.json")
+    with held(finished, "`diloco run`") if is_held else contextlib.nullcontext():
         assert cli.main(["status", str(finished), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["health"]["state"] == "evaluating"
-    summary = json.loads((finished / "summary.json").read_bytes())
-    write_json({**summary, "eval_loss": 2.0}, finished / "summary.json")
-    with held(finished, "`diloco run`"):
-        assert cli.main(["status", str(finished), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["phase"] == "done"
+        assert json.loads(capsys.readouterr().out)["phase"] == phase
+        assert cli.main(["status", str(finished)]) == 0
+    assert said in capsys.readouterr().err
 
 
-def test_status_of_a_dead_coordinator_is_an_error(finished, capsys):
-    (finished / "summary.json").unlink()
-    assert cli.main(["status", str(finished), "--json"]) == 1
-    shown = capsys.readouterr().err
-    assert "127.0.0.1:1: nothing listens there" in shown
-    assert "left no summary: it was cut off, or its coord" in shown
-    assert f"`diloco run --resume {finished}`" in shown
-
-
-def test_status_says_for_how_long_a_run_that_was_cut_off_is_silent(finished, capsys):
-    (finished / "summary.json").unlink()
-    tape = finished / "tape.jsonl"
-    tape.touch()
-    hour_ago = tape.stat().st_mtime - 3600
-    os.utime(tape, (hour_ago, hour_ago))
-    assert cli.main(["status", str(finished)]) == 1
-    assert "wrote nothing to its tape for 1:00:0" in capsys.readouterr().err
-
-
-def test_status_of_a_run_that_is_being_started_again_says_so(finished, capsys):
-    for name in ("summary.json", "coordinator.address"):
+@pytest.mark.parametrize(
+    ("gone", "hours", "said"),
+    [
+        (("summary.json",), 0, ["127.0.0.1:1: nothing listens there", "cut off, or"]),
+        (("summary.json",), 1, ["wrote nothing to its tape for 1:00:0"]),
+        (
+            ("summary.json", "coordinator.address"),
+            *(0, ["no coordinator is up. The run in"]),
+        ),
+    ],
+)
+def test_status_of_a_run_that_was_cut_off_is_an_error(
+    finished, capsys, gone, hours, said
+):
+    for name in gone:
         (finished / name).unlink()
     (finished / "log").mkdir()
-    assert cli.main(["status", str(finished)]) == 1
+    if hours:
+        tape = finished / "tape.jsonl"
+        tape.touch()
+        then = tape.stat().st_mtime - 3600 * hours
+        os.utime(tape, (then, then))
+    assert cli.main(["status", str(finished), "--json"]) == 1
     shown = capsys.readouterr().err
-    assert "no coordinator is up. The run in" in shown
-    assert f"`diloco run --resume {finished}`" in shown
+    for text in ("left no summary", f"`diloco run --resume {finished}`", *said):
+        assert text in shown
 
 
 EVALUATED = {
