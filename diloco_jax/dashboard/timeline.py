@@ -287,13 +287,13 @@ class Timeline:
 
     def tape(self, line: Mapping[str, Any]) -> None:
         """Take a line of the tape. Lines come in the order of time."""
-        kind, time = line["kind"], line["time"]
+        kind, time, before = line["kind"], line["time"], self.newest
         self._clock(time)
         match kind:
             case "begun":
                 self._state(self.coordinator, "training", time)
             case "recovered" | "term":
-                self._came_back(line, time)
+                self._came_back(line, before, time)
             case "hello" | "joined":
                 self._joined(line, time)
             case "island":
@@ -409,11 +409,11 @@ class Timeline:
         self.merges.append(merge)
         self._newest_merge[fragment] = merge
 
-    def _came_back(self, line: Mapping[str, Any], time: float) -> None:
+    def _came_back(self, line: Mapping[str, Any], before: float, time: float) -> None:
         """Note that the coordinator was away since its last line. Records that the tape
         lacked come first, and are as new."""
         gone, back = self._silence
-        since = gone if time - back < SILENT_S else time
+        since = gone if time - back < SILENT_S else before
         lane = self.coordinator
         if any(other.state for other in self.lanes.values()):
             self.failures.recovered(line, since, time)
