@@ -21,7 +21,7 @@ from diloco_jax.config.fields import NOT_NEGATIVE, setting
 from diloco_jax.config.options import WorkdirOptions, parse
 from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.files import absolute
-from diloco_jax.process import uncollected
+from diloco_jax.process import gc_pause
 from diloco_jax.workdir import add_to_summary, read_config
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax.
     fit_threads()
     require_flags()
-    with uncollected():
+    with gc_pause():
         from diloco_jax.config.resolving import resolve
         from diloco_jax.coordinator import going_on
         from diloco_jax.coordinator.main import run
@@ -145,7 +145,7 @@ def worker_command(arguments: Sequence[str]) -> int:
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
-    with uncollected():
+    with gc_pause():
         from diloco_jax.coordinator.workers.listening import run
         from diloco_jax.observability.logs import setup_logging
 
@@ -171,7 +171,7 @@ def island_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax, or starts a thread.
     one_arena()
     prepare_island(config.island(options.name))
-    with uncollected():
+    with gc_pause():
         from diloco_jax.config.resolving import resolve
         from diloco_jax.island.hosts.world import WorldAddress
         from diloco_jax.island.main import run, with_model_of_run

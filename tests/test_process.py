@@ -24,8 +24,8 @@ from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.process import (
     STEADY_S,
     crashes_in_a_row,
+    gc_pause,
     set_variables_right,
-    uncollected,
 )
 
 OPENED = """
@@ -200,7 +200,7 @@ def make(count):
 
 
 def test_nothing_is_collected_inside_and_all_is_as_before(collections):
-    with uncollected():
+    with gc_pause():
         before = len(collections)
         kept = make(100_000)
         assert len(collections) == before
@@ -210,7 +210,7 @@ def test_nothing_is_collected_inside_and_all_is_as_before(collections):
 
 
 def test_a_start_that_fails_leaves_the_collector_on():
-    with pytest.raises(ValueError, match="fell"), uncollected():
+    with pytest.raises(ValueError, match="fell"), gc_pause():
         raise ValueError("fell")
     assert gc.isenabled()
 

@@ -54,7 +54,7 @@ SHORTEST_S = 0.01
 EVENTS_SHOWN = 200
 
 
-class Onlooker:
+class RunReader:
     """The run of a workdir, going on or over, for any number of readers.
 
     A context manager: its threads run inside the block. They read the tape, metrics and
@@ -98,7 +98,7 @@ class Onlooker:
             for pair in ((STATUS_EVERY_S, self.ask), (LINES_EVERY_S, self.read))
         ]
 
-    def __enter__(self) -> Onlooker:
+    def __enter__(self) -> RunReader:
         for thread in self._threads:
             thread.start()
         return self
@@ -227,7 +227,7 @@ HEADERS = {
 }
 
 
-def make_app(onlooker: Onlooker) -> Starlette:
+def make_app(reader: RunReader) -> Starlette:
     """Return the application that shows this run."""
 
     def answer(found: dict[str, Any]) -> Response:
@@ -240,7 +240,7 @@ def make_app(onlooker: Onlooker) -> Starlette:
     def view(request: Request) -> Response:
         start, stop = _number(request, "start"), _number(request, "stop")
         columns = int(_number(request, "columns") or COLUMNS)
-        return answer(onlooker.view(start, stop, columns))
+        return answer(reader.view(start, stop, columns))
 
     def events(request: Request) -> Response:
         wanted = request.query_params.get("words", "")
@@ -250,7 +250,7 @@ def make_app(onlooker: Onlooker) -> Starlette:
                 f"words has {len(wanted)} characters; give {LONGEST_SEARCH} at most",
             )
         start, stop = _number(request, "start"), _number(request, "stop")
-        return answer(onlooker.events(wanted, start, stop))
+        return answer(reader.events(wanted, start, stop))
 
     return Starlette(
         routes=[
@@ -259,11 +259,11 @@ def make_app(onlooker: Onlooker) -> Starlette:
             Route("/events", events),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[Middleware(OnlyHere)],
+        middleware=[Middleware(LoopbackNames)],
     )
 
 
-class OnlyHere:
+class LoopbackNames:
     """Refuses requests under another name than this machine's; adds `HEADERS` to every
     answer."""
 

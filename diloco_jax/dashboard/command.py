@@ -53,20 +53,20 @@ def dashboard_command(arguments: Sequence[str]) -> int:
     check_bounds(options)
     import uvicorn
 
-    from diloco_jax.dashboard.app import Onlooker, make_app
+    from diloco_jax.dashboard.app import RunReader, make_app
 
     placement = Placement(certificates=options.certificates)
-    run = Onlooker(
+    run = RunReader(
         expand(options.workdir), placement, options.link_gbit_per_s * 1e9 / 8
     )
     listener = listen(options.port)
     port = listener.getsockname()[1]
     print(f"http://localhost:{port} shows {options.workdir}", file=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    with listener, run as onlooker:
+    with listener, run as reader:
         server = uvicorn.Server(
             uvicorn.Config(
-                make_app(onlooker),
+                make_app(reader),
                 access_log=False,
                 lifespan="off",
                 log_config=None,

@@ -48,7 +48,7 @@ from diloco_jax.island.profiling import Profiler
 from diloco_jax.island.timing import Timing
 from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.process import uncollected
+from diloco_jax.process import gc_pause
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Watching
 from diloco_jax.protocol.messages import AnchorRequest, ProfileRequest
@@ -271,7 +271,7 @@ class Host(Parts[Loop]):
             dtype = self.island.compute_dtype
             self._watched = WatchedModel(exchange, self._zeros, dtype)
 
-    @uncollected()
+    @gc_pause()
     def compile(self) -> None:
         """Compile everything, then run it once.
 

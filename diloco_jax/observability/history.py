@@ -21,7 +21,7 @@ import numpy as np
 
 from diloco_jax import run_files
 from diloco_jax.errors import ConfigError
-from diloco_jax.observability.metrics import read_metrics
+from diloco_jax.observability.metrics import MEASURES, read_metrics
 from diloco_jax.observability.tape import Repeats, read_tape
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ Table = dict[str, np.ndarray]
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "merges": (
         *("time", "tokens", "fragment", "version", "final"),
-        *("contributions", "share", "norm", "digest"),
-        *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
+        *("contributions", "share", MEASURES[0], "digest"),
+        *MEASURES[1:],
     ),
     "steps": (
         *("island", "incarnation", "step", "began", "time"),
@@ -285,7 +285,6 @@ def of_rows(
 
 PAUSE_S = 1.0
 """Seconds beyond twice its steps' usual time from which an interval has a pause."""
-MEASURES = ("norm", "pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio")
 
 Line = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from diloco_jax.cluster import cluster
 from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.dashboard import app
-from diloco_jax.dashboard.app import STATIC, Onlooker
+from diloco_jax.dashboard.app import STATIC, RunReader
 from diloco_jax.dashboard.command import listen
 from diloco_jax.wire.errors import ConnectionLost
 
@@ -177,13 +177,13 @@ def test_a_run_that_is_written_is_followed(tmp_path):
     whole = tape.read_bytes()
     half = whole.index(b"\n", len(whole) // 2) + 1
     tape.write_bytes(whole[:half])
-    onlooker = Onlooker(workdir, Placement())
-    onlooker.read()
-    before = onlooker.view(None, None, 100)
+    reader = RunReader(workdir, Placement())
+    reader.read()
+    before = reader.view(None, None, 100)
     with tape.open("ab") as file:
         file.write(whole[half:])
-    onlooker.read()
-    after = onlooker.view(None, None, 100)
+    reader.read()
+    after = reader.view(None, None, 100)
     assert before["merges"]
     assert len(after["merges"]) > len(before["merges"])
     assert after["read"] == 1.0
@@ -193,10 +193,10 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run", over=False)
     for name in (run_files.TAPE, run_files.METRICS, run_files.FACTS):
         (workdir / name).unlink()
-    onlooker = Onlooker(workdir, Placement())
-    onlooker.read()
-    onlooker.ask()
-    found = onlooker.view(None, None, 100)
+    reader = RunReader(workdir, Placement())
+    reader.read()
+    reader.ask()
+    found = reader.view(None, None, 100)
     assert found["lanes"][0]["name"] == "coordinator"
     assert "not up yet" in found["status"]["unreachable"]
 
@@ -207,9 +207,9 @@ def test_a_coordinator_that_does_not_answer_is_said(tmp_path, monkeypatch):
 
     workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run", over=False)
     monkeypatch.setattr(app, "read_status", lost)
-    onlooker = Onlooker(workdir, Placement())
-    onlooker.ask()
-    found = onlooker.view(None, None, 100)
+    reader = RunReader(workdir, Placement())
+    reader.ask()
+    found = reader.view(None, None, 100)
     assert found["status"] == {"unreachable": "host:7000 is not there"}
     assert found["health"]["state"] == "down"
 
