@@ -9,10 +9,10 @@ Shapes: `F` fields, `R` rows (the coordinator and the islands), `B` bins, `C` co
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -151,22 +151,6 @@ class Grid:
         self.width_s *= 2
 
 
-@dataclasses.dataclass(kw_only=True)
-class ShownMerge:
-    """One merge: who took part, with how many tokens, and its measures."""
-
-    time: float
-    fragment: int
-    version: int
-    final: bool
-    share: float
-    tokens: dict[str, int]
-    stale: dict[str, int]
-    """Versions by which a delta's base was behind; only those that were."""
-    measures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Its line of the metrics."""
-
-
 TEXTS = {
     "begun": "run {run_id} begins, to {total_tokens:,} tokens",
     "compiled": "the coordinator has compiled what merges need",
@@ -240,8 +224,7 @@ ROUTINE = ("island", "tick", "granted", "ticks", "measured", "digested", "merged
 """Kinds of lines of the tape that are no events for people, or have views."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """A line of the tape that people look for."""
 
     time: float
@@ -258,7 +241,9 @@ class Timeline:
         self.lanes: dict[str, Lane] = {}
         self.coordinator = Lane(name="coordinator", row=self.grid.new_row())
         self.versions: dict[int, int] = {}
-        self.merges: deque[ShownMerge] = deque(maxlen=MERGES_KEPT)
+        self.merges: deque[dict[str, Any]] = deque(maxlen=MERGES_KEPT)
+        """Who took part in each, with how many tokens; `stale`, the versions by which a
+        delta's base was behind, where it was; and a cosine once it is known."""
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.alerts: deque[tuple[float, str]] = deque(maxlen=ALERTS_KEPT)
         self.merged_losses: deque[tuple[float, int, float]] = deque(maxlen=POINTS_KEPT)
@@ -270,7 +255,7 @@ class Timeline:
         """Time of the newest line."""
         self._silence = (0.0, 0.0)
         """Times of the lines around the newest one of `SILENT_S` or more."""
-        self._newest_merge: dict[int, ShownMerge] = {}
+        self._newest_merge: dict[int, dict[str, Any]] = {}
         self._repeats = Repeats()
 
     @property
@@ -333,7 +318,7 @@ class Timeline:
 
     def event(self, time: float, kind: str, island: str, text: str) -> None:
         """Note something that people look for."""
-        self.events.append(Event(time=time, kind=kind, island=island, text=text))
+        self.events.append(Event(time, kind, island, text))
 
     def _joined(self, line: Mapping[str, Any], time: float) -> None:
         lane = self._lane(line["island"])
@@ -397,15 +382,11 @@ class Timeline:
         self.grid.add("merges", COORDINATOR, time, 1)
         self.failures.merged(tokens, time)
         self.versions[fragment] = version
-        merge = ShownMerge(
-            time=time,
-            fragment=fragment,
-            version=version,
-            final=bool(line.get("final")),
-            share=line["share"],
-            tokens=tokens,
-            stale=stale,
-        )
+        merge: dict[str, Any] = {
+            **{"time": round(time, 2), "fragment": fragment, "version": version},
+            **{"final": bool(line.get("final")), "share": round(line["share"], 3)},
+            **{"tokens": tokens, "stale": stale},
+        }
         self.merges.append(merge)
         self._newest_merge[fragment] = merge
 
@@ -480,8 +461,9 @@ class Timeline:
 
     def _measured(self, line: Mapping[str, Any], time: float) -> None:
         merge = self._newest_merge.get(line["fragment"])
-        if merge is not None and merge.version == line["version"]:
-            merge.measures = line
+        cosine = line["pairwise_cosine"]
+        if merge and merge["version"] == line["version"] and cosine is not None:
+            merge["pairwise_cosine"] = float(f"{cosine:.3g}")
         for field in COSINES:
             self.grid.note(field, COORDINATOR, time, line[field])
 
@@ -533,11 +515,10 @@ class Timeline:
 
     def recent_merges(
         self, start: float, stop: float, most: int
-    ) -> Iterator[ShownMerge]:
-        """Yield the newest merges of [start, stop), the newest first."""
-        for merge in reversed(self.merges):
-            if merge.time < start or most <= 0:
-                return
-            if merge.time < stop:
-                most -= 1
-                yield merge
+    ) -> list[dict[str, Any]]:
+        """Return the newest merges of [start, stop), the oldest first."""
+        newest = itertools.takewhile(
+            lambda merge: merge["time"] >= start, reversed(self.merges)
+        )
+        within = (merge for merge in newest if merge["time"] < stop)
+        return list(itertools.islice(within, most))[::-1]

@@ -48,7 +48,6 @@ DIGITS = {
     **dict.fromkeys((*MACHINE, "workers_memory_bytes"), 0),
 }
 """Digits after the point of the means on the coordinator's row."""
-MEASURES = (*COSINES, "norm", "seconds")
 MERGES_SHOWN = 60
 FAILURES_SHOWN = 300
 FAILURE = (
@@ -343,28 +342,10 @@ def _merges(
     """Return the newest merges of the window, the oldest first; `weights` are shares of
     the merge's tokens in thousandths, in the order of the islands."""
     shown = []
-    recent = timeline.recent_merges(window.start, window.stop, MERGES_SHOWN)
-    for merge in reversed(list(recent)):
-        total = sum(merge.tokens.values()) or 1
-        shown.append(
-            {
-                "time": round(merge.time, 2),
-                "fragment": merge.fragment,
-                "version": merge.version,
-                "final": merge.final,
-                "share": round(merge.share, 3),
-                "tokens": total,
-                "weights": [
-                    round(1000 * merge.tokens.get(n, 0) / total) for n in names
-                ],
-                "stale": merge.stale,
-                **{
-                    name: None if value is None else float(f"{value:.3g}")
-                    for name in MEASURES
-                    for value in (merge.measures.get(name),)
-                },
-            }
-        )
+    for merge in timeline.recent_merges(window.start, window.stop, MERGES_SHOWN):
+        total = sum(merge["tokens"].values()) or 1
+        weights = [round(1000 * merge["tokens"].get(n, 0) / total) for n in names]
+        shown.append({**merge, "tokens": total, "weights": weights})
     return shown
 
 
@@ -383,5 +364,5 @@ def find_events(
             if len(found) == most:
                 more = True
                 break
-            found.append([event.time, event.kind, event.island, event.text])
+            found.append(list(event))
     return {"events": found, "more": more}

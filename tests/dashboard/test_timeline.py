@@ -222,8 +222,10 @@ def test_a_merge_says_who_took_part_and_whose_base_was_old(told):
     line |= {"pairwise_cosine": 0.5, "cosine_to_last": None, "norm": 1.0}
     told.timeline.metrics({**line, "seconds": 0.25})
     (merge,) = told.timeline.merges
-    assert (merge.tokens, merge.stale, merge.share) == ({"a": 400}, {"a": 2}, 0.5)
-    assert merge.measures["pairwise_cosine"] == 0.5
+    assert (merge["tokens"], merge["stale"], merge["share"]) == (
+        *({"a": 400}, {"a": 2}, 0.5),
+    )
+    assert merge["pairwise_cosine"] == 0.5
     assert told.total("merged_tokens") == 400
 
 
