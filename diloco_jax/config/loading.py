@@ -215,32 +215,23 @@ def title_of_named(name: str) -> str:
     return text.splitlines()[0].strip('"')
 
 
-CODE_FIELDS = (
-    "model.factory",
-    "data.factory",
-    "sync.weighting",
-    "sync.merge",
-    "sync.adopt",
-    "sync.codec_up",
-    "sync.codec_down",
-    "outer.optimizer",
-)
-"""Fields that may name code outside of the package, as "path/to/file.py:name" or
-"package.module:name"."""
 SEAL = ".seal"
 """Ending of the file beside a config."""
 KEY_BYTES = 32
 
 
 def named_code(run: RunConfig) -> dict[str, str]:
-    """Return the code outside of the package that a config names, by field."""
-    found = {}
-    for field in CODE_FIELDS:
-        section, name = field.split(".")
-        value = getattr(getattr(run, section), name)
-        if value and ":" in value:
-            found[field] = value
-    return found
+    """Return the code outside of the package that a config names, by field: as
+    "path/to/file.py:name" or "package.module:name"."""
+    sections = {name: getattr(run, name) for name in types_of(RunConfig)}
+    return {
+        f"{name}.{field.name}": value
+        for name, section in sections.items()
+        if dataclasses.is_dataclass(section)
+        for field in dataclasses.fields(section)
+        if field.metadata.get("code")
+        if ":" in (value := getattr(section, field.name) or "")
+    }
 
 
 def seal(run: RunConfig, path: Path) -> None:
