@@ -158,7 +158,7 @@ class History:
         axes.plot(shown.time, [0.0] * len(shown), "|", color=INK, markersize=13)
         few = all(
             len(_of(self.frame(name), island, begin, end)) <= MOST_MARKS
-            for name in ("takes", "adoptions")
+            for name in MARKS
             for island in self.islands
         )
         for lane, island in enumerate(self.islands, start=1):
@@ -168,28 +168,12 @@ class History:
             bars = _bars(own, None if apart else (end - begin) / 200)
             axes.broken_barh(bars, (lane - 0.33, 0.66), color=SKY, alpha=0.6, lw=0)
             for ended, away in self.absences(island):
-                _away(
-                    axes, lane, max(begin, ended), min(end, ended + away), end - begin
-                )
-            if few:
-                takes = _of(self.frame("takes"), island, begin, end)
-                axes.plot(
-                    takes.time,
-                    [lane - 0.13] * len(takes),
-                    "^",
-                    color=ORANGE,
-                    ms=6,
-                    mew=0,
-                )
-                adopted = _of(self.frame("adoptions"), island, begin, end)
-                axes.plot(
-                    adopted.time,
-                    [lane + 0.13] * len(adopted),
-                    "v",
-                    color=BLUE,
-                    ms=6,
-                    mew=0,
-                )
+                stop = min(end, ended + away)
+                _away(axes, lane, max(begin, ended), stop, end - begin)
+            for name, (marker, colour, above, _) in MARKS.items() if few else ():
+                found = _of(self.frame(name), island, begin, end)
+                place, looks = [lane + above] * len(found), {"ms": 6, "mew": 0}
+                axes.plot(found.time, place, marker, color=colour, **looks)
         _key(axes, few)
         axes.set_yticks(range(len(self.islands) + 1), ["merges", *self.islands])
         axes.set(xlim=(begin, end), ylim=(len(self.islands) + 0.5, -0.5))
@@ -225,14 +209,8 @@ class History:
             colour, style = LINES[index % len(LINES)]
             axes.plot(own.time, curve, style, color=colour, lw=1.8, label=island)
         if len(judged):
-            axes.plot(
-                judged.time,
-                judged.loss,
-                "o",
-                color=INK,
-                ms=4,
-                label="merged, validation",
-            )
+            looks: Any = {"color": INK, "ms": 4, "label": "merged, validation"}
+            axes.plot(judged.time, judged.loss, "o", **looks)
         if final is not None:
             label = f"merged, validation: {final:.2f}"
             axes.axhline(final, color=INK, lw=1.2, ls=(0, (6, 3)), label=label)
@@ -449,6 +427,11 @@ BLUE, GREEN, ORANGE, PINK, SKY = "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#5
 INK, GREY, PAPER = "#222222", "#999999", "#ffffff"
 LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PINK, ":"), (SKY, "-"))
 """Colour and style of the first line, the second one and so on."""
+MARKS = {
+    "takes": ("^", ORANGE, -0.13, "take"),
+    "adoptions": ("v", BLUE, 0.13, "adoption"),
+}
+"""Marker, colour, place above the lane's middle, and name in the key."""
 MOST_MARKS = 60
 """Takes and adoptions of one island that can be told apart in one plot."""
 MOST_BARS = 120
@@ -504,21 +487,14 @@ def _away(axes: Axes, lane: int, start: float, stop: float, width: float) -> Non
     """Draw an outage, with its length if there is room for it."""
     if math.isnan(stop) or stop <= start:
         return
-    bar = [(start, stop - start)]
-    axes.broken_barh(
-        bar, (lane - 0.33, 0.66), facecolor="#eeeeee", edgecolor=GREY, hatch="////"
-    )
+    bar, light = [(start, stop - start)], "#eeeeee"
+    looks: Any = {"facecolor": light, "edgecolor": GREY, "hatch": "////"}
+    axes.broken_barh(bar, (lane - 0.33, 0.66), **looks)
     if stop - start > 0.07 * width:
-        axes.text(
-            (start + stop) / 2,
-            lane,
-            f"away {stop - start:.0f} s",
-            ha="center",
-            va="center",
-            color=INK,
-            fontsize=9,
-            bbox={"facecolor": "#eeeeee", "edgecolor": "none", "pad": 1.5},
-        )
+        text, middle = f"away {stop - start:.0f} s", (start + stop) / 2
+        box: Any = {"facecolor": light, "edgecolor": "none", "pad": 1.5}
+        looks = {"ha": "center", "va": "center", "color": INK, "fontsize": 9}
+        axes.text(middle, lane, text, bbox=box, **looks)
 
 
 def _key(axes: Axes, marks: bool) -> None:
@@ -529,19 +505,13 @@ def _key(axes: Axes, marks: bool) -> None:
     handles: list[Any] = [
         Line2D([], [], marker="|", color=INK, ls="", ms=10, label="merge"),
         Patch(color=SKY, alpha=0.6, lw=0, label="steps"),
+        *(
+            Line2D([], [], marker=marker, color=colour, ls="", ms=6, label=name)
+            for marker, colour, _, name in (MARKS.values() if marks else ())
+        ),
     ]
-    for marker, colour, name in (("^", ORANGE, "take"), ("v", BLUE, "adoption")):
-        if marks:
-            handles.append(
-                Line2D([], [], marker=marker, color=colour, ls="", ms=6, label=name)
-            )
-    axes.legend(
-        handles=handles,
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-        labelcolor=INK,
-    )
+    beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    axes.legend(handles=handles, frameon=False, labelcolor=INK, **beside)
 
 
 def _clock(history: History) -> str:
