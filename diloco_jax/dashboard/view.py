@@ -263,52 +263,45 @@ def _where_it_went(
     is apart.
     """
     names = (*STATES, "tokens", "merged_tokens", "lost_tokens", "stalled_seconds")
+    lanes = [lane for lane in lanes if lane.median_step_seconds > 0]
     found = timeline.grid.totals(names, window.start, window.stop)
-    of = dict(zip(names, found, strict=True))
-    parts = dict.fromkeys(
-        ("merged", "lost", "open", "stalled", "compiling", "away", "slower"), 0.0
-    )
-    islands = []
-    for lane in lanes:
-        row, median = lane.row, lane.median_step_seconds
-        if median <= 0:
-            continue
-        speed = lane.tokens_per_step / median
-        present = sum(of[state][row] for state in STATES if state != "stopped")
-        compiling = of["joining"][row] + of["compiling"][row]
-        computed, merged, lost = (
-            float(of["tokens"][row]),
-            of["merged_tokens"][row] / timeline.fragments,
-            of["lost_tokens"][row] / timeline.fragments,
+    of = dict(zip(names, found[:, [lane.row for lane in lanes]], strict=True))
+    speed = np.array([one.tokens_per_step / one.median_step_seconds for one in lanes])
+    here = [of[state] for state in STATES if state != "stopped"]
+    present = np.sum(here, axis=0)
+    compiling, away = of["joining"] + of["compiling"], of["absent"]
+    stalled, computed = np.minimum(of["stalled_seconds"], present), of["tokens"]
+    merged = of["merged_tokens"] / timeline.fragments
+    lost = of["lost_tokens"] / timeline.fragments
+    slower = (present - compiling - away - stalled) * speed - computed
+    parts = {
+        "merged": merged,
+        "lost": lost,
+        "open": np.maximum(0.0, computed - merged - lost),
+        "stalled": stalled * speed,
+        "compiling": compiling * speed,
+        "away": away * speed,
+        "slower": np.maximum(0.0, slower),
+    }
+    whole = float(sum(part.sum() for part in parts.values())) or 1.0
+    islands = [
+        IslandMeasure(
+            provisioned_seconds=max(0.0, float(present[n] - compiling[n])),
+            tokens_per_step=lane.tokens_per_step,
+            median_step_seconds=lane.median_step_seconds,
+            computed_tokens=int(computed[n]),
+            merged_tokens=int(merged[n]),
         )
-        available = present * speed
-        parts["merged"] += merged
-        parts["lost"] += lost
-        parts["open"] += max(0.0, computed - merged - lost)
-        parts["compiling"] += compiling * speed
-        parts["away"] += of["absent"][row] * speed
-        stalled = min(of["stalled_seconds"][row], present) * speed
-        parts["stalled"] += stalled
-        idle = available - computed - (compiling + of["absent"][row]) * speed - stalled
-        parts["slower"] += max(0.0, idle)
-        islands.append(
-            IslandMeasure(
-                provisioned_seconds=max(0.0, present - compiling),
-                tokens_per_step=lane.tokens_per_step,
-                median_step_seconds=median,
-                computed_tokens=int(computed),
-                merged_tokens=int(merged),
-            )
-        )
-    whole = sum(parts.values())
+        for n, lane in enumerate(lanes)
+    ]
     reasons: dict[str, float] = {}
     for time, reason, tokens in timeline.lost:
         if window.start <= time < window.stop:
-            share = tokens / timeline.fragments
-            reasons[reason] = reasons.get(reason, 0.0) + round(share)
+            share = round(tokens / timeline.fragments)
+            reasons[reason] = reasons.get(reason, 0.0) + share
     return {
         "goodput": float(goodput(islands)),
-        "parts": {n: float(v / whole) if whole else 0.0 for n, v in parts.items()},
+        "parts": {name: float(part.sum()) / whole for name, part in parts.items()},
         "lost": reasons,
     }
 
