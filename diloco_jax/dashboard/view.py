@@ -203,29 +203,27 @@ def _curves(
         return [float(f"{v:.4g}") for v in of[name].sum(axis=0) / over]
 
     def by_island(name: str) -> dict[str, list[float]]:
-        curves = _mean(of[name], of[count_of(name)])
-        drawn = zip(lanes, curves, strict=True)
-        return {
-            lane.name: _rounded(curve, 3)
-            for lane, curve in drawn
-            if np.isfinite(curve).any()
-        }
+        drawn = zip(lanes, _mean(of[name], of[count_of(name)]), strict=True)
+        told = ((lane, curve) for lane, curve in drawn if np.isfinite(curve).any())
+        return {lane.name: _rounded(curve, 3) for lane, curve in told}
 
-    merged_losses = [p for p in timeline.merged_losses if p[0] < window.stop]
+    merged = [p for p in timeline.merged_losses if window.start <= p[0] < window.stop]
+    behind = np.isfinite(lag)
+    most = lag.max(axis=0, initial=-np.inf, where=behind)
     first = window.start + seconds / 2
     return {
         "times": np.round(first + seconds * np.arange(points), 2).tolist(),
         "loss": by_island("loss"),
         "eval_loss": by_island("eval_loss"),
-        "merged_loss": [
-            list(point) for point in merged_losses if point[0] >= window.start
-        ][-MERGED_LOSSES_SHOWN:],
+        "merged_loss": [list(point) for point in merged[-MERGED_LOSSES_SHOWN:]],
         "computed": total("tokens", seconds),
         "merged": total("merged_tokens", seconds * timeline.fragments),
         "up": total("bytes_up", seconds),
         "down": total("bytes_down", seconds),
-        "behind_mean": _rounded(_mean_of_rows(lag), 2),
-        "behind_most": _rounded(_most_of_rows(lag), 2),
+        "behind_mean": _rounded(
+            _mean(np.nansum(lag, axis=0), 1.0 * behind.sum(axis=0)), 2
+        ),
+        "behind_most": _rounded(np.where(behind.any(axis=0), most, np.nan), 2),
         "mfu": _rounded(mfu, 4),
         **{name: _rounded(means[name], digits) for name, digits in DIGITS.items()},
     }
@@ -233,19 +231,6 @@ def _curves(
 
 def _mean(sums: Array, counts: Array) -> Array:
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 1e-6)
-
-
-def _mean_of_rows(values: Array) -> Array:
-    """Return the mean over rows of what is finite."""
-    finite = np.isfinite(values)
-    return _mean(np.where(finite, values, 0.0).sum(axis=0), 1.0 * finite.sum(axis=0))
-
-
-def _most_of_rows(values: Array) -> Array:
-    if not len(values):
-        return _mean_of_rows(values)
-    most = np.where(np.isfinite(values), values, -np.inf).max(axis=0)
-    return np.where(np.isfinite(most), most, np.nan)
 
 
 def _rounded(values: Array, digits: int) -> list[float]:
