@@ -172,8 +172,8 @@ class History:
                 _away(axes, lane, max(begin, ended), stop, end - begin)
             for name, (marker, colour, above, _) in MARKS.items() if few else ():
                 found = _of(self.frame(name), island, begin, end)
-                place, looks = [lane + above] * len(found), {"ms": 6, "mew": 0}
-                axes.plot(found.time, place, marker, color=colour, **looks)
+                place = [lane + above] * len(found)
+                axes.plot(found.time, place, marker, color=colour, ms=6, mew=0)
         _key(axes, few)
         axes.set_yticks(range(len(self.islands) + 1), ["merges", *self.islands])
         axes.set(xlim=(begin, end), ylim=(len(self.islands) + 0.5, -0.5))
