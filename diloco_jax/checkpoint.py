@@ -39,15 +39,6 @@ logger = logging.getLogger(__name__)
 ISLANDS = "islands"
 
 
-class UnreadableError(ConfigError):
-    """An existing checkpoint cannot be read."""
-
-    def __init__(self, what: str, remedy: str) -> None:
-        """what: which checkpoint, and why it cannot be read."""
-        super().__init__(f"{what}; {remedy}")
-        self.what = what
-
-
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
     """Return the folder of the coordinator's snapshots."""
     return _root(placement.checkpoints, workdir) / "coordinator"
@@ -139,7 +130,7 @@ def save(
 
 
 def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
-    """Return the parts of a checkpoint; raise UnreadableError if it cannot be read."""
+    """Return the parts of a checkpoint; raise ConfigError if it cannot be read."""
     try:
         return manager.restore(number, args=args)
     except Exception as error:
@@ -147,12 +138,10 @@ def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
         folder = manager.directory
         storage.raise_if_away(folder, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        remedy = "the record log does not go back to an older one that reads"
-        if folder.parent.name == ISLANDS:
-            remedy = "or remove it: the island continues from an older one, or without"
-        raise UnreadableError(
-            f"checkpoint {number} in {folder} cannot be read ({reason})",
-            f"restore it from a copy, {remedy}",
+        raise ConfigError(
+            f"checkpoint {number} in {folder} cannot be read ({reason}); restore it "
+            f"from a copy, or remove it: the island continues from an older one, or "
+            f"without"
         ) from error
 
 
@@ -176,11 +165,6 @@ def newest(manager: ocp.CheckpointManager) -> int | None:
     """Return the number of the newest complete checkpoint, or None."""
     number: int | None = manager.latest_step()
     return number
-
-
-def kept(manager: ocp.CheckpointManager) -> list[int]:
-    """Return the numbers of all complete checkpoints, oldest first."""
-    return sorted(manager.all_steps())
 
 
 def whose(run: RunConfig, run_id: str, plan: FragmentPlan) -> dict[str, Any]:
