@@ -8,8 +8,8 @@ The run's files are served without the list (`chaos.jsonl`), which the dashboard
 show. Chromium opens the page, and two of its tables are read as text: what failed, and
 the islands. The list's answers are from the report of `diloco chaos`, and tokens from
 the summary of the run. `benchmarks/dashboard_questions.py` has the questions, with how
-either side answers and when both agree: times within 3 s, tokens within 5 %. Stops
-shorter than 4 s are not asked for.
+either side answers and when both agree: times within 3 s, tokens within 5 %. A stop
+is shorter than the time budget, and not asked for.
 
 Ten questions are drawn, as somebody would ask them. Then the same is asked of every
 fault and every island. The page may also list failures that nobody injected: what a
@@ -86,7 +86,7 @@ def main() -> int:
         page = page_of_run(workdir, folder)
     truth = truth_of(report["outcomes"], report["tokens_lost"], begun)
     ten = questions(truth, options.schedule_seed)
-    every = [one for fault in truth.faults for one in about(fault)]
+    every = [one for fault in truth.kills for one in about(fault)]
     every += of_tokens(truth)
     agree = sum(one.is_answered(page) for one in ten)
     agree_of_all = sum(one.is_answered(page) for one in every) / len(every)
@@ -95,7 +95,7 @@ def main() -> int:
         "begun": f"{datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC",
         "minutes": f"{summary['wall_seconds'] / 60:.1f}",
         "faults": len(truth.all),
-        "of them asked for": len(truth.faults),
+        "of them asked for": len(truth.kills),
         "failures on the page": len(page.failures),
         "of them injected by nobody": len(others),
         "goodput": f"{report['goodput']:.3f}",

@@ -15,23 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 COORDINATOR, DASH = "coordinator", "\N{EN DASH}"
-SEEN_S = 4.0
-"""Shortest stop that is asked for: shorter ones are within the usual time between two
-signs of life."""
 WITHIN_S = 3.0
 """Seconds by which a time that the page says may be off: islands report every second or
 two, and are back at the end of a first step."""
 TOKENS_WITHIN = 0.05
 DRAWN = (
-    "why, kill",
-    "merged again, kill",
-    "why, stop",
-    "for how long, stop",
+    *(2 * ("why, kill",)),
+    *(2 * ("merged again, kill",)),
     "for how long, no coordinator",
 )
 """Kinds of questions about one fault, of which one each is drawn."""
-WHY = {"kill": "process ended", "stop": "stood still"}
-"""Words that the page must have for the reason of each kind of fault."""
+WHY = "process ended"
+"""Words that the page must have for the reason of a kill."""
 
 
 class Fault(NamedTuple):
@@ -57,13 +52,10 @@ class Truth:
     """By island."""
 
     @property
-    def faults(self) -> list[Fault]:
-        """Those that anybody could see."""
-        return [f for f in self.all if f.kind == "kill" or f.seconds >= SEEN_S]
-
     def kills(self) -> list[Fault]:
-        """Return the kills, in order."""
-        return [fault for fault in self.faults if fault.kind == "kill"]
+        """The kills, in order: a stop is shorter than the time budget, after which the
+        page lists it."""
+        return [fault for fault in self.all if fault.kind == "kill"]
 
 
 class Row(NamedTuple):
@@ -98,7 +90,7 @@ class Page:
 
     def ended(self) -> list[Row]:
         """Return the failures of processes that ended, in order."""
-        return [row for row in self.failures if WHY["kill"] in row.why]
+        return [row for row in self.failures if WHY in row.why]
 
     def ended_at(self, place: int) -> tuple[str, float] | None:
         """Return whose process ended, and when, at a place of `ended`."""
@@ -178,7 +170,7 @@ def questions(truth: Truth, seed: int) -> list[Question]:
     Raises ValueError if there is no fault of some kind to ask for."""
     numbers = random.Random(seed)
     asked = [
-        [one for fault in truth.faults for one in about(fault) if one.kind == kind]
+        [one for fault in truth.kills for one in about(fault) if one.kind == kind]
         for kind in DRAWN
     ]
     if not all(asked):
@@ -192,28 +184,28 @@ def questions(truth: Truth, seed: int) -> list[Question]:
             kind="first end",
             text="Whose process ended first, and when?",
             of_page=lambda page: page.ended_at(0),
-            answer=(truth.kills()[0].who, truth.kills()[0].at_s),
+            answer=(truth.kills[0].who, truth.kills[0].at_s),
             agree=_same_who_and_time,
         ),
         Question(
             kind="last end",
             text="Whose process ended last, and when?",
             of_page=lambda page: page.ended_at(-1),
-            answer=(truth.kills()[-1].who, truth.kills()[-1].at_s),
+            answer=(truth.kills[-1].who, truth.kills[-1].at_s),
             agree=_same_who_and_time,
         ),
         Question(
             kind="most ends",
             text="Whose process ended most often?",
             of_page=lambda page: _most(row.who for row in page.ended()),
-            answer=_most(fault.who for fault in truth.kills()),
+            answer=_most(fault.who for fault in truth.kills),
             agree=operator.eq,
         ),
         Question(
             kind="ends of the coordinator",
             text="How often did the coordinator's process end?",
             of_page=lambda page: sum(r.who == COORDINATOR for r in page.ended()),
-            answer=sum(fault.who == COORDINATOR for fault in truth.kills()),
+            answer=sum(fault.who == COORDINATOR for fault in truth.kills),
             agree=operator.eq,
         ),
         *map(numbers.choice, asked),
@@ -259,18 +251,10 @@ def about(fault: Fault) -> Iterator[Question]:
         kind=f"why, {fault.kind}",
         text=f"Why did {fault.who} fail at {at}?",
         of_page=of_row(lambda row: row.why),
-        answer=WHY[fault.kind],
+        answer=WHY,
         agree=lambda page, listed: page is not None and listed in page,
     )
-    if fault.kind == "stop":
-        yield Question(
-            kind="for how long, stop",
-            text=f"For how long did {fault.who} stand still at {at}?",
-            of_page=of_row(lambda row: row.seconds),
-            answer=fault.seconds,
-            agree=_near,
-        )
-    elif coordinator and fault.back_s is not None:
+    if coordinator and fault.back_s is not None:
         yield Question(
             kind="for how long, no coordinator",
             text=f"For how long was there no coordinator from {at} on?",

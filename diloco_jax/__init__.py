@@ -68,34 +68,25 @@ __all__ = [
 ]
 
 # Nothing heavy is imported before it is needed: jax reads the environment on import.
+_PUBLIC = {
+    "config": "Config ConfigError DataConfig InnerConfig IslandConfig ModelConfig "
+    "OuterConfig Placement RunConfig SyncConfig",
+    "config.loading": "read_config",
+    "models.presets": "preset",
+    "models.model": "loop_model",
+    "simulation.emulate": "Emulation emulate",
+    "simulation.emulation_options": "EmulationOptions",
+    "simulation.clock": "LineSpeed",
+    "simulation.goodput": "GoodputConfig simulate_goodput",
+    "observability.history": "History read_history",
+    "cluster.local": "LocalCluster LocalClusterError",
+    "evaluation": "load_params",
+    "island.joined": "IslandEndedError JoinedIsland join",
+}
 _HOMES = {
-    "Config": "diloco_jax.config",
-    "ConfigError": "diloco_jax.config",
-    "DataConfig": "diloco_jax.config",
-    "InnerConfig": "diloco_jax.config",
-    "IslandConfig": "diloco_jax.config",
-    "ModelConfig": "diloco_jax.config",
-    "OuterConfig": "diloco_jax.config",
-    "Placement": "diloco_jax.config",
-    "RunConfig": "diloco_jax.config",
-    "SyncConfig": "diloco_jax.config",
-    "read_config": "diloco_jax.config.loading",
-    "preset": "diloco_jax.models.presets",
-    "emulate": "diloco_jax.simulation.emulate",
-    "Emulation": "diloco_jax.simulation.emulate",
-    "EmulationOptions": "diloco_jax.simulation.emulation_options",
-    "LineSpeed": "diloco_jax.simulation.clock",
-    "History": "diloco_jax.observability.history",
-    "read_history": "diloco_jax.observability.history",
-    "LocalCluster": "diloco_jax.cluster.local",
-    "LocalClusterError": "diloco_jax.cluster.local",
-    "load_params": "diloco_jax.evaluation",
-    "join": "diloco_jax.island.joined",
-    "JoinedIsland": "diloco_jax.island.joined",
-    "IslandEndedError": "diloco_jax.island.joined",
-    "loop_model": "diloco_jax.models.model",
-    "GoodputConfig": "diloco_jax.simulation.goodput",
-    "simulate_goodput": "diloco_jax.simulation.goodput",
+    name: f"{__name__}.{module}"
+    for module, names in _PUBLIC.items()
+    for name in names.split()
 }
 
 

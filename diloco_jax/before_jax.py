@@ -51,14 +51,15 @@ wrong results.
 Flags = tuple[str, ...]
 SPARSE_CORE: Flags = tuple(flag for flag in FLAG_SOURCES if flag != UNFUSED)
 """Flags that let SparseCores carry out collectives during the matrix products."""
-LIBTPU_FLAGS: dict[str, tuple[tuple[tuple[int, ...], Flags], ...]] = {
-    "v5p": (((0, 0, 42), SPARSE_CORE),),
+LIBTPU_FLAGS: Mapping[str, Flags] = {
+    "v5p": SPARSE_CORE,
     # On v6e no reduce-scatter of 12 B overlaps. Left as an all-reduce it sends twice
     # the bytes, but SparseCores do that beside the matrix products.
-    "v6e": (((0, 0, 42), (*SPARSE_CORE, UNFUSED)),),
+    "v6e": (*SPARSE_CORE, UNFUSED),
 }
-"""Pairs of the first libtpu version and its flags, by generation, newest first. Older
-versions and other generations get no flags."""
+"""Flags by generation; others get none."""
+TRIED = (0, 0, 42)
+"""First version of libtpu with which they were tried; older ones get none."""
 
 
 def libtpu_flags(generation: str, version: str) -> Flags:
@@ -67,10 +68,7 @@ def libtpu_flags(generation: str, version: str) -> Flags:
     generation: "v6e"; version: libtpu's, "0.0.42.1"; either may be empty.
     """
     here = tuple(map(int, re.findall(r"\d+", version)))
-    for since, flags in LIBTPU_FLAGS.get(generation, ()):
-        if here >= since:
-            return flags
-    return ()
+    return LIBTPU_FLAGS.get(generation, ()) if here >= TRIED else ()
 
 
 def libtpu_version() -> str:

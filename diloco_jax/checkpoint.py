@@ -31,22 +31,12 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.files import S3, is_bucket
+from diloco_jax.files import S3, is_bucket, sync_path
 from diloco_jax.models.build import other_model
-from diloco_jax.storage import sync_path
 
 logger = logging.getLogger(__name__)
 
 ISLANDS = "islands"
-
-
-class UnreadableError(ConfigError):
-    """An existing checkpoint cannot be read."""
-
-    def __init__(self, what: str, remedy: str) -> None:
-        """what: which checkpoint, and why it cannot be read."""
-        super().__init__(f"{what}; {remedy}")
-        self.what = what
 
 
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
@@ -140,7 +130,7 @@ def save(
 
 
 def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
-    """Return the parts of a checkpoint; raise UnreadableError if it cannot be read."""
+    """Return the parts of a checkpoint; raise ConfigError if it cannot be read."""
     try:
         return manager.restore(number, args=args)
     except Exception as error:
@@ -148,12 +138,10 @@ def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
         folder = manager.directory
         storage.raise_if_away(folder, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        remedy = "the record log does not go back to an older one that reads"
-        if folder.parent.name == ISLANDS:
-            remedy = "or remove it: the island continues from an older one, or without"
-        raise UnreadableError(
-            f"checkpoint {number} in {folder} cannot be read ({reason})",
-            f"restore it from a copy, {remedy}",
+        raise ConfigError(
+            f"checkpoint {number} in {folder} cannot be read ({reason}); restore it "
+            f"from a copy, or remove it: the island continues from an older one, or "
+            f"without"
         ) from error
 
 
@@ -177,11 +165,6 @@ def newest(manager: ocp.CheckpointManager) -> int | None:
     """Return the number of the newest complete checkpoint, or None."""
     number: int | None = manager.latest_step()
     return number
-
-
-def kept(manager: ocp.CheckpointManager) -> list[int]:
-    """Return the numbers of all complete checkpoints, oldest first."""
-    return sorted(manager.all_steps())
 
 
 def whose(run: RunConfig, run_id: str, plan: FragmentPlan) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Literal, NoReturn, TypeVar
 from diloco_jax import commands, machine
 from diloco_jax.config.fields import positional
 from diloco_jax.config.loading import named_configs
+from diloco_jax.config.options import parse
 from diloco_jax.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -32,7 +33,6 @@ from diloco_jax.errors import (
     disk_failure,
     suggest,
 )
-from diloco_jax.options import parse
 from diloco_jax.process import (
     Interruptible,
     end_process,
@@ -295,7 +295,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "dashboard": (
         _of("diloco_jax.dashboard.command", "dashboard_command"),
-        "WORKDIR or HOST:PORT [--port N]",
+        "WORKDIR [--port N]",
         "shows a run in a browser: islands over time, merges, losses, alerts",
     ),
     "eval": (

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.config.fields import NOT_NEGATIVE, setting
+from diloco_jax.config.options import WorkdirOptions, parse
 from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.files import absolute
-from diloco_jax.options import WorkdirOptions, parse
-from diloco_jax.process import uncollected
+from diloco_jax.process import gc_pause
 from diloco_jax.workdir import add_to_summary, read_config
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def chaos_command(arguments: Sequence[str]) -> int:
     console = Console(stderr=True, markup=False)
     if arguments and Path(arguments[0]).is_dir():
         from diloco_jax.chaos.command import strike_running
-        from diloco_jax.options import parse
+        from diloco_jax.config.options import parse
 
         about = "Strike a run of this machine that goes on, from now on."
         workdir = Path(absolute(arguments[0]))
@@ -115,7 +115,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax.
     fit_threads()
     require_flags()
-    with uncollected():
+    with gc_pause():
         from diloco_jax.config.resolving import resolve
         from diloco_jax.coordinator import going_on
         from diloco_jax.coordinator.main import run
@@ -151,7 +151,7 @@ def worker_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax.
     fit_threads()
     require_flags()
-    with uncollected():
+    with gc_pause():
         from diloco_jax.coordinator.workers.process import run
         from diloco_jax.observability.logs import setup_logging
 
@@ -177,7 +177,7 @@ def island_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax, or starts a thread.
     one_arena()
     prepare_island(config.island(options.name))
-    with uncollected():
+    with gc_pause():
         from diloco_jax.config.resolving import resolve
         from diloco_jax.island.main import run, with_model_of_run
         from diloco_jax.island.world import WorldAddress
@@ -252,7 +252,7 @@ def _config_and_options(
 ) -> tuple[str, Config, T]:
     """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
     from diloco_jax.config.loading import named_configs, read_config
-    from diloco_jax.options import ANY_ISLAND, parse_with_config
+    from diloco_jax.config.options import ANY_ISLAND, parse_with_config
 
     prog, launches = f"diloco {command} CONFIG", command == "launch"
     if arguments and arguments[0] in ("-h", "--help"):
@@ -329,7 +329,9 @@ def eval_command(arguments: Sequence[str]) -> int:
     for option, given in (("--tasks", options.tasks), ("--lm-eval", options.lm_eval)):
         if option in arguments and not given:
             raise ConfigError(f"{option} names nothing; give at least one after it")
-    read_config(options.workdir, options.paths or None, trust_code=options.trust_code)
+    config = read_config(
+        options.workdir, options.paths or None, trust_code=options.trust_code
+    )
     from diloco_jax.before_jax import skip_absent_tpu
     from diloco_jax.machine import fit_threads
 
@@ -345,7 +347,7 @@ def eval_command(arguments: Sequence[str]) -> int:
 
     tasks = _eval_tasks if options.tasks else _eval_loss
     evaluate = _eval_lm_eval if options.lm_eval else tasks
-    result, text = evaluate(options, Console(stderr=True))
+    result, text = evaluate(options, config, Console(stderr=True))
     if options.cycle:
         result["eval_cycle"] = options.cycle
     else:
@@ -357,14 +359,15 @@ def eval_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _eval_loss(options: EvalOptions, console: Console) -> tuple[dict[str, Any], str]:
-    """Return the loss for programs and for people."""
+Result = tuple[dict[str, Any], str]
+"""A result for programs, and for people."""
+
+
+def _eval_loss(options: EvalOptions, config: Config, console: Console) -> Result:
+    """Return the loss."""
     from diloco_jax.evaluation import run
     from diloco_jax.observability.terminal import bar, loss_line
 
-    config = read_config(
-        options.workdir, options.paths or None, trust_code=options.trust_code
-    )
     with (
         bar(console, "evaluating") as report,
         bar(console, "reading the parameters") as reading,
@@ -376,8 +379,8 @@ def _eval_loss(options: EvalOptions, console: Console) -> tuple[dict[str, Any], 
     )
 
 
-def _eval_tasks(options: EvalOptions, console: Console) -> tuple[dict[str, Any], str]:
-    """Return the scores for programs and for people."""
+def _eval_tasks(options: EvalOptions, config: Config, console: Console) -> Result:
+    """Return the scores in tasks of multiple choice."""
     from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.tasks import read_task, score
 
@@ -388,7 +391,7 @@ def _eval_tasks(options: EvalOptions, console: Console) -> tuple[dict[str, Any],
             f"--tasks has two files of the name {sorted(doubled)[0]!r}, by which the "
             f"scores are told apart; rename one"
         )
-    text_model, length = _eval_model(options, console)
+    text_model, length = _eval_model(options, console), config.run.sequence_length
     scores = {}
     for task in tasks:
         with bar(console, task.name) as report:
@@ -397,12 +400,12 @@ def _eval_tasks(options: EvalOptions, console: Console) -> tuple[dict[str, Any],
     return {"eval_tasks": scores}, "\n".join(lines)
 
 
-def _eval_lm_eval(options: EvalOptions, console: Console) -> tuple[dict[str, Any], str]:
-    """Return what lm-eval finds, for programs and for people."""
+def _eval_lm_eval(options: EvalOptions, config: Config, console: Console) -> Result:
+    """Return what lm-eval finds."""
     from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.tasks import scores
 
-    text_model, length = _eval_model(options, console)
+    text_model, length = _eval_model(options, console), config.run.sequence_length
     limit = options.limit or None
     with bar(console, "lm-eval") as report:
         found = scores(text_model, options.lm_eval, length, limit=limit, report=report)
@@ -413,20 +416,18 @@ def _eval_lm_eval(options: EvalOptions, console: Console) -> tuple[dict[str, Any
     return {"eval_lm_eval": found}, "\n".join(lines)
 
 
-def _eval_model(options: EvalOptions, console: Console) -> tuple[TextModel, int]:
-    """Return the run's model, and the length of the rows that it was trained on."""
+def _eval_model(options: EvalOptions, console: Console) -> TextModel:
+    """Return the run's model."""
     from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.tasks import open_model
 
-    config = read_config(options.workdir, trust_code=options.trust_code)
     with bar(console, "reading the parameters") as report:
-        text_model = open_model(
+        return open_model(
             options.workdir,
             cycle=options.cycle or None,
             trust_code=options.trust_code,
             report=report,
         )
-    return text_model, config.run.sequence_length
 
 
 def _eval_line(name: str, found: dict[str, Any]) -> str:

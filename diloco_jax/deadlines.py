@@ -9,8 +9,6 @@ SLOWEST_LINK_BITS_PER_S = 1e8
 FIRST_RETRY_S = 0.5
 """Longest first pause: an island that starts beside its coordinator is often the first
 of the two, whatever the budget is."""
-SLOWEST_DISK_BYTES_PER_S = 2e7
-"""Rate below which a disk counts as broken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +88,6 @@ class Deadlines:
     def join_s(self, octets: int) -> float:
         """Time within which a join that fetches so many bytes is done."""
         return self.pin_s + 8 * octets / SLOWEST_LINK_BITS_PER_S
-
-    def disk_s(self, octets: int) -> float:
-        """Time within which so many bytes are forced to disk, and read again."""
-        return self.budget_s + 2 * octets / SLOWEST_DISK_BYTES_PER_S
 
 
 class Backoff:

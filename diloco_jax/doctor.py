@@ -1,9 +1,9 @@
 """`diloco doctor [--folder DIR] [--json]`: what of this machine a run depends on.
 
 The installed packages: all that are required, in versions that go together. What the
-operating system gives a run: ports, clock, disk, memory, sockets. What is around a run
-and not of it: variables, folders, limits, names. The devices that jax finds, in a
-process of its own, since a TPU that another process holds may never answer.
+operating system gives a run: ports, clock, disk, memory. What is around a run and not
+of it: variables, folders, limits, names. The devices that jax finds, in a process of
+its own, since a TPU that another process holds may never answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import enum
 import json
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -30,13 +29,11 @@ import msgspec
 from packaging.requirements import Requirement
 
 from diloco_jax import before_jax, files, machine, process
-from diloco_jax.before_jax import skip_absent_tpu
 from diloco_jax.config.fields import setting
+from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_FAILED, ConfigError
 from diloco_jax.hardware.tpus import generation_here
-from diloco_jax.options import parse
 from diloco_jax.wire import addresses
-from diloco_jax.wire.addresses import is_loopback
 
 
 class Level(enum.StrEnum):
@@ -59,90 +56,22 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The thing to do about it; empty where nothing needs to be done."""
 
 
-def ok(what: str, found: str) -> Finding:
-    """Return a finding that asks for nothing."""
-    return Finding(what=what, level=Level.OK, found=found)
-
-
-def note(what: str, found: str, remedy: str) -> Finding:
-    """Return a finding that could be better."""
-    return Finding(what=what, level=Level.NOTE, found=found, remedy=remedy)
-
-
-def problem(what: str, found: str, remedy: str) -> Finding:
-    """Return a finding that keeps some command from working."""
-    return Finding(what=what, level=Level.PROBLEM, found=found, remedy=remedy)
-
-
-def refused(what: str, error: ConfigError) -> Finding:
-    """Return the problem that commands refuse, with the end of the message as its
-    remedy."""
-    found, _, remedy = str(error).rpartition("; ")
-    return problem(what, found, remedy)
-
+Answer = tuple[Level, str, str]
+"""Level, what was found, and the remedy."""
+Check = Callable[[Path], Answer | None]
+"""Looks at one thing, given the folder of runs; None: it is not worth a line. Raises
+ConfigError where commands would refuse."""
 
 PACKAGE = "diloco-jax"
-PAIRS = (((0, 10, 2), (0, 0, 42)), ((0, 12, 0), (0, 0, 50)))
-"""Versions of jax and of the libtpu that was built with it, each pair from there on.
-Both pairs compile for v5p and v6e (docs/results/plan.md)."""
-OF_DEVELOPERS = ("test", "docs", "fixtures")
-"""Extras for work on the package itself, which its users need not have."""
 
 
-def check_packages() -> Iterator[Finding]:
-    """Yield findings on the required packages, on each extra that is only partly
-    installed, and on jax's libraries.
-    """
-    required, extras = _requirements()
-    if wrong := [text for r in required if (text := _wrong(r))]:
-        remedy = f"pip install --upgrade {PACKAGE}"
-        yield problem("packages", "; ".join(wrong), remedy)
-    else:
-        yield ok("packages", f"all {len(required)} that are required")
-    yield from _begun(required, extras)
-    yield _jax()
-    if before_jax.libtpu_version():
-        yield _libtpu(metadata.version("jax"), before_jax.libtpu_version())
-    else:
-        yield note(
-            "libtpu",
-            "not installed: no TPU is used, and diloco plan compiles nothing",
-            f"pip install '{PACKAGE}[tpu]', if that is wanted",
-        )
-
-
-def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """Return what the package requires, and what each of its extras adds."""
-    required: list[Requirement] = []
-    extras: dict[str, list[Requirement]] = {}
-    for line in metadata.requires(PACKAGE) or []:
-        requirement = Requirement(line)
-        extra = re.search(r"extra == ['\"](.+?)['\"]", str(requirement.marker or ""))
-        if extra:
-            extras.setdefault(extra[1], []).append(requirement)
-        elif requirement.marker is None or requirement.marker.evaluate():
-            required.append(requirement)
-    return required, extras
-
-
-def _begun(
-    required: list[Requirement], extras: dict[str, list[Requirement]]
-) -> Iterator[Finding]:
-    """Yield the extras of which only some packages are here, or an old one."""
-    base = {r.name.lower() for r in required}
-    for extra, requirements in sorted(extras.items()):
-        if extra in OF_DEVELOPERS:
-            continue
-        own = [r for r in requirements if r.name.lower() not in base]
-        where = {"extra": extra}
-        wanted = [r for r in own if not r.marker or r.marker.evaluate(where)]
-        wrong = [text for r in wanted if (text := _wrong(r))]
-        if wrong and len(wrong) < len(own):
-            yield note(
-                f"extra {extra}",
-                "; ".join(wrong),
-                f"pip install '{PACKAGE}[{extra}]', if it is wanted",
-            )
+def check_packages(folder: Path) -> Answer:
+    """Compare what is installed with what the package requires, without its extras."""
+    found = map(Requirement, metadata.requires(PACKAGE) or [])
+    required = [r for r in found if not r.marker or r.marker.evaluate({"extra": ""})]
+    if wrong := ", ".join(filter(None, map(_wrong, required))):
+        return Level.PROBLEM, wrong, f"pip install --upgrade {PACKAGE}"
+    return Level.OK, f"all {len(required)} that are required", ""
 
 
 def _wrong(requirement: Requirement) -> str:
@@ -156,33 +85,27 @@ def _wrong(requirement: Requirement) -> str:
     return f"{requirement.name} {here} is not {requirement.specifier}"
 
 
-def _jax() -> Finding:
+def check_jax(folder: Path) -> Answer:
+    """Compare jax with the library that was built for it."""
     jax, jaxlib = metadata.version("jax"), metadata.version("jaxlib")
-    if _release(jax)[:3] == _release(jaxlib)[:3]:
-        return ok("jax", f"jax {jax}, jaxlib {jaxlib}")
-    return problem(
-        "jax",
+    if jax.split(".")[:3] == jaxlib.split(".")[:3]:
+        return Level.OK, f"jax {jax}, jaxlib {jaxlib}", ""
+    return (
+        Level.PROBLEM,
         f"jax {jax} beside jaxlib {jaxlib}; jax needs the jaxlib of its own version",
         f"pip install --upgrade jax=={jax} jaxlib",
     )
 
 
-def _libtpu(jax: str, here: str) -> Finding:
-    """Compare libtpu with the one that the jax here was tried with."""
-    tried = [tpu for since, tpu in PAIRS if _release(jax) >= since]
-    what = f"libtpu {here} with jax {jax}"
-    if tried and _release(here)[:3] == tried[-1]:
-        return ok("libtpu", what)
-    wanted = ".".join(map(str, tried[-1])) if tried else "another jax"
-    return note(
-        "libtpu",
-        f"{what}: this pair was not tried; with that jax it was {wanted}",
-        "pip install --upgrade 'jax[tpu]', which brings the two that belong together",
+def check_libtpu(folder: Path) -> Answer:
+    """Look for what compiles for TPUs."""
+    if here := before_jax.libtpu_version():
+        return Level.OK, f"libtpu {here}", ""
+    return (
+        Level.NOTE,
+        "not installed: no TPU is used, and diloco plan compiles nothing",
+        f"pip install '{PACKAGE}[tpu]', if that is wanted",
     )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 ANSWERS_WITHIN_S = 120.0
@@ -194,14 +117,10 @@ print(json.dumps([jax.default_backend(), jax.local_device_count(), kinds]))
 """
 
 
-def check_devices(answers_within_s: float = ANSWERS_WITHIN_S) -> Iterator[Finding]:
-    """Yield what jax finds here; on a host of a TPU anything else is a problem."""
+def check_devices(folder: Path) -> Answer:
+    """Tell what jax finds here; on a host of a TPU anything else is a problem."""
     environment = dict(os.environ)
-    try:
-        skip_absent_tpu(environment)
-    except ConfigError as error:
-        yield refused("devices", error)
-        return
+    before_jax.skip_absent_tpu(environment)
     command = [sys.executable, "-P", "-c", ASK]
     try:
         done = subprocess.run(
@@ -209,116 +128,30 @@ def check_devices(answers_within_s: float = ANSWERS_WITHIN_S) -> Iterator[Findin
             capture_output=True,
             text=True,
             env=environment,
-            timeout=answers_within_s,
+            timeout=ANSWERS_WITHIN_S,
         )
     except subprocess.TimeoutExpired:
-        yield problem(
-            "devices",
-            f"jax did not find its devices within {answers_within_s:g} s",
+        return (
+            Level.PROBLEM,
+            f"jax did not find its devices within {ANSWERS_WITHIN_S:g} s",
             "end other processes that use the TPU (a TPU serves one at a time), or run "
             "this on all hosts of the slice at once",
         )
-        return
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        yield problem("devices", f"jax ends: {reason}", "see the line of packages")
-        return
+        return Level.PROBLEM, f"jax ends: {reason}", "see the line of packages"
     backend, count, kinds = json.loads(done.stdout.splitlines()[-1])
     found = f"{count} of {backend}: {', '.join(kinds)}"
     generation = generation_here()
     if generation and backend != "tpu":
-        yield problem(
-            "devices",
+        return (
+            Level.PROBLEM,
             f"{found}, although this machine has a TPU {generation}",
             "pip install 'diloco-jax[tpu]', and unset JAX_PLATFORMS",
         )
-    elif backend == "cpu":
-        yield note("devices", found, "islands train on the CPU here")
-    else:
-        yield ok("devices", found)
-
-
-HOMES = {"XDG_CACHE_HOME": "~/.cache", "XDG_STATE_HOME": "~/.local/state"}
-PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
-
-
-def check_surroundings(folder: Path) -> Iterator[Finding]:
-    """Yield what commands could stumble over. folder: of runs."""
-    for what, (look, wrong, remedy) in LOOKS.items():
-        try:
-            if found := ", ".join(look(folder) or ()):
-                yield note(what, f"{found}: {wrong}", remedy)
-        except ConfigError as error:
-            yield refused(what, error)
-        except OSError as error:
-            of_names = isinstance(error, socket.gaierror)
-            yield (note if of_names else problem)(what, str(error), remedy)
-
-
-def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
-    folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def _homes(folder: Path) -> Iterable[str]:
-    for name, default in HOMES.items():
-        path = os.environ.get(name) or os.path.expanduser(default)
-        if path[0] == "~" or not os.access(existing(Path(path)), os.W_OK):
-            yield path
-
-
-def _name(folder: Path) -> Iterable[str]:
-    address = socket.gethostbyname(name := socket.gethostname())
-    return [f"{name} is {address}"] if is_loopback(address) else []
-
-
-def _temporary(folder: Path) -> None:
-    with tempfile.TemporaryFile():
-        pass
-
-
-def _locks(folder: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=existing(folder)) as file:
-        files.lock(file, Path(file.name))
-
-
-Look = Callable[[Path], Iterable[str] | None]
-LOOKS: dict[str, tuple[Look, str, str]] = {
-    "home": (
-        _homes,
-        "no file can be kept there",
-        "set HOME, or XDG_CACHE_HOME and XDG_STATE_HOME, to folders to write to",
-    ),
-    "temporary": (
-        _temporary,
-        "no file can be written there",
-        "set TMPDIR to a folder to write to",
-    ),
-    "proxies": (
-        lambda _: [f"{n}={v}" for n, v in os.environ.items() if n.lower() in PROXIES],
-        "machines of a run dial each other without them",
-        "name those machines in no_proxy, if connections fail",
-    ),
-    "name": (
-        _name,
-        "no other machine reaches that",
-        "write this machine's own address and its name into /etc/hosts",
-    ),
-    "modules": (
-        lambda _: {p.stem for p in Path().glob("*.py")} & sys.stdlib_module_names,
-        "Python has modules of these names, and the current folder, too",
-        "rename those files, or work in another folder",
-    ),
-    "variables": (
-        lambda _: [f"{n}={v}" for n, v in process.variables_set_right.items()],
-        "commands of diloco do not heed them",
-        "unset them, if that surprises",
-    ),
-    "threads": (lambda _: machine.require_threads(2), "", ""),
-    "locks": (_locks, "", "give a folder to write to, as --folder"),
-}
-"""Looks: the function that finds what is unusual, why that matters, the remedy."""
+    if backend == "cpu":
+        return Level.NOTE, found, "islands train on the CPU here"
+    return Level.OK, found, ""
 
 
 GIB = 1 << 30
@@ -330,51 +163,29 @@ each merge, and all of its state in turns."""
 FREE_BYTES = 5 * GIB
 FEWEST_FILES = 4096
 """Open files of a coordinator with some hundred hosts."""
-SOCKET_BYTES = 16 << 20
-"""Buffer of one stream at 5 Gbit/s and 25 ms."""
 CLOCK_UNSYNCHRONISED = 5
 """Returned by adjtimex where nothing disciplines the clock."""
 
 
-def check_system(folder: Path) -> Iterator[Finding]:
-    """Yield findings on this machine. folder: where runs are to be; it is tried."""
-    yield ok("processor", f"{machine.cores()} cores for this process")
-    yield _memory()
-    yield _disk(folder)
-    yield _ports()
-    yield _open_files()
-    yield _clock()
-    if sys.platform == "linux":
-        yield _sockets()
-
-
-def _memory() -> Finding:
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ok("memory", f"{whole / GIB:.1f} GiB")
-
-
-def _disk(folder: Path) -> Finding:
+def check_disk(folder: Path) -> Answer:
     """Write, and force to the disk, what one second of a good disk takes."""
     folder = existing(folder)
     free = shutil.disk_usage(folder).free
     try:
         rate = _written_per_s(folder, min(TRIAL_BYTES, free // 4))
     except OSError as error:
-        return problem(
-            "disk",
+        return (
+            Level.PROBLEM,
             f"{folder} cannot be written: {error.strerror}",
             "give a folder that can, as --folder here and as --workdir of runs",
         )
-    found = f"{folder}: {rate / 1e6:,.0f} MB/s, {free / GIB:,.1f} GiB free"
+    remedy = ""
     if free < FREE_BYTES:
-        return note("disk", found, "free some space: diloco plan says what a run needs")
-    if rate < SLOW_DISK:
-        return note(
-            "disk",
-            found,
-            "large runs want a faster disk: diloco plan says what a run writes",
-        )
-    return ok("disk", found)
+        remedy = "free some space: diloco plan says what a run needs"
+    elif rate < SLOW_DISK:
+        remedy = "large runs want a faster disk: diloco plan says what a run writes"
+    found = f"{folder}: {rate / 1e6:,.0f} MB/s, {free / GIB:,.1f} GiB free"
+    return Level.NOTE if remedy else Level.OK, found, remedy
 
 
 def _written_per_s(folder: Path, nbytes: int) -> float:
@@ -388,78 +199,156 @@ def _written_per_s(folder: Path, nbytes: int) -> float:
         return file.tell() / max(time.monotonic() - started, 1e-6)
 
 
-def _ports() -> Finding:
+def check_ports(folder: Path) -> Answer:
     """Open ports as a coordinator does, for control and bulk, and reach both."""
     try:
         control, bulk = addresses.reserve("127.0.0.1:0")
         with bulk, addresses.listen(control) as server:
             for port in (server, bulk):
                 socket.create_connection(port.getsockname(), timeout=5).close()
-        return ok("ports", f"{control} and the port of bulk beside it were reached")
     except (OSError, ConfigError) as error:
-        return problem(
-            "ports",
+        return (
+            Level.PROBLEM,
             f"two ports in a row of this machine cannot be opened and reached: {error}",
             "allow connections over the loopback interface: `ip link set lo up`",
         )
+    return Level.OK, f"{control} and the port of bulk beside it were reached", ""
 
 
-def _open_files() -> Finding:
+def check_open_files(folder: Path) -> Answer:
+    """Look at the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     found = f"{'no limit' if soft == unlimited else f'{soft:,}'} at once"
-    if soft != unlimited and soft < FEWEST_FILES:
-        most = FEWEST_FILES if hard == unlimited else min(hard, FEWEST_FILES)
-        return note("open files", found, f"ulimit -n {most}, for a large coordinator")
-    return ok("open files", found)
+    if soft == unlimited or soft >= FEWEST_FILES:
+        return Level.OK, found, ""
+    most = FEWEST_FILES if hard == unlimited else min(hard, FEWEST_FILES)
+    return Level.NOTE, found, f"ulimit -n {most}, for a large coordinator"
 
 
-def _clock() -> Finding:
+def check_clock(folder: Path) -> Answer:
     """Tell if anything keeps the clock right: certificates and metrics go by it."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    state = _clock_state()
-    if state is None:
-        return ok("clock", f"{now}; the system does not tell if it is kept right")
+    try:
+        # struct timex, all zeros: change nothing. It has 208 bytes on 64-bit Linux.
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+    except (AttributeError, OSError):
+        state = -1
     if state == CLOCK_UNSYNCHRONISED:
-        return note(
-            "clock",
+        return (
+            Level.NOTE,
             f"{now}, and the kernel says that nothing keeps it right",
             "have NTP or chrony run, here or on the host of this container",
         )
-    return ok("clock", f"{now}, kept right by the system")
+    kept = "kept right by the system" if state >= 0 else "the system does not tell more"
+    return Level.OK, f"{now}, {kept}", ""
 
 
-def _clock_state() -> int | None:
-    """Return what adjtimex says of the clock; None where there is no such call."""
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def unusual(found: Iterable[str], wrong: str, remedy: str) -> Answer | None:
+    """Note what was found, if anything was."""
+    told = ", ".join(found)
+    return (Level.NOTE, f"{told}: {wrong}", remedy) if told else None
+
+
+def check_home(folder: Path) -> Answer | None:
+    """Look for the folders of a user where commands keep files."""
+    homes = {"XDG_CACHE_HOME": "~/.cache", "XDG_STATE_HOME": "~/.local/state"}
+    paths = [os.environ.get(n) or os.path.expanduser(home) for n, home in homes.items()]
+    return unusual(
+        (p for p in paths if p[0] == "~" or not os.access(existing(Path(p)), os.W_OK)),
+        "no file can be kept there",
+        "set HOME, or XDG_CACHE_HOME and XDG_STATE_HOME, to folders to write to",
+    )
+
+
+def check_temporary(folder: Path) -> Answer | None:
+    """Write a temporary file."""
     try:
-        adjtimex = ctypes.CDLL(None, use_errno=True).adjtimex
-    except (AttributeError, OSError):
+        with tempfile.TemporaryFile():
+            return None
+    except OSError as error:
+        return Level.PROBLEM, str(error), "set TMPDIR to a folder to write to"
+
+
+def check_proxies(folder: Path) -> Answer | None:
+    """Look for proxies."""
+    names = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+    return unusual(
+        (f"{n}={v}" for n, v in os.environ.items() if n.lower() in names),
+        "machines of a run dial each other without them",
+        "name those machines in no_proxy, if connections fail",
+    )
+
+
+def check_name(folder: Path) -> Answer | None:
+    """Look up this machine's own name."""
+    remedy = "write this machine's own address and its name into /etc/hosts"
+    try:
+        address = socket.gethostbyname(name := socket.gethostname())
+    except OSError as error:
+        return Level.NOTE, str(error), remedy
+    alone = [f"{name} is {address}"] if addresses.is_loopback(address) else []
+    return unusual(alone, "no other machine reaches that", remedy)
+
+
+def check_locks(folder: Path) -> Answer | None:
+    """Lock a file where runs are to be."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing(folder)) as file:
+            files.lock(file, Path(file.name))
+    except OSError as error:
+        return Level.PROBLEM, str(error), "give a folder to write to, as --folder"
+    return None
+
+
+CHECKS: dict[str, Check] = {
+    "packages": check_packages,
+    "jax": check_jax,
+    "libtpu": check_libtpu,
+    "processor": lambda _: (Level.OK, f"{machine.cores()} cores for this process", ""),
+    "memory": lambda _: (Level.OK, f"{machine.left_bytes()[1] / GIB:.1f} GiB", ""),
+    "disk": check_disk,
+    "ports": check_ports,
+    "open files": check_open_files,
+    "clock": check_clock,
+    "home": check_home,
+    "temporary": check_temporary,
+    "proxies": check_proxies,
+    "name": check_name,
+    "modules": lambda _: unusual(
+        {path.stem for path in Path().glob("*.py")} & sys.stdlib_module_names,
+        "Python has modules of these names, and the current folder, too",
+        "rename those files, or work in another folder",
+    ),
+    "variables": lambda _: unusual(
+        (f"{n}={v}" for n, v in process.variables_set_right.items()),
+        "commands of diloco do not heed them",
+        "unset them, if that surprises",
+    ),
+    "threads": lambda _: machine.require_threads(2),
+    "locks": check_locks,
+    "devices": check_devices,
+}
+
+
+def look(what: str, folder: Path) -> Finding | None:
+    """Carry out one of `CHECKS`; None if there is nothing to say."""
+    try:
+        answer = CHECKS[what](folder)
+    except ConfigError as error:
+        # The end of a refusal is its remedy.
+        found, _, remedy = str(error).rpartition("; ")
+        answer = Level.PROBLEM, found, remedy
+    if answer is None:
         return None
-    # struct timex, all zeros: change nothing. It has 208 bytes on 64-bit Linux.
-    state: int = adjtimex(ctypes.create_string_buffer(512))
-    return None if state < 0 else state
-
-
-def _sockets() -> Finding:
-    """Compare the largest buffers of a stream with what long links need."""
-    sizes = {name: _largest(name) for name in ("tcp_rmem", "tcp_wmem")}
-    found = ", ".join(f"{name} up to {n / 2**20:.0f} MiB" for name, n in sizes.items())
-    if any(0 < n < SOCKET_BYTES for n in sizes.values()):
-        return note(
-            "sockets",
-            found,
-            "on links between regions raise the last number of both to "
-            f"{SOCKET_BYTES} (sysctl net.ipv4.tcp_wmem)",
-        )
-    return ok("sockets", found)
-
-
-def _largest(name: str) -> int:
-    try:
-        text = Path(f"/proc/sys/net/ipv4/{name}").read_text()
-    except OSError:
-        return 0
-    return int(text.split()[-1])
+    level, found, remedy = answer
+    return Finding(what=what, level=level, found=found, remedy=remedy)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -506,17 +395,11 @@ def examine(
     folder: Path, report: Callable[[float], None] = lambda share: None
 ) -> Iterator[Finding]:
     """Yield what every check finds, the quick ones first. report: told the share of the
-    kinds of checks that are done."""
-
-    version = metadata.version("diloco-jax")
-    python = platform.python_version()
-    yield ok("diloco_jax", f"{version}, Python {python}, {platform.platform()}")
-    kinds: list[Callable[[], Iterator[Finding]]] = [
-        check_packages,
-        lambda: check_system(folder),
-        lambda: check_surroundings(folder),
-        check_devices,
-    ]
-    for done, check in enumerate(kinds, start=1):
-        yield from check()
-        report(done / len(kinds))
+    checks that are done."""
+    version, python = metadata.version(PACKAGE), platform.python_version()
+    here = f"{version}, Python {python}, {platform.platform()}"
+    yield Finding(what="diloco_jax", level=Level.OK, found=here)
+    for done, what in enumerate(CHECKS, start=1):
+        if finding := look(what, folder):
+            yield finding
+        report(done / len(CHECKS))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 from etils import epath
+from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, run_files, storage
 from diloco_jax.config import Config, ConfigError, IslandConfig
@@ -27,9 +27,10 @@ from diloco_jax.island.evaluate import Evaluation, evaluate_all
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Model
 from diloco_jax.protocol.values import Version
-from diloco_jax.workdir import read_config, read_summary
+from diloco_jax.workdir import read_config
 
 BATCH_SIZE = 32
+COPY = "copy the workdir again"
 
 
 def run(
@@ -159,41 +160,21 @@ def newest_pieces(
     # A replay that was saved has no state of a coordinator.
     state = facts.get("state", {"phase": "", "fragments": ()})
     versions = [Version(*of_fragment["version"]) for of_fragment in state["fragments"]]
+    cycles = kept.describe(kept.numbers(workdir / run_files.KEPT))
     for fragment, last in enumerate(versions):
         newest = found[fragment][-1]
         if state["phase"] == "done" and newest < last:
             raise ConfigError(
                 f"{folder} has version {tuple(newest)} of fragment {fragment}, and the "
-                f"run ended with {tuple(last)}: {_why_behind(workdir, versions)}, or "
-                f"bring {snapshots.fragment_path(folder, fragment, last)} back from "
-                f"another copy of the workdir"
+                f"run ended with {tuple(last)}: start the coordinator again, which "
+                f"fetches it if the worker that held it has it; or give a kept cycle "
+                f"(there are: {cycles}), or bring "
+                f"{snapshots.fragment_path(folder, fragment, last)} back from another "
+                f"copy of the workdir"
             )
     for fragment, of_fragment in enumerate(plan.fragments):
-        version = found[fragment][-1]
-        arrays = snapshots.empty(store.like(fragment))
-        path = snapshots.fragment_path(folder, fragment, version)
-        with _remedy():
-            storage.read_sealed(path, snapshots.flat(arrays))
-        for piece, value in zip(of_fragment, arrays["theta"], strict=True):
-            yield piece, TileGrid.of(piece.shape).from_tiles(value)
-
-
-def _why_behind(workdir: Path, last: list[Version]) -> str:
-    """Say why a fragment is not here as it was at the end, in these versions, and what
-    to do. A coordinator that has summed these up has waited for who held it."""
-    summary = read_summary(workdir)
-    concluded = summary.get("versions") == [list(version) for version in last]
-    if not (concluded and summary["phase"] == "done"):
-        return (
-            "who held it did not write it at the end; start the coordinator again, "
-            "which does that"
-        )
-    cycles = kept.describe(kept.numbers(workdir / run_files.KEPT))
-    return (
-        f"the coordinator has ended the run without it, since the worker that held it "
-        f"lost its disk, and another start brings nothing; give a kept cycle (there "
-        f"are: {cycles})"
-    )
+        path = snapshots.fragment_path(folder, fragment, found[fragment][-1])
+        yield from _pieces(path, of_fragment, store.like(fragment))
 
 
 def kept_pieces(
@@ -210,11 +191,22 @@ def kept_pieces(
     )
     store = Store(config.run, plan, None, pin_s=0.0)
     for fragment, of_fragment in enumerate(plan.fragments):
-        theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
-        with _remedy():
-            storage.read_sealed(folder / kept.fragment_name(fragment), theta)
-        for piece, value in zip(of_fragment, theta, strict=True):
-            yield piece, TileGrid.of(piece.shape).from_tiles(value)
+        path = folder / kept.fragment_name(fragment)
+        like = {"theta": store.like(fragment)["theta"]}
+        yield from _pieces(path, of_fragment, like)
+
+
+def _pieces(
+    path: Folder | Path, pieces: Sequence[Piece], like: Any
+) -> Iterator[tuple[Piece, npt.NDArray[Any]]]:
+    """Yield the pieces of theta of a fragment's file, whose arrays are as in `like`."""
+    arrays = snapshots.empty(like)
+    try:
+        storage.read_sealed(path, snapshots.flat(arrays))
+    except storage.SealedError as error:
+        raise storage.SealedError(f"{error}; {COPY}") from error
+    for piece, value in zip(pieces, arrays["theta"], strict=True):
+        yield piece, TileGrid.of(piece.shape).from_tiles(value)
 
 
 def kept_folder(workdir: Path, cycle: int) -> Path:
@@ -248,19 +240,12 @@ def newest_plan(
     found = snapshots.states(folder) if folder.is_dir() else []
     if not found:
         raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
-    with _remedy():
+    try:
         facts = storage.read_sealed_header(snapshots.state_path(folder, found[-1]))
+    except storage.SealedError as error:
+        raise storage.SealedError(f"{error}; {COPY}") from error
     checkpoint.refuse_other_model(folder, found[-1], facts, plan.digest())
     return plan, facts
-
-
-@contextlib.contextmanager
-def _remedy() -> Iterator[None]:
-    """Say what to do about a file that is not as it was written."""
-    try:
-        yield
-    except storage.SealedError as error:
-        raise storage.SealedError(f"{error}; copy the workdir again") from error
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:

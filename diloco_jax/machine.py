@@ -18,6 +18,7 @@ from pathlib import Path
 
 from diloco_jax.errors import ConfigError
 
+GROUPS = "sys/fs/cgroup"
 FEWEST_THREADS, THREADS_PER_CORE = 32, 4
 """Threads of a coordinator or a host of an island at least: 40 of each on 2 cores."""
 
@@ -100,24 +101,16 @@ def instructions() -> str:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limits of the groups around this process, in cores; of either version
-    of control groups. A container often sees its own group as the root of all."""
-    mounted = root / "sys/fs/cgroup"
+    """Yield the limits of the groups around this process, in cores. A container often
+    sees its own group as the root of all."""
+    base = root / GROUPS
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
-        files: tuple[str, ...]
-        if not controllers:
-            files, base = ("cpu.max",), mounted
-        elif "cpu" in controllers.split(","):
-            files, base = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), mounted / "cpu"
-        else:
-            continue
         inner = base / group.lstrip("/")
-        for folder in (inner, *inner.parents):
-            numbers = " ".join(_read(folder / file) for file in files).split()
-            # Without a limit the quota is "max" or -1.
-            if len(numbers) == 2 and numbers[0].isdecimal():
-                yield int(numbers[0]) / int(numbers[1])
+        for folder in () if controllers else (inner, *inner.parents):
+            quota, _, period = _read(folder / "cpu.max").partition(" ")
+            if quota.isdecimal():  # Without a limit it is "max".
+                yield int(quota) / int(period)
             if folder == base:
                 break
 
@@ -130,7 +123,6 @@ def _read(path: Path) -> str:
 
 
 PAGE_BYTES = 4096
-MEMORY_GROUP = "sys/fs/cgroup"
 LITTLE_DISK_BYTES = 1 << 30
 """Free bytes below which a disk is nearly full, whatever is written to it."""
 
@@ -179,10 +171,10 @@ def left_bytes(root: Path = Path("/")) -> tuple[int, int]:
     group allows if that is less, and all of it; zeros if the system does not tell."""
     facts = _memory_facts(root / "proc/meminfo")
     left, whole = facts.get("MemAvailable", 0), facts.get("MemTotal", 0)
-    limit = _read(root / MEMORY_GROUP / "memory.max").strip()
+    limit = _read(root / GROUPS / "memory.max").strip()
     if limit.isdecimal() and int(limit) < whole:
-        used = _read(root / MEMORY_GROUP / "memory.current").strip()
-        held = _read(root / MEMORY_GROUP / "memory.stat").split()
+        used = _read(root / GROUPS / "memory.current").strip()
+        held = _read(root / GROUPS / "memory.stat").split()
         cached = 0
         if "inactive_file" in held:  # Pages of files, which are given up for others.
             cached = int(held[held.index("inactive_file") + 1])

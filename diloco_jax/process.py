@@ -6,7 +6,7 @@ Variables of the user's shell that commands cannot do with are set right at star
 
 Ctrl-C, SIGTERM and SIGHUP are a count to wait on, or an orderly end of a command.
 Either way a second request ends the work at once. A process whose threads may be in
-C++ is ended by `end_process`. `QuietWatch` notices that a thread which says regularly
+C++ is ended by `end_process`. `HangDetector` notices that a thread which says regularly
 that it goes on has stopped saying so; `crashes_in_a_row` limits the restarts of a
 process that crashes.
 """
@@ -119,7 +119,7 @@ def set_variables_right(environment: MutableMapping[str, str] = os.environ) -> N
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_pause() -> Iterator[None]:
     """Collect nothing inside, and never look again at what there is at its end.
 
     A start makes a third of a million objects that stay: modules, and traces of
@@ -357,7 +357,7 @@ LOOK_S = 1.0
 """Seconds between two looks."""
 
 
-class QuietWatch(abc.ABC):
+class HangDetector(abc.ABC):
     """Watches one thread, which calls `touch`, from a thread of its own.
 
     hangs: called once, on the watch's thread, with what people are to know. A machine

@@ -27,9 +27,7 @@ from etils.epath import Path as Folder
 from xxhash import xxh3_64_intdigest, xxh3_128
 
 from diloco_jax.errors import ConfigError
-from diloco_jax.files import S3, StorageAway, is_bucket, whole
-from diloco_jax.files import TEMPORARY as TEMPORARY
-from diloco_jax.files import sync_path as sync_path
+from diloco_jax.files import S3, StorageAway, is_bucket, sync_path, whole
 
 _HEAD = struct.Struct("<8sIQ")
 _MAGIC = b"diloco-1"
@@ -91,29 +89,6 @@ def read_sealed(
         written = file.read(DIGEST_BYTES + 1)
     _require_digest(path, digest.digest(), written)
     return header, digest.hexdigest()
-
-
-def check_sealed(path: Path) -> None:
-    """Raise SealedError unless a local file is as it was written."""
-    with _open(path) as file:
-        _read_header(file, path)
-        left = os.fstat(file.fileno()).st_size - file.tell() - DIGEST_BYTES
-        digest = xxh3_128()
-        while left > 0 and (block := file.read(min(left, BLOCK_BYTES))):
-            digest.update(block)
-            left -= len(block)
-        _require_digest(path, digest.digest(), file.read())
-
-
-def seal_of(file: BinaryIO) -> str:
-    """Return what tells a whole file from another one of the same name: its length and
-    the checksums of its header and of its bytes. Neither is read."""
-    head = file.read(_HEAD.size)
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - DIGEST_BYTES))
-    seal = f"{end}:{head.hex()}:{file.read(DIGEST_BYTES).hex()}"
-    file.seek(0)
-    return seal
 
 
 def map_sealed(path: Path) -> tuple[dict[str, Any], memoryview]:

@@ -121,7 +121,7 @@ def read_config(
     require_format(workdir)
     path = workdir / run_files.CONFIG
     config = read_config_json(path)
-    require_trust(config.run, config.placement, path, trust_code=trust_code)
+    require_trust(config.run, path, trust_code=trust_code)
     if text is None:
         return config
     data = dataclasses.replace(config.run.data, paths=tuple(text))

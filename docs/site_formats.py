@@ -15,9 +15,9 @@ from typing import Any
 
 from site_structs import Struct, rows, section
 
+from diloco_jax.config.options import paragraph
 from diloco_jax.coordinator import journal
 from diloco_jax.observability.tape import SEGMENT_BYTES
-from diloco_jax.options import paragraph
 from diloco_jax.protocol import messages, records
 from diloco_jax.wire import bulk, encoding, errors, frames
 from diloco_jax.wire.server import SERVICE

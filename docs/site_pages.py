@@ -28,7 +28,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.fields import bound_of
-from diloco_jax.options import paragraph
+from diloco_jax.config.options import paragraph
 from diloco_jax.simulation.commands import KINDS
 
 SECTIONS = (

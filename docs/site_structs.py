@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import inspect as shapes
 
-from diloco_jax.options import paragraph
+from diloco_jax.config.options import paragraph
 from diloco_jax.protocol import values
 
 Struct = type[msgspec.Struct]

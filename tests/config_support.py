@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diloco_jax.config import Config
 from diloco_jax.config.loading import read_config
-from diloco_jax.options import parse_with_config
+from diloco_jax.config.options import parse_with_config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,43 +28,34 @@ def chosen(root, **environment):
     return environment.get("JAX_PLATFORMS")
 
 
-@pytest.fixture
-def no_plugins(monkeypatch):
-    monkeypatch.setattr(before_jax, "_plugins", lambda: False)
+CARD = "sys/bus/pci/devices/0000:00:03.0/vendor"
+HOST = {"JAX_PLATFORMS": "tpu", "TPU_WORKER_ID": "0"}
 
 
-@pytest.mark.usefixtures("no_plugins")
-def test_libtpu_is_not_asked_where_nothing_can_be_a_tpu(tmp_path):
-    card = tmp_path / "sys/bus/pci/devices/0000:00:03.0/vendor"
-    card.parent.mkdir(parents=True)
-    card.write_text("0x10de\n")
-    assert chosen(tmp_path, PATH="/bin") == "cpu"
-
-
-@pytest.mark.usefixtures("no_plugins")
 @pytest.mark.parametrize(
-    ("path", "text"),
+    ("there", "text", "environment", "plugins", "platform"),
     [
-        ("sys/bus/pci/devices/0000:00:05.0/vendor", "0x1ae0\n"),
-        ("dev/accel0", ""),
-        ("dev/vfio/0", ""),
+        # libtpu is not asked where nothing can be a TPU.
+        (CARD, "0x10de\n", {"PATH": "/bin"}, False, "cpu"),
+        # What may be one is left to jax.
+        (CARD, "0x1ae0\n", {}, False, None),
+        ("dev/accel0", "", {}, False, None),
+        ("dev/vfio/0", "", {}, False, None),
+        # Who chose or has an accelerator is left alone.
+        ("none", "", {}, True, None),
+        ("none", "", {"TPU_WORKER_ID": "0"}, False, None),
+        ("none", "", {"JAX_PLATFORMS": ""}, False, ""),
+        ("none", "", HOST, False, "tpu"),
     ],
 )
-def test_what_may_be_a_tpu_is_left_to_jax(tmp_path, path, text):
-    (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).write_text(text)
-    assert chosen(tmp_path) is None
-
-
-def test_who_chose_or_has_an_accelerator_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(before_jax, "_plugins", lambda: True)
-    assert chosen(tmp_path) is None
-    monkeypatch.setattr(before_jax, "_plugins", lambda: False)
-    assert chosen(tmp_path, TPU_WORKER_ID="0") is None
-    assert chosen(tmp_path, JAX_PLATFORMS="") == ""
+def test_the_cpu_is_chosen_where_nothing_else_can_be(
+    tmp_path, monkeypatch, there, text, environment, plugins, platform
+):
+    monkeypatch.setattr(before_jax, "_plugins", lambda: plugins)
     monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.44")
-    given = {"JAX_PLATFORMS": "tpu", "TPU_WORKER_ID": "0"}
-    assert chosen(tmp_path, **given) == "tpu"
+    (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / there).write_text(text)
+    assert chosen(tmp_path, **environment) == platform
 
 
 @pytest.mark.parametrize("value", ["cuda", "cpuu", "tpu", "cpu,rocm"])
@@ -181,16 +172,12 @@ def test_no_known_version_is_told_what_it_refuses(generation, version):
     assert not any("overlap_compute_collective_tc" in flag for flag in flags)
 
 
-def test_the_newest_row_that_is_not_too_new_counts(monkeypatch):
-    rows = (((0, 0, 50), ("--new",)), ((0, 0, 9), ("--old",)))
-    monkeypatch.setitem(LIBTPU_FLAGS, "v6e", rows)
-    found = [libtpu_flags("v6e", v) for v in ("0.0.8", "0.0.9", "0.0.49.3", "0.0.50.1")]
-    assert found == [(), ("--old",), ("--old",), ("--new",)]
-
-
-def test_what_was_never_tried_gets_no_flags():
-    assert libtpu_flags("v4", "0.0.50.1") == libtpu_flags("", "0.0.50.1") == ()
-    assert libtpu_flags("v6e", "") == libtpu_flags("v6e", "0.0.41") == ()
+def test_what_was_never_tried_gets_no_flags(version):
+    for generation, found in (("v4", "0.0.50.1"), ("", "0.0.50.1"), ("v6e", "0.0.41")):
+        assert libtpu_flags(generation, found) == ()
+    version("")
+    set_libtpu_flags("v6e", environment := {})
+    assert environment == {}
 
 
 def test_flags_that_the_user_sets_win(version):
@@ -204,18 +191,6 @@ def test_flags_that_the_user_sets_win(version):
     assert environment[before_jax.LIBTPU_VARIABLE].split() == flags
     assert before_jax.libtpu_flags_in_force(environment) == (
         f"libtpu 0.0.50.1, LIBTPU_INIT_ARGS = '{' '.join(flags)}'"
-    )
-
-
-def test_without_libtpu_or_a_generation_nothing_is_set(version):
-    version("0.0.50.1")
-    set_libtpu_flags("", environment := {})
-    version("")
-    set_libtpu_flags("v6e", environment)
-    assert environment == {}
-    assert (
-        before_jax.libtpu_flags_in_force(environment)
-        == "libtpu none, LIBTPU_INIT_ARGS = ''"
     )
 
 

@@ -7,13 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
-from diloco_jax.config import RunConfig
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.models.presets import preset
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -116,48 +112,6 @@ def test_a_bound_without_rows_does_not_hold(tmp_path, capsys):
     for checks, code in (([held], 0), ([], 1)):
         assert support.write_results(tmp_path, "x", "X.", {}, checks, {}) == code
     assert "**NO**" in (tmp_path / "raw" / "x.md").read_text()
-
-
-def test_every_number_of_islands_of_coordinator_scale_has_a_bound():
-    from coordinator_scale import ISLANDS, PARAMETERS, elements_of, growth
-
-    raw = json.loads((RESULTS / "raw" / "coordinator_scale.json").read_bytes())
-    size = elements_of(PARAMETERS[1])
-    alike = [row for row in raw["cycles"] if row["parameters"] == size]
-    assert sorted(row["islands"] for row in alike) == list(ISLANDS)
-    told = {check["what"]: check["holds"] for check in raw["checks"]}
-    for check in growth("islands", alike):
-        assert told[check.what] == check.holds
-    assert not growth("islands", alike[:1])[0].holds, "there is nothing to compare"
-
-
-def test_strikes_of_the_soak_become_faults_at_the_steps_made_by_then():
-    from loss_under_faults import Times, faults_of, window
-
-    from diloco_jax.chaos.schedule import parse_strikes
-
-    texts = ("a@20s:kill", "coordinator@30s:kill", "a@40s:stop2", "a@60s:kill")
-    strikes = parse_strikes(texts, ("a", "b", "c", "d"))
-    times = Times(island_s=5.0, coordinator_s=3.0)
-    assert list(faults_of(strikes, times)) == [
-        "a#1@80:kill",
-        "a#2@60:pause2",
-        "a#2@132:kill",
-        "coordinator@60:pause3.000",
-    ]
-    later = window(strikes, 1, 30.0)
-    assert [(strike.at_s, strike.kind) for strike in later] == [(10.0, "stop")]
-
-
-def test_bits_of_a_document_are_those_of_its_own_tokens():
-    from finetune_text import HeldOut
-
-    run = RunConfig(model=preset("tiny"))
-    params = build(run).init(jax.random.key(0))
-    tokens = np.random.default_rng(0).integers(0, 256, (6, 9)).astype(np.int32)
-    found = HeldOut(tokens, np.full(6, 8)).bits(run.model, params)
-    loss, _ = build(run).loss(params, {"tokens": tokens[5:]})
-    assert found[5] == pytest.approx(8 * float(loss) / np.log(2), rel=1e-5)
 
 
 def test_no_result_names_one():

@@ -178,15 +178,9 @@ def test_what_passes_is_no_fault_of_the_config(folder, error, passes):
 # ---- damage ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("folder", "remedy"),
-    [
-        ("coordinator", "does not go back to an older one"),
-        ("islands/a", "or remove it: the isl"),
-    ],
-)
 @pytest.mark.parametrize("damage", ["a", "facts"])
-def test_a_checkpoint_that_does_not_read_is_named(tmp_path, folder, remedy, damage):
+def test_a_checkpoint_that_does_not_read_is_named(tmp_path, damage):
+    folder = "islands/a"
     manager = checkpoint.open_folder(tmp_path / folder, keep=1)
     checkpoint.save(manager, 7, {"a": np.arange(300.0)}, {"b": 2})
     for path in (tmp_path / folder / "7" / damage).rglob("*"):
@@ -202,7 +196,7 @@ def test_a_checkpoint_that_does_not_read_is_named(tmp_path, folder, remedy, dama
     manager.close()
     message = str(caught.value)
     assert message.startswith(f"checkpoint 7 in {tmp_path / folder} cannot be read (")
-    assert remedy in message
+    assert "or remove it: the island continues" in message
     assert "restore it from a copy" in message
     assert "\n" not in message
 

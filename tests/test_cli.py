@@ -3,6 +3,7 @@ words that a shell is offered."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -119,12 +120,6 @@ def test_run_computes_on_what_its_islands_compute_on(
     monkeypatch.setenv("JAX_PLATFORMS", asked)
     assert cli.main(["run", path]) == 0
     assert os.environ["JAX_PLATFORMS"] == set_to
-
-
-def test_run_without_json_leaves_standard_output_alone(path, fake, capsys):
-    fake("diloco_jax.cluster.run", (1, {"merges": 3}))
-    assert cli.main(["run", path]) == 1
-    assert capsys.readouterr().out == ""
 
 
 def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypatch):
@@ -254,53 +249,52 @@ def test_status_of_a_finished_run_is_its_summary(finished, capsys):
     assert "goodput 0.500" in captured.err
 
 
-def test_status_of_a_stopped_run_says_so(finished, capsys):
+@pytest.mark.parametrize(
+    ("is_held", "changes", "phase", "said"),
+    [
+        (False, {"phase": "running"}, "stopped", "stopped before its end"),
+        (True, {}, "evaluating", "being evaluated"),
+        (True, {"eval_loss": 2.0}, "done", "validation loss 2.0000"),
+    ],
+)
+def test_status_says_in_which_phase_a_run_without_coordinator_is(
+    finished, capsys, is_held, changes, phase, said
+):
     summary = json.loads((finished / "summary.json").read_bytes())
-    write_json({**summary, "phase": "running"}, finished / "summary.json")
-    assert cli.main(["status", str(finished), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["phase"] == "stopped"
-    assert cli.main(["status", str(finished)]) == 0
-    assert "stopped before its end" in capsys.readouterr().err
-
-
-def test_status_of_a_run_that_is_evaluated_says_so(finished, capsys):
-    with held(finished, "`diloco run`"):
+    write_json({**summary, **changes}, finished / "summary.json")
+    with held(finished, "`diloco run`") if is_held else contextlib.nullcontext():
         assert cli.main(["status", str(finished), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["health"]["state"] == "evaluating"
-    summary = json.loads((finished / "summary.json").read_bytes())
-    write_json({**summary, "eval_loss": 2.0}, finished / "summary.json")
-    with held(finished, "`diloco run`"):
-        assert cli.main(["status", str(finished), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["phase"] == "done"
+        assert json.loads(capsys.readouterr().out)["phase"] == phase
+        assert cli.main(["status", str(finished)]) == 0
+    assert said in capsys.readouterr().err
 
 
-def test_status_of_a_dead_coordinator_is_an_error(finished, capsys):
-    (finished / "summary.json").unlink()
-    assert cli.main(["status", str(finished), "--json"]) == 1
-    shown = capsys.readouterr().err
-    assert "127.0.0.1:1: nothing listens there" in shown
-    assert "left no summary: it was cut off, or its coord" in shown
-    assert f"`diloco run --resume {finished}`" in shown
-
-
-def test_status_says_for_how_long_a_run_that_was_cut_off_is_silent(finished, capsys):
-    (finished / "summary.json").unlink()
-    tape = finished / "tape.jsonl"
-    tape.touch()
-    hour_ago = tape.stat().st_mtime - 3600
-    os.utime(tape, (hour_ago, hour_ago))
-    assert cli.main(["status", str(finished)]) == 1
-    assert "wrote nothing to its tape for 1:00:0" in capsys.readouterr().err
-
-
-def test_status_of_a_run_that_is_being_started_again_says_so(finished, capsys):
-    for name in ("summary.json", "coordinator.address"):
+@pytest.mark.parametrize(
+    ("gone", "hours", "said"),
+    [
+        (("summary.json",), 0, ["127.0.0.1:1: nothing listens there", "cut off, or"]),
+        (("summary.json",), 1, ["wrote nothing to its tape for 1:00:0"]),
+        (
+            ("summary.json", "coordinator.address"),
+            *(0, ["no coordinator is up. The run in"]),
+        ),
+    ],
+)
+def test_status_of_a_run_that_was_cut_off_is_an_error(
+    finished, capsys, gone, hours, said
+):
+    for name in gone:
         (finished / name).unlink()
     (finished / "log").mkdir()
-    assert cli.main(["status", str(finished)]) == 1
+    if hours:
+        tape = finished / "tape.jsonl"
+        tape.touch()
+        then = tape.stat().st_mtime - 3600 * hours
+        os.utime(tape, (then, then))
+    assert cli.main(["status", str(finished), "--json"]) == 1
     shown = capsys.readouterr().err
-    assert "no coordinator is up. The run in" in shown
-    assert f"`diloco run --resume {finished}`" in shown
+    for text in ("left no summary", f"`diloco run --resume {finished}`", *said):
+        assert text in shown
 
 
 EVALUATED = {
@@ -326,14 +320,6 @@ def test_eval_prints_its_result_and_adds_it_to_the_summary(finished, fake, capsy
         "validation loss 1.5000 nats per token, 2.1640 bits per byte, after 1,200 "
         "merges and 30,000 tokens\n"
     )
-
-
-@pytest.mark.parametrize("name", ["help", "publish"])
-def test_a_command_unlike_any_other_is_not_guessed(name, capsys):
-    assert cli.main([name]) == 2
-    message = capsys.readouterr().err
-    assert "did you mean" not in message
-    assert "there are run, coordinator" in message
 
 
 def test_no_folder_for_temporary_files_is_a_matter_of_the_environment(
@@ -405,12 +391,6 @@ def test_bash_completes(script, typed, offered):
         ["bash", "-c", script + ask], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout.split(), done.stderr) == (offered, "")
-
-
-def test_fish_has_a_line_for_each_word():
-    lines = cli.fish({"run": "it's here", "doctor": ""}, OPTIONS).splitlines()
-    assert len(lines) == 6
-    assert "complete -c diloco -n __fish_use_subcommand -a run -d 'its here'" in lines
 
 
 def test_the_options_of_a_command_are_those_of_its_help():

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import tyro
 
-from diloco_jax import cli, options
+from diloco_jax import cli
+from diloco_jax.config import options
 from diloco_jax.config.loading import read_config, write_config_json
 from diloco_jax.workdir import RunFacts
 

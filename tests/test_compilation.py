@@ -91,17 +91,6 @@ def test_in_a_folder_of_the_user_only_torn_entries_go(entries, tmp_path, monkeyp
     assert names(tmp_path) == {"old", "new"}
 
 
-def test_our_own_folder_is_bounded_when_it_is_named_too(entries, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compilation.of_user()))
-    compilation.of_user().mkdir(parents=True)
-    entries(old=(80, 10, 10), new=(50, 20, 20))
-    for path in tmp_path.glob("*-cache"):
-        path.rename(compilation.of_user() / path.name)
-    compilation.use_cache(tmp_path / "elsewhere")
-    assert names(compilation.of_user()) == {"new"}
-
-
 def test_what_is_no_entry_stays(entries, tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "folder-cache").mkdir()

@@ -26,8 +26,3 @@ def test_a_join_has_the_time_that_its_bytes_take_on_the_slowest_link():
     assert DEADLINES.join_s(0) == DEADLINES.pin_s
     of_12b = DEADLINES.join_s(4 * 12 * 10**9) - DEADLINES.pin_s
     assert of_12b == 48e9 * 8 / 0.1e9
-
-
-def test_a_disk_has_the_time_to_write_and_to_read_on_the_slowest():
-    assert DEADLINES.disk_s(0) == DEADLINES.idle_s
-    assert DEADLINES.disk_s(6 * 10**9) == DEADLINES.idle_s + 12e9 / 20e6

@@ -9,17 +9,15 @@ import os
 import socket
 import tempfile
 import threading
+import types
 from importlib import metadata
 
 import pytest
-from packaging.requirements import Requirement
 
 from diloco_jax import before_jax, cli, doctor, files, process
-from diloco_jax.doctor import LOOKS, Level, check_surroundings, ok, problem
+from diloco_jax.doctor import CHECKS, Finding, Level, examine, look
 
-
-def named(findings):
-    return {finding.what: finding for finding in findings}
+OK, NOTE, PROBLEM = Level.OK, Level.NOTE, Level.PROBLEM
 
 
 def test_it_reports_on_this_machine(tmp_path, capsys):
@@ -35,58 +33,34 @@ def test_it_reports_on_this_machine(tmp_path, capsys):
 
 
 def test_a_problem_is_an_exit_code_and_has_a_remedy(monkeypatch, capsys):
-    found = [ok("a", "well"), problem("b", "broken", "mend it")]
+    found = [
+        Finding(what="a", level=OK, found="well"),
+        Finding(what="b", level=PROBLEM, found="broken", remedy="mend it"),
+    ]
     monkeypatch.setattr(doctor, "examine", lambda folder, report: iter(found))
     assert cli.main(["doctor"]) == 1
     assert "mend it" in capsys.readouterr().err
 
 
-def test_a_missing_and_an_old_package_are_named(monkeypatch):
-    required = [Requirement("no-such-package>=1"), Requirement("numpy>=9999")]
-    monkeypatch.setattr(doctor, "_requirements", lambda: (required, {}))
-    finding = named(doctor.check_packages())["packages"]
-    assert finding.level is Level.PROBLEM
-    assert "no-such-package is missing" in finding.found
-    assert f"numpy {metadata.version('numpy')} is not >=9999" in finding.found
+def packages(monkeypatch, folder):
+    required = ["no-such-package>=1", "numpy>=9999", 'other; extra == "test"']
+    monkeypatch.setattr(metadata, "requires", lambda name: required)
+    numpy = metadata.version("numpy")
+    return f"no-such-package is missing, numpy {numpy} is not >=9999"
 
 
-def test_an_extra_that_is_half_installed_is_named_and_one_that_is_not_begun_is_not(
-    monkeypatch,
-):
-    extras = {
-        "half": [Requirement("pytest"), Requirement("no-such-package")],
-        "none": [Requirement("no-such-package")],
-        "test": [Requirement("pytest"), Requirement("no-such-package")],
-        "whole": [Requirement("pytest")],
-    }
-    monkeypatch.setattr(doctor, "_requirements", lambda: ([], extras))
-    found = named(doctor.check_packages())
-    assert found["extra half"].found == "no-such-package is missing"
-    assert not {"extra none", "extra whole", "extra test"} & found.keys()
-
-
-@pytest.mark.parametrize(
-    ("jax", "libtpu", "level"),
-    [
-        ("0.10.2", "0.0.42.1", Level.OK),
-        ("0.12.0.1", "0.0.50.1", Level.OK),
-        ("0.12.0.1", "0.0.42.1", Level.NOTE),
-        ("0.9.0", "0.0.42.1", Level.NOTE),
-    ],
-)
-def test_jax_and_libtpu_go_together(jax, libtpu, level):
-    finding = doctor._libtpu(jax, libtpu)
-    assert finding.level is level
-    assert f"libtpu {libtpu} with jax {jax}" in finding.found
-
-
-def test_a_jaxlib_of_another_version_is_a_problem(monkeypatch):
+def jaxlib(monkeypatch, folder):
     versions = {"jax": "0.10.2", "jaxlib": "0.9.1"}
     monkeypatch.setattr(metadata, "version", versions.__getitem__)
-    assert doctor._jax().level is Level.PROBLEM
+    return "jax 0.10.2 beside jaxlib 0.9.1"
 
 
-def test_a_bulk_port_that_cannot_be_reached_is_a_problem(monkeypatch):
+def no_libtpu(monkeypatch, folder):
+    monkeypatch.setattr(before_jax, "libtpu_version", lambda: "")
+    return "not installed"
+
+
+def bulk_port(monkeypatch, folder):
     reach, reached = socket.create_connection, []
 
     def refused_beside(address, timeout):
@@ -95,72 +69,63 @@ def test_a_bulk_port_that_cannot_be_reached_is_a_problem(monkeypatch):
             raise ConnectionRefusedError("refused")
         return reach(address, timeout)
 
-    assert doctor._ports().level is Level.OK
     monkeypatch.setattr(doctor.socket, "create_connection", refused_beside)
-    found = doctor._ports()
-    assert (found.level, len(reached)) == (Level.PROBLEM, 2)
-    assert "two ports in a row" in found.found
+    return "two ports in a row"
 
 
-def test_devices_that_do_not_answer_are_a_problem(monkeypatch):
+def silent(monkeypatch, folder):
+    monkeypatch.setattr(doctor, "ANSWERS_WITHIN_S", 0.5)
     monkeypatch.setattr(doctor, "ASK", "import time; time.sleep(600)")
-    (finding,) = doctor.check_devices(answers_within_s=0.5)
-    assert finding.level is Level.PROBLEM
-    assert "within 0.5 s" in finding.found
+    return "within 0.5 s"
 
 
-def test_a_jax_that_ends_is_quoted(monkeypatch):
+def ends(monkeypatch, folder):
     monkeypatch.setattr(doctor, "ASK", "raise SystemExit('no such platform')")
-    (finding,) = doctor.check_devices()
-    assert finding.level is Level.PROBLEM
-    assert "no such platform" in finding.found
+    return "no such platform"
 
 
-def test_a_tpu_that_jax_does_not_find_is_a_problem(monkeypatch):
+def unseen_tpu(monkeypatch, folder):
     monkeypatch.setattr(doctor, "generation_here", lambda: "v6e")
     monkeypatch.setattr(doctor, "ASK", 'print(\'["cpu", 1, ["cpu"]]\')')
-    (finding,) = doctor.check_devices()
-    assert finding.level is Level.PROBLEM
-    assert "v6e" in finding.found
+    return "this machine has a TPU v6e"
 
 
-def test_a_folder_that_does_not_exist_yet_is_tried_where_it_would_be(tmp_path):
-    finding = named(doctor.check_system(tmp_path / "runs" / "a"))["disk"]
-    assert finding.level is not Level.PROBLEM
-    assert finding.found.startswith(f"{tmp_path}: ")
+def platform(monkeypatch, folder):
+    """It is named without a process."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpuu")
+    monkeypatch.setattr(before_jax, "_plugins", lambda: False)
+    monkeypatch.setattr(doctor.subprocess, "run", None)
+    return "JAX_PLATFORMS = 'cpuu'"
 
 
-def test_a_disk_that_refuses_writes_is_a_problem(tmp_path, monkeypatch):
+def read_only(monkeypatch, folder):
     def refused(folder, nbytes):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(doctor, "_written_per_s", refused)
-    finding = named(doctor.check_system(tmp_path))["disk"]
-    assert (finding.level, "Permission denied" in finding.found) == (
-        Level.PROBLEM,
-        True,
-    )
+    return "Permission denied"
 
 
-def test_slow_and_full_disks_are_noted(tmp_path, monkeypatch):
+def slow(monkeypatch, folder):
     monkeypatch.setattr(doctor, "_written_per_s", lambda *_: 1e6)
-    assert named(doctor.check_system(tmp_path))["disk"].level is Level.NOTE
+    return f"{folder}: 1 MB/s"
+
+
+def full(monkeypatch, folder):
     monkeypatch.setattr(doctor, "_written_per_s", lambda *_: 1e9)
     monkeypatch.setattr(doctor, "FREE_BYTES", 1 << 60)
-    assert "free some space" in named(doctor.check_system(tmp_path))["disk"].remedy
+    return "GiB free"
 
 
-def test_a_small_limit_of_open_files_is_noted(monkeypatch):
+def few_files(monkeypatch, folder):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 1024))
-    finding = doctor._open_files()
-    assert (finding.level, finding.remedy[:14]) == (Level.NOTE, "ulimit -n 1024")
+    return "256 at once"
 
 
-def test_a_clock_that_nothing_keeps_right_is_noted(monkeypatch):
-    monkeypatch.setattr(doctor, "_clock_state", lambda: doctor.CLOCK_UNSYNCHRONISED)
-    assert doctor._clock().level is Level.NOTE
-    monkeypatch.setattr(doctor, "_clock_state", lambda: 0)
-    assert doctor._clock().level is Level.OK
+def no_time(monkeypatch, folder):
+    library = types.SimpleNamespace(adjtimex=lambda zeros: doctor.CLOCK_UNSYNCHRONISED)
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: library)
+    return "nothing keeps it right"
 
 
 def unlockable(file, how):
@@ -231,47 +196,50 @@ def no_locks(monkeypatch, folder):
 
 
 @pytest.mark.parametrize(
-    ("what", "arrange"),
+    ("what", "arrange", "level", "remedy"),
     [
-        ("home", no_home),
-        ("home", locked_home),
-        ("temporary", no_tmp),
-        ("proxies", proxy),
-        ("name", loopback),
-        ("name", nameless),
-        ("modules", shadow),
-        ("variables", strict),
-        ("threads", few_threads),
-        ("locks", no_locks),
+        ("packages", packages, PROBLEM, "pip install --upgrade diloco-jax"),
+        ("jax", jaxlib, PROBLEM, "pip install --upgrade jax==0.10.2"),
+        ("libtpu", no_libtpu, NOTE, "diloco-jax[tpu]"),
+        ("ports", bulk_port, PROBLEM, "loopback"),
+        ("devices", silent, PROBLEM, "end other processes"),
+        ("devices", ends, PROBLEM, "line of packages"),
+        ("devices", unseen_tpu, PROBLEM, "unset JAX_PLATFORMS"),
+        ("devices", platform, PROBLEM, "unset it"),
+        ("disk", read_only, PROBLEM, "--workdir"),
+        ("disk", slow, NOTE, "a faster disk"),
+        ("disk", full, NOTE, "free some space"),
+        ("open files", few_files, NOTE, "ulimit -n 1024"),
+        ("clock", no_time, NOTE, "NTP"),
+        ("home", no_home, NOTE, "set HOME"),
+        ("home", locked_home, NOTE, "set HOME"),
+        ("temporary", no_tmp, PROBLEM, "set TMPDIR"),
+        ("proxies", proxy, NOTE, "no_proxy"),
+        ("name", loopback, NOTE, "/etc/hosts"),
+        ("name", nameless, NOTE, "/etc/hosts"),
+        ("modules", shadow, NOTE, "rename"),
+        ("variables", strict, NOTE, "unset them"),
+        ("threads", few_threads, PROBLEM, "ulimit -u"),
+        ("locks", no_locks, PROBLEM, "local disk"),
     ],
 )
-def test_it_names_what_is_unusual_and_the_remedy(tmp_path, monkeypatch, what, arrange):
+def test_it_names_what_is_wrong_and_the_remedy(
+    tmp_path, monkeypatch, what, arrange, level, remedy
+):
     said = arrange(monkeypatch, tmp_path)
-    found = {finding.what: finding for finding in check_surroundings(tmp_path)}
-    assert said in found[what].found
-    refused = arrange in (no_tmp, few_threads, no_locks)
-    assert found[what].level is (Level.PROBLEM if refused else Level.NOTE)
-    assert found[what].remedy
+    found = look(what, tmp_path)
+    assert found.level is level
+    assert said in found.found
+    assert remedy in found.remedy
 
 
 def test_nothing_unusual_is_not_mentioned(tmp_path, monkeypatch):
-    for name, (_, wrong, remedy) in LOOKS.items():
-        monkeypatch.setitem(LOOKS, name, (lambda folder: (), wrong, remedy))
-    assert list(check_surroundings(tmp_path)) == []
+    for name in CHECKS:
+        monkeypatch.setitem(CHECKS, name, lambda folder: None)
+    assert [finding.what for finding in examine(tmp_path)] == ["diloco_jax"]
 
 
-def test_a_platform_that_jax_has_not_is_named_without_a_process(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpuu")
-    monkeypatch.setattr(before_jax, "_plugins", lambda: False)
-    monkeypatch.setattr(doctor.subprocess, "run", None)
-    (finding,) = doctor.check_devices()
-    assert finding.level is Level.PROBLEM
-    assert "JAX_PLATFORMS = 'cpuu'" in finding.found
-    assert finding.remedy.startswith("unset it")
-
-
-def test_a_file_that_another_holds_is_no_error(tmp_path):
-    path = tmp_path / "lock"
-    with path.open("w") as one, path.open("w") as other:
-        assert files.lock(one, path)
-        assert not files.lock(other, path)
+def test_a_folder_that_does_not_exist_yet_is_tried_where_it_would_be(tmp_path):
+    found = look("disk", tmp_path / "runs" / "a")
+    assert found.level is not PROBLEM
+    assert found.found.startswith(f"{tmp_path}: ")

@@ -14,7 +14,7 @@ from goldens import require_golden
 
 from diloco_jax import cli
 from diloco_jax.config.fields import setting
-from diloco_jax.options import parse
+from diloco_jax.config.options import parse
 from diloco_jax.simulation.commands import KINDS
 
 WIDTHS = (80, 200)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from interruption import until_it_is_raised
@@ -24,9 +23,7 @@ from diloco_jax.process import (
     Interrupt,
     Interruptible,
     end_when_asked,
-    heed_signals,
     heeding_signals,
-    signals,
 )
 
 SIGNALS = 3000
@@ -87,14 +84,6 @@ def test_a_signal_ends_a_wait(hangup):
         timer.start()
         interrupt.wait(60.0)
         assert interrupt.count == 1
-
-
-@pytest.mark.parametrize("context", [Interrupt, Interruptible])
-def test_a_closed_terminal_is_nothing_to_what_nohup_started(hangup, context):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with context():
-        os.kill(os.getpid(), signal.SIGHUP)
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def interrupted(work):
@@ -248,13 +237,6 @@ def test_every_process_of_a_run_hears_the_same_signals(hangup, number, ignored):
             assert asked.wait(10 if expected else 0) == bool(expected)
     finally:
         signal.signal(number, before)
-
-
-def test_an_island_s_own_handlers_are_the_main_thread_s(hangup):
-    before = [signal.getsignal(number) for number in signals()]
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(heed_signals, print).result() == {}
-    assert [signal.getsignal(number) for number in signals()] == before
 
 
 def test_a_script_s_background_process_hears_ctrl_c_while_it_starts():

@@ -33,18 +33,22 @@ MODULES = {
 IMPURE = {"asyncio", "logging", "socket", "ssl", "subprocess", "threading", "time"}
 
 
-def imported_modules(source: str) -> Iterator[str]:
-    """Dotted names of everything a module imports, at any depth of its code."""
+def imported_modules(source: str, *, names: bool = False) -> Iterator[str]:
+    """Dotted names of everything a module imports, at any depth of its code. names:
+    also each name of a `from` import, which may be a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level + (node.module or "")
+            module = "." * node.level + (node.module or "")
+            yield module
+            if names:
+                yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def circles(sources: dict[str, str]) -> list[list[str]]:
-    """Groups of modules that import each other, at any depth of their code except
-    under `if TYPE_CHECKING`, given their source by dotted name."""
+    """Groups of modules that import each other, at any depth of their code, given
+    their source by dotted name."""
     graph = {name: imports_among(name, sources) for name in sources}
     reached = {name: closure(name, graph) for name in graph}
     groups = {
@@ -59,26 +63,12 @@ def imports_among(name: str, sources: dict[str, str]) -> set[str]:
     """Which of these modules a module imports; a module of another package comes with
     its package."""
     found = set()
-    for module in imported_at_runtime(ast.parse(sources[name])):
+    for module in imported_modules(sources[name], names=True):
         while module:
             if module in sources and not f"{name}.".startswith(f"{module}."):
                 found.add(module)
             module = module.rpartition(".")[0]
     return found
-
-
-def imported_at_runtime(node: ast.AST) -> Iterator[str]:
-    """Dotted names of what is imported; of a `from` import also each name in it, which
-    may be a module."""
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        return
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.module:
-        yield node.module
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    for child in ast.iter_child_nodes(node):
-        yield from imported_at_runtime(child)
 
 
 def closure(name: str, graph: dict[str, set[str]]) -> set[str]:
@@ -130,7 +120,7 @@ def test_the_check_sees_circles() -> None:
     sources = {"p": "", "p.a": "from p import b", "p.b": "def f():\n    import p.a"}
     assert circles(sources) == [["p.a", "p.b"]]
     sources["p.b"] = "if TYPE_CHECKING:\n    import p.a"
-    assert circles(sources) == []
+    assert circles(sources) == [["p.a", "p.b"]]
     through_a_package = {"p.q": "import p.c", "p.q.d": "", "p.c": "import p.q.d"}
     assert circles(through_a_package) == [["p.c", "p.q"]]
 
@@ -239,7 +229,7 @@ def test_policies_have_no_arrays() -> None:
 def test_a_config_is_read_without_jax() -> None:
     code = (
         "import dataclasses, sys; from diloco_jax.config.loading import read_config; "
-        "from diloco_jax.options import parse_with_config; "
+        "from diloco_jax.config.options import parse_with_config; "
         "NoOptions = dataclasses.make_dataclass('NoOptions', ()); "
         "config, overrides = read_config(sys.argv[1]), ['--sync.merge', 'mean']; "
         "parse_with_config(config, overrides, NoOptions(), 'diloco run'); "

@@ -1,7 +1,6 @@
 """The cores that a process may use, on large hosts and in small containers, and the
 memory that a machine has left, with and without a control group."""
 
-import math
 import os
 import subprocess
 import sys
@@ -63,16 +62,6 @@ def test_the_tightest_group_around_the_process_counts(tmp_path):
     assert cores(tmp_path) == 4
 
 
-def test_the_first_version_of_control_groups_counts_too(tmp_path):
-    none = {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
-    group(tmp_path, "/", {}, "4:memory:")
-    group(tmp_path, "/", none, "3:cpu,cpuacct:")
-    assert cores(tmp_path) == 200
-    own = {"cpu/pod/cpu.cfs_quota_us": "150000", "cpu/pod/cpu.cfs_period_us": "100000"}
-    group(tmp_path, "/pod", own, "3:cpu,cpuacct:")
-    assert cores(tmp_path) == math.ceil(1.5)
-
-
 def test_merges_follow_the_cores_up_to_their_memory():
     assert [merges_at_once(n) for n in (1, 2, 8, 200)] == [1, 1, 2, MERGES_AT_ONCE]
 
@@ -115,7 +104,7 @@ def root(tmp_path):
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
     (tmp_path / "proc" / "self" / "statm").write_text("900 30 5 1 0 100 0\n")
-    (tmp_path / machine.MEMORY_GROUP).mkdir(parents=True)
+    (tmp_path / machine.GROUPS).mkdir(parents=True)
     return tmp_path
 
 
@@ -128,7 +117,7 @@ def test_what_is_left_of_a_machine(root):
 
 
 def test_a_control_group_allows_less(root):
-    group = root / machine.MEMORY_GROUP
+    group = root / machine.GROUPS
     (group / "memory.max").write_text("500000\n")
     (group / "memory.current").write_text("450000\n")
     (group / "memory.stat").write_text("anon 1\ninactive_file 20000\n")

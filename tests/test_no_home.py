@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax import compilation, merge_route
 from diloco_jax.cluster import cluster
-from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig, loading
+from diloco_jax.config import ConfigError, ModelConfig, RunConfig, loading
 from diloco_jax.files import of_home
 from diloco_jax.merge_route import passes_of
 
@@ -62,10 +62,10 @@ def test_merges_go_by_xla(caplog) -> None:
 
 def test_every_folder_is_foreign(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    loading.seal(RUN, Placement(), path)
+    loading.seal(RUN, path)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"theirs\.py:make.*--trust-code"):
-        loading.require_trust(RUN, Placement(), path, trust_code=False)
+        loading.require_trust(RUN, path, trust_code=False)
 
 
 def test_a_variable_does_for_a_home(monkeypatch, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers import one, ours, torchft_books, torchft_group
-from benchmarks.peers.work import SCENARIOS, Merge, Outcome, Work, useful_tokens
+from benchmarks.peers import one, ours, torchft_group
+from benchmarks.peers.work import SCENARIOS, Outcome, Work
 from diloco_jax.models.build import build, build_plan
 
 WORK = Work(scenario="undisturbed", replicas=3, seconds=30.0)
@@ -48,49 +48,6 @@ def test_the_models_are_of_one_size():
     layer = 2 * d + d * h * (n + 2 * k) + n * h * d + 3 * d * f
     run = ours.config_of(WORK).run
     assert 2 * v * d + layers * layer + d == sum(build_plan(run, build(run)).sizes)
-
-
-def log(*lines: tuple) -> list[dict]:
-    """Lines of a replica with two fragments of a quarter and three quarters."""
-    kinds = {"began": {"sizes": [1, 3]}, "step": {}, "healed": {}}
-    return [
-        {
-            "kind": kind,
-            "time": float(time),
-            **kinds.get(kind, {}),
-            **(dict(zip(("fragment", "committed"), rest, strict=True)) if rest else {}),
-        }
-        for time, (kind, *rest) in enumerate(lines)
-    ]
-
-
-def test_steps_count_once_their_fragment_is_committed():
-    step, began = ("step",), ("began",)
-    books = torchft_books.books_of(
-        "r0",
-        log(began, step, step, ("round", 0, True), step, ("round", 1, False), step),
-        8,
-    )
-    assert books.merges == [Merge(3.0, {"r0": 2 * 8 / 4})]
-    assert books.lost == 3 * 8 * 3 / 4
-
-
-def test_a_death_and_a_copy_of_another_lose_what_is_open():
-    step, began = ("step",), ("began",)
-    books = torchft_books.books_of(
-        "r0", log(began, step, began, step, ("healed",), ("round", 1, True), step), 8
-    )
-    assert books.lost == 2 * 8
-    assert useful_tokens(books.merges, 0.0, 10.0) == 0
-
-
-def test_a_model_that_begins_anew_is_noticed():
-    rounds = [
-        {"kind": "round", "committed": True, "time": time, "number": number}
-        for time, number in ((1.0, 5), (1.1, 5), (2.0, 6), (2.2, 5), (8.0, 0), (9.0, 1))
-    ]
-    assert torchft_books.forgotten_at(rounds[:4]) == 0.0
-    assert torchft_books.forgotten_at(rounds) == 8.0
 
 
 def outcome(system: str, scenario: str, rate: float) -> Outcome:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -25,8 +24,8 @@ from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.process import (
     STEADY_S,
     crashes_in_a_row,
+    gc_pause,
     set_variables_right,
-    uncollected,
 )
 
 OPENED = """
@@ -133,69 +132,45 @@ def found(monkeypatch):
         yield
 
 
-def left(**environment):
-    set_variables_right(environment)
-    return environment
-
-
-@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
-@pytest.mark.parametrize("value", ["0", "00", "7", "1000000"])
-def test_an_absurd_size_of_the_terminal_is_not_heeded(name, value):
-    assert left(**{name: value}) == {}
-    assert process.variables_set_right == {name: value}
-
-
-@pytest.mark.parametrize(
-    "usual",
-    [
-        {"COLUMNS": "80"},
-        {"COLUMNS": "212", "LINES": ""},
-        {"JAX_NUMPY_DTYPE_PROMOTION": "standard"},
-        {"JAX_TRANSFER_GUARD": "log"},
-        {"JAX_NUMPY_RANK_PROMOTION": "raise"},
-        {"PYTHONWARNINGS": "ignore::DeprecationWarning"},
-        {"PYTHONWARNINGS": "default,once::UserWarning"},
-    ],
-    ids=str,
-)
-def test_usual_variables_stay(usual):
-    assert left(**usual) == usual
-    assert process.variables_set_right == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("JAX_NUMPY_DTYPE_PROMOTION", "strict"),
-        ("JAX_TRANSFER_GUARD", "disallow"),
-        ("JAX_TRANSFER_GUARD_HOST_TO_DEVICE", "disallow_explicit"),
-    ],
-)
-def test_settings_with_which_no_step_compiles_are_taken_out(name, value):
-    assert left(**{name: value}) == {}
-
-
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        ("error", "default"),
-        ("ignore::UserWarning,error", "ignore::UserWarning,default"),
-        ("error::DeprecationWarning", "default::DeprecationWarning"),
-        ("e", "default"),
+        *(({name: size}, {}) for name in ("COLUMNS", "LINES") for size in ("0", "1e6")),
+        ({"COLUMNS": "7"}, {}),
+        ({"LINES": "1000000"}, {}),
+        ({"COLUMNS": "212", "LINES": ""}, {"COLUMNS": "212", "LINES": ""}),
+        ({"JAX_NUMPY_DTYPE_PROMOTION": "strict"}, {}),
+        ({"JAX_TRANSFER_GUARD": "disallow"}, {}),
+        ({"JAX_TRANSFER_GUARD_HOST_TO_DEVICE": "disallow_explicit"}, {}),
+        *(
+            (usual, usual)
+            for usual in (
+                {"JAX_NUMPY_DTYPE_PROMOTION": "standard"},
+                {"JAX_TRANSFER_GUARD": "log"},
+                {"JAX_NUMPY_RANK_PROMOTION": "raise"},
+                {"PYTHONWARNINGS": "default,once::UserWarning"},
+            )
+        ),
+        # Packages warn as they are imported.
+        *(
+            ({"PYTHONWARNINGS": strict}, {"PYTHONWARNINGS": kept})
+            for strict, kept in (
+                ("e", "default"),
+                ("ignore::UserWarning,error", "ignore::UserWarning,default"),
+                ("error::DeprecationWarning", "default::DeprecationWarning"),
+            )
+        ),
     ],
+    ids=str,
 )
-def test_warnings_are_printed_that_were_to_be_errors(given, kept):
-    """Packages warn as they are imported."""
-    assert left(PYTHONWARNINGS=given) == {"PYTHONWARNINGS": kept}
-    with pytest.warns(DeprecationWarning, match="own"):
-        warnings.warn("a package's own", DeprecationWarning, stacklevel=1)
-
-
-class Node:
-    """An object that refers to itself."""
-
-    def __init__(self) -> None:
-        self.self = self
+def test_what_would_end_or_silence_a_command_is_not_heeded(given, kept):
+    set_variables_right(environment := dict(given))
+    assert environment == kept
+    changed = {name: v for name, v in given.items() if kept.get(name) != v}
+    assert process.variables_set_right == changed
+    if changed.get("PYTHONWARNINGS"):
+        with pytest.warns(DeprecationWarning, match="own"):
+            warnings.warn("a package's own", DeprecationWarning, stacklevel=1)
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +200,7 @@ def make(count):
 
 
 def test_nothing_is_collected_inside_and_all_is_as_before(collections):
-    with uncollected():
+    with gc_pause():
         before = len(collections)
         kept = make(100_000)
         assert len(collections) == before
@@ -234,18 +209,8 @@ def test_nothing_is_collected_inside_and_all_is_as_before(collections):
     assert len(collections) > before
 
 
-def test_what_a_start_made_is_never_looked_at_again():
-    with uncollected():
-        node = Node()
-        seen = weakref.ref(node)
-        del node
-    gc.collect()
-    assert seen() is not None
-    assert gc.get_freeze_count() > 0
-
-
 def test_a_start_that_fails_leaves_the_collector_on():
-    with pytest.raises(ValueError, match="fell"), uncollected():
+    with pytest.raises(ValueError, match="fell"), gc_pause():
         raise ValueError("fell")
     assert gc.isenabled()
 
@@ -290,21 +255,14 @@ def ends(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", cli.MEMBERS)
-def test_a_member_keeps_its_exit_code_while_threads_are_in_jax(name):
-    done = ends(name)
-    assert (done.returncode, done.stdout) == (7, "said registered")
-
-
-@pytest.mark.parametrize("name", cli.MEMBERS)
-def test_a_member_that_fails_for_no_known_reason_leaves_in_order(name):
+def test_a_member_ends_in_order_while_threads_are_in_jax(name):
     """An abort would say -6 to its launcher, and nothing of the reason to its log."""
-    done = ends(name, "fails")
-    assert (done.returncode, done.stdout) == (EXIT_FAILED, "said registered")
-    first, *_, last = done.stderr.splitlines()
-    assert (first, last) == (
-        "Traceback (most recent call last):",
-        "RuntimeError: a bug",
-    )
+    done, failed = ends(name), ends(name, "fails")
+    assert (done.returncode, done.stdout) == (7, "said registered")
+    assert (failed.returncode, failed.stdout) == (EXIT_FAILED, "said registered")
+    first, *_, last = failed.stderr.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last == "RuntimeError: a bug"
 
 
 AWAY = textwrap.dedent(

@@ -18,6 +18,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.fields import BELOW_1, LARGEST, LONGEST_S, SHARE, Bound
 
+CONFIG = Config(islands={"v6e": IslandConfig()})
 SECTIONS = {
     "": RunConfig,
     "islands.v6e.": IslandConfig,
@@ -26,47 +27,20 @@ SECTIONS = {
 }
 
 
-def declared(owner, prefix=""):
-    """Paths of all fields, with how they were declared."""
+def declared(owner, prefix):
+    """Path, type and bounds of every field."""
     hints = typing.get_type_hints(owner)
     for field in dataclasses.fields(owner):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from declared(hints[field.name], f"{prefix}{field.name}.")
+        path, hint = f"{prefix}{field.name}", hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from declared(hint, f"{path}.")
         else:
-            yield f"{prefix}{field.name}", field.metadata
+            yield path, {hint, *typing.get_args(hint)}, field.metadata["bound"]
 
 
-BOUNDS = [
-    (section, field, metadata["bound"])
-    for section, owner in SECTIONS.items()
-    for field, metadata in declared(owner)
-    if metadata["bound"]
+FIELDS = [
+    field for prefix, owner in SECTIONS.items() for field in declared(owner, prefix)
 ]
-
-
-def hint_of(section, field):
-    """The type of a field, given by its path."""
-    owner = SECTIONS[section]
-    for name in field.split("."):
-        owner = typing.get_type_hints(owner)[name]
-    return owner
-
-
-def with_value(section, field, value):
-    """A config that differs from a good one in one field."""
-
-    def replaced(owner, path):
-        inner = getattr(owner, path[0])
-        return dataclasses.replace(
-            owner, **{path[0]: replaced(inner, path[1:]) if path[1:] else value}
-        )
-
-    config = Config(islands={"v6e": IslandConfig()})
-    path = field.split(".")
-    if section == "islands.v6e.":
-        return Config(islands={"v6e": replaced(config.islands["v6e"], path)})
-    part = section.rstrip(".") or "run"
-    return dataclasses.replace(config, **{part: replaced(getattr(config, part), path)})
 
 
 def refusal(config):
@@ -76,36 +50,29 @@ def refusal(config):
     return str(caught.value)
 
 
-def numeric_fields(owner, prefix=""):
-    """Paths of all fields that hold numbers."""
-    for name, hint in typing.get_type_hints(owner).items():
-        if dataclasses.is_dataclass(hint):
-            yield from numeric_fields(hint, f"{prefix}{name}.")
-        elif typing.get_origin(hint) is tuple:
-            continue  # Checked with what they belong to.
-        elif {int, float} & {hint, *typing.get_args(hint)}:
-            yield f"{prefix}{name}"
-
-
 # ---- bounds ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("section", list(SECTIONS))
-def test_every_number_of_a_config_has_bounds(section):
-    bounded = {field for where, field, _ in BOUNDS if where == section}
-    assert bounded == set(numeric_fields(SECTIONS[section]))
+def test_every_number_of_a_config_has_bounds():
+    for path, kinds, bound in FIELDS:
+        # A tuple is checked with what it belongs to.
+        of_tuple = any(typing.get_origin(kind) is tuple for kind in kinds)
+        number = bool({int, float} & kinds) and not of_tuple
+        assert (bound is not None) == number, path
 
 
-@pytest.mark.parametrize(("section", "field", "bound"), BOUNDS)
-def test_a_number_outside_its_bounds_is_refused(section, field, bound):
-    whole = int in {hint_of(section, field), *typing.get_args(hint_of(section, field))}
+@pytest.mark.parametrize(("path", "kinds", "bound"), [f for f in FIELDS if f[2]])
+def test_a_number_outside_its_bounds_is_refused(path, kinds, bound):
+    whole = int in kinds
     low = bound.low if bound.above else bound.low - 1
     high = bound.high if bound.below else bound.high * 2
     wrong = [int(low), int(high)] if whole else [low, high, math.nan, math.inf]
     for value in wrong:
         value = value if whole else float(value)
-        message = refusal(with_value(section, field, value))
-        assert message.startswith(f"{section}{field} = {value}; it must be ")
+        with pytest.raises(ConfigError) as caught:
+            CONFIG.replace(path, value)
+        message = str(caught.value)
+        assert message.startswith(f"{path} = {value}; it must be ")
         assert str(bound) in message
         top = f"at most {bound.high:.1e}"
         assert (top in message) == (LARGEST == bound.high < value < math.inf)
@@ -146,40 +113,24 @@ def test_bounds_tell_which_ends_are_in():
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "value", "shown"),
+    ("path", "value", "shown"),
     [
-        ("islands.v6e.", "attention", "splsh", "(did you mean 'splash'?); choose from"),
-        ("", "sync.codec_up", "int2", "choose from f32, bf16, int8, int4"),
-        ("", "sync.codec_up", "int9", "(did you mean 'int8'?); choose from"),
-        ("", "sync.adopt", "keeps", "(did you mean 'keep'?); choose from keep, rebase"),
-        ("", "sync.weighting", "token", "(did you mean 'tokens'?); choose from tokens"),
-        (
-            "",
-            "outer.optimizer",
-            "adamm",
-            "(did you mean 'adam'?); choose sgd, nesterov",
-        ),
-        ("islands.v6e.", "batch_size", "8", "Expected `int`, got `str`"),
-        ("islands.v6e.", "hosts", 1.5, "Expected `int`, got `float`"),
-        ("", "sync.quorum", None, "Expected `int`, got `null`"),
-        ("placement.", "faults", "a@3:kill", "Expected `array`, got `str`"),
-        ("placement.", "time_budget_s", "10", "Expected `float`, got `str`"),
+        ("islands.v6e.attention", "splsh", "(did you mean 'splash'?); choose from"),
+        ("islands.v6e.batch_size", "8", "Expected `int`, got `str`"),
+        ("islands.v6e.hosts", 1.5, "Expected `int`, got `float`"),
+        ("sync.quorum", None, "Expected `int`, got `null`"),
+        ("placement.faults", "a@3:kill", "Expected `array`, got `str`"),
+        ("placement.time_budget_s", "10", "Expected `float`, got `str`"),
     ],
 )
-def test_another_type_or_choice_is_refused(section, field, value, shown):
-    message = refusal(with_value(section, field, value))
-    assert message.startswith(f"{section}{field} = {value!r}")
-    assert shown in message
+def test_another_type_or_choice_is_refused(path, value, shown):
+    with pytest.raises(ConfigError) as caught:
+        CONFIG.replace(path, value)
+    assert str(caught.value).startswith(f"{path} = {value!r}")
+    assert shown in str(caught.value)
 
 
 # ---- what must fit together ------------------------------------------------------
-
-
-def test_hosts_that_do_not_share_the_devices_are_refused():
-    island = IslandConfig(hosts=4, mesh_fsdp=2, mesh_tensor=3)
-    message = refusal(Config(islands={"v6e": island}))
-    for text in ("hosts = 4", "divide 6, the", "1 * 2 * 3", "a divisor of 6"):
-        assert text in message
 
 
 @pytest.mark.parametrize(
@@ -200,26 +151,6 @@ def test_an_islands_name_must_do_for_files_and_faults(name, shown):
         message = refusal(config)
         assert repr(name) in message
         assert shown in message
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "shown"),
-    [
-        ("checkpoints", "ftp://x", ["checkpoints = 'ftp://x'", "gs:// or s3://"]),
-        ("bind", "", ["placement.bind: address ''", "write 10.0.0.1:7077"]),
-        ("advertise", "host", ["placement.advertise: address 'host'", "HOST:PORT"]),
-        (
-            "faults",
-            ("coordinator/2@3:kill",),
-            ["coordinator/2@3", "1 host,", "never strike"],
-        ),
-        ("faults", ("v6@3:kill",), ["no 'v6'", "did you mean 'v6e'"]),
-    ],
-)
-def test_a_placement_that_cannot_work_is_refused(field, value, shown):
-    message = refusal(with_value("placement.", field, value))
-    for text in shown:
-        assert text in message
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import setting
+from diloco_jax.config.options import TRUST_CODE
 from diloco_jax.files import absolute, expand
-from diloco_jax.options import TRUST_CODE
 
 OPTION = "--resume"
 RESUME_TRUSTS = "--trust-code"

@@ -22,11 +22,11 @@ from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.config import check_name
 from diloco_jax.config.fields import Bound, positional, setting
 from diloco_jax.config.loading import read_config_json
+from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.files import expand
 from diloco_jax.observability.measures import EVALUATING
 from diloco_jax.observability.terminal import duration_text
-from diloco_jax.options import parse
 from diloco_jax.protocol.messages import MOST_STEPS, ProfileOrder, Steer
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.workdir import has_begun, is_held, read_summary, require_format

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -93,7 +92,6 @@ class Config:
         return steps / self.run.sync.steps_per_cycle
 
 
-URLS = ("https://", "http://")
 BUCKETS = ("gs://", "s3://")
 LANES = 128
 """Tokens of a block of the attention kernel for TPUs, which needs whole blocks."""
@@ -252,18 +250,6 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
     check_sinks(placement.sinks)
     if placement.metrics_bind:
         _port("metrics_bind", placement.metrics_bind)
-    if placement.alert_url and not placement.alert_url.startswith(URLS):
-        raise ConfigError(
-            f"placement.alert_url = {placement.alert_url!r} begins with none of "
-            f"{', '.join(URLS)}; give the URL of a webhook"
-        )
-    try:
-        shlex.split(placement.alert_command)
-    except ValueError as error:
-        raise ConfigError(
-            f"placement.alert_command = {placement.alert_command!r} is no command "
-            f"({error}); close its quotes"
-        ) from error
     for fault in parse_faults(placement.faults, islands, placement.workers).faults:
         if fault.step < 1:
             raise ConfigError(
@@ -339,64 +325,59 @@ def replaced(config: Any, name: str, value: Any) -> Any:
     Raises ConfigError if there is no such field, or the value is not one for it. Rules
     between several fields are not checked.
     """
-    head, _, rest = name.partition(".")
+    path = name.split(".")
     for section in SECTIONS:
-        if head in _names(getattr(config, section)):
-            head, rest = section, name
-    if head not in _names(config):
+        if path[0] in _entries(getattr(config, section)):
+            path = [section, *path]
+    if path[0] not in _entries(config):
         known = list(_paths(config))
         raise ConfigError(
             f"no field {name!r} in this config{suggest(name, known)}; the help of any "
             f"command that takes a config lists them all (diloco run --help)"
         )
-    if not rest:
-        # Rules of a whole section are checked where the config is used.
-        return dataclasses.replace(config, **{head: value})
-    own = _with(getattr(config, head), rest, value, name)
-    return dataclasses.replace(config, **{head: own})
+    return _with(config, path, value, name)
 
 
-def _with(section: Any, path: str, value: Any, name: str) -> Any:
+def _with(section: Any, path: list[str], value: Any, name: str) -> Any:
     """Return the section or dict with the value at `path`; `name` is for messages."""
-    head, _, rest = path.partition(".")
-    known = list(section) if isinstance(section, dict) else _names(section)
-    if head not in known:
-        found = f"{name.removesuffix(path)}{head}"
+    (head, *rest), own = path, _entries(section)
+    before = ".".join(name.split(".")[: -len(path)])
+    if head not in own:
         raise ConfigError(
-            f"no field {found!r} in this config{suggest(head, known)}; "
-            f"there are {', '.join(known)}"
+            f"no field {'.'.join(filter(None, (before, head)))!r} in this config"
+            f"{suggest(head, own)}; there are {', '.join(own)}"
         )
-    own = section[head] if isinstance(section, dict) else getattr(section, head)
     if rest:
-        if not isinstance(own, dict) and not dataclasses.is_dataclass(own):
+        if not _entries(own[head]) and not isinstance(own[head], dict):
             raise ConfigError(
-                f"{name}: {name.removesuffix(f'.{rest}')} is a value, {own!r}, and has "
-                f"no fields"
+                f"{name}: {name.removesuffix('.' + '.'.join(rest))} is a value, "
+                f"{own[head]!r}, and has no fields"
             )
-        value = _with(own, rest, value, name)
-    elif type(own) is not type(value) and dataclasses.is_dataclass(own):
-        raise ConfigError(f"{name} = {value!r}: give a {type(own).__name__}")
+        value = _with(own[head], rest, value, name)
+    elif dataclasses.is_dataclass(own[head]) and type(own[head]) is not type(value):
+        raise ConfigError(f"{name} = {value!r}: give a {type(own[head]).__name__}")
     if isinstance(section, dict):
         return section | {head: value}
     made = dataclasses.replace(section, **{head: value})
-    if not rest:
+    if not rest and not isinstance(section, Config):
+        # Rules of a whole section are checked where the config is used.
         check_fields(made, name.removesuffix(head))
     return made
 
 
-def _paths(config: Any, prefix: str = "") -> Iterator[str]:
+def _entries(section: Any) -> dict[str, Any]:
+    """Return the fields of a section, or the entries of a dict; {} of a value."""
+    if isinstance(section, dict):
+        return section
+    if not dataclasses.is_dataclass(section):
+        return {}
+    fields = dataclasses.fields(section)
+    return {field.name: getattr(section, field.name) for field in fields}
+
+
+def _paths(section: Any, prefix: str = "") -> Iterator[str]:
     """Yield the name of every field, sections of `SECTIONS` without their own."""
-    for head in _names(config):
-        own = getattr(config, head)
+    for head, own in _entries(section).items():
         yield f"{prefix}{head}"
         inner = "" if not prefix and head in SECTIONS else f"{prefix}{head}."
-        if dataclasses.is_dataclass(own):
-            yield from _paths(own, inner)
-        elif isinstance(own, dict):
-            for key, value in own.items():
-                if dataclasses.is_dataclass(value):
-                    yield from _paths(value, f"{inner}{key}.")
-
-
-def _names(section: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(section)]
+        yield from _paths(own, inner)

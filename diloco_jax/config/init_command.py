@@ -17,8 +17,8 @@ from typing import Any
 from diloco_jax.config.config import Config
 from diloco_jax.config.fields import positional, setting
 from diloco_jax.config.loading import named_configs, read_config, title_of_named
+from diloco_jax.config.options import parse
 from diloco_jax.errors import ConfigError
-from diloco_jax.options import parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

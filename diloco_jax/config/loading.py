@@ -33,7 +33,6 @@ from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.config.config import require_sections, with_paths
 from diloco_jax.config.fields import types_of
-from diloco_jax.config.placement import Placement
 from diloco_jax.config.run import RunConfig
 from diloco_jax.core.members import find_beside
 from diloco_jax.errors import ConfigError, suggest
@@ -99,7 +98,7 @@ def write_config_json(config: Config, path: str | Path) -> None:
     """Write all fields, those local to this machine included, atomically; and the
     user's seal beside them, if they name code (`seal`)."""
     write_json(dataclasses.asdict(config), path)
-    seal(config.run, config.placement, Path(path))
+    seal(config.run, Path(path))
 
 
 def read_config_json(path: str | Path) -> Config:
@@ -216,77 +215,57 @@ def title_of_named(name: str) -> str:
     return text.splitlines()[0].strip('"')
 
 
-CODE_FIELDS = (
-    "model.factory",
-    "data.factory",
-    "sync.weighting",
-    "sync.merge",
-    "sync.adopt",
-    "sync.codec_up",
-    "sync.codec_down",
-    "outer.optimizer",
-)
-"""Fields that may name code outside of the package, as "path/to/file.py:name" or
-"package.module:name"."""
-ALERT_FIELD = "placement.alert_command"
-"""Field that names a command."""
 SEAL = ".seal"
 """Ending of the file beside a config."""
 KEY_BYTES = 32
 
 
-def named_code(run: RunConfig, placement: Placement | None = None) -> dict[str, str]:
-    """Return the code outside of the package that a config names, by field. placement:
-    of a run that may go on, whose command for alerts is executed then."""
-    found = {}
-    if placement is not None and placement.alert_command:
-        found[ALERT_FIELD] = placement.alert_command
-    for field in CODE_FIELDS:
-        section, name = field.split(".")
-        value = getattr(getattr(run, section), name)
-        if value and ":" in value:
-            found[field] = value
-    return found
+def named_code(run: RunConfig) -> dict[str, str]:
+    """Return the code outside of the package that a config names, by field: as
+    "path/to/file.py:name" or "package.module:name"."""
+    sections = {name: getattr(run, name) for name in types_of(RunConfig)}
+    return {
+        f"{name}.{field.name}": value
+        for name, section in sections.items()
+        if dataclasses.is_dataclass(section)
+        for field in dataclasses.fields(section)
+        if field.metadata.get("code")
+        if ":" in (value := getattr(section, field.name) or "")
+    }
 
 
-def seal(run: RunConfig, placement: Placement, path: Path) -> None:
+def seal(run: RunConfig, path: Path) -> None:
     """Write the seal of a config at `path`, if the config names code.
 
     If the user has no home folder that can be written, there is no seal, and the run's
     folder counts as foreign.
     """
-    if not named_code(run, placement):
+    if not named_code(run):
         return
     with contextlib.suppress(OSError, ValueError):
-        write_text(_digest(_key(make=True), run, placement), path.with_suffix(SEAL))
+        write_text(_digest(_key(make=True), run), path.with_suffix(SEAL))
 
 
-def require_trust(
-    run: RunConfig, placement: Placement, path: Path, *, trust_code: bool
-) -> None:
+def require_trust(run: RunConfig, path: Path, *, trust_code: bool) -> None:
     """Raise ConfigError if a config at `path` names code and is foreign.
 
     trust_code: execute the code all the same; the folder then gets the user's seal.
     """
-    if trust_code or not named_code(run, placement):
-        seal(run, placement, path)
+    if trust_code or not named_code(run):
+        seal(run, path)
         return
     with contextlib.suppress(OSError, ValueError):
-        wanted = _digest(_key(make=False), run, placement)
+        wanted = _digest(_key(make=False), run)
         found = path.with_suffix(SEAL).read_bytes()
         if hmac.compare_digest(found, wanted.encode()):
             return
-    require_trust_flag(run, f"{path}", trust_code=False, placement=placement)
+    require_trust_flag(run, f"{path}", trust_code=False)
 
 
-def require_trust_flag(
-    run: RunConfig, whose: str, *, trust_code: bool, placement: Placement | None = None
-) -> None:
+def require_trust_flag(run: RunConfig, whose: str, *, trust_code: bool) -> None:
     """Raise ConfigError if a foreign config names code, unless `trust_code` is True.
-
-    whose: names the config in the message. placement: see `named_code`.
-    """
-    code = named_code(run, placement)
+    whose: names the config in the message."""
+    code = named_code(run)
     if trust_code or not code:
         return
     named = ", ".join(f"{field} = {value!r}" for field, value in code.items())
@@ -296,9 +275,8 @@ def require_trust_flag(
     )
 
 
-def _digest(key: bytes, run: RunConfig, placement: Placement) -> str:
-    code = named_code(run, placement)
-    sealed = json.dumps([code, run.fingerprint()], sort_keys=True)
+def _digest(key: bytes, run: RunConfig) -> str:
+    sealed = json.dumps([named_code(run), run.fingerprint()], sort_keys=True)
     return hmac.new(key, sealed.encode(), hashlib.sha256).hexdigest()
 
 

@@ -20,7 +20,6 @@ MergeRoute = Literal["auto", "native", "xla"]
 DEADLINES = "deadline"
 CHECKPOINTS = "checkpoint"
 EVALUATION = "evaluation"
-ALERTS = "alert"
 METRICS = "metric"
 PROCESSES = "process"
 """Groups of options that few runs set."""
@@ -229,19 +228,6 @@ class Placement:
         'are compiled at first use and need a C compiler, "xla" = compiled by XLA, '
         'about three times the CPU; "auto" = native where there is a compiler. The '
         "bits are the same.",
-    )
-    alert_command: str = setting(
-        "",
-        group=ALERTS,
-        help="Command that the coordinator gives new alerts on standard input, one in "
-        'a line, at most once a minute: "mail -s diloco me@example.org". It is not run '
-        "by a shell.",
-    )
-    alert_url: str = setting(
-        "",
-        group=ALERTS,
-        help="URL to which it posts new alerts as JSON, at most once a "
-        "minute; the text is in the field that chats read.",
     )
     sinks: tuple[str, ...] = setting(
         ("tensorboard",),

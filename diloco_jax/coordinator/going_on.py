@@ -14,9 +14,9 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.config.fields import setting
 from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.options import TRUST_CODE
 from diloco_jax.config.resolving import with_model_of
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.options import TRUST_CODE
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire import addresses

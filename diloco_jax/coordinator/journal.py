@@ -146,7 +146,6 @@ def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:
 ALERTS_KEPT = 20
 ALERTS_EACH = 3
 """Alerts about one island that are kept: it may raise many, and the others stay."""
-UNTOLD_KEPT = 100
 SLOW_TOLD_EVERY_S = 60.0
 """Seconds between two alerts about a slow log."""
 
@@ -168,8 +167,6 @@ class Journal:
         to write raises an alert, since no decision is made meanwhile."""
         self._alerts: list[tuple[str, str]] = []
         """The last ones, oldest first, with the islands that they are about."""
-        self.untold: list[str] = []
-        """Those that nobody has collected yet."""
         self.alerts_raised = 0
         self.ignored_messages: Counter[str] = Counter()
         """Messages that made no move, counted by the state that they met; machines and
@@ -221,7 +218,6 @@ class Journal:
         if island and len(same) == ALERTS_EACH:
             self._alerts.remove(same[0])
         self._alerts = [*self._alerts, (island, text)][-ALERTS_KEPT:]
-        self.untold = [*self.untold, text][-UNTOLD_KEPT:]
         self.alerts_raised += 1
         self.note(Alert(text=text))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco_jax import run_files, storage
 from diloco_jax.coordinator.holding.fragment_snapshots import require_space
-from diloco_jax.files import write_json
+from diloco_jax.files import sync_path, write_json
 from diloco_jax.protocol.holding import (
     CycleKept,
     FromHolder,
@@ -150,12 +150,12 @@ class KeptCycles:
             "tokens": tokens // sum(self._sizes),
         }
         write_json(facts, scratch / FACTS)
-        storage.sync_path(scratch)
+        sync_path(scratch)
         final = path_of(self._folder, self._cycle)
         if final.exists():  # After a crash ticks, and with them cycles, go on later.
             shutil.rmtree(final)
         scratch.rename(final)
-        storage.sync_path(self._folder)
+        sync_path(self._folder)
         for old in self.numbers()[: -self._keep]:
             shutil.rmtree(path_of(self._folder, old), ignore_errors=True)
 

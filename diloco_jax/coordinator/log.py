@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from diloco_jax.config import ConfigError
-from diloco_jax.files import Appended
-from diloco_jax.storage import sync_path
+from diloco_jax.files import Appended, sync_path
 
 logger = logging.getLogger(__name__)
 

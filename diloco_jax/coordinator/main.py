@@ -356,7 +356,7 @@ class Coordinator:
             tls=self._tls,
             begun_unix=self._facts.begun_unix,
         )
-        self._open.callback(self._announcer.stop, self._deadlines.stop_s)
+        self._open.callback(self._announcer.stop)
 
     def _make_service(self) -> Service:
         config = self.config

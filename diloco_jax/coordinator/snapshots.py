@@ -27,7 +27,7 @@ from etils.epath import Path as Folder
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.files import StorageAway, is_bucket
+from diloco_jax.files import TEMPORARY, StorageAway, is_bucket
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, restored
 from diloco_jax.protocol.values import Version
@@ -77,7 +77,7 @@ class Snapshots:
     def _remove_torn(self, folder: Folder) -> None:
         """Remove what a crash left of a snapshot in a folder."""
         if not is_bucket(str(folder)):
-            for torn in Path(folder).glob(f"*{storage.TEMPORARY}"):
+            for torn in Path(folder).glob(f"*{TEMPORARY}"):
                 torn.unlink()
 
     def _without_old(self, known: list[K], path: Callable[[K], Folder]) -> list[K]:

@@ -24,7 +24,6 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.source import Shares
 from diloco_jax.files import json_number, write_json, write_text
 from diloco_jax.observability import measures
-from diloco_jax.observability.alarm import Alarm
 from diloco_jax.observability.exported import Snapshot
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator import ending, leases, ledger
@@ -371,8 +370,6 @@ class Announcer:
             compile_budget_s=placement.compile_budget_s,
             needed=need.free,
         )
-        run_id = lead.config.run_id
-        self._alarm = Alarm(placement, run_id, lambda: self.shown()["alerts"])
         self.refresh()
         self._open = contextlib.ExitStack()
         if placement.metrics_bind:
@@ -387,11 +384,9 @@ class Announcer:
             told_at = workdir / run_files.METRICS_ADDRESS
             write_text(exporter.url, told_at)
             self._open.callback(told_at.unlink, missing_ok=True)
-        self._alarm.start()
 
-    def stop(self, within_s: float) -> None:
-        """Deliver the last alerts, within these seconds, and close the port."""
-        self._alarm.close(within_s)
+    def stop(self) -> None:
+        """Close the port."""
         self._open.close()
 
     def due(self, now: float) -> bool:
@@ -403,9 +398,7 @@ class Announcer:
         lead, now, clock = self._lead, time.time(), time.monotonic()
         self._refreshed = clock
         own = [*self._snapshots.alerts(clock), *self._holder.alerts(clock)]
-        untold, lead.journal.untold = lead.journal.untold, []
-        for text in untold:
-            self._alarm.raised(text)
+        self._alerts_raised = lead.journal.alerts_raised
         self._status = status(
             lead.config,
             lead.state,

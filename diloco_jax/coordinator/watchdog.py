@@ -49,7 +49,7 @@ from diloco_jax.machine import (
 )
 from diloco_jax.observability.exported import Readings
 from diloco_jax.observability.measures import RecentGoodput
-from diloco_jax.process import QuietWatch, leave_at_once
+from diloco_jax.process import HangDetector, leave_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ TOLD_WITHIN_S = 10.0
 """Most seconds for the last words of a process: its log may be what hangs."""
 
 
-class TurnWatch(QuietWatch):
+class TurnWatch(HangDetector):
     """Watches the lead's turns, each of which ends with a `touch`. A turn that waits
     for space on a full disk touches as it tries again."""
 
@@ -345,7 +345,7 @@ class TurnWatch(QuietWatch):
         super().__init__(limit_s, hangs, clock)
 
     def words(self, quiet_s: float) -> str:
-        """See `QuietWatch`."""
+        """See `HangDetector`."""
         placement = self._placement
         return (
             f"hangs: no turn of the coordinator's decisions has ended for "

@@ -5,33 +5,46 @@ Threads keep a timeline and a status up to date while the page is served.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import math
+import operator
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diloco_jax.dashboard.run_readers import Telling
+from diloco_jax import run_files
+from diloco_jax.cluster.status import read_status
+from diloco_jax.config import Config, Placement
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import Window, find_events, view
+from diloco_jax.data.tokenizers import VOCAB_SIZE
 from diloco_jax.errors import ConfigError
+from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability.measures import health_of
+from diloco_jax.observability.tape import NewLines, nbytes
 from diloco_jax.wire.errors import WireError
+from diloco_jax.workdir import holds_run, read_facts
 
 logger = logging.getLogger(__name__)
 
+Take = Callable[[Mapping[str, Any]], None]
+
+BITS_PER_NAT = 1 / math.log(2)
 LINES_EVERY_S = 1.0
 STATUS_EVERY_S = 2.0
 AT_ONCE = 5_000
@@ -41,17 +54,42 @@ SHORTEST_S = 0.01
 EVENTS_SHOWN = 200
 
 
-class Onlooker:
-    """A run as it is told by a source, for any number of readers.
+class RunReader:
+    """The run of a workdir, going on or over, for any number of readers.
 
-    A context manager: its threads run inside the block. However many pages are open,
-    the coordinator is asked once every `STATUS_EVERY_S`.
+    A context manager: its threads run inside the block. They read the tape, metrics and
+    strikes of chaos while their writers are at work, and write nothing. However many
+    pages are open, the coordinator is asked once every `STATUS_EVERY_S`.
     """
 
-    def __init__(self, source: Telling, link_bytes_per_s: float = 0.0) -> None:
-        """link_bytes_per_s: of each island's link, each way; 0 = not known."""
-        self._source, self._link_bytes_per_s = source, link_bytes_per_s
+    def __init__(
+        self,
+        workdir: Path,
+        placement: Placement,
+        link_bytes_per_s: float = 0.0,
+    ) -> None:
+        """placement: of the certificates with which the coordinator is asked.
+        link_bytes_per_s: of each island's link, each way; 0 = not known.
+
+        Raises ConfigError if the folder holds no run of this format, and none is being
+        started there.
+        """
+        if holds_run(workdir):
+            read_facts(workdir)
+        elif not (workdir / run_files.CONFIG).exists():
+            raise ConfigError(
+                f"{workdir} holds no run (there is no {run_files.FACTS}); give the "
+                f"workdir of a run"
+            )
+        self._workdir, self._placement = workdir, placement
+        self._link_bytes_per_s = link_bytes_per_s
+        self._config: Config = read_config_json(workdir / run_files.CONFIG)
         self._timeline = Timeline()
+        self._sources = {
+            NewLines(workdir / run_files.TAPE): self._timeline.tape,
+            NewLines(workdir / run_files.METRICS): self._timeline.metrics,
+            NewLines(workdir / run_files.CHAOS): self._strike,
+        }
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._status: dict[str, Any] = {}
@@ -60,7 +98,7 @@ class Onlooker:
             for pair in ((STATUS_EVERY_S, self.ask), (LINES_EVERY_S, self.read))
         ]
 
-    def __enter__(self) -> Onlooker:
+    def __enter__(self) -> RunReader:
         for thread in self._threads:
             thread.start()
         return self
@@ -71,15 +109,16 @@ class Onlooker:
             thread.join(STOP_S)
 
     def ask(self) -> None:
-        """Read the status once."""
+        """Read the status once: the coordinator's, or the summary that it left."""
         try:
-            self._status = self._source.status()
+            self._status = read_status(str(self._workdir), self._placement)
         except (WireError, ConfigError, OSError) as error:
             self._status = {"unreachable": str(error)}
 
     def read(self) -> None:
-        """Take all lines that are new."""
-        lines = iter(self._source.new(self._timeline))
+        """Take all lines that are new, in the order of time."""
+        sources = (_dated(*source) for source in self._sources.items())
+        lines = heapq.merge(*sources, key=operator.itemgetter(0))
         while not self._over.is_set():
             if not (batch := list(itertools.islice(lines, AT_ONCE))):
                 return
@@ -91,16 +130,18 @@ class Onlooker:
         self, start: float | None, stop: float | None, columns: int
     ) -> dict[str, Any]:
         """Return what the page shows; None: from the beginning, or to the newest."""
-        status, facts = self._status, self._source.facts()
+        status, facts = self._status, self._facts()
         with self._lock:
             window = self._window(start, stop, columns)
             shown = view(self._timeline, window, facts["flops_per_token"])
+        there = sum(nbytes(lines.path) for lines in self._sources)
+        read = sum(lines.read_bytes for lines in self._sources)
         return {
             **shown,
             "now": time.time(),
             "run": {**facts, "link_bytes_per_s": self._link_bytes_per_s},
             "health": health_of(status),
-            "read": round(self._source.read_share(), 3),
+            "read": round(min(1.0, read / there), 3) if there else 1.0,
             "status": status,
         }
 
@@ -113,6 +154,32 @@ class Onlooker:
             return find_events(
                 self._timeline, wanted, window.start, window.stop, EVENTS_SHOWN
             )
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what does not change: the run's name and islands, how its loss becomes
+        bits per byte, and its tokens FLOPs."""
+        run = self._config.run
+        begun = read_facts(self._workdir) if holds_run(self._workdir) else None
+        own = bool(run.data.tokenizer or run.data.factory)
+        of_bytes = not own and run.model.vocab_size == VOCAB_SIZE
+        # No formula is known of a model of the user's own, and of adapters.
+        known = not (run.model.factory or run.model.lora_rank)
+        flops = analytic_flops(run.model, run.sequence_length) if known else None
+        return {
+            "name": self._workdir.resolve().name,
+            "run_id": begun.run_id if begun else "",
+            "total_tokens": run.total_tokens,
+            "expected": sorted(self._config.islands),
+            "bits_per_nat": BITS_PER_NAT if of_bytes else None,
+            "flops_per_token": flops / run.sequence_length if flops else None,
+        }
+
+    def _strike(self, line: Mapping[str, Any]) -> None:
+        missed = line.get("missed")
+        gone = f"; not running: {', '.join(missed)}" if missed else ""
+        text = f"diloco chaos strikes: {line.get('strike')}{gone}"
+        who = ",".join(line.get("who", ()))
+        self._timeline.event(line["time"], "strike", who, text)
 
     def _window(self, start: float | None, stop: float | None, columns: int) -> Window:
         newest = self._timeline.newest
@@ -129,6 +196,13 @@ class Onlooker:
                 # finds another one.
                 logger.exception("the dashboard could not read")
             self._over.wait(seconds)
+
+
+def _dated(lines: NewLines, take: Take) -> Iterator[tuple[float, Take, dict[str, Any]]]:
+    """Yield the new lines that have a time, each with it and with what takes it."""
+    for line in lines:
+        if isinstance(line.get("time"), (int, float)):
+            yield line["time"], take, line
 
 
 STATIC = Path(__file__).with_name("static")
@@ -153,11 +227,7 @@ HEADERS = {
 }
 
 
-class BadQueryError(ValueError):
-    """A parameter of the address is not what it must be."""
-
-
-def make_app(onlooker: Onlooker) -> Starlette:
+def make_app(reader: RunReader) -> Starlette:
     """Return the application that shows this run."""
 
     def answer(found: dict[str, Any]) -> Response:
@@ -170,16 +240,17 @@ def make_app(onlooker: Onlooker) -> Starlette:
     def view(request: Request) -> Response:
         start, stop = _number(request, "start"), _number(request, "stop")
         columns = int(_number(request, "columns") or COLUMNS)
-        return answer(onlooker.view(start, stop, columns))
+        return answer(reader.view(start, stop, columns))
 
     def events(request: Request) -> Response:
         wanted = request.query_params.get("words", "")
         if len(wanted) > LONGEST_SEARCH:
-            raise BadQueryError(
-                f"words has {len(wanted)} characters; give {LONGEST_SEARCH} at most"
+            raise HTTPException(
+                400,
+                f"words has {len(wanted)} characters; give {LONGEST_SEARCH} at most",
             )
         start, stop = _number(request, "start"), _number(request, "stop")
-        return answer(onlooker.events(wanted, start, stop))
+        return answer(reader.events(wanted, start, stop))
 
     return Starlette(
         routes=[
@@ -188,14 +259,13 @@ def make_app(onlooker: Onlooker) -> Starlette:
             Route("/events", events),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[Middleware(OnlyHere)],
-        exception_handlers={BadQueryError: _bad_query},
+        middleware=[Middleware(LoopbackNames)],
     )
 
 
-class OnlyHere:
-    """Refuses requests under another name than this machine's, and ones that write;
-    adds `HEADERS` to every answer."""
+class LoopbackNames:
+    """Refuses requests under another name than this machine's; adds `HEADERS` to every
+    answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -224,8 +294,6 @@ def _refusal(scope: Scope) -> Response | None:
             f"from another machine through `ssh -L PORT:localhost:PORT`\n",
             403,
         )
-    if scope["method"] not in ("GET", "HEAD"):
-        return PlainTextResponse("the dashboard only shows; it takes GET\n", 405)
     return None
 
 
@@ -244,9 +312,5 @@ def _number(request: Request, name: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise BadQueryError(f"{name} is {text[:40]!r}; give a number")
+        raise HTTPException(400, f"{name} is {text[:40]!r}; give a number")
     return value
-
-
-async def _bad_query(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 400)

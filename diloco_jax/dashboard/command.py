@@ -1,4 +1,4 @@
-"""`diloco dashboard WORKDIR or HOST:PORT [--port N]`."""
+"""`diloco dashboard WORKDIR [--port N]`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.fields import NOT_NEGATIVE, check_bounds, positional, setting
-from diloco_jax.options import parse
+from diloco_jax.config.options import parse
+from diloco_jax.files import expand
 
 LOOPBACK = "127.0.0.1"
 PORT = 7080
@@ -23,10 +25,8 @@ STOP_S = 5.0
 class DashboardOptions:
     """The options of `diloco dashboard`."""
 
-    target: str = positional(
-        metavar="WORKDIR or HOST:PORT",
-        help="The workdir of a run that goes on or is over; or a coordinator, whose "
-        "status alone is shown.",
+    workdir: Path = positional(
+        metavar="WORKDIR", help="The workdir of a run that goes on or is over."
     )
     port: int = setting(PORT, help="Port of this machine's loopback; 0 = any.")
     link_gbit_per_s: float = setting(
@@ -35,9 +35,10 @@ class DashboardOptions:
         help="Gbit/s of each island's link, each way, of which the share that is used "
         "is shown; 0 = not known.",
     )
-    certificates: str = setting("", help="Folder made by diloco certs.")
-    insecure: bool = setting(
-        False, help="Ask an address that is not loopback without TLS."
+    certificates: str = setting(
+        "",
+        help="Folder made by diloco certs, with a reader's files; empty = that of the "
+        "run's config.",
     )
 
 
@@ -50,24 +51,22 @@ def dashboard_command(arguments: Sequence[str]) -> int:
         "Show a run in a browser, on this machine alone. It reads and changes nothing.",
     )
     check_bounds(options)
-    from diloco_jax.dashboard.run_readers import opened
-
-    placement = Placement(certificates=options.certificates, insecure=options.insecure)
-    source = opened(options.target, placement)
-    listener = listen(options.port)
-    port = listener.getsockname()[1]
-    print(f"http://localhost:{port} shows {options.target}", file=sys.stderr)
-
     import uvicorn
 
-    from diloco_jax.dashboard.app import Onlooker, make_app
+    from diloco_jax.dashboard.app import RunReader, make_app
 
+    placement = Placement(certificates=options.certificates)
+    run = RunReader(
+        expand(options.workdir), placement, options.link_gbit_per_s * 1e9 / 8
+    )
+    listener = listen(options.port)
+    port = listener.getsockname()[1]
+    print(f"http://localhost:{port} shows {options.workdir}", file=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    link_bytes_per_s = options.link_gbit_per_s * 1e9 / 8
-    with listener, Onlooker(source, link_bytes_per_s) as onlooker:
+    with listener, run as reader:
         server = uvicorn.Server(
             uvicorn.Config(
-                make_app(onlooker),
+                make_app(reader),
                 access_log=False,
                 lifespan="off",
                 log_config=None,

@@ -1,16 +1,15 @@
 """A run's islands as of the newest line about each, and the list of its failures.
 
-A failure is told with who, when, why as far as the coordinator knows, and the cost.
-Most of it stands on the tape. That an island or the coordinator stood still for seconds
-stands nowhere: it shows as a gap in what they write, which is about a line a second.
+A failure is told with who, when, why as far as the coordinator knows, and the cost. All
+of it stands on the tape.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco_jax.hardware.tpus import peak_flops_per_s
@@ -42,8 +41,7 @@ class Lane:
     """Time of its last line of metrics."""
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     adopted: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Version by fragment, and their sum."""
-    adoptions: int = 0
+    """Version by fragment."""
     out: dict[int, int] = dataclasses.field(default_factory=dict)
     """Tick by fragment of takes without a verdict."""
     out_since: float = 0.0
@@ -59,18 +57,6 @@ class Lane:
 
 COORDINATOR = "coordinator"
 KEPT = 1_000
-STILL_S, STILL = 2.5, 1.5
-"""A gap is one beyond these seconds, and this multiple of the usual one."""
-KNOWN_S = 20.0
-"""Seconds of lines after which the usual gap is known."""
-HALF_S = 60.0
-"""Seconds in which a long gap counts for half of it, if none is as long."""
-LEARNT = 0.1
-"""Part of an unusual gap that becomes usual: who writes less often does so for good."""
-WENT_ON = 0.5
-"""Share of the steps of a gap from which on its island trained through it."""
-SAME_S = 2.0
-"""Seconds between the first line after a gap and the one that says why."""
 ENDS = {
     "died": "its process ended without a word: killed, crashed, or its machine is gone",
     "preempted": "its machine was taken away",
@@ -78,16 +64,10 @@ ENDS = {
     "refused": "it was put out",
 }
 """Ends of an incarnation that are failures, by the reason on the tape."""
-BROKE = {  # The last two are of a status.
+BROKE = {
     "disconnected": "its connection broke",
-    "silent": "nothing was heard of it",
-    "absent": "its connection broke, or nothing was heard of it",
-    "gone": "it has ended",
+    "silent": "nothing was heard of it for a time budget",
 }
-STOOD = "its process stood still, and made no step"
-LINK = "its link was cut: it made its steps, and nothing was heard of it"
-NOTHING = "nothing was heard of it"
-STALL = "it wrote nothing: its process, its disk or its machine stood still"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -114,24 +94,6 @@ class ShownFailure:
     """Time of the first merge after it: with the island, or of the coordinator."""
 
 
-class Rhythm:
-    """The longest usual time between two lines of somebody who writes again and
-    again."""
-
-    def __init__(self) -> None:
-        self._usual = self._seconds = 0.0
-
-    def is_late(self, gap: float) -> bool:
-        """Take the seconds since the last line; tell if they are unusually many."""
-        self._seconds += gap
-        late = gap > max(STILL_S, STILL * self._usual) and self._seconds > KNOWN_S
-        if late:
-            self._usual += LEARNT * (gap - self._usual)
-        else:
-            self._usual = max(gap, self._usual * 0.5 ** (gap / HALF_S))
-        return late
-
-
 class Failures:
     """All failures so far, the newest `KEPT`. Lines come in the order of time."""
 
@@ -140,17 +102,12 @@ class Failures:
         self._open: dict[str, ShownFailure] = {}
         self._unmerged: dict[str, ShownFailure] = {}
         """The newest failure of each, until it is merged again."""
-        self._rhythms: defaultdict[str, Rhythm] = defaultdict(Rhythm)
-        """By island; of all lines, by the coordinator."""
-        self._stalled_until = 0.0
 
     def within(self, start: float, stop: float) -> Iterator[ShownFailure]:
         """Yield what failed in [start, stop), the newest first."""
         for failure in reversed(self._all):
             if failure.began < stop and (failure.ended or stop) >= start:
                 yield failure
-
-    # ---- islands --------------------------------------------------------------------
 
     def absent(self, lane: Lane, why: str, time: float) -> None:
         """Note that an island's connection broke, or that it fell silent."""
@@ -192,34 +149,20 @@ class Failures:
         if (failure := self._open.get(lane.name)) is not None:
             self._end(failure, time)
 
-    def reported(self, lane: Lane, steps: int, phase: str, time: float) -> float | None:
-        """Take a line of metrics, with the steps since `lane.told`; return since when
-        its process stood still, if it did."""
-        failure, step_s = self._open.get(lane.name), lane.median_step_seconds
-        if failure is not None:
-            newer = lane.incarnation > failure.incarnation
-            if failure.quarantine:
-                return None
-            if steps > 0 and (newer if failure.replaced else phase == "training"):
-                first = time - steps * step_s if newer else time
-                self._end(failure, max(failure.began, first), lane)
-            return None
-        gap = time - max(lane.told, self._stalled_until)
-        if not lane.steps or lane.state != "training" or gap <= 0:
-            return None
-        if not self._rhythms[lane.name].is_late(gap):
-            return None
-        wanted = gap / step_s if step_s else 0.0
-        trained = steps >= WENT_ON * wanted
-        why = NOTHING if wanted < 2 else LINK if trained else STOOD
-        failure = self._begin(lane, time - gap, why)
-        self._end(failure, time, None if trained else lane)
-        return failure.began if why == STOOD else None
+    def reported(self, lane: Lane, steps: int, phase: str, time: float) -> None:
+        """Take a line of metrics, with the steps since `lane.told`."""
+        failure = self._open.get(lane.name)
+        if failure is None or failure.quarantine or steps <= 0:
+            return
+        newer = lane.incarnation > failure.incarnation
+        if newer if failure.replaced else phase == "training":
+            first = time - steps * lane.median_step_seconds if newer else time
+            self._end(failure, max(failure.began, first), lane)
 
     def merged(self, islands: Mapping[str, int], time: float) -> None:
         """Take a merge of these islands."""
         for name, failure in list(self._unmerged.items()):
-            there = name in islands if name != COORDINATOR else True
+            there = name in islands or name == COORDINATOR
             if there and failure.ended is not None:
                 failure.merged = time
                 del self._unmerged[name]
@@ -231,51 +174,20 @@ class Failures:
         self._open.clear()
         self._unmerged.clear()
 
-    # ---- the coordinator ------------------------------------------------------------
-
-    def heard(self, before: float, time: float, training: Callable[[], bool]) -> bool:
-        """Take any line, with the time of the newest one before it; tell if the
-        coordinator stood still between them. training: tells if an island trains, so
-        that lines are to be expected."""
-        gap = time - before
-        late = before > 0 and gap >= 0 and self._rhythms[COORDINATOR].is_late(gap)
-        if late and training():
-            self._stand_still(before, time, STALL)
-            return True
-        return False
-
-    def recovered(
-        self, line: Mapping[str, Any], before: float, time: float, *, there: bool
-    ) -> float:
-        """Note that the coordinator came back; return since when it was away. there: an
-        island is in the run; if none is, it had been stopped as a whole."""
-        if not there:
-            return before
-        if line["kind"] == "term":
-            why = "it had lost its state: a new term began with anchors of islands"
-        else:
+    def recovered(self, line: Mapping[str, Any], since: float, time: float) -> None:
+        """Note that the coordinator came back, and was away since then."""
+        why = "it had lost its state: a new term began with anchors of islands"
+        if line["kind"] == "recovered":
             why = (
                 f"its process ended: killed, crashed or stopped; it came back from "
                 f"snapshot {line['snapshot']} and {line['records']:,} records of its "
                 f"log"
             )
-        last = self._unmerged.get(COORDINATOR)
-        if last is not None and time - (last.ended or 0.0) < SAME_S:
-            # Records that the tape lacked come first, and are as new.
-            last.why, last.ended, self._stalled_until = why, time, time
-            return last.began
-        self._stand_still(before, time, why)
-        return before
-
-    def _stand_still(self, began: float, ended: float, why: str) -> None:
         failure = ShownFailure(
-            who=COORDINATOR, incarnation=0, began=began, why=why, ended=ended
+            who=COORDINATOR, incarnation=0, began=since, why=why, ended=time
         )
         self._all.append(failure)
         self._unmerged[COORDINATOR] = failure
-        self._stalled_until = ended
-
-    # ---- books ----------------------------------------------------------------------
 
     def _begin(self, lane: Lane, began: float, why: str) -> ShownFailure:
         before = self._open.get(lane.name)

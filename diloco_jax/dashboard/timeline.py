@@ -9,10 +9,10 @@ Shapes: `F` fields, `R` rows (the coordinator and the islands), `B` bins, `C` co
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,11 @@ WIDTH_S = 0.25
 """Seconds of a bin at first."""
 
 Array = npt.NDArray[np.float64]
+
+
+def count_of(mean: str) -> str:
+    """Return the field that counts the values whose sum is in this one."""
+    return f"number of {mean}"
 
 
 class Grid:
@@ -59,6 +64,12 @@ class Grid:
     def add(self, field: str, row: int, time: float, value: float) -> None:
         """Add a value to the bin of a time, in unix seconds."""
         self._sums[self._index[field], row, int(self._place(time))] += value
+
+    def note(self, mean: str, row: int, time: float, value: float | None) -> None:
+        """Add a value of which means are shown, unless it is None."""
+        if value is not None:
+            self.add(mean, row, time, value)
+            self.add(count_of(mean), row, time, 1)
 
     def spread(
         self, field: str, row: int, start: float, stop: float, value: float
@@ -140,21 +151,6 @@ class Grid:
         self.width_s *= 2
 
 
-@dataclasses.dataclass(kw_only=True)
-class ShownMerge:
-    """One merge: who took part, with how many tokens, and its measures."""
-
-    time: float
-    fragment: int
-    version: int
-    final: bool
-    share: float
-    tokens: dict[str, int]
-    stale: dict[str, int]
-    """Versions by which a delta's base was behind; only those that were."""
-    measures: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-
-
 TEXTS = {
     "begun": "run {run_id} begins, to {total_tokens:,} tokens",
     "compiled": "the coordinator has compiled what merges need",
@@ -198,29 +194,27 @@ def text_of(line: Mapping[str, Any]) -> str:
 
 
 STATES = ("joining", "compiling", "training", "stopped", "quarantined", "absent")
+COUNTED = ("stalled_seconds", "bytes_up", "bytes_down")
+"""Fields of the metrics that an incarnation counts up."""
+MACHINE = ("memory_bytes", "memory_left_bytes", "disk_free_bytes")
+"""Fields of a look at the coordinator's machine."""
+COSINES = ("pairwise_cosine", "cosine_to_last")
 SUMS = (
-    *("out", "takes", "adoptions", "merged_deltas", "merged_tokens", "lost_tokens"),
-    *("tokens", "loss", "losses", "eval_loss", "eval_losses", "stalled"),
-    *("bytes_up", "bytes_down", "lag", "lags"),
-    # On the coordinator's row:
-    *("merges", "cosine", "cosines", "last_cosine", "last_cosines", "merge_seconds"),
-    *("memory", "workers_memory", "memory_left", "disk", "looks"),
+    *("out", "adoptions", "merged_deltas", "merged_tokens", "lost_tokens", "tokens"),
+    *COUNTED,
+    "merges",  # On the coordinator's row.
 )
-"""Fields besides the seconds in each state. A mean has its sum and its count."""
-COUNTED = {
-    "stalled_seconds": "stalled",
-    "bytes_up": "bytes_up",
-    "bytes_down": "bytes_down",
-}
-"""Field of the grid by name in the metrics, of what an incarnation counts up."""
-MACHINE = {
-    "memory_bytes": "memory",
-    "memory_left_bytes": "memory_left",
-    "disk_free_bytes": "disk",
-}
-"""Likewise, of a look at the coordinator's machine."""
+"""Fields besides the seconds in each state."""
+MEANS = (
+    *("loss", "eval_loss", "lag"),
+    # On the coordinator's row:
+    *(*COSINES, *MACHINE, "workers_memory_bytes"),
+)
+"""Fields of which means are shown, as the metrics have them."""
 COORDINATOR = 0
 """Row of the coordinator."""
+SILENT_S = 2.0
+"""Seconds without a line from which on the coordinator may have been away."""
 MERGES_KEPT = 20_000
 EVENTS_KEPT = 20_000
 ALERTS_KEPT = 100
@@ -230,8 +224,7 @@ ROUTINE = ("island", "tick", "granted", "ticks", "measured", "digested", "merged
 """Kinds of lines of the tape that are no events for people, or have views."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """A line of the tape that people look for."""
 
     time: float
@@ -244,11 +237,13 @@ class Timeline:
     """All lines so far. Use under one lock."""
 
     def __init__(self) -> None:
-        self.grid = Grid([*STATES, *SUMS])
+        self.grid = Grid([*STATES, *SUMS, *MEANS, *map(count_of, MEANS)])
         self.lanes: dict[str, Lane] = {}
         self.coordinator = Lane(name="coordinator", row=self.grid.new_row())
         self.versions: dict[int, int] = {}
-        self.merges: deque[ShownMerge] = deque(maxlen=MERGES_KEPT)
+        self.merges: deque[dict[str, Any]] = deque(maxlen=MERGES_KEPT)
+        """Who took part in each, with how many tokens; `stale`, the versions by which a
+        delta's base was behind, where it was; and a cosine once it is known."""
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.alerts: deque[tuple[float, str]] = deque(maxlen=ALERTS_KEPT)
         self.merged_losses: deque[tuple[float, int, float]] = deque(maxlen=POINTS_KEPT)
@@ -258,10 +253,10 @@ class Timeline:
         self.failures = Failures()
         self.newest = 0.0
         """Time of the newest line."""
-        self._newest_merge: dict[int, ShownMerge] = {}
+        self._silence = (0.0, 0.0)
+        """Times of the lines around the newest one of `SILENT_S` or more."""
+        self._newest_merge: dict[int, dict[str, Any]] = {}
         self._repeats = Repeats()
-        self._published = 0
-        """Sum of `versions`."""
 
     @property
     def fragments(self) -> int:
@@ -277,16 +272,13 @@ class Timeline:
 
     def tape(self, line: Mapping[str, Any]) -> None:
         """Take a line of the tape. Lines come in the order of time."""
-        kind, time = line["kind"], line["time"]
-        before = self.newest
+        kind, time, before = line["kind"], line["time"], self.newest
         self._clock(time)
         match kind:
             case "begun":
                 self._state(self.coordinator, "training", time)
             case "recovered" | "term":
-                there = any(lane.state for lane in self.lanes.values())
-                since = self.failures.recovered(line, before, time, there=there)
-                self._came_back(since, time)
+                self._came_back(line, before, time)
             case "hello" | "joined":
                 self._joined(line, time)
             case "island":
@@ -326,7 +318,7 @@ class Timeline:
 
     def event(self, time: float, kind: str, island: str, text: str) -> None:
         """Note something that people look for."""
-        self.events.append(Event(time=time, kind=kind, island=island, text=text))
+        self.events.append(Event(time, kind, island, text))
 
     def _joined(self, line: Mapping[str, Any], time: float) -> None:
         lane = self._lane(line["island"])
@@ -334,15 +326,12 @@ class Timeline:
             return lane.hello(line)
         if lane.incarnation != line["incarnation"]:
             steps = (line.get("carried") or {}).get("steps", 0)
-            self._begins(lane, line["incarnation"], time, steps)
+            self._away_since_gap(lane)
+            self._state(lane, "joining", time)
+            lane.incarnation, lane.steps = line["incarnation"], steps
+            lane.counts, lane.adopted, lane.told = {}, {}, time
+            self._nothing_out(lane, time)
         lane.tokens_per_step = line["tokens_per_step"]
-
-    def _begins(self, lane: Lane, incarnation: int, time: float, steps: int) -> None:
-        self._away_since_gap(lane)
-        self._state(lane, "joining", time)
-        lane.incarnation, lane.steps = incarnation, steps
-        lane.counts, lane.adopted, lane.adoptions, lane.told = {}, {}, 0, time
-        self._nothing_out(lane, time)
 
     def _left(self, line: Mapping[str, Any], time: float) -> None:
         lane = self._lane(line["island"])
@@ -365,16 +354,13 @@ class Timeline:
         fragment = record.get("fragment", -1)
         match record["kind"]:
             case "took":
-                self.grid.add("takes", lane.row, time, 1)
                 if not lane.out:
                     lane.out_since = time
                 lane.out[fragment] = record.get("tick", -1)
             case "adopted":
                 if record["step"]:
                     self.grid.add("adoptions", lane.row, time, 1)
-                version = record.get("version", (1, 0))[1]
-                lane.adoptions += version - lane.adopted.get(fragment, 0)
-                lane.adopted[fragment] = version
+                lane.adopted[fragment] = record.get("version", (1, 0))[1]
             case "dropped" | "reset" | "reopened":
                 self._answered(lane, fragment, time)
 
@@ -395,29 +381,29 @@ class Timeline:
                 self._answered(self._lane(name), fragment, time)
         self.grid.add("merges", COORDINATOR, time, 1)
         self.failures.merged(tokens, time)
-        self._published += version - self.versions.get(fragment, 0)
         self.versions[fragment] = version
-        merge = ShownMerge(
-            time=time,
-            fragment=fragment,
-            version=version,
-            final=bool(line.get("final")),
-            share=line["share"],
-            tokens=tokens,
-            stale=stale,
-        )
+        merge: dict[str, Any] = {
+            **{"time": round(time, 2), "fragment": fragment, "version": version},
+            **{"final": bool(line.get("final")), "share": round(line["share"], 3)},
+            **{"tokens": tokens, "stale": stale},
+        }
         self.merges.append(merge)
         self._newest_merge[fragment] = merge
 
-    def _came_back(self, before: float, time: float) -> None:
-        """Note that the coordinator was away since its last line."""
+    def _came_back(self, line: Mapping[str, Any], before: float, time: float) -> None:
+        """Note that the coordinator was away since its last line. Records that the tape
+        lacked come first, and are as new."""
+        gone, back = self._silence
+        since = gone if time - back < SILENT_S else before
         lane = self.coordinator
-        self._paint(lane, before)
-        lane.state = "absent" if before else ""
+        if any(other.state for other in self.lanes.values()):
+            self.failures.recovered(line, since, time)
+        self._paint(lane, since)
+        lane.state = "absent" if since else ""
         self._state(lane, "training", time)
         for other in self.lanes.values():
             # Whether it was away, too, its next line tells.
-            other.gap = other.gap or before
+            other.gap = other.gap or since
 
     def _away_since_gap(self, lane: Lane) -> None:
         """Its incarnation ended while the coordinator was away."""
@@ -457,68 +443,42 @@ class Timeline:
         )
         row, told = lane.row, lane.told or time
         steps = line["step"] - lane.steps
-        if since := self.failures.reported(lane, steps, phase, time):
-            self._was_away(lane, since, time)
+        self.failures.reported(lane, steps, phase, time)
         lane.steps = line["step"]
         if steps > 0:
             self.grid.spread("tokens", row, told, time, steps * lane.tokens_per_step)
-        for name, field in COUNTED.items():
-            more = line[name] - lane.counts.get(name, 0.0)
-            lane.counts[name] = line[name]
+        for field in COUNTED:
+            more = line[field] - lane.counts.get(field, 0.0)
+            lane.counts[field] = line[field]
             if more > 0:
                 self.grid.spread(field, row, told, time, more)
-        for name, count in (("loss", "losses"), ("eval_loss", "eval_losses")):
-            if line[name] is not None:
-                self.grid.add(name, row, time, line[name])
-                self.grid.add(count, row, time, 1)
+        for field in ("loss", "eval_loss"):
+            self.grid.note(field, row, time, line[field])
         if lane.adopted and self.versions:
-            behind = (self._published - lane.adoptions) / len(self.versions)
-            self.grid.add("lag", row, time, max(0.0, behind))
-            self.grid.add("lags", row, time, 1)
+            behind = sum(self.versions.values()) - sum(lane.adopted.values())
+            self.grid.note("lag", row, time, max(0.0, behind / len(self.versions)))
         lane.told = time
 
     def _measured(self, line: Mapping[str, Any], time: float) -> None:
         merge = self._newest_merge.get(line["fragment"])
-        if merge is not None and merge.version == line["version"]:
-            merge.measures = {
-                name: line[name]
-                for name in ("pairwise_cosine", "cosine_to_last", "norm", "seconds")
-            }
-        for name, field in (
-            ("pairwise_cosine", "cosine"),
-            ("cosine_to_last", "last_cosine"),
-        ):
-            if line[name] is not None:
-                self.grid.add(field, COORDINATOR, time, line[name])
-                self.grid.add(f"{field}s", COORDINATOR, time, 1)
-        self.grid.add("merge_seconds", COORDINATOR, time, line["seconds"])
+        cosine = line["pairwise_cosine"]
+        if merge and merge["version"] == line["version"] and cosine is not None:
+            merge["pairwise_cosine"] = float(f"{cosine:.3g}")
+        for field in COSINES:
+            self.grid.note(field, COORDINATOR, time, line[field])
 
     def _machine(self, line: Mapping[str, Any], time: float) -> None:
-        for name, field in MACHINE.items():
-            self.grid.add(field, COORDINATOR, time, line[name])
+        for field in MACHINE:
+            self.grid.note(field, COORDINATOR, time, line[field])
         workers = sum(line["workers_memory_bytes"])
-        self.grid.add("workers_memory", COORDINATOR, time, workers)
-        self.grid.add("looks", COORDINATOR, time, 1)
-
-    # ---- what else is seen ----------------------------------------------------------
-
-    def seen(self, time: float, name: str, island: Mapping[str, Any]) -> None:
-        """Note an incarnation of a status, whose past is not known."""
-        lane = self._lane(name)
-        self._begins(lane, island["incarnation"], time, island["steps"])
-        lane.counts = {k: island[k] for k in COUNTED}
-        text = f"{name} #{lane.incarnation} is in the run, at step {lane.steps:,}"
-        self.event(time, "seen", name, text)
+        self.grid.note("workers_memory_bytes", COORDINATOR, time, workers)
 
     def _clock(self, time: float) -> None:
         if self.grid.begin is None:
             self.grid.begin = time
-        if self.failures.heard(self.newest, time, self._trains):
-            self._was_away(self.coordinator, self.newest, time)
+        if time - self.newest >= SILENT_S:
+            self._silence = (self.newest, time)
         self.newest = max(self.newest, time)
-
-    def _trains(self) -> bool:
-        return any(lane.state == "training" for lane in self.lanes.values())
 
     # ---- states ---------------------------------------------------------------------
 
@@ -542,15 +502,6 @@ class Timeline:
             lane.out_since = time
         lane.since = max(lane.since, time)
 
-    def _was_away(self, lane: Lane, start: float, stop: float) -> None:
-        """Note that a lane was not at work in [start, stop), though it seemed to be."""
-        if not lane.state:
-            return
-        self._paint(lane, stop)
-        seconds = stop - start
-        self.grid.spread(lane.state, lane.row, start, stop, -seconds)
-        self.grid.spread("absent", lane.row, start, stop, seconds)
-
     def _answered(self, lane: Lane, fragment: int, time: float) -> None:
         """Note that a take has its verdict."""
         if lane.out.pop(fragment, None) is not None and not lane.out:
@@ -564,11 +515,10 @@ class Timeline:
 
     def recent_merges(
         self, start: float, stop: float, most: int
-    ) -> Iterator[ShownMerge]:
-        """Yield the newest merges of [start, stop), the newest first."""
-        for merge in reversed(self.merges):
-            if merge.time < start or most <= 0:
-                return
-            if merge.time < stop:
-                most -= 1
-                yield merge
+    ) -> list[dict[str, Any]]:
+        """Return the newest merges of [start, stop), the oldest first."""
+        newest = itertools.takewhile(
+            lambda merge: merge["time"] >= start, reversed(self.merges)
+        )
+        within = (merge for merge in newest if merge["time"] < stop)
+        return list(itertools.islice(within, most))[::-1]

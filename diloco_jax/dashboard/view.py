@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.dashboard.failures import Lane
-from diloco_jax.dashboard.timeline import COORDINATOR, STATES, Array, Timeline
+from diloco_jax.dashboard.timeline import (
+    COORDINATOR,
+    COSINES,
+    MACHINE,
+    STATES,
+    Array,
+    Timeline,
+    count_of,
+)
 from diloco_jax.observability.measures import IslandMeasure, goodput
 
 LETTERS = "jctsqa"
@@ -28,17 +36,18 @@ MANY_ISLANDS = 16
 COLUMNS_OF_MANY = 440
 POINTS, POINTS_OF_MANY = 240, 120
 OF_ISLANDS = (
-    *("loss", "losses", "eval_loss", "eval_losses", "tokens", "merged_tokens"),
-    *("bytes_up", "bytes_down", "lag", "lags", "training"),
-)
-OF_COORDINATOR = (
-    *("cosine", "cosines", "last_cosine", "last_cosines", "merge_seconds", "merges"),
-    *("memory", "workers_memory", "memory_left", "disk", "looks"),
+    *("tokens", "merged_tokens", "bytes_up", "bytes_down", "training"),
+    *(name for mean in ("loss", "eval_loss", "lag") for name in (mean, count_of(mean))),
 )
 OF_WINDOW = (
     *("absent", "lost_tokens", "merged_tokens", "merged_deltas", "merges"),
     *("bytes_up", "bytes_down", "tokens", "training"),
 )
+DIGITS = {
+    **dict.fromkeys(COSINES, 3),
+    **dict.fromkeys((*MACHINE, "workers_memory_bytes"), 0),
+}
+"""Digits after the point of the means on the coordinator's row."""
 MERGES_SHOWN = 60
 FAILURES_SHOWN = 300
 FAILURE = (
@@ -175,9 +184,10 @@ def _curves(
     at = (window.start, window.stop, points)
     found = grid.columns(OF_ISLANDS, *at)[:, rows]
     of = dict(zip(OF_ISLANDS, found, strict=True))
-    found = grid.columns(OF_COORDINATOR, *at, slice(0, 1))[:, COORDINATOR]
-    of |= dict(zip(OF_COORDINATOR, found, strict=True))
-    lag = _mean(of["lag"], of["lags"])
+    both = (*DIGITS, *map(count_of, DIGITS))
+    sums, counts = np.split(grid.columns(both, *at, slice(0, 1))[:, COORDINATOR], 2)
+    means = dict(zip(DIGITS, _mean(sums, counts), strict=True))
+    lag = _mean(of["lag"], of[count_of("lag")])
     known = np.array([lane.peak_flops_per_s > 0 for lane in lanes], bool)
     peaks = np.array([[lane.peak_flops_per_s] for lane in lanes]).reshape(-1, 1)
     mfu = _mean(
@@ -192,59 +202,35 @@ def _curves(
     def total(name: str, over: float) -> list[float]:
         return [float(f"{v:.4g}") for v in of[name].sum(axis=0) / over]
 
-    def mean(name: str, plural: str, digits: int) -> list[float]:
-        return _rounded(_mean(of[name], of[plural]), digits)
+    def by_island(name: str) -> dict[str, list[float]]:
+        drawn = zip(lanes, _mean(of[name], of[count_of(name)]), strict=True)
+        told = ((lane, curve) for lane, curve in drawn if np.isfinite(curve).any())
+        return {lane.name: _rounded(curve, 3) for lane, curve in told}
 
-    def by_island(name: str, plural: str) -> dict[str, list[float]]:
-        curves = _mean(of[name], of[plural])
-        drawn = zip(lanes, curves, strict=True)
-        return {
-            lane.name: _rounded(curve, 3)
-            for lane, curve in drawn
-            if np.isfinite(curve).any()
-        }
-
-    merged_losses = [p for p in timeline.merged_losses if p[0] < window.stop]
+    merged = [p for p in timeline.merged_losses if window.start <= p[0] < window.stop]
+    behind = np.isfinite(lag)
+    most = lag.max(axis=0, initial=-np.inf, where=behind)
     first = window.start + seconds / 2
     return {
         "times": np.round(first + seconds * np.arange(points), 2).tolist(),
-        "loss": by_island("loss", "losses"),
-        "eval_loss": by_island("eval_loss", "eval_losses"),
-        "merged_loss": [
-            list(point) for point in merged_losses if point[0] >= window.start
-        ][-MERGED_LOSSES_SHOWN:],
+        "loss": by_island("loss"),
+        "eval_loss": by_island("eval_loss"),
+        "merged_loss": [list(point) for point in merged[-MERGED_LOSSES_SHOWN:]],
         "computed": total("tokens", seconds),
         "merged": total("merged_tokens", seconds * timeline.fragments),
         "up": total("bytes_up", seconds),
         "down": total("bytes_down", seconds),
-        "behind_mean": _rounded(_mean_of_rows(lag), 2),
-        "behind_most": _rounded(_most_of_rows(lag), 2),
-        "pairwise_cosine": mean("cosine", "cosines", 3),
-        "cosine_to_last": mean("last_cosine", "last_cosines", 3),
-        "merge_seconds": mean("merge_seconds", "merges", 4),
+        "behind_mean": _rounded(
+            _mean(np.nansum(lag, axis=0), 1.0 * behind.sum(axis=0)), 2
+        ),
+        "behind_most": _rounded(np.where(behind.any(axis=0), most, np.nan), 2),
         "mfu": _rounded(mfu, 4),
-        **{
-            name: mean(name, "looks", 0)
-            for name in ("memory", "workers_memory", "memory_left", "disk")
-        },
+        **{name: _rounded(means[name], digits) for name, digits in DIGITS.items()},
     }
 
 
 def _mean(sums: Array, counts: Array) -> Array:
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 1e-6)
-
-
-def _mean_of_rows(values: Array) -> Array:
-    """Return the mean over rows of what is finite."""
-    finite = np.isfinite(values)
-    return _mean(np.where(finite, values, 0.0).sum(axis=0), 1.0 * finite.sum(axis=0))
-
-
-def _most_of_rows(values: Array) -> Array:
-    if not len(values):
-        return _mean_of_rows(values)
-    most = np.where(np.isfinite(values), values, -np.inf).max(axis=0)
-    return np.where(np.isfinite(most), most, np.nan)
 
 
 def _rounded(values: Array, digits: int) -> list[float]:
@@ -261,53 +247,46 @@ def _where_it_went(
     `goodput` is that of `observability/measures.py`, of this window alone: compilation
     is apart.
     """
-    names = (*STATES, "tokens", "merged_tokens", "lost_tokens", "stalled")
+    names = (*STATES, "tokens", "merged_tokens", "lost_tokens", "stalled_seconds")
+    lanes = [lane for lane in lanes if lane.median_step_seconds > 0]
     found = timeline.grid.totals(names, window.start, window.stop)
-    of = dict(zip(names, found, strict=True))
-    parts = dict.fromkeys(
-        ("merged", "lost", "open", "stalled", "compiling", "away", "slower"), 0.0
-    )
-    islands = []
-    for lane in lanes:
-        row, median = lane.row, lane.median_step_seconds
-        if median <= 0:
-            continue
-        speed = lane.tokens_per_step / median
-        present = sum(of[state][row] for state in STATES if state != "stopped")
-        compiling = of["joining"][row] + of["compiling"][row]
-        computed, merged, lost = (
-            float(of["tokens"][row]),
-            of["merged_tokens"][row] / timeline.fragments,
-            of["lost_tokens"][row] / timeline.fragments,
+    of = dict(zip(names, found[:, [lane.row for lane in lanes]], strict=True))
+    speed = np.array([one.tokens_per_step / one.median_step_seconds for one in lanes])
+    here = [of[state] for state in STATES if state != "stopped"]
+    present = np.sum(here, axis=0)
+    compiling, away = of["joining"] + of["compiling"], of["absent"]
+    stalled, computed = np.minimum(of["stalled_seconds"], present), of["tokens"]
+    merged = of["merged_tokens"] / timeline.fragments
+    lost = of["lost_tokens"] / timeline.fragments
+    slower = (present - compiling - away - stalled) * speed - computed
+    parts = {
+        "merged": merged,
+        "lost": lost,
+        "open": np.maximum(0.0, computed - merged - lost),
+        "stalled": stalled * speed,
+        "compiling": compiling * speed,
+        "away": away * speed,
+        "slower": np.maximum(0.0, slower),
+    }
+    whole = float(sum(part.sum() for part in parts.values())) or 1.0
+    islands = [
+        IslandMeasure(
+            provisioned_seconds=max(0.0, float(present[n] - compiling[n])),
+            tokens_per_step=lane.tokens_per_step,
+            median_step_seconds=lane.median_step_seconds,
+            computed_tokens=int(computed[n]),
+            merged_tokens=int(merged[n]),
         )
-        available = present * speed
-        parts["merged"] += merged
-        parts["lost"] += lost
-        parts["open"] += max(0.0, computed - merged - lost)
-        parts["compiling"] += compiling * speed
-        parts["away"] += of["absent"][row] * speed
-        stalled = min(of["stalled"][row], present) * speed
-        parts["stalled"] += stalled
-        idle = available - computed - (compiling + of["absent"][row]) * speed - stalled
-        parts["slower"] += max(0.0, idle)
-        islands.append(
-            IslandMeasure(
-                provisioned_seconds=max(0.0, present - compiling),
-                tokens_per_step=lane.tokens_per_step,
-                median_step_seconds=median,
-                computed_tokens=int(computed),
-                merged_tokens=int(merged),
-            )
-        )
-    whole = sum(parts.values())
+        for n, lane in enumerate(lanes)
+    ]
     reasons: dict[str, float] = {}
     for time, reason, tokens in timeline.lost:
         if window.start <= time < window.stop:
-            share = tokens / timeline.fragments
-            reasons[reason] = reasons.get(reason, 0.0) + round(share)
+            share = round(tokens / timeline.fragments)
+            reasons[reason] = reasons.get(reason, 0.0) + share
     return {
         "goodput": float(goodput(islands)),
-        "parts": {n: float(v / whole) if whole else 0.0 for n, v in parts.items()},
+        "parts": {name: float(part.sum()) / whole for name, part in parts.items()},
         "lost": reasons,
     }
 
@@ -341,27 +320,10 @@ def _merges(
     """Return the newest merges of the window, the oldest first; `weights` are shares of
     the merge's tokens in thousandths, in the order of the islands."""
     shown = []
-    recent = timeline.recent_merges(window.start, window.stop, MERGES_SHOWN)
-    for merge in reversed(list(recent)):
-        total = sum(merge.tokens.values()) or 1
-        shown.append(
-            {
-                "time": round(merge.time, 2),
-                "fragment": merge.fragment,
-                "version": merge.version,
-                "final": merge.final,
-                "share": round(merge.share, 3),
-                "tokens": total,
-                "weights": [
-                    round(1000 * merge.tokens.get(n, 0) / total) for n in names
-                ],
-                "stale": merge.stale,
-                **{
-                    name: None if value is None else float(f"{value:.3g}")
-                    for name, value in merge.measures.items()
-                },
-            }
-        )
+    for merge in timeline.recent_merges(window.start, window.stop, MERGES_SHOWN):
+        total = sum(merge["tokens"].values()) or 1
+        weights = [round(1000 * merge["tokens"].get(n, 0) / total) for n in names]
+        shown.append({**merge, "tokens": total, "weights": weights})
     return shown
 
 
@@ -380,5 +342,5 @@ def find_events(
             if len(found) == most:
                 more = True
                 break
-            found.append([event.time, event.kind, event.island, event.text])
+            found.append(list(event))
     return {"events": found, "more": more}

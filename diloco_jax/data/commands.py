@@ -18,9 +18,9 @@ from diloco_jax.config.fields import (
     positional,
     setting,
 )
+from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.files import absolute, is_bucket
-from diloco_jax.options import parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -61,8 +61,7 @@ from diloco_jax.data.prepared import (
 )
 from diloco_jax.data.tokenizers import Tokenizer, kept_name
 from diloco_jax.errors import ConfigError
-from diloco_jax.files import naming
-from diloco_jax.storage import sync_path
+from diloco_jax.files import naming, sync_path
 
 PLAN = "plan.json"
 PLAN_FORMAT = 2

@@ -59,7 +59,7 @@ from diloco_jax.island.world import (
 )
 from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.process import leave_at_once, uncollected
+from diloco_jax.process import gc_pause, leave_at_once
 from diloco_jax.protocol.island.boundary import Ending, Watching
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
@@ -234,7 +234,7 @@ class TrainingHost(Host[Loop]):
             self.watching = Watching(len(self.plan.fragments), watched.copy)
         return exchange
 
-    @uncollected()
+    @gc_pause()
     def compile(self) -> None:
         """Compile everything, then run it once.
 

@@ -41,7 +41,7 @@ from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.island import world
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.process import QuietWatch, heeding_signals, leave_at_once
+from diloco_jax.process import HangDetector, heeding_signals, leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.messages import ProfileRequest, Short
 
@@ -153,7 +153,7 @@ def _ask(host: str, tag: str) -> tuple[str, str]:
     return world.ask_metadata(path, host, LONG_POLL_S)
 
 
-class HangWatch(QuietWatch):
+class HangWatch(HangDetector):
     """Watches one island's process: the parts of its start, then its loop, which calls
     `touch` at its boundaries."""
 
@@ -186,7 +186,7 @@ class HangWatch(QuietWatch):
         return loop.run()
 
     def words(self, quiet_s: float) -> str:
-        """See `QuietWatch`."""
+        """See `HangDetector`."""
         return (
             f"hangs: no step and no boundary for {quiet_s:.0f} s; {self._part}"
             f"placement.hang_budget_s = {self._budget_s:g}; a device, a compiler or a "

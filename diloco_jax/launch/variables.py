@@ -75,14 +75,10 @@ def flag_notes(config: Config) -> list[str]:
             before_jax.LIBTPU_VARIABLE, ""
         )
         generation = before_jax.generation_of(island.topology)
-        for since, flags in before_jax.LIBTPU_FLAGS.get(generation, ())[:1]:
-            version = ".".join(map(str, since))
-            notes += [
-                f"note: island {name}: {clash}"
-                for clash in before_jax.flag_clashes(
-                    given, flags, f"{generation}, {version}"
-                )
-            ]
+        tried = f"{generation}, {'.'.join(map(str, before_jax.TRIED))}"
+        flags = before_jax.LIBTPU_FLAGS.get(generation, ())
+        clashes = before_jax.flag_clashes(given, flags, tried) if flags else []
+        notes += [f"note: island {name}: {clash}" for clash in clashes]
     return notes
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from diloco_jax import run_files
 from diloco_jax.errors import ConfigError
-from diloco_jax.observability.metrics import read_metrics
+from diloco_jax.observability.metrics import MEASURES, read_metrics
 from diloco_jax.observability.tape import Repeats, read_tape
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ Table = dict[str, np.ndarray]
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "merges": (
         *("time", "tokens", "fragment", "version", "final"),
-        *("contributions", "share", "norm", "digest"),
-        *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
+        *("contributions", "share", MEASURES[0], "digest"),
+        *MEASURES[1:],
     ),
     "steps": (
         *("island", "incarnation", "step", "began", "time"),
@@ -158,7 +158,7 @@ class History:
         axes.plot(shown.time, [0.0] * len(shown), "|", color=INK, markersize=13)
         few = all(
             len(_of(self.frame(name), island, begin, end)) <= MOST_MARKS
-            for name in ("takes", "adoptions")
+            for name in MARKS
             for island in self.islands
         )
         for lane, island in enumerate(self.islands, start=1):
@@ -168,34 +168,18 @@ class History:
             bars = _bars(own, None if apart else (end - begin) / 200)
             axes.broken_barh(bars, (lane - 0.33, 0.66), color=SKY, alpha=0.6, lw=0)
             for ended, away in self.absences(island):
-                _away(
-                    axes, lane, max(begin, ended), min(end, ended + away), end - begin
-                )
-            if few:
-                takes = _of(self.frame("takes"), island, begin, end)
-                axes.plot(
-                    takes.time,
-                    [lane - 0.13] * len(takes),
-                    "^",
-                    color=ORANGE,
-                    ms=6,
-                    mew=0,
-                )
-                adopted = _of(self.frame("adoptions"), island, begin, end)
-                axes.plot(
-                    adopted.time,
-                    [lane + 0.13] * len(adopted),
-                    "v",
-                    color=BLUE,
-                    ms=6,
-                    mew=0,
-                )
+                stop = min(end, ended + away)
+                _away(axes, lane, max(begin, ended), stop, end - begin)
+            for name, (marker, colour, above, _) in MARKS.items() if few else ():
+                found = _of(self.frame(name), island, begin, end)
+                place = [lane + above] * len(found)
+                axes.plot(found.time, place, marker, color=colour, ms=6, mew=0)
         _key(axes, few)
         axes.set_yticks(range(len(self.islands) + 1), ["merges", *self.islands])
         axes.set(xlim=(begin, end), ylim=(len(self.islands) + 0.5, -0.5))
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        say(axes, title or _finding(self, steps), _clock(self))
+        say(axes, title or _finding(self), _clock(self))
         return axes
 
     def plot_loss(
@@ -225,14 +209,8 @@ class History:
             colour, style = LINES[index % len(LINES)]
             axes.plot(own.time, curve, style, color=colour, lw=1.8, label=island)
         if len(judged):
-            axes.plot(
-                judged.time,
-                judged.loss,
-                "o",
-                color=INK,
-                ms=4,
-                label="merged, validation",
-            )
+            looks: Any = {"color": INK, "ms": 4, "label": "merged, validation"}
+            axes.plot(judged.time, judged.loss, "o", **looks)
         if final is not None:
             label = f"merged, validation: {final:.2f}"
             axes.axhline(final, color=INK, lw=1.2, ls=(0, (6, 3)), label=label)
@@ -285,7 +263,6 @@ def of_rows(
 
 PAUSE_S = 1.0
 """Seconds beyond twice its steps' usual time from which an interval has a pause."""
-MEASURES = ("norm", "pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio")
 
 Line = Mapping[str, Any]
 
@@ -450,14 +427,17 @@ BLUE, GREEN, ORANGE, PINK, SKY = "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#5
 INK, GREY, PAPER = "#222222", "#999999", "#ffffff"
 LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PINK, ":"), (SKY, "-"))
 """Colour and style of the first line, the second one and so on."""
+MARKS = {
+    "takes": ("^", ORANGE, -0.13, "take"),
+    "adoptions": ("v", BLUE, 0.13, "adoption"),
+}
+"""Marker, colour, place above the lane's middle, and name in the key."""
 MOST_MARKS = 60
 """Takes and adoptions of one island that can be told apart in one plot."""
 MOST_BARS = 120
 """Steps of one island that can be told apart in one plot."""
 SMOOTHED = 15
 """A point of a loss curve is the mean over one in so many of the island's steps."""
-STANDSTILL = 3.0
-"""A pause of an island, in its median steps, from which on it counts as one."""
 
 
 def paper(
@@ -507,21 +487,14 @@ def _away(axes: Axes, lane: int, start: float, stop: float, width: float) -> Non
     """Draw an outage, with its length if there is room for it."""
     if math.isnan(stop) or stop <= start:
         return
-    bar = [(start, stop - start)]
-    axes.broken_barh(
-        bar, (lane - 0.33, 0.66), facecolor="#eeeeee", edgecolor=GREY, hatch="////"
-    )
+    bar, light = [(start, stop - start)], "#eeeeee"
+    looks: Any = {"facecolor": light, "edgecolor": GREY, "hatch": "////"}
+    axes.broken_barh(bar, (lane - 0.33, 0.66), **looks)
     if stop - start > 0.07 * width:
-        axes.text(
-            (start + stop) / 2,
-            lane,
-            f"away {stop - start:.0f} s",
-            ha="center",
-            va="center",
-            color=INK,
-            fontsize=9,
-            bbox={"facecolor": "#eeeeee", "edgecolor": "none", "pad": 1.5},
-        )
+        text, middle = f"away {stop - start:.0f} s", (start + stop) / 2
+        box: Any = {"facecolor": light, "edgecolor": "none", "pad": 1.5}
+        looks = {"ha": "center", "va": "center", "color": INK, "fontsize": 9}
+        axes.text(middle, lane, text, bbox=box, **looks)
 
 
 def _key(axes: Axes, marks: bool) -> None:
@@ -532,61 +505,29 @@ def _key(axes: Axes, marks: bool) -> None:
     handles: list[Any] = [
         Line2D([], [], marker="|", color=INK, ls="", ms=10, label="merge"),
         Patch(color=SKY, alpha=0.6, lw=0, label="steps"),
+        *(
+            Line2D([], [], marker=marker, color=colour, ls="", ms=6, label=name)
+            for marker, colour, _, name in (MARKS.values() if marks else ())
+        ),
     ]
-    for marker, colour, name in (("^", ORANGE, "take"), ("v", BLUE, "adoption")):
-        if marks:
-            handles.append(
-                Line2D([], [], marker=marker, color=colour, ls="", ms=6, label=name)
-            )
-    axes.legend(
-        handles=handles,
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-        labelcolor=INK,
-    )
+    beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    axes.legend(handles=handles, frameon=False, labelcolor=INK, **beside)
 
 
 def _clock(history: History) -> str:
     return "seconds since the run began" if history.recorded else "virtual seconds"
 
 
-def _finding(history: History, steps: pandas.DataFrame) -> str:
+def _finding(history: History) -> str:
     """Return what a timeline shows, in one sentence."""
     absences = [
-        (away, ended, island)
+        (away, island)
         for island in history.islands
-        for ended, away in history.absences(island)
+        for _, away in history.absences(island)
         if not math.isnan(away)
     ]
     if absences:
-        away, ended, island = max(absences)
-        others = [name for name in history.islands if name != island]
-        still = _never_still(steps, others, ended, ended + away)
-        rest = "; the others do not stop" if others and still else ""
-        return f"{island} is away for {away:.0f} s{rest}"
-    span = steps.groupby("island").agg({"began": "min", "time": "max"})
-    lived = float((span.time - span.began).sum())
-    if history.recorded or not lived:
-        merges = len(history.merges["time"])
-        return f"{len(history.islands)} islands, {merges:,} merge{'s' * (merges != 1)}"
-    share = float((steps.time - steps.began).sum()) / lived
-    return f"Islands are in steps for {share:.0%} of their time"
-
-
-def _never_still(
-    steps: pandas.DataFrame, islands: Sequence[str], begin: float, end: float
-) -> bool:
-    """Tell whether none of these islands paused between two of its steps then."""
-    for island in islands:
-        own = steps[(steps.island == island) & (steps.time > begin)]
-        own = own[own.began < end]
-        if not len(own):
-            return False
-        pauses = own.began.to_numpy()[1:] - own.time.to_numpy()[:-1]
-        usual = float((own.time - own.began).median())
-        if own.began.iloc[0] > begin + usual or own.time.iloc[-1] < end - usual:
-            return False
-        if len(pauses) and pauses.max() > STANDSTILL * usual:
-            return False
-    return True
+        away, island = max(absences)
+        return f"{island} is away for {away:.0f} s"
+    merges = len(history.merges["time"])
+    return f"{len(history.islands)} islands, {merges:,} merge{'s' * (merges != 1)}"

@@ -127,16 +127,15 @@ class Curves:
 
 MOST_WAITING = 100_000
 """Lines that may wait for space on a full disk; beyond it, the oldest are left out."""
+MEASURES = ("norm", "pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio")
+"""What a merge says of its deltas, as every line of one has it."""
 CURVES = {
     "island": (
         *("loss", "loss_by_source", "eval_loss", "learning_rate"),
         *("median_step_seconds", "stalled_seconds", "bytes_up", "bytes_down"),
     ),
     "merged_model": ("eval_loss",),
-    "merge": (
-        *("norm", "tokens", "seconds"),
-        *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
-    ),
+    "merge": ("tokens", "seconds", *MEASURES),
 }
 """Fields drawn as curves, by kind of line."""
 

@@ -109,7 +109,6 @@ def _closed_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
 
 
-BLOCK_BYTES = 1 << 16
 LAST_LINES = 1000
 LINES_TOLD = 1000
 """Lines between two times that the progress is told."""
@@ -399,17 +398,8 @@ def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
 
 def _reversed_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield the complete lines of a file from the last one back."""
-    end = _after_last_newline(file, file.seek(0, os.SEEK_END))
-    rest = b""
-    while end > 0:
-        start = max(0, end - BLOCK_BYTES)
-        file.seek(start)
-        *whole, last = reversed((file.read(end - start) + rest).split(b"\n"))
-        # The first line of a block may begin in the block before.
-        rest, end = last, start
-        yield from filter(None, whole)
-    if rest:
-        yield rest
+    *whole, _ = file.read().split(b"\n")
+    yield from reversed(whole)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -423,20 +413,7 @@ def _digest(line: bytes) -> str:
 def _cut_torn_line(path: Path) -> int:
     if not path.exists():
         return 0
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        keep = _after_last_newline(file, size)
-        file.truncate(keep)
-    return size - keep
-
-
-def _after_last_newline(file: BinaryIO, end: int) -> int:
-    """Return the offset after the last newline before `end`; 0 if there is none."""
-    while end > 0:
-        start = max(0, end - BLOCK_BYTES)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
+    data = path.read_bytes()
+    keep = data.rfind(b"\n") + 1
+    os.truncate(path, keep)
+    return len(data) - keep

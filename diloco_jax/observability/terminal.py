@@ -29,15 +29,10 @@ LINE_EVERY_S = 10.0
 ALERTS_SHOWN = 3
 STATE_STYLES = {
     "training": "green",
-    "compiling": "cyan",
-    "joining": "cyan",
-    "starting": "cyan",
     "stopped": "dim",
-    "restarting": "yellow",
-    "absent": "yellow",
-    "quarantined": "red",
-    "refused": "red",
-    "failed": "red",
+    **dict.fromkeys(("compiling", "joining", "starting"), "cyan"),
+    **dict.fromkeys(("restarting", "absent"), "yellow"),
+    **dict.fromkeys(("quarantined", "refused", "failed"), "red"),
 }
 
 
@@ -68,32 +63,27 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
 
 def island_table(status: Mapping[str, Any]) -> Table:
     """Return a table with one row per island."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("island", no_wrap=True)
-    table.add_column("state", no_wrap=True)
     islands = status.get("islands", {})
     # Eighty columns have room for the evaluation loss only where an island evaluates.
     evaluated = any(_loss(i, "eval_loss") != "-" for i in islands.values())
-    losses = ("loss", "eval") if evaluated else ("loss",)
+    losses = {"loss": "loss", **({"eval": "eval_loss"} if evaluated else {})}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("island", "state"):
+        table.add_column(name, no_wrap=True)
     for name in ("step", "tok/s", *losses, "part.", "version", "up", "down"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, island in islands.items():
-        state = str(island.get("state", ""))
-        attempt = island.get("incarnation", 1)
+        state, attempt = str(island.get("state", "")), island.get("incarnation", 1)
+        shown = f"{state} #{attempt}" if attempt > 1 else state
         table.add_row(
             name,
-            Text(
-                f"{state} #{attempt}" if attempt > 1 else state,
-                style=STATE_STYLES.get(state, ""),
-            ),
+            Text(shown, style=STATE_STYLES.get(state, "")),
             f"{int(_number(island, 'steps')):,}",
             f"{_number(island, 'tokens_per_second'):,.0f}",
-            _loss(island, "loss"),
-            *([_loss(island, "eval_loss")] if evaluated else []),
+            *(_loss(island, field) for field in losses.values()),
             f"{_number(island, 'participation'):.0%}",
             str(island.get("version", "-")),
-            bytes_text(_number(island, "bytes_up")),
-            bytes_text(_number(island, "bytes_down")),
+            *(bytes_text(_number(island, f"bytes_{way}")) for way in ("up", "down")),
         )
     return table
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.config.fields import NOT_NEGATIVE, SECONDS, SHARE, check_bounds, setting
-from diloco_jax.options import TRUST_CODE
+from diloco_jax.config.options import TRUST_CODE
 from diloco_jax.simulation.clock import LineSpeed
 
 MOST_REPORTS = 1e6

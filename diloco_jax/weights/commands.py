@@ -23,9 +23,9 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.config.loading import require_trust_flag
+from diloco_jax.config.options import TRUST_CODE, parse
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.files import absolute, expand
-from diloco_jax.options import TRUST_CODE, parse
 from diloco_jax.workdir import read_config
 
 if TYPE_CHECKING:

@@ -27,9 +27,8 @@ from diloco_jax.coordinator import kept
 from diloco_jax.core.fragments import LAYERS, Piece, from_pieces
 from diloco_jax.data.tokenizers import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
-from diloco_jax.files import require_writable
+from diloco_jax.files import require_writable, sync_path
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.storage import sync_path
 from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.adapted import base_run, merged_leaves, write_adapter
 from diloco_jax.weights.first import fill

@@ -10,8 +10,8 @@ from typing import Any
 
 from diloco_jax.config.config import check_name
 from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
+from diloco_jax.config.options import parse
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.options import parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -134,34 +134,13 @@ def workdir(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def test_all_fields_that_name_code_are_sealed() -> None:
-    assert set(loading.CODE_FIELDS) == {
-        *family_fields.FIELDS,
-        "model.factory",
-        "data.factory",
-    }
     run = RunConfig()
     assert loading.named_code(run) == {}, "members of the package are no such code"
-    for field in loading.CODE_FIELDS:
+    for field in (*family_fields.FIELDS, "model.factory", "data.factory"):
         section, name = field.split(".")
         part = dataclasses.replace(getattr(run, section), **{name: "a.py:b"})
         changed = dataclasses.replace(run, **{section: part})
         assert loading.named_code(changed) == {field: "a.py:b"}
-
-
-def test_a_command_for_alerts_is_code_of_whoever_wrote_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config(placement=Placement(alert_command="mail me"))
-    path = tmp_path / "config.json"
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
-    write_config_json(config, path)
-    RunFacts(run_id="r", begun_unix=1.0).write(tmp_path)
-    with_config(["--resume", str(tmp_path)])
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
-    with pytest.raises(ConfigError, match=r"alert_command = 'mail me'.*--trust-code"):
-        with_config(["--resume", str(tmp_path)])
-    with_config(["--resume", str(tmp_path), "--trust-code"])
-    with_config(["--resume", str(tmp_path)])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco_jax import storage
+from diloco_jax import files, storage
 from diloco_jax.coordinator.holding import fragment_snapshots as module
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.log import DurableError
@@ -75,7 +75,7 @@ def test_a_full_disk_is_told_with_folder_and_bytes_and_leaves_nothing(
 
 
 def test_what_a_crash_left_unfinished_is_removed(publishes, tmp_path):
-    torn = tmp_path / "publishes" / "00000" / f"1-5.publish.abc{storage.TEMPORARY}"
+    torn = tmp_path / "publishes" / "00000" / f"1-5.publish.abc{files.TEMPORARY}"
     torn.write_bytes(b"torn")
     assert numbers(Publishes(tmp_path / "publishes")) == [1, 2, 3, 4]
     assert not torn.exists()

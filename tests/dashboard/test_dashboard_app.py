@@ -6,7 +6,6 @@ import hashlib
 import http.client
 import io
 import json
-import math
 import re
 import signal
 import socket
@@ -22,8 +21,8 @@ from diloco_jax import run_files
 from diloco_jax.cluster import cluster
 from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.dashboard import run_readers
-from diloco_jax.dashboard.app import STATIC, Onlooker
+from diloco_jax.dashboard import app
+from diloco_jax.dashboard.app import STATIC, RunReader
 from diloco_jax.dashboard.command import listen
 from diloco_jax.wire.errors import ConnectionLost
 
@@ -116,7 +115,7 @@ def test_nothing_is_written(ask, method):
 def test_a_parameter_that_is_no_number_is_named(ask, query):
     answer, body = ask(f"/view?{query}")
     assert answer.status == 400
-    assert json.loads(body)["error"].startswith(query.split("=")[0])
+    assert body.decode().startswith(query.split("=")[0])
     assert ask(f"/events?words={'x' * 201}")[0].status == 400
 
 
@@ -143,11 +142,6 @@ def test_a_window_of_the_run_comes_as_json(ask):
     assert len(found["lanes"]) == 4
     _, body = ask("/events?words=joins")
     assert len(json.loads(body)["events"]) == 3
-
-
-def onlook(target):
-    """Open a workdir or an address, without threads."""
-    return Onlooker(run_readers.opened(target, Placement()))
 
 
 @pytest.mark.dist
@@ -183,13 +177,13 @@ def test_a_run_that_is_written_is_followed(tmp_path):
     whole = tape.read_bytes()
     half = whole.index(b"\n", len(whole) // 2) + 1
     tape.write_bytes(whole[:half])
-    onlooker = onlook(str(workdir))
-    onlooker.read()
-    before = onlooker.view(None, None, 100)
+    reader = RunReader(workdir, Placement())
+    reader.read()
+    before = reader.view(None, None, 100)
     with tape.open("ab") as file:
         file.write(whole[half:])
-    onlooker.read()
-    after = onlooker.view(None, None, 100)
+    reader.read()
+    after = reader.view(None, None, 100)
     assert before["merges"]
     assert len(after["merges"]) > len(before["merges"])
     assert after["read"] == 1.0
@@ -199,73 +193,25 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run", over=False)
     for name in (run_files.TAPE, run_files.METRICS, run_files.FACTS):
         (workdir / name).unlink()
-    onlooker = onlook(str(workdir))
-    onlooker.read()
-    onlooker.ask()
-    found = onlooker.view(None, None, 100)
+    reader = RunReader(workdir, Placement())
+    reader.read()
+    reader.ask()
+    found = reader.view(None, None, 100)
     assert found["lanes"][0]["name"] == "coordinator"
     assert "not up yet" in found["status"]["unreachable"]
 
 
-def test_a_coordinator_alone_tells_its_status(monkeypatch):
-    status = {
-        "run_id": "r",
-        "phase": "running",
-        "total_tokens": 1000,
-        "alerts": [],
-        "machine": {
-            **{"memory_bytes": 2e9, "memory_left_bytes": 3e9, "disk_free_bytes": 4e9},
-            **{"memory_whole_bytes": 9e9, "workers_memory_bytes": [5e8]},
-        },
-        "merged_model": None,
-        "islands": {
-            "a": {
-                **{"state": "training", "incarnation": 2, "steps": 10, "loss": 2.5},
-                **{"eval_loss": None, "tokens_per_second": 50.0},
-                **{"median_step_seconds": 2.0, "stalled_seconds": 0.1},
-                **{"bytes_up": 1000, "bytes_down": 900},
-            }
-        },
-    }
-    now = [BEGIN]
-    monkeypatch.setattr(run_readers.time, "time", lambda: now[0])
-    monkeypatch.setattr(run_readers, "read_status", lambda *_: status)
-    onlooker = onlook("host:7000")
-    for _ in range(5):
-        onlooker.ask()
-        onlooker.read()
-        now[0] += 2.0
-        status["islands"]["a"]["steps"] += 1
-    status["islands"]["a"]["state"] = "absent"
-    status["alerts"] = ["look out"]
-    onlooker.ask()
-    onlooker.read()
-    found = onlooker.view(None, None, 100)
-    assert [lane["name"] for lane in found["lanes"]] == ["coordinator", "a"]
-    computed = [value for value in found["curves"]["computed"] if value]
-    assert computed == pytest.approx([50.0] * len(computed), rel=0.05)
-    assert found["alerts"][0][1] == "look out"
-    assert found["health"] == {"state": "down", "why": ["no island trains", "a absent"]}
-    assert [who for who, *_ in found["failures"]["shown"]] == ["a"]
-    for field, value in (("memory", 2e9), ("workers_memory", 5e8), ("disk", 4e9)):
-        told = {each for each in found["curves"][field] if not math.isnan(each)}
-        assert told == {value}
-    assert not found["run"]["whole"]
-    events = onlooker.events("away", None, None)["events"]
-    assert [text for *_, text in events] == ["a #2 is away: absent"]
-
-
-def test_a_coordinator_that_does_not_answer_is_said(monkeypatch):
+def test_a_coordinator_that_does_not_answer_is_said(tmp_path, monkeypatch):
     def lost(*_):
         raise ConnectionLost("host:7000 is not there")
 
-    monkeypatch.setattr(run_readers, "read_status", lost)
-    onlooker = onlook("host:7000")
-    onlooker.ask()
-    onlooker.read()
-    assert onlooker.view(None, None, 100)["status"] == {
-        "unreachable": "host:7000 is not there"
-    }
+    workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run", over=False)
+    monkeypatch.setattr(app, "read_status", lost)
+    reader = RunReader(workdir, Placement())
+    reader.ask()
+    found = reader.view(None, None, 100)
+    assert found["status"] == {"unreachable": "host:7000 is not there"}
+    assert found["health"]["state"] == "down"
 
 
 def test_a_port_that_is_taken_or_none_is_named():

@@ -26,14 +26,14 @@ ENDED = "its process ended without a word: killed, crashed, or its machine is go
 OUTCOMES = [
     {"who": "a", "kind": "kill", "time": 1030.0, "seconds": 0.0},
     {"who": "b", "kind": "stop", "time": 1050.0, "seconds": 2.0},
-    {"who": "b", "kind": "stop", "time": 1070.0, "seconds": 5.0},
+    {"who": "b", "kind": "kill", "time": 1070.0, "seconds": 0.0},
     {"who": "coordinator", "kind": "kill", "time": 1090.0, "seconds": 0.0},
 ]
 BACK = [{"back_s": 4.0, "merged_s": 9.0}, *[{"back_s": None, "merged_s": None}] * 2]
 LIST = [one | back for one, back in zip(OUTCOMES, [*BACK, BACK[0]], strict=True)]
 FAILURES = [
     ["1:30", "coordinator", "5.1 s", f"{ENDED}", "merges went on 9.2 s after"],
-    ["1:10", "b", "6.2 s", "its process stood still", "1,024 tokens lost"],
+    ["1:10", "b", "6.2 s", ENDED, "1,024 tokens lost"],
     ["0:31", "a", "6.0 s", ENDED, "512 tokens lost, merged again 9.4 s after it"],
 ]
 ISLANDS = [["island", "tokens lost"], ["a #2", "512"], ["b", "1,024"]]
@@ -52,7 +52,7 @@ def agreed(asked, failures, lost=LOST) -> list[bool]:
 def disputed(asked, failures, lost=LOST) -> list[str]:
     """Kinds of questions about every fault and island that are answered otherwise."""
     truth, page = sides(asked, failures, lost)
-    every = [one for fault in truth.faults for one in asked.about(fault)]
+    every = [one for fault in truth.kills for one in asked.about(fault)]
     every += asked.of_tokens(truth)
     return [one.kind for one in every if not one.is_answered(page)]
 
@@ -66,8 +66,7 @@ def test_a_page_that_says_it_all_answers_all(asked):
     ("row", "cell", "text", "kind"),
     [
         (0, 2, "9.5 s", "for how long, no coordinator"),
-        (1, 2, "until now", "for how long, stop"),
-        (1, 3, "its link was cut", "why, stop"),
+        (1, 3, "its connection broke", "why, kill"),
         (2, 4, "1,512 tokens lost, merged again 9.4 s after it", "tokens lost, by row"),
         (2, 4, "512 tokens lost", "merged again, kill"),
     ],

@@ -170,10 +170,10 @@ def test_it_is_not_known_without_a_formula_or_a_peak(short):
 
 def test_memory_and_disk_are_those_of_their_time(short):
     curves = seen(short, 50, 90)["curves"]
-    memory = [value for value in curves["memory"] if value is not None]
+    memory = [value for value in curves["memory_bytes"] if value is not None]
     assert len(memory) >= 7
     assert all(140e9 < value < 160e9 for value in memory)
-    disk = [value for value in curves["disk"] if value is not None]
+    disk = [value for value in curves["disk_free_bytes"] if value is not None]
     assert disk == sorted(disk, reverse=True)
     assert disk[0] > disk[-1]
 

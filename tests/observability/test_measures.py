@@ -32,25 +32,31 @@ def island(**fields):
     return IslandMeasure(**{**defaults, **fields})
 
 
-def test_an_island_that_never_stopped_and_lost_nothing_has_goodput_one():
-    assert goodput([island()]) == pytest.approx(1.0)
+IDLE = island(median_step_seconds=0.0, computed_tokens=0, merged_tokens=0)
 
 
-def test_goodput_counts_merged_and_compute_goodput_computed_tokens():
-    half = island(merged_tokens=50_000, computed_tokens=100_000)
-    assert goodput([half]) == pytest.approx(0.25)
-    assert compute_goodput([half]) == pytest.approx(0.5)
-
-
-def test_islands_count_by_what_they_could_have_done():
-    fast = island(tokens_per_step=3000, computed_tokens=0, merged_tokens=0)
-    assert goodput([island(), fast]) == pytest.approx(0.25)
-
-
-def test_an_island_without_steps_neither_helps_nor_hurts():
-    idle = island(median_step_seconds=0.0, computed_tokens=0, merged_tokens=0)
-    assert goodput([island(), idle]) == pytest.approx(1.0)
-    assert goodput([idle]) == 0.0
+@pytest.mark.parametrize(
+    ("islands", "merged", "computed"),
+    [
+        ([island()], 1.0, 1.0),
+        ([island(merged_tokens=50_000, computed_tokens=100_000)], 0.25, 0.5),
+        # Islands count by what they could have done.
+        (
+            [
+                island(),
+                island(tokens_per_step=3000, computed_tokens=0, merged_tokens=0),
+            ],
+            *(0.25, 0.25),
+        ),
+        ([island(), IDLE], 1.0, 1.0),
+        ([IDLE], 0.0, 0.0),
+    ],
+)
+def test_goodput_is_a_share_of_what_undisturbed_islands_compute(
+    islands, merged, computed
+):
+    assert goodput(islands) == pytest.approx(merged)
+    assert compute_goodput(islands) == pytest.approx(computed)
 
 
 def test_uptime_counts_overlaps_once_and_gaps_not():

@@ -39,13 +39,6 @@ def test_every_line_comes_once_through_all_files(follow):
     assert numbers(reader) == []
 
 
-def test_what_was_there_before_comes_from_the_oldest_file_on(follow):
-    writer, reader = follow
-    for n in range(50):
-        writer.append(line(n))
-    assert numbers(reader) == list(range(50))
-
-
 def test_a_line_without_its_end_comes_when_it_has_one(follow, tmp_path):
     writer, reader = follow
     writer.append(line(0))

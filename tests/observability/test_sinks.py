@@ -55,7 +55,12 @@ def wandb(monkeypatch):
     return fake
 
 
-def test_wandb_gets_a_row_for_each_line_on_an_axis_of_its_own(tmp_path, wandb):
+@pytest.mark.parametrize("project", ["", "mine"])
+def test_wandb_gets_a_row_for_each_line_on_an_axis_of_its_own(
+    tmp_path, wandb, monkeypatch, project
+):
+    if project:
+        monkeypatch.setenv("WANDB_PROJECT", project)
     both = ("tensorboard", "wandb")
     metrics = Metrics(tmp_path, sinks=both, run_id="r1", config={"seed": 1})
     for line in (ISLAND, MERGE, MODEL, {**ISLAND, "step": 4, "loss": 2.25}):
@@ -63,7 +68,7 @@ def test_wandb_gets_a_row_for_each_line_on_an_axis_of_its_own(tmp_path, wandb):
     metrics.close()
     (begun,) = wandb.begun
     assert begun["id"] == "r1"
-    assert begun["project"] == "diloco"
+    assert begun["project"] == (project or "diloco")
     assert begun["config"] == {"seed": 1}
     assert begun["dir"] == str(tmp_path)
     first, merge, model, second = wandb.run.rows
@@ -79,14 +84,6 @@ def test_wandb_gets_a_row_for_each_line_on_an_axis_of_its_own(tmp_path, wandb):
     assert wandb.run.axes["merge/norm/fragment-1"] == "merge/step/fragment-1"
     assert wandb.run.finished
     assert list((tmp_path / "tensorboard").iterdir()), "the other one has them too"
-
-
-def test_the_project_is_the_users_own(tmp_path, wandb, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    metrics = Metrics(tmp_path, sinks=("wandb",), run_id="r1")
-    metrics.append(ISLAND)
-    metrics.close()
-    assert wandb.begun[0]["project"] == "mine"
 
 
 def test_a_sink_that_fails_is_begun_anew_and_the_run_goes_on(

@@ -7,9 +7,7 @@ import threading
 import pytest
 
 from diloco_jax.observability.tape import (
-    BLOCK_BYTES,
     LAST_LINES,
-    JsonLines,
     Repeats,
     Tape,
     TapeError,
@@ -97,13 +95,6 @@ def test_a_record_cannot_bring_its_own_link(path):
     tape.close()
 
 
-def test_plain_lines_carry_no_chain(tmp_path):
-    lines = JsonLines(tmp_path / "logs" / "metrics.jsonl")
-    lines.append({"loss": 2.5})
-    lines.close()
-    assert (tmp_path / "logs" / "metrics.jsonl").read_text() == '{"loss":2.5}\n'
-
-
 MERGED = [{"kind": "merged", "version": [1, n]} for n in range(4)]
 
 
@@ -116,17 +107,6 @@ def test_what_a_crash_kept_from_the_tape_is_found(tmp_path, written):
     # A snapshot held the first one, so the log begins with the second.
     assert not_on_tape(tape.path, MERGED[1:]) == MERGED[max(1, written) :]
     assert not_on_tape(tmp_path / "no file is read", []) == []
-
-
-def test_lines_are_found_from_the_last_one_back_whatever_their_length(tmp_path):
-    path = tmp_path / "tape.jsonl"
-    lengths = [10, 70_000, 1, 200_000, *([500] * 400), BLOCK_BYTES - 20, 3]
-    lines = JsonLines(path)
-    for number, length in enumerate(lengths):
-        lines.append({"kind": f"{number}", "text": "y" * length})
-    lines.close()
-    for number, length in enumerate(lengths):
-        assert len(newest_record(path, f"{number}")["text"]) == length
 
 
 def test_the_newest_record_of_a_kind_is_found_while_a_line_is_being_written(tmp_path):

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from etils.epath import Path as Folder
 from rich.console import Console
 
-from diloco_jax import merge_route, storage
+from diloco_jax import files, merge_route, storage
 from diloco_jax.config import Config, Placement
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.holding.store import Store
@@ -75,8 +75,8 @@ class Publishes:
         written here, if not all are; others' files are left alone."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        storage.sync_path(folder.parent)
-        torn, own = f"*{storage.TEMPORARY}", [folder]
+        files.sync_path(folder.parent)
+        torn, own = f"*{files.TEMPORARY}", [folder]
         if fragments is not None:
             own = [self.path(f, Version()).parent for f in fragments]
         for path in [path for below in own for path in below.rglob(torn)]:
@@ -90,7 +90,7 @@ class Publishes:
         path = self.path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
-            storage.sync_path(self._folder)
+            files.sync_path(self._folder)
         require_space(self._folder, len(payload))
         header = {
             "fragment": fragment,

@@ -102,7 +102,7 @@ export function drawCurves(view, chosen) {
   draw("loss", view, series, { format: loss, tip: spread });
 
   const speeds = [line("computed", curves.computed, "c1", { dashed: true })];
-  if (view.run.whole) speeds.push(line("merged", curves.merged, "c0"));
+  speeds.push(line("merged", curves.merged, "c0"));
   draw("speed", view, speeds, { min: 0 });
   draw("cosine", view, [line("between islands", curves.pairwise_cosine, "c0"),
     line("to the fragment's last", curves.cosine_to_last, "c1", { dashed: true })],
@@ -113,10 +113,10 @@ export function drawCurves(view, chosen) {
     line("the most", curves.behind_most, "c1", { dashed: true })], { min: 0, empty: "nobody has adopted a version in this window" });
   const share = (value) => percent(value);
   draw("mfu", view, [line("of all islands", curves.mfu, "c0")], { format: share, min: 0, empty: "not known" });
-  const held = [line("coordinator", curves.memory, "c0")];
-  if (curves.workers_memory.some((value) => value)) held.push(line("its workers", curves.workers_memory, "c1", { dashed: true }));
+  const held = [line("coordinator", curves.memory_bytes, "c0")];
+  if (curves.workers_memory_bytes.some((value) => value)) held.push(line("its workers", curves.workers_memory_bytes, "c1", { dashed: true }));
   draw("machine", view, held, { format: bytes, min: 0 });
-  said(view, last(pairs(curves.memory_left)), last(pairs(curves.disk)));
+  said(view, last(pairs(curves.memory_left_bytes)), last(pairs(curves.disk_free_bytes)));
 }
 
 // What a curve cannot say: what is not known, and shares of what there is.
@@ -126,9 +126,8 @@ function said(view, memory, disk) {
   tell("machine-said", disk === null ? "" :
     `At the end of the window ${bytes(memory)} of its machine's memory and ${bytes(disk)} of its disk were free.`);
   tell("mfu-said", view.curves.mfu.some((value) => value !== null) ? ""
-    : !run.whole ? "Not known from a coordinator's status: it needs the workdir."
-      : run.flops_per_token === null ? "Not known: there is no formula for a model of your own, or for adapters."
-        : `Not known: no peak is published for ${devices.join(", ") || "devices that have not said hello"}.`);
+    : run.flops_per_token === null ? "Not known: there is no formula for a model of your own, or for adapters."
+      : `Not known: no peak is published for ${devices.join(", ") || "devices that have not said hello"}.`);
   const seconds = Math.max(1e-3, view.window[1] - view.window[0]);
   const most = ["bytes_up", "bytes_down"].map((way) => Math.max(0, ...lanes.slice(1).map((lane) => lane[way])) / seconds);
   const [up, down] = most.map((rate) => bytes(rate));

@@ -81,7 +81,6 @@ async function events() {
 function draw() {
   const { view, chosen } = shown;
   if (!view) return;
-  for (const section of document.querySelectorAll("[data-tape], #merges-section")) section.hidden = !view.run.whole;
   drawNumbers(view);
   drawFailures(view);
   lanes.draw(view, chosen);

@@ -15,7 +15,7 @@ export function drawNumbers(view) {
   const phase = status.unreachable ? "no answer" : status.phase ?? "starting";
   at("name").textContent = run.name;
   document.title = `${run.name}: ${phase}`;
-  at("from").textContent = [run.run_id ? `run ${run.run_id}` : "", view.span[0] ? `${run.whole ? "began" : "seen since"} ${moment(view.span[0])}` : ""].filter(Boolean).join(", ");
+  at("from").textContent = [run.run_id ? `run ${run.run_id}` : "", view.span[0] ? `began ${moment(view.span[0])}` : ""].filter(Boolean).join(", ");
   const { state, why } = view.health;
   // The phase says it already where both are one word.
   at("health").hidden = state === phase && !why.length;
@@ -26,8 +26,7 @@ export function drawNumbers(view) {
   at("phase").className = `badge ${{ done: "done", stopped: "stopped", "no answer": "away" }[phase] ?? ""}`;
   at("progress").value = status.progress ?? 0;
   const notice = status.unreachable ??
-    (view.read < 1 ? `reading what is recorded: ${percent(view.read)}` :
-      run.whole ? "" : "A coordinator tells its status alone: history begins here, and merges and the tape are missing. On its machine, give the workdir.");
+    (view.read < 1 ? `reading what is recorded: ${percent(view.read)}` : "");
   at("notice").textContent = notice;
   at("notice").hidden = !notice;
 
