@@ -28,7 +28,7 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import require_own, restored_state, saved_state
 from diloco_jax.island.device.build import at_anchors, compile_programs
-from diloco_jax.island.device.exchange import Exchange, Listed
+from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.replica import LentBeside
 from diloco_jax.island.hosts.follower import Follower
@@ -425,13 +425,12 @@ class JoinedHost(Parts["JoinedLoop"]):
             require_own(self._state, identity, exchange, fragments)
 
     def compile(self) -> None:
-        """Run every take and adoption once. No host runs any before all have compiled
+        """Compile every take and adoption. No host runs any before all have compiled
         them, as for the product's own loop."""
         began = time.monotonic()
+        compile_programs(self._exchange.lower_all())
         if self._hosts is not None:
-            compile_programs(self._exchange.lower_all(self._zeros))
             self._meet_compiled()
-        self._zeros = self._exchange.warm(self._zeros)
         _first(self.leaves.smallest(self._zeros))
         self.compile_seconds = time.monotonic() - began
 
@@ -457,7 +456,8 @@ class JoinedHost(Parts["JoinedLoop"]):
         del self._zeros
         self._meet_to_join("ready")
         self._offer(versions)
-        lent, data = LentBeside(self._exchange, params), OwnData(sequences)
+        lent = LentBeside(self._exchange, jax.tree.leaves(params))
+        data = OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         if restored is not None:
@@ -515,7 +515,7 @@ class JoinedLoop(Stepping):
         super().__post_init__()
         self._step = contextlib.ExitStack()
         self._loss: Any = None
-        self._given: tuple[Any, Listed] | None = None
+        self._given: tuple[Any, list[Any]] | None = None
         """The step's result, as a tree and as leaves."""
         self._lent: list[weakref.ref[Any]] = []
         self._mark: Any = None
@@ -544,10 +544,10 @@ class JoinedLoop(Stepping):
         """
         params = self.replica.params
         try:
-            self._lent = list(map(weakref.ref, params.leaves))
+            self._lent = list(map(weakref.ref, params))
         except TypeError:
             return  # A number of the host has no weak references.
-        self.replica.params, self._given = Listed([], params.places), None
+        self.replica.params, self._given = [], None
 
     def take_back(self) -> bool:
         """Take the lent parameters back. Return False if the loop has freed or donated
@@ -557,7 +557,7 @@ class JoinedLoop(Stepping):
             leaves = [lent() for lent in self._lent]
             if any(leaf is None or _is_gone(leaf) for leaf in leaves):
                 return False
-            self.replica.params = Listed(leaves, self.replica.params.places)
+            self.replica.params = leaves
         self.replica.beside = []
         return True
 

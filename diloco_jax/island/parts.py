@@ -30,6 +30,7 @@ from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
     compile_ahead,
+    compile_programs,
     join,
 )
 from diloco_jax.island.device.exchange import Exchange
@@ -273,7 +274,7 @@ class Host(Parts[Loop]):
 
     @uncollected()
     def compile(self) -> None:
-        """Compile everything, then run it once.
+        """Compile everything, then run steps and evaluations once.
 
         No host runs a program before all hosts have compiled theirs: one may find in
         its cache what takes another minutes. On TPUs everything is compiled before
@@ -284,29 +285,24 @@ class Host(Parts[Loop]):
         began, trainer = time.monotonic(), self._trainer
         ahead = self._hosts is not None or jax.default_backend() == "tpu"
         if ahead:
-            compile_ahead(
-                trainer,
-                self._exchange,
-                self._zeros,
-                self.config.run.sequence_length,
-                self._watched,
-            )
+            length = self.config.run.sequence_length
+            compile_ahead(trainer, self._exchange, length, self._watched)
             self._meet_compiled()
-        params = self._exchange.warm(self._zeros, seldom=ahead)
-        self._zeros = {}
+        else:
+            compile_programs(self._exchange.lower_all(seldom=False))
+        params, self._zeros = self._zeros, {}
         batch = self._validation[0]
         if self.config.placement.evaluate_every_steps:
             float(trainer.eval_step(params, batch)[0])
         if self._watched is not None:
-            self._watched.warm()
+            compile_programs(self._watched.lower_all())
             float(trainer.eval_step(self._watched.params, batch)[0])
         state = TrainState(params, trainer.init_inner(params))
         training = {name: batch[name] for name in trainer.fields}
         _, metrics = trainer.step(state, trainer.put_batch(training), 0.0)
         float(metrics["loss"])
         if not ahead:
-            like = trainer.abstract_state().params
-            self._later = Later(self._exchange.lower_all(like))
+            self._later = Later(self._exchange.lower_all())
         # A compiler leaves as much freed memory as a small island needs otherwise.
         give_memory_back()
         self.compile_seconds = time.monotonic() - began

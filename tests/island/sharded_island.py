@@ -27,8 +27,8 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
-from diloco_jax.island.device.kinds import alike, kind_of
 from diloco_jax.island.device.mesh import land
+from diloco_jax.island.device.programs import PiecePrograms
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.network.offers import Offers
@@ -94,11 +94,10 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
         for pieces in plan.fragments
     ]
     exchange, params = build_exchange(RUN, model, trainer)
-    compile_ahead(trainer, exchange, params, RUN.sequence_length)
+    compile_ahead(trainer, exchange, RUN.sequence_length)
     counter = Compilations()
     logging.getLogger("jax").addHandler(counter)
     with jax.log_compiles():
-        params = exchange.warm(params)
         weights = np.ones((8, 16), np.float32)
         trainer.eval_step(params, {"tokens": batches[0], "weights": weights})
         state = TrainState(params, trainer.init_inner(params))
@@ -204,17 +203,14 @@ def compile_all(config: IslandConfig) -> dict[str, object]:
     state, pieces, seen = trainer.abstract_state(), {}, set()
     for piece in build_plan(RUN, model).pieces:
         leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1, bands=None))
-        if (key := (leaf.shape, leaf.sharding, *alike(piece))) in seen:
+        kind = PiecePrograms.of(RUN.sync, piece, leaf, config.anchor_memory)
+        if kind in seen:
             continue
-        seen.add(key)
-        kind = kind_of(RUN.sync, piece, leaf, config.anchor_memory)
+        seen.add(kind)
         pieces[piece.name] = {
             "cut": [axis for axis in kind.piece.spec if axis],
             "octets_cut": [axis for axis in kind.encoded.spec if axis],
-            **{
-                name: collectives(text(lowered))
-                for name, lowered in kind.lower(RUN.sync, piece, leaf).items()
-            },
+            **{name: collectives(text(kind.lower(name))) for name in kind.names},
         }
     step = text(trainer.lower(RUN.sequence_length))
     return {"step": collectives(step), "reduced": reduced(step), "pieces": pieces}
@@ -290,7 +286,7 @@ def spread_over_hosts(shape: str, hosts: int) -> list[str]:
 
     def kind(piece):
         leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1, bands=None))
-        return kind_of(RUN.sync, piece, leaf, config.anchor_memory)
+        return PiecePrograms.of(RUN.sync, piece, leaf, config.anchor_memory)
 
     for pieces in plan.fragments:
         kinds = [kind(piece) for piece in pieces]
@@ -300,8 +296,8 @@ def spread_over_hosts(shape: str, hosts: int) -> list[str]:
             value = random.normal(size=piece.shape).astype("<f4")
             tiles = np.array(codec.encode(value))
             bits = np.array(TileGrid.of(piece.shape).split(value)).view(np.uint32)
-            encoded = own.gathered(land_all(own, number, parts, tiles))
-            anchor = own.gather_anchor(land_all(own, number, parts, bits))
+            (encoded,) = own.gathered((land_all(own, number, parts, tiles),))
+            anchor = own.gather_anchor((land_all(own, number, parts, bits),))
             right = encoded.sharding == own.encoded and anchor.sharding == own.piece
             right &= np.array_equal(encoded, tiles) and np.array_equal(anchor, value)
             for array, expected in ((encoded, tiles), (anchor, value)):

@@ -144,11 +144,11 @@ def compile_last(mark: Path, index: int) -> None:
     """Host 1 has not compiled before host 0 waits for it; host 0 fails if it executes
     anything before that."""
     from diloco_jax.island import parts
-    from diloco_jax.island.device.exchange import Exchange
+    from diloco_jax.island.device.step import Trainer
     from diloco_jax.island.hosts.world import Hosts
 
     waits, compiled = mark.with_suffix(".0.waits"), mark.with_suffix(".1.compiled")
-    compile_ahead, meet, warm = parts.compile_ahead, Hosts.meet, Exchange.warm
+    compile_ahead, meet, begin = parts.compile_ahead, Hosts.meet, Trainer.init_inner
 
     def compiles(*args):
         compile_ahead(*args)
@@ -162,12 +162,12 @@ def compile_last(mark: Path, index: int) -> None:
         waits.touch()
         meet(self, what, *args)
 
-    def warms(self, params, **how):
+    def begins(self, params):
         assert compiled.exists(), "host 0 does not wait until host 1 has compiled"
-        return warm(self, params, **how)
+        return begin(self, params)
 
     if index == 0:
-        Hosts.meet, Exchange.warm = meets, warms
+        Hosts.meet, Trainer.init_inner = meets, begins
     else:
         parts.compile_ahead = compiles
 

@@ -31,7 +31,7 @@ from diloco_jax.core.payload import Box, Part, PayloadLayout, overlap, tiles_of,
 from diloco_jax.core.tiles import DIGEST_BYTES, TileGrid, tile_digests
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.errors import ConfigError
-from diloco_jax.island.device.exchange import Exchange, Held
+from diloco_jax.island.device.exchange import Exchange, PieceState
 from diloco_jax.island.network.link import Lanes
 from diloco_jax.protocol.island.fetching import Fetch, order_of_peers
 from diloco_jax.protocol.values import Version
@@ -53,7 +53,7 @@ ASKED_AT_ONCE = 16
 
 class _Shown(NamedTuple):
     version: Version
-    held: tuple[Held, ...]
+    held: tuple[PieceState, ...]
     anchors: tuple[Any, ...]
 
 
@@ -92,7 +92,7 @@ class Offers(Handlers):
         ] = collections.OrderedDict()
         """By fragment; the newest last."""
 
-    def show(self, fragment: int, version: Version, held: Sequence[Held]) -> None:
+    def show(self, fragment: int, version: Version, held: Sequence[PieceState]) -> None:
         """Offer the anchors that are held now, at this version. It waits for nobody."""
         anchors = tuple(one.anchor for one in held)
         self._shown[fragment] = _Shown(version, tuple(held), anchors)
@@ -162,7 +162,7 @@ def _shards(shown: _Shown) -> list[_Shard]:
         for row, number in enumerate(held.numbers):
             if number in found:
                 continue  # A spare row of a stack.
-            rows = len(held.numbers) > 1
+            rows = held.programs.rows > 1
             found[number] = [
                 shard
                 for one in anchor.addressable_shards
@@ -172,9 +172,9 @@ def _shards(shown: _Shown) -> list[_Shard]:
     return [shard for _, shards in sorted(found.items()) for shard in shards]
 
 
-def _shard(held: Held, one: Any, number: int, row: int | None) -> _Shard | None:
+def _shard(held: PieceState, one: Any, number: int, row: int | None) -> _Shard | None:
     """Return a shard's tiles; None if it ends inside one."""
-    shape = held.kind.layout.shape
+    shape = held.programs.shape
     tile = TileGrid.of(shape).tile
     index = one.index if row is None else one.index[1:]
     bounds = [

@@ -223,8 +223,8 @@ class Copies:
         """
         model, trainer = build_trainer(self._run, island)
         if self._hosts is not None:
-            exchange, params = build_exchange(self._run, model, trainer)
-            compile_ahead(trainer, exchange, params, self._run.sequence_length)
+            exchange, _ = build_exchange(self._run, model, trainer)
+            compile_ahead(trainer, exchange, self._run.sequence_length)
             what = f"compiled {island}"
             self._hosts.meet(
                 what, COMPILED_WITHIN_S, lambda: False, "COMPILED_WITHIN_S"
