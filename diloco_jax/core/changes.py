@@ -12,7 +12,6 @@ anchor. The difference local - base since then is not in any delta yet.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 
 from diloco_jax.core.codecs import Codec, flush_subnormals
 from diloco_jax.core.families import AdoptRule, Alpha
-from diloco_jax.core.tiles import ArrayLike
+from diloco_jax.core.tiles import ArrayLike, compiled
 
 
 @jax.jit
@@ -45,13 +44,13 @@ def publish_tiles(
     return encoded, apply_to_tiles(codec, anchor, encoded)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def apply_publish(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
     """Return the anchor after a publish, f32[shape]. Nothing is donated."""
     return _moved(anchor, codec.decode(encoded, anchor.shape))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def apply_to_tiles(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
     """Return some tiles of the anchor after a publish, f32[n, elements]. See
     `apply_publish`.
@@ -65,12 +64,12 @@ def _moved(anchor: jax.Array, change: jax.Array) -> jax.Array:
     return flush_subnormals(anchor + change)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def _encode_change(codec: Codec, theta: jax.Array, anchor: jax.Array) -> jax.Array:
     return codec.encode_tiles(theta - anchor)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def adopt(
     rule: AdoptRule,
     local: jax.Array,

@@ -271,7 +271,7 @@ def build(
     layout = layout or Layout.of_one_device()
     dtype = _choose("compute_dtype", compute_dtype, DTYPES)
     wrap = _choose("remat", remat, REMAT)
-    attend = _choose("attention", attention, ATTENTION)(layout)
+    attend = functools.partial(_choose("attention", attention, ATTENTION), layout)
     if loss_chunk is None:
         loss_chunk = positions_at_a_time(config.vocab_size)
     # In an unrolled scan the compiler could merge the repeated work again.
