@@ -198,36 +198,6 @@ def test_deltas_hold_what_the_books_say(rule):
     assert min(seen["reopened"], seen["dropped"], seen["settled"]) > 0, seen
 
 
-def asked_again_before_the_version():
-    """A merged take whose version is to come, and a second one that waits for it."""
-    island = Island("keep")
-    island.step()
-    island.act(takes={0: 1})
-    told = TakeVerdict(
-        fragment=0, tick=1, verdict="merged", reason="", version=Version(1, 1)
-    )
-    island.act(verdicts=(told,), takes={0: 2})
-    assert list(island.sent) == [1]
-    return island
-
-
-def arrived(island, version):
-    anchor = island.whole(1000)
-    return (Arrival(fragment=0, version=version, anchor=anchor),)
-
-
-def test_of_two_takes_that_wait_the_newer_is_made():
-    island = asked_again_before_the_version()
-    island.act(takes={0: 3}, arrivals=arrived(island, Version(1, 1)))
-    assert list(island.sent) == [1, 3]
-
-
-def test_a_take_that_waits_is_of_no_new_term():
-    island = asked_again_before_the_version()
-    island.act(term=2, arrivals=arrived(island, Version(2, 0)))
-    assert list(island.sent) == [1]
-
-
 class Always:
     """Merges whatever there is."""
 
