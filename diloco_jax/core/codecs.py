@@ -67,14 +67,10 @@ class Codec:
         whole: jax.Array = grid.join(self.decode_tiles(encoded, grid.elements))
         return whole
 
-    @compiled(0, 2, 3)
-    def decode_tiles(
-        self, encoded: ArrayLike, elements: int, every: int = 1
-    ) -> jax.Array:
-        """Decode tiles, uint8[..., tile_bytes] -> f32[..., elements]; of each only the
-        elements at multiples of `every`."""
-        decoded = self.member.decode(jnp.asarray(encoded), elements)
-        return decoded if every == 1 else decoded[..., ::every]
+    @compiled(0, 2)
+    def decode_tiles(self, encoded: ArrayLike, elements: int) -> jax.Array:
+        """Decode tiles, uint8[..., tile_bytes] -> f32[..., elements]."""
+        return self.member.decode(jnp.asarray(encoded), elements)
 
     @compiled(0)
     def encode_tiles(self, tiles: ArrayLike) -> jax.Array:

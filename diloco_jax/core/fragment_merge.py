@@ -144,9 +144,11 @@ def sample(tiles: npt.NDArray[np.float32]) -> Sample:
 
 
 def sampled(deltas: Encoded, island: int) -> npt.NDArray[np.float32]:
-    """Return what is looked at of a delta, f32[rows, elements]; decode nothing else."""
+    """Return what is looked at of a delta, f32[rows, elements]; decode those tiles
+    alone."""
     every = _every(*TileGrid.of(deltas.shape).in_order)
-    return np.asarray(deltas.tiles(island, slice(None, None, SAMPLED), every))
+    tiles = np.asarray(deltas.tiles(island, slice(None, None, SAMPLED)))
+    return tiles[:, ::every].copy() if every > 1 else tiles
 
 
 def sample_bytes(shape: tuple[int, ...]) -> int:

@@ -237,16 +237,15 @@ def make_inner(
       ValueError: unknown name or argument, or an optimizer that does not fit.
     """
     more, mask = dict(arguments), ""
-    function: Callable[..., optax.GradientTransformation]
-    if name == "sgd":
-        function, own = optax.sgd, {}
-    elif name == "muon":
+    function: Callable[..., optax.GradientTransformation] = optax.sgd
+    own: dict[str, Any] = {}
+    if name == "muon":
         # 0.2 scales Muon's updates to the size of AdamW's, so that one learning rate
         # serves both (arXiv 2502.16982).
         betas = {"beta": beta1, "adam_b1": beta1, "adam_b2": beta2}
         own = {**betas, "mu_dtype": moment_dtype, "consistent_rms": 0.2}
         function = optax.contrib.muon
-    else:
+    elif name != "sgd":
         function, own, mask = settings_of(name, beta1, beta2, moment_dtype)
 
     def make(axes: Mapping[str, Any], rate: float) -> optax.GradientTransformation:

@@ -70,11 +70,9 @@ class Encoded:
         """Return the island's delta, f32[shape]."""
         return self.codec.decode(self.encoded[island], self.shape)
 
-    def tiles(self, island: int, rows: slice, every: int = 1) -> ArrayLike:
-        """Return these of its tiles, f32[rows, elements], in the order of the grid;
-        of each only the elements at multiples of `every`."""
-        encoded = self._in_order(island)[rows]
-        return self.codec.decode_tiles(encoded, self._elements, every)
+    def tiles(self, island: int, rows: slice) -> ArrayLike:
+        """Return these of its tiles, f32[rows, elements], in the order of the grid."""
+        return self.codec.decode_tiles(self._in_order(island)[rows], self._elements)
 
     def weighted_sum(
         self, factors: Sequence[float], out: npt.NDArray[np.float32]

@@ -42,6 +42,7 @@ from diloco_jax.wire.bulk import FetchRequest, HoldingsRequest
 
 sys.path.append(str(Path(__file__).parents[1]))
 import test_held
+from test_exchange import anchors_of
 
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
@@ -136,7 +137,7 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
                 )
                 replica.adopt(arrival, keep=keep)
     logging.getLogger("jax").removeHandler(counter)
-    after = [exchange.anchors()[piece.name] for piece in plan.pieces]
+    after = list(anchors_of(exchange, plan).values())
     return {
         "offered": offered(exchange, plan),
         "losses": losses,
@@ -155,7 +156,7 @@ def offered(exchange, plan) -> dict[str, str]:
     """How much of each piece the island offers: all, none or a part; or what is wrong
     with it."""
     offers, version = Offers("r", len(plan.fragments), 60.0), Version(1, 3)
-    anchors, found = exchange.anchors(), {}
+    anchors, found = anchors_of(exchange, plan), {}
     for fragment, pieces in enumerate(plan.fragments):
         offers.show(fragment, version, exchange.held(fragment))
         asked = HoldingsRequest(run_id="r", island="b", fragment=fragment)

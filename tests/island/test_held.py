@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_exchange import V1
+from test_exchange import V1, anchors_of
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.core.codecs import get_codec
@@ -110,7 +110,7 @@ def everything(sync, memory="device", place=anywhere, fetch=jax.device_get):
         exchange.start({}, {f: exchange.together(f, apart[f]) for f in range(P)})
         found["restored"] = exchange.trees()["residuals"]
     found |= {"params": island.params, "watched": watched.params}
-    found |= {"beside": island.beside[0], "anchors": exchange.anchors()}
+    found |= {"beside": island.beside[0], "anchors": anchors_of(exchange, PLAN)}
     return exchange, jax.tree.leaves(fetch(list(found.values())))
 
 

@@ -442,11 +442,6 @@ class Exchange:
         leaves = jax.tree.leaves(params)
         return tuple(state.read(leaves) for state in self._states[fragment])
 
-    def anchors(self) -> dict[str, jax.Array]:
-        """Return the anchors by piece name; not to be donated."""
-        pieces = itertools.chain.from_iterable(self.trees()["anchors"])
-        return {p.name: a for p, a in zip(self._plan.pieces, pieces, strict=True)}
-
     # ---- programs ---------------------------------------------------------------
 
     def lower_all(self, *, seldom: bool = True) -> Iterator[jax.stages.Lowered]:

@@ -42,7 +42,9 @@ SELDOM = ("advance", "adopt", "move", "whole")
 """Programs of an island that was away or late, or is asked for its anchors."""
 
 
-def _program(places: str, uses: str = "", *, donates: bool = False) -> Any:
+def _program(
+    places: str, uses: str = "", *, donates: bool = False
+) -> Callable[[Callable[..., Any]], functools.cached_property[Any]]:
     """Compile a method of `PiecePrograms`, once for all kinds that compute the same. So
     runs in one process compile only what their settings make different.
 
