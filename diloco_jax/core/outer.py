@@ -100,7 +100,7 @@ GUARD_AFTER_MERGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterSettings:
-    """An outer optimizer, all values resolved. Raises ValueError if they are unfit."""
+    """An outer optimizer, all values resolved and within the config's bounds."""
 
     optimizer: str
     """Name of a member of the family."""
@@ -111,26 +111,6 @@ class OuterSettings:
     """Merges before the first at the full learning rate, which rises linearly."""
     norm_guard: float = 0.0
     """Longest merged delta, in running means of their norms; 0 = any."""
-
-    def __post_init__(self) -> None:
-        try:
-            OUTER_OPTIMIZERS.find(self.optimizer)
-        except ValueError as error:
-            raise ValueError(f"outer.optimizer = {self.optimizer!r}: {error}") from None
-        if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"outer.momentum = {self.momentum}; choose 0 <= momentum < 1"
-            )
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(
-                f"outer.learning_rate = {self.learning_rate}; it must be above 0 and "
-                f"finite"
-            )
-        if self.warmup_merges < 0 or not 0 <= self.norm_guard < math.inf:
-            raise ValueError(
-                f"outer.warmup_merges = {self.warmup_merges}, outer.norm_guard = "
-                f"{self.norm_guard}; they must not be negative; 0 = none"
-            )
 
 
 @functools.cache

@@ -81,16 +81,6 @@ def test_guard_cuts_long_deltas_after_three_merges_and_turns_none() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("optimizer", "adamm"), ("learning_rate", 0.0), ("momentum", 1.0)],
-)
-def test_unfit_settings_are_named(field: str, value: object) -> None:
-    fields = {"optimizer": "nesterov", "learning_rate": 0.7, field: value}
-    with pytest.raises(ValueError, match=f"outer.{field} = {value!r}"):
-        OuterSettings(**fields)
-
-
 # ---- every outer optimizer ----------------------------------------------------------
 
 GUARDED = {"warmup_merges": 5, "norm_guard": 10.0}
