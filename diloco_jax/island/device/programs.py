@@ -68,9 +68,8 @@ def _program(
         @functools.wraps(function)
         def of(own: PiecePrograms) -> Any:
             unused = {"codec_up", "codec_down", "rule"} - set(uses.split())
-            return program(
-                dataclasses.replace(own, feeds_back=False, **dict.fromkeys(unused, ""))
-            )
+            left_out: dict[str, Any] = dict.fromkeys(unused, "")
+            return program(dataclasses.replace(own, feeds_back=False, **left_out))
 
         return functools.cached_property(of)
 
