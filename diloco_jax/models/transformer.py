@@ -35,7 +35,7 @@ import numpy as np
 import optax
 from jax.extend.random import threefry2x32_p
 
-from diloco_jax.config import ConfigError, ModelConfig, suggest
+from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers import VOCAB_SIZE
 from diloco_jax.models.attention import ATTENDED, ATTENTION
@@ -255,13 +255,12 @@ def build(
       layout: the mesh that it runs on; None: the default device.
 
     Raises:
-      ConfigError: sizes that do not fit together, or an unknown name.
+      ConfigError: sizes that do not fit together.
     """
     _validate(config)
     layout = layout or Layout.of_one_device()
-    dtype = _choose("compute_dtype", compute_dtype, DTYPES)
-    wrap = _choose("remat", remat, REMAT)
-    attend = functools.partial(_choose("attention", attention, ATTENTION), layout)
+    dtype, wrap = DTYPES[compute_dtype], REMAT[remat]
+    attend = functools.partial(ATTENTION[attention], layout)
     if loss_chunk is None:
         loss_chunk = positions_at_a_time(config.vocab_size)
     # In an unrolled scan the compiler could merge the repeated work again.
@@ -426,15 +425,6 @@ REMAT: dict[str, Callable[[Any], Any]] = {
 }
 """Parts of each layer that the backward pass computes again: nothing, all, all but the
 products with weights, all but attention."""
-
-
-def _choose(field: str, name: str, known: dict[str, Any]) -> Any:
-    if name not in known:
-        raise ConfigError(
-            f"{field} = {name!r} is unknown{suggest(name, known)}; "
-            f"choose from {', '.join(known)}"
-        )
-    return known[name]
 
 
 def _validate(config: ModelConfig) -> None:
