@@ -407,21 +407,22 @@ def _is_tensor(value: Any) -> bool:
 
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+POLICIES = jax.checkpoint_policies
+
+
+def _again(policy: Any = None) -> Callable[[Any], Any]:
+    """Return a function that has a layer computed again, but for what a policy
+    saves."""
+    return functools.partial(
+        jax.checkpoint, prevent_cse=False, static_argnums=(2,), policy=policy
+    )
+
+
 REMAT: dict[str, Callable[[Any], Any]] = {
     "none": lambda f: f,
-    "full": lambda f: jax.checkpoint(f, prevent_cse=False, static_argnums=(2,)),
-    "dots": lambda f: jax.checkpoint(
-        f,
-        prevent_cse=False,
-        static_argnums=(2,),
-        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    ),
-    "attention": lambda f: jax.checkpoint(
-        f,
-        prevent_cse=False,
-        static_argnums=(2,),
-        policy=jax.checkpoint_policies.save_only_these_names(ATTENDED),
-    ),
+    "full": _again(),
+    "dots": _again(POLICIES.dots_with_no_batch_dims_saveable),
+    "attention": _again(POLICIES.save_only_these_names(ATTENDED)),
 }
 """Parts of each layer that the backward pass computes again: nothing, all, all but the
 products with weights, all but attention."""
