@@ -25,7 +25,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import reliability
 import soak
 import support
 import tape_checks
@@ -92,7 +91,7 @@ def main() -> int:
         support.none_of(f"not recovered in {TIME_S:g} s", late),
         *soak.book_checks(run),
     ]
-    return reliability.deliver(
+    return support.deliver(
         options,
         "coordinator_kills",
         __doc__,

@@ -24,7 +24,7 @@ parameter costs alike at any size: bounds hold the cost per merged byte against 
 the smallest, with a quarter to spare for caches. A cycle of 1 B parameters and 8
 islands has 32 GB of deltas as f32, which at 5 Gbit/s in int8 come in 12.8 s.
 
-Prediction: 3.1 CPU s for that cycle, by docs/results/merging.md as it was then, on an
+Prediction: 3.1 CPU s for that cycle, by raw/merging.md as it was then, on an
 AMD EPYC; per byte falling with M, since the outer step is one for all. Two workers 1.9
 times.
 

@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import reliability
 import slow_mean
 import support
 import tape_checks
@@ -104,7 +103,7 @@ def main() -> int:
         cells[name] = with_earlier(cells.get(name, {}), dataclasses.asdict(cell))
         told = "; ".join(cell.problems) or "holds"
         print(f"{time.strftime('%H:%M:%S')} {case.name}, {phase}: {told}", flush=True)
-        failed = reliability.deliver(
+        failed = support.deliver(
             options,
             NAME,
             __doc__,

@@ -12,7 +12,7 @@ of the first tokens of files whose names a hash holds out; standard errors are o
 files, and that of a fall is of the differences file by file. The twin's seconds have
 neither its start nor its compilation.
 
-![Held-out bits per byte](../figures/finetune.svg)
+![Held-out bits per byte](../../figures/finetune.svg)
 
 Four parts, each run alone, join into one page. Command, with the folder of
 `benchmarks/smollm2.py`: `export SMOLLM2=FOLDER`, then `python benchmarks/finetune.py`

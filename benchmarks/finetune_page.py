@@ -51,7 +51,7 @@ def write_page(out: Path, doc: str, part: str, found: Mapping[str, Any]) -> int:
         [check for name in parts for check in checks(name, parts)],
         {"parts": parts},
     )
-    with (out / f"{NAME}.md").open("a") as page:
+    with (out / "raw" / f"{NAME}.md").open("a") as page:
         page.write("".join(texts(name, each) for name, each in parts.items()))
     if out == support.RESULTS:
         subprocess.run([sys.executable, str(FIGURE)], check=True)

@@ -41,6 +41,8 @@ from diloco_jax.observability.tape import read_tape
 from diloco_jax.simulation.emulation.options import EmulationOptions
 
 OUTAGE_S, OUTAGE_BUDGET_S = 600.0, 900.0
+LOSS_MAX = 2.0
+"""Percent by which the loss may be above that without an outage: the prediction."""
 BESIDE = 0.5
 """Length of the run before the outage, and after it, as a share of the outage."""
 STEP_SECONDS = 0.4
@@ -70,6 +72,12 @@ def main() -> int:
     over = [100 * (away["loss"] / usual["loss"] - 1) for usual, away in found]
     checks = [
         support.at_most("emulated: steps lost", most_lost(found), 0, "d"),
+        support.at_most(
+            "emulated: loss over that without an outage, mean, %",
+            statistics.mean(over),
+            LOSS_MAX,
+            "+.2f",
+        ),
         support.at_most("real: tokens lost", run["lost"], 0, "d"),
         support.none_of("real: islands that waited", run["idle"]),
     ]

@@ -95,9 +95,9 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
     done = ", ".join(_done(runs, size) for size in SIZES)
     (out / "quality.md").write_text(told(FINDINGS, runs))
     done = support.wrapped(f"Done so far: {done}.")
-    text = f"Appendix. {doc}\n{done}\n\n{told(DETAILS, runs)}"
+    text = f"{doc}\n{done}\n\n{told(DETAILS, runs)}"
     return support.write_results(
-        out, "quality", text, tables, checks, {"runs": list(runs)}, "quality_appendix"
+        out, "quality", text, tables, checks, {"runs": list(runs)}
     )
 
 

@@ -36,7 +36,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import reliability
 import support
 import tape_checks
 from flatness import FIELDS, Growth, UseOverTime, growths
@@ -144,7 +143,7 @@ def main() -> int:
     outcomes = measure.measured(struck, run.tape, list(config.islands))
     head, *rows = measure.rows(outcomes)
     often = options.every_s < FREQUENT_S
-    return reliability.deliver(
+    return support.deliver(
         options,
         "soak_often" if often else "soak",
         OFTEN.format(options.every_s) if often else __doc__,

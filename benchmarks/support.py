@@ -1,8 +1,8 @@
 """Shared parts of the benchmarks: run a config as real processes, read its files, check
 bounds, write the results.
 
-A result is a Markdown file in docs/results, with the raw numbers as JSON beside it in
-docs/results/raw.
+A result is a Markdown file in docs/results/raw, with the raw numbers as JSON beside it.
+Pages in docs/results answer what people ask, from those figures.
 """
 
 from __future__ import annotations
@@ -228,10 +228,9 @@ def write_results(
     tables: Mapping[str, Iterable[Mapping[str, Any]]],
     checks: Sequence[Check],
     raw: Mapping[str, Any],
-    page: str = "",
     facts: Mapping[str, str] | None = None,
 ) -> int:
-    """Writes NAME.md, or PAGE.md, and raw/NAME.json under `out`; returns the exit code.
+    """Writes raw/NAME.md and raw/NAME.json under `out`; returns the exit code.
 
     doc: the script's docstring, which becomes title and introduction. tables: rows by
     heading; a row is a mapping of column to value. facts: of the measurement, if it was
@@ -252,9 +251,9 @@ def write_results(
     text = [f"# {title.rstrip('.')}", introduction.strip()]
     text.append("\n".join(f"- {key}: {value}" for key, value in facts.items()))
     text += [f"## {head}\n\n{markdown_table(rows)}" for head, rows in sections.items()]
-    text.append(f"Raw numbers: [raw/{name}.json](raw/{name}.json).")
+    text.append(f"Raw numbers: [{name}.json]({name}.json).")
     (out / "raw").mkdir(parents=True, exist_ok=True)
-    (out / f"{page or name}.md").write_text("\n\n".join(text) + "\n")
+    (out / "raw" / f"{name}.md").write_text("\n\n".join(text) + "\n")
     checked = [dataclasses.asdict(check) for check in checks]
     write_json({**facts, "checks": checked, **raw}, out / "raw" / f"{name}.json")
     print(markdown_table(bounds), file=sys.stderr)

@@ -14,7 +14,7 @@ Prediction: step times within 1 % (the floor hides what fits below it), mean gap
 within 2 %; shares equal but for rounding, since adoptions lose no step and the
 flush at the end merges what is open.
 
-![What unequal islands contribute](../figures/unequal_islands.svg)
+![What unequal islands contribute](../../figures/unequal_islands.svg)
 
 Command: `python benchmarks/unequal_islands.py`. Cost: about 17 minutes on two cores.
 """

@@ -14,7 +14,7 @@ var Scorer = {
   places: [
     [/^docs\/\w+$/, 4], // guides
     [/^docs\/design\/words$/, 10], // defines every word
-    [/^docs\/results\/quality_appendix$|^CHANGELOG$|^README$/, -12], // have every word
+    [/^docs\/results\/raw\/|^CHANGELOG$|^README$/, -12], // have every word
     [/^docs\/results\/|^notebooks\/|^launch\//, -1],
   ],
 

@@ -97,13 +97,14 @@ def test_the_page_on_quality_says_what_its_raw_results_hold():
 
     runs = json.loads((RESULTS / "raw" / "quality.json").read_bytes())["runs"]
     assert told(FINDINGS, runs) == (RESULTS / "quality.md").read_text()
-    assert told(DETAILS, runs) in (RESULTS / "quality_appendix.md").read_text()
+    details = told(DETAILS, runs)
+    assert details in (RESULTS / "raw" / "quality.md").read_text()
 
 
-def test_the_page_on_performance_says_what_its_raw_results_hold():
-    from performance import told
+def test_the_index_lists_the_raw_results_and_what_holds_of_them():
+    from results_index import INDEX, told
 
-    assert told(RESULTS / "raw") == (RESULTS / "performance.md").read_text()
+    assert told(RESULTS / "raw") == (RESULTS / "raw" / INDEX).read_text()
 
 
 def test_a_bound_without_rows_does_not_hold(tmp_path, capsys):
@@ -114,7 +115,7 @@ def test_a_bound_without_rows_does_not_hold(tmp_path, capsys):
     assert support.each("x", iter([held])) == [held]
     for checks, code in (([held], 0), ([], 1)):
         assert support.write_results(tmp_path, "x", "X.", {}, checks, {}) == code
-    assert "**NO**" in (tmp_path / "x.md").read_text()
+    assert "**NO**" in (tmp_path / "raw" / "x.md").read_text()
 
 
 def test_every_number_of_islands_of_coordinator_scale_has_a_bound():

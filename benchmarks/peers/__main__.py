@@ -28,7 +28,7 @@ steps: most of the tokens that its undisturbed runs lose.
 
 Command: `python -m benchmarks.peers`, which makes `.venv-peers` (1 GB) once.
 Cost: about 18 minutes; with `--quick`, three replicas for 20 s each: 6 minutes, no
-page. How the two differ otherwise: [comparison](../comparison.md).
+page. How the two differ otherwise: [comparison](../../comparison.md).
 """
 
 from __future__ import annotations

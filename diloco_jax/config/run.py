@@ -340,7 +340,7 @@ class SyncConfig:
         "which averages their lengths and directions apart; "
         '"trimmed_mean", which leaves out the extremes, and "clipped_mean", which '
         "shortens what is longer than most, for islands that may send wrong deltas "
-        "(docs/results/liars.md).",
+        "(docs/results/raw/liars.md).",
     )
     adopt: str = setting(
         "keep",

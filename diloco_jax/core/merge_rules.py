@@ -179,7 +179,7 @@ class TrimmedMean(Elementwise):
 
     Elements are sorted by a network of comparators: the same few operations for all of
     them, which XLA makes one loop without branches. With a sort of each column by
-    itself, merges took twenty times as long (docs/results/merging.md).
+    itself, merges took twenty times as long (docs/results/raw/merging.md).
     """
 
     embeddings_by_mean = False

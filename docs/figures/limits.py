@@ -1,8 +1,8 @@
-"""Draw every measured bound of docs/results/performance.md against its limit.
+"""Draw the measured bounds of docs/results/raw against their limits.
 
     python docs/figures/limits.py
 
-It reads the raw files of that page in docs/results/raw.
+It reads the raw files there; docs/results/raw/index.md has the list of all.
 """
 
 from __future__ import annotations

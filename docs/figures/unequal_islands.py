@@ -3,7 +3,7 @@
     python docs/figures/unequal_islands.py
 
 It reads docs/results/raw/unequal_islands.json, of real processes; the command is on
-docs/results/unequal_islands.md.
+docs/results/raw/unequal_islands.md.
 """
 
 from __future__ import annotations
