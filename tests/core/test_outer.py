@@ -24,7 +24,7 @@ from diloco_jax.core.outer import (
 def fragment(seed: int, scale: float = 1.0) -> Arrays:
     rng = np.random.default_rng(seed)
     return tuple(
-        jnp.asarray(scale * rng.standard_normal(s), jnp.float32) for s in (3, 4)
+        jnp.asarray(scale * rng.standard_normal((1, s)), jnp.float32) for s in (3, 4)
     )
 
 
