@@ -51,21 +51,21 @@ def apply_publish(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Ar
 
 
 @compiled(0)
-def apply_to_tiles(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
+def apply_to_tiles(codec: Codec, anchor: ArrayLike, encoded: ArrayLike) -> jax.Array:
     """Return some tiles of the anchor after a publish, f32[n, elements]. See
     `apply_publish`.
     """
     return _moved(anchor, codec.decode_tiles(encoded, anchor.shape[-1]))
 
 
-def _moved(anchor: jax.Array, change: jax.Array) -> jax.Array:
+def _moved(anchor: ArrayLike, change: jax.Array) -> jax.Array:
     # Products in the decoded change are exact, so a fused multiply-add changes no bit;
     # a sum below the smallest normal would be zero on some devices only.
     return flush_subnormals(anchor + change)
 
 
 @compiled(0)
-def _encode_change(codec: Codec, theta: jax.Array, anchor: jax.Array) -> jax.Array:
+def _encode_change(codec: Codec, theta: ArrayLike, anchor: ArrayLike) -> jax.Array:
     return codec.encode_tiles(theta - anchor)
 
 

@@ -102,7 +102,7 @@ def encode_with_feedback(
     return encoded, total - codec.decode(encoded, x.shape)
 
 
-def flush_subnormals(x: jax.Array) -> jax.Array:
+def flush_subnormals(x: ArrayLike) -> jax.Array:
     """Return x with everything below the smallest normal f32 replaced by +0."""
     return jnp.where(jnp.abs(x) < SMALLEST_NORMAL, 0.0, x)
 

@@ -25,6 +25,7 @@ def learning_rate(settings: Any, progress: float, rewarm: float = 1.0) -> float:
     progress = min(max(progress, 0.0), 1.0)
     warmup, final = settings.warmup_fraction, settings.final_fraction
     peak: float = settings.learning_rate
+    share: float
     if progress < warmup:
         share = progress / warmup
     elif settings.schedule == "constant":

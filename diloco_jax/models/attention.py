@@ -113,10 +113,11 @@ def _one_device(
     if window:
         mask = pallas.LocalMask(square, (window - 1, 0), offset=0)
     block = max(n for n in range(LANES, LARGEST_BLOCK + 1, LANES) if length % n == 0)
-    sizes = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    names = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    sizes: dict[str, Any] = {f"block_{name}": block for name in names}
     kernel = pallas.make_splash_mha_single_device(
         pallas.MultiHeadMask([mask] * heads),
-        block_sizes=pallas.BlockSizes(**{f"block_{size}": block for size in sizes}),
+        block_sizes=pallas.BlockSizes(**sizes),
         residual_checkpoint_name=ATTENDED,
         interpret=interpret,
     )

@@ -258,7 +258,8 @@ class Exchange:
         Only one take of a fragment may be without `settle`, `reopen` or `drop`.
         """
         leaves = jax.tree.leaves(params)
-        return self._by_piece(fragment, lambda state: state.take(leaves))
+        taken: ByPiece = self._by_piece(fragment, lambda state: state.take(leaves))
+        return taken
 
     def part_down(self, fragment: int) -> Part:
         """Return the part that this host fetches of a publish of the fragment, and of
@@ -273,7 +274,8 @@ class Exchange:
             programs = state.programs
             return ((programs.spread, programs.shape),) * programs.rows
 
-        return self._by_piece(fragment, by_piece)
+        spreads: Spreads = self._by_piece(fragment, by_piece)
+        return spreads
 
     def put_publish(self, fragment: int, octets: Buffer) -> ByPiece:
         """Put this host's part of one encoded publish on its devices, by piece. Any
@@ -373,9 +375,10 @@ class Exchange:
 
     def anchor(self, fragment: int) -> ByPiece:
         """Return the fragment's anchor by piece, in f32 tiles."""
-        return self._by_piece(
+        tiles: ByPiece = self._by_piece(
             fragment, lambda state: in_turn(state.programs.whole(state.anchor))
         )
+        return tiles
 
     # ---- joining ----------------------------------------------------------------
 

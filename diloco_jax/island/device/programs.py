@@ -229,7 +229,8 @@ class PiecePrograms:
     def adopt(self, leaf: Any, index: Any, base: Any, anchor: Any, alpha: Any) -> Any:
         """Adopt an anchor that came in full: (leaf, index, base, anchor, alpha) ->
         leaf."""
-        return self._adopted(leaf, index, *self._fetch(base, anchor), alpha)
+        base, anchor = self._fetch(base, anchor)
+        return self._adopted(leaf, index, base, anchor, alpha)
 
     @_program("piece")
     def move(self, base: Any, before: Any, anchor: Any) -> Any:
@@ -399,8 +400,12 @@ class PiecePrograms:
         # Without the barriers `blend` is fused with its surroundings, where its
         # products and sum are contracted, and rounded differently than in core.
         local = barrier(self._of_leaf(leaf, index))
-        new = self._each(lambda *values: changes.adopt(rule, *values, alpha))
-        return self._written(leaf, index, barrier(new(local, base, anchor)))
+
+        def adopt(local: Any, base: Any, anchor: Any) -> jax.Array:
+            return changes.adopt(rule, local, base, anchor, alpha)
+
+        new = self._each(adopt)(local, base, anchor)
+        return self._written(leaf, index, barrier(new))
 
 
 def barrier(x: jax.Array) -> jax.Array:
