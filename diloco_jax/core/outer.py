@@ -301,7 +301,8 @@ def native_step(
     kept, structure = jax.tree.flatten(state["optimizer"])
     others = {name: own for name, own in state.items() if name != "optimizer"}
     guard, rate, moved = _scalars(settings, others, norm)
-    after = {**state, **jax.tree.map(np.asarray, moved)}
+    after = state.copy()
+    after.update(jax.tree.map(np.asarray, moved))
     # The sum of momentum and a delta that the guard scaled is rounded otherwise.
     guarded = kind == "nesterov" and settings.norm_guard > 0
     step = Step(
