@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from diloco_jax.models.model import loop_model
     from diloco_jax.models.presets import preset
     from diloco_jax.observability.history import History, read_history
-    from diloco_jax.simulation.emulation.emulate import Emulation, emulate
-    from diloco_jax.simulation.emulation.options import EmulationOptions
-    from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
-    from diloco_jax.simulation.virtual.clock import LineSpeed
+    from diloco_jax.simulation.clock import LineSpeed
+    from diloco_jax.simulation.emulate import Emulation, emulate
+    from diloco_jax.simulation.emulation_options import EmulationOptions
+    from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
 
 __all__ = [
     "Config",
@@ -81,10 +81,10 @@ _HOMES = {
     "SyncConfig": "diloco_jax.config",
     "read_config": "diloco_jax.config.loading",
     "preset": "diloco_jax.models.presets",
-    "emulate": "diloco_jax.simulation.emulation.emulate",
-    "Emulation": "diloco_jax.simulation.emulation.emulate",
-    "EmulationOptions": "diloco_jax.simulation.emulation.options",
-    "LineSpeed": "diloco_jax.simulation.virtual.clock",
+    "emulate": "diloco_jax.simulation.emulate",
+    "Emulation": "diloco_jax.simulation.emulate",
+    "EmulationOptions": "diloco_jax.simulation.emulation_options",
+    "LineSpeed": "diloco_jax.simulation.clock",
     "History": "diloco_jax.observability.history",
     "read_history": "diloco_jax.observability.history",
     "LocalCluster": "diloco_jax.cluster.local",
@@ -94,8 +94,8 @@ _HOMES = {
     "JoinedIsland": "diloco_jax.island.joined",
     "IslandEndedError": "diloco_jax.island.joined",
     "loop_model": "diloco_jax.models.model",
-    "GoodputConfig": "diloco_jax.simulation.fleets.goodput",
-    "simulate_goodput": "diloco_jax.simulation.fleets.goodput",
+    "GoodputConfig": "diloco_jax.simulation.goodput",
+    "simulate_goodput": "diloco_jax.simulation.goodput",
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island import parts
+from diloco_jax.island import main as island_main
 from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
 
 
@@ -68,16 +68,16 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
         raise LowersError
 
     here = SimpleNamespace(
-        _hosts=hosts,
+        hosts=SimpleNamespace(others=hosts),
         _trainer=SimpleNamespace(lower_all=lambda length: []),
-        _exchange=SimpleNamespace(lower_all=lower_all),
+        exchange=SimpleNamespace(lower_all=lower_all),
         _zeros={},
         _watched=None,
         config=Config(),
     )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with pytest.raises(LowersError):
-        parts.Host.compile(here)
+        island_main.TrainingHost.compile(here)
 
 
 PATIENCE_S = 60.0

@@ -36,7 +36,6 @@ from diloco_jax.island.device.mesh import abstract, in_turn, land, zeros
 from diloco_jax.island.device.programs import OFTEN, Index, PiecePrograms, bits_shape
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.protocol.values import Version
 
 SMALL = 2**16
 """Elements of the largest tensor that is stacked. An adoption makes such a leaf anew
@@ -240,11 +239,6 @@ class Exchange:
         self._states = states_of(plan, sync, params, memory)
         alpha = np.float32(sync.blend_alpha)
         self._alpha = self._states[0][0].programs.number(alpha)
-        self.adopted: Callable[[int, Version, Sequence[PieceState]], None] = (
-            lambda fragment, version, states: None
-        )
-        """Called with a fragment, the version of its new anchors and what holds them,
-        on the thread that adopts."""
         if self.feeds_back:
             for state in self._all():
                 shape, lies = state.programs.values_shape, state.programs.piece
@@ -335,10 +329,8 @@ class Exchange:
         keep: the last take is not in that version, and stays in the parameters.
         """
         leaves, structure = jax.tree.flatten(in_turn(params))
-        states = self._states[arrival.fragment]
-        for state in states:
+        for state in self._states[arrival.fragment]:
             state.adopt(leaves, arrival, self._alpha, keep=keep)
-        self.adopted(arrival.fragment, arrival.version, states)
         adopted: Tree = jax.tree.unflatten(structure, leaves)
         return adopted
 
