@@ -262,9 +262,9 @@ def computed_s(exchange: Any, params: Any) -> float:
 
     from diloco_jax.models.model import named
 
-    params, pieces = named(params), exchange.held(0)
-    given = [(h.leaf(params), h.index, h.anchor, h.residual) for h in pieces]
-    take = pieces[0].kind.take
+    leaves, pieces = jax.tree.leaves(named(params)), exchange.held(0)
+    given = [(h.leaf(leaves), h.index, h.anchor, h.residual) for h in pieces]
+    take = pieces[0].programs.take
     shapes = jax.eval_shape(take, *given[0])
     empty = jax.jit(
         lambda *given: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),

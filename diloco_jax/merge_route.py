@@ -8,6 +8,7 @@ own, is always computed by the other one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -23,7 +24,7 @@ from typing import Any, Literal
 from diloco_jax import files, machine
 from diloco_jax.compilation import cache_home
 from diloco_jax.config.placement import MergeRoute
-from diloco_jax.core.kernels import FLAGS, SOURCES, Each, Passes
+from diloco_jax.core.kernels import FLAGS, SOURCES, Passes
 from diloco_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -86,40 +87,23 @@ def route_of(passes: Passes | None) -> Route:
 
 @functools.cache
 def _passes() -> Passes:
-    """Raises NativeError."""
-    cores = machine.cores()
-    each = map if cores == 1 else _Threads(cores)
+    """Load the library; compile it if it is not there, or cannot be loaded because a
+    machine stopped while it was written. Raises NativeError."""
+    pool = ThreadPoolExecutor(machine.cores(), "diloco-merge-tiles")
+
+    def each(function: Callable[[slice], Any], parts: Iterable[slice]) -> Iterable[Any]:
+        """Work of one part goes without threads."""
+        given = list(parts)
+        return (map if len(given) == 1 else pool.map)(function, given)
+
+    path = cache_home() / "merge" / f"{_key()}.so"
     try:
-        return _loaded(cache_home() / "merge" / f"{_key()}.so", each)
+        with contextlib.suppress(OSError):
+            return Passes(path, each)
+        _compile(path)
+        return Passes(path, each)
     except OSError as error:
         raise NativeError(f"{error}") from error
-
-
-class _Threads:
-    """A `map` on threads. Work of one part goes without them."""
-
-    def __init__(self, cores: int) -> None:
-        self._pool = ThreadPoolExecutor(cores, "diloco-merge-tiles")
-
-    def __call__(
-        self, function: Callable[[slice], Any], parts: Iterable[slice]
-    ) -> Iterable[Any]:
-        given = list(parts)
-        if len(given) == 1:
-            return [function(given[0])]
-        return self._pool.map(function, given)
-
-
-def _loaded(path: Path, each: Each) -> Passes:
-    """Load the library; compile it if it is not there, or cannot be loaded because a
-    machine stopped while it was written."""
-    if path.exists():
-        try:
-            return Passes(path, each)
-        except OSError as error:
-            logger.info("%s cannot be loaded (%s): it is compiled anew", path, error)
-    _compile(path)
-    return Passes(path, each)
 
 
 def _compile(path: Path) -> None:

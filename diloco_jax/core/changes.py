@@ -12,7 +12,6 @@ anchor. The difference local - base since then is not in any delta yet.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 
 from diloco_jax.core.codecs import Codec, flush_subnormals
 from diloco_jax.core.families import AdoptRule, Alpha
-from diloco_jax.core.tiles import ArrayLike
+from diloco_jax.core.tiles import ArrayLike, compiled
 
 
 @jax.jit
@@ -45,32 +44,32 @@ def publish_tiles(
     return encoded, apply_to_tiles(codec, anchor, encoded)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def apply_publish(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
     """Return the anchor after a publish, f32[shape]. Nothing is donated."""
     return _moved(anchor, codec.decode(encoded, anchor.shape))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def apply_to_tiles(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
+@compiled(0)
+def apply_to_tiles(codec: Codec, anchor: ArrayLike, encoded: ArrayLike) -> jax.Array:
     """Return some tiles of the anchor after a publish, f32[n, elements]. See
     `apply_publish`.
     """
     return _moved(anchor, codec.decode_tiles(encoded, anchor.shape[-1]))
 
 
-def _moved(anchor: jax.Array, change: jax.Array) -> jax.Array:
+def _moved(anchor: ArrayLike, change: jax.Array) -> jax.Array:
     # Products in the decoded change are exact, so a fused multiply-add changes no bit;
     # a sum below the smallest normal would be zero on some devices only.
     return flush_subnormals(anchor + change)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _encode_change(codec: Codec, theta: jax.Array, anchor: jax.Array) -> jax.Array:
+@compiled(0)
+def _encode_change(codec: Codec, theta: ArrayLike, anchor: ArrayLike) -> jax.Array:
     return codec.encode_tiles(theta - anchor)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def adopt(
     rule: AdoptRule,
     local: jax.Array,

@@ -12,7 +12,6 @@ compilers flush them and others do not. A value that is not finite must decode a
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from diloco_jax.core.families import CODECS, TileCodec
-from diloco_jax.core.tiles import ArrayLike, TileGrid
+from diloco_jax.core.tiles import ArrayLike, TileGrid, compiled
 
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
@@ -47,11 +46,12 @@ class Codec:
         grid = TileGrid.of(shape)
         return (*grid.grid, self.tile_bytes(grid.elements))
 
+    @compiled(0)
     def encode(self, x: ArrayLike) -> jax.Array:
         """Encode f32[shape] -> uint8[*grid, tile_bytes]."""
-        encoded: jax.Array = _encode(self, x)
-        return encoded
+        return self.encode_tiles(TileGrid.of(x.shape).split(x))
 
+    @compiled(0, 2)
     def decode(self, encoded: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
         """Decode uint8[*grid, tile_bytes] -> f32[shape], the shape before encoding.
 
@@ -63,21 +63,19 @@ class Codec:
                 f"{self.name} encodes {shape} as {self.encoded_shape(shape)}, got "
                 f"{encoded.shape}; sender and receiver disagree on shape or codec"
             )
-        decoded: jax.Array = _decode(self, encoded, tuple(shape))
-        return decoded
+        grid = TileGrid.of(shape)
+        whole: jax.Array = grid.join(self.decode_tiles(encoded, grid.elements))
+        return whole
 
-    def decode_tiles(
-        self, encoded: ArrayLike, elements: int, every: int = 1
-    ) -> jax.Array:
-        """Decode some of an array's tiles, uint8[n, tile_bytes] -> f32[n, elements]; of
-        each only the elements at multiples of `every`."""
-        decoded: jax.Array = _decode_tiles(self, encoded, elements, every)
-        return decoded
+    @compiled(0, 2)
+    def decode_tiles(self, encoded: ArrayLike, elements: int) -> jax.Array:
+        """Decode tiles, uint8[..., tile_bytes] -> f32[..., elements]."""
+        return self.member.decode(jnp.asarray(encoded), elements)
 
+    @compiled(0)
     def encode_tiles(self, tiles: ArrayLike) -> jax.Array:
-        """Encode f32[n, elements] -> uint8[n, tile_bytes]."""
-        encoded: jax.Array = _encode_tiles(self, tiles)
-        return encoded
+        """Encode tiles, f32[..., elements] -> uint8[..., tile_bytes]."""
+        return self.member.encode(flush_subnormals(tiles.astype(jnp.float32)))
 
 
 def get_codec(name: str) -> Codec:
@@ -86,7 +84,7 @@ def get_codec(name: str) -> Codec:
     return Codec(name)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def encode_with_feedback(
     codec: Codec, x: jax.Array, residual: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -104,35 +102,9 @@ def encode_with_feedback(
     return encoded, total - codec.decode(encoded, x.shape)
 
 
-def flush_subnormals(x: jax.Array) -> jax.Array:
+def flush_subnormals(x: ArrayLike) -> jax.Array:
     """Return x with everything below the smallest normal f32 replaced by +0."""
     return jnp.where(jnp.abs(x) < SMALLEST_NORMAL, 0.0, x)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _encode(codec: Codec, x: jax.Array) -> jax.Array:
-    encoded: jax.Array = _encode_tiles(codec, TileGrid.of(x.shape).split(x))
-    return encoded
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _encode_tiles(codec: Codec, tiles: jax.Array) -> jax.Array:
-    return codec.member.encode(flush_subnormals(tiles.astype(jnp.float32)))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _decode(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    grid = TileGrid.of(shape)
-    whole: jax.Array = grid.join(codec.member.decode(encoded, grid.elements))
-    return whole
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _decode_tiles(
-    codec: Codec, encoded: jax.Array, elements: int, every: int
-) -> jax.Array:
-    decoded = codec.member.decode(encoded, elements)
-    return decoded if every == 1 else lax.slice_in_dim(decoded, 0, None, every, axis=1)
 
 
 def to_octets(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,24 +34,24 @@ from diloco_jax.core.fragments import (
 from diloco_jax.core.merging import Encoded, merge_piece, recovered, start
 from diloco_jax.core.tiles import ArrayLike, TileGrid
 
-
-def _require(
-    what: str, found: ArrayLike, of: str, given: ArrayLike, wanted: ArrayLike
-) -> None:
-    """Raise ValueError unless what a member made has shape and dtype of another array,
-    and only finite numbers. of, given: what it was made of."""
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        raise ValueError(
-            f"{what} made {found.dtype}{list(found.shape)} of {of}, "
-            f"{given.dtype}{list(given.shape)}; it must make "
-            f"{wanted.dtype}{list(wanted.shape)}"
-        )
-    if not np.isfinite(found).all():
-        raise ValueError(f"{what} made numbers that are not finite of finite ones")
+SHAPES = ((64, 64), (5,))
+"""Shapes of the pieces: of four tiles, and of one."""
+TILES = (3, 40)
+ISLANDS = 3
+BANDED = 4
+"""Fragments of the first shape, which is larger than one and comes in bands."""
+WHOLE = "whole"
+"""Name of the tensor."""
+MOMENTUM = 0.5
+OUTER_STEPS = 2
+ROUNDING = 1e-4
+"""Relative difference of two results that are equal but for rounding."""
+ADOPT_FACTS = ("adopts_first", "keeps_pending", "loses_steps")
+MERGE_KINDS = ("sum", "fold", "elementwise", "whole")
 
 
 def check_weighting(weighting: Weighting) -> None:
-    """Try a weighting from outside the package; raise an error if it is unfit."""
+    """Raise an error that describes the fault of the weighting, if it has one."""
     for tokens, steps in ((1, 1), (600, 3), (10**12, 10**6)):
         found = weighting(tokens, steps)
         if not isinstance(found, int | float) or not 0 < found < math.inf:
@@ -60,68 +61,35 @@ def check_weighting(weighting: Weighting) -> None:
             )
 
 
-ADOPTED = (4, 6)
-ADOPT_FACTS = ("adopts_first", "keeps_pending", "loses_steps")
-
-
 def check_adopt_rule(rule: AdoptRule) -> None:
     """Raise an error that describes the fault of the rule, if it has one."""
     for fact in ADOPT_FACTS:
-        if not isinstance(getattr(rule, fact, None), bool):
+        if not isinstance(found := getattr(rule, fact, None), bool):
             raise ValueError(
-                f"{fact} = {getattr(rule, fact, None)!r}; an adopt rule is an object "
-                f"that says True or False of it: make one of a class derived from "
+                f"{fact} = {found!r}; an adopt rule is an object that says True or "
+                f"False of it: make one of a class derived from "
                 f"diloco_jax.core.families.AdoptRule"
             )
-    rng = np.random.default_rng(0)
-    local, base, anchor = rng.standard_normal((3, *ADOPTED)).astype(np.float32)
-    found = adopt(rule, local, base, anchor, 0.5)
-    _require("adopt", found, "local values", local, local)
-
-
-TILES, ELEMENTS = 3, 40
+    local, base, anchor = _drawn(3, 4, 6)
+    _require("adopt", adopt(rule, local, base, anchor, 0.5), "local values", local)
 
 
 def check_codec(codec: TileCodec) -> None:
     """Raise an error that describes the fault of the codec, if it has one."""
-    nbytes = codec.tile_bytes(ELEMENTS)
+    count, elements = TILES
+    nbytes = codec.tile_bytes(elements)
     if not isinstance(nbytes, int) or nbytes < 1:
-        raise ValueError(f"tile_bytes({ELEMENTS}) = {nbytes!r}; it must be an int > 0")
-    rng = np.random.default_rng(0)
-    tiles = jnp.asarray(rng.standard_normal((TILES, ELEMENTS)), jnp.float32)
+        raise ValueError(f"tile_bytes({elements}) = {nbytes!r}; it must be an int > 0")
+    tiles, wanted = jnp.asarray(_drawn(*TILES)), np.empty((count, nbytes), np.uint8)
     octets = jax.jit(codec.encode)(tiles)
-    wanted = np.empty((TILES, nbytes), np.uint8)
     _require(f"encode with tile_bytes = {nbytes}", octets, "tiles", tiles, wanted)
-    decoded = jax.jit(codec.decode, static_argnums=1)(octets, ELEMENTS)
+    decoded = jax.jit(codec.decode, static_argnums=1)(octets, elements)
     _require("decode", decoded, "octets", octets, tiles)
-    bad = codec.decode(codec.encode(tiles.at[0, 1].set(jnp.nan)), ELEMENTS)
+    bad = codec.decode(codec.encode(tiles.at[0, 1].set(jnp.nan)), elements)
     if np.isfinite(bad[0]).all():
         raise ValueError(
             "a NaN is not seen after decode; it must stay one, or infinite"
         )
-
-
-ROUNDING = 1e-4
-"""Relative difference of two results that are equal but for rounding."""
-
-
-def equal_but_for_rounding(found: ArrayLike, wanted: ArrayLike) -> bool:
-    """Tell whether two arrays of one shape are equal but for rounding.
-
-    Each element may differ by `ROUNDING` times itself or the largest element.
-    """
-    most = float(np.abs(wanted).max())
-    return bool(np.allclose(found, wanted, ROUNDING, ROUNDING * most))
-
-
-SHAPES = ((64, 64), (5,))
-"""Shapes of the pieces: of four tiles, and of one."""
-ISLANDS = 3
-BANDED = 4
-"""Fragments of the first shape, which is larger than one and comes in bands."""
-WHOLE = "whole"
-"""Name of the tensor."""
-MERGE_KINDS = ("sum", "fold", "elementwise", "whole")
 
 
 def check_merge_rule(rule: MergeRule) -> None:
@@ -133,26 +101,23 @@ def check_merge_rule(rule: MergeRule) -> None:
             f"{', '.join(MERGE_KINDS)}: make one of a class in diloco_jax.core.families"
         )
     for shape in SHAPES:
-        state, rng = start(rule, shape), np.random.default_rng(0)
+        state = start(rule, shape)
         like = jax.tree.map(jnp.shape, state)
-        for islands in (ISLANDS, 1):
-            for scale in (1.0, 0.0):
-                drawn = rng.standard_normal((islands, *shape)) * scale
-                deltas = Encoded.of(list(drawn.astype(np.float32)))
-                weights = [1.0 + i for i in range(islands)]
-                merged = merge_piece(rule, deltas, weights, 0.5, state)
-                if not np.isfinite(merged.delta).all():
-                    raise ValueError(
-                        "it made numbers that are not finite of finite deltas, which "
-                        "may be zero"
-                    )
-                if jax.tree.map(jnp.shape, merged.state) != like:
-                    raise ValueError(
-                        f"a merge makes a state of shapes "
-                        f"{jax.tree.map(jnp.shape, merged.state)} of one of {like}; it "
-                        f"must keep its structure"
-                    )
-                state = merged.state
+        for islands, scale in ((ISLANDS, 1), (ISLANDS, 0), (1, 1), (1, 0)):
+            deltas = Encoded.of(list(_drawn(islands, *shape) * np.float32(scale)))
+            weights = [1.0 + island for island in range(islands)]
+            merged = merge_piece(rule, deltas, weights, 0.5, state)
+            if not np.isfinite(merged.delta).all():
+                raise ValueError(
+                    "it made numbers that are not finite of finite deltas, which may "
+                    "be zero"
+                )
+            state = merged.state
+            if (found := jax.tree.map(jnp.shape, state)) != like:
+                raise ValueError(
+                    f"a merge makes a state of shapes {found} of one of {like}; it "
+                    f"must keep its structure"
+                )
     if rule.by_element and not merges_bands_alike(rule):
         raise ValueError(
             "it has by_element = True, but what it makes of an element depends on "
@@ -168,43 +133,32 @@ def merges_bands_alike(rule: MergeRule) -> bool:
 
     It tries two merges with a crash in between.
     """
-    rng, shape = np.random.default_rng(0), SHAPES[0]
+    shape = SHAPES[0]
     # The ratio of the islands' lengths differs from row to row.
     lengths = 10.0 ** np.outer(np.arange(ISLANDS), np.linspace(0, 1, shape[0]))
-    deltas = [
-        (rng.standard_normal(shape) * rows[:, None]).astype(np.float32)
-        for rows in lengths
-    ]
+    deltas = (_drawn(ISLANDS, *shape) * lengths[..., None]).astype(np.float32)
     given, axes = {WHOLE: shape}, {WHOLE: (None, None)}
     whole, cut = (
-        _merged(
-            rule, plan_fragments(given, axes, count, may_cut=lambda _: True), deltas
-        )
-        for count in (1, BANDED)
+        _merged(rule, plan_fragments(given, axes, n, may_cut=lambda _: True), deltas)
+        for n in (1, BANDED)
     )
     return equal_but_for_rounding(cut, whole)
 
 
 def _merged(
-    rule: MergeRule, plan: FragmentPlan, deltas: Sequence[npt.NDArray[np.float32]]
+    rule: MergeRule, plan: FragmentPlan, deltas: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
     """Return what two merges of the plan's pieces make: f32[2, *shape]."""
-    weights = [1.0 + i for i in range(ISLANDS)]
-    first: dict[str, npt.NDArray[np.float32]] = {}
-    second: dict[str, npt.NDArray[np.float32]] = {}
+    weights = [1.0 + island for island in range(ISLANDS)]
+    found: list[dict[str, npt.NDArray[np.float32]]] = [{}, {}]
     for piece in plan.pieces:
         own = Encoded.of([get_piece({WHOLE: delta}, piece) for delta in deltas])
         state = start(rule, piece.shape)
-        for found in (first, second):
+        for made in found:
             merged = merge_piece(rule, own, weights, 0.5, state)
-            found[piece.name] = merged.delta
+            made[piece.name] = merged.delta
             state = recovered(rule, merged.state, merged.delta)
-    return np.stack([from_pieces(plan, found)[WHOLE] for found in (first, second)])
-
-
-"""Shapes of the pieces: of four tiles, and of one."""
-MOMENTUM = 0.5
-OUTER_STEPS = 2
+    return np.stack([from_pieces(plan, made)[WHOLE] for made in found])
 
 
 def check_outer_optimizer(optimizer: OuterOptimizer) -> None:
@@ -215,13 +169,12 @@ def check_outer_optimizer(optimizer: OuterOptimizer) -> None:
             f"it returned {type(tx).__name__}; it must return an "
             f"optax.GradientTransformation"
         )
-    rng = np.random.default_rng(0)
-    theta = tuple(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in SHAPES)
+    theta = tuple(jnp.asarray(_drawn(*shape)) for shape in SHAPES)
     state = tx.init(theta)
     for _ in range(OUTER_STEPS):
         updates, after = jax.jit(tx.update)(theta, state, theta)
         for update, delta in zip(updates, theta, strict=True):
-            _require("its update", update, "a delta", delta, delta)
+            _require("its update", update, "a delta", delta)
         if jax.tree.map(jnp.shape, after) != jax.tree.map(jnp.shape, state):
             raise ValueError("its state changes its structure from step to step")
         state = after
@@ -252,10 +205,10 @@ def steps_tiles_alike(optimizer: OuterOptimizer) -> bool:
         )
         for _ in range(1 + OUTER_STEPS)
     )
-    whole = _in_tiles(_results(optimizer, theta, deltas))
+    whole = [_in_tiles(result) for result in _results(optimizer, theta, deltas)]
     parts = [
         _results(optimizer, (values,), [(own,) for own in given])
-        for values, *given in zip(*_in_tiles([theta, *deltas]), strict=True)
+        for values, *given in zip(*map(_in_tiles, (theta, *deltas)), strict=True)
     ]
     return all(
         equal_but_for_rounding(tile, wanted)
@@ -279,13 +232,40 @@ def _results(
     return results
 
 
-def _in_tiles(fragments: Sequence[Arrays]) -> list[list[jax.Array]]:
-    """Return the tiles of all pieces of each fragment: f32[1, elements] each."""
-    return [
-        [
-            tile[None]
-            for piece in fragment
-            for tile in TileGrid.of(piece.shape).to_tiles(piece)
-        ]
-        for fragment in fragments
-    ]
+def _in_tiles(pieces: Arrays) -> list[jax.Array]:
+    """Return the tiles of all pieces of a fragment: f32[1, elements] each."""
+    tiles = (TileGrid.of(piece.shape).to_tiles(piece) for piece in pieces)
+    return [tile[None] for of_piece in tiles for tile in of_piece]
+
+
+def _drawn(*shape: int) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def _require(
+    what: str,
+    found: ArrayLike,
+    of: str,
+    given: ArrayLike,
+    wanted: ArrayLike | None = None,
+) -> None:
+    """Raise ValueError unless what a member made has shape and dtype of another array,
+    by default what it was made of, and only finite numbers."""
+    wanted = given if wanted is None else wanted
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise ValueError(
+            f"{what} made {found.dtype}{list(found.shape)} of {of}, "
+            f"{given.dtype}{list(given.shape)}; it must make "
+            f"{wanted.dtype}{list(wanted.shape)}"
+        )
+    if not np.isfinite(found).all():
+        raise ValueError(f"{what} made numbers that are not finite of finite ones")
+
+
+def equal_but_for_rounding(found: ArrayLike, wanted: ArrayLike) -> bool:
+    """Tell whether two arrays of one shape are equal but for rounding.
+
+    Each element may differ by `ROUNDING` times itself or the largest element.
+    """
+    most = float(np.abs(wanted).max())
+    return bool(np.allclose(found, wanted, ROUNDING, ROUNDING * most))

@@ -31,13 +31,12 @@ from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.kernels import Passes, Step
-from diloco_jax.core.merging import Encoded, MergedPiece, rule_for
-from diloco_jax.core.outer import OuterSettings, PieceStep, piece_step
+from diloco_jax.core.merging import Encoded, MergedPiece, merge_piece, rule_for
+from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.core.tiles import (
     MOST_ELEMENTS,
     ArrayLike,
-    CutTree,
     Empty,
     TileGrid,
     blocks,
@@ -68,90 +67,75 @@ class MergeMeasures(NamedTuple):
     """Length of the outer step over that of the merged delta."""
 
 
-class Measuring:
-    """Measures of one merge; its pieces are added in order."""
+def measure(
+    deltas: Sequence[Encoded],
+    merged: Sequence[MergedPiece],
+    weights: Sequence[float],
+    samples: Sequence[Sample],
+    last: Sequence[Sample],
+    steps: Sequence[Sample],
+) -> tuple[MergeMeasures, tuple[float | None, ...]]:
+    """Return the measures of a merge, and the cosine of each delta with the weighted
+    sum of the others, in their order; none if there are fewer than `FEWEST_DIRECTIONS`.
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        """weights: the weights of the deltas."""
-        total = math.fsum(weights)
-        self.sample: list[Sample] = []
-        """Sampled tiles of the merged delta, by piece."""
-        self._weights = np.array(weights) / total
-        self._squares = np.zeros(len(weights))
-        self._norms: list[float] = []
-        self._cosines: list[tuple[float, int]] = []
-        # Of each delta, over the sampled tiles: its product with the weighted sum of
-        # the others, its own square and that sum's.
-        self._along, self._own, self._others = np.zeros((3, len(weights)))
-
-    def add(self, deltas: Encoded, piece: MergedPiece) -> None:
-        """Add the next piece."""
-        self.sample.append(sample(piece.total) * np.float32(piece.factor))
-        squares = np.array(deltas.squares)
-        self._squares += squares
-        self._norms.append(math.sqrt(piece.square))
-        weights = np.where(squares > 0, self._weights, 0.0)
-        pairs = weights.sum() ** 2 - np.square(weights).sum()
-        if pairs > 0 and np.count_nonzero(weights) > 1:
-            if piece.direction_square is not None:
-                along = piece.direction_square
-            else:
-                along = _direction_square(deltas, weights)
-            cosine = (along - np.square(weights).sum()) / pairs
-            self._cosines.append((float(cosine), piece.total.size))
-        if len(squares) >= FEWEST_DIRECTIONS:
-            self._add_directions(deltas)
-
-    @property
-    def norm(self) -> float:
-        """Length of the merged delta."""
-        return math.hypot(*self._norms)
-
-    @property
-    def directions(self) -> tuple[float | None, ...]:
-        """Cosine of each delta with the weighted sum of the others, in their order;
-        empty if there are fewer than `FEWEST_DIRECTIONS`."""
-        if len(self._own) < FEWEST_DIRECTIONS:
-            return ()
-        lengths = np.sqrt(self._own * self._others)
-        return tuple(map(_ratio, self._along, lengths))
-
-    def _add_directions(self, deltas: Encoded) -> None:
-        # Each is decoded twice, so that one at a time is in memory.
-        total: Any = 0.0
-        for island, weight in enumerate(self._weights):
-            total = total + sampled(deltas, island) * np.float32(weight)
-        whole = _square(total)
-        for island, weight in enumerate(self._weights):
-            own = sampled(deltas, island)
-            product, square = float(np.vdot(own, total)), _square(own)
-            others = whole - 2 * weight * product + weight**2 * square
-            self._along[island] += product - weight * square
-            self._own[island] += square
-            self._others[island] += max(others, 0.0)
-
-    def finish(
-        self, last: Sequence[Sample], before: Sequence[Sample], after: Sequence[Sample]
-    ) -> MergeMeasures:
-        """Return the four measures.
-
-        Args:
-          last: `sample` of the fragment's previous merge; empty if unknown.
-          before, after: `sample` of the global parameters around the outer step, by
-            piece.
-        """
-        size = sum(size for _, size in self._cosines)
-        pairwise = sum(cosine * size for cosine, size in self._cosines)
-        to_last = _dot(self.sample, last) if last else 0.0
-        lengths = _length(self.sample) * _length(last)
-        steps = [new - old for old, new in zip(before, after, strict=True)]
-        mean_length = float(self._weights @ np.sqrt(self._squares))
-        return MergeMeasures(
-            pairwise_cosine=_ratio(pairwise, size),
-            cosine_to_last=_ratio(to_last, lengths),
-            length_ratio=_ratio(self.norm, mean_length),
-            step_ratio=_ratio(_length(steps), _length(self.sample)),
+    Args:
+      deltas, merged: by piece.
+      weights: of the deltas.
+      samples: `sample` of the merged delta, by piece.
+      last: that of the fragment's previous merge; empty if unknown.
+      steps: `sample` of the outer step.
+    """
+    shares = np.array(weights) / math.fsum(weights)
+    squares, products = np.zeros(len(shares)), np.zeros((len(shares),) * 2)
+    cosines, sizes = [], []
+    for own, piece in zip(deltas, merged, strict=True):
+        lengths = np.array(own.squares)
+        squares += lengths
+        present = np.where(lengths > 0, shares, 0.0)
+        alone = float(np.square(present).sum())
+        pairs = float(present.sum()) ** 2 - alone
+        compared = pairs > 0 and np.count_nonzero(present) > 1
+        along, here = piece.direction_square, np.zeros(())
+        if len(shares) >= FEWEST_DIRECTIONS or (compared and along is None):
+            here = _products(own)
+        if len(shares) >= FEWEST_DIRECTIONS:
+            products += here
+        if compared and along is None:
+            norms = np.sqrt(np.diag(here))
+            unit = present / np.where(norms > 0, norms, math.inf)
+            along = float(unit @ here @ unit)
+        if compared and along is not None:
+            cosines.append((along - alone) / pairs * piece.total.size)
+            sizes.append(piece.total.size)
+    directions: tuple[float | None, ...] = ()
+    if len(shares) >= FEWEST_DIRECTIONS:
+        others = products @ shares - shares * np.diag(products)
+        rest = shares @ products @ shares - shares * (
+            2 * (products @ shares) - shares * np.diag(products)
         )
+        lengths = np.sqrt(np.diag(products) * np.maximum(rest, 0.0))
+        directions = tuple(map(_ratio, others, lengths))
+    length, before = _length(samples), _length(last)
+    norm, mean_length = norm_of(merged), float(shares @ np.sqrt(squares))
+    measures = MergeMeasures(
+        pairwise_cosine=_ratio(sum(cosines), sum(sizes)),
+        cosine_to_last=_ratio(_dot(samples, last) if last else 0.0, length * before),
+        length_ratio=_ratio(norm, mean_length),
+        step_ratio=_ratio(_length(steps), length),
+    )
+    return measures, directions
+
+
+def norm_of(merged: Sequence[MergedPiece]) -> float:
+    """Return the length of a merged delta, given by piece."""
+    return math.hypot(*(math.sqrt(piece.square) for piece in merged))
+
+
+def _products(deltas: Encoded) -> npt.NDArray[np.float64]:
+    """Return the products of all deltas with each other, over the sampled tiles."""
+    stacked = np.stack([sampled(deltas, n).ravel() for n in range(len(deltas))])
+    products: npt.NDArray[np.float64] = (stacked @ stacked.T).astype(np.float64)
+    return products
 
 
 def sample(tiles: npt.NDArray[np.float32]) -> Sample:
@@ -160,9 +144,11 @@ def sample(tiles: npt.NDArray[np.float32]) -> Sample:
 
 
 def sampled(deltas: Encoded, island: int) -> npt.NDArray[np.float32]:
-    """Return what is looked at of a delta, f32[rows, elements]; decode nothing else."""
+    """Return what is looked at of a delta, f32[rows, elements]; decode those tiles
+    alone."""
     every = _every(*TileGrid.of(deltas.shape).in_order)
-    return np.asarray(deltas.tiles(island, slice(None, None, SAMPLED), every))
+    tiles = np.asarray(deltas.tiles(island, slice(None, None, SAMPLED)))
+    return tiles[:, ::every].copy() if every > 1 else tiles
 
 
 def sample_bytes(shape: tuple[int, ...]) -> int:
@@ -181,21 +167,6 @@ def _every(tiles: int, elements: int) -> int:
     """
     most = min(SAMPLED // tiles, elements // MOST_ELEMENTS)
     return 1 << max(0, most.bit_length() - 1)
-
-
-def _direction_square(deltas: Encoded, weights: npt.NDArray[Any]) -> float:
-    """Return |sum w unit(d)|^2 over the sampled tiles."""
-    along: Any = 0.0
-    for island, weight in enumerate(weights):
-        if weight > 0:
-            tiles = sampled(deltas, island)
-            norm = float(np.linalg.norm(tiles.ravel()))
-            along = along + tiles * np.float32(weight / norm if norm else 0.0)
-    return float(np.sum(np.square(along, dtype=np.float64)))
-
-
-def _square(array: Any) -> float:
-    return float(np.vdot(array, array))
 
 
 def _dot(one: Sequence[Sample], other: Sequence[Sample]) -> float:
@@ -242,7 +213,7 @@ class MergeResult(NamedTuple):
     sample: tuple[Sample, ...]
     """Sampled tiles of the merged delta, by piece."""
     directions: tuple[float | None, ...]
-    """See `Measuring.directions`."""
+    """See `measure`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,62 +296,55 @@ class FragmentMerge:
           last: `MergeResult.sample` of the merge before; empty if unknown.
         """
         encoded = [self.layout_up.unpack(payload) for payload in payloads]
-        measuring, merged = Measuring(weights), []
-        theta = self._new(state.theta)
+        deltas, merged, samples = [], [], []
+        theta, anchor = self._new(state.theta), self._new(state.anchor)
         for index, piece in enumerate(self.pieces):
-            deltas = Encoded(
+            own = Encoded(
                 self.up,
                 piece.shape,
                 [arrays[index] for arrays in encoded],
-                [own[index] for own in squares],
+                [known[index] for known in squares],
                 self.passes,
             )
-            rule = rule_for(piece, self.rule, final=final)
-            merged.append(
-                merging.merge_piece(
-                    rule, deltas, weights, share, state.rules[index], theta[index]
-                )
-            )
-            measuring.add(deltas, merged[-1])
-        rules = tuple(piece.state for piece in merged)
-        if final:
-            rules = state.rules
-        anchor = self._new(state.anchor)
+            rule, kept = rule_for(piece, self.rule, final=final), state.rules[index]
+            found = merge_piece(rule, own, weights, share, kept, theta[index])
+            deltas.append(own)
+            merged.append(found)
+            samples.append(sample(found.total) * np.float32(found.factor))
         payload = self.empty((self.layout_down.total_bytes,), np.uint8).data
+        rules = state.rules if final else tuple(piece.state for piece in merged)
         after = FragmentState(theta, anchor, state.outer, rules)
+        norm, stepped = norm_of(merged), False
         if not (final or self._by_block):
+            stepped = True
             after = after._replace(outer=self._whole_step(state, merged, theta))
         outers = [
             self._finish_piece(
                 index,
                 state,
                 after,
-                None if after.outer is not state.outer else merged[index],
+                None if stepped else merged[index],
                 payload,
-                np.float32(measuring.norm),
+                np.float32(norm),
                 final=final,
             )
             for index in range(len(self.pieces))
         ]
         if self._by_block and not final:
             after = after._replace(outer=tuple(outers))
-        return MergeResult(
-            after,
-            payload,
-            measuring.norm,
-            measuring.finish(
-                last, [sample(t) for t in state.theta], [sample(t) for t in theta]
-            ),
-            tuple(measuring.sample),
-            measuring.directions,
-        )
+        steps = [
+            sample(new) - sample(old)
+            for old, new in zip(state.theta, theta, strict=True)
+        ]
+        measures, directions = measure(deltas, merged, weights, samples, last, steps)
+        return MergeResult(after, payload, norm, measures, tuple(samples), directions)
 
     def replay(
         self, state: FragmentState, payload: Buffer, *, final: bool
     ) -> FragmentState:
         """Apply a logged publish after a crash: Theta = A.
 
-        `advance_over_publish` advances the outer optimizer's state and `recovered` the
+        `outer.advance` advances the outer optimizer's state and `recovered` the
         merge rule's. A publish of the flush advances neither.
         """
         anchor = self._new(state.anchor)
@@ -391,24 +355,19 @@ class FragmentMerge:
                 new[rows] = apply_to_tiles(self.down, old[rows], tiles[rows])
         if final:
             return FragmentState(anchor, anchor, state.outer, state.rules)
-        pairs = tuple(zip(state.anchor, anchor, strict=True))
-        change = [
-            functools.partial(_change, piece, *pair)
-            for piece, pair in zip(self.pieces, pairs, strict=True)
-        ]
+        change = [new - old for new, old in zip(anchor, state.anchor, strict=True)]
         rules = tuple(
-            merging.recovered(rule_for(p, self.rule), own, moved())
+            merging.recovered(rule_for(p, self.rule), own, _own_order(p, moved))
             if jax.tree.leaves(own)
             else own
             for p, own, moved in zip(self.pieces, state.rules, change, strict=True)
         )
         if self._by_block:
-            advanced: Any = tuple(
-                outer.advance_by_piece(self.settings, state.outer, pairs, self.empty)
-            )
+            each = [(moved,) for moved in change]
+            advanced: Any = tuple(outer.advance(self.settings, state.outer, each))
         else:
-            whole = tuple(jnp.asarray(moved()) for moved in change)
-            advanced = outer.advance_over_publish(self.settings, state.outer, whole)
+            whole = tuple(map(_own_order, self.pieces, change))
+            (advanced,) = outer.advance(self.settings, [state.outer], [whole])
         return FragmentState(
             anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
         )
@@ -445,51 +404,56 @@ class FragmentMerge:
         """Take the outer step from `merged`, unless that is None, and encode the
         publish, into the arrays of `after` and the payload. Return the new state of the
         outer optimizer."""
-        theta, old, anchor = (
-            after.theta[index],
-            before.theta[index],
-            after.anchor[index],
-        )
+        theta, new_anchor = after.theta[index], after.anchor[index]
+        old, anchor = before.theta[index], before.anchor[index]
         encoded = self.layout_down.unpack(payload)[index].reshape(len(theta), -1)
-        if self.passes is not None and self.passes.knows(self.down.name):
-            native = self._native_step(before.outer, index, merged, norm, final)
-            if native is not None:
-                self.passes.finish(
-                    self.down.name,
-                    native.step,
-                    old=old,
-                    trace=native.trace,
-                    anchor=before.anchor[index],
-                    theta=theta,
-                    new_trace=native.new_trace,
-                    new_anchor=anchor,
-                    encoded=encoded,
-                )
-                return native.after
-        parts = (
-            CutTree(before.outer[index], theta.shape, self.empty)
-            if self._by_block
-            else None
-        )
+        native = self._native_step(before.outer, index, merged, norm, final)
+        if self.passes is not None and native is not None:
+            self.passes.finish(
+                self.down.name,
+                native.step,
+                old=old,
+                trace=native.trace,
+                anchor=anchor,
+                theta=theta,
+                new_trace=native.new_trace,
+                new_anchor=new_anchor,
+                encoded=encoded,
+            )
+            return native.after
+        state = before.outer[index] if self._by_block else ()
+        kept, structure = jax.tree.flatten(state)
+        cut = [leaf.shape == theta.shape for leaf in kept]
+        new = [
+            self.empty(leaf.shape, leaf.dtype) if is_cut else leaf
+            for leaf, is_cut in zip(kept, cut, strict=True)
+        ]
         for rows in blocks(*theta.shape):
             if merged is not None:
                 delta = merged.total[rows] * np.float32(merged.factor)
-                if final or parts is None:
-                    (new,) = outer.flush_step((old[rows],), (delta,))
+                if final:
+                    (theta[rows],) = outer.flush_step((old[rows],), (delta,))
                 else:
-                    (new,), moved = outer.outer_step(
+                    parts = [
+                        leaf[rows] if is_cut else leaf
+                        for leaf, is_cut in zip(kept, cut, strict=True)
+                    ]
+                    (theta[rows],), moved = outer.outer_step(
                         outer.make_outer(self.settings),
                         (old[rows],),
-                        parts.of(rows),
+                        jax.tree.unflatten(structure, parts),
                         (delta,),
                         norm,
                     )
-                    parts.put(rows, moved)
-                theta[rows] = new
-            encoded[rows], anchor[rows] = publish_tiles(
-                self.down, theta[rows], before.anchor[index][rows]
+                    for n, leaf in enumerate(jax.tree.leaves(moved)):
+                        if cut[n]:
+                            new[n][rows] = leaf
+                        else:
+                            new[n] = np.asarray(leaf)
+            encoded[rows], new_anchor[rows] = publish_tiles(
+                self.down, theta[rows], anchor[rows]
             )
-        return None if parts is None else parts.whole()
+        return jax.tree.unflatten(structure, new)
 
     def _native_step(
         self,
@@ -498,15 +462,17 @@ class FragmentMerge:
         merged: MergedPiece | None,
         norm: np.float32,
         final: bool,
-    ) -> PieceStep | None:
+    ) -> NativeStep | None:
         """Return the step of a piece by the route "native", if that has it. state: of
         the outer optimizer."""
+        if self.passes is None or not self.passes.knows(self.down.name):
+            return None
         if merged is None:
-            return PieceStep(Step(kind="keep"), None, None, None)
+            return NativeStep(Step(kind="keep"))
         factor = float(np.float32(merged.factor))
         if final:
-            return PieceStep(Step(kind="flush", factor=factor), None, None, None)
-        return piece_step(self.settings, state[index], factor, norm, self.empty)
+            return NativeStep(Step(kind="flush", factor=factor))
+        return native_step(self.settings, state[index], factor, norm, self.empty)
 
     def _whole_step(
         self, state: FragmentState, merged: Sequence[MergedPiece], theta: Arrays
@@ -536,10 +502,3 @@ def is_fit(squares: Squares) -> bool:
 def _own_order(piece: Piece, tiles: Any) -> npt.NDArray[np.float32]:
     values: npt.NDArray[np.float32] = TileGrid.of(piece.shape).from_tiles(tiles)
     return values
-
-
-def _change(
-    piece: Piece, old: npt.NDArray[np.float32], new: npt.NDArray[np.float32]
-) -> npt.NDArray[np.float32]:
-    """Return new - old in the piece's own order."""
-    return _own_order(piece, new - old)

@@ -72,28 +72,14 @@ def find_in_optax(
     )
 
 
-def from_optax(
-    name: str,
-    arguments: Mapping[str, Argument],
-    *,
-    rate: float,
-    beta1: float,
-    beta2: float,
-    moment_dtype: str,
-    weight_decay: float,
-    decays: Any,
-) -> optax.GradientTransformation:
-    """Return the optimizer of this name, with all of our settings that it takes.
-
-    Args:
-      arguments: further arguments of the optax function.
-      weight_decay: applied by the optimizer if its decay takes a mask; otherwise
-        added to its updates, as in AdamW.
-      decays: nested like the parameters; True where a parameter decays.
+def settings_of(
+    name: str, beta1: float, beta2: float, moment_dtype: str
+) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any], str]:
+    """Return optax's optimizer of this name, those of our settings that it takes, and
+    the name of its mask of parameters that decay, if it applies the decay itself.
 
     Raises:
-      ValueError: an unknown name, an unknown or missing argument, or a moment dtype
-        that the optimizer cannot set.
+      ValueError: an unknown name, or a moment dtype that the optimizer cannot set.
     """
     try:
         function = find_in_optax(name, "choose 'adamw', 'lion', 'sgd', 'muon'")
@@ -109,17 +95,10 @@ def from_optax(
         )
     settings = {"b1": beta1, "b2": beta2, "mu_dtype": moment_dtype}
     own: dict[str, Any] = {n: v for n, v in settings.items() if n in takes}
-    mask = next((p for p in MASKS if p in takes), "")
-    within = bool(mask) and "weight_decay" in takes
-    if within:
-        own |= {"weight_decay": weight_decay, mask: decays}
-    elif "weight_decay" in takes:
+    mask = next((p for p in MASKS if p in takes and "weight_decay" in takes), "")
+    if "weight_decay" in takes and not mask:
         own["weight_decay"] = 0.0
-    optimizer = call(name, function, {RATE: rate, **own}, arguments)
-    if within:
-        return optimizer
-    decay = optax.add_decayed_weights(-rate * weight_decay, decays)
-    return optax.chain(optimizer, decay)
+    return function, own, mask
 
 
 def call(
@@ -243,7 +222,7 @@ def make_inner(
     """Make the optimizer at learning rate 1; scale its updates by a rate.
 
     Args:
-      name: one in NAMES, or any in optax or optax.contrib that fits (`from_optax`).
+      name: one in NAMES, or any in optax or optax.contrib that fits.
         "sgd" ignores the betas. "muon" orthogonalises the matrices (two axes besides
         "layers", none of them "vocab"), layer by layer, with momentum beta1; all else
         goes through Adam with Nesterov momentum. Anything that optax computes per
@@ -257,39 +236,34 @@ def make_inner(
     Raises:
       ValueError: unknown name or argument, or an optimizer that does not fit.
     """
-    more = dict(arguments)
+    more, mask = dict(arguments), ""
+    function: Callable[..., optax.GradientTransformation] = optax.sgd
+    own: dict[str, Any] = {}
+    if name == "muon":
+        # 0.2 scales Muon's updates to the size of AdamW's, so that one learning rate
+        # serves both (arXiv 2502.16982).
+        betas = {"beta": beta1, "adam_b1": beta1, "adam_b2": beta2}
+        own = {**betas, "mu_dtype": moment_dtype, "consistent_rms": 0.2}
+        function = optax.contrib.muon
+    elif name != "sgd":
+        function, own, mask = settings_of(name, beta1, beta2, moment_dtype)
 
     def make(axes: Mapping[str, Any], rate: float) -> optax.GradientTransformation:
         decays = _map_axes(lambda names: len(_matrix_axes(names)) >= 2, axes)
+        given = {RATE: rate, **own}
+        if name == "muon":
+            numbers = _map_axes(_muon_numbers, axes)
+            given["muon_weight_dimension_numbers"] = numbers
+        if mask:
+            given |= {"weight_decay": weight_decay, mask: decays}
+            return call(name, function, given, more)
+        optimizer = call(name, function, given, more)
         if name == "sgd":
             decay = optax.add_decayed_weights(weight_decay, decays)
-            return optax.chain(decay, call(name, optax.sgd, {RATE: rate}, more))
-        if name == "muon":
-            # 0.2 scales Muon's updates to the size of AdamW's, so that one learning
-            # rate serves both (arXiv 2502.16982).
-            own = {
-                RATE: rate,
-                "beta": beta1,
-                "mu_dtype": moment_dtype,
-                "adam_b1": beta1,
-                "adam_b2": beta2,
-                "muon_weight_dimension_numbers": _map_axes(_muon_numbers, axes),
-                "consistent_rms": 0.2,
-            }
-            direction = call(name, optax.contrib.muon, own, more)
-            # Muon's own decay of non-matrices takes no mask.
-            decay = optax.add_decayed_weights(-rate * weight_decay, decays)
-            return optax.chain(direction, decay)
-        return from_optax(
-            name,
-            more,
-            rate=rate,
-            beta1=beta1,
-            beta2=beta2,
-            moment_dtype=moment_dtype,
-            weight_decay=weight_decay,
-            decays=decays,
-        )
+            return optax.chain(decay, optimizer)
+        # Added to the updates, as in AdamW: Muon's own decay takes no mask, either.
+        decay = optax.add_decayed_weights(-rate * weight_decay, decays)
+        return optax.chain(optimizer, decay)
 
     optimizer = make(axes, 1.0)
     if more or name not in NAMES:

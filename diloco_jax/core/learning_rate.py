@@ -7,34 +7,15 @@ a late or returned island is in step with the others.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any
 
 
-class Course(Protocol):
-    """The settings that `config.InnerConfig` has of it."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate after the warm-up."""
-
-    @property
-    def schedule(self) -> str:
-        """Course after the warm-up: "cosine" ends at final_fraction of the peak,
-        "constant" stays."""
-
-    @property
-    def warmup_fraction(self) -> float:
-        """Share of the run over which the rate rises from 0."""
-
-    @property
-    def final_fraction(self) -> float:
-        """Rate at the end, as a share of the peak."""
-
-
-def learning_rate(settings: Course, progress: float, rewarm: float = 1.0) -> float:
+def learning_rate(settings: Any, progress: float, rewarm: float = 1.0) -> float:
     """Return the rate at a point of the run: linear from 0, then by the schedule.
 
     Args:
+      settings: an `InnerConfig`: learning_rate after the warm-up over warmup_fraction
+        of the run; schedule "cosine" ends at final_fraction of it, "constant" stays.
       progress: share of the run that is done; clipped to [0, 1].
       rewarm: share in [0, 1] that an island with fresh moments may use.
 
@@ -43,6 +24,8 @@ def learning_rate(settings: Course, progress: float, rewarm: float = 1.0) -> flo
     """
     progress = min(max(progress, 0.0), 1.0)
     warmup, final = settings.warmup_fraction, settings.final_fraction
+    peak: float = settings.learning_rate
+    share: float
     if progress < warmup:
         share = progress / warmup
     elif settings.schedule == "constant":
@@ -54,4 +37,4 @@ def learning_rate(settings: Course, progress: float, rewarm: float = 1.0) -> flo
         raise ValueError(
             f"inner.schedule = {settings.schedule!r}; choose 'cosine' or 'constant'"
         )
-    return settings.learning_rate * share * min(max(rewarm, 0.0), 1.0)
+    return peak * share * min(max(rewarm, 0.0), 1.0)

@@ -37,6 +37,7 @@ from diloco_jax.core.tiles import (
     ArrayLike,
     TileGrid,
     blocks,
+    compiled,
     tile_squares,
 )
 
@@ -69,41 +70,18 @@ class Encoded:
         """Return the island's delta, f32[shape]."""
         return self.codec.decode(self.encoded[island], self.shape)
 
-    def tiles(self, island: int, rows: slice, every: int = 1) -> ArrayLike:
-        """Return these of its tiles, f32[rows, elements], in the order of the grid;
-        of each only the elements at multiples of `every`."""
-        encoded = self._in_order(island)[rows]
-        return self.codec.decode_tiles(encoded, self._elements, every)
+    def tiles(self, island: int, rows: slice) -> ArrayLike:
+        """Return these of its tiles, f32[rows, elements], in the order of the grid."""
+        return self.codec.decode_tiles(self._in_order(island)[rows], self._elements)
 
     def weighted_sum(
         self, factors: Sequence[float], out: npt.NDArray[np.float32]
     ) -> list[float]:
         """Sum the deltas, each times its factor, into f32[tiles, elements]; return the
         sum of the squares of each tile of that."""
-        if self._native is None:
-            return self._sum_blocks(factors, out)
-        encoded = [self._in_order(island) for island in range(len(self))]
-        return self._native.sum(self.codec.name, encoded, factors, out)
-
-    @functools.cached_property
-    def squares(self) -> Sequence[float]:
-        """The sum of the squares of each delta; inf or NaN if a value is not
-        finite."""
-        if self.known:
-            return self.known
-        return [self._square(island) for island in range(len(self))]
-
-    def _square(self, island: int) -> float:
-        encoded, elements = self._in_order(island), self._elements
         if self._native is not None:
-            return self._native.squares(self.codec.name, encoded, elements)
-        cut = blocks(len(encoded), elements)
-        found = (tile_squares(self.tiles(island, rows)) for rows in cut)
-        return math.fsum(square for block in found for square in block)
-
-    def _sum_blocks(
-        self, factors: Sequence[float], out: npt.NDArray[np.float32]
-    ) -> list[float]:
+            encoded = [self._in_order(island) for island in range(len(self))]
+            return self._native.sum(self.codec.name, encoded, factors, out)
         found: list[float] = []
         for rows in blocks(*out.shape):
             block = jnp.zeros(out[rows].shape, jnp.float32)
@@ -114,6 +92,21 @@ class Encoded:
             out[rows] = block
             found += tile_squares(block)
         return found
+
+    @functools.cached_property
+    def squares(self) -> Sequence[float]:
+        """The sum of the squares of each delta; inf or NaN if a value is not
+        finite."""
+        return self.known or [self._square(island) for island in range(len(self))]
+
+    def _square(self, island: int) -> float:
+        encoded, elements = self._in_order(island), self._elements
+        if self._native is not None:
+            return self._native.squares(self.codec.name, encoded, elements)
+        cut = blocks(len(encoded), elements)
+        return math.fsum(
+            s for rows in cut for s in tile_squares(self.tiles(island, rows))
+        )
 
     @property
     def _elements(self) -> int:
@@ -131,8 +124,8 @@ class Encoded:
         return encoded.reshape(-1, encoded.shape[-1])
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _added(total: jax.Array, delta: jax.Array, factor: jax.Array) -> jax.Array:
+@compiled(donates=(0,))
+def _added(total: jax.Array, delta: ArrayLike, factor: np.float32) -> jax.Array:
     return total + factor * delta
 
 
@@ -283,13 +276,10 @@ def _by_blocks(
     share: float,
     out: npt.NDArray[np.float32],
 ) -> MergedPiece:
-    square: list[float] = []
     for rows in blocks(len(out), out.shape[1], arrays=len(deltas)):
         stacked = jnp.stack([deltas.tiles(i, rows) for i in range(len(deltas))])
-        block = _merge_block(rule, stacked, jnp.asarray(weights), share)
-        out[rows] = block
-        square += tile_squares(block)
-    return MergedPiece(deltas.shape, out, 1.0, math.fsum(square), (), None)
+        out[rows] = _merge_block(rule, stacked, jnp.asarray(weights), share)
+    return MergedPiece(deltas.shape, out, 1.0, math.fsum(tile_squares(out)), (), None)
 
 
 def _by_pieces(
@@ -310,44 +300,37 @@ def _by_pieces(
     else:
         stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
         merged, after = _merge_whole(rule, stacked, jnp.asarray(weights), share, state)
-    grid = TileGrid.of(deltas.shape)
-    out[...] = grid.to_tiles(np.asarray(merged))
-    square = [s for rows in blocks(*out.shape) for s in tile_squares(out[rows])]
-    return MergedPiece(deltas.shape, out, 1.0, math.fsum(square), after, None)
+    out[...] = TileGrid.of(deltas.shape).to_tiles(np.asarray(merged))
+    square = math.fsum(tile_squares(out))
+    return MergedPiece(deltas.shape, out, 1.0, square, after, None)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@compiled(0, 1)
 def _init(rule: Fold, shape: Shape) -> Any:
     return rule.init(shape)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _add(
-    rule: Fold, sums: Any, delta: jax.Array, weight: jax.Array, state: State
-) -> Any:
+@compiled(0, donates=(1,))
+def _add(rule: Fold, sums: Any, delta: Any, weight: Any, state: State) -> Any:
     """Add one delta to the sums, which are donated; the delta is not."""
     return rule.add(sums, delta, weight, state)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _finish(
-    rule: Fold, shape: Shape, sums: Any, share: jax.Array, state: State
-) -> tuple[jax.Array, State]:
+@compiled(0, 1)
+def _finish(rule: Fold, shape: Shape, sums: Any, share: Any, state: State) -> Any:
     merged, after = rule.finish(sums, share, state)
     return _required(merged, shape), after
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _merge_block(
-    rule: Elementwise, deltas: jax.Array, weights: jax.Array, share: jax.Array
-) -> jax.Array:
+@compiled(0)
+def _merge_block(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax.Array:
     return _required(rule.merge(deltas, weights, share), deltas.shape[1:])
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def _merge_whole(
-    rule: Whole, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
-) -> tuple[jax.Array, State]:
+    rule: Whole, deltas: Any, weights: Any, share: Any, state: State
+) -> Any:
     merged, after = rule.merge(deltas, weights, share, state)
     return _required(merged, deltas.shape[1:]), after
 

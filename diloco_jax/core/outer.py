@@ -3,7 +3,7 @@ package's outer optimizers.
 
 A step takes one fragment, a tuple of f32 piece arrays. The merged delta is the gradient
 of an optimizer of the family, after a guard of its length and before a learning rate.
-`piece_step` is the step of one piece, ready for the merge route "native".
+`native_step` is the step of one piece, ready for the merge route "native".
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import optax
 
 from diloco_jax.core import inner
 from diloco_jax.core.families import OUTER_OPTIMIZERS, Arrays, OuterOptimizer
 from diloco_jax.core.kernels import Step, StepKind, Values
-from diloco_jax.core.tiles import CutTree, Empty, blocks, tile_squares
+from diloco_jax.core.tiles import Empty, compiled, tile_squares
 
 
 class Sgd:
@@ -101,7 +100,7 @@ GUARD_AFTER_MERGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterSettings:
-    """An outer optimizer, all values resolved. Raises ValueError if they are unfit."""
+    """An outer optimizer, all values resolved and within the config's bounds."""
 
     optimizer: str
     """Name of a member of the family."""
@@ -112,26 +111,6 @@ class OuterSettings:
     """Merges before the first at the full learning rate, which rises linearly."""
     norm_guard: float = 0.0
     """Longest merged delta, in running means of their norms; 0 = any."""
-
-    def __post_init__(self) -> None:
-        try:
-            OUTER_OPTIMIZERS.find(self.optimizer)
-        except ValueError as error:
-            raise ValueError(f"outer.optimizer = {self.optimizer!r}: {error}") from None
-        if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"outer.momentum = {self.momentum}; choose 0 <= momentum < 1"
-            )
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(
-                f"outer.learning_rate = {self.learning_rate}; it must be above 0 and "
-                f"finite"
-            )
-        if self.warmup_merges < 0 or not 0 <= self.norm_guard < math.inf:
-            raise ValueError(
-                f"outer.warmup_merges = {self.warmup_merges}, outer.norm_guard = "
-                f"{self.norm_guard}; they must not be negative; 0 = none"
-            )
 
 
 @functools.cache
@@ -150,13 +129,13 @@ def make_outer(settings: OuterSettings) -> optax.GradientTransformationExtraArgs
     return chain
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def outer_step(
     tx: optax.GradientTransformationExtraArgs,
-    theta: Arrays,
+    theta: Any,
     state: Any,
-    merged: Arrays,
-    norm: jax.Array | None = None,
+    merged: Any,
+    norm: Any = None,
 ) -> tuple[Arrays, Any]:
     """Apply one merge of one fragment, or of a part of it where the optimizer goes
     element by element (`is_elementwise`); return (Theta', state').
@@ -172,52 +151,16 @@ def outer_step(
     return tuple(t + u for t, u in zip(theta, updates, strict=True)), state
 
 
-@jax.jit
-def flush_step(theta: Arrays, mean_delta: Arrays) -> Arrays:
+@compiled()
+def flush_step(theta: Any, mean_delta: Any) -> Arrays:
     """Apply the last merge of a run: learning rate 1, no momentum."""
     return tuple(t - d for t, d in zip(theta, mean_delta, strict=True))
 
 
-class StepScalars(NamedTuple):
-    """The numbers of an outer step that are the same for all elements."""
-
-    guard: float
-    """Factor of the delta; 1 without a guard."""
-    rate: float
-    after: Any
-    """The state after the step, but for the optimizer's own part of it."""
-
-
-def step_scalars(settings: OuterSettings, state: Any, norm: np.float32) -> StepScalars:
-    """Return the numbers of the next outer step, for a step that is taken elsewhere
-    (`core/kernels.py`). norm: the length of the fragment's merged delta."""
-    guard, rate, after = _scalars(
-        settings, {k: v for k, v in state.items() if k != "optimizer"}, norm
-    )
-    whole = state.copy()
-    whole.update(jax.tree.map(np.asarray, after))
-    return StepScalars(float(guard), float(rate), whole)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _scalars(settings: OuterSettings, state: Any, norm: jax.Array) -> Any:
-    """Return the factors that guard and learning rate apply to an update, and their
-    next state.
-
-    It finds the factors by passing the number one through both.
-    """
-    one = jnp.ones((), jnp.float32)
-    rate, after = _rate(settings).update(one, state["rate"])
-    found = {"rate": after}
-    guard = one
-    if settings.norm_guard:
-        guarding = norm_guard(settings.norm_guard)
-        guard, found["guard"] = guarding.update(one, state["guard"], norm=norm)
-    return guard, rate, found
-
-
-def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) -> Any:
-    """Return the state after a merge of which only the published change is known.
+def advance(
+    settings: OuterSettings, states: Sequence[Any], changes: Sequence[Any]
+) -> list[Any]:
+    """Return the states after a merge of which only the published change is known.
 
     After a crash Theta = A for the merges since the snapshot, and their deltas are
     gone. The rule: take the published change, A_v - A_{v-1}, as the optimizer's step,
@@ -227,50 +170,43 @@ def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) ->
     (`is_invertible`), only the merge count advances.
 
     Args:
-      settings: the settings of the state.
-      state: the state before the merge.
-      change: A_v - A_{v-1}, one f32 array per piece.
+      states: before the merge: one of the whole fragment, or one for each piece if the
+        optimizer goes element by element.
+      changes: A_v - A_{v-1} of each state's pieces, a tuple of f32 arrays; those of
+        single pieces lie as f32[tiles, elements].
     """
     if not is_invertible(settings):
-        return _counted(state)
-    return _updated(settings, state, _inferred(settings, state, change))
-
-
-def advance_by_piece(
-    settings: OuterSettings,
-    states: Sequence[Any],
-    anchors: Sequence[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
-    empty: Empty = np.empty,
-) -> list[Any]:
-    """`advance_over_publish` of a fragment with a state per piece, whose optimizer goes
-    element by element; by blocks of tiles.
-
-    Args:
-      states: the states before the merge, by piece.
-      anchors: A_{v-1} and A_v by piece, f32[tiles, elements] each.
-      empty: makes the arrays of the new states.
-    """
-    if not is_invertible(settings):
-        return [_counted(state) for state in states]
-    before = [
-        CutTree(s, old.shape, empty)
-        for s, (old, _) in zip(states, anchors, strict=True)
+        rates = [state["rate"] for state in states]
+        return [
+            {**state, "rate": rate._replace(count=rate.count + 1)}
+            for state, rate in zip(states, rates, strict=True)
+        ]
+    deltas = [_inferred(settings, *of) for of in zip(states, changes, strict=True)]
+    norm = None
+    if settings.norm_guard and is_elementwise(settings.optimizer):
+        squares = (
+            s for parts in deltas for delta in parts for s in tile_squares(delta)
+        )
+        norm = np.float32(math.sqrt(math.fsum(squares)))
+    return [
+        _updated(settings, state, delta, norm)
+        for state, delta in zip(states, deltas, strict=True)
     ]
 
-    def deltas() -> Iterator[tuple[CutTree, slice, Arrays]]:
-        """Yield the deltas that made the publish, by blocks of tiles."""
-        for parts, (old, new) in zip(before, anchors, strict=True):
-            for rows in blocks(*old.shape):
-                change = (new[rows] - old[rows],)
-                yield parts, rows, _inferred(settings, parts.of(rows), change)
 
-    norm = None
-    if settings.norm_guard:
-        squares = (s for *_, (delta,) in deltas() for s in tile_squares(delta))
-        norm = np.float32(math.sqrt(math.fsum(squares)))
-    for parts, rows, delta in deltas():
-        parts.put(rows, _updated(settings, parts.of(rows), delta, norm))
-    return [parts.whole() for parts in before]
+@compiled(0)
+def _inferred(settings: OuterSettings, state: Any, change: Any) -> Arrays:
+    """Return the delta that made this change."""
+    invertible: Any = OUTER_OPTIMIZERS.find(settings.optimizer)
+    lr = _learning_rate(settings)(state["rate"].count)
+    updates = jax.tree.map(lambda c: c / lr, change)
+    delta: Arrays = invertible.delta_of(updates, state["optimizer"], settings.momentum)
+    return delta
+
+
+@compiled(0)
+def _updated(settings: OuterSettings, state: Any, delta: Any, norm: Any) -> Any:
+    return make_outer(settings).update(delta, state, norm=norm)[1]
 
 
 def is_elementwise(optimizer: str) -> bool:
@@ -323,28 +259,6 @@ def norm_guard(factor: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _counted(state: Any) -> Any:
-    rate = state["rate"]
-    return {**state, "rate": rate._replace(count=rate.count + 1)}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _inferred(settings: OuterSettings, state: Any, change: Arrays) -> Arrays:
-    """Return the delta that made this change."""
-    invertible: Any = OUTER_OPTIMIZERS.find(settings.optimizer)
-    lr = _learning_rate(settings)(state["rate"].count)
-    updates = jax.tree.map(lambda c: c / lr, change)
-    delta: Arrays = invertible.delta_of(updates, state["optimizer"], settings.momentum)
-    return delta
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _updated(
-    settings: OuterSettings, state: Any, delta: Arrays, norm: Any = None
-) -> Any:
-    return make_outer(settings).update(delta, state, norm=norm)[1]
-
-
 def _rate(settings: OuterSettings) -> optax.GradientTransformation:
     return optax.scale_by_schedule(_learning_rate(settings))
 
@@ -356,25 +270,21 @@ def _learning_rate(settings: OuterSettings) -> optax.Schedule:
     )
 
 
-class PieceStep(NamedTuple):
-    """An outer step of one piece."""
+class NativeStep(NamedTuple):
+    """An outer step of one piece by the merge route "native" (`core/kernels.py`)."""
 
     step: Step
-    trace: Values | None
+    trace: Values | None = None
     """The momentum before the step, if there is any."""
-    new_trace: Values | None
+    new_trace: Values | None = None
     """The place of the new momentum."""
-    after: Any
+    after: Any = None
     """The state of the outer optimizer after the step; it holds `new_trace`."""
 
 
-def piece_step(
-    settings: OuterSettings,
-    state: Any,
-    factor: float,
-    norm: np.float32,
-    empty: Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]],
-) -> PieceStep | None:
+def native_step(
+    settings: OuterSettings, state: Any, factor: float, norm: np.float32, empty: Empty
+) -> NativeStep | None:
     """Return the outer step of a piece in C; None if the optimizer has none.
 
     Args:
@@ -388,20 +298,40 @@ def piece_step(
     kind: StepKind | None = getattr(optimizer, "native_step", None)
     if kind is None:
         return None
-    scalars = step_scalars(settings, state, norm)
+    kept, structure = jax.tree.flatten(state["optimizer"])
+    others = {name: own for name, own in state.items() if name != "optimizer"}
+    guard, rate, moved = _scalars(settings, others, norm)
+    after = state.copy()
+    after.update(jax.tree.map(np.asarray, moved))
     # The sum of momentum and a delta that the guard scaled is rounded otherwise.
     guarded = kind == "nesterov" and settings.norm_guard > 0
     step = Step(
         kind="guarded_nesterov" if guarded else kind,
         factor=factor,
-        guard=scalars.guard,
+        guard=float(guard),
         momentum=settings.momentum,
-        rate=scalars.rate,
+        rate=float(rate),
     )
-    kept, structure = jax.tree.flatten(state["optimizer"])
     if not kept:
-        return PieceStep(step, None, None, scalars.after)
+        return NativeStep(step, after=after)
     (trace,) = kept
     new_trace = empty(trace.shape, np.float32)
-    scalars.after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
-    return PieceStep(step, trace, new_trace, scalars.after)
+    after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
+    return NativeStep(step, trace, new_trace, after)
+
+
+@compiled(0)
+def _scalars(settings: OuterSettings, state: Any, norm: Any) -> Any:
+    """Return the factors that guard and learning rate apply to an update, and their
+    next state.
+
+    It finds the factors by passing the number one through both.
+    """
+    one = jnp.ones((), jnp.float32)
+    rate, after = _rate(settings).update(one, state["rate"])
+    found = {"rate": after}
+    guard = one
+    if settings.norm_guard:
+        guarding = norm_guard(settings.norm_guard)
+        guard, found["guard"] = guarding.update(one, state["guard"], norm=norm)
+    return guard, rate, found

@@ -249,19 +249,18 @@ class Coverage:
 
     def add(self, part: Part) -> None:
         """Note that the tiles of this part have arrived."""
-        for box in part:
-            self._here[box.piece][tiles_of(box)] = True
-        if not part:
-            for here in self._here:
-                here[...] = True
+        self._set(part, here=True)
 
     def remove(self, part: Part) -> None:
         """Note that the tiles of this part are missing again."""
+        self._set(part, here=False)
+
+    def _set(self, part: Part, *, here: bool) -> None:
         for box in part:
-            self._here[box.piece][tiles_of(box)] = False
+            self._here[box.piece][tiles_of(box)] = here
         if not part:
-            for here in self._here:
-                here[...] = False
+            for tiles in self._here:
+                tiles[...] = here
 
     @property
     def complete(self) -> bool:

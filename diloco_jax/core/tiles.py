@@ -23,7 +23,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,19 @@ import numpy.typing as npt
 
 ArrayLike = jax.Array | npt.NDArray[Any]
 """An array of jax or numpy, as the functions of this package take it."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(
+    *static: int, donates: tuple[int, ...] = ()
+) -> Callable[[Function], Function]:
+    """Compile a function with `jax.jit`; its arguments of these numbers are static."""
+    made: Any = functools.partial(
+        jax.jit, static_argnums=static, donate_argnums=donates
+    )
+    return made  # type: ignore[no-any-return]
+
+
 MOST_ELEMENTS = 16384
 """Elements of a tile, unless odd extents keep it larger."""
 
@@ -130,48 +143,13 @@ def blocks(tiles: int, elements: int, arrays: int = 1) -> Iterator[slice]:
 
 def tile_squares(tiles: ArrayLike) -> list[float]:
     """Return the sum of the squares of each tile of f32[n, elements], in f64."""
-    with jax.enable_x64(True):
-        halved: npt.NDArray[np.float64] = np.asarray(_halved_squares(tiles))
-    found: list[float] = halved.sum(axis=1).tolist()
+    found: list[float] = []
+    for rows in blocks(*tiles.shape):
+        part = tiles if rows.stop - rows.start == len(tiles) else tiles[rows]
+        with jax.enable_x64(True):
+            halved: npt.NDArray[np.float64] = np.asarray(_halved_squares(part))
+        found += halved.sum(axis=1).tolist()
     return found
-
-
-class CutTree:
-    """A pytree of arrays that a pass reads and writes by blocks of rows.
-
-    Arrays of the given shape are cut by rows; all other leaves are the same for all
-    rows.
-    """
-
-    def __init__(self, tree: Any, shape: tuple[int, ...], empty: Empty) -> None:
-        self._before, self._structure = jax.tree.flatten(tree)
-        self._cut = [leaf.shape == shape for leaf in self._before]
-        self._after = [
-            empty(leaf.shape, leaf.dtype) if cut else leaf
-            for leaf, cut in zip(self._before, self._cut, strict=True)
-        ]
-
-    def of(self, rows: slice) -> Any:
-        """Return these rows of the tree."""
-        return jax.tree.unflatten(
-            self._structure,
-            [
-                leaf[rows] if cut else leaf
-                for leaf, cut in zip(self._before, self._cut, strict=True)
-            ],
-        )
-
-    def put(self, rows: slice, tree: Any) -> None:
-        """Put the new values of these rows in their place."""
-        for index, leaf in enumerate(jax.tree.leaves(tree)):
-            if self._cut[index]:
-                self._after[index][rows] = leaf
-            else:
-                self._after[index] = np.asarray(leaf)
-
-    def whole(self) -> Any:
-        """Return the new tree."""
-        return jax.tree.unflatten(self._structure, self._after)
 
 
 @jax.jit

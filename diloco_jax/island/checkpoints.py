@@ -367,10 +367,7 @@ def restored_state(
     if exchange.feeds_back:
         tree = leaves.placed(state[RESIDUALS])
         residuals = {
-            fragment: tuple(
-                held.kind.read(held.leaf(tree), held.index)
-                for held in exchange.held(fragment)
-            )
+            fragment: exchange.values(fragment, tree)
             for fragment in undisturbed(before, versions, outstanding)
         }
     return Restored(

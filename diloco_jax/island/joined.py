@@ -26,7 +26,7 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import require_own, restored_state, saved_state
 from diloco_jax.island.device.build import at_anchors, compile_programs
-from diloco_jax.island.device.exchange import Exchange, Listed
+from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.replica import LentBeside, Restored
 from diloco_jax.island.host import Host
@@ -391,13 +391,12 @@ class JoinedHost(Host["JoinedLoop"]):
         return exchange
 
     def compile(self) -> None:
-        """Run every take and adoption once. No host runs any before all have compiled
+        """Compile every take and adoption. No host runs any before all have compiled
         them, as for the product's own loop."""
         began = time.monotonic()
+        compile_programs(self.exchange.lower_all())
         if self.hosts.others:
-            compile_programs(self.exchange.lower_all(self._zeros))
             self.meet_compiled()
-        self._zeros = self.exchange.warm(self._zeros)
         _first(self.leaves.smallest(self._zeros))
         self.compile_seconds = time.monotonic() - began
 
@@ -417,8 +416,9 @@ class JoinedHost(Host["JoinedLoop"]):
             self.exchange.start_from(self.leaves.first(self._like))
         self._like = None
         self.exchange.start(anchors or {}, restored.residuals if restored else None)
-        zeros, self._zeros = self._zeros, Listed([], {})
-        return LentBeside(self.exchange, at_anchors(self.plan, self.exchange, zeros))
+        zeros, self._zeros = self._zeros, {}
+        params = at_anchors(self.plan, self.exchange, zeros)
+        return LentBeside(self.exchange, jax.tree.leaves(params))
 
     def loop_of(self, shared: dict[str, Any], faults: Faults) -> JoinedLoop:
         """Make the boundaries."""
@@ -437,7 +437,7 @@ class JoinedLoop(Stepping):
         super().__post_init__()
         self._step = contextlib.ExitStack()
         self._loss: Any = None
-        self._given: tuple[Any, Listed] | None = None
+        self._given: tuple[Any, list[Any]] | None = None
         """The step's result, as a tree and as leaves."""
         self._lent: list[weakref.ref[Any]] = []
         self._mark: Any = None
@@ -466,10 +466,10 @@ class JoinedLoop(Stepping):
         """
         params = self.replica.params
         try:
-            self._lent = list(map(weakref.ref, params.leaves))
+            self._lent = list(map(weakref.ref, params))
         except TypeError:
             return  # A number of the host has no weak references.
-        self.replica.params, self._given = Listed([], params.places), None
+        self.replica.params, self._given = [], None
 
     def take_back(self) -> bool:
         """Take the lent parameters back. Return False if the loop has freed or donated
@@ -479,7 +479,7 @@ class JoinedLoop(Stepping):
             leaves = [lent() for lent in self._lent]
             if any(leaf is None or _is_gone(leaf) for leaf in leaves):
                 return False
-            self.replica.params = Listed(leaves, self.replica.params.places)
+            self.replica.params = leaves
         self.replica.beside = []
         return True
 

@@ -29,6 +29,7 @@ from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
     compile_ahead,
+    compile_programs,
     join,
 )
 from diloco_jax.island.device.exchange import Exchange
@@ -236,7 +237,7 @@ class TrainingHost(Host[Loop]):
 
     @gc_pause()
     def compile(self) -> None:
-        """Compile everything, then run it once.
+        """Compile everything, then run steps and evaluations once.
 
         No host runs a program before all hosts have compiled theirs: one may find in
         its cache what takes another minutes. On TPUs everything is compiled before
@@ -249,23 +250,23 @@ class TrainingHost(Host[Loop]):
         ahead = bool(self.hosts.others) or jax.default_backend() == "tpu"
         if ahead:
             length = self.config.run.sequence_length
-            compile_ahead(trainer, exchange, self._zeros, length, watched)
+            compile_ahead(trainer, exchange, length, watched)
             self.meet_compiled()
-        params = exchange.warm(self._zeros, seldom=ahead)
-        self._zeros = {}
+        else:
+            compile_programs(exchange.lower_all(seldom=False))
+        params, self._zeros = self._zeros, {}
         batch = self._validation[0]
         if placement.evaluate_every_steps:
             float(trainer.eval_step(params, batch)[0])
         if watched is not None:
-            watched.warm()
+            compile_programs(watched.lower_all())
             float(trainer.eval_step(watched.params, batch)[0])
         state = TrainState(params, trainer.init_inner(params))
         training = {name: batch[name] for name in trainer.fields}
         _, metrics = trainer.step(state, trainer.put_batch(training), 0.0)
         float(metrics["loss"])
         if not ahead:
-            like = trainer.abstract_state().params
-            self._later = Later(exchange.lower_all(like))
+            self._later = Later(exchange.lower_all())
         # A compiler leaves as much freed memory as a small island needs otherwise.
         give_memory_back()
         self.compile_seconds = time.monotonic() - began

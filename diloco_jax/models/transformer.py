@@ -1,8 +1,8 @@
 """The bundled model: a decoder-only transformer, with low-rank adapters if the config
 asks for them.
 
-A layer is a flax nnx module; its parameters leave as a plain nested dict, all layers
-stacked on a leading axis (`layers.py`). The config's switches make the families.
+The parameters of all layers are stacked on a leading axis (`layers.py`). The config's
+switches make the families.
 
 First values are drawn a block at a time: `jax.random.normal` holds four arrays of the
 size of its result while it draws, which would be the coordinator's peak of memory at
@@ -27,23 +27,24 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.extend.random import threefry2x32_p
 
-from diloco_jax.config import ConfigError, ModelConfig, suggest
+from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers import VOCAB_SIZE
 from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import (
-    Layer,
+    Tensor,
+    apply_layer,
     first_scale,
     frequencies,
+    layer_tensors,
     restarted,
     rms_norm,
     rotations,
@@ -59,17 +60,6 @@ from diloco_jax.models.model import (
     split_batch,
     weighted_loss,
 )
-
-
-class Tensor(NamedTuple):
-    """A parameter: its shape, its axes' names, and mean and standard deviation at the
-    start."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    std: float
-    start: float = 0.0
-
 
 NOISE_BLOCK = 1 << 20
 """Values drawn at a time; a power of two, so that the low half of a counter never
@@ -265,13 +255,12 @@ def build(
       layout: the mesh that it runs on; None: the default device.
 
     Raises:
-      ConfigError: sizes that do not fit together, or an unknown name.
+      ConfigError: sizes that do not fit together.
     """
     _validate(config)
     layout = layout or Layout.of_one_device()
-    dtype = _choose("compute_dtype", compute_dtype, DTYPES)
-    wrap = _choose("remat", remat, REMAT)
-    attend = _choose("attention", attention, ATTENTION)(layout)
+    dtype, wrap = DTYPES[compute_dtype], REMAT[remat]
+    attend = functools.partial(ATTENTION[attention], layout)
     if loss_chunk is None:
         loss_chunk = positions_at_a_time(config.vocab_size)
     # In an unrolled scan the compiler could merge the repeated work again.
@@ -335,8 +324,9 @@ def build(
             )
 
         def layer(x: jax.Array, weights: Any, windowed: bool) -> tuple[jax.Array, None]:
-            module = layer_of(config, whole_layer(weights))
-            x = module(x, turns[windowed], kinds[windowed], layout.constrain)
+            turned, attend = turns[windowed], kinds[windowed]
+            whole = whole_layer(weights)
+            x = apply_layer(config, whole, x, turned, attend, layout.constrain)
             return layout.constrain(x, STREAM), None
 
         return run_layers(config, x, stacked, wrap(layer), per_iteration)[0]
@@ -363,12 +353,6 @@ def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:
     return (
         x * jnp.asarray(config.d_model**0.5, dtype) if config.scaled_embeddings else x
     )
-
-
-def layer_of(config: ModelConfig, weights: Params) -> Layer:
-    """Return the module of a layer with these parameters."""
-    module: Layer = nnx.merge(_layer_graph(config)[0], nnx.State(weights))
-    return module
 
 
 def layers_per_iteration(num_layers: int, layout: Layout) -> int:
@@ -403,16 +387,14 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
 def _tensors(config: ModelConfig) -> dict[str, Any]:
     """Describe all parameters; init and axes both follow from this."""
 
-    def stacked(variable: Any) -> Tensor:
-        metadata = variable.get_metadata()
-        shape = (config.num_layers, *variable.get_value().shape)
-        names = ("layers", *metadata["axes"])
-        return Tensor(shape, names, metadata["std"], metadata["start"])
+    def stacked(own: Tensor) -> Tensor:
+        shape, axes = (config.num_layers, *own.shape), ("layers", *own.axes)
+        return own._replace(shape=shape, axes=axes)
 
     d, v = config.d_model, config.vocab_size
     tensors = {
         "embedding": Tensor((v, d), ("vocab", "embed"), EMBEDDING_STD),
-        "layers": nnx.to_pure_dict(_layer_graph(config)[1], extract_fn=stacked),
+        "layers": jax.tree.map(stacked, layer_tensors(config), is_leaf=_is_tensor),
         "norm": Tensor((d,), ("embed",), 0.0, first_scale(config)),
     }
     if not config.tied_embeddings:
@@ -424,39 +406,26 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _layer_graph(config: ModelConfig) -> tuple[Any, Any]:
-    """Return a layer's structure and its abstract state."""
-    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
-
-
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+POLICIES = jax.checkpoint_policies
+
+
+def _again(policy: Any = None) -> Callable[[Any], Any]:
+    """Return a function that has a layer computed again, but for what a policy
+    saves."""
+    return functools.partial(
+        jax.checkpoint, prevent_cse=False, static_argnums=(2,), policy=policy
+    )
+
+
 REMAT: dict[str, Callable[[Any], Any]] = {
     "none": lambda f: f,
-    "full": lambda f: jax.checkpoint(f, prevent_cse=False, static_argnums=(2,)),
-    "dots": lambda f: jax.checkpoint(
-        f,
-        prevent_cse=False,
-        static_argnums=(2,),
-        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    ),
-    "attention": lambda f: jax.checkpoint(
-        f,
-        prevent_cse=False,
-        static_argnums=(2,),
-        policy=jax.checkpoint_policies.save_only_these_names(ATTENDED),
-    ),
+    "full": _again(),
+    "dots": _again(POLICIES.dots_with_no_batch_dims_saveable),
+    "attention": _again(POLICIES.save_only_these_names(ATTENDED)),
 }
 """Parts of each layer that the backward pass computes again: nothing, all, all but the
 products with weights, all but attention."""
-
-
-def _choose(field: str, name: str, known: dict[str, Any]) -> Any:
-    if name not in known:
-        raise ConfigError(
-            f"{field} = {name!r} is unknown{suggest(name, known)}; "
-            f"choose from {', '.join(known)}"
-        )
-    return known[name]
 
 
 def _validate(config: ModelConfig) -> None:

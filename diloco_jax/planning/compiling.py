@@ -54,7 +54,7 @@ from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.core.members import importable
 from diloco_jax.hardware.tpus import Slice, ici_bytes_per_s, slice_of
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.island.device.kinds import Kind, alike, kind_of
+from diloco_jax.island.device.programs import PiecePrograms
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.flops import Flops, count_flops
@@ -148,7 +148,7 @@ def held_between_steps(
     plan: FragmentPlan,
     sync: SyncConfig,
     state: Any,
-    kinds: dict[Piece, Kind],
+    programs: dict[Piece, PiecePrograms],
     *,
     in_host_memory: bool,
     watched_dtype: str | None = None,
@@ -160,8 +160,8 @@ def held_between_steps(
     """
     size = np.dtype(np.float32).itemsize
     share = {
-        piece: math.prod(kind.piece.shard_shape(piece.shape)) * size
-        for piece, kind in kinds.items()
+        piece: math.prod(own.piece.shard_shape(piece.shape)) * size
+        for piece, own in programs.items()
     }
     anchors = sum(share.values())
     largest = max(sum(share[p] for p in pieces) for pieces in plan.fragments)
@@ -261,7 +261,7 @@ def ici_seconds(found: Slice, sent_bytes: float) -> float:
 
 
 FUNCTIONS = ("take", "gather", "arrive")
-"""Functions of `Kind` that every tick runs; "gather" where hosts fetch parts."""
+"""`PiecePrograms` that every tick runs; "gather" where hosts fetch parts."""
 Report = Callable[[str, int, int], None]
 """Callback (current work, parts done, parts in all)."""
 
@@ -327,7 +327,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
         plan,
         run.sync,
         state,
-        {piece: kind for kind, pieces in kinds for piece in pieces},
+        {piece: own for own, pieces in kinds.items() for piece in pieces},
         in_host_memory=island.anchor_memory == "pinned_host",
         watched_dtype=island.compute_dtype if config.placement.watch_every else None,
     )
@@ -346,9 +346,9 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
         moved, collectives = hbm_bytes(program), sum_collectives(program)
         hbm = hbm.accepted(compiled.memory_analysis(), found.generation.hbm_bytes)
     exchange = []
-    for done, (kind, pieces) in enumerate(kinds):
+    for done, (kind, pieces) in enumerate(kinds.items()):
         report(pieces[0].name, 2 + done, parts)
-        exchange.append(_plan_exchange(run, found, kind, pieces, state))
+        exchange.append(_plan_exchange(found, kind, pieces))
     return IslandPlan(
         topology=found.topology,
         chips=found.chips,
@@ -373,32 +373,29 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
 
 def _kinds(
     run: RunConfig, island: IslandConfig, plan: FragmentPlan, state: TrainState
-) -> list[tuple[Kind, list[Piece]]]:
-    """Group the pieces for which the compiler makes the same programs."""
-    kinds: dict[Any, tuple[Kind, list[Piece]]] = {}
+) -> dict[PiecePrograms, list[Piece]]:
+    """Group the pieces that share their programs."""
+    kinds: dict[PiecePrograms, list[Piece]] = {}
     for piece in sorted(plan.pieces):
-        leaf = _leaf(state, piece)
-        key = (leaf.shape, leaf.sharding, *alike(piece))
-        if key not in kinds:
-            kind = kind_of(run.sync, piece, leaf, island.anchor_memory)
-            kinds[key] = (kind, [])
-        kinds[key][1].append(piece)
-    return list(kinds.values())
+        leaf, memory = _leaf(state, piece), island.anchor_memory
+        programs = PiecePrograms.of(run.sync, piece, leaf, memory)
+        kinds.setdefault(programs, []).append(piece)
+    return kinds
 
 
 def _plan_exchange(
-    run: RunConfig, found: Slice, kind: Kind, pieces: list[Piece], state: TrainState
+    found: Slice, kind: PiecePrograms, pieces: list[Piece]
 ) -> ExchangePlan:
-    piece = pieces[0]
-    lowered = kind.lower(run.sync, piece, _leaf(state, piece))
     programs = {
-        name: _program(lowered[name].compile()) for name in FUNCTIONS if name in lowered
+        name: _program(kind.lower(name).compile())
+        for name in FUNCTIONS
+        if name in kind.names
     }
     collectives = {name: sum_collectives(p) for name, p in programs.items()}
     sent = sum(c.sent_bytes for sums in collectives.values() for c in sums)
     moved = sum(map(hbm_bytes, programs.values()))
     return ExchangePlan(
-        piece=piece.name,
+        piece=pieces[0].name,
         pieces=len(pieces),
         aligned=_cuts(kind.piece.spec) == _cuts(kind.encoded.spec),
         collectives={name: sums for name, sums in collectives.items() if sums},

@@ -12,7 +12,6 @@ from diloco_jax.core import members
 from diloco_jax.core.families import MERGE_RULES, OUTER_OPTIMIZERS
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.members import load
-from diloco_jax.core.merge_rules import RDA
 from diloco_jax.core.merging import may_cut
 
 OWN = """\
@@ -41,10 +40,6 @@ def refusal(**sync: str) -> str:
     with pytest.raises(ConfigError) as caught:
         Config(run=RunConfig(sync=SyncConfig(**sync))).validate()
     return str(caught.value)
-
-
-def test_bundled_members_are_found_by_name() -> None:
-    assert MERGE_RULES.find("rda") is RDA
 
 
 def test_a_member_in_a_file_is_found_once_and_passes(tmp_path: Path) -> None:
@@ -141,17 +136,11 @@ def test_a_rule_that_is_wrong_of_going_element_by_element_is_refused(
 ) -> None:
     """By lengths of whole pieces; by a block of tiles; only after a crash."""
     (tmp_path / "own.py").write_text(CLAIMS)
-    with pytest.raises(ValueError, match="set by_element = False") as refused:
-        MERGE_RULES.check(f"{tmp_path / 'own.py'}:{name}")
+    name = f"{tmp_path / 'own.py'}:{name}"
     said = "it has by_element = True, but what it makes of an element depends on"
-    assert str(refused.value).startswith(f"line {line}: ValueError: {said}")
-
-
-def test_a_wrong_claim_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(CLAIMS)
-    name = f"{tmp_path / 'own.py'}:lengths"
     found = refusal(merge=name)
-    assert found.startswith(f"sync.merge = {name!r}: line 7: ValueError: it has by_el")
+    assert found.startswith(f"sync.merge = {name!r}: line {line}: ValueError: {said}")
+    assert "set by_element = False" in found
 
 
 OPTIMIZER_CLAIMS = """\
@@ -199,23 +188,8 @@ def test_an_optimizer_that_is_wrong_of_going_element_by_element_is_refused(
     with pytest.raises(ValueError, match="leave elementwise out") as refused:
         OUTER_OPTIMIZERS.check(f"{tmp_path / 'own.py'}:{name}")
     said = "it has elementwise = True, but its update of an element depends on other"
-    assert f"ValueError: {said}" in str(refused.value)
-
-
-def test_an_optimizer_that_goes_element_by_element_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OPTIMIZER_CLAIMS)
+    assert re.match(rf"line (5|15): ValueError: {said}", str(refused.value))
     OUTER_OPTIMIZERS.check(f"{tmp_path / 'own.py'}:adam")
-
-
-def test_a_wrong_claim_of_an_optimizer_is_refused_before_anything_starts(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "own.py").write_text(OPTIMIZER_CLAIMS)
-    name = f"{tmp_path / 'own.py'}:trust"
-    with pytest.raises(ConfigError) as caught:
-        Config(run=RunConfig(outer=OuterConfig(optimizer=name))).validate()
-    found = str(caught.value)
-    assert found.startswith(f"outer.optimizer = {name!r}: line 5: ValueError: it has")
 
 
 @pytest.mark.parametrize(("name", "is_cut"), [("sizes", True), ("whole", False)])
@@ -296,9 +270,7 @@ def test_a_child_finds_members_where_its_parent_does(tmp_path, monkeypatch) -> N
     assert members.importable() == {
         members.PATH: os.pathsep.join(map(os.path.abspath, sys.path))
     }
-
-
-def test_a_notebook_s_own_folder_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    assert members.importable()[members.PATH].startswith(f"{tmp_path}{os.pathsep}")
+    here = members.importable()[members.PATH]
+    assert here.startswith(f"{tmp_path}{os.pathsep}"), "of a notebook"

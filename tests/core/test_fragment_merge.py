@@ -19,9 +19,9 @@ from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import CODECS, MERGE_RULES
 from diloco_jax.core.fragment_merge import (
     SAMPLED,
-    FragmentMerge,
-    Measuring,
     MergeMeasures,
+    measure,
+    norm_of,
     sample,
     sample_bytes,
     sampled,
@@ -39,33 +39,22 @@ def test_the_size_of_blocks_changes_no_bit(rule, optimizer, monkeypatch) -> None
         assert_same(merged(merger(rule, optimizer)), whole)
 
 
-def replayed(merge: FragmentMerge) -> tuple:
-    """States after some merges that are known by their publishes alone."""
-    rng, found = np.random.default_rng(0), []
+def test_a_publish_that_is_replayed_advances_momentum_and_guard() -> None:
+    merge, rng = merger(), np.random.default_rng(0)
     state = merge.begin([rng.standard_normal(p.shape, np.float32) for p in PIECES])
     for number in range(1, 6):
         arrays = [
             merge.down.encode(rng.standard_normal(p.shape, np.float32) * number)
             for p in PIECES
         ]
-        payload = merge.layout_down.pack(arrays)
+        payload, before = merge.layout_down.pack(arrays), state
         state = merge.replay(state, payload, final=False)
-        found.append(state)
-    return tuple(found)
-
-
-@pytest.mark.parametrize("optimizer", ["nesterov", "sgd"])
-def test_the_size_of_blocks_changes_no_bit_of_what_recovery_makes(
-    optimizer, monkeypatch
-) -> None:
-    """The guard cuts the later merges."""
-    whole = replayed(merger(optimizer=optimizer))
-    for elements in (1, 5000):
-        monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
-        others = replayed(merger(optimizer=optimizer))
-        assert_same(others, whole)
-    guards = [state.outer[0]["guard"] for state in whole]
-    assert [int(g.merges) for g in guards] == [1, 2, 3, 4, 5]
+        assert [int(own["guard"].merges) for own in state.outer] == [number] * 3
+        for own, old, array in zip(state.anchor, before.anchor, arrays, strict=True):
+            decoded = merge.down.decode_tiles(array.reshape(len(own), -1), own.shape[1])
+            np.testing.assert_array_equal(own, old + decoded)
+    flushed = merge.replay(state, payload, final=True)
+    assert_same(flushed.outer, state.outer)
 
 
 def test_an_optimizer_that_sees_whole_fragments_takes_the_same_steps(
@@ -180,15 +169,16 @@ def drawn(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[list]:
 
 def measured(
     pieces: list[list], rule: str, last: list | None = None, rate: float = 0.5
-) -> tuple[MergeMeasures, Measuring]:
-    """Merge by that rule, take an outer step of that rate, and measure both."""
-    measuring, before, after = Measuring(WEIGHTS), [], []
-    for deltas in pieces:
-        merged = merge_piece(MERGE_RULES.find(rule), Encoded.of(deltas), WEIGHTS)
-        measuring.add(Encoded.of(deltas), merged)
-        before.append(sample(np.ones_like(merged.total)))
-        after.append(before[-1] - sample(rate * merged.factor * merged.total))
-    return measuring.finish(last or [], before, after), measuring
+) -> tuple[MergeMeasures, tuple, list, float]:
+    """Merge by that rule, take an outer step of that rate, and measure both. Return the
+    sampled merged delta and its length, too."""
+    weights = WEIGHTS[: len(pieces[0])]
+    deltas = [Encoded.of(own) for own in pieces]
+    merged = [merge_piece(MERGE_RULES.find(rule), own, weights) for own in deltas]
+    samples = [sample(m.total) * np.float32(m.factor) for m in merged]
+    steps = [-rate * one for one in samples]
+    found = measure(deltas, merged, weights, samples, last or [], steps)
+    return *found, samples, norm_of(merged)
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -199,7 +189,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("rule", ["rda", "mean"])
 def test_the_numbers_are_what_they_say(rule: str) -> None:
     pieces = drawn(0)
-    found, measuring = measured(pieces, rule)
+    found, _, _, norm = measured(pieces, rule)
     total = weight = 0.0
     for deltas in pieces:
         pairs = list(itertools.combinations(range(3), 2))
@@ -211,29 +201,28 @@ def test_the_numbers_are_what_they_say(rule: str) -> None:
     islands = zip(*pieces, strict=True)
     lengths = [np.linalg.norm([np.linalg.norm(p) for p in own]) for own in islands]
     mean = np.average(lengths, weights=WEIGHTS)
-    assert found.length_ratio == pytest.approx(measuring.norm / mean, rel=1e-5)
+    assert found.length_ratio == pytest.approx(norm / mean, rel=1e-5)
     assert found.step_ratio == pytest.approx(0.5, rel=1e-3)
     assert found.cosine_to_last is None
 
 
 def test_the_cosine_to_the_last_merge_is_over_the_whole_fragment() -> None:
-    _, first = measured(drawn(0), "rda")
-    again, _ = measured(drawn(0), "rda", first.sample)
-    assert again.cosine_to_last == pytest.approx(1, abs=1e-5)
-    other, second = measured(drawn(1), "rda", first.sample)
-    flat = [np.concatenate([s.ravel() for s in m.sample]) for m in (first, second)]
+    _, _, first, _ = measured(drawn(0), "rda")
+    other, _, second, _ = measured(drawn(1), "rda", first)
+    flat = [np.concatenate([x.ravel() for x in own]) for own in (first, second)]
     assert other.cosine_to_last == pytest.approx(cosine(*flat), abs=1e-5)
-    turned, _ = measured([[-d for d in p] for p in drawn(0)], "rda", first.sample)
+    turned, *_ = measured([[-d for d in p] for p in drawn(0)], "rda", first)
     assert turned.cosine_to_last == pytest.approx(-1, abs=1e-5)
 
 
 def test_what_has_no_value_is_none() -> None:
     zeros = [[np.zeros(s, np.float32)] * 3 for s in SHAPES]
-    assert measured(zeros, "rda")[0] == MergeMeasures()
-    one = [[d, 0 * d, 0 * d] for d, *_ in drawn(0)]
-    found, _ = measured(one, "rda")
+    assert measured(zeros, "rda")[:2] == (MergeMeasures(), (None,) * 3)
+    found, *_ = measured([[d, 0 * d, 0 * d] for d, *_ in drawn(0)], "rda")
     assert found.pairwise_cosine is None
     assert found.length_ratio is not None
+    two = measured([own[:2] for own in drawn(0)], "rda")
+    assert two[1] == (), "of two, the pairwise cosine tells as much"
 
 
 def test_a_fixed_64th_of_the_tiles_is_looked_at() -> None:
@@ -288,12 +277,11 @@ def test_few_large_tiles_are_looked_at_in_part(
 @pytest.mark.parametrize("shape", [(512, 1024), (513, 1025)])
 def test_sampled_deltas_agree_about_as_all_of_them(shape: tuple[int, int]) -> None:
     """Under a rule that has no sum of directions."""
-    pieces, codec = drawn(2, [shape]), get_codec("int8")
-    exact, _ = measured(pieces, "rda")
-    encoded = Encoded(codec, shape, [codec.encode(d) for d in pieces[0]])
-    measuring = Measuring(WEIGHTS)
-    measuring.add(encoded, merge_piece(MERGE_RULES.find("mean"), encoded, WEIGHTS))
-    found = measuring.finish([], [], [])
+    (deltas,), codec = drawn(2, [shape]), get_codec("int8")
+    exact, *_ = measured([deltas], "rda")
+    encoded = Encoded(codec, shape, [codec.encode(d) for d in deltas])
+    merged = merge_piece(MERGE_RULES.find("mean"), encoded, WEIGHTS)
+    found, _ = measure([encoded], [merged], WEIGHTS, [], [], [])
     assert found.pairwise_cosine == pytest.approx(exact.pairwise_cosine, abs=0.02)
     assert found.pairwise_cosine != exact.pairwise_cosine
 
@@ -302,24 +290,15 @@ def test_sampled_deltas_agree_about_as_all_of_them(shape: tuple[int, int]) -> No
 def test_the_direction_of_each_delta_is_against_the_others(rule: str) -> None:
     pieces = drawn(3)
     pieces = [[deltas[0], deltas[1], -deltas[2]] for deltas in pieces]
-    _, measuring = measured(pieces, rule)
+    _, directions, *_ = measured(pieces, rule)
     islands = [
         np.concatenate([d.ravel() for d in own]) for own in zip(*pieces, strict=True)
     ]
-    for number, found in enumerate(measuring.directions):
+    for number, found in enumerate(directions):
         others = sum(
             w * np.float64(d)
             for n, (w, d) in enumerate(zip(WEIGHTS, islands, strict=True))
             if n != number
         )
         assert found == pytest.approx(cosine(islands[number], others), abs=1e-5)
-    assert measuring.directions[2] < 0, "it was turned"
-
-
-def test_directions_that_do_not_exist_are_none() -> None:
-    zeros = [[np.zeros(s, np.float32)] * 3 for s in SHAPES]
-    assert measured(zeros, "rda")[1].directions == (None,) * 3
-    two = Measuring(WEIGHTS[:2])
-    deltas = Encoded.of(drawn(0)[0][:2])
-    two.add(deltas, merge_piece(MERGE_RULES.find("rda"), deltas, WEIGHTS[:2]))
-    assert two.directions == ()
+    assert directions[2] < 0, "it was turned"

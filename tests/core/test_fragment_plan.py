@@ -60,42 +60,38 @@ def test_pieces_are_tensors_and_layers_of_stacked_ones() -> None:
     assert plan.total == 256 * 8 + 3 * 8 * 16 + 3 * 8 + 8
 
 
-def test_a_vocabulary_axis_anywhere_makes_an_embedding() -> None:
-    plan = plan_fragments({"out": (8, 256)}, {"out": ("embed", "vocab")}, 1)
-    assert [piece.embedding for piece in plan.pieces] == [True]
-
-
-def test_pieces_stand_in_the_order_of_path_and_layer() -> None:
-    shapes, axes = {"w": (12, 4)}, {"w": ("layers", None)}
-    (fragment,) = plan_fragments(shapes, axes, 1).fragments
-    assert [piece.layer for piece in fragment] == list(range(12))
-
-
 @given(
     layers=st.integers(1, 6),
     stacked=st.lists(st.integers(1, 50), min_size=1, max_size=4),
     outside=st.lists(st.integers(1, 200), max_size=3),
     share=st.floats(0.01, 1),
-    by=st.sampled_from(["layer", "tensor"]),
+    by=st.sampled_from(["size", "layer", "tensor"]),
 )
-def test_what_is_kept_together_is_in_one_fragment(
+def test_fragments_are_balanced_and_keep_together_what_they_are_told(
     layers: int, stacked: list[int], outside: list[int], share: float, by: FragmentBy
 ) -> None:
     shapes = {f"s{i}": (layers, size) for i, size in enumerate(stacked)}
     axes = dict.fromkeys(shapes, ("layers", None))
     shapes |= {f"o{i}": (size,) for i, size in enumerate(outside)}
     axes |= dict.fromkeys([f"o{i}" for i in range(len(outside))], (None,))
-    together = (
-        [sum(stacked)] * layers if by == "layer" else [layers * s for s in stacked]
-    )
+    together = {
+        "size": stacked * layers,
+        "layer": [sum(stacked)] * layers,
+        "tensor": [layers * size for size in stacked],
+    }[by]
     dealt = [*together, *outside]
     plan = plan_fragments(shapes, axes, max(1, int(len(dealt) * share)), by)
     assert set(plan.pieces) == set(plan_fragments(shapes, axes, 1).pieces)
     assert len(plan.pieces) == layers * len(stacked) + len(outside)
     assert all(plan.fragments)
     assert max(plan.sizes) - min(plan.sizes) <= max(dealt)
+    units = {
+        "size": lambda p: p,
+        "layer": lambda p: p.layer,
+        "tensor": lambda p: p.path,
+    }
     places = [
-        (p.layer if by == "layer" else p.path, number)
+        (units[by](p), number)
         for number, fragment in enumerate(plan.fragments)
         for p in fragment
         if p.layer >= 0
@@ -112,36 +108,6 @@ def test_layers_go_round_the_fragments() -> None:
     assert "final_norm" in {p.name for p in plan.fragments[2]}, "the emptiest"
 
 
-@pytest.mark.parametrize(
-    ("by", "count", "most"), [("layer", 6, "5 fragments"), ("tensor", 5, "4 fragments")]
-)
-def test_more_fragments_than_there_is_to_deal_out(
-    by: FragmentBy, count: int, most: str
-) -> None:
-    plan_fragments(SHAPES, AXES, count - 1, by)
-    said = f"fragments = {count}, but by {by} .* {most} of 8 pieces.* by size"
-    with pytest.raises(ValueError, match=said):
-        plan_fragments(SHAPES, AXES, count, by)
-
-
-def test_an_unknown_way_is_refused() -> None:
-    with pytest.raises(ValueError, match="by = 'depth'; choose from size, layer, ten"):
-        plan_fragments(SHAPES, AXES, 2, "depth")  # type: ignore[arg-type]
-
-
-@given(
-    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20),
-    share=st.floats(0.01, 1),
-)
-def test_fragments_are_balanced(sizes: list[int], share: float) -> None:
-    count = max(1, int(len(sizes) * share))
-    shapes = {f"p{i}": (size,) for i, size in enumerate(sizes)}
-    plan = plan_fragments(shapes, dict.fromkeys(shapes, (None,)), count)
-    assert sorted(p.name for p in plan.pieces) == sorted(shapes)
-    assert all(plan.fragments)
-    assert max(plan.sizes) - min(plan.sizes) <= max(sizes)
-
-
 def test_plan_does_not_depend_on_the_order_of_keys() -> None:
     backwards = dict(reversed(SHAPES.items()))
     assert plan_fragments(backwards, AXES, 3) == plan_fragments(SHAPES, AXES, 3)
@@ -156,24 +122,30 @@ def test_digest_tells_plans_apart() -> None:
     assert plan.digest() == plan_fragments(SHAPES, AXES, 3).digest()
 
 
-@pytest.mark.parametrize("count", [0, 9])
-def test_impossible_number_of_fragments_names_both_values(count: int) -> None:
-    with pytest.raises(ValueError, match=rf"fragments = {count}.* 8 pieces"):
-        plan_fragments(SHAPES, AXES, count)
+STACKED = {"w": (2, 4), "w/0": (4,)}
 
 
-def test_shapes_and_axes_must_match() -> None:
-    with pytest.raises(ValueError, match="blocks: shapes have the keys"):
-        plan_fragments(SHAPES, {**AXES, "blocks": {"wq": ()}}, 2)
-    with pytest.raises(ValueError, match="final_norm: shape"):
-        plan_fragments(SHAPES, {**AXES, "final_norm": ("a", "b")}, 2)
-
-
-def test_ambiguous_names_are_refused() -> None:
-    shapes = {"w": (2, 4), "w/0": (4,)}
-    axes = {"w": ("layers", None), "w/0": (None,)}
-    with pytest.raises(ValueError, match="3 pieces have only 2 names"):
-        plan_fragments(shapes, axes, 2)
+@pytest.mark.parametrize(
+    ("shapes", "axes", "how", "said"),
+    [
+        (SHAPES, AXES, (0,), "fragments = 0.* 8 pieces"),
+        (SHAPES, AXES, (9,), "fragments = 9.* 8 pieces"),
+        (SHAPES, AXES, (6, "layer"), "= 6, but by layer .* 5 fragments of 8.* by size"),
+        (SHAPES, AXES, (5, "tensor"), "= 5, but by tensor .* 4 fragments .* by size"),
+        (SHAPES, AXES, (2, "depth"), "by = 'depth'; choose from size, layer, ten"),
+        (SHAPES, {**AXES, "blocks": {"wq": ()}}, (2,), "blocks: shapes have the keys"),
+        (SHAPES, {**AXES, "final_norm": ("a", "b")}, (2,), "final_norm: shape"),
+        (
+            STACKED,
+            {"w": ("layers", None), "w/0": (None,)},
+            (2,),
+            "3 pieces have only 2 names",
+        ),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_named(shapes, axes, how, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_fragments(shapes, axes, *how)
 
 
 def test_from_pieces_names_what_is_wrong() -> None:
@@ -233,12 +205,6 @@ def test_bands_of_common_vocabularies_have_a_part_on_every_device(rows: int) -> 
     assert sum(band[0] for band in own) == rows
     assert all(band[0] % bands.stripes == 0 for band in own)
     assert max(map(math.prod, own)) <= limit
-
-
-def test_rows_that_divide_by_nothing_are_cut_too() -> None:
-    bands = Bands.of((50_257, 64), 64 * 1000)
-    assert bands == Bands(axis=-2, stripes=1, rows=512)
-    assert [b[0] for b in bands.shapes((50_257, 64))] == [512] * 98 + [81]
 
 
 def test_the_digest_knows_the_bands() -> None:

@@ -19,7 +19,7 @@ from diloco_jax.core.families import CODECS
 from diloco_jax.core.kernels import CODECS as KNOWN
 from diloco_jax.core.kernels import Passes, Step, tile_bytes
 from diloco_jax.core.merging import Encoded
-from diloco_jax.core.outer import OuterSettings
+from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
 from diloco_jax.merge_route import passes_of
 
 pytestmark = pytest.mark.optimized
@@ -141,48 +141,35 @@ def test_step_and_publish(
         state["guard"] = outer.GuardState(
             jnp.asarray(merges, jnp.int32), jnp.asarray(6.25)
         )
-    scalars = outer.step_scalars(chosen, state, norm)
-    after, new_trace = state, None
+    after, native = state, NativeStep(Step(kind="keep"))
     if kind == "keep":
         (theta,) = (old + delta,)
     elif kind == "flush":
         (theta,) = outer.flush_step((old,), (delta,))
+        native = NativeStep(Step(kind="flush", factor=float(factor)))
     else:
         (theta,), after = outer.outer_step(tx, (old,), state, (delta,), norm)
-        for name in ("guard", "rate"):
-            if name in state:
-                jax.tree.map(same_bits, after[name], scalars.after[name])
+        native = native_step(chosen, state, float(factor), norm, np.empty)
     if still:
         anchor = np.array(theta)
     ours = np.array(theta) if kind == "keep" else total.copy()
-    if kind == "nesterov":
-        new_trace = np.empty_like(trace)
     encoded, moved = publish_tiles(get_codec(codec), theta, anchor)
-    octets = np.empty(encoded.shape, np.uint8)
-    new_anchor = np.empty_like(anchor)
+    octets, new_anchor = np.empty(encoded.shape, np.uint8), np.empty_like(anchor)
     passes.finish(
         codec,
-        Step(
-            kind="guarded_nesterov" if kind == "nesterov" and guard else kind,
-            factor=float(factor),
-            guard=scalars.guard,
-            momentum=chosen.momentum,
-            rate=scalars.rate,
-        ),
+        native.step,
         old=old,
-        trace=trace if kind == "nesterov" else None,
+        trace=native.trace,
         anchor=anchor,
         theta=ours,
-        new_trace=new_trace,
+        new_trace=native.new_trace,
         new_anchor=new_anchor,
         encoded=octets,
     )
-    same_bits(ours, theta)
-    same_bits(octets, encoded)
-    same_bits(new_anchor, moved)
-    if kind == "nesterov":
-        (kept,) = jax.tree.leaves(after["optimizer"])
-        same_bits(new_trace, kept)
+    for one, other in ((ours, theta), (octets, encoded), (new_anchor, moved)):
+        same_bits(one, other)
+    if native.after is not None:
+        jax.tree.map(same_bits, native.after, after)
 
 
 def test_a_delta_that_is_not_finite_has_squares_that_are_not(passes) -> None:

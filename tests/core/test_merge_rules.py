@@ -1,95 +1,84 @@
-"""Merge rules against float64 references. What holds for all of them is in
-`test_merge_contract.py`."""
+"""Merge rules against float64 references, and weights; then the contract of every merge
+rule and weighting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+import weakref
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from family_members import brief, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces import merge_deltas
 
+from diloco_jax.core import merging, tiles
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.contracts import merges_bands_alike
 from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS, MergeRule
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge_rules import MEAN, RDA, TRIMMED_MEAN, comparators, weight
-from diloco_jax.core.merging import Encoded, rule_for
+from diloco_jax.core.merge_rules import (
+    MEAN,
+    RDA,
+    TRIMMED_MEAN,
+    capped,
+    comparators,
+    weight,
+)
+from diloco_jax.core.merging import Encoded, merge_piece, rule_for, start
 
 SHAPE = (6, 5)
-weights_of = st.lists(st.floats(0.01, 1e9), min_size=1, max_size=5)
-rules = st.sampled_from([RDA, MEAN])
-few = settings(max_examples=30)
+NAMES = names(MERGE_RULES, "merge")
+FOLDS = [name for name in NAMES if MERGE_RULES.find(name).needs == "fold"]
+weights_of = st.lists(st.floats(0.01, 1e6), min_size=1, max_size=5)
+few = settings(max_examples=15, deadline=None)
 
 
-def deltas_of(seed: int, count: int) -> list[np.ndarray]:
-    """Deltas of very different lengths."""
+def drawn(seed: int, count: int, shape: tuple[int, ...] = SHAPE) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    scales = 10.0 ** rng.uniform(-6, 3, count)
-    return [(rng.standard_normal(SHAPE) * s).astype(np.float32) for s in scales]
+    return list(rng.standard_normal((count, *shape)).astype(np.float32))
 
 
-def reference(
-    deltas: Sequence[np.ndarray], weights: Sequence[float], rule: MergeRule
-) -> np.ndarray:
-    """The module's formulas in float64."""
-    stacked = np.stack(deltas).astype(np.float64)
-    w = np.array(weights) / np.sum(weights)
-    if rule is MEAN:
-        return np.einsum("m,mij->ij", w, stacked)
-    norms = np.linalg.norm(stacked.reshape(len(w), -1), axis=1)
-    direction = np.einsum("m,mij->ij", w / norms, stacked)
-    return w @ norms * direction / np.linalg.norm(direction)
+def unlike(seed: int, count: int) -> list[np.ndarray]:
+    """Deltas of very different lengths."""
+    scales = 10.0 ** np.random.default_rng(seed).uniform(-6, 3, count)
+    return [d * np.float32(s) for d, s in zip(drawn(seed, count), scales, strict=True)]
 
 
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
-@given(st.integers(0, 1000), weights_of, rules)
-@few
-def test_merge_is_the_formula(seed: int, weights: list[float], rule: MergeRule) -> None:
-    deltas = deltas_of(seed, len(weights))
-    merged = merge_deltas(deltas, weights, rule)
-    assert distance(merged, reference(deltas, weights, rule)) < 1e-5
+def distance(a: np.ndarray | jax.Array, b: np.ndarray | jax.Array) -> float:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
 @given(st.integers(0, 1000), weights_of)
 @few
-def test_rda_keeps_the_weighted_mean_length(seed: int, weights: list[float]) -> None:
-    deltas = deltas_of(seed, len(weights))
-    norms = [float(np.linalg.norm(d.astype(np.float64))) for d in deltas]
-    expected = np.dot(weights, norms) / np.sum(weights)
-    merged = np.asarray(merge_deltas(deltas, weights, RDA), np.float64)
-    assert abs(np.linalg.norm(merged) / expected - 1) < 1e-5
+def test_mean_and_rda_are_the_formulas(seed: int, weights: list[float]) -> None:
+    deltas = unlike(seed, len(weights))
+    stacked = np.stack(deltas).astype(np.float64)
+    w = np.array(weights) / np.sum(weights)
+    mean = np.einsum("m,mij->ij", w, stacked)
+    assert distance(merge_deltas(deltas, weights, MEAN), mean) < 1e-5
+    norms = np.linalg.norm(stacked.reshape(len(w), -1), axis=1)
+    direction = np.einsum("m,mij->ij", w / norms, stacked)
+    rda = w @ norms * direction / np.linalg.norm(direction)
+    assert distance(merge_deltas(deltas, weights, RDA), rda) < 1e-5
 
 
-def test_so_it_does_where_directions_cancel() -> None:
-    (delta,) = deltas_of(0, 1)
-    merged = merge_deltas([delta, -3 * delta], [1, 1], RDA, 0.5)
-    assert distance(merged, -0.5 * delta) < 1e-6
-
-
-def test_a_zero_delta_shortens_and_does_not_turn() -> None:
-    (delta,) = deltas_of(1, 1)
+def test_rda_where_directions_cancel_or_are_none_is_the_mean() -> None:
+    (delta,) = unlike(0, 1)
+    for share in (0.5, 1.0):
+        merged = merge_deltas([delta, -3 * delta], [1, 1], RDA, share)
+        assert distance(merged, -share * delta) < 1e-6
     merged = merge_deltas([np.zeros_like(delta), delta], [3, 1], RDA)
-    assert distance(merged, delta / 4) < 1e-6
-
-
-def test_cancelled_directions_fall_back_to_the_mean() -> None:
-    (delta,) = deltas_of(2, 1)
-    merged = merge_deltas([delta, -3 * delta], [1, 1], RDA)
-    assert distance(merged, -delta) < 1e-6
-    np.testing.assert_array_equal(merge_deltas([0 * delta] * 2, [1, 1], RDA), 0)
-
-
-def test_rounding_is_not_taken_for_a_direction() -> None:
-    (delta,) = deltas_of(3, 1)
+    assert distance(merged, delta / 4) < 1e-6, "it shortens, and does not turn"
     almost = (-delta * np.float32(1 + 1e-6)).astype(np.float32)
     merged = merge_deltas([delta, almost], [1, 1], RDA)
-    assert np.linalg.norm(merged) < 1e-5 * np.linalg.norm(delta)
+    assert np.linalg.norm(merged) < 1e-5 * np.linalg.norm(delta), "that is rounding"
 
 
 def test_norms_of_large_pieces_are_accurate() -> None:
@@ -100,65 +89,53 @@ def test_norms_of_large_pieces_are_accurate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deltas", "weights", "message"),
+    ("deltas", "weights", "share", "message"),
     [
-        (1, [1.0, 2.0], "1 deltas and 2 weights"),
-        (0, [], "0 deltas and 0 weights"),
-        (2, [1.0, -1.0], "must be finite, not negative"),
-        (2, [0.0, 0.0], "not all zero"),
-        (2, [1.0, float("nan")], "must be finite"),
-        (1, [float("inf")], "must be finite"),
+        (1, [1.0, 2.0], 1.0, "1 deltas and 2 weights"),
+        (0, [], 1.0, "0 deltas and 0 weights"),
+        (2, [1.0, -1.0], 1.0, "must be finite, not negative"),
+        (2, [0.0, 0.0], 1.0, "not all zero"),
+        (2, [1.0, float("nan")], 1.0, "must be finite"),
+        (1, [float("inf")], 1.0, "must be finite"),
+        *((1, [1.0], share, "share") for share in (0.0, -0.1, 1.1, float("nan"))),
     ],
 )
 def test_unfit_weights_are_refused(
-    deltas: int, weights: list[float], message: str
+    deltas: int, weights: list[float], share: float, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        merge_deltas(deltas_of(0, deltas), weights, RDA)
+        merge_deltas(drawn(0, deltas), weights, RDA, share)
+
+
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="no merge rule 'median'"):
         MERGE_RULES.find("median")
-    for share in (0.0, -0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="share"):
-            merge_deltas(deltas_of(0, 1), [1.0], MEAN, share)
-
-
-def test_weightings() -> None:
-    expected = {"tokens": 600, "tokens_times_rate": 600 * 200, "uniform": 1}
-    for name, value in expected.items():
-        assert weight(WEIGHTINGS.find(name), 600, 3) == value
-        assert weight(WEIGHTINGS.find(name), 0, 0) == 0
     with pytest.raises(ValueError, match="no weighting 'loss'"):
         WEIGHTINGS.find("loss")
-
-
-@pytest.mark.parametrize("wrong", [1e6, -1.0])
-def test_a_trimmed_mean_of_eight_lies_between_the_honest_six(wrong: float) -> None:
-    honest = [np.full(SHAPE, 1 + i / 10, np.float32) for i in range(6)]
-    lies = [np.full(SHAPE, wrong, np.float32)] * 2
-    merged = merge_deltas([*lies, *honest], [1.0] * 8, MERGE_RULES.find("trimmed_mean"))
-    assert 1.0 <= merged.min() <= merged.max() <= 1.5
 
 
 def test_a_clipped_mean_shortens_what_is_longer_than_most() -> None:
     rule, x, y = MERGE_RULES.find("clipped_mean"), np.zeros(2), np.zeros(2)
     x[0], y[1] = 1, 1
     deltas = [v.astype(np.float32) for v in (x, 3 * x, 1e6 * y)]
-    np.testing.assert_allclose(
-        merge_deltas(deltas, [1.0, 1.0, 2.0], rule), [1.0, 1.5], rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        merge_deltas(deltas, [1.0, 1.0, 1.0], rule), [4 / 3, 1.0], rtol=1e-6
-    )
-    zeros = [0 * d for d in deltas]
-    assert not merge_deltas(zeros, [1.0, 1.0, 1.0], rule).any()
+    for weights, expected in (([1.0, 1.0, 2.0], [1, 1.5]), ([1.0] * 3, [4 / 3, 1])):
+        merged = merge_deltas(deltas, weights, rule)
+        np.testing.assert_allclose(merged, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [1e6, -1.0])
+def test_a_trimmed_mean_of_eight_lies_between_the_honest_six(wrong: float) -> None:
+    honest = [np.full(SHAPE, 1 + i / 10, np.float32) for i in range(6)]
+    lies = [np.full(SHAPE, wrong, np.float32)] * 2
+    merged = merge_deltas([*lies, *honest], [1.0] * 8, TRIMMED_MEAN)
+    assert 1.0 <= merged.min() <= merged.max() <= 1.5
 
 
 def test_rules_against_liars_are_for_all_pieces_and_the_last_merge() -> None:
     embedding = Piece(("e",), -1, SHAPE, True)
     for name in ("trimmed_mean", "clipped_mean"):
-        assert rule_for(
-            embedding, MERGE_RULES.find(name), final=True
-        ) is MERGE_RULES.find(name)
+        rule = MERGE_RULES.find(name)
+        assert rule_for(embedding, rule, final=True) is rule
 
 
 @given(st.lists(st.integers(0, 5) | st.integers(), max_size=130))
@@ -177,7 +154,7 @@ def test_their_number_is_that_of_the_network() -> None:
 
 
 @pytest.mark.parametrize("islands", [1, 2, 3, 5, 8, 13, 64])
-def test_it_is_the_weighted_mean_of_the_middle(islands: int) -> None:
+def test_a_trimmed_mean_is_the_weighted_mean_of_the_middle(islands: int) -> None:
     rng = np.random.default_rng(islands)
     deltas = rng.standard_normal((islands, 3, 40)).astype("<f4")
     weights = rng.random(islands).astype("<f4")
@@ -185,21 +162,18 @@ def test_it_is_the_weighted_mean_of_the_middle(islands: int) -> None:
     order = np.argsort(deltas, axis=0)[out : islands - out]
     kept, own = np.take_along_axis(deltas, order, 0), weights[order]
     expected = 0.5 * (kept * own).sum(0) / own.sum(0)
-    found = TRIMMED_MEAN.merge(
-        jnp.asarray(deltas), jnp.asarray(weights), jnp.float32(0.5)
-    )
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    given = map(jnp.asarray, (deltas, weights, np.float32(0.5)))
+    np.testing.assert_allclose(TRIMMED_MEAN.merge(*given), expected, 2e-5, 1e-6)
 
 
 def test_what_remains_without_weight_counts_equally() -> None:
     deltas = jnp.asarray([[9.0], [1.0], [3.0], [-9.0]])
     weights = jnp.asarray([0.5, 0.0, 0.0, 0.5])
-    found = TRIMMED_MEAN.merge(deltas, weights, jnp.float32(1.0))
-    assert float(found[0]) == 2.0
+    assert float(TRIMMED_MEAN.merge(deltas, weights, jnp.float32(1.0))[0]) == 2.0
 
 
 @pytest.mark.optimized
-def test_a_merge_is_one_loop_without_a_sort() -> None:
+def test_a_trimmed_mean_is_one_loop_without_a_sort() -> None:
     """With a sort by column merges took twenty times as long, and more memory."""
     shapes = jnp.zeros((8, 64, 256)), jnp.zeros(8), jnp.float32(1.0)
     compiled = jax.jit(TRIMMED_MEAN.merge).lower(*shapes).compile()
@@ -207,3 +181,176 @@ def test_a_merge_is_one_loop_without_a_sort() -> None:
     assert " sort(" not in text
     assert text.count(" fusion(") == 1
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * 256
+
+
+# ---- every merge rule ---------------------------------------------------------------
+
+
+@pytest.fixture(params=NAMES, ids=brief)
+def rule(request: pytest.FixtureRequest) -> MergeRule:
+    """Every member."""
+    return MERGE_RULES.find(request.param)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (7,), (2, 3, 4)])
+def test_a_merged_delta_has_the_shape_of_the_deltas(rule, shape) -> None:
+    merged = merge_deltas(drawn(0, 4, shape), [1, 2, 3, 4], rule)
+    assert (merged.shape, merged.dtype) == (shape, jnp.float32)
+    assert np.isfinite(merged).all()
+    nothing = [np.zeros(shape, np.float32)] * 2
+    np.testing.assert_array_equal(merge_deltas(nothing, [1, 1], rule), 0)
+
+
+@given(
+    st.integers(0, 1000),
+    weights_of,
+    st.floats(1e-6, 1e6),
+    st.floats(0.01, 1.0),
+    st.randoms(use_true_random=False),
+)
+@few
+@pytest.mark.parametrize("name", NAMES, ids=brief)
+def test_order_and_scale_of_weights_do_not_matter_and_a_share_does(
+    name, seed, weights, factor, share, random
+) -> None:
+    rule, deltas = MERGE_RULES.find(name), drawn(seed, len(weights))
+    first = merge_deltas(deltas, weights, rule)
+    np.testing.assert_array_equal(merge_deltas(deltas, weights, rule), first)
+    pairs = list(zip(deltas, [w * factor for w in weights], strict=True))
+    random.shuffle(pairs)
+    assert distance(merge_deltas(*zip(*pairs, strict=True), rule), first) < 1e-4
+    part = merge_deltas(deltas, weights, rule, share)
+    assert distance(part, share * first) < 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
+def test_a_rule_is_as_it_says_of_itself(rule, scale) -> None:
+    delta = scale * drawn(0, 1)[0]
+    off = distance(merge_deltas([delta] * 3, [1, 5, 2], rule), delta)
+    assert (off < 1e-5) == rule.keeps_equal
+    orthogonal = list(np.eye(16, dtype=np.float32).reshape(16, 4, 4)[:8])
+    length = float(jnp.linalg.norm(merge_deltas(orthogonal, [1] * 8, rule)))
+    assert (length == pytest.approx(1, rel=1e-4)) == rule.keeps_length
+    assert merges_bands_alike(rule) == rule.by_element
+
+
+def test_the_flush_and_embeddings_are_means_unless_the_rule_says_otherwise(
+    rule,
+) -> None:
+    for embedding in (True, False):
+        piece = Piece(("w",), -1, SHAPE, embedding)
+        own = embedding and rule.embeddings_by_mean
+        assert rule_for(piece, rule) is (MEAN if own else rule)
+        flushed = own or rule.flush_by_mean
+        assert rule_for(piece, rule, final=True) is (MEAN if flushed else rule)
+
+
+def test_encoded_deltas_are_merged_as_decoded_ones_are(rule, monkeypatch) -> None:
+    """Whatever the size of blocks."""
+    codec, shape = get_codec("int8"), (40, 100)
+    encoded = [np.asarray(codec.encode(d)) for d in drawn(1, 3, shape)]
+    plain = Encoded.of([codec.decode(e, shape) for e in encoded])
+    state = start(rule, shape)
+    one = merge_piece(rule, Encoded(codec, shape, encoded), [1, 2, 3], 1.0, state)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1)
+    other = merge_piece(rule, plain, [1, 2, 3], 1.0, state)
+    np.testing.assert_array_equal(one.delta, other.delta)
+    assert one.square == other.square
+    exact = np.sum(np.square(np.asarray(one.delta, np.float64)))
+    assert one.square == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_state_keeps_its_structure_and_survives_what_a_crash_does(rule) -> None:
+    state = start(rule, SHAPE)
+    like = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    for seed in range(3):
+        deltas = Encoded.of(drawn(seed, 2))
+        state = merge_piece(rule, deltas, [1, 2], 1.0, state).state
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == like
+        state = merging.recovered(rule, state, jnp.asarray(drawn(9, 1)[0]))
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == like
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
+    assert merging.state_bytes(rule, SHAPE) == sum(sizes)
+
+
+class Counted(Sequence):
+    """`Deltas` that know how many of them are alive at a time."""
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self._arrays, self.alive, self.most = arrays, 0, 0
+        self.shape = arrays[0].shape
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        raise AssertionError("all are asked for at once")
+
+    def __getitem__(self, island: int) -> np.ndarray:
+        made = self._arrays[island].copy()
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made, self._freed)
+        return made
+
+    def _freed(self) -> None:
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("name", FOLDS, ids=brief)
+def test_a_fold_holds_no_more_deltas_the_more_islands_there_are(name: str) -> None:
+    rule = MERGE_RULES.find(name)
+    for islands in (3, 9):
+        deltas = Counted(drawn(3, islands))
+        merge_piece(rule, deltas, [1.0] * islands, 1.0, start(rule, SHAPE))
+        assert deltas.most <= 2
+
+
+# ---- weights ------------------------------------------------------------------------
+
+
+def test_weightings() -> None:
+    expected = {"tokens": 600, "tokens_times_rate": 600 * 200, "uniform": 1}
+    for name, value in expected.items():
+        assert weight(WEIGHTINGS.find(name), 600, 3) == value
+
+
+@given(st.integers(1, 10**15), st.integers(1, 10**9))
+@pytest.mark.parametrize("name", names(WEIGHTINGS, "weighting"), ids=brief)
+def test_a_delta_has_a_finite_weight_that_grows_with_its_tokens(
+    name, tokens, steps
+) -> None:
+    weighting = WEIGHTINGS.find(name)
+    found = weight(weighting, tokens, steps)
+    assert 0 < found < math.inf
+    assert weight(weighting, 2 * tokens, steps) >= found
+    assert weight(weighting, 0, 3) == weight(weighting, 5, 0) == 0
+
+
+@given(st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=70), st.floats(0.01, 1.0))
+def test_nobody_has_more_than_the_cap_if_there_are_enough(weights, most) -> None:
+    found = capped(weights, most)
+    shares = [w / math.fsum(found) for w in found]
+    assert max(shares) <= max(most, 1 / len(weights)) * (1 + 1e-9)
+    order = sorted(range(len(weights)), key=weights.__getitem__)
+    assert all(found[a] <= found[b] for a, b in itertools.pairwise(order))
+    if max(weights) <= most * math.fsum(weights):
+        assert found == weights
+
+
+@pytest.mark.parametrize(
+    ("weights", "most", "expected"),
+    [
+        ([1.0, 1.0, 8.0], 0.5, [1.0, 1.0, 2.0]),
+        ([1.0, 2.0, 3.0, 94.0], 0.4, [1.0, 2.0, 3.0, 4.0]),
+        ([1.0, 1.0, 40.0, 58.0], 0.3, [1.0, 1.0, 1.5, 1.5]),
+        ([3.0, 5.0], 1.0, [3.0, 5.0]),
+        # With too few for the cap all weigh the same, and an empty delta nothing.
+        ([1.0, 9.0], 0.4, [1.0, 1.0]),
+        ([7.0], 0.2, [1.0]),
+        ([0.0, 9.0], 0.4, [0.0, 1.0]),
+    ],
+)
+def test_those_below_the_cap_keep_their_proportions(weights, most, expected) -> None:
+    assert capped(weights, most) == pytest.approx(expected)

@@ -1,5 +1,4 @@
-"""A payload is its pieces end to end, and parts of it are boxes of tiles, which have
-digests."""
+"""A payload is its pieces end to end, and parts of it are boxes of tiles."""
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from diloco_jax.core.payload import (
     PayloadLayout,
     tiles_of,
 )
-from diloco_jax.core.tiles import DIGEST_BYTES, TileGrid, tile_digests
+from diloco_jax.core.tiles import TileGrid
 
 SHAPES = {"a": (64, 64), "b": (5,), "c": (2048,)}
 AXES = {"a": (None, None), "b": (None,), "c": (None,)}
@@ -37,13 +36,6 @@ def test_pack_and_unpack() -> None:
             np.testing.assert_array_equal(view, array)
 
 
-def test_unpack_copies_nothing() -> None:
-    payload = bytearray(LAYOUT.total_bytes)
-    views = LAYOUT.unpack(payload)
-    payload[LAYOUT.placed[1].offset] = 9
-    assert views[1][0, 0] == 9
-
-
 def test_wrong_lengths_name_both_values() -> None:
     with pytest.raises(ValueError, match="payload of 6198 bytes, the layout has 6199"):
         LAYOUT.unpack(bytes(6198))
@@ -64,7 +56,7 @@ def boxes(draw, placed: int) -> Box:
     return Box(placed, start, stop)
 
 
-@given(st.lists(st.integers(0, 2).flatmap(boxes), min_size=1, max_size=4))
+@given(st.lists(st.integers(0, 2).flatmap(boxes), max_size=4))
 def test_a_part_comes_back_to_its_places(part: list[Box]) -> None:
     arrays = encoded()
     payload = LAYOUT.pack(arrays)
@@ -113,15 +105,6 @@ def test_parts_cover_a_payload_when_every_tile_is_here() -> None:
     assert whole.complete
 
 
-def test_no_part_is_the_whole_payload() -> None:
-    payload = bytes(LAYOUT.pack(encoded()))
-    (whole,) = LAYOUT.cut(payload, ())
-    assert bytes(whole) == payload
-    target = bytearray(LAYOUT.total_bytes)
-    LAYOUT.scatter(target, (), payload)
-    assert bytes(target) == payload
-
-
 @pytest.mark.parametrize(
     "box",
     [Box(3, (0,), (1,)), Box(2, (0,), (3,)), Box(2, (1,), (0,)), Box(0, (0,), (1,))],
@@ -147,13 +130,3 @@ def test_a_part_of_another_length_is_refused() -> None:
         LAYOUT.scatter(bytearray(LAYOUT.total_bytes), (Box(1, (0,), (1,)),), bytes(6))
     with pytest.raises(ValueError, match="a part of 20 bytes came with 16"):
         LAYOUT.split_values(bytes(16), (Box(1, (0,), (1,)),))
-
-
-def test_a_digest_is_of_one_tile_and_its_bits():
-    tiles = np.random.default_rng(0).normal(size=(3, 2, 8)).astype("<f4")
-    found = tile_digests(tiles)
-    assert found.shape == (3, 2, DIGEST_BYTES)
-    changed = tiles.copy()
-    changed.view(np.uint32)[2, 1, 3] ^= 1
-    differs = (tile_digests(changed) != found).any(axis=-1)
-    assert differs.tolist() == [[False, False], [False, False], [False, True]]

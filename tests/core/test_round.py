@@ -136,16 +136,6 @@ def test_bands_of_one_fragment_are_merged_and_adopted_as_the_whole(adopt: str) -
     assert jax.tree.all(jax.tree.map(np.array_equal, ours.local, theirs.local))
 
 
-@pytest.mark.parametrize("merge", ["rda", "mean"])
-def test_islands_on_the_same_data_are_one_island(merge: str) -> None:
-    fields = {"merge": merge, "overlap_steps": 2, "outer": NESTEROV}
-    many = rounds(islands(1, 1, 1, tokens=(8, 32, 5)), **fields)
-    one = rounds(islands(1), **fields)
-    assert_same(theta(many), theta(one))
-    for name in "abc":
-        assert_same(to_pieces(PLAN, many.local[name]), to_pieces(PLAN, one.local["a"]))
-
-
 def test_adopt_rules_agree_without_overlap() -> None:
     results = [
         rounds(islands(1, 2, 3), outer=NESTEROV, **rule)
@@ -160,16 +150,6 @@ def test_adopt_rules_agree_without_overlap() -> None:
         for name in "abc":
             ours, theirs = result.local[name], results[0].local[name]
             assert_same(to_pieces(PLAN, ours), to_pieces(PLAN, theirs))
-
-
-def test_adopt_rules_differ_with_overlap() -> None:
-    """But for two, where every delta is in its merge."""
-    keep, rebase, overwrite, blend = (
-        theta(rounds(islands(1, 2), adopt=rule, overlap_steps=2))["w/0"].tobytes()
-        for rule in ("keep", "rebase", "overwrite", "blend")
-    )
-    assert keep == rebase
-    assert len({rebase, overwrite, blend}) == 3
 
 
 def test_anchors_of_coordinator_and_islands_are_the_same_bits() -> None:

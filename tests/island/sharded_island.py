@@ -4,6 +4,7 @@ Eight virtual CPU devices train, take and adopt on several meshes.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -27,8 +28,8 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
-from diloco_jax.island.device.kinds import alike, kind_of
 from diloco_jax.island.device.mesh import land
+from diloco_jax.island.device.programs import PiecePrograms
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.attention import ATTENTION
@@ -39,6 +40,7 @@ from diloco_jax.protocol.values import Version
 
 sys.path.append(str(Path(__file__).parents[1]))
 import test_held
+from test_exchange import anchors_of
 
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
@@ -92,11 +94,10 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
         for pieces in plan.fragments
     ]
     exchange, params = build_exchange(RUN, model, trainer)
-    compile_ahead(trainer, exchange, params, RUN.sequence_length)
+    compile_ahead(trainer, exchange, RUN.sequence_length)
     counter = Compilations()
     logging.getLogger("jax").addHandler(counter)
     with jax.log_compiles():
-        params = exchange.warm(params)
         weights = np.ones((8, 16), np.float32)
         trainer.eval_step(params, {"tokens": batches[0], "weights": weights})
         state = TrainState(params, trainer.init_inner(params))
@@ -134,7 +135,7 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
                 )
                 replica.adopt(arrival, keep=keep)
     logging.getLogger("jax").removeHandler(counter)
-    after = [exchange.anchors()[piece.name] for piece in plan.pieces]
+    after = list(anchors_of(exchange, plan).values())
     return {
         "losses": losses,
         "eval": float(sums[0]) / float(sums[1]),
@@ -167,17 +168,14 @@ def compile_all(config: IslandConfig) -> dict[str, object]:
     state, pieces, seen = trainer.abstract_state(), {}, set()
     for piece in build_plan(RUN, model).pieces:
         leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1, bands=None))
-        if (key := (leaf.shape, leaf.sharding, *alike(piece))) in seen:
+        kind = PiecePrograms.of(RUN.sync, piece, leaf, config.anchor_memory)
+        if kind in seen:
             continue
-        seen.add(key)
-        kind = kind_of(RUN.sync, piece, leaf, config.anchor_memory)
+        seen.add(kind)
         pieces[piece.name] = {
             "cut": [axis for axis in kind.piece.spec if axis],
             "octets_cut": [axis for axis in kind.encoded.spec if axis],
-            **{
-                name: collectives(text(lowered))
-                for name, lowered in kind.lower(RUN.sync, piece, leaf).items()
-            },
+            **{name: collectives(text(kind.lower(name))) for name in kind.names},
         }
     step = text(trainer.lower(RUN.sequence_length))
     return {"step": collectives(step), "reduced": reduced(step), "pieces": pieces}
@@ -253,7 +251,7 @@ def spread_over_hosts(shape: str, hosts: int) -> list[str]:
 
     def kind(piece):
         leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1, bands=None))
-        return kind_of(RUN.sync, piece, leaf, config.anchor_memory)
+        return PiecePrograms.of(RUN.sync, piece, leaf, config.anchor_memory)
 
     for pieces in plan.fragments:
         kinds = [kind(piece) for piece in pieces]
@@ -263,8 +261,8 @@ def spread_over_hosts(shape: str, hosts: int) -> list[str]:
             value = random.normal(size=piece.shape).astype("<f4")
             tiles = np.array(codec.encode(value))
             bits = np.array(TileGrid.of(piece.shape).split(value)).view(np.uint32)
-            encoded = own.gathered(land_all(own, number, parts, tiles))
-            anchor = own.gather_anchor(land_all(own, number, parts, bits))
+            (encoded,) = own.gathered((land_all(own, number, parts, tiles),))
+            anchor = own.gather_anchor((land_all(own, number, parts, bits),))
             right = encoded.sharding == own.encoded and anchor.sharding == own.piece
             right &= np.array_equal(encoded, tiles) and np.array_equal(anchor, value)
             for array, expected in ((encoded, tiles), (anchor, value)):
@@ -316,7 +314,9 @@ def splash_on_a_mesh() -> list[float]:
             for heads in (8, key_heads, key_heads)
         )
         kernel, formula = (
-            np.array(jax.jit(ATTENTION[name](layout))(query, key, value))
+            np.array(
+                jax.jit(functools.partial(ATTENTION[name], layout))(query, key, value)
+            )
             for name in ("splash", "dot_product")
         )
         differences.append(float(np.abs(kernel - formula).max()))

@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island import parts
+from diloco_jax.island import main as island_main
 from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
 
 
@@ -21,7 +21,7 @@ class Refused:
     def __init__(self, said="FAILED_PRECONDITION: Continuation fusion"):
         self.said = said
 
-    def lower_all(self, *args):
+    def lower_all(self, *args, **options):
         return [self]
 
     def compile(self):
@@ -42,14 +42,14 @@ class Refused:
 )
 def test_what_may_pass_is_no_fault_of_the_config(said, passes):
     with pytest.raises(NotCompiledError if passes else ConfigError, match=said):
-        compile_ahead(Refused(said), Refused(said), {}, 8)
+        compile_ahead(Refused(said), Refused(said), 8)
 
 
 def test_a_refusal_names_the_flags_in_force(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
     monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.50.1")
     with pytest.raises(ConfigError, match="Continuation fusion") as refused:
-        compile_ahead(Refused(), Refused(), {}, 8)
+        compile_ahead(Refused(), Refused(), 8)
     assert "libtpu 0.0.50.1, LIBTPU_INIT_ARGS = '--xla_mine=1'" in str(refused.value)
 
 
@@ -60,24 +60,24 @@ def test_a_refusal_names_the_flags_in_force(monkeypatch):
 def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
     monkeypatch, platform, hosts, ahead
 ):
-    class RunsError(Exception):
+    class LowersError(Exception):
         pass
 
-    def warm(zeros, *, seldom):
+    def lower_all(*, seldom=True):
         assert seldom == ahead
-        raise RunsError
+        raise LowersError
 
     here = SimpleNamespace(
-        _hosts=hosts,
-        _trainer=Refused(),
-        _exchange=SimpleNamespace(lower_all=lambda params: [], warm=warm),
+        hosts=SimpleNamespace(others=hosts),
+        _trainer=SimpleNamespace(lower_all=lambda length: []),
+        exchange=SimpleNamespace(lower_all=lower_all),
         _zeros={},
         _watched=None,
         config=Config(),
     )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    with pytest.raises(ConfigError if ahead else RunsError):
-        parts.Host.compile(here)
+    with pytest.raises(LowersError):
+        island_main.TrainingHost.compile(here)
 
 
 PATIENCE_S = 60.0
@@ -97,52 +97,36 @@ class Program:
         self.compiled.set()
 
 
-class TooLarge(Program):
-    """One that the compiler refuses."""
-
-    def compile(self) -> None:
-        raise ValueError("too large")
-
-
-def test_all_are_compiled_beside_the_caller():
+def begun():
+    """Two programs, of which the first is being compiled; what compiles them; the event
+    that lets the first one end."""
     may_end = threading.Event()
     programs = [Program(may_end), Program()]
     later = Later(programs)
     assert programs[0].begins.wait(PATIENCE_S)
+    return programs, later, may_end
+
+
+def test_all_are_compiled_beside_the_caller():
+    programs, later, may_end = begun()
     assert not programs[1].compiled.is_set()
     may_end.set()
     assert programs[1].compiled.wait(PATIENCE_S)
     later.close(PATIENCE_S)
 
 
-def test_its_end_waits_for_one_program_at_most():
-    may_end = threading.Event()
-    programs = [Program(may_end), Program()]
-    later = Later(programs)
-    assert programs[0].begins.wait(PATIENCE_S)
-    closing = threading.Thread(target=later.close, args=(PATIENCE_S,))
-    closing.start()
-    assert later._closed.wait(PATIENCE_S)
-    may_end.set()
-    closing.join(PATIENCE_S)
-    assert programs[0].compiled.is_set()
-    assert not programs[1].begins.is_set()
-
-
-def test_its_end_waits_no_longer_than_it_is_told():
-    may_end = threading.Event()
-    programs = [Program(may_end), Program()]
-    later = Later(programs)
-    assert programs[0].begins.wait(PATIENCE_S)
+def test_its_end_waits_for_one_program_and_no_longer_than_it_is_told():
+    programs, later, may_end = begun()
     later.close(0.0)
     assert not programs[0].compiled.is_set()
     may_end.set()
     later.close(PATIENCE_S)
+    assert programs[0].compiled.is_set()
     assert not programs[1].begins.is_set()
 
 
 def test_what_does_not_compile_is_said_and_ends_nothing(caplog):
-    later = Later([TooLarge()])
+    later = Later([Refused("too large")])
     later._thread.join(PATIENCE_S)
     later.close(PATIENCE_S)
     (said,) = caplog.records

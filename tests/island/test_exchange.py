@@ -1,5 +1,8 @@
 """Takes and adoptions against the functions of core/, bit for bit."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from diloco_jax.core.changes import adopt, apply_publish, delta, moved
 from diloco_jax.core.codecs import encode_with_feedback, get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece, plan_fragments
+from diloco_jax.island.device.build import compile_programs
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
 from diloco_jax.island.mailbox import Arrival
@@ -44,15 +48,6 @@ def place(params):
     return jax.device_put(params, param_shardings(mesh, AXES, params), may_alias=False)
 
 
-def abstract(params):
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=leaf.sharding
-        ),
-        params,
-    )
-
-
 def full_payload(params, fragment):
     pieces = PLAN.fragments[fragment]
     return b"".join(get_piece(params, piece).tobytes() for piece in pieces)
@@ -62,17 +57,18 @@ def publish_payload(exchange, fragment, encoded):
     return exchange.layouts_down[fragment].pack([np.asarray(x) for x in encoded])
 
 
-def zero_publish(exchange, fragment):
-    zeros = bytes(exchange.layouts_down[fragment].total_bytes)
-    return exchange.put_publish(fragment, zeros)
-
-
-def start(sync, anchor):
-    exchange = Exchange(PLAN, sync, place(anchor))
+def start(sync, anchor, memory="device"):
+    exchange = Exchange(PLAN, sync, place(anchor), memory)
     exchange.start(
         {f: exchange.put_anchor(f, full_payload(anchor, f)) for f in range(3)}
     )
     return exchange
+
+
+def anchors_of(exchange, plan=PLAN):
+    """Anchors by the name of the piece."""
+    pieces = itertools.chain.from_iterable(exchange.trees()["anchors"])
+    return {p.name: a for p, a in zip(plan.pieces, pieces, strict=True)}
 
 
 def same(a, b):
@@ -111,7 +107,7 @@ def test_take_and_adopt_are_those_of_core(rule, codec):
                 jnp.asarray(get_piece(x, piece)) for x in (anchor, taken, later)
             )
             new_anchor = apply_publish(coder, a, publication)
-            same(exchange.anchors()[piece.name], new_anchor)
+            same(anchors_of(exchange)[piece.name], new_anchor)
             want = adopt(ADOPT_RULES.find(rule), local, b, new_anchor, np.float32(0.3))
             same(get_piece(params, piece), want)
 
@@ -144,79 +140,64 @@ def test_a_chain_is_adopted_once_against_the_old_base():
     same(get_piece(params, piece), want)
 
 
+def piece_of(*trees):
+    """The first piece of fragment 0 of each."""
+    return [jnp.asarray(get_piece(tree, PLAN.fragments[0][0])) for tree in trees]
+
+
+def whole(exchange, values):
+    """The arrival of these values as the anchor of fragment 0 in full."""
+    anchor = exchange.put_anchor(0, full_payload(values, 0))
+    return Arrival(fragment=0, version=V1, anchor=anchor)
+
+
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_a_version_without_the_last_take_is_adopted_beside_it(memory):
     """The take stays in the parameters until the version after it, in whose place it
     leaves them; taken again meanwhile, it is in the delta."""
     first, taken, later, *anchors = map(random_params, range(5))
-    sync, params = SyncConfig(fragments=3, codec_up="f32"), place(first)
-    exchange = Exchange(PLAN, sync, params, memory)
-    whole = (
-        {f: exchange.put_anchor(f, full_payload(a, f)) for f in range(3)}
-        for a in (first, *anchors)
-    )
-    exchange.start(next(whole))
+    sync = SyncConfig(fragments=3, codec_up="f32")
+    exchange = start(sync, first, memory)
+    for fragment, layout in enumerate(exchange.layouts_whole):
+        sent = layout.pack([np.asarray(x) for x in exchange.anchor(fragment)])
+        for placed, encoded in zip(layout.placed, layout.unpack(sent), strict=True):
+            decoded = get_codec("f32").decode(encoded, placed.piece.shape)
+            same(decoded, get_piece(first, placed.piece))  # As it went in.
     exchange.take(0, place(taken))
-    arrivals = [Arrival(fragment=0, version=V1, anchor=a[0]) for a in whole]
-    params = exchange.adopt(arrivals[0], place(later), keep=True)
-    of_piece = [get_piece(x, PLAN.fragments[0][0]) for x in (first, taken, later)]
-    before, base, local = map(jnp.asarray, of_piece)
-    beside, after = (jnp.asarray(get_piece(a, PLAN.fragments[0][0])) for a in anchors)
+    params = exchange.adopt(whole(exchange, anchors[0]), place(later), keep=True)
+    before, base, local, beside, after = piece_of(first, taken, later, *anchors)
     kept = moved(local, before, beside)
-    same(get_piece(params, PLAN.fragments[0][0]), kept)
-    params = exchange.adopt(arrivals[1], params)
-    want = adopt(
-        ADOPT_RULES.find("rebase"), kept, moved(base, before, beside), after, 0.5
-    )
-    same(get_piece(params, PLAN.fragments[0][0]), want)
+    same(piece_of(params)[0], kept)
+    params = exchange.adopt(whole(exchange, anchors[1]), params)
+    rebase = ADOPT_RULES.find("rebase")
+    want = adopt(rebase, kept, moved(base, before, beside), after, 0.5)
+    same(piece_of(params)[0], want)
 
 
-def test_a_kept_take_that_is_reopened_is_in_the_next_one():
+def test_a_take_that_is_reopened_leaves_no_trace_and_is_in_the_next_one():
     first, taken, later, second = map(random_params, range(4))
-    exchange = start(SyncConfig(fragments=3, codec_up="f32"), first)
+    sync = SyncConfig(fragments=3, codec_up="int4")
+    exchange, untouched = start(sync, first), start(sync, first)
     exchange.take(0, place(taken))
-    anchor = exchange.put_anchor(0, full_payload(second, 0))
-    arrival = Arrival(fragment=0, version=V1, anchor=anchor)
-    params = exchange.adopt(arrival, place(later), keep=True)
     exchange.reopen(0)
-    piece = PLAN.fragments[0][0]
-    change = delta(get_piece(second, piece), get_piece(params, piece))
+    for a, b in zip(
+        *(x.take(0, place(later)) for x in (exchange, untouched)), strict=True
+    ):
+        same(a, b)
+    plain = dataclasses.replace(sync, codec_up="f32")
+    exchange = start(plain, first)
+    exchange.take(0, place(taken))
+    params = exchange.adopt(whole(exchange, second), place(later), keep=True)
+    exchange.reopen(0)
+    change = delta(*piece_of(second, params))
     same(exchange.take(0, params)[0], get_codec("f32").encode(change))
 
 
-def test_reopened_take_leaves_no_trace():
-    sync = SyncConfig(fragments=3, codec_up="int4")
-    anchor, first, second = map(random_params, range(3))
-    exchange, untouched = start(sync, anchor), start(sync, anchor)
-    exchange.take(0, place(first))
-    exchange.reopen(0)
-    for a, b in zip(
-        exchange.take(0, place(second)), untouched.take(0, place(second)), strict=True
-    ):
-        same(a, b)
-
-
 def test_settled_take_leaves_its_residual():
+    """A checkpoint has the residual before an open take."""
     sync = SyncConfig(fragments=3, codec_up="int4")
     anchor, local = map(random_params, range(2))
     exchange = start(sync, anchor)
-    exchange.take(0, place(local))
-    exchange.settle(0)
-    exchange.drop(0)  # Nothing is left to go back to.
-    piece, coder = PLAN.fragments[0][0], get_codec("int4")
-    a, b = (jnp.asarray(get_piece(x, piece)) for x in (anchor, local))
-    change = delta(a, b)
-    _, residual = encode_with_feedback(coder, change, jnp.zeros_like(a))
-    assert float(jnp.abs(residual).max()) > 0
-    same(
-        exchange.take(0, place(local))[0],
-        encode_with_feedback(coder, change, residual)[0],
-    )
-
-
-def test_a_checkpoint_has_the_residual_before_an_open_take():
-    anchor, local = map(random_params, range(2))
-    exchange = start(SyncConfig(fragments=3, codec_up="int4"), anchor)
 
     def residual():
         return float(jnp.abs(exchange.trees()["residuals"][0][0]).max())
@@ -225,6 +206,12 @@ def test_a_checkpoint_has_the_residual_before_an_open_take():
     assert residual() == 0
     exchange.settle(0)
     assert residual() > 0
+    exchange.drop(0)  # Nothing is left to go back to.
+    coder, (a, b) = get_codec("int4"), piece_of(anchor, local)
+    change = delta(a, b)
+    _, left = encode_with_feedback(coder, change, jnp.zeros_like(a))
+    want, _ = encode_with_feedback(coder, change, left)
+    same(exchange.take(0, place(local))[0], want)
 
 
 def test_reset_returns_to_the_anchor():
@@ -245,49 +232,30 @@ def test_bases_survive_the_donation_of_the_parameters():
     params = place(local)
     exchange.take(0, params)
     step = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
-    params = step(params)
-    arrival = Arrival(fragment=0, version=V1, publishes=(zero_publish(exchange, 0),))
-    params = exchange.adopt(arrival, params)
-    params = step(params)
-    assert all(bool(jnp.isfinite(a).all()) for a in exchange.anchors().values())
+    params = exchange.adopt(whole(exchange, anchor), step(params))
+    step(params)
+    assert all(bool(jnp.isfinite(a).all()) for a in anchors_of(exchange).values())
 
 
-@pytest.mark.parametrize("seldom", [True, False])
-def test_nothing_compiles_after_the_warm_up(caplog, seldom):
-    """Or after it and what is compiled later."""
+def test_nothing_compiles_after_what_is_compiled_ahead(caplog):
     anchor, local = map(random_params, range(2))
     sync = SyncConfig(fragments=3, blend_alpha=0.25)
     params = place(local)
     exchange = Exchange(PLAN, sync, params)
     jax.clear_caches()
-    params = exchange.warm(params, seldom=seldom)
-    for piece in PLAN.pieces:
-        same(get_piece(params, piece), get_piece(local, piece))
-    if not seldom:
-        for program in exchange.lower_all(abstract(params)):
-            program.compile()
+    compile_programs(exchange.lower_all(seldom=False))
+    compile_programs(exchange.lower_all())
     with jax.log_compiles(), caplog.at_level("WARNING"):
         exchange.start(
             {f: exchange.put_anchor(f, full_payload(anchor, f)) for f in range(3)}
         )
         for fragment in range(3):
             exchange.take(fragment, params)
-            publishes = (zero_publish(exchange, fragment),) * 2
+            zeros = bytes(exchange.layouts_down[fragment].total_bytes)
+            publishes = (exchange.put_publish(fragment, zeros),) * 2
             arrival = Arrival(fragment=fragment, version=V1, publishes=publishes)
             params = exchange.adopt(arrival, params, keep=True)
             params = exchange.adopt(arrival, params)
             params = exchange.reset(fragment, params)
+            exchange.anchor(fragment)
     assert [r.message for r in caplog.records if "Compiling" in r.message] == []
-
-
-@pytest.mark.parametrize("memory", ["device", "pinned_host"])
-def test_an_anchor_comes_out_as_it_went_in(memory):
-    anchor = random_params(5)
-    exchange = Exchange(PLAN, SyncConfig(), place(anchor), memory)
-    payloads = {f: full_payload(anchor, f) for f in range(3)}
-    exchange.start({f: exchange.put_anchor(f, p) for f, p in payloads.items()})
-    for fragment, layout in enumerate(exchange.layouts_whole):
-        sent = layout.pack([np.asarray(x) for x in exchange.anchor(fragment)])
-        for placed, encoded in zip(layout.placed, layout.unpack(sent), strict=True):
-            decoded = get_codec("f32").decode(encoded, placed.piece.shape)
-            same(decoded, get_piece(anchor, placed.piece))

@@ -1,21 +1,20 @@
 """Small tensors in stacks: the bits of pieces apart, in fewer programs."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_exchange import V1
+from test_exchange import V1, anchors_of
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device import exchange as exchange_module
+from diloco_jax.island.device.build import compile_programs
 from diloco_jax.island.device.exchange import Exchange, rows_of
-from diloco_jax.island.device.kinds import Kind
 from diloco_jax.island.device.like import LikeLeaves
+from diloco_jax.island.device.programs import OFTEN, SELDOM
 from diloco_jax.island.device.replica import LentBeside, WatchedModel
 from diloco_jax.island.mailbox import Arrival
 
@@ -27,7 +26,7 @@ SHAPES = {
 }
 AXES = {name: (None,) * len(shape) for name, shape in SHAPES.items()}
 PLAN = plan_fragments(SHAPES, AXES, P)
-PROGRAMS = [f.name for f in dataclasses.fields(Kind) if f.type == "Any"]
+PROGRAMS = (*OFTEN, *SELDOM)
 
 
 def values(seed):
@@ -89,7 +88,7 @@ def everything(sync, memory="device", place=anywhere, fetch=jax.device_get):
         chain = Arrival(fragment=fragment, version=V1, publishes=publishes)
         whole = landed_anchor(exchange, fragment, 6)
         island.adopt(chain, keep=True)
-        found[fragment, "kept"] = fetch(island.params.leaves)
+        found[fragment, "kept"] = fetch(island.params)
         island.judge(fragment, "settled")
         found[fragment, "again"] = island.take(fragment)
         island.adopt(Arrival(fragment=fragment, version=V1, anchor=whole), keep=False)
@@ -110,8 +109,8 @@ def everything(sync, memory="device", place=anywhere, fetch=jax.device_get):
             assert like.sharding.is_equivalent_to(array.sharding, array.ndim)
         exchange.start({}, {f: exchange.together(f, apart[f]) for f in range(P)})
         found["restored"] = exchange.trees()["residuals"]
-    found |= {"params": island.params.leaves, "watched": watched.params}
-    found |= {"beside": island.beside[0].leaves, "anchors": exchange.anchors()}
+    found |= {"params": island.params, "watched": watched.params}
+    found |= {"beside": island.beside[0], "anchors": anchors_of(exchange, PLAN)}
     return exchange, jax.tree.leaves(fetch(list(found.values())))
 
 
@@ -128,10 +127,10 @@ def everything(sync, memory="device", place=anywhere, fetch=jax.device_get):
 def test_stacks_have_the_bits_of_pieces_apart(options, memory, monkeypatch):
     sync = SyncConfig(fragments=P, **options)
     exchange, stacked = everything(sync, memory)
-    assert {h.kind.layout.rows for f in range(P) for h in exchange.held(f)} == {1, 6}
+    assert {h.programs.rows for f in range(P) for h in exchange.held(f)} == {1, 6}
     monkeypatch.setattr(exchange_module, "SMALL", 0)
     exchange, apart = everything(sync, memory)
-    assert {h.kind.layout.rows for f in range(P) for h in exchange.held(f)} == {1}
+    assert {h.programs.rows for f in range(P) for h in exchange.held(f)} == {1}
     assert len(stacked) == len(apart) > 100
     for a, b in zip(stacked, apart, strict=True):
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
@@ -152,8 +151,8 @@ def counted(exchange):
 
     for fragment in range(len(exchange.layouts_up)):
         for one in exchange.held(fragment):
-            programs = {name: counting(getattr(one.kind, name)) for name in PROGRAMS}
-            one.kind = dataclasses.replace(one.kind, **programs)
+            for name in PROGRAMS:
+                vars(one.programs)[name] = counting(getattr(one.programs, name))
     return count
 
 
@@ -167,7 +166,7 @@ def test_a_boundary_of_hundreds_of_small_tensors_starts_two_programs(caplog):
     )
     exchange = Exchange(plan, SyncConfig(fragments=24), leaves.zeros())
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        exchange.warm(leaves.zeros())
+        compile_programs(exchange.lower_all())
     compiled = [r.message for r in caplog.records if "Compiling" in r.message]
     assert len(compiled) < len(PROGRAMS), "each once, and on one host no `gather`"
     zeros = {

@@ -8,7 +8,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError
 from diloco_jax.core.fragments import from_pieces, get_piece, plan_fragments
-from diloco_jax.island.device.exchange import leaf_of, with_leaves
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.models.model import named
 
@@ -28,8 +27,7 @@ def same(tree, other):
 def test_leaves_have_their_names_whatever_the_order():
     leaves = LikeLeaves(TREE)
     listed = leaves.as_listed(TREE)
-    for number in range(12):
-        assert leaf_of(listed, ("blocks", str(number)))[0, 0] == number
+    assert [int(leaf.ravel()[0]) for leaf in listed] == [1, 0, 1, 10, 11, *range(2, 10)]
     same(leaves.as_tree(listed), TREE)
     same(leaves.as_tree(named(TREE)), TREE)
     same(leaves.like, jax.tree.map(lambda x: x, leaves.like))
@@ -44,17 +42,6 @@ def test_pieces_of_a_plan_make_the_tree_again():
     plan = plan_fragments(shapes, axes, 3)
     pieces = {piece.name: get_piece(params, piece) for piece in plan.pieces}
     same(LikeLeaves(TREE).as_tree(from_pieces(plan, pieces)), TREE)
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_written_leaves_leave_the_others_and_what_they_come_from(listed):
-    params = LikeLeaves(TREE).as_listed(TREE) if listed else named(TREE)
-    written = {("blocks", "3"): jnp.zeros((2, 3)), ("a",): jnp.zeros(1)}
-    new = with_leaves(params, written)
-    for path, value in written.items():
-        assert leaf_of(new, path) is value
-        assert leaf_of(params, path) is not value
-    assert leaf_of(new, ("blocks", "4")) is leaf_of(params, ("blocks", "4"))
 
 
 def test_what_differs_at_a_boundary_is_named_whenever_it_does():

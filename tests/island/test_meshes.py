@@ -12,7 +12,7 @@ import pytest
 from diloco_jax.before_jax import prepare_environment
 
 SCRIPT = Path(__file__).with_name("sharded_island.py")
-FUNCTIONS = ("take", "arrive", "advance", "adopt", "move", "reset")
+FUNCTIONS = ("take", "arrive", "advance", "adopt", "move", "put")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_pieces_cut_inside_tiles_are_gathered(found):
     assert unaligned
     for piece in unaligned:
         assert piece["take"] == piece["arrive"] == piece["advance"] == ["all-gather"]
-        assert piece["adopt"] == piece["move"] == piece["reset"] == []
+        assert piece["adopt"] == piece["move"] == piece["put"] == []
 
 
 @pytest.mark.parametrize("mesh", MESHES)

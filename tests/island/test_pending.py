@@ -13,7 +13,8 @@ from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.mesh import make_mesh, param_shardings
+from diloco_jax.island.device.mesh import make_mesh, replicated
+from diloco_jax.island.device.replica import LentParams
 from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision, Goal
@@ -22,23 +23,20 @@ from diloco_jax.protocol.values import Version
 
 SHAPES, AXES = {"w": (4,)}, {"w": ("embed",)}
 PLAN = plan_fragments(SHAPES, AXES, 1)
-F32 = get_codec("f32")
+F32, WHOLE = get_codec("f32"), replicated(make_mesh(IslandConfig()))
 STALENESS = 1
 SEEDS = 30
 
 
-class Island:
+class Island(LentParams):
     """`boundary.Arrays` and `Outgoing`; every step adds 1, so a value tells how many
     steps are in it."""
 
     def __init__(self, rule):
         sync = SyncConfig(fragments=1, adopt=rule, codec_up="f32", error_feedback=False)
-        mesh = make_mesh(IslandConfig())
-        zeros = {"w": np.zeros(4, np.float32)}
-        shardings = param_shardings(mesh, AXES, zeros)
-        self.params = jax.device_put(zeros, shardings, may_alias=False)
-        self.exchange = Exchange(PLAN, sync, self.params)
-        self.exchange.start({0: self.whole(0)})
+        params = {"w": jax.device_put(np.zeros(4, np.float32), WHOLE, may_alias=False)}
+        super().__init__(Exchange(PLAN, sync, params), params)
+        self._exchange.start({0: self.whole(0)})
         self.books = Books([Version(1, 0)], ADOPT_RULES.find(rule))
         self.arrivals = Arrivals()
         self.boundary = Boundary(
@@ -53,52 +51,40 @@ class Island:
         self.seen = Counter()
 
     def whole(self, value):
-        return self.exchange.put_anchor(0, np.full(4, value, np.float32).tobytes())
+        return self._exchange.put_anchor(0, np.full(4, value, np.float32).tobytes())
 
     def step(self):
         self.params = jax.tree.map(lambda x: x + 1, self.params)
         self.steps += 1
 
-    def act(self, takes=None, arrivals=(), **decided):
+    def act(self, takes, arrivals, **decided):
         for arrival in arrivals:
             self.arrivals.put(arrival)
         decision = Decision(
             takes=tuple(
                 TakeRequest(fragment=fragment, tick=tick)
-                for fragment, tick in (takes or {}).items()
+                for fragment, tick in takes.items()
             ),
             adoptions=tuple(Adoption(a.fragment, a.version) for a in arrivals),
             **decided,
         )
         self.boundary.act(decision, self.steps)
 
-    def take(self, fragment):
-        (encoded,) = self.exchange.take(fragment, self.params)
-        return np.asarray(F32.decode(encoded, (4,)))
-
     def put(self, fragment, tick, delta):
         (take,) = self.books.outstanding()
-        np.testing.assert_array_equal(delta, np.float32(take.start - take.end))
+        found = np.asarray(F32.decode(delta[0], (4,)))
+        np.testing.assert_array_equal(found, np.float32(take.start - take.end))
         self.sent[tick] = take
 
     def forget(self, fragment, tick):
-        self.seen["settled"] += 1
+        """What was settled is not sent again."""
 
     def adopt(self, arrival, *, keep):
-        self.params = self.exchange.adopt(arrival, self.params, keep=keep)
+        super().adopt(arrival, keep=keep)
         self.seen["kept" if keep else "adopted"] += 1
 
     def judge(self, fragment, outcome):
-        match outcome:
-            case "settled":
-                self.exchange.settle(fragment)
-                return
-            case "reopened":
-                self.exchange.reopen(fragment)
-            case "dropped":
-                self.exchange.drop(fragment)
-            case _:
-                raise AssertionError("nothing here overlaps, and all is finite")
+        super().judge(fragment, outcome)
         self.seen[outcome] += 1
 
 
@@ -154,7 +140,7 @@ def deliver(island, mail, count):
     if newest is not None:
         whole = island.whole(1000 * newest)
         arrivals = (Arrival(fragment=0, version=Version(1, newest), anchor=whole),)
-    island.act(takes=takes, verdicts=tuple(verdicts), arrivals=arrivals)
+    island.act(takes, arrivals, verdicts=tuple(verdicts))
 
 
 def live(rule, seed):
@@ -196,36 +182,6 @@ def test_deltas_hold_what_the_books_say(rule):
         seen += island.seen
     assert seen["kept"] > SEEDS if rule == "keep" else seen["kept"] == 0
     assert min(seen["reopened"], seen["dropped"], seen["settled"]) > 0, seen
-
-
-def asked_again_before_the_version():
-    """A merged take whose version is to come, and a second one that waits for it."""
-    island = Island("keep")
-    island.step()
-    island.act(takes={0: 1})
-    told = TakeVerdict(
-        fragment=0, tick=1, verdict="merged", reason="", version=Version(1, 1)
-    )
-    island.act(verdicts=(told,), takes={0: 2})
-    assert list(island.sent) == [1]
-    return island
-
-
-def arrived(island, version):
-    anchor = island.whole(1000)
-    return (Arrival(fragment=0, version=version, anchor=anchor),)
-
-
-def test_of_two_takes_that_wait_the_newer_is_made():
-    island = asked_again_before_the_version()
-    island.act(takes={0: 3}, arrivals=arrived(island, Version(1, 1)))
-    assert list(island.sent) == [1, 3]
-
-
-def test_a_take_that_waits_is_of_no_new_term():
-    island = asked_again_before_the_version()
-    island.act(term=2, arrivals=arrived(island, Version(2, 0)))
-    assert list(island.sent) == [1]
 
 
 class Always:

@@ -1,10 +1,6 @@
-"""The results of a take, carried out on a replica's exchange; trees beside the
-parameters are moved by what an adoption changes in these."""
+"""Trees beside the parameters are moved by what an adoption changes in these."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,34 +10,8 @@ from test_exchange import PLAN, V1, full_payload, place, random_params, start
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.island.device.replica import LentBeside, Replica
-from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.device.replica import LentBeside
 from diloco_jax.island.mailbox import Arrival
-
-
-@pytest.mark.parametrize(
-    ("outcome", "call"),
-    [
-        ("settled", mock.call.settle(3)),
-        ("reopened", mock.call.reopen(3)),
-        ("dropped", mock.call.drop(3)),
-    ],
-)
-def test_an_outcome_is_carried_out_and_leaves_the_parameters(outcome, call):
-    exchange = mock.Mock()
-    replica = Replica(SimpleNamespace(), exchange, TrainState("params", "moments"))
-    replica.judge(3, outcome)
-    assert exchange.mock_calls == [call]
-    assert replica.params == "params"
-
-
-def test_a_reset_replaces_the_parameters():
-    exchange = mock.Mock()
-    exchange.reset.return_value = "those of the anchor"
-    replica = Replica(SimpleNamespace(), exchange, TrainState("params", "moments"))
-    replica.judge(3, "reset")
-    assert exchange.mock_calls == [mock.call.reset(3, "params")]
-    assert replica.params == "those of the anchor"
 
 
 def lent_at(params, *beside):

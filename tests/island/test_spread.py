@@ -18,8 +18,8 @@ from diloco_jax.config.loading import read_config
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
-from diloco_jax.island.device.kinds import Kind, bits_shape, kind_of
 from diloco_jax.island.device.mesh import LARGE, abstract, make_mesh, param_shardings
+from diloco_jax.island.device.programs import PiecePrograms
 from diloco_jax.island.device.spread import parts_by_host
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.presets import preset
@@ -67,8 +67,8 @@ def devices(topology: str) -> Any:
 @functools.cache
 def pieces_of(
     model: str, topology: str, data: int, fsdp: int
-) -> tuple[RunConfig, FragmentPlan, dict[Piece, Kind], dict[str, Any]]:
-    """The run, its plan, the kind of each piece, and the parameters without values."""
+) -> tuple[RunConfig, FragmentPlan, dict[Piece, PiecePrograms], dict[str, Any]]:
+    """The run, its plan, the programs of each piece, and parameters without values."""
     run = RunConfig(model=preset(model), sync=SYNC, sequence_length=4096)
     mesh = make_mesh(
         IslandConfig(
@@ -87,11 +87,13 @@ def pieces_of(
     def leaf(piece: Piece) -> Any:
         return functools.reduce(lambda node, key: node[key], piece.path, like)
 
-    kinds = {p: kind_of(SYNC, p, leaf(p), "device") for p in plan.pieces}
+    kinds = {p: PiecePrograms.of(SYNC, p, leaf(p), "device") for p in plan.pieces}
     return run, plan, kinds, like
 
 
-def all_parts(plan: FragmentPlan, kinds: dict[Piece, Kind]) -> list[dict[int, Part]]:
+def all_parts(
+    plan: FragmentPlan, kinds: dict[Piece, PiecePrograms]
+) -> list[dict[int, Part]]:
     return [
         parts_by_host([(kinds[piece].spread, piece.shape) for piece in pieces])
         for pieces in plan.fragments
@@ -139,32 +141,25 @@ def test_a_band_is_taken_and_adopted_where_it_lies(model, topology, data, fsdp):
     assert kind.piece.spec == kind.encoded.spec
     shard = 4 * math.prod(leaf.sharding.shard_shape(leaf.shape))
     own = 4 * math.prod(kind.piece.shard_shape(band.shape))
-    lowered = kind.lower(SYNC, band, leaf)
-    for name in ("take", "arrive", "adopt", "reset"):
-        assert collectives(lowered[name]) == [], name
-        memory = lowered[name].compile().memory_analysis()
+    for name in ("take", "arrive", "adopt", "put"):
+        lowered = kind.lower(name)
+        assert collectives(lowered) == [], name
+        memory = lowered.compile().memory_analysis()
         assert memory.temp_size_in_bytes <= 1.1 * shard + 8 * own, name
         assert (memory.alias_size_in_bytes >= shard) == (name != "take"), name
 
 
 @pytest.mark.parametrize(("model", "topology", "data", "fsdp"), ISLANDS[:3])
 def test_tiles_move_as_bytes_over_the_interconnect(model, topology, data, fsdp):
-    run, _, kinds, _ = pieces_of(model, topology, data, fsdp)
-    codec, seen = get_codec(run.sync.codec_down), set()
+    _, _, kinds, _ = pieces_of(model, topology, data, fsdp)
+    seen = set()
     for piece, kind in kinds.items():
         if (piece.shape, kind.encoded) in seen or not kind.spread.moved:
             continue
         seen.add((piece.shape, kind.encoded))
-        spread = kind.spread
-        landed = spread.landed_shape(codec.encoded_shape(piece.shape))
-        bits = spread.landed_shape(bits_shape(piece.shape))
-        publish = collectives(
-            kind.gather.lower(abstract(landed, np.uint8, spread.landing))
-        )
-        anchor = collectives(
-            kind.gather_anchor.lower(abstract(bits, np.uint32, spread.landing))
-        )
-        if spread.rows == 1:
+        publish = collectives(kind.lower("gather"))
+        anchor = collectives(kind.lower("gather_anchor"))
+        if kind.spread.rows == 1:
             assert publish == [("u8", "all-gather")], piece.name
         else:
             # Rows are summed, as words of four bytes, and what was cut is gathered.

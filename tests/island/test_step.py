@@ -91,34 +91,26 @@ def test_a_step_is_gradient_descent_scaled_by_the_learning_rate():
     assert float(metrics["skipped"]) == 0
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("accumulation", [2, 8])
-def test_accumulation_equals_one_big_batch(accumulation):
-    results = []
-    for rounds in (1, accumulation):
-        trainer = make_trainer(accumulation=rounds)
-        state, metrics = trainer.step(start(trainer), trainer.put_batch(rows()), 1.0)
-        results.append(host((state.params, metrics)))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
-    )
-
-
-@pytest.mark.parametrize("accumulation", [2, 8])
-def test_rounds_count_by_their_weights(accumulation):
-    # Whole rounds of padding among them, which have no mean (NaN).
-    weights = np.random.default_rng(1).random((8, 16)).astype(np.float32)
-    weights[::accumulation] = 0
-    batch = {**rows(), "weights": weights}
+def test_rounds_are_one_big_batch(accumulation, weighted):
+    batch = rows()
+    if weighted:
+        # Whole rounds of padding among them, which have no mean (NaN).
+        weights = np.random.default_rng(1).random((8, 16)).astype(np.float32)
+        weights[::accumulation] = 0
+        batch["weights"] = weights
     results = []
     for rounds in (1, accumulation):
         trainer = make_trainer(accumulation=rounds)
         state, metrics = trainer.step(start(trainer), trainer.put_batch(batch), 1.0)
         assert float(metrics["skipped"]) == 0
-        np.testing.assert_allclose(metrics["tokens"], weights.sum(), rtol=1e-6)
         results.append(host((state.params, metrics)))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
     )
+    expected = weights.sum() if weighted else 8 * 16
+    np.testing.assert_allclose(metrics["tokens"], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -158,12 +150,6 @@ def test_a_mixtures_step_tells_the_loss_of_each_source(accumulation):
     np.testing.assert_allclose(metrics["loss"], loss / weight, rtol=1e-5)
 
 
-def test_a_step_without_a_mixture_tells_nothing_by_source():
-    trainer = make_trainer()
-    _, metrics = trainer.step(start(trainer), trainer.put_batch(rows()), 1.0)
-    assert metrics.keys() == {"loss", "tokens", "grad_norm", "skipped"}
-
-
 def test_a_model_trains_on_arrays_of_its_own():
     """Pictures, cut into rounds like tokens; what compiles ahead is what runs."""
     picture = Field("uint8", None, (2, 3))
@@ -193,14 +179,6 @@ def test_a_model_trains_on_arrays_of_its_own():
     np.testing.assert_allclose(difference.ravel()[1:], 0, atol=1e-6)
 
 
-def test_the_step_compiles_once_whatever_the_learning_rate():
-    trainer = make_trainer(inner=optax.adam(1.0))
-    state = start(trainer)
-    for rate in (0.1, 0.2, np.float32(0.3), np.float64(0.4), 0, 1):
-        state, _ = trainer.step(state, trainer.put_batch(rows()), rate)
-    assert tiny.steps_compiled(trainer) == 1
-
-
 def test_a_non_finite_gradient_changes_nothing():
     model = linear_model()
 
@@ -220,8 +198,9 @@ def test_a_non_finite_gradient_changes_nothing():
     assert float(metrics["skipped"]) == 1
     assert math.isfinite(float(metrics["loss"]))
     jax.tree.map(np.testing.assert_array_equal, host(state), before)
-    state, metrics = trainer.step(state, trainer.put_batch(good), 0.01)
+    state, metrics = trainer.step(state, trainer.put_batch(good), np.float64(0.02))
     assert float(metrics["skipped"]) == 0
+    assert tiny.steps_compiled(trainer) == 1, "whatever the learning rate"
     assert np.any(host(state.params)["table"] != before.params["table"])
 
 
@@ -235,19 +214,6 @@ def test_missing_devices_are_refused_with_the_remedy():
     message = r"64 \* 2 \* 1 = 128 devices, .* are \d+; .*device_count=128"
     with pytest.raises(ConfigError, match=message):
         make_mesh(config)
-
-
-def test_moments_lie_as_their_parameters():
-    config = IslandConfig()
-    model = transformer.build(preset("tiny"))
-    inner = make_inner("adamw", axes=model.axes, moment_dtype="bfloat16")
-    state = Trainer(model, inner, config, make_mesh(config)).abstract_state()
-    moments = optax.tree.get(state.opt_state, "mu")
-    jax.tree.map(
-        lambda moment, leaf: assert_alike(moment, leaf, jnp.bfloat16),
-        moments,
-        state.params,
-    )
 
 
 @pytest.mark.parametrize("name", ["lamb", "adafactor", "adopt"])
@@ -280,11 +246,6 @@ def factored(shape):
     return len(shape) > 1 and sorted(shape)[-2] >= 128
 
 
-def assert_alike(moment, leaf, dtype):
-    assert (moment.shape, moment.sharding) == (leaf.shape, leaf.sharding)
-    assert moment.dtype == dtype
-
-
 def test_thirty_steps_on_real_text_learn():
     windows = Windows(load_corpus((), 0.02).train, 64)
     reader = BatchReader(GlobalIndex(windows, seed=0), windows.fields, 64)
@@ -315,9 +276,5 @@ def test_the_tree_stays_or_changes_whole(stays, platform):
     )(jnp.asarray(stays), jax.tree.map(jnp.copy, tree))
     wanted = tree if stays else changed(tree)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_what_is_not_finite_does_not_leak(platform):
-    found = unless(jnp.asarray(True), lambda x: x * jnp.nan, jnp.ones(3), platform)
-    np.testing.assert_array_equal(found, 1)
+    wrong = unless(jnp.asarray(True), lambda x: x * jnp.nan, jnp.ones(3), platform)
+    np.testing.assert_array_equal(wrong, 1)

@@ -10,7 +10,6 @@ from test_families import loaded
 
 from diloco_jax.config.config import LANES
 from diloco_jax.models import transformer
-from diloco_jax.models.layers import restarted
 from diloco_jax.models.model import split_batch
 
 T = LANES
@@ -98,16 +97,6 @@ def test_what_is_in_one_document_changes_no_other():
     assert found[2][0] == found[2][1]
 
 
-def test_one_document_is_what_plain_rows_are():
-    config, params = loaded_once("llama3")
-    loss = jax.jit(transformer.build(config).loss)
-    plain = {"tokens": packed(config.vocab_size)["tokens"]}
-    whole = {**plain, "segments": np.ones((len(ROWS), T + 1), np.int32)}
-    np.testing.assert_allclose(
-        loss(params, whole)[0], loss(params, plain)[0], rtol=1e-6
-    )
-
-
 def test_weights_leave_out_other_documents_and_padding():
     segments = jnp.array([[1, 1, 2, 2, 2, 3, 0, 0]])
     given = jnp.array([[1.0, 1, 0.5, 0, 1, 1, 1]])
@@ -115,12 +104,3 @@ def test_weights_leave_out_other_documents_and_padding():
     assert split_batch(batch)[2].tolist() == [[1, 0, 1, 1, 0, 0, 0]]
     weights = split_batch({**batch, "weights": given})[2]
     assert weights.tolist() == [[1, 0, 0.5, 0, 0, 0, 0]]
-
-
-def test_positions_begin_anew_with_each_document():
-    table = jnp.arange(6.0)[None, :, None, None]
-    segments = jnp.array([[1, 1, 1, 2, 0, 0], [3, 4, 4, 4, 4, 4]])
-    cosine, sine = restarted((table, -table), segments)
-    assert cosine.shape == (2, 6, 1, 1)
-    assert cosine[:, :, 0, 0].tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
-    assert (sine == -cosine).all()

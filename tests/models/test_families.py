@@ -114,12 +114,12 @@ def test_kernel_and_formula_see_the_same_window():
     layout = Layout.of_one_device()
     for window in (1, 100, 129):
         kernel, formula = (
-            np.asarray(ATTENTION[name](layout)(*parts, window))
+            np.asarray(ATTENTION[name](layout, *parts, window))
             for name in ("splash", "dot_product")
         )
         np.testing.assert_allclose(kernel, formula, atol=2e-3)
     np.testing.assert_allclose(
-        ATTENTION["dot_product"](layout)(*parts, 1),
+        ATTENTION["dot_product"](layout, *parts, 1),
         np.repeat(parts[2], 2, 2),
         atol=1e-6,
     )

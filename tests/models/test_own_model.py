@@ -148,18 +148,6 @@ def test_a_program_that_cannot_be_traced_bounds_nothing_and_is_named(
     assert said.levelname == level
 
 
-def test_products_in_a_loop_count_as_often_as_it_turns(tmp_path: Path) -> None:
-    factory = bundled_in(tmp_path)
-    # So deep that the layers are a loop.
-    run = made_by(f"{factory}:make", sequence_length=64)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, num_layers=12))
-    plain = dataclasses.replace(run, model=dataclasses.replace(run.model, factory=""))
-    expected = count_flops(plain, IslandConfig(remat="full"))
-    flops = count_flops(run, IslandConfig(remat="full"))
-    assert flops.model == pytest.approx(expected.analytic, rel=0.02)
-    assert flops.executed == pytest.approx(expected.executed, rel=0.05)
-
-
 def test_the_island_reaches_the_factory(tmp_path: Path) -> None:
     factory = tmp_path / "curious.py"
     factory.write_text(

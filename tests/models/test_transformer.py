@@ -14,7 +14,6 @@ import pytest
 
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.models import transformer
-from diloco_jax.models.layers import frequencies, rms_norm, rotate, rotations
 from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
 from diloco_jax.models.transformer import positions_at_a_time, token_losses
@@ -89,45 +88,6 @@ def test_a_loss_depends_on_no_later_token(config):
     assert np.all(before[9:] != after[9:])
 
 
-def test_the_order_of_earlier_tokens_matters():
-    # With one layer, nothing but the rotations tells their order to the last position.
-    config = dataclasses.replace(TINY, num_layers=1)
-    loss = jax.jit(transformer.build(config).loss)
-    weights = np.zeros((2, 16), np.float32)
-    weights[:, 15] = 1.0
-    swapped = tokens().copy()
-    swapped[:, [3, 8]] = swapped[:, [8, 3]]
-    losses = [
-        float(loss(init(config), {"tokens": t, "weights": weights})[0])
-        for t in (tokens(), swapped)
-    ]
-    assert abs(losses[0] - losses[1]) > 1e-4
-
-
-def test_rotations_are_relative():
-    config = dataclasses.replace(TINY, head_dim=8)
-    turns = rotations(12, frequencies(config, windowed=False))
-    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
-    query, key = (
-        np.asarray(rotate(jnp.tile(x, (1, 12, 1, 1)), turns))[0, :, 0] for x in (q, k)
-    )
-    products = query @ key.T
-    for offset in (0, 1, 5):
-        diagonal = np.diagonal(products, offset)
-        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
-    np.testing.assert_allclose(products[0, 0], np.sum(q * k), rtol=1e-5)
-    assert abs(products[0, 0] - products[0, 5]) > 1e-2
-
-
-def test_an_untrained_model_knows_nothing(config):
-    model = transformer.build(config)
-    params = model.init(jax.random.key(0))
-    loss, metrics = jax.jit(model.loss)(params, {"tokens": tokens()})
-    assert abs(float(loss) - math.log(256)) < 0.1
-    assert float(metrics["tokens"]) == 32
-    assert float(metrics["loss"]) == float(loss)
-
-
 def test_weights_choose_what_counts():
     model = transformer.build(TINY)
     params = init(TINY)
@@ -180,19 +140,6 @@ def test_the_gradient_of_a_common_token_is_as_exact_in_bfloat16():
     assert relative_difference(found, expected) < 0.03
 
 
-def test_norms_are_computed_in_f32():
-    random = np.random.default_rng(0)
-    x, scale = (
-        jnp.asarray(random.normal(size=s), jnp.bfloat16) for s in ((64, 96), 96)
-    )
-    exact, gain = (np.asarray(a, np.float64) for a in (x, scale))
-    exact = exact / np.sqrt(np.mean(exact**2, -1, keepdims=True) + 1e-6) * (1 + gain)
-    found = rms_norm(TINY, x, scale)
-    assert found.dtype == jnp.bfloat16
-    rounding = 1.01 * 2.0**-8
-    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=rounding)
-
-
 def test_scanned_and_unrolled_layers_agree(monkeypatch):
     monkeypatch.setattr(transformer, "UNROLLED_LAYERS", 0)
     scanned = grads(transformer.build(TINY))
@@ -222,18 +169,13 @@ def test_every_tensor_has_named_axes_and_a_gradient(config):
     assert ("unembedding" in params) != config.tied_embeddings
 
 
-def test_layers_start_out_different():
-    params = transformer.build(TINY).init(jax.random.key(0))
-    query = np.asarray(params["layers"]["attention"]["query"])
-    assert abs(np.corrcoef(query[0].ravel(), query[1].ravel())[0, 1]) < 0.1
-
-
 @pytest.mark.parametrize("layers", [2, 6])
 def test_what_adds_to_the_stream_starts_smaller_the_more_there_is_of_it(layers):
     config = dataclasses.replace(TINY, num_layers=layers)
     stacks = transformer.build(config).init(jax.random.key(0))["layers"]
     additions = 2 * layers
     output, down = stacks["attention"]["output"], stacks["mlp"]["down"]
+    assert abs(np.corrcoef(down[0].ravel(), down[1].ravel())[0, 1]) < 0.1
     inputs = config.num_heads * config.head_dim
     assert np.std(output) == pytest.approx((inputs * additions) ** -0.5, rel=0.05)
     assert np.std(down) == pytest.approx((config.mlp_dim * additions) ** -0.5, rel=0.05)
@@ -248,15 +190,7 @@ def parameters(name: str) -> int:
 def test_presets_have_the_size_of_their_name(name):
     size = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
     assert abs(parameters(name) / size - 1) < 0.15
-
-
-def test_presets_in_billions_have_every_parameter_that_they_should():
-    d, layers, heads, kv_heads, mlp = 1152, 26, 4, 1, 6912
-    layer = 2 * d * 256 * (heads + kv_heads) + 3 * d * mlp + 2 * d
-    assert parameters("1b") == 262_144 * d + layers * layer + d
-    d, layers, heads, kv_heads, mlp = 3840, 48, 16, 8, 15_360
-    layer = 2 * d * 256 * (heads + kv_heads) + 3 * d * mlp + 2 * d
-    assert parameters("12b") == 262_144 * d + layers * layer + d == 11_765_395_200
+    assert name != "12b" or parameters(name) == 11_765_395_200
 
 
 def test_an_unknown_preset_is_refused_with_a_suggestion():
@@ -265,20 +199,17 @@ def test_an_unknown_preset_is_refused_with_a_suggestion():
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "message"),
+    ("change", "message"),
     [
-        ({"head_dim": 15}, {}, "model.head_dim = 15"),
-        ({"num_kv_heads": 3}, {}, "model.num_heads = 4 .* model.num_kv_heads = 3"),
-        ({"mlp_dim": 0}, {}, "model.mlp_dim = 0"),
-        ({"vocab_size": 100}, {}, "model.vocab_size = 100.* at least 256"),
-        ({}, {"remat": "fulll"}, "remat = 'fulll'.*did you mean 'full'"),
-        ({}, {"compute_dtype": "float16"}, "compute_dtype = 'float16'"),
-        ({}, {"attention": "splush"}, "attention = 'splush'.*did you mean 'splash'"),
+        ({"head_dim": 15}, "model.head_dim = 15"),
+        ({"num_kv_heads": 3}, "model.num_heads = 4 .* model.num_kv_heads = 3"),
+        ({"mlp_dim": 0}, "model.mlp_dim = 0"),
+        ({"vocab_size": 100}, "model.vocab_size = 100.* at least 256"),
     ],
 )
-def test_bad_models_are_refused(change, options, message):
+def test_bad_models_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
-        transformer.build(dataclasses.replace(TINY, **change), **options)
+        transformer.build(dataclasses.replace(TINY, **change))
 
 
 LAYOUT = Layout.of_one_device()
@@ -344,10 +275,6 @@ def test_logits_of_a_large_vocabulary_never_stand_whole():
     logits = 4 * batch * length * words
     assert temporary_bytes(0) > logits
     assert temporary_bytes(chunk) < logits / 8
-
-
-def test_small_vocabularies_are_done_at_once_and_large_ones_in_half_a_gibibyte():
-    assert positions_at_a_time(256) > 100_000
     assert positions_at_a_time(262_144) * 262_144 * 4 == 1 << 29
 
 
@@ -368,10 +295,13 @@ print((resident("VmHWM") - before) / (4 << 25))
 """
 
 
-@pytest.mark.parametrize("count", [1, 256, 257, 1000, 4096])
-def test_the_values_are_those_of_jax(monkeypatch, count):
+@pytest.mark.parametrize(
+    ("count", "generator"),
+    [(1, None), (256, None), (257, None), (4096, None), (1000, "rbg")],
+)
+def test_the_values_are_those_of_jax(monkeypatch, count, generator):
     monkeypatch.setattr(transformer, "NOISE_BLOCK", 256)
-    key = jax.random.key(7)
+    key = jax.random.key(7, impl=generator)
     drawn = jax.jit(transformer.normal, static_argnums=1)(key, count)
     alike = jax.jit(lambda key: jax.random.normal(key, (count,)))(key)
     np.testing.assert_array_equal(drawn, alike)
@@ -387,14 +317,6 @@ def test_values_beyond_the_reach_of_32_bits_have_indices_of_their_own():
             first,
             first + transformer.NOISE_BLOCK - 1,
         )
-
-
-def test_another_generator_draws_its_own_values(monkeypatch):
-    monkeypatch.setattr(transformer, "NOISE_BLOCK", 256)
-    key = jax.random.key(7, impl="rbg")
-    np.testing.assert_array_equal(
-        transformer.normal(key, 1000), jax.random.normal(key, (1000,))
-    )
 
 
 def test_memory_holds_little_more_than_the_values():

@@ -143,12 +143,12 @@ def compile_last(mark: Path, index: int) -> None:
     """Host 1 has not compiled before host 0 waits for it; host 0 fails if it executes
     anything before that."""
     from diloco_jax.island import main as island_main
-    from diloco_jax.island.device.exchange import Exchange
+    from diloco_jax.island.device.step import Trainer
     from diloco_jax.island.world import Hosts
 
     waits, compiled = mark.with_suffix(".0.waits"), mark.with_suffix(".1.compiled")
     compile_ahead = island_main.compile_ahead
-    meet, warm = Hosts.meet, Exchange.warm
+    meet, begin = Hosts.meet, Trainer.init_inner
 
     def compiles(*args):
         compile_ahead(*args)
@@ -162,12 +162,12 @@ def compile_last(mark: Path, index: int) -> None:
         waits.touch()
         meet(self, what, *args)
 
-    def warms(self, params, **how):
+    def begins(self, params):
         assert compiled.exists(), "host 0 does not wait until host 1 has compiled"
-        return warm(self, params, **how)
+        return begin(self, params)
 
     if index == 0:
-        Hosts.meet, Exchange.warm = meets, warms
+        Hosts.meet, Trainer.init_inner = meets, begins
     else:
         island_main.compile_ahead = compiles
 

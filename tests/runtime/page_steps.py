@@ -174,7 +174,7 @@ def main(
     island.start()
     own = how == "own"
     params = island.loop.replica.params
-    require_cut(params if own else params.leaves)
+    require_cut(params)
     ending = island.loop.run() if own else joined_loop(page)(island, config)
     island.stop(ending)
     island.close()

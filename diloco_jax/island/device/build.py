@@ -6,17 +6,19 @@ while it trains already.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import jax
 
 from diloco_jax.before_jax import libtpu_flags_in_force
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.island.device.exchange import Exchange, Lent
+from diloco_jax.island.device.exchange import ByPiece, Exchange
 from diloco_jax.island.device.mesh import layout, make_mesh
 from diloco_jax.island.device.replica import Replica, Restored, WatchedModel
 from diloco_jax.island.device.step import Trainer, TrainState
@@ -25,6 +27,8 @@ from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.models.model import Model, Params
 
 logger = logging.getLogger(__name__)
+
+Tree = TypeVar("Tree")
 
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 """Statuses of a failed compilation that another attempt may cure, as where a device or
@@ -69,22 +73,20 @@ def build_exchange(
 def compile_ahead(
     trainer: Trainer,
     exchange: Exchange,
-    params: Params,
     sequence_length: int,
     watched: WatchedModel | None = None,
 ) -> None:
     """Compile everything that an island executes, and execute nothing.
 
-    params: arrays that lie like the local parameters. watched: copies of the merged
-    model, if the island evaluates that.
+    watched: copies of the merged model, if the island evaluates that.
 
     Raises ConfigError or NotCompiledError, as `compile_programs`.
     """
-    programs = [*trainer.lower_all(sequence_length), *exchange.lower_all(params)]
+    programs = [*trainer.lower_all(sequence_length)]
     if watched is not None:
-        programs += watched.lower_all()
         programs.append(trainer.lower_eval(watched.params, sequence_length))
-    compile_programs(programs)
+        programs += watched.lower_all()
+    compile_programs(itertools.chain(programs, exchange.lower_all()))
 
 
 def compile_programs(lowered: Iterable[jax.stages.Lowered]) -> None:
@@ -115,7 +117,7 @@ def join(
     plan: FragmentPlan,
     trainer: Trainer,
     exchange: Exchange,
-    anchors: dict[int, tuple[jax.Array, ...]],
+    anchors: dict[int, ByPiece],
     restored: Restored | None = None,
 ) -> Replica:
     """Make a model copy that begins at these anchors, by fragment, with the moments and
@@ -126,7 +128,7 @@ def join(
     return Replica(trainer, exchange, TrainState(params, moments))
 
 
-def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Lent) -> Lent:
+def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Tree) -> Tree:
     """Return parameters equal to the anchors; `params`, which lie alike, are
     donated."""
     for fragment in range(len(plan.fragments)):

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError
-from diloco_jax.island.device.exchange import Listed, Path, leaf_of
 from diloco_jax.island.device.mesh import place, zeros
 from diloco_jax.models.model import Params, named
 
@@ -39,32 +38,33 @@ class LikeLeaves:
             raise ConfigError(f"like: {error}") from error
         self.like: Params = jax.tree.map(lambda n: _abstract(leaves[n]), numbers)
         """Shapes and shardings by name."""
-        by_number = jax.tree_util.tree_leaves_with_path(numbers)
-        self._places: dict[Path, int] = {
-            tuple(key.key for key in path): number for path, number in by_number
-        }
-        self._paths = sorted(self._places, key=self._places.__getitem__)
-        self._abstract = [leaf_of(self.like, path) for path in self._paths]
+        self._order: list[int] = jax.tree.leaves(numbers)
+        """Number of a leaf in the loop's tree, by its place among the names."""
+        self._places = sorted(range(len(leaves)), key=self._order.__getitem__)
+        """The inverse of it."""
+        by_path = jax.tree_util.tree_leaves_with_path(self.like)
+        self._names = ["/".join(key.key for key in path) for path, _ in by_path]
+        self._abstract = [leaf for _, leaf in by_path]
         sizes = [leaf.size for leaf in self._abstract]
         self._smallest = sizes.index(min(sizes))
         self._seen: tuple[list[Any], list[Any]] | None = None
         """Abstract values and shardings of leaves that were found to be right."""
 
-    def zeros(self) -> Listed:
-        """Return parameters of zeros, laid out as `like` is."""
-        made = [zeros(x.shape, np.float32, x.sharding) for x in self._abstract]
-        return Listed(made, self._places)
+    def zeros(self) -> Params:
+        """Return parameters of zeros by name, laid out as `like` is."""
+        made: Params = jax.tree.map(
+            lambda x: zeros(x.shape, np.float32, x.sharding), self.like
+        )
+        return made
 
-    def as_tree(self, params: Params | Listed) -> Any:
-        """Return parameters in the structure of `like`."""
-        if isinstance(params, Listed):
-            leaves = params.leaves
-        else:
-            leaves = [leaf_of(params, path) for path in self._paths]
-        return jax.tree.unflatten(self._structure, leaves)
+    def as_tree(self, params: Any) -> Any:
+        """Return parameters, with leaves in the order of the names, in the structure of
+        `like`."""
+        leaves = jax.tree.leaves(params)
+        return jax.tree.unflatten(self._structure, [leaves[n] for n in self._places])
 
-    def as_listed(self, tree: Any) -> Listed:
-        """Return a step's result in the form that a boundary takes.
+    def as_listed(self, tree: Any) -> list[Any]:
+        """Return the leaves of a step's result in the order of the names.
 
         Raises ValueError if it differs from `like` in structure, shape, dtype or
         sharding.
@@ -78,21 +78,21 @@ class LikeLeaves:
             seen = [*map(_AVAL, leaves)], [*map(_SHARDING, leaves)]
         if seen is None or seen != self._seen:
             leaves = self._flat(tree, "boundary")
-            self._check(leaves)
+            self._check(self._listed(leaves))
             self._seen = seen or self._seen
-        return Listed(leaves, self._places)
+        return self._listed(leaves)
 
-    def as_beside(self, tree: Any) -> Listed:
-        """Return a tree beside the parameters in the form that a boundary takes.
+    def as_beside(self, tree: Any) -> list[Any]:
+        """Return the leaves of a tree beside the parameters in the order of the names.
 
         Raises ValueError if it differs from `like` in structure, shape or sharding, or
         has arrays that are not of a floating dtype.
         """
-        leaves = self._flat(tree, "alongside")
+        leaves = self._listed(self._flat(tree, "alongside"))
         self._check(leaves, beside=True)
-        return Listed(leaves, self._places)
+        return leaves
 
-    def placed(self, params: Params) -> Listed:
+    def placed(self, params: Params) -> list[Any]:
         """Return arrays by name, from the host or a device, laid out as `like` is.
         Nothing is donated.
 
@@ -104,11 +104,11 @@ class LikeLeaves:
                 "state was saved with parameters of other names; join with the tree "
                 "that was trained then, or without a state"
             )
-        lie = self._lie([leaf_of(params, path) for path in self._paths])
+        lie = self._lie(jax.tree.leaves(params))
         self._check(lie, "in the state")
-        return Listed(lie, self._places)
+        return lie
 
-    def first(self, like: Any) -> Listed:
+    def first(self, like: Any) -> list[Any]:
         """Return the values of `like` itself, laid out as it is. Nothing is donated.
 
         Raises ConfigError if `like` has shapes alone.
@@ -119,15 +119,18 @@ class LikeLeaves:
                 "like has shapes alone, and this island is to give the run's first "
                 "parameters (--init from-island:NAME); give arrays with values"
             )
-        return Listed(self._lie(leaves), self._places)
+        return self._lie(self._listed(leaves))
 
-    def smallest(self, params: Listed) -> jax.Array:
+    def smallest(self, params: Any) -> jax.Array:
         """Return this host's first shard of the smallest parameter."""
-        leaf = params.leaves[self._smallest]
+        leaf = jax.tree.leaves(params)[self._smallest]
         # A loop may hand over arrays of the host.
         shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
         first: jax.Array = shards[0].data if shards else leaf
         return first
+
+    def _listed(self, leaves: Sequence[Any]) -> list[Any]:
+        return [leaves[number] for number in self._order]
 
     def _lie(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the arrays laid out as `like` is; those that are not are copied."""
@@ -155,8 +158,8 @@ class LikeLeaves:
         *,
         beside: bool = False,
     ) -> None:
-        for path, leaf, like in zip(self._paths, leaves, self._abstract, strict=True):
-            name, dtype = "/".join(path), leaf.dtype
+        for name, leaf, like in zip(self._names, leaves, self._abstract, strict=True):
+            dtype = leaf.dtype
             right = (
                 jnp.issubdtype(dtype, jnp.floating) if beside else dtype == like.dtype
             )

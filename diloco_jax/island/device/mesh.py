@@ -103,14 +103,16 @@ def param_shardings(
     Args:
       mesh: the island's mesh.
       axes: nested dict of tuples of logical axis names.
-      shapes: the same structure of anything with a `.shape`.
+      shapes: the same structure of arrays, or of abstract ones.
     """
-    return {
-        name: param_shardings(mesh, axes[name], value)
-        if isinstance(value, dict)
-        else NamedSharding(mesh, param_spec(mesh.shape, axes[name], value.shape))
-        for name, value in shapes.items()
-    }
+    found: dict[str, Any] = jax.tree.map(
+        lambda leaf, names: NamedSharding(
+            mesh, param_spec(mesh.shape, names, leaf.shape)
+        ),
+        shapes,
+        axes,
+    )
+    return found
 
 
 def param_spec(

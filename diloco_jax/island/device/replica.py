@@ -12,22 +12,13 @@ An island that evaluates the merged model while it trains has a copy of it too.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.changes import moved
-from diloco_jax.island.device.exchange import (
-    Exchange,
-    Leaves,
-    Lent,
-    Listed,
-    with_leaves,
-)
-from diloco_jax.island.device.kinds import PieceLayout, donated
+from diloco_jax.island.device.exchange import ByPiece, Exchange
 from diloco_jax.island.device.mesh import in_turn, zeros
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.island.mailbox import Arrival
@@ -35,19 +26,20 @@ from diloco_jax.models.model import Metrics, Params
 from diloco_jax.protocol.island.books import Outcome
 
 
-class LentParams(Generic[Lent]):
+class LentParams:
     """`boundary.Arrays` with real arrays: parameters and their anchors."""
 
-    def __init__(self, exchange: Exchange, params: Lent) -> None:
+    def __init__(self, exchange: Exchange, params: Any) -> None:
+        """params: as an exchange takes them."""
         self._exchange = exchange
-        self.params: Lent = params
+        self.params = params
         """Local parameters, until the next step or adoption."""
 
     def trees(self) -> dict[str, Any]:
         """Return the arrays that a checkpoint holds, until the next adoption."""
         return {"params": self.params, **self._exchange.trees()}
 
-    def take(self, fragment: int) -> tuple[jax.Array, ...]:
+    def take(self, fragment: int) -> ByPiece:
         """Return the fragment's encoded delta by piece."""
         return self._exchange.take(fragment, self.params)
 
@@ -68,7 +60,7 @@ class LentParams(Generic[Lent]):
                 self.params = self._exchange.reset(fragment, self.params)
 
 
-class Replica(LentParams[Params]):
+class Replica(LentParams):
     """Parameters with their moments, and the inner step between boundaries."""
 
     def __init__(self, trainer: Trainer, exchange: Exchange, state: TrainState) -> None:
@@ -102,7 +94,7 @@ class Restored(NamedTuple):
     """Steps of that incarnation that its moments have seen."""
     moments: Any
     """State of the inner optimizer."""
-    residuals: dict[int, tuple[jax.Array, ...]]
+    residuals: dict[int, ByPiece]
     """Residuals by fragment, as they are held."""
 
 
@@ -123,97 +115,50 @@ class WatchedModel:
         """
         self.params = self._exchange.at_anchor(fragment, in_turn(self.params))
 
-    def lower_all(self) -> list[jax.stages.Lowered]:
+    def lower_all(self) -> Iterator[jax.stages.Lowered]:
         """Lower what `copy` executes, to be compiled."""
-        lowered = []
-        for held in self._exchange.one_of_each(self.params):
-            leaf = held.first(self.params)
-            lowered.append(held.kind.lower_reset(leaf, held.index))
-        return lowered
-
-    def warm(self) -> None:
-        """Compile what `copy` executes. It leaves zeros."""
-        for held in self._exchange.one_of_each(self.params):
-            leaf, written = held.leaf(self.params), Leaves()
-            held.write(in_turn(held.kind.put(leaf, held.index, held.zeros())), written)
-            self.params = with_leaves(self.params, written)
+        dtype = jax.tree.leaves(self.params)[0].dtype
+        for state in self._exchange.one_of_each():
+            yield state.programs.lower("put", dtype)
 
 
-class LentBeside(LentParams[Listed]):
+class LentBeside(LentParams):
     """Parameters and the trees beside them; an adoption changes all alike."""
 
-    def __init__(self, exchange: Exchange, params: Listed) -> None:
+    def __init__(self, exchange: Exchange, params: list[Any]) -> None:
+        """params: the leaves of the parameters, in the order of their names."""
         super().__init__(exchange, params)
-        self.beside: list[Listed] = []
-        """Trees whose leaves lie as the parameters do, of any floating dtype."""
+        self.beside: list[list[Any]] = []
+        """Leaves of trees whose leaves lie as the parameters do, of any floating
+        dtype."""
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """Take over a published fragment in place."""
-
-        def change() -> None:
-            super(LentBeside, self).adopt(arrival, keep=keep)
-
-        self._together(arrival.fragment, change)
+        adopt = super().adopt
+        self._together(arrival.fragment, lambda: adopt(arrival, keep=keep))
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
         """Carry out the verdict on the outstanding take."""
-
-        def change() -> None:
-            super(LentBeside, self).judge(fragment, outcome)
-
+        judge = super().judge
         if outcome == "reset":
-            self._together(fragment, change)
+            self._together(fragment, lambda: judge(fragment, outcome))
         else:
-            change()
+            judge(fragment, outcome)
 
     def warm(self) -> None:
         """Compile the programs that move the present trees; leave these as they are."""
-        for held in self._exchange.one_of_each(self.params):
-            self._follow(held.fragment, self._before(held.fragment))
+        for fragment in {state.fragment for state in self._exchange.one_of_each()}:
+            self._together(fragment, lambda: None)
 
     def _together(self, fragment: int, change: Callable[[], None]) -> None:
-        before = self._before(fragment) if self.beside else []
+        """Move the fragment of every tree as `change` moves the local values."""
+        if not self.beside:
+            change()
+            return
+        before = self._exchange.values(fragment, self.params)
         change()
-        if self.beside:
-            self._follow(fragment, before)
-
-    def _before(self, fragment: int) -> list[jax.Array]:
-        """Return the fragment's local values, as its anchor is held."""
-        return [
-            _read(held.kind.layout)(held.leaf(self.params), held.index)
-            for held in self._exchange.held(fragment)
-        ]
-
-    def _follow(self, fragment: int, before: list[jax.Array]) -> None:
-        """Move the fragment of every tree from `before` to the local values."""
-        pieces = self._exchange.held(fragment)
-        for number, tree in enumerate(self.beside):
-            written: Leaves = {}
-            for held, old in zip(pieces, before, strict=True):
-                leaf, local = held.leaf(tree, written), held.leaf(self.params)
-                leaf = _move(held.kind.layout)(leaf, held.index, old, local)
-                held.write(leaf, written)
-            self.beside[number] = with_leaves(tree, written)
-
-
-_kept = functools.lru_cache(maxsize=256)
-
-
-@_kept
-def _read(layout: PieceLayout) -> Any:
-    def read(leaf: Any, index: Any) -> jax.Array:
-        return jnp.copy(layout.read(leaf, index))  # The leaf itself is donated.
-
-    return jax.jit(read, out_shardings=layout.at_work)
-
-
-@_kept
-def _move(layout: PieceLayout) -> Any:
-    def move(leaf: Any, index: Any, before: Any, local: Any) -> Any:
-        beside, new = layout.read(leaf, index), layout.read(local, index)
-        own = beside.astype(jnp.float32)
-        # Local values that are not finite cannot be moved to those of a reset.
-        value = jnp.where(jnp.isfinite(before), moved(new, before, own), new)
-        return layout.write(leaf, index, value.astype(beside.dtype))
-
-    return jax.jit(move, donate_argnums=donated(layout), out_shardings=layout.leaf)
+        for leaves in self.beside:
+            for state, old in zip(self._exchange.held(fragment), before, strict=True):
+                own, local = state.leaf(leaves), state.leaf(self.params)
+                moved = state.programs.follow(own, state.index, old, local)
+                state.write(leaves, moved)

@@ -3,7 +3,7 @@
 Devices of several hosts may need the same tiles: copies of the parameters along "data",
 and pieces that the mesh cuts inside their tiles (`mesh.py`). Each host fetches other
 tiles, so every byte crosses the island's link once. Then a compiled reshard moves them
-over the slice's own interconnect to the devices that need them (`kinds.py`).
+over the slice's own interconnect to the devices that need them (`programs.py`).
 
 All hosts compute the same spread, from the mesh, the host of every device and the tile
 grid. No message is needed for it, and no device: a topology will do.

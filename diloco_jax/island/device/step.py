@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,10 +90,12 @@ class Trainer:
         self._loss, self._init = model.require_loss(), model.init
         self._frozen_source = model.frozen or Frozen({}, {}, lambda: iter(()))
         self._frozen_digest = frozen_digest
-        self._frozen_placed: Params | None = None
         self._inner = inner
         self._accumulation = island.accumulation
         self._sources = sources if "source_number" in self.fields else 0
+        self._frozen_lies = param_shardings(
+            mesh, self._frozen_source.axes, self._frozen_source.shapes
+        )
         shapes = model.shapes()
         whole = replicated(mesh)
         self.shardings = param_shardings(mesh, model.axes, shapes)
@@ -128,40 +131,23 @@ class Trainer:
             new, metrics = self._step(state, batch, rate, self.frozen)
         return new, metrics
 
-    @property
+    @functools.cached_property
     def frozen(self) -> Params:
         """The model's frozen parameters on the island's devices; {} if it has none.
         They are read at the first use.
 
         Raises ConfigError if they are not the run's.
         """
-        if self._frozen_placed is None:
-            self._frozen_placed = self._place_frozen()
-        return self._frozen_placed
-
-    def _place_frozen(self) -> Params:
         source = self._frozen_source
         source.require(self._frozen_digest)
-        shardings = param_shardings(self.mesh, source.axes, source.shapes)
         like, structure = jax.tree.flatten(source.shapes)
+        lies = jax.tree.leaves(self._frozen_lies)
         placed = [
             place(np.asarray(leaf).astype(shape.dtype, copy=False), sharding)
-            for leaf, shape, sharding in zip(
-                source.leaves(), like, jax.tree.leaves(shardings), strict=True
-            )
+            for leaf, shape, sharding in zip(source.leaves(), like, lies, strict=True)
         ]
         made: Params = jax.tree.unflatten(structure, placed)
         return made
-
-    def _abstract_frozen(self) -> Params:
-        source = self._frozen_source
-        shardings = param_shardings(self.mesh, source.axes, source.shapes)
-        shapes: Params = jax.tree.map(
-            lambda leaf, sharding: leaf.update(sharding=sharding),
-            source.shapes,
-            shardings,
-        )
-        return shapes
 
     def eval_step(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return the sum of losses (nats) and of weights, f32 scalars, not yet waited
@@ -227,11 +213,7 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Return shapes, dtypes and shardings of the state."""
-        state: TrainState = jax.tree.map(
-            lambda leaf, sharding: leaf.update(sharding=sharding),
-            self._shapes,
-            self._lies,
-        )
+        state: TrainState = _laid(self._shapes, self._lies)
         return state
 
     def lower(self, sequence_length: int, beside_bytes: int = 0) -> jax.stages.Lowered:
@@ -245,7 +227,7 @@ class Trainer:
         """
         batch = self._abstract_batch(self.fields, sequence_length)
         state, rate = self.abstract_state(), np.float32(0)
-        frozen = self._abstract_frozen()
+        frozen = _laid(self._frozen_source.shapes, self._frozen_lies)
         with jax.set_mesh(self.mesh):
             if not beside_bytes:
                 return self._step.lower(state, batch, rate, frozen)
@@ -274,7 +256,9 @@ class Trainer:
         fields = {**self.fields, "weights": WEIGHTS}
         batch = self._abstract_batch(fields, sequence_length)
         with jax.set_mesh(self.mesh):
-            return self._eval.lower(params, batch, self._abstract_frozen())
+            return self._eval.lower(
+                params, batch, _laid(self._frozen_source.shapes, self._frozen_lies)
+            )
 
     def _abstract_batch(self, fields: Fields, sequence_length: int) -> Any:
         rows = batch_sharding(self.mesh)
@@ -318,7 +302,7 @@ class Trainer:
         # Rounds of plain rows count alike, and are added as they are.
         alike = batch.keys().isdisjoint(DERIVED)
 
-        def add(total: Any, part: Placed) -> tuple[Any, None]:
+        def of_round(part: Placed) -> Any:
             (loss, metrics), grads = differentiate(params, part, frozen)
             tokens = metrics["tokens"]
             parts = (loss, grads)
@@ -327,12 +311,11 @@ class Trainer:
                 parts = jax.tree.map(
                     lambda x: jnp.where(tokens > 0, x * tokens, 0.0), parts
                 )
-            found = parts, self._counted(metrics, part)
-            return jax.tree.map(jnp.add, total, found), None
+            return parts, self._counted(metrics, part)
 
         zero = jnp.zeros(())
         zeros = ((zero, jax.tree.map(jnp.zeros_like, params)), self._counted({}, {}))
-        (sums, counted), _ = jax.lax.scan(add, zeros, self._in_rounds(batch))
+        sums, counted = self._summed(of_round, zeros, batch)
         tokens = counted["tokens"]
         divisor = rounds if alike else jnp.where(tokens > 0, tokens, 1.0)
         loss, grads = jax.tree.map(lambda x: x / divisor, sums)
@@ -364,13 +347,17 @@ class Trainer:
         if self._accumulation == 1:
             return sums(batch)
 
-        def add(total: Any, part: Placed) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, sums(part)), None
-
         zeros = (jnp.zeros(()), jnp.zeros(()))
-        total, _ = jax.lax.scan(add, zeros, self._in_rounds(batch))
-        loss, weight = total
+        loss, weight = self._summed(sums, zeros, batch)
         return loss, weight
+
+    def _summed(self, of_round: Callable[[Placed], Any], zeros: Any, batch: Any) -> Any:
+        """Sum what a function makes of each round of a batch."""
+
+        def add(total: Any, part: Placed) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, of_round(part)), None
+
+        return jax.lax.scan(add, zeros, self._in_rounds(batch))[0]
 
     def _in_rounds(self, batch: Placed) -> Placed:
         """Reshape [B, ...] to [A, B / A, ...]: round a has rows a, a + A, ..., so that
@@ -380,3 +367,8 @@ class Trainer:
             return rows.reshape(-1, self._accumulation, *rows.shape[1:]).swapaxes(0, 1)
 
         return {name: cut(rows) for name, rows in batch.items()}
+
+
+def _laid(shapes: Any, shardings: Any) -> Any:
+    """Return abstract arrays of these shapes, cut so."""
+    return jax.tree.map(lambda x, lies: x.update(sharding=lies), shapes, shardings)

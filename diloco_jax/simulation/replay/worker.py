@@ -251,8 +251,8 @@ class Copies:
         """
         model, trainer = build_trainer(self._run, island)
         if self._hosts is not None:
-            exchange, params = build_exchange(self._run, model, trainer)
-            compile_ahead(trainer, exchange, params, self._run.sequence_length)
+            exchange, _ = build_exchange(self._run, model, trainer)
+            compile_ahead(trainer, exchange, self._run.sequence_length)
             what = f"compiled {island}"
             self._hosts.meet(
                 what, COMPILED_WITHIN_S, lambda: False, "COMPILED_WITHIN_S"
@@ -347,10 +347,9 @@ class _Copy:
 
     def _put(self, fragment: int, octets: bytes) -> tuple[jax.Array, ...]:
         """Place this process's share of all pieces, given as f32 tiles."""
-        layout = self._exchange.layouts_down[fragment]
-        values = [piece for _, piece in layout.split_values(octets, ())]
-        part = layout.cut_values(values, self._exchange.part_down(fragment))
-        return self._exchange.put_anchor(fragment, _joined(part))
+        part = self._exchange.part_down(fragment)
+        whole = self._exchange.layouts_whole[fragment].cut(octets, part)
+        return self._exchange.put_anchor(fragment, _joined(whole))
 
 
 def _whole(array: jax.Array) -> npt.NDArray[Any]:
