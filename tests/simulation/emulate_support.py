@@ -1,12 +1,15 @@
-"""Configs of two islands to emulate, and the books of what came of it."""
+"""Configs of two islands to emulate, the books of what came of it, and its tape."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from tiny import MODEL, SEQUENCE_LENGTH
 
-from diloco_jax import Emulation
+from diloco_jax import Emulation, EmulationOptions, before_jax, emulate, run_files
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -17,9 +20,22 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.config.loading import write_config_json
+from diloco_jax.config.resolving import resolve
+from diloco_jax.coordinator import journal
 from diloco_jax.data.corpus import load_corpus
+from diloco_jax.models.build import build, build_plan
+from diloco_jax.observability.tape import Tape
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.events import Note, Persist
+from diloco_jax.protocol.values import NON_FINITE
+from diloco_jax.simulation.bodies import StoreMerging
+from diloco_jax.simulation.coordinator import Received, VirtualCoordinator
+from diloco_jax.simulation.world import World
 
 CYCLES = 3
+BEGUN = 1e6
+"""Time at which a tape begins."""
 
 
 def make_config(text: str, *, steps: int = 16, **sync) -> Config:
@@ -64,3 +80,81 @@ def check_books(result: Emulation) -> None:
         int(merges["contributions"][merges["fragment"] == f].sum()) for f in range(2)
     ]
     assert by_fragment == summary["tokens_merged_by_fragment"]
+
+
+def record(
+    config: Config, options: EmulationOptions, folder: Path, *, unfit: int = 0
+) -> Emulation:
+    """Emulate, and write config and tape as a coordinator does.
+
+    unfit: number of the delta, from 1, that is said to be unfit; 0: none.
+    """
+    config, run = resolve(config), config.run
+    here = {**before_jax.describe_environment(), "merge_route": "xla"}
+    tape = Tape(folder / run_files.TAPE)
+    carry_out, recover = VirtualCoordinator.carry_out, World._recover
+    receive, received = StoreMerging.receive, list[Any]()
+
+    def write(record: Any, now: float) -> None:
+        tape.append({**records.line(record), "time": BEGUN + now})
+
+    def recorded(coordinator: VirtualCoordinator, effect: Any) -> None:
+        now = coordinator.clock.now
+        if isinstance(effect, Persist | Note):
+            joined = effect.record
+            if isinstance(joined, records.Joined):
+                name = joined.island
+                write(
+                    journal.Hello(
+                        island=name,
+                        incarnation=joined.incarnation,
+                        config=dataclasses.asdict(config.islands[name]),
+                        environment=here,
+                        peer="",
+                    ),
+                    now,
+                )
+            write(effect.record, now)
+        carry_out(coordinator, effect)
+
+    def recovered(world: World) -> None:
+        recover(world)
+        versions = tuple(f.version for f in world.coordinator.state.fragments)
+        write(
+            journal.Recovered(
+                snapshot=1,
+                snapshot_versions=versions,
+                records=0,
+                discarded=0,
+                versions=versions,
+                parameters_digest="",
+                environment=here,
+            ),
+            world.clock.now,
+        )
+
+    def judged(merging: StoreMerging, key: Any, encoded: Any) -> Received:
+        found = receive(merging, key, encoded)
+        received.append(key)
+        return found._replace(refusal=NON_FINITE) if len(received) == unfit else found
+
+    plan = build_plan(run, build(run)).digest()
+    write(
+        journal.Begun(
+            run_id="r",
+            fingerprint=run.fingerprint(),
+            plan=plan,
+            total_tokens=run.total_tokens,
+            environment=here,
+        ),
+        0.0,
+    )
+    with (
+        mock.patch.object(VirtualCoordinator, "carry_out", recorded),
+        mock.patch.object(World, "_recover", recovered),
+        mock.patch.object(StoreMerging, "receive", judged),
+    ):
+        result = emulate(config, options=options)
+    tape.close()
+    write_config_json(config, folder / run_files.CONFIG)
+    return result

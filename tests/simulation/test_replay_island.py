@@ -2,26 +2,15 @@
 
 import contextlib
 import dataclasses
-from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
-from emulate_support import make_config, with_placement
+from emulate_support import make_config, record, with_placement
 from msgspec.structs import replace
 
-from diloco_jax import EmulationOptions, before_jax, emulate, run_files
-from diloco_jax.config import Config
-from diloco_jax.config.loading import write_config_json
-from diloco_jax.config.resolving import resolve
-from diloco_jax.coordinator import journal
-from diloco_jax.models.build import build, build_plan
-from diloco_jax.observability.tape import Tape, TapeError
-from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Note, Persist
-from diloco_jax.protocol.values import NON_FINITE, Version
-from diloco_jax.simulation.bodies import StoreMerging
-from diloco_jax.simulation.coordinator import VirtualCoordinator
+from diloco_jax import EmulationOptions, before_jax
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay import replay
 from diloco_jax.simulation.replay.recording import (
     Recording,
@@ -31,10 +20,10 @@ from diloco_jax.simulation.replay.recording import (
     read_recording,
 )
 from diloco_jax.simulation.replay.worker import Copies, pack, unpack
-from diloco_jax.simulation.world import World
 
 RULES = ("keep", "rebase", "overwrite")
 FAULTS = ("b@5:kill", "coordinator@6:kill")
+OPTIONS = EmulationOptions(merge_seconds=0.5, step_spread=0.3, down_seconds=3.0)
 
 
 class Here(contextlib.nullcontext):
@@ -52,77 +41,6 @@ class Here(contextlib.nullcontext):
     send = ask
 
 
-def record(config: Config, folder: Path) -> Recording:
-    """Emulate, and write what a coordinator writes to its tape. One delta is said to be
-    unfit."""
-    config, run = resolve(config), config.run
-    here = {**before_jax.describe_environment(), "merge_route": "xla"}
-    tape = Tape(folder / run_files.TAPE)
-    carry_out, recover = VirtualCoordinator.carry_out, World._recover
-    receive, received = StoreMerging.receive, []
-
-    def write(record):
-        tape.append(records.line(record))
-
-    def recorded(coordinator, effect):
-        if isinstance(effect, Persist | Note):
-            joined = effect.record
-            if isinstance(joined, records.Joined):
-                name = joined.island
-                write(
-                    journal.Hello(
-                        island=name,
-                        incarnation=joined.incarnation,
-                        config=dataclasses.asdict(config.islands[name]),
-                        environment=here,
-                        peer="",
-                    )
-                )
-            write(effect.record)
-        carry_out(coordinator, effect)
-
-    def recovered(world):
-        recover(world)
-        versions = tuple(f.version for f in world.coordinator.state.fragments)
-        write(
-            journal.Recovered(
-                snapshot=1,
-                snapshot_versions=versions,
-                records=0,
-                discarded=0,
-                versions=versions,
-                parameters_digest="",
-                environment=here,
-            )
-        )
-
-    def judged(merging, key, encoded):
-        found = receive(merging, key, encoded)
-        received.append(key)
-        return found._replace(refusal=NON_FINITE) if len(received) == 4 else found
-
-    plan = build_plan(run, build(run)).digest()
-    write(
-        journal.Begun(
-            run_id="r",
-            fingerprint=run.fingerprint(),
-            plan=plan,
-            total_tokens=run.total_tokens,
-            environment=here,
-        )
-    )
-    options = EmulationOptions(merge_seconds=0.5, step_spread=0.3, down_seconds=3.0)
-    with (
-        mock.patch.object(VirtualCoordinator, "carry_out", recorded),
-        mock.patch.object(World, "_recover", recovered),
-        mock.patch.object(StoreMerging, "receive", judged),
-    ):
-        emulate(config, options=options)
-    tape.close()
-    write_config_json(config, folder / run_files.CONFIG)
-    return read_recording(folder)
-
-
 @pytest.fixture(scope="module")
 def recordings(text, tmp_path_factory) -> dict[str, Recording]:
     """Takes are merged, opened again, dropped and reset; versions are adopted in
@@ -132,7 +50,9 @@ def recordings(text, tmp_path_factory) -> dict[str, Recording]:
         config = make_config(text, quorum=1, grace=0.0, adopt=rule, steps=60)
         config = config.replace("islands.b.step_seconds", 2.5)
         config = with_placement(config, faults=FAULTS, merge_route="xla")
-        found[rule] = record(config, tmp_path_factory.mktemp(rule))
+        workdir = tmp_path_factory.mktemp(rule)
+        record(config, OPTIONS, workdir, unfit=4)
+        found[rule] = read_recording(workdir)
     return found
 
 
