@@ -31,7 +31,6 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     steering,
     takes,
-    terms,
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_account, with_fragment
@@ -299,7 +298,7 @@ PLANTS = {
         "held", recovery, "recover", _keeps_what_a_worker_had
     ),
     "what_was_merged_above_an_anchor_stays_merged": Plant(
-        "gathered", terms, "_merged_above", _always({})
+        "gathered", recovery, "_merged_above", _always({})
     ),
     "a_worker_that_is_back_gets_nothing": Plant(
         "liveness", takes, "ask_to_resend", _argument(1)
@@ -316,7 +315,7 @@ PLANTS = {
         "liars", anchors, "_vote", _always("agrees")
     ),
     "a_new_term_grants_data_again": Plant(
-        "data", terms, "first_state", _begins_with_all_data
+        "data", recovery, "first_state", _begins_with_all_data
     ),
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
     "merged_deltas_are_kept": Plant("kept", Books, "adopt", _keeps_what_is_merged),

@@ -23,9 +23,15 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import anchors, members
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
-from diloco_jax.protocol.coordinator.search import Aim, Event, GiveUp, Offered, Search
+from diloco_jax.protocol.coordinator.search import (
+    Aim,
+    Event,
+    FoundTerm,
+    GiveUp,
+    Offered,
+    Search,
+)
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import (
     AnchorCompared,
     AnchorKept,

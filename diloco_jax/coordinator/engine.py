@@ -20,9 +20,8 @@ from diloco_jax.protocol.coordinator.events import (
     Persist,
     Tell,
 )
-from diloco_jax.protocol.coordinator.search import GiveUp, Postpone
+from diloco_jax.protocol.coordinator.search import FoundTerm, GiveUp, Postpone
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,

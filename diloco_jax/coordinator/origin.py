@@ -41,10 +41,9 @@ from diloco_jax.core import outer
 from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import members, recovery, steering, terms
-from diloco_jax.protocol.coordinator.search import Aim
+from diloco_jax.protocol.coordinator import members, recovery, steering
+from diloco_jax.protocol.coordinator.search import Aim, FoundTerm
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import (
     Commit,
     Committed,
@@ -137,10 +136,10 @@ class StateMaker:
         log = self.open_log(recovered.snapshot)
         if lost := [one.fragment for one in restored.lost]:
             found = self.search(self._aim_of_lost(recovered, lost), holder).found
-            for record in terms.term_records(state, found):
+            for record in recovery.term_records(state, found):
                 log.append(records.line(record))
                 self.tape.append(journal.dated(record))
-                state = terms.fragment_begun(state, record)
+                state = recovery.fragment_begun(state, record)
             _commit(holder, found)
         return MadeState(state, holder, log)
 
@@ -159,7 +158,9 @@ class StateMaker:
             term=state.term + 1,
             last_name=state.term_name,
             known={
-                fragment: terms.versions_known(state.fragments[fragment], of_fragment)
+                fragment: recovery.versions_known(
+                    state.fragments[fragment], of_fragment
+                )
                 for fragment, of_fragment in digests.items()
             },
         )
@@ -242,7 +243,7 @@ class StateMaker:
             [tuple(anchor.replaced) for anchor in found.anchors],
             sorted({anchor.island for anchor in found.anchors}),
         )
-        made = self._durable(terms.first_state(self.policy, found), holder, before)
+        made = self._durable(recovery.first_state(self.policy, found), holder, before)
         _commit(holder, found)
         return made
 

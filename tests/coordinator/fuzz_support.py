@@ -27,7 +27,7 @@ from diloco_jax.coordinator.anchor_search import AnchorSearch
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.coordinator import terms
+from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.wire import encoding, frames, principal
 from diloco_jax.wire.errors import ConnectionLost, Failure, WireError
@@ -378,7 +378,7 @@ class World:
             with contextlib.suppress(queue.Empty):
                 while True:
                     thread._queue.get_nowait()
-            first = terms.first_state(self._config, found)
+            first = recovery.first_state(self._config, found)
             for anchor in found.anchors:
                 arrays = self.store.arrays(anchor.fragment)
                 self.store.load(anchor.fragment, arrays, anchor.version)

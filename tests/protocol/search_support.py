@@ -11,8 +11,13 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
-from diloco_jax.protocol.coordinator.search import Aim, Effect, Event, Offered
-from diloco_jax.protocol.coordinator.terms import FoundTerm
+from diloco_jax.protocol.coordinator.search import (
+    Aim,
+    Effect,
+    Event,
+    FoundTerm,
+    Offered,
+)
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept
 from diloco_jax.protocol.messages import AnchorRequest, Hello, Report
 from diloco_jax.protocol.values import Version

@@ -41,6 +41,7 @@ from diloco_jax.protocol.coordinator.search import (
     Claim,
     Effect,
     Event,
+    FoundTerm,
     GiveUp,
     Heard,
     Known,
@@ -60,7 +61,6 @@ from diloco_jax.protocol.coordinator.search import (
     too_high,
 )
 from diloco_jax.protocol.coordinator.state import OneStep, PolicyConfig
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.messages import (
     AnchorRequest,

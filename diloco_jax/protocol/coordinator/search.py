@@ -28,7 +28,6 @@ from diloco_jax.protocol.coordinator.events import (
     Timer,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.messages import MAX_TEXT, Hello, Refused
 from diloco_jax.protocol.values import Version
@@ -60,6 +59,19 @@ class Offered(msgspec.Struct, frozen=True, kw_only=True):
 Event = Offered | Said | Disconnected | AnchorKept | AnchorCompared | Timer
 
 # ---- effects ------------------------------------------------------------------
+
+
+class FoundTerm(msgspec.Struct, frozen=True, kw_only=True):
+    """The search is over: its holders have all anchors on disk, none visible yet."""
+
+    run_id: str
+    term: int
+    name: str
+    anchors: tuple[AnchorKept, ...]
+    tokens: int
+    next_position: int
+    offered: tuple[str, ...] = ()
+    """Islands that offered anchors; they come again as the term begins."""
 
 
 class Postpone(msgspec.Struct, frozen=True, kw_only=True):

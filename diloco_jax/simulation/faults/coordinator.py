@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from diloco_jax.coordinator.engine import AnyEffect, Engine, Sessions
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
-from diloco_jax.protocol.coordinator import anchors, members, search, terms
+from diloco_jax.protocol.coordinator import anchors, members, recovery, search
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Event,
@@ -353,7 +353,7 @@ class VirtualGatherer:
     def alert(self, text: str, island: str = "") -> None:
         """See engine.Searcher. Nobody reads it."""
 
-    def over(self, end: terms.FoundTerm | search.GiveUp) -> None:
+    def over(self, end: search.FoundTerm | search.GiveUp) -> None:
         """See engine.Searcher."""
         if isinstance(end, search.GiveUp):
             self._done(None)
@@ -369,7 +369,7 @@ class VirtualGatherer:
         self._done(
             Opened(
                 found=end,
-                state=terms.first_state(self.config, end),
+                state=recovery.first_state(self.config, end),
                 anchors=tuple(first for _, first in kept),
                 replaced=tuple(replaced for replaced, _ in kept),
                 offers=stayed,

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
+from diloco_jax.protocol.coordinator.search import FoundTerm
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.messages import Granted, Hello
 from diloco_jax.protocol.records import (
     Admitted,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, terms
+from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State
@@ -141,7 +141,7 @@ class Unit:
             functools.partial(self._found_lost, state, lost),
             term=state.term + 1,
             last_name=state.term_name,
-            known={f: terms.versions_known(state.fragments[f], {}) for f in lost},
+            known={f: recovery.versions_known(state.fragments[f], {}) for f in lost},
         )
 
     def _found_lost(self, state: State, lost: set[int], opened: Opened | None) -> None:
@@ -161,7 +161,7 @@ class Unit:
                     self.disk.bring_back(fragment, version)
             self._start_after(RETRY_S)
             return
-        for record in terms.term_records(state, opened.found):
+        for record in recovery.term_records(state, opened.found):
             try:
                 self.append(record)
             except DiskError:

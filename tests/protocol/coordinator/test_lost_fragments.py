@@ -10,9 +10,9 @@ import pytest
 from kit import Driver, of, only, persisted
 from search_support import anchor
 
-from diloco_jax.protocol.coordinator import terms
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.search import FoundTerm
 from diloco_jax.protocol.coordinator.state import MERGES_KNOWN
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.messages import Refused, ResendRequest, TakeVerdict, Welcome
 from diloco_jax.protocol.records import line
 from diloco_jax.protocol.values import STALE, Outstanding, Version
@@ -50,9 +50,9 @@ class Merging(Driver):
             tokens=0,
             next_position=0,
         )
-        (record,) = terms.term_records(self.state, found)
+        (record,) = recovery.term_records(self.state, found)
         self.log.append(record)
-        self.state = terms.fragment_begun(self.state, record)
+        self.state = recovery.fragment_begun(self.state, record)
         return json.loads(json.dumps(line(record)))
 
     def back(self, name: str, **fields: Any) -> list[Any]:
@@ -140,7 +140,7 @@ def test_only_the_last_merges_are_known() -> None:
         d.turn(0)
         d.turn(1)
     digests = {Version(1, 5): "five"}
-    known = terms.versions_known(d.fragment(0), digests)
+    known = recovery.versions_known(d.fragment(0), digests)
     assert list(known) == [Version(1, n) for n in range(2, 2 + MERGES_KNOWN)]
     assert known[Version(1, 5)] == "five"
     assert known[Version(1, 6)] == ""

@@ -9,11 +9,11 @@ from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 from msgspec.structs import replace
 from search_support import anchor
 
-from diloco_jax.protocol.coordinator import ledger, members, terms
+from diloco_jax.protocol.coordinator import ledger, members, recovery
 from diloco_jax.protocol.coordinator.events import Alert, Effect, Outdated, SaidAhead
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.search import FoundTerm
 from diloco_jax.protocol.coordinator.state import Fragments
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
@@ -49,7 +49,7 @@ def second_term(offered: tuple[str, ...] = (), **changes: Any) -> Driver:
         next_position=POSITION,
         offered=offered,
     )
-    d.state = d.first = terms.first_state(d.config, opened)  # type: ignore[attr-defined]
+    d.state = d.first = recovery.first_state(d.config, opened)  # type: ignore[attr-defined]
     return d
 
 

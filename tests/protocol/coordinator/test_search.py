@@ -10,17 +10,17 @@ import pytest
 from msgspec.structs import replace
 from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found, of
 
-from diloco_jax.protocol.coordinator import anchors, terms
+from diloco_jax.protocol.coordinator import anchors, recovery
 from diloco_jax.protocol.coordinator.events import Alert, Tell
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import (
     MERGES_AHEAD,
     Effect,
+    FoundTerm,
     GiveUp,
     Postpone,
     may_have_become,
 )
-from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.messages import Refused, Welcome
 from diloco_jax.protocol.values import Version
 
@@ -224,10 +224,10 @@ def test_the_state_of_the_new_term() -> None:
         next_position=77,
     )
     config = replace(CONFIG, fragment_sizes=(1, 1, 1))
-    state = terms.first_state(config, opened)
+    state = recovery.first_state(config, opened)
     assert [f.version for f in state.fragments] == list(versions(opened))
     for fragment, begun in zip(state.fragments, opened.anchors, strict=True):
-        known = terms.versions_known(fragment, {})
+        known = recovery.versions_known(fragment, {})
         assert list(known) == [begun.replaced, begun.version], "islands have both"
     assert (state.term, state.term_name, state.books) == (3, "n", 3)
     assert (state.tick, state.ticks_reserved) == (2_000_000_001,) * 2
