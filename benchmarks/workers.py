@@ -56,7 +56,7 @@ from diloco_jax.config import Config, IslandConfig
 from diloco_jax.files import write_json
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.protocol.holding import deal
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.workdir import holds_run
 

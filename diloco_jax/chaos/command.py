@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import itertools
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from diloco_jax.chaos.schedule import (
     write_schedule,
 )
 from diloco_jax.chaos.strike import LOOK_S, Moment, Striker
+from diloco_jax.cluster.processes import noted, signal_group
 from diloco_jax.cluster.run import run as run_locally
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_DONE, ConfigError
@@ -214,19 +214,8 @@ def strike_running(
 
 def _is_running(workdir: Path) -> bool:
     """Tell whether a process goes on that the run's launcher noted."""
-    try:
-        noted = json.loads((workdir / run_files.PROCESSES).read_bytes())
-    except OSError:
-        return False
-    return any(_is_alive(pid) for pids in noted.values() for pid in pids)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        # The launcher made it the leader of its group.
-        return os.getpgid(pid) == pid
-    except ProcessLookupError:
-        return False
+    pids = itertools.chain.from_iterable(noted(workdir).values())
+    return any(signal_group(pid, 0) for pid in pids)
 
 
 def _require_possible(

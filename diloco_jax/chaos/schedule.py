@@ -8,17 +8,12 @@ meet the processes of the launcher.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
 import random
 import re
-import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from diloco_jax import run_files
 from diloco_jax.config.fields import NOT_NEGATIVE, SOME_SECONDS, setting
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.faults import COORDINATOR, is_fault
@@ -298,28 +293,3 @@ def _parse(text: str, islands: Sequence[str]) -> Strike:
         seconds=float(match["seconds"] or 0),
         value=float(match["value"] or 0),
     )
-
-
-Target = Callable[[signal.Signals], bool]
-"""Signals a process; returns whether it was there."""
-
-
-def found(workdir: Path, name: str) -> list[Target]:
-    """Return the processes that have this name in the run now."""
-    try:
-        noted = json.loads((workdir / run_files.PROCESSES).read_bytes())
-    except OSError:
-        return []
-    return [_group(pid) for pid in noted.get(name, ())]
-
-
-def _group(pid: int) -> Target:
-    def send(number: signal.Signals) -> bool:
-        with contextlib.suppress(ProcessLookupError):
-            # The launcher, or the lead, made it the leader of its group.
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, number)
-                return True
-        return False
-
-    return send

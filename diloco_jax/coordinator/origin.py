@@ -41,7 +41,7 @@ from diloco_jax.core import outer
 from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, steering, terms, workers
+from diloco_jax.protocol.coordinator import members, recovery, steering, terms
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.coordinator.terms import FoundTerm
@@ -157,6 +157,7 @@ class StateMaker:
             aim_of_run(self.config, self.plan, self.trusted),
             lacking=tuple(lost),
             term=state.term + 1,
+            last_name=state.term_name,
             known={
                 fragment: terms.versions_known(state.fragments[fragment], of_fragment)
                 for fragment, of_fragment in digests.items()
@@ -294,7 +295,7 @@ def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromL
             Committed(fragment=f.index, version=f.version, digests=digests[f.index])
             for f in state.fragments
         ),
-        fences=workers.fences(state),
+        fences=members.fences(state),
     )
     return FromLog(state, found, lines, restore)
 

@@ -267,13 +267,14 @@ CONSTANTS = MachineRates(
     "2026-11-26",
     wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-25",
 )
-"""Merges: the line through 2 to 16 deltas of docs/results/raw/merging.md, by the route that
-needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC, 2026-11-24 and
-25, merges took about half as much. The Xeon's rates are taken: the machines of
-`MACHINES` have Xeons, a store of 1 B parameters took there what these say
+"""Merges: the line through 2 to 16 deltas of docs/results/raw/merging.md, by the route
+that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC,
+2026-11-24 and 25, merges took about half as much. The Xeon's rates are taken: the
+machines of `MACHINES` have Xeons, a store of 1 B parameters took there what these say
 (docs/results/raw/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
-docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon, 2026-11-26."""
+docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon,
+2026-11-26."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,

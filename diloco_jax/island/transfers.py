@@ -33,7 +33,7 @@ from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import held
 from diloco_jax.island.hosts import Orders
 from diloco_jax.island.mailbox import Arrival, Mailbox, NetworkThreads
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.protocol.holding import deal
 from diloco_jax.protocol.island.conversation import MAX_CHAIN, Wanted
 from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
 from diloco_jax.protocol.messages import Hello, ResendRequest

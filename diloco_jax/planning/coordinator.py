@@ -30,7 +30,7 @@ from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import is_bucket
 from diloco_jax.hardware.machines import CONSTANTS, MachineRates, rate_of
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.protocol.holding import deal
 
 SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""

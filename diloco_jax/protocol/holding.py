@@ -17,6 +17,7 @@ outlives it: the lead ends, and the worker begins anew from its disk.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,19 @@ from diloco_jax.protocol.values import (
     Refusal,
     Version,
 )
+
+
+@functools.lru_cache(maxsize=8)
+def deal(sizes: tuple[int, ...], workers: int) -> tuple[int, ...]:
+    """Return the worker of each fragment: the largest fragment first, each to the
+    worker with the fewest parameters. sizes: parameters by fragment."""
+    held, dealt = [0] * workers, [0] * len(sizes)
+    for fragment in sorted(range(len(sizes)), key=lambda f: (-sizes[f], f)):
+        worker = min(range(workers), key=lambda w: (held[w], w))
+        held[worker] += sizes[fragment]
+        dealt[fragment] = worker
+    return tuple(dealt)
+
 
 # ---- at a start -------------------------------------------------------------
 

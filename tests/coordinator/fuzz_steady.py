@@ -180,7 +180,11 @@ class Steady:
                         said.append(self._delta(message.fragment, message.tick))
                 case messages.AnchorRequest() if self.base:
                     said.append(self._anchor(message.fragment, message.sample))
-                case messages.Published() | messages.TakeVerdict():
+                case messages.Published(fragment=fragment, version=version):
+                    self.base[fragment] = tuple(version)
+                    if message.verdict is not None:
+                        self._judged(message.verdict)
+                case messages.TakeVerdict():
                     self._judged(message)
                 case messages.Progress():
                     self.acknowledged = message.records_through
@@ -210,10 +214,8 @@ class Steady:
         self.term = welcome.term
         self.base = [tuple(version) for version in welcome.versions]
 
-    def _judged(self, said: messages.Published | messages.TakeVerdict) -> None:
+    def _judged(self, said: messages.TakeVerdict) -> None:
         fragment = said.fragment
-        if isinstance(said, messages.Published):
-            self.base[fragment] = tuple(said.version)
         take = self.takes.get(fragment)
         if take is None or said.tick != take["tick"]:
             return

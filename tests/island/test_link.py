@@ -67,9 +67,8 @@ def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     resend = messages.ResendRequest(fragment=2, tick=5)
     send(resend)
     assert link.resent.get(timeout=WAIT_S) == resend
-    send(
-        messages.Published(fragment=2, version=Version(1, 9), tick=5, verdict="merged")
-    )
+    merged = says.verdict(2, 5, version=Version(1, 9))
+    send(messages.Published(fragment=2, version=Version(1, 9), verdict=merged))
     (verdict,) = wait_for_news(mailbox).verdicts
     assert (verdict.fragment, verdict.tick, verdict.verdict) == (2, 5, "merged")
     assert wanted.get(timeout=WAIT_S) == (2, Version(1, 9))

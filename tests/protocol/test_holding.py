@@ -10,6 +10,7 @@ from diloco_jax.protocol.holding import (
     AwaitedTakes,
     BeginWorker,
     Obeyed,
+    deal,
     encode,
     next_start,
     to_worker,
@@ -90,3 +91,16 @@ def test_an_incarnation_that_has_ended_has_nothing() -> None:
     assert awaited.is_awaited(newer)
     awaited.forget("a", 1)
     assert (awaited.least("a"), awaited.least("b")) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "workers", "dealt"),
+    [
+        ((5, 5, 5, 5), 2, (0, 1, 0, 1)),
+        ((1, 9, 4, 4), 2, (1, 0, 1, 1)),
+        ((3, 2), 1, (0, 0)),
+        ((3, 2), 3, (0, 1)),
+    ],
+)
+def test_fragments_are_dealt_evenly_by_size(sizes, workers, dealt) -> None:
+    assert deal(sizes, workers) == dealt

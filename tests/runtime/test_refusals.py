@@ -326,8 +326,8 @@ def test_a_delta_that_is_not_finite_is_not_merged(text, tmp_path, caplog):
         start = upload_start(hellos["a"], run_id, takes["a"], total)
         island.transfers.upload(start, bytes(total))
         published = await_message(streams["a"], messages.Published)
-        assert (published.verdict, published.version) == ("merged", (1, 1))
-        told = await_message(streams["b"], messages.Published)
+        assert (published.verdict.verdict, published.version) == ("merged", (1, 1))
+        told = await_message(streams["b"], messages.Published).verdict
         assert (told.verdict, told.reason) == ("refused", "non_finite")
         streams["b"].send(report(1))
         await_message(streams["b"], messages.Progress)

@@ -36,7 +36,6 @@ from diloco_jax.core.fragments import FragmentPlan, digest_all, digest_arrays
 from diloco_jax.deadlines import Backoff
 from diloco_jax.files import is_bucket, write_json
 from diloco_jax.machine import give_memory_back
-from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
     AllSaved,
     AnchorKept,
@@ -61,6 +60,7 @@ from diloco_jax.protocol.holding import (
     WorkerFailed,
     WorkerRefused,
     WorkerServes,
+    deal,
     from_worker,
     next_start,
 )
