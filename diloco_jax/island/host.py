@@ -27,19 +27,18 @@ from typing import Any, Generic, Literal, TypeVar
 import jax
 import msgspec
 
-from diloco_jax import before_jax, compilation, run_files
+from diloco_jax import before_jax, compilation, restart_time, run_files
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults, parse_faults
-from diloco_jax.hardware.machines import lasting
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import LentParams, Restored
 from diloco_jax.island.hosts import (
     Begin,
     FollowDecisions,
-    HostJoined,
+    JoinVersions,
     LeadDecisions,
     Moved,
     Orders,
@@ -138,7 +137,7 @@ class Host(abc.ABC, Generic[L]):
           incarnation: number of the attempt, from 1; that of host 0 counts.
           hosts: those of the island, of which this is one.
         """
-        config = lasting(config, plan.total)
+        config = restart_time.lasting(config, plan.total)
         placement = config.placement
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
@@ -427,7 +426,7 @@ class Host(abc.ABC, Generic[L]):
                 mailbox.counted()[0]["bytes_join"] / max(seconds, 1e-3) / 1e6,
             )
         self.hosts.tell(
-            "joined", msgspec.msgpack.encode(HostJoined(versions=tuple(versions)))
+            "joined", msgspec.msgpack.encode(JoinVersions(versions=tuple(versions)))
         )
         return versions
 
@@ -490,7 +489,7 @@ class Host(abc.ABC, Generic[L]):
         self._network.append(orders)
         self.compile()
         self._begin("fetching")
-        return self._hear("joined", HostJoined, self._join_s).versions
+        return self._hear("joined", JoinVersions, self._join_s).versions
 
     def _hear(self, key: str, kind: type[Heard], timeout_s: float) -> Heard:
         heard = self.hosts.require(

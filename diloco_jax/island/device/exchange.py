@@ -258,8 +258,9 @@ class Exchange:
     def part_down(self, fragment: int) -> Part:
         """Return the part that this host fetches of a publish of the fragment, and of
         its anchor."""
-        parts = parts_by_host(self.spreads(fragment))
-        return parts[jax.process_index()] if len(parts) > 1 else ()
+        if jax.process_count() == 1:
+            return ()
+        return parts_by_host(self.spreads(fragment))[jax.process_index()]
 
     def spreads(self, fragment: int) -> Spreads:
         """Return how the fragment's pieces are spread over the island's hosts."""
