@@ -121,7 +121,7 @@ class NoDevice:
 
     def anchor_bytes(self, fragment: int) -> int:
         """See `Exchange.anchor_bytes`."""
-        return self.layouts_down[fragment].values_bytes(())
+        return 4 * sum(p.piece.size for p in self.layouts_down[fragment].placed)
 
     def put_publish(self, fragment: int, octets: Any) -> tuple[Any, ...]:
         """See `Exchange.put_publish`."""

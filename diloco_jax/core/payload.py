@@ -8,7 +8,6 @@ over the box. A full anchor travels as the f32 values of the same boxes of tiles
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -142,10 +141,6 @@ class PayloadLayout:
         """
         return sum(map(math.prod, self._shapes(part)))
 
-    def values_bytes(self, part: Part) -> int:
-        """Return the bytes of the values in a part; ValueError as `part_bytes`."""
-        return self._values.part_bytes(part)
-
     def cut(self, payload: Buffer, part: Part) -> list[npt.NDArray[np.uint8]]:
         """Return views of a part's bytes in the whole payload, box by box, or one view
         if the part is the whole.
@@ -192,18 +187,6 @@ class PayloadLayout:
             start = stop
         return found
 
-    def split_values(
-        self, octets: Buffer, part: Part
-    ) -> list[tuple[Box, npt.NDArray[np.float32]]]:
-        """Return the boxes of a part, with views of their tiles in its values,
-        f32[*box, elements].
-
-        Raises:
-          ValueError: `octets` and the part's values differ in length.
-        """
-        found = self._values.split(octets, part)
-        return [(box, tiles.view("<f4")) for box, tiles in found]
-
     def scatter(self, payload: Buffer, part: Part, octets: Buffer) -> None:
         """Copy the bytes of a part to their places in the whole payload.
 
@@ -220,11 +203,6 @@ class PayloadLayout:
             (*self._box_shape(box), self.placed[box.piece].tile_bytes)
             for box in self.boxes(part)
         ]
-
-    @functools.cached_property
-    def _values(self) -> PayloadLayout:
-        """Layout of the values, which travel as the codec f32 has them."""
-        return PayloadLayout.of(Codec("f32"), [p.piece for p in self.placed])
 
     def _box_shape(self, box: Box) -> tuple[int, ...]:
         grid: tuple[int, ...] = ()

@@ -292,10 +292,10 @@ class Exchange:
         Raises:
           ValueError: they have another length.
         """
-        layout = self.layouts_down[fragment]
+        layout = self.layouts_whole[fragment]
         boxes = [
             (box, tiles.view(np.uint32))
-            for box, tiles in layout.split_values(octets, self.part_down(fragment))
+            for box, tiles in layout.split(octets, self.part_down(fragment))
         ]
         shapes = [bits_shape(placed.piece.shape) for placed in layout.placed]
         return self._land(fragment, boxes, shapes, np.uint32)
@@ -322,7 +322,7 @@ class Exchange:
 
     def anchor_bytes(self, fragment: int) -> int:
         """Return the length in bytes that `put_anchor` takes."""
-        return self.layouts_down[fragment].values_bytes(self.part_down(fragment))
+        return self.layouts_whole[fragment].part_bytes(self.part_down(fragment))
 
     def adopt(self, arrival: Arrival, params: Tree, *, keep: bool = False) -> Tree:
         """Return the parameters with the arrived version adopted. `params` is donated.
