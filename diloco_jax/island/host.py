@@ -39,7 +39,7 @@ from diloco_jax.island.device.replica import LentParams, Restored
 from diloco_jax.island.hosts import (
     Begin,
     FollowDecisions,
-    Joined,
+    HostJoined,
     LeadDecisions,
     Moved,
     Orders,
@@ -427,7 +427,7 @@ class Host(abc.ABC, Generic[L]):
                 mailbox.counted()[0]["bytes_join"] / max(seconds, 1e-3) / 1e6,
             )
         self.hosts.tell(
-            "joined", msgspec.msgpack.encode(Joined(versions=tuple(versions)))
+            "joined", msgspec.msgpack.encode(HostJoined(versions=tuple(versions)))
         )
         return versions
 
@@ -490,7 +490,7 @@ class Host(abc.ABC, Generic[L]):
         self._network.append(orders)
         self.compile()
         self._begin("fetching")
-        return self._hear("joined", Joined, self._join_s).versions
+        return self._hear("joined", HostJoined, self._join_s).versions
 
     def _hear(self, key: str, kind: type[Heard], timeout_s: float) -> Heard:
         heard = self.hosts.require(

@@ -52,7 +52,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`Welcome.workers`."""
 
 
-class Joined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class HostJoined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Host 0 has its part of every fragment, at these versions."""
 
     versions: tuple[Version, ...]
@@ -60,7 +60,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The coordinator's reason for refusing the island, which host 0 tells the others
-    in place of `Begin` or `Joined`.
+    in place of `Begin` or `HostJoined`.
     """
 
     code: str
