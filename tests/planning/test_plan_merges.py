@@ -77,9 +77,7 @@ def merging(terms):
 
 def merges_of(sync, rates=NATIVE, deltas=64, **changes):
     of_12b = {"largest": 10**9, "params": 12 * 10**9, "cycle_seconds": 90.0}
-    return plan_merges(
-        sync, rates, deltas, **{**of_12b, "cores": 48, "own_cores": 48, **changes}
-    )
+    return plan_merges(sync, rates, deltas, **{**of_12b, "cores": 48, **changes})
 
 
 def measured():
@@ -156,13 +154,13 @@ def test_the_route_with_a_compiler_is_proposed_first(terms):
     assert found.change == {"placement.merge_route": "native"}
 
 
-def test_workers_divide_the_merges_and_the_cores(terms):
+def test_workers_divide_the_merges(terms):
     sync = terms.config.run.sync
     alone = merges_of(sync)
-    of_four = merges_of(sync, params=3 * 10**9, own_cores=12)
-    assert (alone.cores, of_four.cores) == (16, 12)
-    assert of_four.seconds == pytest.approx(alone.seconds / 4 * 16 / 12)
-    small = merges_of(sync, cores=2, own_cores=2)
+    of_four = merges_of(sync, params=3 * 10**9)
+    assert alone.cores == of_four.cores == 16
+    assert of_four.seconds == pytest.approx(alone.seconds / 4)
+    small = merges_of(sync, cores=2)
     assert small.cores == 2
     assert small.share == pytest.approx(small.seconds / 90)
 
