@@ -35,10 +35,10 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.protocol.coordinator import decide, ledger
 from diloco_jax.protocol.coordinator.events import Event, Said
 from diloco_jax.protocol.messages import Measures, Report
-from diloco_jax.simulation.virtual.arrays import NoArrays
-from diloco_jax.simulation.virtual.clock import LineSpeed
-from diloco_jax.simulation.virtual.island import IslandSpec
-from diloco_jax.simulation.virtual.world import World
+from diloco_jax.simulation.clock import LineSpeed
+from diloco_jax.simulation.coordinator import NoArrays
+from diloco_jax.simulation.island import IslandSpec
+from diloco_jax.simulation.world import World
 
 FLEETS = ((2, 48), (16, 48), (64, 48), (64, 192))
 """Islands and fragments."""

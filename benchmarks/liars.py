@@ -44,9 +44,9 @@ from diloco_jax.core.fragment_merge import is_fit, length
 from diloco_jax.files import write_json
 from diloco_jax.protocol.coordinator import quarantine
 from diloco_jax.protocol.values import DeltaKey
-from diloco_jax.simulation.emulation import bodies
-from diloco_jax.simulation.emulation.emulate import emulate
-from diloco_jax.simulation.virtual.arrays import Received
+from diloco_jax.simulation import bodies
+from diloco_jax.simulation.coordinator import Received
+from diloco_jax.simulation.emulate import emulate
 
 ISLANDS, LIARS, TOKENS = 8, 2, 300_000
 SIZE = dataclasses.replace(SIZES["0.04m"], tokens=TOKENS)

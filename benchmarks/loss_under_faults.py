@@ -61,7 +61,7 @@ from quality_report import difference
 from diloco_jax.chaos.schedule import Strike, parse_strikes
 from diloco_jax.config import Config
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.simulation.emulation.options import EmulationOptions
+from diloco_jax.simulation.emulation_options import EmulationOptions
 
 SEEDS = 5
 MINUTES = 10.0

@@ -33,9 +33,9 @@ import support
 from quality_configs import SIZES, config, network
 
 from diloco_jax.config import Config
-from diloco_jax.simulation.emulation import emulate as emulation
-from diloco_jax.simulation.emulation.bodies import TrainedBody
-from diloco_jax.simulation.virtual.arrays import VirtualFetch
+from diloco_jax.simulation import emulate as emulation
+from diloco_jax.simulation.bodies import TrainedBody
+from diloco_jax.simulation.island import VirtualFetch
 
 SIZE = "0.1m"
 SEEDS = 5

@@ -38,7 +38,7 @@ from diloco_jax.cluster.local import LocalCluster
 from diloco_jax.config import Config
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.simulation.emulation.options import EmulationOptions
+from diloco_jax.simulation.emulation_options import EmulationOptions
 
 OUTAGE_S, OUTAGE_BUDGET_S = 600.0, 900.0
 LOSS_MAX = 2.0

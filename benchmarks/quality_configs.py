@@ -18,7 +18,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.models.presets import preset
-from diloco_jax.simulation.emulation.options import EmulationOptions
+from diloco_jax.simulation.emulation_options import EmulationOptions
 
 MIN_SEEDS, HEADLINE_SEEDS = 3, 5
 """Seeds of a row. A bound needs as many pairs as a headline has."""

@@ -28,9 +28,9 @@ from weakref import WeakKeyDictionary
 
 import support
 
+from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.faults.play import check
-from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
-from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
 
 CHIPS, ISLANDS = 2_400_000, 16
 DAY_MAX_S = 30.0

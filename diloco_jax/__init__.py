@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from diloco_jax.models.model import loop_model
     from diloco_jax.models.presets import preset
     from diloco_jax.observability.history import History, read_history
-    from diloco_jax.simulation.emulation.emulate import Emulation, emulate
-    from diloco_jax.simulation.emulation.options import EmulationOptions
-    from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
-    from diloco_jax.simulation.virtual.clock import LineSpeed
+    from diloco_jax.simulation.clock import LineSpeed
+    from diloco_jax.simulation.emulate import Emulation, emulate
+    from diloco_jax.simulation.emulation_options import EmulationOptions
+    from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
 
 __all__ = [
     "Config",
@@ -74,10 +74,10 @@ _PUBLIC = {
     "config.loading": "read_config",
     "models.presets": "preset",
     "models.model": "loop_model",
-    "simulation.emulation.emulate": "Emulation emulate",
-    "simulation.emulation.options": "EmulationOptions",
-    "simulation.virtual.clock": "LineSpeed",
-    "simulation.fleets.goodput": "GoodputConfig simulate_goodput",
+    "simulation.emulate": "Emulation emulate",
+    "simulation.emulation_options": "EmulationOptions",
+    "simulation.clock": "LineSpeed",
+    "simulation.goodput": "GoodputConfig simulate_goodput",
     "observability.history": "History read_history",
     "cluster.local": "LocalCluster LocalClusterError",
     "evaluation": "load_params",

@@ -315,7 +315,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "simulate": (
         _of("diloco_jax.simulation.commands", "simulate_command"),
-        "goodput|mix|scavenge|bandwidth|faults [options] [--json]",
+        "goodput|bandwidth|faults [options] [--json]",
         "virtual time: what fleets would do",
     ),
     "replay": (

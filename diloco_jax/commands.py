@@ -145,8 +145,14 @@ def worker_command(arguments: Sequence[str]) -> int:
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
+    from diloco_jax.before_jax import require_flags
+    from diloco_jax.machine import fit_threads
+
+    # Before anything imports jax.
+    fit_threads()
+    require_flags()
     with gc_pause():
-        from diloco_jax.coordinator.workers.listening import run
+        from diloco_jax.coordinator.workers.process import run
         from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -173,8 +179,8 @@ def island_command(arguments: Sequence[str]) -> int:
     prepare_island(config.island(options.name))
     with gc_pause():
         from diloco_jax.config.resolving import resolve
-        from diloco_jax.island.hosts.world import WorldAddress
         from diloco_jax.island.main import run, with_model_of_run
+        from diloco_jax.island.world import WorldAddress
         from diloco_jax.observability.logs import setup_logging
 
     incarnation = options.incarnation
@@ -199,7 +205,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
 def emulate_command(arguments: Sequence[str]) -> int:
     """Run `diloco emulate CONFIG`: all islands in this process, in virtual time."""
-    from diloco_jax.simulation.emulation.options import CommandOptions
+    from diloco_jax.simulation.emulation_options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
     from diloco_jax.before_jax import (
@@ -215,7 +221,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
     set_libtpu_flags(generation_here(), os.environ)
     from rich.console import Console
 
-    from diloco_jax.simulation.emulation.emulate import run
+    from diloco_jax.simulation.emulate import run
 
     config = _started_from(config, options.init, trust_code=options.trust_code)
     summary = run(config, path, Console(stderr=True, markup=False), options)

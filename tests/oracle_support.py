@@ -14,7 +14,7 @@ from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import load_data
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.build import build_plan
-from diloco_jax.simulation.emulation.bodies import trainer_of
+from diloco_jax.simulation.bodies import trainer_of
 
 
 def expected_history(

@@ -6,13 +6,13 @@ jax reads when it is imported.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -23,21 +23,13 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
 from diloco_jax.files import require_writable
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.simulation.output import (
-    Columns,
-    Progress,
-    bar,
-    nobody,
-    or_dash,
-    show,
-    table,
-    tell,
-)
+from diloco_jax.observability.terminal import bar
+
+if TYPE_CHECKING:
+    from diloco_jax.simulation.goodput import GoodputResult
 
 ConfigT = TypeVar("ConfigT")
 OutputT = TypeVar("OutputT", bound="Output")
-Shown = tuple[dict[str, Any], Table | str]
-"""Findings of a simulation, as JSON-compatible builtins and for people."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +100,7 @@ def replay_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.replay.recording import read_recording
 
     try:
-        with bar("reading the tape") as report:
+        with _bar("reading the tape") as report:
             recording = read_recording(
                 options.workdir,
                 options.until,
@@ -131,7 +123,7 @@ def replay_command(arguments: Sequence[str]) -> int:
 
 def goodput_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate goodput`."""
-    from diloco_jax.simulation.fleets import goodput
+    from diloco_jax.simulation import goodput
 
     default = goodput.GoodputConfig()
     config, output = _parse("goodput", arguments, default, SweepOutput())
@@ -141,9 +133,9 @@ def goodput_command(arguments: Sequence[str]) -> int:
                 f"--out {output.out} without --sweep, which alone writes files; add "
                 f"--sweep or leave out --out"
             )
-        with bar("goodput") as progress:
+        with _bar("goodput") as progress:
             result = goodput.simulate_goodput(config, progress)
-        show(output.json, result.json(), result.text())
+        _show(output.json, result.json(), result.text())
         return EXIT_DONE
     for field, values in goodput.SWEPT.items():
         if (value := getattr(config, field)) != getattr(default, field):
@@ -157,20 +149,22 @@ def goodput_command(arguments: Sequence[str]) -> int:
 
     def shown() -> None:
         values = {"points": [result.json() for result in results]}
-        show(output.json, values, table(SWEEP_COLUMNS, results))
+        _show(output.json, values, _sweep_table(results))
 
     try:
-        with bar("sweep") as progress:
+        with _bar("sweep") as progress:
             # One by one: if it is interrupted, the finished points are there.
-            results.extend(goodput.simulated(points, progress))
+            for i, point in enumerate(points):
+                own = goodput.part(progress, i, len(points))
+                results.append(goodput.simulate_goodput(point, own))
     except KeyboardInterrupt:
         shown()
-        tell(f"{len(results)} of {len(points)} points are done; no file is written")
+        _tell(f"{len(results)} of {len(points)} points are done; no file is written")
         raise
     goodput.write_csv(results, output.out / "goodput.csv")
     goodput.write_plot(results, output.out / "goodput.png")
     shown()
-    tell(f"written: {output.out}/goodput.csv, goodput.png")
+    _tell(f"written: {output.out}/goodput.csv, goodput.png")
     return EXIT_DONE
 
 
@@ -181,123 +175,36 @@ def faults_command(arguments: Sequence[str]) -> int:
     config, output = _parse("faults", arguments, play.FaultsConfig(), Output())
     report = play.FaultsReport()
     try:
-        with bar("faults") as progress:
+        with _bar("faults") as progress:
             report = play.check_faults(
-                config,
-                progress,
-                lambda violation: tell(play.violation_text(violation)),
-                report,
+                config, progress, lambda v: _tell(str(v)), report
             )
     except KeyboardInterrupt:
-        show(output.json, report.json(), play.text(report))
+        _show(output.json, report.json(), str(report))
         raise
-    show(output.json, report.json(), play.text(report))
+    _show(output.json, report.json(), str(report))
     return EXIT_FAILED if report.violations else EXIT_DONE
-
-
-# ---- one table, or one text --------------------------------------------------------
-
-SWEEP_COLUMNS: Columns = {
-    "way": lambda result: str(result.config.label),
-    "chips": lambda result: f"{result.config.chips:,}",
-    "compute goodput": lambda result: f"{result.mean.compute_goodput:.1%}",
-    "published": lambda result: or_dash(result.published, ".0%"),
-    "goodput": lambda result: f"{result.mean.goodput:.1%}",
-    "uptime": lambda result: f"{result.mean.uptime:.1%}",
-}
-MIX_COLUMNS: Columns = {
-    "islands wait": lambda row: str(row.name),
-    "goodput": lambda row: f"{row.goodput:.1%}",
-    "published": lambda row: or_dash(row.published_goodput, ".0%"),
-    "participation": lambda row: f"{row.participation:.1%}",
-    "merges/h": lambda row: f"{row.merges_per_hour:.0f}",
-}
-SCAVENGE_COLUMNS: Columns = {
-    "extra": lambda row: f"{row.extra:+.0%}",
-    "time": lambda row: f"{row.time_ratio:.3f}",
-    "published": lambda row: or_dash(row.published_ratio, ".2f"),
-    "at best": lambda row: f"{row.best_ratio:.3f}",
-    "elastic, published": lambda row: or_dash(row.published_elastic_ratio, ".2f"),
-}
-
-
-def mix_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate mix`."""
-    from diloco_jax.simulation.fleets.unequal import MixConfig, simulate_mix
-
-    def shown(config: MixConfig, progress: Progress) -> Shown:
-        rows = simulate_mix(config, progress)
-        title = (
-            f"{config.v6e} v6e islands, {config.v5p} v5p islands with {config.gap:.0%} "
-            f"longer steps, spread {config.step_spread:.0%}, {config.hours:g} h"
-        )
-        caption = (
-            "The published 84 % is for K = 8, where every step waits for all islands: "
-            "compare the row lockstep. With K = M here no step waits."
-        )
-        return _listed(config, rows), table(MIX_COLUMNS, rows, title, caption)
-
-    return _command("mix", arguments, MixConfig(), shown)
-
-
-def scavenge_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate scavenge`."""
-    from diloco_jax.simulation.fleets.unequal import ScavengeConfig, simulate_scavenge
-
-    def shown(config: ScavengeConfig, progress: Progress) -> Shown:
-        rows = simulate_scavenge(config, progress)
-        title = (
-            f"{config.islands} islands, and extra ones for {config.tokens_share:.0%} "
-            f"of the token budget: training time over that without them"
-        )
-        caption = (
-            "At best: as many tokens at the speed of all islands. Elastic: "
-            "data-parallel, which stops to take machines in and to let them go."
-        )
-        return _listed(config, rows), table(SCAVENGE_COLUMNS, rows, title, caption)
-
-    return _command("scavenge", arguments, ScavengeConfig(), shown)
 
 
 def bandwidth_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate bandwidth`."""
-    from diloco_jax.simulation.fleets.bandwidth import (
-        BandwidthConfig,
-        simulate_bandwidth,
+    from diloco_jax.simulation import bandwidth
+
+    config, output = _parse(
+        "bandwidth", arguments, bandwidth.BandwidthConfig(), Output()
     )
-
-    def shown(config: BandwidthConfig, progress: Progress) -> Shown:
-        result = simulate_bandwidth(config)
-        formulas = result.formulas()
-        more = {"speedup": result.speedup, "formulas": formulas}
-        return {**dataclasses.asdict(result), **more}, "\n".join(formulas)
-
-    return _command("bandwidth", arguments, BandwidthConfig(), shown, waits=False)
+    result = bandwidth.simulate_bandwidth(config)
+    formulas = result.formulas()
+    more = {"speedup": result.speedup, "formulas": formulas}
+    _show(output.json, {**dataclasses.asdict(result), **more}, "\n".join(formulas))
+    return EXIT_DONE
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "goodput": (goodput_command, "chip time left by failures; --sweep"),
-    "mix": (mix_command, "unequal islands: waiting for all, for one, with grace"),
-    "scavenge": (scavenge_command, "extra islands for a part of the token budget"),
     "bandwidth": (bandwidth_command, "rates that links must carry"),
     "faults": (faults_command, "random faults, and invariants that must hold"),
 }
-
-
-def _command(
-    kind: str,
-    arguments: Sequence[str],
-    config: ConfigT,
-    shown: Callable[[ConfigT, Progress], Shown],
-    *,
-    waits: bool = True,
-) -> int:
-    """Simulate and show what was found. waits: it is worth a bar."""
-    config, output = _parse(kind, arguments, config, Output())
-    with bar(kind) if waits else contextlib.nullcontext(nobody) as progress:
-        values, text = shown(config, progress)
-    show(output.json, values, text)
-    return EXIT_DONE
 
 
 def _parse(
@@ -309,7 +216,40 @@ def _parse(
     return parsed, shown
 
 
-def _listed(config: Any, rows: Sequence[Any]) -> dict[str, Any]:
-    """Return dataclasses as JSON-compatible builtins, together with their config."""
-    listed = [dataclasses.asdict(row) for row in rows]
-    return {"rows": listed, "config": dataclasses.asdict(config)}
+def _bar(title: str) -> AbstractContextManager[Callable[[float], None]]:
+    """Show how far a simulation is, on standard error."""
+    return bar(Console(stderr=True), title)
+
+
+def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
+    """Print the values as JSON to standard output, or the text for people."""
+    if as_json:
+        print(json.dumps(values))
+    else:
+        _tell(text)
+
+
+def _tell(text: Table | str) -> None:
+    """Print to standard error."""
+    console = Console(stderr=True, markup=False)
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _sweep_table(results: Iterable[GoodputResult]) -> Table:
+    """Return a row for each point; all columns but the first hold numbers."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("way", "chips", "compute goodput", "published", "goodput", "uptime"):
+        made.add_column(
+            name, justify="left" if name == "way" else "right", no_wrap=True
+        )
+    for result in results:
+        mean, published = result.mean, result.published
+        made.add_row(
+            result.config.label,
+            f"{result.config.chips:,}",
+            f"{mean.compute_goodput:.1%}",
+            "-" if published is None else f"{published:.0%}",
+            f"{mean.goodput:.1%}",
+            f"{mean.uptime:.1%}",
+        )
+    return made

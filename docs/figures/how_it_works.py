@@ -22,7 +22,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.simulation.virtual.clock import LineSpeed
+from diloco_jax.simulation.clock import LineSpeed
 
 LINES = {"fast": 2.0, "coordinator": 1.0, "slow": 0.0}
 SHOWN_S = (9.6, 15.6)

@@ -113,7 +113,7 @@ def test_meshes_and_hosts_change_nothing_but_rounding(text, tmp_path):
 
 MESHES = {
     "bands": (8, IslandConfig(batch_size=4, hosts=2, mesh_fsdp=4)),
-    "copies": (2, IslandConfig(batch_size=4, hosts=4, mesh_data=4)),
+    "copies": (2, IslandConfig(batch_size=4, hosts=2, mesh_data=2)),
 }
 """Fragments, and an island whose hosts cut every piece inside its tiles, some of which
 are bands of one tile; or which all have all parameters."""

@@ -28,10 +28,9 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger, recovery
 from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import initial
-from diloco_jax.simulation.virtual.arrays import NoArrays, NoBody
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.island import IslandSpec
-from diloco_jax.simulation.virtual.world import World
+from diloco_jax.simulation.coordinator import NoArrays, VirtualCoordinator
+from diloco_jax.simulation.island import IslandSpec, NoBody
+from diloco_jax.simulation.world import World
 
 LENGTH, FRAGMENTS = 16, 3
 WEIGHTS = (2.0, 1.0)

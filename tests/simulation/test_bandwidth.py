@@ -7,14 +7,14 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import LARGEST
-from diloco_jax.simulation.fleets.bandwidth import (
+from diloco_jax.simulation.bandwidth import (
     OVERLAP,
     PUBLISHED_DECOUPLED_GBIT_PER_S,
     UTILISATION,
     BandwidthConfig,
     simulate_bandwidth,
 )
-from diloco_jax.simulation.fleets.fleet import GBIT_PER_S, PARAMS, STEP_SECONDS
+from diloco_jax.simulation.fleet import GBIT_PER_S, PARAMS, STEP_SECONDS
 
 PLAIN = BandwidthConfig(
     params=1e9, cycle=10, codec="bf16", step_seconds=2, link_utilisation=1

@@ -8,7 +8,7 @@ import pytest
 from interruption import until_it_is_raised
 
 from diloco_jax.cli import main
-from diloco_jax.simulation.fleets import goodput
+from diloco_jax.simulation import goodput
 
 QUICK = ["--hours", "0.2", "--seeds", "2", "--islands", "2", "--chips", "3e5"]
 
@@ -45,8 +45,8 @@ def test_without_json_nothing_goes_to_standard_output(capsys):
 def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
     folder = tmp_path / "o[" / "x]"
     folder.mkdir(parents=True)
-    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.CHIPS", (100_000,))
-    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.ISLANDS", (1,))
+    monkeypatch.setattr("diloco_jax.simulation.goodput.CHIPS", (100_000,))
+    monkeypatch.setattr("diloco_jax.simulation.goodput.ISLANDS", (1,))
     arguments = ["--sweep", "--out", str(folder), "--hours", "0.1", "--json"]
     code, out, err = run(capsys, "goodput", *arguments)
     assert code == 0
@@ -58,7 +58,7 @@ def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
 def test_ctrl_c_in_a_sweep_shows_the_points_that_are_done(
     capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.CHIPS", (100_000,))
+    monkeypatch.setattr("diloco_jax.simulation.goodput.CHIPS", (100_000,))
     done, simulate = [], goodput.simulate_goodput
 
     def simulated(config, progress):
@@ -77,19 +77,6 @@ def test_ctrl_c_in_a_sweep_shows_the_points_that_are_done(
     assert not list(tmp_path.iterdir())
 
 
-def test_mix_and_scavenge_show_published_figures_beside_ours(capsys):
-    code, _, err = run(capsys, "mix", "--hours", "0.2")
-    assert code == 0
-    assert "84%" in err
-    assert (
-        "The published 84 % is for K = 8, where every step waits for all islands" in err
-    )
-    arguments = ["--hours", "0.5", "--islands", "4", "--extra", "0.25", "--json"]
-    code, out, _ = run(capsys, "scavenge", *arguments)
-    (row,) = json.loads(out)["rows"]
-    assert row["published_ratio"] == 0.90
-
-
 def test_bandwidth_has_its_stated_keys(capsys):
     arguments = ["--params", "7e9", "--sites", "8", "--step-seconds", "1"]
     arguments += ["--cycle", "100", "--fragments", "10", "--overlap", "5"]
@@ -104,11 +91,7 @@ def test_bandwidth_has_its_stated_keys(capsys):
     ("arguments", "message"),
     [
         (["goodput", "--chips", "-5"], "chips = -5"),
-        (["mix", "--grace", "1"], "grace = 1.0; it must be at least 0, below 1"),
-        (
-            ["scavenge", "--step-spread", "nan"],
-            "step_spread = nan; it must be finite, at",
-        ),
+        (["goodput", "--grace", "1"], "grace = 1.0; it must be at least 0, below 1"),
         (["bandwidth", "--overlap", "inf"], "overlap = inf; it must be finite"),
         (
             ["bandwidth", "--fragments", "9", "--params", "8"],
@@ -123,11 +106,6 @@ def test_bandwidth_has_its_stated_keys(capsys):
             "pairs of 2.9e+05 deltas and fragments = 1000 to simulate, more than 1e+08;"
             " lower fragments or hours, or raise cycle or step_seconds",
         ),
-        (["mix", "--fragments", "1000", "--cycle", "1"], "deltas and fragments = 1000"),
-        (["scavenge", "--fragments", "1000", "--cycle", "1"], "fragments = 1000"),
-        (["mix", "--v6e", "100000000"], "islands to simulate, more than 1e+08; lower "),
-        (["scavenge", "--islands", "100000000"], "more than 1e+08; lower islands"),
-        (["mix", "--gap", "1e12"], "with gap = 1e+12; lower gap, or raise hours"),
         (["goodput", "--quorum", "9"], "quorum = 9, but islands = 8"),
         (["gooput"], "did you mean 'goodput'"),
         (["goodput", "--sweep", "--out", "/proc"], "/proc: no file can be made there"),

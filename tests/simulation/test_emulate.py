@@ -23,8 +23,8 @@ from diloco_jax.config import (
 from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import Data
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
-from diloco_jax.simulation.emulation.bodies import TrainedBody
-from diloco_jax.simulation.virtual.clock import LineSpeed
+from diloco_jax.simulation.bodies import TrainedBody
+from diloco_jax.simulation.clock import LineSpeed
 
 
 @pytest.mark.optimized
@@ -126,7 +126,7 @@ def packed(monkeypatch) -> None:
         largest=8,
         bytes_per_token=None,
     )
-    for module in ("data.loading", "simulation.emulation.emulate"):
+    for module in ("data.loading", "simulation.emulate"):
         monkeypatch.setattr(
             f"diloco_jax.{module}.load_data", lambda run, copied=False: found
         )
@@ -282,7 +282,7 @@ def test_what_ended_early_leaves_no_folder(text, tmp_path, monkeypatch, number, 
         os.kill(os.getpid(), number)
         until_it_is_raised()
 
-    monkeypatch.setattr("diloco_jax.simulation.emulation.emulate.emulate", interrupted)
+    monkeypatch.setattr("diloco_jax.simulation.emulate.emulate", interrupted)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         assert cli.main(["emulate", str(path), "--workdir", str(workdir)]) == 1

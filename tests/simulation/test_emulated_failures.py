@@ -15,10 +15,10 @@ from diloco_jax.config import (
     ConfigError,
 )
 from diloco_jax.protocol.coordinator.events import Alert
-from diloco_jax.simulation.emulation.bodies import Diary
-from diloco_jax.simulation.virtual.world import World
+from diloco_jax.simulation.bodies import Diary
+from diloco_jax.simulation.world import World
 
-LIVES = "diloco_jax.simulation.emulation.emulate.LIVES_IN_VAIN"
+LIVES = "diloco_jax.simulation.emulate.LIVES_IN_VAIN"
 
 
 def test_a_kill_costs_what_was_not_merged(text) -> None:
@@ -123,7 +123,7 @@ def test_alerts_are_as_many_as_a_runs_and_name_absent_islands(
                 self.coordinator.carry_out(Alert(text=f"{number}"))
             super().run(until)
 
-    monkeypatch.setattr("diloco_jax.simulation.emulation.emulate.World", Alerting)
+    monkeypatch.setattr("diloco_jax.simulation.emulate.World", Alerting)
     options = EmulationOptions(joins={"b": (1000.0, 2000.0)})
     found = emulate(make_config(text, quorum=1), options=options).summary["alerts"]
     assert found == [
@@ -171,10 +171,12 @@ def test_measures_are_of_completed_steps_and_stalls_never_negative():
             began=0.0,
             compile_seconds=0.0,
             steps=2,
-            step_began=[0.0, *ends[:-1]],
-            step_seconds=seconds,
-            metrics={"loss": [1.0] * 50, "skipped": [1, 0, 1] * 50, "tokens": [3] * 50},
-            learning_rates=[0.1] * 50,
+            rows=[
+                [began, each, 0.1, 1.0, index != 1, 3]
+                for index, (began, each) in enumerate(
+                    zip([0.0, *ends], seconds, strict=False)
+                )
+            ],
         )
         measures = diary.measures()
         assert (measures.skipped_steps, measures.tokens_predicted) == (1, 6)

@@ -9,13 +9,11 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.simulation.fleets.failures import FailureModel
-from diloco_jax.simulation.fleets.fleet import ExchangeTerms
-from diloco_jax.simulation.fleets.goodput import (
+from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
+from diloco_jax.simulation.goodput import (
     GoodputConfig,
     points,
     simulate_goodput,
-    simulated,
     write_csv,
     write_plot,
 )
@@ -148,6 +146,7 @@ def test_islands_are_bounded_where_the_policy_has_them():
             r"join_seconds = 1e\+300; .* at ",
         ),
         ({"failures": FailureModel(down_seconds=1e308)}, r"down_seconds = 1e\+308; .*"),
+        ({"failures": FailureModel(mtbi_years=-1)}, r"mtbi_years = -1; .* at least 0"),
         ({"hours": 0.001}, r"hours = 0.001 over seeds = 3 .*step_seconds = 10; raise"),
     ],
 )
@@ -157,7 +156,7 @@ def test_bad_numbers_are_refused_with_both_values_and_the_remedy(fields, message
 
 
 def sweep(config, chips, islands):
-    return list(simulated(points(config, chips, islands)))
+    return [simulate_goodput(point) for point in points(config, chips, islands)]
 
 
 @pytest.fixture(scope="module")

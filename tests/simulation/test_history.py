@@ -27,10 +27,10 @@ from diloco_jax.observability.history import COLUMNS, outages
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Effect, Note, Persist
-from diloco_jax.simulation.emulation.emulate import Attendance
-from diloco_jax.simulation.virtual.arrays import NoArrays, NoBody
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.world import World
+from diloco_jax.simulation.coordinator import NoArrays, VirtualCoordinator
+from diloco_jax.simulation.emulate import Attendance
+from diloco_jax.simulation.island import NoBody
+from diloco_jax.simulation.world import World
 
 BEGUN, MEDIAN_S = 1e6, 0.5
 STEP_S = {"a": 0.5, "b": 0.7, "c": 1.3}
@@ -68,9 +68,8 @@ def record(workdir: Path) -> dict[str, Any]:
             self.diary = attendance.diaries[name][-1]
 
         def train(self, positions: np.ndarray, learning_rate: float) -> None:
-            self.diary.step_began.append(world.clock.now)
-            self.diary.learning_rates.append(learning_rate)
-            self.diary.metrics["loss"].append(math.nan)
+            row = [world.clock.now, math.nan, learning_rate, math.nan, 0, 0]
+            self.diary.rows.append(row)
 
     world = World(
         config.run,

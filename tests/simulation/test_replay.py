@@ -215,8 +215,8 @@ def pipe(monkeypatch):
     """(its end, ours), of a process that is like this one."""
     monkeypatch.setattr(worker.compilation, "use_cache", lambda folder: None)
     theirs, ours = Pipe()
-    ours.send((RunConfig(), None))
-    ours.send((WHO, "judge", (0, "settled")))
+    ours.send_bytes(worker.pack(worker.Start(RunConfig(), 1, 0, "")))
+    ours.send_bytes(worker.pack((WHO, "judge", (0, "settled"))))
     yield theirs, ours
     theirs.close()
     ours.close()

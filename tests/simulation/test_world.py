@@ -9,17 +9,18 @@ import pytest
 from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.simulation.virtual.arrays import NoArrays
-from diloco_jax.simulation.virtual.clock import Clock, Line, LineSpeed
-from diloco_jax.simulation.virtual.island import (
+from diloco_jax.simulation.clock import (
     DRAWN_AT_ONCE,
-    LOCKSTEP_STEPS,
-    IslandSpec,
+    Clock,
+    Line,
+    LineSpeed,
     drawn,
     durations,
-    lockstep_share,
 )
-from diloco_jax.simulation.virtual.world import World
+from diloco_jax.simulation.coordinator import NoArrays
+from diloco_jax.simulation.fleet import LOCKSTEP_STEPS, lockstep_share
+from diloco_jax.simulation.island import IslandSpec
+from diloco_jax.simulation.world import World
 
 BATCH, LENGTH = 8, 128
 PER_STEP = BATCH * LENGTH

@@ -128,7 +128,7 @@ def test_the_tokenizer_travels_with_the_weights(config, tmp_path):
             ["coordinator", "--workdir", "w", "--init"],
             "diloco_jax.coordinator.main.run",
         ),
-        (["emulate"], "diloco_jax.simulation.emulation.emulate.run"),
+        (["emulate"], "diloco_jax.simulation.emulate.run"),
     ],
     ids=["run", "coordinator", "emulate"],
 )

@@ -27,9 +27,12 @@ from diloco_jax.protocol.values import (
     Prepared,
     Version,
 )
-from diloco_jax.simulation.virtual.arrays import Received, VirtualFetch
+from diloco_jax.simulation.coordinator import Received
+from diloco_jax.simulation.island import VirtualFetch
 
 FIRST_ANCHOR = b"first"
+MADE_UP = b"made up "
+"""Begins the value of an anchor that an island made up; no digest is as long."""
 
 
 def digest(*parts: object) -> bytes:
@@ -62,6 +65,16 @@ class Anchor(NamedTuple):
     def next(self, publish: bytes) -> Anchor:
         """Return the anchor that a publish leads to."""
         return Anchor(self.version.next(), _hash(self.value + publish))
+
+    def made_up(self, ahead: int) -> Anchor:
+        """Return one that a liar gives out for it, so many merges ahead of it."""
+        version = self.version._replace(number=self.version.number + ahead)
+        return Anchor(version, MADE_UP + _hash(self.value))
+
+    @property
+    def is_made_up(self) -> bool:
+        """True if no merges lead to it."""
+        return self.value.startswith(MADE_UP)
 
 
 class Anchors:

@@ -4,21 +4,21 @@ and gathers anchors. Invariants watch the first, which may die or sleep."""
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
-from diloco_jax.coordinator.engine import AnyEffect, Engine
+from diloco_jax.coordinator.engine import AnyEffect, Engine, Sessions
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
-from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import anchors, search, terms
+from diloco_jax.protocol.coordinator import anchors, members, search, terms
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Event,
     MachineSlept,
     Persist,
     Said,
+    SaidAhead,
     Timer,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
@@ -31,16 +31,14 @@ from diloco_jax.protocol.holding import (
     ToHolder,
 )
 from diloco_jax.protocol.messages import AnchorRequest, Goodbye, Hello
-from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
 from diloco_jax.simulation.faults.facts import Incarnation, Opened
-from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.virtual.arrays import VirtualFetch
-from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.island import Connection
+from diloco_jax.simulation.island import Connection, VirtualFetch
+from diloco_jax.wire.errors import Busy, Refused
 
 P = ParamSpec("P")
 Method = Callable[Concatenate[Any, P], None]
@@ -67,22 +65,23 @@ class FaultyCoordinator(VirtualCoordinator):
     """
 
     def __init__(
-        self, world: Any, state: State, anchors: Anchors, clock_offset: float
+        self, unit: Any, world: Any, state: State, anchors: Anchors, offset_s: float
     ) -> None:
-        """world: its `world.FaultyWorld`."""
+        """unit: its `unit.Unit`. world: its `world.FaultyWorld`."""
         super().__init__(
             world.config,
             world.clock,
             state,
             anchors,
-            self._append_record,
+            unit.append,
             merge_seconds=lambda merge: world.schedule.merge_s,
-            clock_offset=clock_offset,
+            clock_offset=offset_s,
             written=self._write_publish,
         )
-        self.anchors, self._world = anchors, world
-        self.disk: Disk = world.disk
-        self.monitor: Monitor = world.monitor
+        self.anchors, self._world, self._unit = anchors, world, unit
+        self.disk: Disk = unit.disk
+        self.monitor: Any = world.monitor
+        """The `invariants.Monitor`, or one that is blind: see `Unwatched`."""
         self._effects: deque[AnyEffect] = deque()
         """Decided effects that are not carried out yet."""
         self._later: deque[Callable[[], None]] = deque()
@@ -94,15 +93,6 @@ class FaultyCoordinator(VirtualCoordinator):
         """Calls that wait until it is awake."""
 
     # ---- its disk -------------------------------------------------------------------
-
-    def _append_record(self, record: Durable) -> None:
-        try:
-            self.disk.append(records.line(record))
-        except DiskError as failure:
-            if failure.complete:
-                self.monitor.persisted(record)
-            raise
-        self.monitor.persisted(record)
 
     def _write_publish(self, merge: Merge, prepared: Prepared) -> bool:
         """Write the publish of a computed merge; False if the disk is full."""
@@ -143,7 +133,12 @@ class FaultyCoordinator(VirtualCoordinator):
 
     @awake
     def hello(self, hello: Hello, peer: Connection) -> None:
-        super().hello(hello, peer)
+        if how := members.how_ahead(self.config, self.state, hello):
+            # As the service does.
+            self.hear(SaidAhead(island=hello.island, how=how))
+            peer.fail(Busy(how))
+        else:
+            super().hello(hello, peer)
 
     @awake
     def disconnected(self, peer: Connection) -> None:
@@ -200,13 +195,17 @@ class FaultyCoordinator(VirtualCoordinator):
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        if not self._world.survives(self):
+        if not self._world.survives(self._unit, self):
             return
         self.monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self._world.disk_failed(self)
+            self._world.disk_failed(self._unit)
+        except Refused as refused:
+            if refused.code != "outdated":
+                raise
+            self._world.outdated(self._unit)
         if isinstance(effect, Commit):
             fragment = effect.fragment
             if self.has(fragment):
@@ -313,13 +312,14 @@ class VirtualGatherer:
         ):
             return
         if asked.sample:
+            kept, _ = self._kept[fragment]
             compared = AnchorCompared(
                 fragment=fragment,
                 island=island,
                 incarnation=incarnation,
                 version=anchor.version,
-                equal=anchor.value == self._kept[fragment][0].value,
-                apart=0.0,
+                equal=anchor.value == kept.value,
+                apart=math.inf if anchor.is_made_up or kept.is_made_up else 0.0,
             )
             self._step(compared)
             return
@@ -328,7 +328,7 @@ class VirtualGatherer:
             self._clock.after(WRITE_AGAIN_S, lambda: self.anchor(who, asked, anchor))
             return
         self._kept[fragment] = anchor, first
-        kept = AnchorKept(
+        event = AnchorKept(
             fragment=fragment,
             island=island,
             incarnation=incarnation,
@@ -336,7 +336,7 @@ class VirtualGatherer:
             version=first.version,
             digest=first.value.hex(),
         )
-        self._step(kept)
+        self._step(event)
 
     # ---- what was decided -------------------------------------------------------
 
@@ -373,6 +373,7 @@ class VirtualGatherer:
                 anchors=tuple(first for _, first in kept),
                 replaced=tuple(replaced for replaced, _ in kept),
                 offers=stayed,
+                unchecked=state.unchecked,
             )
         )
 
@@ -387,6 +388,3 @@ class VirtualGatherer:
         at = anchors.next_deadline(state, self._clock.now)
         if state.phase != "over" and at < float("inf"):
             self._clock.at(at, lambda: self._step(Timer()))
-
-
-Peer = FaultyCoordinator | VirtualGatherer

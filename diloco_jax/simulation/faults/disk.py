@@ -59,6 +59,11 @@ class Disk:
         """Share of the record that the failing append writes."""
         self._format(0)
 
+    @property
+    def has_run(self) -> bool:
+        """True if a run has begun on it."""
+        return bool(self._states)
+
     def has_space(self) -> bool:
         """Tell if there is room for a small record."""
         return not self.brimful

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -27,11 +26,13 @@ from diloco_jax.simulation.faults.faults import (
     FullDisk,
     LongDeltas,
     MachineSleep,
+    MadeUpAnchors,
     Partition,
     Removal,
     Restart,
     RunStop,
     ScheduledFault,
+    SecondCoordinator,
     WorkerCrash,
     one_of,
     restart,
@@ -81,7 +82,9 @@ def draw(seed: int) -> Schedule:
             faults.append(_draw_fault(rng, names, 1.2 * over_s))
     power = generator("power")
     faults = [
-        _with_restart(fault, lambda: power.random() >= 0.5, power_cut=True)
+        replace(fault, restart=replace(fault.restart, power_cut=True))
+        if isinstance(fault, CRASHES) and power.random() >= 0.5
+        else fault
         for fault in faults
     ]
     if chosen := perhaps("full", 0.3):
@@ -103,6 +106,14 @@ def draw(seed: int) -> Schedule:
     ordered = any(isinstance(fault, Removal) for fault in faults)
     if (chosen := perhaps("deaf", 0.15)) and not ordered:
         faults += _lost_while_deaf(chosen, names, storm_s)
+    if (chosen := perhaps("made up", 0.1)) and not ordered:
+        # Until the state is gathered that is lost meanwhile.
+        long = {**lying, "for_s": lambda rng: 8 * LEASE_S}
+        lies = _drawn(MadeUpAnchors, chosen, storm_s, **long)
+        lost_s = round(lies.at_s + chosen.random(), 2)
+        faults += [lies, DiskLost(at_s=lost_s, restart=restart(chosen))]
+    if (chosen := perhaps("second", 0.1)) and not ordered:
+        faults.append(_drawn(SecondCoordinator, chosen, storm_s))
     if chosen := perhaps("export", 0.15):
         faults += [_drawn(Export, chosen, storm_s) for _ in range(2)]
     if chosen := perhaps("stop", 0.1):
@@ -210,15 +221,6 @@ def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> Dela
         late_s=round(rng.uniform(1, 8) * LEASE_S, 1),
         channel="bulk",
     )
-
-
-def _with_restart(
-    fault: ScheduledFault, wanted: Callable[[], bool], **restart: bool
-) -> ScheduledFault:
-    """Return one of `CRASHES` with this kind of restart, or another fault as it is."""
-    if not isinstance(fault, CRASHES) or not wanted():
-        return fault
-    return replace(fault, restart=replace(fault.restart, **restart))
 
 
 def _with_workers(

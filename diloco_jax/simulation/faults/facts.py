@@ -1,5 +1,6 @@
 """Facts of a run as one observer sees them: from durable records and the acts of
-islands, never from the state of the code that is checked.
+islands, never from the state of the code that is checked. The invariants that keep long
+books of facts are here too: of data, and of the end of a run.
 """
 
 from __future__ import annotations
@@ -7,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.ending import OPEN_BY
+from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
 from diloco_jax.protocol.coordinator.terms import FoundTerm
-from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.messages import Granted, Hello
 from diloco_jax.protocol.records import (
     Admitted,
     Durable,
@@ -22,7 +25,7 @@ from diloco_jax.protocol.records import (
     TermBegun,
     Ticks,
 )
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.values import Contribution, EndReason, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 
 Incarnation = tuple[str, int]
@@ -54,6 +57,8 @@ class Opened:
     """Anchors as the islands offered them."""
     offers: Mapping[str, Hello]
     """Offers of the islands that stayed to the end."""
+    unchecked: frozenset[str]
+    """Islands whose anchors too few others could check."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -168,3 +173,194 @@ def who_took(c: Contribution) -> Incarnation:
 def key_of(c: Contribution, fragment: int) -> Key:
     """Return the identity of a merged delta's take."""
     return c.island, c.incarnation, fragment, c.tick
+
+
+# ---- invariants with long books of their own --------------------------------------
+
+Process = tuple[Incarnation, str]
+"""Incarnation and session: two processes may have one name."""
+ENDS: tuple[EndReason, ...] = ("finished", "absent")
+
+
+class GrantedData:
+    """The invariant "data": who was granted which positions.
+
+    If a term was lost before any offering island heard of it, its number is used again.
+    The grants of the lost term are lost with it. A process that joined only that term
+    is let in if it did not hear of the term either, and begins anew. Its name may be
+    that of an earlier process, which goes on with its own grants. What was granted in
+    any lost term and never told may be granted again.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._granted: dict[Process, list[int]] = {}
+        self._held: dict[Incarnation, set[int]] = {}
+        self._merged: dict[int, Incarnation] = {}
+        self._term = 0
+        self._before: dict[Process, tuple[int, list[int]]] = {}
+        """Grants of processes that joined this term: the number of positions that they
+        carried from earlier terms, and all earlier positions.
+        """
+        self._lost: dict[Process, list[int]] = {}
+        """Positions granted in a lost term, until the process joins again."""
+        self._void: set[Process] = set()
+        """Processes that joined only a lost term."""
+        self._given: set[int] = set()
+        """Positions granted in this term."""
+        self._untold: set[int] = set()
+        """Those of them of which nobody was told."""
+
+    def _hold(self, holds: bool, what: str, *values: object) -> None:
+        self._facts.hold("data", holds, what, *values)
+
+    def told(self, granted: Granted) -> None:
+        """Note that an island is told of a grant."""
+        span = granted.span
+        self._untold.difference_update(range(span.start, span.stop))
+
+    def opened(self, opened: Opened) -> None:
+        """Begin a term; undo what a lost one of its number had granted."""
+        for held in self._held.values():
+            held -= self._untold
+        self._given, self._untold = set(), set()
+        term = opened.anchors[0].version.term
+        if term == self._term:
+            for process, (carried, before) in self._before.items():
+                who, lost = process[0], self._granted[process]
+                self._held[who] = set(lost[:carried])
+                self._granted[process], self._lost[process] = before, lost
+                if not carried:
+                    self._void.add(process)
+                    for position in lost:
+                        if self._merged.get(position) == who:
+                            del self._merged[position]
+        self._term, self._before = term, {}
+
+    def joined(self, record: records.Joined) -> None:
+        """Begin with the grants of an earlier term, as far as it heard of them."""
+        who = (record.island, record.incarnation)
+        process = who, record.session
+        carried = record.carried.sequences_granted if record.carried else 0
+        is_void = bool(carried) and process in self._void
+        self._hold(not is_void, "no process heard of its term:", record)
+        self._void.discard(process)
+        self._lost.pop(process, None)
+        before = self._granted.get(process, [])
+        self._before.setdefault(process, (carried, before))
+        self._granted[process] = before[:carried]
+        self._held[who] = set(before[:carried])
+
+    def left(self, record: records.Left) -> None:
+        """Let go of what an incarnation had."""
+        del self._held[record.island, record.incarnation]
+
+    def granted(self, record: records.Granted) -> None:
+        """Check that nobody else has these positions, and no merge."""
+        who = (record.island, self._facts.log.current[record.island])
+        granted = self._granted[self._process(who)]
+        positions = range(record.start, record.stop)
+        follows, what = (
+            record.offset == len(granted),
+            "an island with so many positions",
+        )
+        self._hold(follows, f"{what} is granted:", who, len(granted), record)
+        for holder, held in self._held.items():
+            apart = held.isdisjoint(positions)
+            self._hold(apart, "has part of what is granted:", holder, record)
+        unmerged = self._merged.keys().isdisjoint(positions)
+        self._hold(unmerged, "part of it is merged:", record)
+        for known in (self._held[who], self._given, self._untold):
+            known.update(positions)
+        granted.extend(positions)
+
+    def merged(self, c: Contribution) -> None:
+        """Note the positions of a merged delta."""
+        who, process = who_took(c), self._process(who_took(c))
+        count = self._facts.joined[who].sequences_per_step
+        self._hold(process not in self._void, "no process heard of its term:", c)
+        for position in self._granted[process][c.start * count : c.end * count]:
+            merged = self._merged.setdefault(position, who)
+            if merged != who:
+                what = "a position that was merged from two:"
+                self._hold(False, what, position, who, merged)
+
+    def trained(self, who: Incarnation, step: int, drawn: list[int]) -> None:
+        """Check that a step is on what was granted. Until one has joined the term, it
+        may be any process of the name."""
+        count = self._facts.joined[who].sequences_per_step
+        begin, end = step * count, (step + 1) * count
+        known = self._process(who)
+        if known in self._before and self._granted[known][begin:end] == drawn:
+            return
+        processes = [known] if known in self._before else list(self._granted)
+        granted = [
+            positions_of[process][begin:end]
+            for process in processes
+            for positions_of in (self._granted, self._lost)
+            if process[0] == who and process in positions_of
+        ]
+        what = "it trains a step on positions that are not those granted:"
+        self._hold(drawn in granted, what, who, step, drawn, granted)
+
+    def recovered(self, state: State) -> None:
+        """Check that nothing that was granted is lost."""
+        known = self._merged.keys() | set().union(*self._held.values())
+        for span in state.free_spans:
+            known |= set(range(span.start, span.stop))
+        lost = self._given - known
+        self._hold(not lost, "neither free, nor held, nor merged:", sorted(lost))
+
+    def _process(self, who: Incarnation) -> Process:
+        return who, self._facts.joined[who].session
+
+
+class LastSteps:
+    """The invariant "last_steps": what the end of a run costs."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._exempt: set[Incarnation] = set()
+        """Those that were silent for too long, or had a delta that hung."""
+        self._awaited: dict[tuple[Incarnation, int], float] = {}
+        """Times since which islands' deltas of fragments are awaited: they are on their
+        way, or are taken after an adoption that is, once or again."""
+
+    def ending(self, before: State, after: State, now: float) -> None:
+        """Look at a step once the run stops, and at what its end loses."""
+        for name, island in before.islands.items():
+            if island.status == "absent" and now >= island.lease_until:
+                self._exempt.add((name, island.incarnation))
+        self._look_for_hanging(before, now)
+        if after.phase != "done":
+            return
+        for name, island in before.islands.items():
+            who = name, island.incarnation
+            trains = island.phase == "training" and now >= before.deadline
+            if island.status == "gone" or trains or who in self._exempt:
+                continue
+            for was, fragment in zip(before.fragments, after.fragments, strict=True):
+                lost = _lost(fragment, name) - _lost(was, name)
+                self._facts.hold(
+                    "last_steps",
+                    not lost,
+                    "the run ends, and loses so many tokens of who is there:",
+                    *(lost, name, island.status, fragment.index),
+                )
+
+    def _look_for_hanging(self, state: State, now: float) -> None:
+        awaited = {
+            ((name, account.incarnation), fragment.index)
+            for fragment in state.fragments
+            for name, account in fragment.accounts.items()
+            if (take := account.take) is not None and not take.arrived
+        }
+        self._awaited = {key: self._awaited.get(key, now) for key in awaited}
+        for (who, _), since in self._awaited.items():
+            if now - since >= OPEN_BY * self._facts.config.flush_s:
+                self._exempt.add(who)
+
+
+def _lost(fragment: Fragment, name: str) -> int:
+    lost = fragment.accounts[name].lost_tokens
+    return sum(lost.get(reason, 0) for reason in ENDS)

@@ -25,8 +25,8 @@ import msgspec
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import BETWEEN, SECONDS, Bound, within
 from diloco_jax.protocol.coordinator.events import KeepAsked, Timer
-from diloco_jax.simulation.faults.network import Way
 
+Way = Literal["up", "down"]
 LEASE_S = 4.0
 """Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
 LOOKS_EVERY_S = 0.5
@@ -37,6 +37,7 @@ JOIN_S = 2.0
 """Longest join in seconds that is drawn, about the time until the first step."""
 BOUNDS = {
     "behind": Bound(0, 1),  # The first incarnation is 1.
+    "ahead": Bound(0, 1),
     "factor": Bound(1e-6, 100),
     "effects": Bound(0, 1000),
     "worker": Bound(0, 1000),
@@ -334,6 +335,20 @@ class Boast(IslandFault, frozen=True, kw_only=True):
         return self.for_s
 
 
+class MadeUpAnchors(IslandFault, frozen=True, kw_only=True):
+    """An island makes up the anchors that a coordinator without them asks it for, for a
+    while or until its process ends. ahead: merges by which it claims to be ahead."""
+
+    for_s: float
+    ahead: Annotated[int, one_of(*range(2))] = 0
+
+    def befall(self, world: Any, island: Any) -> float:
+        world.set_for(self.for_s, island, "lies", self.ahead, usual=None)
+        # The others may wait for a third island.
+        patience_s: float = 2 * world.schedule.outage_s + world.new_term_within_s
+        return self.for_s + patience_s
+
+
 # ---- an operator ------------------------------------------------------------------
 
 
@@ -387,9 +402,9 @@ class CoordinatorCrash(ScheduledFault, frozen=True, kw_only=True):
     def strike(self, world: Any) -> bool:
         return bool(world.arm(self))
 
-    def meet(self, world: Any, lead: Any) -> float:
-        """Happen to a lead that has carried out the effects; see `happen`."""
-        world.crash_coordinator(lead, self.restart)
+    def meet(self, unit: Any) -> float:
+        """Happen once the lead has carried out the effects; see `happen`."""
+        unit.crash(self.restart)
         return self.restart.lasts_s
 
 
@@ -410,10 +425,10 @@ class WorkerCrash(ScheduledFault, frozen=True, kw_only=True):
     def strike(self, world: Any) -> bool:
         return world.coordinator is not None and bool(world.arm(self))
 
-    def meet(self, world: Any, lead: Any) -> float:
-        """Happen to a lead that has carried out the effects; see `happen`."""
-        lasts_s: float = world.crash_worker(
-            lead, self.worker, self.noticed_s, self.down_s, disk_lost=self.disk_lost
+    def meet(self, unit: Any) -> float:
+        """Happen once the lead has carried out the effects; see `happen`."""
+        lasts_s: float = unit.crash_worker(
+            self.worker, self.noticed_s, self.down_s, disk_lost=self.disk_lost
         )
         return lasts_s
 
@@ -463,7 +478,7 @@ class FullDisk(ScheduledFault, frozen=True, kw_only=True):
     brimful: Coin = False
 
     def happen(self, world: Any) -> float:
-        world.fill_disk(self.for_s, brimful=self.brimful)
+        world.unit.fill_disk(self.for_s, brimful=self.brimful)
         return self.for_s
 
 
@@ -494,8 +509,8 @@ class DiskGone(LeadFault, frozen=True, kw_only=True):
     gone_s: Annotated[float, lambda rng: rng.uniform(0, 6)]
 
     def befall(self, world: Any, lead: Any) -> float:
-        world.set_for(self.gone_s, world.disk, "empty", True, usual=False)
-        world.crash_coordinator(lead, self.restart)
+        world.set_for(self.gone_s, world.unit.disk, "empty", True, usual=False)
+        world.unit.crash(self.restart)
         gathered_s: float = self.restart.down_s + world.new_term_within_s
         return max(self.gone_s, gathered_s)
 
@@ -506,8 +521,8 @@ class DiskLost(LeadFault, frozen=True, kw_only=True):
     restart: Again
 
     def befall(self, world: Any, lead: Any) -> float:
-        world.disk.empty = True
-        world.crash_coordinator(lead, self.restart)
+        world.unit.disk.empty = True
+        world.unit.crash(self.restart)
         gathered_s: float = self.restart.down_s + world.new_term_within_s
         return gathered_s
 
@@ -536,8 +551,22 @@ class MachineSleep(LeadFault, frozen=True, kw_only=True):
     def befall(self, world: Any, lead: Any) -> float | None:
         if lead.stopped:
             return None
-        world.sleep(lead, self.for_s)
+        world.sleep(self.for_s)
         return self.for_s
+
+
+class SecondCoordinator(LeadFault, frozen=True, kw_only=True):
+    """The coordinator's machine sleeps, and an operator starts a second coordinator
+    without state. The first comes back beside it."""
+
+    for_s: Annotated[float, times(1.0, 5.0, 5.0)]
+
+    def befall(self, world: Any, lead: Any) -> float | None:
+        if lead.waits or world.first is not None:
+            return None
+        world.begin_second(self.for_s)
+        gathered_s: float = 2 * world.new_term_within_s + 2 * LEASE_S
+        return self.for_s + gathered_s
 
 
 # ---- the network ------------------------------------------------------------------
@@ -632,8 +661,8 @@ LIKELY: tuple[type[ScheduledFault], ...] = (
 )
 """Kinds that are equally likely in a drawn schedule."""
 APART: tuple[type[ScheduledFault], ...] = (
-    *(LongDeltas, Boast, Removal, Export, RunStop),
-    *(WorkerCrash, FullDisk, MachineSleep),
+    *(LongDeltas, Boast, MadeUpAnchors, Removal, Export, RunStop),
+    *(WorkerCrash, FullDisk, MachineSleep, SecondCoordinator),
 )
 """Kinds that are drawn apart, each with a share of the schedules."""
 AnyFault: TypeAlias = ScheduledFault

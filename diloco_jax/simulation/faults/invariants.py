@@ -57,11 +57,12 @@ from diloco_jax.protocol.values import (
     Version,
 )
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
-from diloco_jax.simulation.faults.books import GrantedData, LastSteps
 from diloco_jax.simulation.faults.facts import (
     Facts,
+    GrantedData,
     Incarnation,
     Key,
+    LastSteps,
     Logged,
     Opened,
     key_of,
@@ -97,6 +98,8 @@ INVARIANTS = {
     "cycles": "A kept cycle has the versions of the last merges up to their turns.",
     "gathered": "A fragment that was lost, and no other, begins the next term with an "
     "adopted anchor, and exactly what was merged above it is lost.",
+    "liars": "No anchor that an island made up begins a term, but for one that too few "
+    "others could check, of which people are told.",
     # The disk.
     "prepared": "What a record commits is whole on the disk before the record is.",
     "chains": "Publishes lead from each kept snapshot of the term to the last merge.",
@@ -370,11 +373,12 @@ class Monitor(Facts):
                 return who is not None and (*who, *span) in self._grants
             case TakeRequest(tick=tick):
                 return tick <= log.through[0]
-            case Published(fragment=fragment) | TakeVerdict(fragment=fragment):
+            case Published(fragment=fragment, verdict=verdict):
+                is_durable = verdict is None or self._is_durable(who, verdict)
+                return is_durable and message.version == log.versions[fragment]
+            case TakeVerdict(fragment=fragment):
                 key = (*who, fragment, message.tick) if who is not None else None
-                merged = message.verdict != "merged" or key in self.merged
-                is_take = isinstance(message, TakeVerdict)
-                return merged and (is_take or message.version == log.versions[fragment])
+                return message.verdict != "merged" or key in self.merged
             case Stop():
                 return Stopping in log.kinds
             case Finished():
@@ -568,6 +572,13 @@ class Monitor(Facts):
         committed, version = self.log.versions[fragment], anchor.version
         what = "fragment {} comes up at {}, committed is {}"
         self.hold("restored", version == committed, what, fragment, version, committed)
+
+    def has_made_up(self, opened: Opened) -> bool:
+        """Observe a term that may begin; tell whether values in it are made up."""
+        for came, source in zip(opened.replaced, opened.found.anchors, strict=True):
+            right = not came.is_made_up or source.island in opened.unchecked
+            self.hold("liars", right, "it begins a term:", source)
+        return any(came.is_made_up for came in opened.replaced)
 
     def opened(self, opened: Opened) -> None:
         """Observe a new term; the old log is gone."""

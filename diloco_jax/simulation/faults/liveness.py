@@ -11,6 +11,7 @@ from typing import Any
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
+from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.faults.facts import ViolationError
 from diloco_jax.simulation.faults.faults import LEASE_S, PATIENCE_S, LongDeltas, Unfit
 from diloco_jax.simulation.faults.schedule import (
@@ -19,7 +20,6 @@ from diloco_jax.simulation.faults.schedule import (
     SEQUENCE_LENGTH,
     Schedule,
 )
-from diloco_jax.simulation.virtual.clock import Clock
 
 NAME = "liveness"
 

@@ -1,7 +1,7 @@
 """`diloco simulate faults`: play schedules, one or many, and report the invariants
 that did not hold.
 
-A schedule that fails is shortened: fewer faults, islands and tokens, default settings.
+A schedule that fails is shortened, to fewer faults.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import shlex
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,59 +27,13 @@ from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.facts import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule, from_json
 from diloco_jax.simulation.faults.world import FaultyWorld
-from diloco_jax.simulation.output import Progress, nobody
 
-PLAYS = 400
-"""Schedules tried at most."""
-
-
-def shortest(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """Return the shortest schedule found that still fails."""
-    plays = 0
-    shorter = _shorter(schedule)
-    while plays < PLAYS and (candidate := next(shorter, None)) is not None:
-        plays += 1
-        if fails(candidate):
-            schedule, shorter = candidate, _shorter(candidate)
-    return schedule
-
-
-def _shorter(schedule: Schedule) -> Iterator[Schedule]:
-    """Yield schedules with something less, the largest cuts first."""
-    faults = schedule.faults
-    size = len(faults)
-    while size := size // 2 if size > 1 else 0:
-        for start in range(0, len(faults), size):
-            rest = faults[:start] + faults[start + size :]
-            yield replace(schedule, faults=rest)
-    if len(faults) == 1:
-        yield replace(schedule, faults=())
-    for name in schedule.islands:
-        islands = {n: plan for n, plan in schedule.islands.items() if n != name}
-        rest = tuple(f for f in faults if getattr(f, "island", "") != name)
-        if schedule.quorum <= len(islands):
-            yield replace(schedule, islands=islands, faults=rest)
-    if len(schedule.fragment_sizes) > 1:
-        yield replace(schedule, fragment_sizes=schedule.fragment_sizes[1:])
-    plain = Schedule(islands={}, total_tokens=0)
-    for field in ("adopt", "grace", "grace_window", "quorum", "merge_s", "transfer_s"):
-        if getattr(schedule, field) != (value := getattr(plain, field)):
-            yield replace(schedule, **{field: value})
-    if schedule.extended_to:
-        yield replace(schedule, extended_to=schedule.extended_to[:-1])
-    for share in (0.5, 0.9):
-        tokens = int(schedule.total_tokens * share)
-        if 0 < tokens < schedule.total_tokens:
-            yield replace(schedule, total_tokens=tokens)
-
-
+Progress = Callable[[float], None]
 CYCLES = 3
 """Merges of every fragment, at least, in a schedule drawn from a seed."""
 UNBROKEN = "unbroken"
 """Invariant that no process ends by an exception."""
 COMMAND = "diloco simulate faults"
-SHORTENED = 10
-"""Violations per invariant whose schedules are shortened, a few seconds for each."""
 
 
 class Played(NamedTuple):
@@ -130,19 +84,40 @@ def _played(world: FaultyWorld, go_on: Callable[[], None]) -> Played:
     return Played(world, None)
 
 
+def shortest(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    """Return the schedule with the fewest faults found that still fails."""
+    size = len(schedule.faults)
+    while size:
+        start = 0
+        while start < len(faults := schedule.faults):
+            fewer = replace(schedule, faults=faults[:start] + faults[start + size :])
+            if fails(fewer):
+                schedule = fewer
+            else:
+                start += size
+        size //= 2
+    return schedule
+
+
 @dataclasses.dataclass(kw_only=True)
 class Violation:
-    """A violation that a seed found."""
+    """A violation that a schedule found."""
 
     seed: int | None
+    """None: the schedule was given."""
     invariant: str
     what: str
     shortest: Schedule | None = None
-    """None if it was not shortened: only the first `SHORTENED` of an invariant are."""
-    like_seed: int | None = None
-    """First seed that violated this invariant, if this one was not shortened."""
+    """None if it was not shortened, since that was interrupted."""
     command: str
     """Command that repeats it, with the shortest schedule if there is one."""
+
+    def __str__(self) -> str:
+        where = "schedule" if self.seed is None else f"seed {self.seed}"
+        lines = [f"{where} violates {self.invariant}: {self.what}"]
+        if self.shortest is not None:
+            lines += [f"  shortest schedule found: {self.shortest.json()}"]
+        return "\n".join([*lines, f"  again: {self.command}"])
 
 
 Found = Callable[[Violation], None]
@@ -180,42 +155,47 @@ class FaultsReport:
         values: dict[str, Any] = msgspec.to_builtins(self)
         return {**values, "schedules_per_minute": rate}
 
+    def __str__(self) -> str:
+        """Describe it for people, at the end or at an interruption."""
+        faults = ", ".join(f"{kind} {n}" for kind, n in sorted(self.faults.items()))
+        summary = (
+            f"{self.schedules} schedules in {self.seconds:.1f} s "
+            f"({self.schedules_per_minute:.0f} a minute), {self.merges} merges, "
+            f"{self.crashes} crashes, {self.torn_snapshots} torn snapshots, "
+            f"{self.extensions} extensions, "
+            f"{self.faults.total()} faults ({faults}): "
+            f"{len(self.violations)} violations"
+        )
+        if self.next_seed is None:
+            return summary
+        return f"{summary}\nto go on: --first-seed {self.next_seed}"
+
 
 def check(
     seeds: Sequence[int],
-    progress: Progress = nobody,
+    progress: Progress = lambda share: None,
     *,
     found: Found = lambda violation: None,
     report: FaultsReport | None = None,
 ) -> FaultsReport:
-    """Play the schedules of these seeds; shorten the first `SHORTENED` that violate an
-    invariant.
+    """Play the schedules of these seeds; shorten those that violate an invariant.
 
     report: filled and returned; it holds the violations found so far if this is
     interrupted.
     """
     report = report or FaultsReport()
-    by_invariant: dict[str, list[int]] = defaultdict(list)
     with _quiet():
         for index, seed in enumerate(seeds):
             report.next_seed = seed
             played = _count(report, functools.partial(play_seed, seed))
             report.next_seed = seed + 1
-            if (wrong := played.wrong) is not None:
-                alike = by_invariant[wrong.invariant]
-                alike.append(seed)
-                violation = Violation(
-                    seed=seed,
-                    invariant=wrong.invariant,
-                    what=wrong.what,
-                    command=_command("--seeds", "1", "--first-seed", str(seed)),
-                )
-                report.violations.append(violation)
+            if played.wrong is not None:
+                again = _command("--seeds", "1", "--first-seed", str(seed))
+                violation = _note(report, played.wrong, again, seed)
                 try:
-                    if len(alike) > SHORTENED:
-                        violation.like_seed = alike[0]
-                    else:
-                        _shorten(violation, played.world.schedule)
+                    fails = functools.partial(_violates, violation.invariant)
+                    violation.shortest = short = shortest(played.world.schedule, fails)
+                    violation.command = _command("--schedule", short.json())
                 finally:  # Without a shortest schedule if this is interrupted.
                     found(violation)
             progress((index + 1) / len(seeds))
@@ -231,14 +211,8 @@ def check_schedule(
     with _quiet():
         wrong = _count(report, lambda: play(schedule)).wrong
     if wrong is not None:
-        violation = Violation(
-            seed=None,
-            invariant=wrong.invariant,
-            what=wrong.what,
-            shortest=schedule,
-            command=_command("--schedule", schedule.json()),
-        )
-        report.violations.append(violation)
+        violation = _note(report, wrong, _command("--schedule", schedule.json()))
+        violation.shortest = schedule
         found(violation)
     return report
 
@@ -259,14 +233,19 @@ def _count(report: FaultsReport, playing: Callable[[], Played]) -> Played:
     return played
 
 
-def _shorten(violation: Violation, schedule: Schedule) -> None:
-    def fails(schedule: Schedule) -> bool:
-        again = play(schedule).wrong
-        return again is not None and again.invariant == violation.invariant
+def _note(
+    report: FaultsReport, wrong: ViolationError, command: str, seed: int | None = None
+) -> Violation:
+    violation = Violation(
+        seed=seed, invariant=wrong.invariant, what=wrong.what, command=command
+    )
+    report.violations.append(violation)
+    return violation
 
-    short = shortest(schedule, fails)
-    violation.command = _command("--schedule", short.json())
-    violation.shortest = short
+
+def _violates(invariant: str, schedule: Schedule) -> bool:
+    wrong = play(schedule).wrong
+    return wrong is not None and wrong.invariant == invariant
 
 
 def _command(*arguments: str) -> str:
@@ -331,33 +310,3 @@ def check_faults(
         return check_schedule(from_json(config.schedule), found=found)
     seeds = range(config.first_seed, config.first_seed + config.seeds)
     return check(seeds, progress, found=found, report=report)
-
-
-def violation_text(found: Violation) -> str:
-    """Return a violation as text for people, when it is found."""
-    where = "schedule" if found.seed is None else f"seed {found.seed}"
-    lines = [f"{where} violates {found.invariant}: {found.what}"]
-    if found.shortest is not None:
-        lines += [f"  shortest schedule found: {found.shortest.json()}"]
-    if found.like_seed is not None:
-        lines += [
-            f"  shortest schedule: see seed {found.like_seed} (the first {SHORTENED} "
-            f"of an invariant are shortened)"
-        ]
-    return "\n".join([*lines, f"  again: {found.command}"])
-
-
-def text(report: FaultsReport) -> str:
-    """Return the report as text for people, at the end or at an interruption."""
-    faults = ", ".join(f"{kind} {n}" for kind, n in sorted(report.faults.items()))
-    summary = (
-        f"{report.schedules} schedules in {report.seconds:.1f} s "
-        f"({report.schedules_per_minute:.0f} a minute), {report.merges} merges, "
-        f"{report.crashes} crashes, {report.torn_snapshots} torn snapshots, "
-        f"{report.extensions} extensions, "
-        f"{report.faults.total()} faults ({faults}): "
-        f"{len(report.violations)} violations"
-    )
-    if report.next_seed is None:
-        return summary
-    return f"{summary}\nto go on: --first-seed {report.next_seed}"

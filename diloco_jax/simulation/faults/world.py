@@ -8,51 +8,140 @@ connections are tried again. `faults` causes the faults through the methods of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from msgspec.structs import replace
 
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, terms, workers
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
-from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
-from diloco_jax.protocol.coordinator.search import Aim
-from diloco_jax.protocol.coordinator.state import State, initial
-from diloco_jax.protocol.messages import AnchorRequest, Steer
+from diloco_jax.protocol.coordinator.events import RunResumed
+from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.island.reporting import Introduction
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Steer
+from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.clock import Clock, Line, LineSpeed
 from diloco_jax.simulation.faults import liveness
-from diloco_jax.simulation.faults.arrays import Anchor, DigestBody, first_anchors
-from diloco_jax.simulation.faults.coordinator import (
-    FaultyCoordinator,
-    Peer,
-    VirtualGatherer,
-)
-from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
+from diloco_jax.simulation.faults.arrays import DigestBody, first_anchors
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator, VirtualGatherer
+from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.facts import Opened, ViolationError
 from diloco_jax.simulation.faults.faults import (
     LEASE_S,
     LOOKS_EVERY_S,
     Restart,
     ScheduledFault,
+    Way,
 )
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.liveness import Expectations
-from diloco_jax.simulation.faults.network import BOTH, FaultyLine, Network, Way
 from diloco_jax.simulation.faults.schedule import RESTART_S, RETRY_S, Schedule
-from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.island import Connection, IslandSpec, VirtualIsland
+from diloco_jax.simulation.faults.unit import Unit
+from diloco_jax.simulation.island import Connection, IslandSpec, VirtualIsland
 
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
 """Calls of the clock at most; a run has some thousand, or ten times that where a rule
 loses steps."""
-ROUND_EVERY_S = 6.0
-"""Seconds for a round of snapshots of all fragments."""
-ROUND_S = 0.7
-"""Seconds for writing all fragments, while the run goes on."""
+Ways = frozenset[Way]
+UP, DOWN = Ways({"up"}), Ways({"down"})
+BOTH = UP | DOWN
+
+RESEND_S = 0.3
+"""Seconds from a transfer that its checksum refused to the next attempt."""
+
+
+@dataclasses.dataclass
+class Network:
+    """Network between an island and the coordinator, for all its connections.
+
+    latency_s, transfer_s: seconds that a message and a transfer take.
+    """
+
+    latency_s: float
+    transfer_s: float
+    held: set[Way] = dataclasses.field(default_factory=set)
+    """Directions in which nothing comes through; messages wait for the connection."""
+    control_late_s: float = 0.0
+    bulk_late_s: float = 0.0
+    repeat_after_s: float = 0.0
+    """Seconds after which sent messages arrive a second time; 0 = they arrive once."""
+    corrupts: bool = False
+    """True if bulk bytes are damaged on the way, so that their checksum fails."""
+
+
+class FaultyLine(Line):
+    """A connection through a faulty network.
+
+    Control messages stay in order in each direction, except for repeated ones.
+    """
+
+    def __init__(self, clock: Clock, network: Network) -> None:
+        super().__init__(clock, LineSpeed())
+        self._network = network
+        self._lingers = False
+        self._waiting: list[Callable[[], None]] = []
+        self._in_order: dict[Ways, float] = {UP: 0.0, DOWN: 0.0}
+
+    def linger(self) -> None:
+        """Let the messages that the island has sent arrive even after `cut`."""
+        self._lingers = True
+
+    def release(self) -> None:
+        """Deliver the messages that waited, unless their direction is still held."""
+        waiting, self._waiting = self._waiting, []
+        for land in waiting:
+            land()
+
+    def send_up(self, arrive: Callable[[], None]) -> None:
+        self._send(UP, arrive)
+
+    def send_down(self, arrive: Callable[[], None]) -> None:
+        self._send(DOWN, arrive)
+
+    def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
+        self._transfer(UP, arrive)
+
+    def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
+        self._transfer(BOTH, arrive)
+
+    def _send(self, way: Ways, arrive: Callable[[], None]) -> None:
+        network = self._network
+        at = self._clock.now + network.latency_s + network.control_late_s
+        at = self._in_order[way] = max(at, self._in_order[way])
+        self._carry(at, way, arrive)
+
+    def _transfer(self, ways: Ways, arrive: Callable[[], None]) -> None:
+        network = self._network
+        at = self._clock.now + network.transfer_s + network.bulk_late_s
+        if not network.corrupts:
+            self._carry(at, ways, arrive)
+            return
+
+        def again() -> None:
+            if self.open:
+                self._transfer(ways, arrive)
+
+        self._clock.at(at + RESEND_S, again)
+
+    def _carry(self, at: float, ways: Ways, arrive: Callable[[], None]) -> None:
+        network = self._network
+
+        def land() -> None:
+            if not self.open and not (self._lingers and ways == UP):
+                return
+            if network.held and ways & network.held:
+                self._waiting.append(land)
+            else:
+                arrive()
+
+        self._clock.at(at, land)
+        # What is fetched comes once.
+        if network.repeat_after_s and ways != BOTH:
+            self._clock.at(at + network.repeat_after_s, land)
 
 
 class FaultyIsland(VirtualIsland):
@@ -69,6 +158,8 @@ class FaultyIsland(VirtualIsland):
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
+        self.lies: int | None = None
+        """It makes its anchors up, and claims to be so many merges ahead."""
         super().__init__(spec, incarnation, world.run, world.clock, self.body, REPORT_S)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
@@ -79,11 +170,28 @@ class FaultyIsland(VirtualIsland):
                 self._seen(self._monitor.took, take, encoded)
         super().put(fragment, tick, encoded)
 
+    @property
+    def term(self) -> int:
+        """The latest term that it has been in."""
+        return self._conversation.status().term
+
     def send_anchor(self, asked: AnchorRequest) -> None:
         line, to = self.line, self._coordinator
         anchor = self.body.anchor(asked.fragment)
+        if self.lies is not None:
+            anchor = anchor.made_up(self.lies)
         if line is not None and isinstance(to, VirtualGatherer):
             line.upload(0, lambda: to.anchor(self.who, asked, anchor))
+
+    def _hello(self, who: Introduction) -> Hello:
+        said = super()._hello(who)
+        if not isinstance(self._coordinator, VirtualGatherer):
+            return said
+        versions = [
+            v._replace(number=v.number + (self.lies or 0)) for v in said.versions
+        ]
+        # Merges here have no length; this one tells what is made up from the rest.
+        return replace(said, versions=tuple(versions), changes=(1.0,) * len(versions))
 
     def turned_away(self, reason: str) -> None:
         super().turned_away(reason)
@@ -114,13 +222,9 @@ class FaultyWorld:
             for name in schedule.islands
         }
         self.monitor = Monitor(self.config)
-        self.disk = Disk()
         self.struck: Counter[str] = Counter()
         """Faults that happened, by kind."""
         self.crashes = 0
-        self.coordinator: FaultyCoordinator | None = None
-        self.gatherer: VirtualGatherer | None = None
-        """A coordinator without state, which gathers anchors instead."""
         self.islands: dict[str, FaultyIsland] = {}
         """Newest incarnation of each island, by name."""
         self.processes: list[FaultyIsland] = []
@@ -130,8 +234,6 @@ class FaultyWorld:
         self.torn_snapshots = 0
         self.extensions = 0
         """Times that the run was over, and went on to more tokens."""
-        self._resumed: RunResumed | None = None
-        """Event that a coordinator hears first after a stop of the run."""
         self._armed: dict[str, list[Any]] = {}
         """Faults that happen after so many effects of the lead, one of each kind."""
         self._disk_failure: Any = None
@@ -148,20 +250,30 @@ class FaultyWorld:
         self._wanted = dict.fromkeys(sorted(schedule.scavenged), True)
         """Islands that the config does not name, and whether an operator wants them
         to be let in."""
-        self._look()
         self.failing_snapshots: list[ScheduledFault] = []
         """Armed failures of the next snapshots."""
+        self.unit = Unit(self, Disk())
+        """The coordinator that leads the run, or is to."""
+        self.first: Unit | None = None
+        """One that sleeps, or is back, while a second leads."""
+        self._reached: Unit | None = None
+        """The unit that islands reach in place of the one that leads."""
+        self._look()
+
+    @property
+    def coordinator(self) -> FaultyCoordinator | None:
+        """The lead of the run, if it is up and has state."""
+        return self.unit.lead
 
     def play(self) -> None:
         """Play until the run is over, for good. Raises ViolationError."""
         state = initial(self.config)
-        self.disk.begin(state, first_anchors(self.config.fragments))
-        self._start_coordinator(clock_s=1000.0)
+        self.unit.disk.begin(state, first_anchors(self.config.fragments))
+        self.unit.start(clock_s=1000.0)
         for name in self.schedule.islands:
             self.start_island(name)
         for fault in self.schedule.faults:
             self.clock.at(fault.at_s, functools.partial(self._strike, fault))
-        self._write_later(0)
         self._expected.begin()
         self._until_over()
         for total_tokens in self.schedule.extended_to:
@@ -196,7 +308,7 @@ class FaultyWorld:
         self.extensions += 1
         extended = replace(self.schedule, total_tokens=total_tokens)
         self.run, self.config = extended.configs()
-        self._begin_again(self.coordinator, RESTART_S)
+        self._begin_again(RESTART_S)
         self._expected.begin_again(RESTART_S, total_tokens)
         self._until_over()
 
@@ -208,30 +320,26 @@ class FaultyWorld:
             return False
         islands = coordinator.state.islands.items()
         steps = {(name, island.incarnation): island.steps for name, island in islands}
-        self._resumed = RunResumed(steps=steps)
-        self._begin_again(coordinator, for_s)
+        self.unit.resumed = RunResumed(steps=steps)
+        self._begin_again(for_s)
         return True
 
-    def _begin_again(self, last: FaultyCoordinator, after_s: float) -> None:
+    def _begin_again(self, after_s: float) -> None:
         """End all processes, and start them again."""
         for island in self.processes:
             island.die()
-        self._start_again_after(after_s, last)
+        self.unit.end(Restart(down_s=after_s, clock_s=self.clock.now))
         for name in self.schedule.islands:
             self.start_island_after(after_s, name)
-
-    def _start_again_after(self, seconds: float, last: FaultyCoordinator) -> None:
-        restart = Restart(down_s=seconds, clock_s=self.clock.now)
-        last.die()
-        self._went_down(last, restart)
 
     def order(self, name: str, *, admitted: bool) -> None:
         """Let an island in, or no longer. The order is repeated until the coordinator's
         state follows it: it may be away, or have lost its state."""
         self._wanted[name] = admitted
-        self._order()
+        self.repeat_orders()
 
-    def _order(self) -> None:
+    def repeat_orders(self) -> None:
+        """Give the orders that the coordinator's state does not follow."""
         for name, admitted in self._wanted.items():
             coordinator = self.coordinator
             if coordinator is None or coordinator.waits:
@@ -242,51 +350,10 @@ class FaultyWorld:
 
     def _look(self) -> None:
         if self._wanted:
-            self._order()
+            self.repeat_orders()
             self.clock.after(LOOKS_EVERY_S, self._look)
 
-    # ---- the coordinator's lives ----------------------------------------------------
-
-    def _start_coordinator(self, clock_s: float) -> None:
-        """Start the coordinator. clock_s: reading of its monotonic clock."""
-        try:
-            state = self._recovered(self.disk, clock_s)
-        except EmptyDiskError:
-            everything = tuple(range(self.config.fragments))
-            self._search(everything, lambda *_: True, self._gathered)
-            return
-        self._go_on(state, clock_s)
-
-    def _recovered(self, disk: Disk, clock_s: float) -> State:
-        """Return the state that a disk's log leads to. Raises EmptyDiskError."""
-        found = disk.load()
-        log = [records.from_log(line) for line in found.records]
-        return recovery.recover(self.config, found.state, log, clock_s)
-
-    def _go_on(self, state: State, clock_s: float) -> None:
-        """Let a coordinator go on from a state, with the fragments of its disk."""
-        committed = [fragment.version for fragment in state.fragments]
-        merging, lost = self.disk.restore(committed)
-        if lost:
-            self._gather_lost(state, lost)
-            return
-        self.monitor.recovered(state)
-        for fragment, anchor in enumerate(merging.anchors):
-            self.monitor.restored(fragment, anchor)
-            self.monitor.published(fragment, anchor)
-        offset_s = clock_s - self.clock.now
-        self._serve(FaultyCoordinator(self, state, merging, offset_s))
-
-    def _serve(self, coordinator: FaultyCoordinator) -> None:
-        """Let it hear of all that precedes any island."""
-        self.coordinator = coordinator
-        if coordinator.state.phase == "done":
-            coordinator.hear(RunExtended())
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            coordinator.hear(resumed)
-        if not coordinator.dead:
-            self._order()
+    # ---- the coordinator ------------------------------------------------------------
 
     @property
     def new_term_within_s(self) -> float:
@@ -298,116 +365,40 @@ class FaultyWorld:
         anchor_s = 2 * (schedule.slowest_s + schedule.transfer_s)
         return awaited_s + self.config.fragments * anchor_s
 
-    def _gathered(self, opened: Opened | None) -> None:
-        """Open a new term. With None the coordinator has given up, and its process
-        ends.
-        """
-        self.gatherer = None
-        restart_s = RETRY_S
-        if opened is None:
-            if all(p.boundary is None for p in self.processes if p.ended is None):
-                # No process has an anchor: the run is lost, unless its disk comes back.
-                self.disk.empty = False
-        elif self.disk.empty:
-            self.disk.begin(opened.state, opened.anchors)
-            self.monitor.opened(opened)
-            restart_s = 0.0
-        # Otherwise the disk is back, and no new term begins beside it.
-        for island in self.processes:
-            self.lose_connection(island, 0.0)
-        start = functools.partial(self._start_coordinator, self.clock.now)
-        self.clock.after(restart_s, start)
+    def judged(self, opened: Opened | None) -> Opened | None:
+        """Return the term to go on with. If its values are made up, and too few islands
+        could check them, an operator reads of that and stops the liars."""
+        liars = {p.name for p in self.processes if p.lies is not None}
+        if opened is None or self.monitor.has_made_up(opened):
+            for process in self.processes:
+                process.lies = None
+            return None
+        offers = {n: hello for n, hello in opened.offers.items() if n not in liars}
+        return dataclasses.replace(opened, offers=offers)
 
-    def _search(
-        self,
-        lacking: tuple[int, ...],
-        keep: Callable[[int, Anchor], bool],
-        done: Callable[[Opened | None], None],
-        **known: Any,
-    ) -> None:
-        aim = Aim(
-            lacking=lacking,
-            names=frozenset(self.schedule.islands),
-            name=f"opened at {self.clock.now}",
-            **known,
-        )
-        self.gatherer = VirtualGatherer(self.config, aim, self.clock, keep, done)
+    def opened(self, opened: Opened) -> None:
+        """Begin a new term; another coordinator's decisions concern nobody now."""
+        self.monitor.opened(opened)
+        if self.first is not None and self.first.lead is not None:
+            self.first.lead.monitor = Unwatched()
 
-    def _gather_lost(self, state: State, lost: set[int]) -> None:
-        """Gather what workers have lost: the log is whole."""
-        fragments = tuple(sorted(lost))
-        self.monitor.lost(fragments)
-
-        def keep(fragment: int, anchor: Anchor) -> bool:
-            kept = self.disk.begin_fragment(fragment, anchor)
-            if kept:
-                digest = anchor.value.hex()
-                self.monitor.prepared(fragment, anchor.version, digest)
-            return kept
-
-        self._search(
-            fragments,
-            keep,
-            functools.partial(self._found_lost, state, lost),
-            term=state.term + 1,
-            known={f: terms.versions_known(state.fragments[f], {}) for f in lost},
-        )
-
-    def _found_lost(self, state: State, lost: set[int], opened: Opened | None) -> None:
-        """Begin the next term of lost fragments, and start again from the log."""
-        if opened is not None and not self.disk.has_space():
-            again = functools.partial(self._found_lost, state, lost, opened)
-            self.clock.after(RETRY_S, again)
+    def nothing_gathered(self, unit: Unit) -> None:
+        """Save a run of which no process has an anchor: its disk comes back."""
+        if any(p.boundary is not None for p in self.processes if p.ended is None):
             return
-        self.gatherer = None
-        begun = terms.term_records(state, opened.found) if opened is not None else []
-        for record in begun:
-            try:
-                self.disk.append(records.line(record))
-            except DiskError as failure:
-                if failure.complete:
-                    self.monitor.persisted(record)
-                fault, self._disk_failure = self._disk_failure, None
-                self.begun(fault, fault.restart.lasts_s)
-                break
-            self.monitor.persisted(record)
-        if opened is None:
-            self._bring_back(state, lost)
-        for island in self.processes:
-            self.lose_connection(island, 0.0)
-        start = functools.partial(self._start_coordinator, self.clock.now)
-        self.clock.after(0.0 if opened is not None else RETRY_S, start)
+        if unit.disk.has_run or self.first is None:
+            unit.disk.empty = False
+        else:
+            self._give_up_second()
 
-    def _bring_back(self, state: State, lost: set[int]) -> None:
-        """Bring the disk back that had fragments of which no process has an anchor that
-        counts: the run would be lost."""
-        for fragment in lost:
-            known = {merged.version for merged in state.fragments[fragment].newest}
-            if not any(
-                island.ended is None
-                and island.boundary is not None
-                and island.body.anchor(fragment).version in known
-                for island in self.islands.values()
-            ):
-                self.disk.bring_back(fragment, state.fragments[fragment].version)
-
-    # ---- the coordinator's ends -----------------------------------------------------
-
-    def crash_coordinator(self, dying: FaultyCoordinator, restart: Restart) -> None:
-        """Kill a coordinator; every connection to it breaks."""
-        dying.die()
-        self.crashes += 1
-        if restart.power_cut:
-            self.torn_snapshots += dying.disk.tear_snapshots()
-        self._went_down(dying, restart)
-
-    def _went_down(self, dead: FaultyCoordinator, restart: Restart) -> None:
-        """Break the connections of a coordinator that died; start it again later."""
-        self.coordinator = None
-        for island in self.processes:
-            self.lose_connection(island, restart.noticed_s)
-        start = functools.partial(self._start_coordinator, restart.clock_s)
-        self.clock.after(restart.down_s, start)
+    def has_anchor(self, fragment: int, known: Collection[Version]) -> bool:
+        """Tell whether a process has an anchor of a fragment at one of the versions."""
+        return any(
+            island.ended is None
+            and island.boundary is not None
+            and island.body.anchor(fragment).version in known
+            for island in self.islands.values()
+        )
 
     def arm(self, fault: Any) -> bool:
         """Let a fault happen to the lead after its `effects` more; False if one of this
@@ -417,123 +408,91 @@ class FaultyWorld:
         self._armed[fault.kind] = [fault, fault.effects]
         return True
 
-    def survives(self, lead: FaultyCoordinator) -> bool:
+    def survives(self, unit: Unit, lead: FaultyCoordinator) -> bool:
         """Tell whether a lead lives to carry out its next effect."""
-        for kind, armed in list(self._armed.items()):
+        for kind, armed in list(self._armed.items()) if unit is self.unit else ():
             armed[1] -= 1
             if armed[1] < 0 and not lead.dead:
                 del self._armed[kind]
                 fault = armed[0]
-                self.begun(fault, fault.meet(self, lead))
+                self.begun(fault, fault.meet(unit))
         return not lead.dead
-
-    def sleep(self, lead: FaultyCoordinator, for_s: float) -> None:
-        """Let the lead's machine sleep: nothing reaches it."""
-        for name in self.schedule.islands:
-            self.hold(name, BOTH, for_s)
-        lead.sleep(for_s)
-
-    # ---- its workers ----------------------------------------------------------------
-
-    def crash_worker(
-        self,
-        lead: FaultyCoordinator,
-        worker: int,
-        noticed_s: float,
-        down_s: float,
-        *,
-        disk_lost: bool,
-    ) -> float:
-        """Kill a worker, and the lead once it notices; return how long it lasts."""
-        fragments = self._fragments_of(worker)
-        lasts_s = noticed_s + down_s
-        if lead.dead_fragments.issuperset(fragments):
-            return lasts_s
-        if disk_lost:
-            lead.disk.lose(fragments)
-            lasts_s += liveness.gathered_within_s(self.schedule)
-        lead.lose(fragments)
-        self.monitor.worker_died(fragments)
-        self._end_unit(lead, noticed_s, down_s)
-        return lasts_s
-
-    def _end_unit(
-        self, lead: FaultyCoordinator, noticed_s: float, down_s: float
-    ) -> None:
-        """End a lead once it notices that a worker is gone."""
-
-        def notice() -> None:
-            if self.coordinator is lead and not lead.dead:
-                restart = Restart(down_s=down_s, clock_s=self.clock.now)
-                self.crash_coordinator(lead, restart)
-
-        self.clock.after(noticed_s, lambda: lead.when_awake(notice))
-
-    def _fragments_of(self, worker: int) -> list[int]:
-        config = self.config
-        dealt = workers.deal(config.fragment_sizes, config.workers)
-        return [f for f, of in enumerate(dealt) if of == worker % config.workers]
-
-    # ---- the disk -------------------------------------------------------------------
 
     def fail_append(self, fault: Any, appends: int, written_share: float) -> bool:
         """Arm a failure after `appends` more appends."""
         if self._disk_failure is not None:
             return False
-        self._disk_failure = fault
-        self.disk.fails_in, self.disk.written_share = appends, written_share
+        self._disk_failure, disk = fault, self.unit.disk
+        disk.fails_in, disk.written_share = appends, written_share
         return True
 
-    def disk_failed(self, coordinator: FaultyCoordinator) -> None:
+    def disk_failed(self, unit: Unit) -> None:
         """End a coordinator that could not write a record."""
         fault, self._disk_failure = self._disk_failure, None
-        self.crash_coordinator(coordinator, fault.restart)
+        if unit.lead is not None:
+            unit.crash(fault.restart)
         self.begun(fault, fault.restart.lasts_s)
 
-    def fill_disk(self, for_s: float, *, brimful: bool) -> None:
-        """Leave room for small records only, or for nothing, for a while."""
-        self.fill(self.disk, for_s, brimful=brimful)
+    def fails_snapshot(self) -> bool:
+        """Tell whether the snapshot that begins is not completed."""
+        if not self.failing_snapshots:
+            return False
+        return self.begun(self.failing_snapshots.pop(), 0.0)
 
-    def fill(self, disk: Disk, for_s: float, *, brimful: bool) -> None:
-        """Fill one of the disks; see `fill_disk`."""
+    def sleep(self, for_s: float) -> None:
+        """Let the lead's machine sleep: nothing reaches it."""
+        assert self.unit.lead is not None
+        for name in self.schedule.islands:
+            self.hold(name, BOTH, for_s)
+        self.unit.lead.sleep(for_s)
 
-        def free() -> None:
-            disk.full = disk.brimful = False
-            if self.coordinator is not None:
-                self.coordinator.go_on()
+    # ---- two at once ----------------------------------------------------------------
 
-        disk.full, disk.brimful = True, brimful
-        self.clock.after(for_s, free)
+    def begin_second(self, for_s: float) -> None:
+        """Let the lead's machine sleep, while an operator starts a second coordinator
+        without state. Once the first is back, islands reach that again for a while."""
+        first = self.unit
+        assert first.lead is not None
+        first.lead.sleep(for_s)
+        second = Unit(self, Disk())
+        second.disk.empty = True
+        self.first = first
+        self._go_on_with(second)
+        second.start(self.clock.now)
+        self.clock.after(for_s, lambda: self._is_back(first))
 
-    def _write_later(self, fragment: int) -> None:
-        """Write the snapshot of a fragment in its turn."""
-        every_s = ROUND_EVERY_S / self.config.fragments
-        self.clock.after(every_s, functools.partial(self._write_snapshot, fragment))
-
-    def _write_snapshot(self, fragment: int) -> None:
-        """Write a fragment; after the last one, the state. The next has its turn."""
-        count, lead, disk = self.config.fragments, self.coordinator, self.disk
-        self._write_later((fragment + 1) % count)
-        if lead is None or lead.waits or not lead.has(fragment):
+    def _is_back(self, first: Unit) -> None:
+        if self.first is not first:
             return
-        newest, state = lead.anchors.anchors, lead.state
-        anchor = newest[fragment]
-        number = disk.rotate() if fragment == count - 1 else None
-        if self.failing_snapshots:
-            self.begun(self.failing_snapshots.pop(), 0.0)
+        if first.lead is not None and first.lead.monitor is self.monitor:
+            self._give_up_second()  # It has opened no term.
             return
+        self._reached = first
+        self.lose_connections(0.0)
+        self.clock.after(LEASE_S, lambda: self.outdated(first))
 
-        def complete() -> None:
-            same_term = anchor.version.term == newest[fragment].version.term
-            if self.coordinator is not lead or not lead.has(fragment) or not same_term:
-                return
-            if disk.save_fragment(fragment, anchor):
-                saved, publishes = disk.saved(fragment), disk.published(fragment)
-                self.monitor.cut(fragment, saved, publishes)
-            if number is not None:
-                disk.save_state(number, state)
+    def _give_up_second(self) -> None:
+        """Go on with the first coordinator, which an operator finds to be right."""
+        assert self.first is not None
+        first, self.first = self.first, None
+        self._go_on_with(first)
 
-        self.clock.after(ROUND_S / count, complete)
+    def _go_on_with(self, unit: Unit) -> None:
+        """Let another unit lead; armed faults are of that one now."""
+        before, self.unit = self.unit.disk, unit
+        unit.disk.fails_in, before.fails_in = before.fails_in, None
+        unit.disk.written_share = before.written_share
+        self.lose_connections(0.0)
+
+    def outdated(self, unit: Unit) -> None:
+        """End a coordinator of an earlier term for good."""
+        assert unit is not self.unit, "the run's own"
+        if unit.lead is not None:
+            unit.lead.die()
+            unit.lead = None
+        if self.first is unit:
+            self.first = self._reached = None
+            self.lose_connections(0.0)
 
     @property
     def merges(self) -> list[int]:
@@ -615,7 +574,7 @@ class FaultyWorld:
         """Try until the island is connected, or has ended."""
         if island.ended is not None or island.line is not None:
             return
-        network, peer = self.networks[island.name], self._peer_for(island)
+        network, peer = self.networks[island.name], self._reached_by(island).peer
         if peer is None or network.held:
             self.clock.after(RETRY_S, lambda: self.connect(island))
         else:
@@ -656,6 +615,11 @@ class FaultyWorld:
         if for_s > LEASE_S:
             self.clock.after(LEASE_S, give_up)
 
+    def lose_connections(self, noticed_s: float) -> None:
+        """Cut all lines; see `lose_connection`."""
+        for island in self.processes:
+            self.lose_connection(island, noticed_s)
+
     def lose_connection(self, island: FaultyIsland, noticed_s: float) -> None:
         """Cut the island's line; it notices after `noticed_s` and tries again."""
         line = island.line
@@ -670,15 +634,27 @@ class FaultyWorld:
 
         self.clock.after(noticed_s, notice)
 
+    def _reached_by(self, island: FaultyIsland) -> Unit:
+        """Return the unit that an island reaches. One that has not heard of the second
+        coordinator's term may go on with the first; here it finds the second."""
+        reached = self._reached
+        if reached is None or reached.lead is None:
+            return self.unit
+        return reached if island.term > reached.lead.state.term else self.unit
+
     def _notice(self, island: FaultyIsland) -> None:
         """Let the coordinator see that the connection is gone."""
-        peer = self.coordinator or self.gatherer
+        peer = self._reached_by(island).peer
         if peer is not None and island.peer is not None:
             peer.disconnected(island.peer)
 
-    def _peer_for(self, island: FaultyIsland) -> Peer | None:
-        """Return the peer that an island's next attempt reaches, if it reaches one."""
-        return self.coordinator or self.gatherer
+
+class Unwatched:
+    """Observes nothing, in place of the monitor: of a coordinator that no longer
+    leads."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *observed, **facts: None
 
 
 def _linger(island: FaultyIsland) -> None:

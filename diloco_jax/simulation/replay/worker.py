@@ -5,7 +5,8 @@ their bits. So islands whose processes differed in these numbers are repeated in
 different processes, and islands of several hosts by as many processes in one
 `jax.distributed` world: each gets every call, and the first process answers for all.
 
-A call names a model copy and one of its methods. Calls are carried out in order.
+A call names a model copy and one of its methods. Calls are carried out in order. They
+and their answers are MessagePack.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import dataclasses
 import functools
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Literal
 
 import jax
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from jax.experimental.multihost_utils import process_allgather
@@ -42,8 +44,8 @@ from diloco_jax.island.device.build import (
 from diloco_jax.island.device.mesh import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.protocol.values import Version
@@ -65,6 +67,37 @@ Method = Literal[
     "begin", "step", "take", "adopt", "judge", "moments", "residual", "end"
 ]
 """Calls for one model copy; `take`, `moments` and `residual` are answered."""
+ARRAY = 1
+"""Type of an array in MessagePack: its dtype, its shape, its bytes."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """First message to a process. address: of its world, if it is one of several."""
+
+    run: RunConfig
+    hosts: int
+    index: int
+    address: str
+
+
+def pack(message: Any) -> bytes:
+    """Encode a message of builtins, configs and arrays."""
+    return msgspec.msgpack.encode(message, enc_hook=_packed)
+
+
+def unpack(data: bytes) -> Any:
+    """Decode a message: sequences as lists, configs as dicts, arrays read-only."""
+    return msgspec.msgpack.decode(data, ext_hook=_unpacked)
+
+
+def _packed(array: npt.NDArray[Any]) -> msgspec.msgpack.Ext:
+    parts = (array.dtype.name, array.shape, array.tobytes())
+    return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode(parts))
+
+
+def _unpacked(code: int, data: memoryview) -> npt.NDArray[Any]:
+    dtype, shape, values = msgspec.msgpack.decode(data)
+    return np.frombuffer(values, dtype).reshape(shape)
 
 
 class WorkerError(RuntimeError):
@@ -98,8 +131,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             self._pipes.append(ours)
         where = f"127.0.0.1:{free_port()}" if hosts > 1 else ""
         for index, pipe in enumerate(self._pipes):
-            world = (hosts, WorldAddress(address=where, index=index))
-            self._send_to(pipe, (run, world if where else None))
+            self._send_to(pipe, Start(run, hosts, index, where))
         self.environment: Environment = self._answer()
 
     def __exit__(
@@ -131,14 +163,14 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def _send_to(self, pipe: Connection, message: Any) -> None:
         try:
-            pipe.send(message)
+            pipe.send_bytes(pack(message))
         except OSError as error:
             raise self._ended() from error
 
     def _answer(self) -> Any:
         try:
             if self._pipes[0].poll(ANSWERS_WITHIN_S):
-                return self._pipes[0].recv()
+                return unpack(self._pipes[0].recv_bytes())
         except (EOFError, OSError) as error:
             raise self._ended() from error
         raise self._ended()
@@ -168,27 +200,24 @@ def serve(pipe: Connection) -> None:
 
 
 def _serve(pipe: Connection) -> None:
-    run, world = pipe.recv()
+    start = msgspec.msgpack.decode(pipe.recv_bytes(), type=Start)
     compilation.use_cache(compilation.of_user())
-    hosts, first = None, True
-    if world is not None:
-        count, where = world
+    hosts = None
+    if start.address:
+        where = WorldAddress(address=start.address, index=start.index)
         hosts = join_world(
-            where, count, budget_s=LOST_AFTER_S, meet_s=10 * LOST_AFTER_S
+            where, start.hosts, budget_s=LOST_AFTER_S, meet_s=10 * LOST_AFTER_S
         )
-        first = where.index == 0
-    described = before_jax.describe_environment()
-    if first:
-        pipe.send(described)
-    copies = Copies(run, hosts)
+    copies = Copies(start.run, hosts)
+    answer: Any = before_jax.describe_environment()
     while True:
+        if answer is not None and start.index == 0:
+            pipe.send_bytes(pack(answer))
         try:
-            who, method, arguments = pipe.recv()
+            who, method, arguments = unpack(pipe.recv_bytes())
         except EOFError:
             break
-        answer = copies.carry_out(who, method, arguments)
-        if answer is not None and first:
-            pipe.send(answer)
+        answer = copies.carry_out(Who(*who), method, arguments)
     if hosts is not None:
         leave_world()
 
@@ -205,11 +234,10 @@ class Copies:
     def carry_out(self, who: Who, method: Method, arguments: Iterable[Any]) -> Any:
         """Carry out a call for one copy; return the answer, or None if it has none."""
         if method == "begin":
-            island, *begun = arguments
+            config, *begun = arguments
+            island = msgspec.convert(config, IslandConfig)
             # Islands that compute alike share compiled programs.
-            alike = dataclasses.replace(
-                island, step_seconds=0.0, stands_for="", offers=""
-            )
+            alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
             self._copies[who] = _Copy(self._run, *self._trainer_of(alike), *begun)
         elif method == "end":
             del self._copies[who]
@@ -219,7 +247,7 @@ class Copies:
 
     def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:
         """Compile on all hosts before one of them runs the program, as in
-        `island/parts.py`.
+        `island/main.py`.
         """
         model, trainer = build_trainer(self._run, island)
         if self._hosts is not None:
@@ -300,7 +328,7 @@ class _Copy:
     def adopt(
         self,
         fragment: int,
-        version: Version,
+        version: Sequence[int],
         publishes: list[bytes],
         whole: bytes | None,
         keep: bool,
@@ -311,7 +339,7 @@ class _Copy:
         parts = [_joined(layout.cut(publish, part)) for publish in publishes]
         arrival = Arrival(
             fragment=fragment,
-            version=version,
+            version=Version(*version),
             anchor=None if whole is None else self._put(fragment, whole),
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )

@@ -14,12 +14,7 @@ from diloco_jax.protocol.coordinator import ending
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.simulation.faults import draw, liveness
 from diloco_jax.simulation.faults.faults import CoordinatorCrash, Restart
-from diloco_jax.simulation.faults.play import (
-    Played,
-    play,
-    play_seed,
-    shortest,
-)
+from diloco_jax.simulation.faults.play import play, play_seed
 from diloco_jax.simulation.faults.schedule import (
     MOST_STEPS,
     RESTART_S,
@@ -86,24 +81,14 @@ def test_what_a_run_has_already_extends_nothing() -> None:
     assert again.extensions == 2
 
 
-def short_of(seed: int) -> Played:
-    with mock.patch.object(draw, "LOSING_SHARE", 0.05):
-        return play_seed(seed)
-
-
-def losing(seeds: range) -> int:
-    return next(seed for seed in seeds if draw.draw(seed).rule.loses_steps)
-
-
 def test_a_run_that_was_over_too_soon_is_extended_until_enough_happened() -> None:
-    one = short_of(losing(range(100)))
+    """Its schedule then plays the same."""
+    losing = (seed for seed in range(100) if draw.draw(seed).rule.loses_steps)
+    with mock.patch.object(draw, "LOSING_SHARE", 0.05):
+        one = play_seed(next(losing))
     assert one.wrong is None
     assert one.is_full
     assert one.world.extensions == len(one.world.schedule.extended_to) > 0
-
-
-def test_its_schedule_plays_the_same() -> None:
-    one = short_of(losing(range(100)))
     again = play(from_json(one.world.schedule.json()))
     assert again.world.clock.now == one.world.clock.now
     assert again.world.merges == one.world.merges
@@ -130,12 +115,6 @@ def test_a_run_that_is_not_over_after_its_extension_is_a_violation() -> None:
             wrong = play(SCHEDULE).wrong
         assert (wrong is not None) == found
         assert wrong is None or "is not over" in wrong.what
-
-
-def test_a_shorter_schedule_does_without_its_extension() -> None:
-    assert shortest(SCHEDULE, lambda s: bool(s.islands)).extended_to == ()
-    kept = shortest(SCHEDULE, lambda s: bool(s.extended_to))
-    assert kept.extended_to == (MORE,)
 
 
 def test_an_extension_that_takes_too_long_is_refused() -> None:

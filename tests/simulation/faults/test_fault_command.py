@@ -126,21 +126,6 @@ def test_a_violation_is_told_as_soon_as_it_is_found(
     assert "seed 2" not in told[2]
 
 
-@pytest.mark.usefixtures("fenced_ones_come_in")
-def test_violations_of_an_invariant_are_shortened_up_to_a_number(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(play, "SHORTENED", 2)
-    assert main([*FAULTS, "--seeds", "8", "--first-seed", "2", "--json"]) == 1
-    out, err = capsys.readouterr()
-    found = json.loads(out)["violations"]
-    assert [one["seed"] for one in found] == [2, 4, 8]
-    assert [one["shortest"] is None for one in found] == [False, False, True]
-    assert [one["like_seed"] for one in found] == [None, None, 2]
-    assert "shortest schedule: see seed 2" in err
-    assert "again: diloco simulate faults --seeds 1 --first-seed 8" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

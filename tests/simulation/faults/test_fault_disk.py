@@ -22,41 +22,38 @@ def numbers(disk: Disk) -> list[int]:
     return [record["n"] for record in disk.load().records]
 
 
-@pytest.mark.parametrize(("share", "kept"), [(0.0, 1), (0.1, 1), (0.9, 1), (1.0, 2)])
+@pytest.mark.parametrize(("share", "kept"), [(0.0, [0]), (0.9, [0]), (1.0, [0, 1])])
 def test_an_append_that_fails_leaves_all_of_it_or_nothing(
-    disk: Disk, share: float, kept: int
+    disk: Disk, share: float, kept: list[int]
 ) -> None:
     disk.fails_in, disk.written_share = 1, share
     disk.append({"n": 0})
     with pytest.raises(DiskError) as failure:
         disk.append({"n": 1})
-    assert failure.value.complete == (kept == 2)
-    assert numbers(disk) == [0, 1][:kept]
+    assert failure.value.complete == (kept == [0, 1])
+    assert numbers(disk) == kept
     disk.append({"n": 7})
-    assert numbers(disk) == [*[0, 1][:kept], 7]
-
-
-def save_states(disk: Disk, count: int) -> None:
-    """So many after the first, each with its number in a record after it."""
-    for number in range(1, count + 1):
-        disk.append({"n": number})
-        disk.save_state(disk.rotate(), State(tick=number))
-    disk.append({"n": count + 1})
-
-
-def test_a_snapshot_counts_once_it_is_complete(disk: Disk) -> None:
-    save_states(disk, 2)
-    assert (disk.load().state.tick, numbers(disk)) == (2, [3])
+    assert numbers(disk) == [*kept, 7]
+    disk.fails_in, disk.written_share = 0, 0.5
+    with pytest.raises(DiskError):
+        disk.append({"n": 8})
     disk.rotate()
-    disk.append({"n": 4})
-    assert (disk.load().state.tick, numbers(disk)) == (2, [3, 4])
+    with pytest.raises(DurableError, match="later segments exist"):
+        disk.load()
+    disk.empty = True
+    with pytest.raises(EmptyDiskError):
+        disk.load()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_torn_snapshot_is_passed_over_and_does_not_count_as_kept(
     disk: Disk, count: int
 ) -> None:
-    save_states(disk, count)
+    for number in range(1, count + 1):
+        disk.append({"n": number})
+        disk.save_state(disk.rotate(), State(tick=number))
+    disk.append({"n": count + 1})
+    assert (disk.load().state.tick, numbers(disk)) == (count, [count + 1])
     assert disk.tear_snapshots() == 1
     assert disk.load().state.tick == count - 1
     assert numbers(disk) == [count, count + 1]
@@ -89,17 +86,15 @@ def test_publishes_lead_from_any_kept_snapshot_to_what_is_committed(
     assert disk.saved(0) == [Version(1, 4), Version(1, 6)]
     newest = merged(disk, anchor, 1)
     assert list(disk.published(0)) == [Version(1, n) for n in (5, 6, 7)]
+    merged(disk, newest, 1)  # Prepared, and never committed.
     for _ in range(2):
         assert restored(disk, newest)
         disk.tear_snapshots()
         disk.load()
-
-
-def test_what_is_prepared_and_not_committed_is_discarded(disk: Disk) -> None:
-    committed = merged(disk, FIRST, 1)
-    merged(disk, committed, 1)
-    assert restored(disk, committed)
-    assert list(disk.published(0)) == [committed.version]
+    assert list(disk.published(0)) == [Version(1, n) for n in (5, 6, 7)]
+    disk.forget(0, newest.version)
+    with pytest.raises(DurableError, match="is missing"):
+        disk.restore([newest.version])
 
 
 def test_a_snapshot_of_what_never_was_goes_before_another_has_its_version(
@@ -114,13 +109,6 @@ def test_a_snapshot_of_what_never_was_goes_before_another_has_its_version(
     assert restored(disk, merged(disk, committed, 1))
 
 
-def test_a_committed_publish_that_is_missing_is_damage(disk: Disk) -> None:
-    committed = merged(disk, FIRST, 2)
-    disk.forget(0, Version(1, 1))
-    with pytest.raises(DurableError, match="is missing"):
-        disk.restore([committed.version])
-
-
 def test_a_full_disk_takes_small_records_only(disk: Disk) -> None:
     disk.full = True
     disk.append({"n": 0})
@@ -129,15 +117,3 @@ def test_a_full_disk_takes_small_records_only(disk: Disk) -> None:
     assert not disk.save_fragment(0, FIRST._replace(version=Version(1, 1)))
     assert not disk.save_state(disk.rotate(), State())
     assert disk.saved(0) == [FIRST.version]
-
-
-def test_an_empty_disk_and_a_torn_middle_are_errors(disk: Disk) -> None:
-    disk.fails_in, disk.written_share = 0, 0.5
-    with pytest.raises(DiskError):
-        disk.append({"n": 0})
-    disk.rotate()
-    with pytest.raises(DurableError, match="later segments exist"):
-        disk.load()
-    disk.empty = True
-    with pytest.raises(EmptyDiskError):
-        disk.load()

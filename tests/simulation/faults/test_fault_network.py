@@ -1,9 +1,13 @@
 """A network in trouble: what arrives, when, and how often."""
 
+from collections.abc import Callable
+
 import pytest
 
-from diloco_jax.simulation.faults.network import RESEND_S, FaultyLine, Network
-from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.faults.world import RESEND_S, FaultyLine, Network
+
+Script = Callable[["Wire"], None]
 
 
 class Wire:
@@ -15,62 +19,63 @@ class Wire:
         self.line = FaultyLine(self.clock, self.network)
         self.arrived: list[tuple[float, str]] = []
 
-    def up(self, what: str) -> None:
-        self.line.send_up(lambda: self.note(what))
-
-    def note(self, what: str) -> None:
-        self.arrived.append((self.clock.now, what))
-
-
-def test_messages_stay_in_order_when_a_delay_ends() -> None:
-    wire = Wire()
-    wire.network.control_late_s = 5.0
-    wire.up("first")
-    wire.network.control_late_s = 0.0
-    wire.up("second")
-    wire.line.upload(1, lambda: wire.note("bulk"))
-    wire.clock.run()
-    assert wire.arrived == [(2.0, "bulk"), (6.0, "first"), (6.0, "second")]
+    def send(self, way: str, *size: int, **network: object) -> None:
+        """Send in this way, while the network is like that."""
+        for field, value in network.items():
+            setattr(self.network, field, value)
+        send = getattr(self.line, way)
+        send(*size, lambda: self.arrived.append((self.clock.now, way)))
 
 
-def test_what_is_sent_arrives_twice_and_what_is_fetched_once() -> None:
-    wire = Wire()
-    wire.network.repeat_after_s = 3.0
-    wire.up("message")
-    wire.line.download(1, lambda: wire.note("fetched"))
-    wire.clock.run()
-    assert wire.arrived == [(1.0, "message"), (2.0, "fetched"), (4.0, "message")]
+def in_order(wire: Wire) -> None:
+    wire.send("send_up", control_late_s=5.0)
+    wire.send("send_up", control_late_s=0.0)
+    wire.send("upload", 1)
 
 
-def test_damaged_bytes_are_sent_again() -> None:
-    wire = Wire()
-    wire.network.corrupts = True
-    wire.line.upload(1, lambda: wire.note("bulk"))
+def twice(wire: Wire) -> None:
+    wire.send("send_up", repeat_after_s=3.0)
+    wire.send("download", 1)
+
+
+def damaged(wire: Wire) -> None:
+    wire.send("upload", 1, corrupts=True)
     wire.clock.run(until=1.0)
     wire.network.corrupts = False
-    wire.clock.run()
-    assert wire.arrived == [(2.0 + RESEND_S + 2.0, "bulk")]
 
 
-def test_a_partition_holds_one_direction_until_it_ends() -> None:
-    wire = Wire()
-    wire.network.held = {"up"}
-    wire.up("up")
-    wire.line.send_down(lambda: wire.note("down"))
+def held(wire: Wire) -> None:
+    wire.send("send_up", held={"up"})
+    wire.send("send_down")
     wire.clock.run(until=9.0)
-    assert wire.arrived == [(1.0, "down")]
     wire.network.held = set()
     wire.line.release()
-    assert wire.arrived[1:] == [(9.0, "up")]
 
 
-@pytest.mark.parametrize("lingers", [False, True])
-def test_after_a_cut_only_what_lingers_arrives(lingers: bool) -> None:
-    wire = Wire()
-    wire.up("up")
-    wire.line.send_down(lambda: wire.note("down"))
-    if lingers:
-        wire.line.linger()
+def cut(wire: Wire) -> None:
+    wire.send("send_up")
+    wire.send("send_down")
     wire.line.cut()
+
+
+def lingering(wire: Wire) -> None:
+    wire.line.linger()
+    cut(wire)
+
+
+@pytest.mark.parametrize(
+    ("script", "arrived"),
+    [
+        (in_order, [(2.0, "upload"), (6.0, "send_up"), (6.0, "send_up")]),
+        (twice, [(1.0, "send_up"), (2.0, "download"), (4.0, "send_up")]),
+        (damaged, [(2.0 + RESEND_S + 2.0, "upload")]),
+        (held, [(1.0, "send_down"), (9.0, "send_up")]),
+        (cut, []),
+        (lingering, [(1.0, "send_up")]),
+    ],
+)
+def test_what_arrives(script: Script, arrived: list[tuple[float, str]]) -> None:
+    wire = Wire()
+    script(wire)
     wire.clock.run()
-    assert wire.arrived == ([(1.0, "up")] if lingers else [])
+    assert wire.arrived == arrived

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 from plants import planted
 
 from diloco_jax.config import ConfigError
@@ -11,7 +12,6 @@ from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.faults import APART, LIKELY
 from diloco_jax.simulation.faults.play import (
     CYCLES,
-    PLAYS,
     check,
     play,
     play_seed,
@@ -96,22 +96,8 @@ def test_only_what_makes_it_fail_is_left() -> None:
     schedule = draw(3)
     wanted = schedule.faults[2]
     short = shortest(schedule, lambda s: wanted in s.faults)
-    assert short.faults == (wanted,)
-    assert len(short.islands) == 1
-    assert short.total_tokens < schedule.total_tokens
-    assert (short.quorum, len(short.fragment_sizes)) == (1, 1)
-
-
-def test_it_does_not_try_for_ever() -> None:
-    tried: list[Schedule] = []
-
-    def never(schedule: Schedule) -> bool:
-        tried.append(schedule)
-        return False
-
-    schedule = draw(3)
-    assert shortest(schedule, never) == schedule
-    assert 0 < len(tried) <= PLAYS
+    assert short == replace(schedule, faults=(wanted,))
+    assert shortest(schedule, lambda s: False) == schedule
 
 
 def test_the_shortest_schedule_of_a_planted_fault_still_finds_it() -> None:

@@ -115,7 +115,7 @@ FOUND = {
             "a": DrawnIsland(step_s=1.5, batch_size=3, join_s=0.2, lead=2),
             "b": DrawnIsland(step_s=2.5, join_s=1.8, lead=2),
             "c": DrawnIsland(step_s=2.5, join_s=0.3, lead=2),
-            "d": DrawnIsland(step_s=1.0, join_s=0.7),
+            "d": DrawnIsland(join_s=0.7),
         },
         faults=(
             DiskLost(at_s=10.97, restart=Restart(down_s=2.36, clock_s=4197.4)),
@@ -129,7 +129,6 @@ FOUND = {
                 at_s=22.03,
                 worker=0,
                 down_s=4.83,
-                noticed_s=0.0,
                 effects=11,
                 disk_lost=True,
             ),
@@ -141,16 +140,14 @@ FOUND = {
         steps_per_cycle=3,
         overlap_steps=1,
         quorum=4,
-        grace=0.0,
         max_staleness=0,
-        outage_s=20.0,
         transfer_s=1.2,
     ),
     "two islands have not adopted in a term that is lost (seed 911)": Schedule(
         islands={
-            "a": DrawnIsland(step_s=1.0, join_s=0.2, lead=2),
+            "a": DrawnIsland(join_s=0.2, lead=2),
             "b": DrawnIsland(step_s=0.8, batch_size=2, join_s=0.6, lead=2),
-            "c": DrawnIsland(step_s=1.0, batch_size=3, join_s=1.5, lead=2),
+            "c": DrawnIsland(batch_size=3, join_s=1.5, lead=2),
         },
         faults=(
             DiskLost(
@@ -174,13 +171,12 @@ FOUND = {
         room=1,
         steps_per_cycle=5,
         overlap_steps=1,
-        grace=0.0,
         max_staleness=2,
         outage_s=110.0,
     ),
     "two islands adopted another fragment of a term (seed 954)": Schedule(
         islands={
-            "b": DrawnIsland(step_s=1.0, batch_size=2, join_s=1.2),
+            "b": DrawnIsland(batch_size=2, join_s=1.2),
             "c": DrawnIsland(step_s=2.5, batch_size=2, join_s=0.9),
             "d": DrawnIsland(step_s=0.8, join_s=0.9),
         },
@@ -206,8 +202,6 @@ FOUND = {
         steps_per_cycle=5,
         overlap_steps=1,
         max_staleness=0,
-        outage_s=20.0,
-        merge_s=0.1,
     ),
 }
 

@@ -7,8 +7,15 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator import fragments, ledger
 from diloco_jax.simulation.faults import liveness, world
 from diloco_jax.simulation.faults.draw import draw
-from diloco_jax.simulation.faults.faults import ClockJump
+from diloco_jax.simulation.faults.faults import (
+    Break,
+    ClockJump,
+    IslandCrash,
+    LongDeltas,
+    Unfit,
+)
 from diloco_jax.simulation.faults.play import play
+from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 
 # Some of them were over later than an earlier bound said, without a fault.
 SEEDS = (0, 1, 2, 3, 149, 385, 553, 768, 912, 1178, 1193, 1380, 1449)
@@ -48,8 +55,32 @@ def test_a_run_in_which_time_stands_still_is_a_violation() -> None:
 
 
 def test_a_quorum_that_needs_an_island_in_quarantine_waits_for_its_release() -> None:
-    """Seed 5948: without that time it would have merged too late."""
-    schedule = draw(5948)
+    """Without that time it would have merged too late."""
+    schedule = Schedule(
+        islands={
+            "a": DrawnIsland(step_s=0.8, batch_size=2, join_s=0.1),
+            "b": DrawnIsland(batch_size=3, join_s=1.3, lead=2),
+            "c": DrawnIsland(join_s=1.8, lead=2),
+            "d": DrawnIsland(batch_size=2, join_s=1.1),
+        },
+        faults=(
+            IslandCrash(at_s=3.84, island="c", down_s=2.6, noticed=False),
+            ClockJump(at_s=4.92, forward_s=16.8),
+            LongDeltas(at_s=5.35, island="b", for_s=12.85, factor=100.0),
+            ClockJump(at_s=6.02, forward_s=17.1),
+            Unfit(at_s=7.11, island="c"),
+            Break(at_s=7.31, island="c", away_s=0.0, noticed=False),
+        ),
+        total_tokens=2744,
+        fragment_sizes=(2, 5),
+        steps_per_cycle=5,
+        overlap_steps=1,
+        quorum=4,
+        adopt="keep",
+        outage_s=125.0,
+        transfer_s=0.4,
+        merge_s=0.0,
+    )
     assert play(schedule).wrong is None
     assert liveness.released_within_s(schedule) > 0
     assert liveness.released_within_s(replace(schedule, quorum=1)) == 0
@@ -65,7 +96,7 @@ def test_a_fault_that_awaits_the_end_keeps_nobody_from_looking_until_then() -> N
     schedule = replace(schedule, total_tokens=4 * schedule.total_tokens)
     played = play(schedule)
     assert (played.wrong, played.world.struck["clock_jump"]) == (None, 1)
-    with mock.patch.object(fragments, "settle", lambda config, at, *_, **__: (at, [])):
+    with mock.patch.object(fragments, "settle", lambda turn, at, *_, **__: at):
         wrong = play(schedule).wrong
     assert wrong is not None
     assert "no merges of fragments" in wrong.what

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
@@ -19,13 +20,16 @@ from diloco_jax.simulation.faults.faults import (
     Impostor,
     IslandCrash,
     Leave,
+    MadeUpAnchors,
     Partition,
     Replacement,
     Restart,
+    SecondCoordinator,
     TornWrite,
 )
 from diloco_jax.simulation.faults.play import play
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
+from diloco_jax.simulation.faults.unit import Unit
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 RESTART = Restart(down_s=0.5)
@@ -80,6 +84,42 @@ def test_a_disk_that_is_back_in_time_is_gone_on_with() -> None:
     assert {version.term for version in versions(played(late))} == {2}
 
 
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+@pytest.mark.parametrize("liar", "abcd")
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_liar_at_any_place_gives_the_term_nothing(
+    names: str, liar: str, ahead: int
+) -> None:
+    """Not even one that claims the newest version."""
+    islands = {name: DrawnIsland() for name in names}
+    lies = MadeUpAnchors(at_s=20.5, island=min(liar, names[-1]), for_s=90, ahead=ahead)
+    lost = DiskLost(at_s=21.0, restart=RESTART)
+    world = played(lies, lost, islands=islands, total_tokens=1600, outage_s=110.0)
+    assert {version.term for version in versions(world)} == {2}
+
+
+def test_a_liar_that_two_cannot_check_is_stopped_by_an_operator() -> None:
+    """They differ at one version, and wait for a third island."""
+    lies = MadeUpAnchors(at_s=20.5, island="a", for_s=90)
+    world = played(lies, DiskLost(at_s=21.0, restart=RESTART), total_tokens=1600)
+    assert {version.term for version in versions(world)} == {2}
+
+
+@pytest.mark.parametrize(("for_s", "term"), [(1.0, 1), (12.0, 2), (40.0, 2)])
+def test_the_first_of_two_coordinators_goes_on_only_if_it_is_back_in_time(
+    for_s: float, term: int
+) -> None:
+    """Otherwise islands tell it of the second one's term, and it ends."""
+    islands = {name: DrawnIsland() for name in "abc"}
+    second = SecondCoordinator(at_s=20.5, for_s=for_s)
+    with mock.patch.object(Unit, "crash") as crash:
+        world = played(second, islands=islands, total_tokens=1600)
+    assert {version.term for version in versions(world)} == {term}
+    assert world.first is None
+    assert not crash.called
+    assert {i.incarnation for i in world.islands.values()} == {1}
+
+
 def test_one_island_is_enough() -> None:
     crash = IslandCrash(at_s=20.5, island="b", down_s=15.0)
     world = played(crash, DiskLost(at_s=21.0, restart=RESTART))
@@ -109,10 +149,7 @@ UNALIKE: dict[str, Any] = {
     "total_tokens": 129,
     "fragment_sizes": (3,),
     "overlap_steps": 1,
-    "grace": 0.0,
     "outage_s": 110.0,
-    "transfer_s": 0.2,
-    "merge_s": 0.1,
 }
 DEAF = Partition(at_s=5.6, island="b", for_s=3.0, ways=("down",))
 """b does not hear that its first delta is merged, and a has adopted that merge."""
@@ -196,10 +233,7 @@ def test_one_of_the_same_name_in_a_lost_term_takes_no_data_from_the_other() -> N
         fragment_sizes=(5,),
         steps_per_cycle=3,
         overlap_steps=1,
-        grace=0.0,
         outage_s=110.0,
-        transfer_s=0.2,
-        merge_s=0.1,
     )
     assert {version.term for version in versions(world)} == {3}
     assert world.islands["b"].incarnation == 1
@@ -225,11 +259,8 @@ def test_one_of_the_same_name_in_a_later_term_begins_anew() -> None:
         fragment_sizes=(2,),
         room=2,
         steps_per_cycle=6,
-        grace=0.0,
         max_staleness=2,
         adopt="overwrite",
         outage_s=110.0,
-        transfer_s=0.2,
-        merge_s=0.1,
     )
     assert {version.term for version in versions(world)} == {3}

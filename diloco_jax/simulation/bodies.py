@@ -1,0 +1,298 @@
+"""Real arrays in virtual time: the runtime's own parts behind `Body` and `Merging`.
+
+Bytes are those of the payloads, without headers. A `Diary` notes what an island does
+while it runs; the diaries of all become the history.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsFloat
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh
+
+from diloco_jax.config import DataConfig, IslandConfig, RunConfig
+from diloco_jax.coordinator.holding.store import Store
+from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.data.batches import BatchReader
+from diloco_jax.island.device.build import build_exchange, build_trainer, join
+from diloco_jax.island.device.replica import Replica
+from diloco_jax.island.device.step import Trainer
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.timing import LOSS_STEPS
+from diloco_jax.models.build import build_plan
+from diloco_jax.models.model import Model
+from diloco_jax.observability.history import History, of_rows
+from diloco_jax.protocol.holding import Merge
+from diloco_jax.protocol.island.books import Outcome
+from diloco_jax.protocol.messages import Measures
+from diloco_jax.protocol.values import NON_FINITE, DeltaKey, Prepared, Version
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.coordinator import Received
+from diloco_jax.simulation.island import VirtualFetch
+from diloco_jax.storage import digest_of
+from diloco_jax.wire.bulk import FetchSource
+
+
+@dataclasses.dataclass(kw_only=True)
+class Diary:
+    """Events of one incarnation of an island, while it runs."""
+
+    island: str
+    incarnation: int
+    tokens_per_step: int
+    began: float
+    compile_seconds: float
+    ended: float | None = None
+    end: str = ""
+    steps: int = 0
+    """Completed steps; there may be a row of one more, which has begun."""
+    rows: list[list[SupportsFloat]] = dataclasses.field(default_factory=list)
+    """Begin, seconds, learning rate and loss of each step; 1 if it was skipped, since
+    loss or gradient was not finite, else 0; and the sum of the weights of its
+    predictions."""
+    takes: list[list[float]] = dataclasses.field(default_factory=list)
+    """Fragment, time and arrival of each take; NaN if it has not arrived."""
+    adoptions: list[tuple[int, int, float]] = dataclasses.field(default_factory=list)
+    """Fragment, version and time of each adoption."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+    bytes_join: int = 0
+
+    def delivered(self, fragment: int, now: float) -> None:
+        """Note that the newest delta of the fragment has arrived."""
+        for take in reversed(self.takes):
+            if take[0] == fragment:
+                take[2] = now
+                return
+
+    def measures(self) -> Measures:
+        """Return the measures that a real island would report (see `island.timing`)."""
+        fields: dict[str, Any] = {
+            "compile_seconds": self.compile_seconds,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "bytes_join": self.bytes_join,
+        }
+        if not self.steps:
+            return Measures(**fields)
+        done = [list(map(float, row)) for row in self.rows[: self.steps]]
+        began, seconds, rates, losses, skipped, predicted = np.array(done).T
+        ends = began + seconds
+        gaps = np.diff(ends, prepend=began[0])
+        return Measures(
+            steps=self.steps,
+            skipped_steps=int(skipped.sum()),
+            tokens_predicted=round(math.fsum(predicted)),
+            median_step_seconds=float(np.median(gaps)),
+            max_step_gap_seconds=float(np.max(gaps)),
+            step_seconds_total=math.fsum(seconds),
+            stalled_seconds=max(0.0, math.fsum(gaps) - math.fsum(seconds)),
+            loss=statistics.fmean(losses[-LOSS_STEPS:]),
+            learning_rate=float(rates[-1]),
+            first_step_unix=float(began[0]),
+            last_step_unix=float(ends[-1]),
+            **fields,
+        )
+
+
+def collect(
+    diaries: Mapping[str, Sequence[Diary]],
+    merges: Sequence[tuple[Any, ...]],
+    evaluations: Sequence[tuple[float, int, float]],
+) -> History:
+    """Collect the history of closed diaries; rows as in COLUMNS."""
+    steps, takes, adoptions, lives = [], [], [], []
+    for d in itertools.chain.from_iterable(diaries.values()):
+        who = (d.island, d.incarnation)
+        for index, row in enumerate(d.rows[: d.steps]):
+            began, seconds, rate, loss = map(float, row[:4])
+            steps.append((*who, index, began, began + seconds, loss, rate))
+        takes += [(*who, *take) for take in d.takes]
+        adoptions += [(*who, *adoption) for adoption in d.adoptions]
+        first = d.rows[0][0] if d.rows else math.nan
+        lives.append((*who, d.began, first, d.ended, d.steps, d.end))
+    rows: dict[str, Sequence[tuple[Any, ...]]] = {
+        "merges": merges,
+        "steps": steps,
+        "takes": takes,
+        "adoptions": adoptions,
+        "lives": lives,
+        "evaluations": evaluations,
+    }
+    return of_rows(tuple(diaries), rows)
+
+
+class EncodedDelta(NamedTuple):
+    """A delta on its way, by piece. It is packed only when it arrives, so that the take
+    does not wait for the device.
+    """
+
+    layout: PayloadLayout
+    pieces: tuple[jax.Array, ...]
+
+
+Packed = tuple[npt.NDArray[np.uint8], Squares]
+"""A delta's payload, and how long each piece is."""
+
+
+class SharedFetch(NamedTuple):
+    """A fetch that is the same for several islands."""
+
+    source: FetchSource
+    placed: dict[Mesh, tuple[tuple[jax.Array, ...], ...]]
+    """Its publishes by piece, oldest first, which go to the devices of a mesh once."""
+
+
+def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
+    """Return the model and its compiled steps.
+
+    Islands that compute alike share them, in this emulation and others of this process.
+    """
+    rate = RunConfig().inner.learning_rate
+    if not run.model.factory:
+        inner = dataclasses.replace(run.inner, learning_rate=rate)
+        data = DataConfig(arrays=run.data.arrays)
+        run = RunConfig(model=run.model, data=data, inner=inner)
+    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
+    return _trainer_of(run, alike)
+
+
+_trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
+
+
+class TrainedBody:
+    """Model copy of an incarnation (see `body.Body`), and its diary."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        model: Model,
+        trainer: Trainer,
+        reader: BatchReader,
+        clock: Clock,
+        diary: Diary,
+    ) -> None:
+        self._plan, self._trainer = build_plan(run, model), trainer
+        self._exchange, _ = build_exchange(run, model, trainer)
+        self._reader, self._clock, self._diary = reader, clock, diary
+        self._replica: Replica
+
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
+        anchors = {}
+        for fragment, part in fetched.items():
+            self._diary.bytes_join += part.nbytes
+            anchors[fragment] = self._anchor(fragment, part.data)
+        self._replica = join(self._plan, self._trainer, self._exchange, anchors)
+
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
+        published: SharedFetch = fetched.data
+        version = fetched.version
+        if published.source.full:
+            self._diary.bytes_join += fetched.nbytes
+            anchor = self._anchor(fragment, published)
+            return Arrival(fragment=fragment, version=version, anchor=anchor)
+        self._diary.bytes_down += fetched.nbytes
+        put = functools.partial(self._exchange.put_publish, fragment)
+        placed, mesh = published.placed, self._trainer.mesh
+        if mesh not in placed:
+            placed[mesh] = tuple(map(put, published.source.buffers))
+        return Arrival(fragment=fragment, version=version, publishes=placed[mesh])
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        metrics = self._replica.step(self._reader.batch(positions), learning_rate)
+        found = (metrics[name] for name in ("loss", "skipped", "tokens"))
+        rows = self._diary.rows
+        rows.append([self._clock.now, math.nan, learning_rate, *found])
+        if len(rows) > 1:
+            # One step late: the devices have the new step to do meanwhile.
+            rows[-2] = list(map(float, rows[-2]))
+
+    def take(self, fragment: int) -> EncodedDelta:
+        layout = self._exchange.layouts_up[fragment]
+        self._diary.takes.append([fragment, self._clock.now, math.nan])
+        self._diary.bytes_up += layout.total_bytes
+        return EncodedDelta(layout, self._replica.take(fragment))
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        adopted = (arrival.fragment, arrival.version.number, self._clock.now)
+        self._diary.adoptions.append(adopted)
+        self._replica.adopt(arrival, keep=keep)
+
+    def judge(self, fragment: int, outcome: Outcome) -> None:
+        self._replica.judge(fragment, outcome)
+
+    def _anchor(self, fragment: int, published: SharedFetch) -> tuple[jax.Array, ...]:
+        payload = b"".join(published.source.buffers)
+        return self._exchange.put_anchor(fragment, payload)
+
+
+class StoreMerging:
+    """The coordinator's `Store` (see `merging.Merging`).
+
+    arrived: called with every delta. committed: called with every merge once it is
+    current.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        arrived: Callable[[DeltaKey], None],
+        committed: Callable[[Merge, MergeResult], None],
+    ) -> None:
+        self._store = store
+        self._tell_arrived, self._tell_committed = arrived, committed
+        self._computed: dict[int, tuple[Merge, MergeResult]] = {}
+        self._fetched: dict[int, dict[Version | None, VirtualFetch]] = (
+            collections.defaultdict(dict)
+        )
+        """Fetches of the current version, by fragment and by the version held already.
+        """
+
+    def receive(self, key: DeltaKey, encoded: EncodedDelta) -> Received:
+        self._tell_arrived(key)
+        payload = np.frombuffer(encoded.layout.pack(encoded.pieces), np.uint8)
+        squares = self._store.squares(key.fragment, payload)
+        if not is_fit(squares):
+            return Received((payload, squares), NON_FINITE)
+        return Received((payload, squares), norm=length(squares))
+
+    def compute(self, merge: Merge, deltas: Sequence[Packed]) -> Prepared:
+        payloads, squares = zip(*deltas, strict=True)
+        merged = self._store.merge(
+            merge.fragment,
+            merge.contributions,
+            payloads,
+            squares,
+            share=merge.share,
+            final=merge.final,
+        )
+        self._computed[merge.fragment] = merge, merged
+        return Prepared(
+            digest=digest_of(merged.payload), payload_bytes=len(merged.payload)
+        )
+
+    def commit(self, fragment: int, version: Version) -> None:
+        merge, merged = self._computed.pop(fragment)
+        self._store.commit(fragment, version, merged)
+        self._fetched[fragment].clear()
+        self._tell_committed(merge, merged)
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
+        fetched = self._fetched[fragment]
+        if have not in fetched:
+            source = self._store.fetch(fragment, want, have)
+            fetched[have] = VirtualFetch(
+                source.version, source.total, SharedFetch(source, {})
+            )
+        return fetched[have]

@@ -1,0 +1,274 @@
+"""The coordinator in virtual time: the production engine, driven by a clock.
+
+The threads, disks and sockets of the service are replaced by calls that happen at once
+or after a given delay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from diloco_jax.coordinator.engine import Engine, Sessions
+from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
+from diloco_jax.protocol.coordinator import decide, takes
+from diloco_jax.protocol.coordinator.events import Disconnected, Event, Ignored, Timer
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.holding import (
+    Commit,
+    CycleKept,
+    DeltaArrived,
+    Drop,
+    Forget,
+    KeepFragment,
+    Merge,
+    MergePrepared,
+    ToHolder,
+)
+from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.records import Durable, Noted
+from diloco_jax.protocol.values import DeltaKey, Prepared, Refusal, Version
+from diloco_jax.simulation.clock import Clock, WakeUp
+from diloco_jax.simulation.island import Connection, VirtualFetch
+
+
+class Received(NamedTuple):
+    """A delta as merges need it; why it is unfit, or ""; and its length, if known."""
+
+    delta: Any
+    refusal: Refusal = ""
+    norm: float = 0.0
+
+
+class Merging(Protocol):
+    """Arrays of the coordinator."""
+
+    def receive(self, key: DeltaKey, encoded: Any) -> Received:
+        """Take in a delta that arrived."""
+
+    def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
+        """Compute a merge and keep it; return its digest and length once it is
+        prepared.
+        """
+
+    def commit(self, fragment: int, version: Version) -> None:
+        """Make the computed merge the current version."""
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
+        """Return the publishes from `have` to `want`, or the newest version in full."""
+
+
+class NoArrays:
+    """Merges without arrays; only versions and bytes.
+
+    bytes_down: bytes of an encoded publish, by fragment.
+    bytes_full: bytes of an anchor in full, by fragment.
+    """
+
+    def __init__(self, bytes_down: tuple[int, ...], bytes_full: tuple[int, ...]):
+        self._bytes_down, self._bytes_full = bytes_down, bytes_full
+
+    def receive(self, key: DeltaKey, encoded: Any) -> Received:
+        return Received(None)
+
+    def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
+        return Prepared(digest="", payload_bytes=self._bytes_down[merge.fragment])
+
+    def commit(self, fragment: int, version: Version) -> None: ...
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
+        if have is None or have.term != want.term:
+            return VirtualFetch(want, self._bytes_full[fragment], None)
+        behind = want.number - have.number
+        return VirtualFetch(want, behind * self._bytes_down[fragment], None)
+
+
+class VirtualCoordinator(Engine[State, Event]):
+    """One life of a coordinator, from `state` on; also the `Holder` and the `Log` of
+    its engine. There is no tape.
+
+    persist: called with every durable record, before the next effect.
+    alert: called with texts that a person should look at.
+    merge_seconds: seconds from the order of a merge to its result.
+    clock_offset: seconds by which its own clock is ahead of virtual time.
+    written: writes the publish of a computed merge to disk; False if the disk is full.
+    """
+
+    serves: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        clock: Clock,
+        state: State,
+        merging: Merging,
+        persist: Callable[[Durable], None] = lambda record: None,
+        alert: Callable[[str], None] = lambda text: None,
+        merge_seconds: Callable[[Merge], float] = lambda merge: 0.0,
+        clock_offset: float = 0.0,
+        written: Callable[[Merge, Prepared], bool] = lambda merge, prepared: True,
+    ) -> None:
+        self._sessions = Sessions()
+        super().__init__(
+            decide.step,
+            config,
+            state,
+            sender=self._sessions,
+            log=self,
+            holder=self,
+        )
+        self.clock, self.merging = clock, merging
+        self._persist, self._alert, self._written = persist, alert, written
+        self._deltas: dict[DeltaKey, Any] = {}
+        self._prepared: dict[int, Merge] = {}
+        """Merges that are ordered and not committed, by fragment."""
+        self.dead_fragments: set[int] = set()
+        """Fragments whose worker is dead."""
+        self._unkept = 0
+        """Fragments that the cycle being kept lacks."""
+        self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
+        self._timer = WakeUp(clock, lambda: self.hear(Timer()))
+
+    @property
+    def finished(self) -> bool:
+        """True if the run is over."""
+        return self.state.phase == "done"
+
+    def die(self) -> None:
+        """End this life: nothing that it began happens any more."""
+        self.dead = True
+        self._timer.cancel()
+
+    # ---- what comes in --------------------------------------------------------------
+
+    def hello(self, hello: Hello, peer: Connection) -> None:
+        """Judge an island on a new connection."""
+        self._sessions.arrived(peer)
+        self.hear(hello)
+
+    def disconnected(self, peer: Connection) -> None:
+        """Note that a connection broke and this end noticed."""
+        if self._sessions.gone(peer):
+            hello = peer.hello
+            self.hear(Disconnected(island=hello.island, session=hello.session))
+
+    def arrived(self, key: DeltaKey, encoded: Any) -> None:
+        """Take in a delta, all of whose bytes have arrived."""
+        fragment = self.state.fragments[key.fragment]
+        if key.fragment in self.dead_fragments:
+            return
+        if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
+            return
+        delta, refusal, norm = self.merging.receive(key, encoded)
+        self._deltas[key] = delta
+        self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
+
+    def fetch(
+        self, fragment: int, want: Version, have: Version | None
+    ) -> VirtualFetch | None:
+        """Return the newest version of a fragment; None if its worker is away."""
+        if fragment in self.dead_fragments:
+            return None
+        version = self.state.fragments[fragment].version
+        return self.merging.fetch(fragment, version, have)
+
+    def hear(self, event: Event) -> None:
+        """Handle one event now."""
+        if self.dead:
+            return
+        self.step(event, self.clock.now + self.clock_offset)
+        if not self.dead:
+            self._set_timer()
+
+    def lose(self, fragments: Iterable[int]) -> None:
+        """Lose what the worker of these fragments had, which died."""
+        self.dead_fragments |= set(fragments)
+        for fragment in fragments:
+            self._prepared.pop(fragment, None)
+        for key in [k for k in self._deltas if k.fragment in self.dead_fragments]:
+            del self._deltas[key]
+
+    # ---- as a log -------------------------------------------------------------------
+
+    def persist(self, record: Durable) -> None:
+        self._persist(record)
+
+    def note(self, record: Noted) -> None: ...
+
+    def ignored(self, ignored: Ignored) -> None: ...
+
+    def alert(self, text: str, island: str = "") -> None:
+        self._alert(text)
+
+    # ---- as a holder ----------------------------------------------------------------
+
+    def hold(self, message: ToHolder) -> None:
+        match message:
+            case Merge() | Commit() | KeepFragment() if (
+                message.fragment in self.dead_fragments
+            ):
+                pass  # Its worker hears nothing.
+            case Merge():
+                self._merge(message)
+            case Commit():
+                self._commit(message)
+            case KeepFragment():
+                self._keep(message)
+            case Drop():
+                self._deltas.pop(message.delta, None)
+            case Forget():
+                self._forget(message)
+
+    def _merge(self, merge: Merge) -> None:
+        """Compute at once: the deltas may be dropped before the result is due."""
+        deltas = [self._deltas[key] for key in merge.deltas]
+        prepared = self.merging.compute(merge, deltas)
+        self._prepared[merge.fragment] = merge
+        self.clock.after(
+            self._merge_seconds(merge), lambda: self._prepare(merge, prepared)
+        )
+
+    def _commit(self, commit: Commit) -> None:
+        merge = self._prepared.pop(commit.fragment)
+        self.merging.commit(commit.fragment, commit.version)
+        for key in merge.deltas:
+            self._deltas.pop(key, None)
+
+    def _keep(self, keep: KeepFragment) -> None:
+        self._unkept = self._unkept or self.config.fragments
+        self._unkept -= 1
+        if not self._unkept:
+            kept = CycleKept(cycle=keep.cycle)
+            self.clock.after(0.0, lambda: self.hear(kept))
+
+    def _forget(self, forget: Forget) -> None:
+        for key in [key for key in self._deltas if key.island == forget.island]:
+            if key.incarnation < forget.before and key not in forget.kept:
+                del self._deltas[key]
+
+    def _prepare(self, merge: Merge, prepared: Prepared) -> None:
+        """Write the publish and say so; try again if the disk is full."""
+        if self.dead or self._prepared.get(merge.fragment) is not merge:
+            return
+        if not self._written(merge, prepared):
+            self.clock.after(WRITE_AGAIN_S, lambda: self._prepare(merge, prepared))
+            return
+        event = MergePrepared(
+            fragment=merge.fragment, version=merge.version, prepared=prepared
+        )
+        self.hear(event)
+
+    # ---- time -----------------------------------------------------------------------
+
+    def _set_timer(self) -> None:
+        """Set the timer for the next deadline."""
+        now = self.clock.now + self.clock_offset
+        deadline = decide.next_deadline(self.state, now)
+        if deadline is None:
+            return
+        at = deadline - self.clock_offset
+        if at + self.clock_offset < deadline:
+            # It is rounded down, so it would ring before its time, again and again.
+            at += math.ulp(at) + math.ulp(deadline)
+        self._timer.by(max(at, self.clock.now))

@@ -1,1 +1,0 @@
-"""All islands of a config with real gradients, in virtual time."""

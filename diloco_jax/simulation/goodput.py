@@ -1,0 +1,412 @@
+"""`diloco simulate goodput`: the chip time that interruptions leave to a fleet.
+
+The published figures (arXiv 2604.21428) are for one interruption per chip and year and
+1.2 million chips: 27 % without elasticity, 58 % for elastic data-parallel, 88 %
+decoupled with 8 islands. The defaults are the calibration of docs/results/goodput.md.
+A sweep goes over chips and islands, into a table, CSV and a plot.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_bounds,
+    setting,
+)
+from diloco_jax.observability import measures
+from diloco_jax.simulation.clock import durations
+from diloco_jax.simulation.fleet import (
+    STEP_SECONDS,
+    ExchangeTerms,
+    FailureModel,
+    FleetIsland,
+    Progress,
+    elastic,
+    lockstep_share,
+    rigid,
+    run_fleet,
+    segments,
+)
+
+Method = Literal["decoupled", "elastic", "rigid"]
+MOST_EVENTS = 1e8
+"""Events that a simulation may have: hours on one core."""
+PUBLISHED_MTBI_YEARS = 1.0
+PUBLISHED: dict[tuple[Method, int, int], float] = {
+    ("rigid", 1_200_000, 1): 0.27,
+    ("elastic", 1_200_000, 1): 0.58,
+    ("decoupled", 1_200_000, 8): 0.88,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoodputConfig:
+    """Chips, how they fail, and how they work together.
+
+    Example:
+      >>> from diloco_jax import GoodputConfig
+      >>> GoodputConfig(chips=2_400_000, islands=16).label
+      'decoupled, 16 islands'
+    """
+
+    method: Method = setting(
+        "decoupled",
+        help="How the chips work together: as islands, or as one data-parallel program "
+        "on all chips (elastic, rigid), which at every step waits for the slowest of "
+        "as many groups as there are islands.",
+    )
+    chips: int = setting(
+        1_200_000, AT_LEAST_1, help="Chips of all islands together, shared out evenly."
+    )
+    islands: int = setting(8, AT_LEAST_1, help="Number of islands.")
+    step_seconds: float = setting(
+        10.0, STEP_SECONDS, help="Seconds of a step on all chips of an island."
+    )
+    step_spread: float = setting(
+        0.0, SHARE, help="Standard deviation of the step time over its mean."
+    )
+    quorum: int = setting(SyncConfig.quorum, AT_LEAST_1, help="K (decoupled).")
+    grace: float = setting(SyncConfig.grace, BELOW_1, help="gamma (decoupled).")
+    hours: float = setting(
+        24.0, POSITIVE, help="Simulated hours, shared out over the seeds."
+    )
+    seed: int = setting(0, NOT_NEGATIVE, help="The first of the seeds.")
+    seeds: int = setting(
+        3,
+        AT_LEAST_1,
+        help="Runs, each with its own failures; results are means, with the lowest and "
+        "the highest run as bounds.",
+    )
+    failures: FailureModel = dataclasses.field(default_factory=FailureModel)
+    exchange: ExchangeTerms = dataclasses.field(default_factory=ExchangeTerms)
+
+    def validate(self) -> None:
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
+        self.failures.validate()
+        self.exchange.validate()
+        if self.seconds < self.step_seconds:
+            raise ConfigError(
+                f"hours = {self.hours:g} over seeds = {self.seeds} is {self.seconds:g} "
+                f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
+            )
+        for what, count, remedy in self._events():
+            if not count <= MOST_EVENTS:
+                raise ConfigError(
+                    f"that is {count:.2g} {what} to simulate, more than "
+                    f"{MOST_EVENTS:.0e}; {remedy}"
+                )
+        if self.quorum > self.islands:
+            raise ConfigError(
+                f"quorum = {self.quorum}, but islands = {self.islands}: no fragment "
+                f"could ever merge; lower quorum or add islands"
+            )
+        if self.chips < self.islands * self.failures.slice_chips:
+            raise ConfigError(
+                f"chips = {self.chips} on islands = {self.islands} are fewer than one "
+                f"slice each (slice_chips = {self.failures.slice_chips}); lower "
+                f"slice_chips or islands, or add chips"
+            )
+
+    def _events(self) -> Iterator[tuple[str, float, str]]:
+        """Yield what there is to simulate, how many, and what makes it fewer.
+
+        At every delta the protocol goes through its books of all islands and fragments.
+        """
+        islands, exchange = self.islands, self.exchange
+        pairs = f"pairs of {islands:,.15g} islands"
+        steps = self.hours * 3600 / self.step_seconds * islands
+        deltas = steps / exchange.cycle * exchange.fragments
+        if self.method == "decoupled":
+            yield pairs, islands * islands, "lower islands"
+        yield "steps of islands", steps, "lower hours, or raise step_seconds"
+        if self.method == "decoupled":
+            yield (
+                f"pairs of {deltas:.2g} deltas and fragments = {exchange.fragments}",
+                deltas * exchange.fragments,
+                "lower fragments or hours, or raise cycle or step_seconds",
+            )
+        rate = self.chips * self.failures.interruptions_per_chip_second
+        interruptions = rate * self.hours * 3600
+        yield "interruptions", interruptions, "lower hours, or raise mtbi_years"
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time of one seed."""
+        return self.hours * 3600 / self.seeds
+
+    @property
+    def label(self) -> str:
+        """Name of the way in which the chips work together."""
+        if self.method != "decoupled":
+            return f"{self.method} data-parallel"
+        return f"decoupled, {self.islands} island{'s' * (self.islands > 1)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoodputSample:
+    """Result of one run; all fields but `merges` are shares."""
+
+    goodput: float
+    compute_goodput: float
+    uptime: float
+    participation: float
+    """Participation; 0 if nothing merges."""
+    merges: float
+    lost_tokens_fraction: float
+    """Share of the computed tokens that was lost."""
+
+
+FORMS = {
+    "compute_goodput": ".1%",
+    "goodput": ".1%",
+    "uptime": ".1%",
+    "participation": ".1%",
+    "merges": ",.0f",
+    "lost_tokens_fraction": ".3%",
+}
+"""Format of each measure, in the order in which people are shown them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoodputResult:
+    """Results over all seeds."""
+
+    config: GoodputConfig
+    mean: GoodputSample
+    low: GoodputSample
+    high: GoodputSample
+    samples: tuple[GoodputSample, ...]
+
+    @property
+    def published(self) -> float | None:
+        """The published compute goodput of this setting, if there is one."""
+        config = self.config
+        if config.failures.mtbi_years != PUBLISHED_MTBI_YEARS:
+            return None
+        islands = config.islands if config.method == "decoupled" else 1
+        return PUBLISHED.get((config.method, config.chips, islands))
+
+    def json(self) -> dict[str, Any]:
+        """Return the results as JSON-compatible builtins."""
+        mean, low, high = map(dataclasses.asdict, (self.mean, self.low, self.high))
+        return {
+            **mean,
+            "bounds": {name: [low[name], high[name]] for name in mean},
+            "published_compute_goodput": self.published,
+            "samples": [dataclasses.asdict(sample) for sample in self.samples],
+            "config": dataclasses.asdict(self.config),
+        }
+
+    def text(self) -> str:
+        """Return the results for people, one measure a line."""
+        config, published = self.config, ""
+        if self.published is not None:
+            published = f"; published {self.published:.0%}"
+        lines = [
+            f"{config.label}: {config.chips:,} chips, "
+            f"{config.seeds} x {config.seconds / 3600:g} h"
+        ]
+        for name, form in FORMS.items():
+            mean, low, high = (
+                format(getattr(sample, name), form)
+                for sample in (self.mean, self.low, self.high)
+            )
+            lines.append(f"  {name:<21}{mean:>8}  ({low} to {high}{published})")
+            published = ""
+        return "\n".join(lines)
+
+
+def simulate_goodput(
+    config: GoodputConfig, progress: Progress = lambda share: None
+) -> GoodputResult:
+    """Simulate how a fleet's time is used, for every seed.
+
+    Example:
+      >>> from diloco_jax import GoodputConfig, simulate_goodput
+      >>> rigid = GoodputConfig(method="rigid", hours=2, seeds=1)
+      >>> found = simulate_goodput(rigid)
+      >>> 0.2 < found.mean.compute_goodput < 0.35, found.published
+      (True, 0.27)
+
+    Args:
+      progress: called with the share that is done, 0 to 1.
+
+    Returns:
+      `mean`, `low` and `high` over the seeds: goodput, compute_goodput, uptime and
+      participation as shares of 1, and merges; `published`, where there is a figure.
+
+    Raises:
+      ConfigError: a field is out of bounds, or the simulation would take too long.
+    """
+    config.validate()
+    samples = []
+    for i in range(config.seeds):
+        rng = np.random.default_rng(config.seed + i)
+        sample = _decoupled if config.method == "decoupled" else _data_parallel
+        samples.append(sample(config, rng, part(progress, i, config.seeds)))
+
+    def each(how: Callable[[Sequence[float]], float]) -> GoodputSample:
+        return GoodputSample(
+            **{name: how([getattr(s, name) for s in samples]) for name in MEASURES}
+        )
+
+    return GoodputResult(
+        config=config,
+        mean=each(statistics.fmean),
+        low=each(min),
+        high=each(max),
+        samples=tuple(samples),
+    )
+
+
+def _decoupled(
+    config: GoodputConfig, rng: np.random.Generator, progress: Progress
+) -> GoodputSample:
+    chips, usual_s = config.chips / config.islands, config.step_seconds
+    machines = {}
+    for index, own in enumerate(rng.spawn(config.islands)):
+        failing, varying = own.spawn(2)
+        steps = durations(usual_s, config.step_spread, varying)
+        life = segments(chips, config.failures, failing)
+        machines[f"island-{index}"] = FleetIsland(usual_s, steps, life)
+    sync = config.exchange.sync(config.quorum, config.grace)
+    fleet = run_fleet(
+        config.exchange, sync, usual_s, machines, config.seconds, progress
+    )
+    islands, totals = list(fleet.islands.values()), fleet.totals
+    return GoodputSample(
+        goodput=measures.goodput(islands),
+        compute_goodput=measures.compute_goodput(islands),
+        uptime=measures.uptime(islands, fleet.seconds),
+        participation=fleet.participation,
+        merges=fleet.merges,
+        lost_tokens_fraction=sum(totals.lost.values()) / max(totals.computed, 1),
+    )
+
+
+def _data_parallel(
+    config: GoodputConfig, rng: np.random.Generator, progress: Progress
+) -> GoodputSample:
+    run = elastic if config.method == "elastic" else rigid
+    steps = [config.step_seconds] * config.islands
+    island = run(
+        config.chips,
+        config.step_seconds,
+        config.failures,
+        config.seconds,
+        rng,
+        computing=lockstep_share(steps, config.step_spread, rng),
+    )
+    progress(1.0)
+    return GoodputSample(
+        goodput=measures.goodput([island]),
+        compute_goodput=measures.compute_goodput([island]),
+        uptime=measures.uptime([island], config.seconds),
+        participation=measures.participation(0, 0),
+        merges=0,
+        lost_tokens_fraction=0.0,
+    )
+
+
+CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
+ISLANDS = (1, 2, 4, 8, 16)
+SWEPT = {"method": get_args(Method), "chips": CHIPS, "islands": ISLANDS}
+"""Values that a sweep goes over."""
+MEASURES = tuple(field.name for field in dataclasses.fields(GoodputSample))
+
+
+def points(
+    config: GoodputConfig, chips: Sequence[int], islands: Sequence[int]
+) -> list[GoodputConfig]:
+    """Return the valid configs of a sweep: each number of chips with every method, all
+    else as in `config`. Raises ConfigError.
+
+    The methods are both data-parallel ones, and decoupled with each number of islands
+    that has a quorum. With a spread of the step time, a data-parallel step waits for
+    the slowest of several groups, as many as the largest number of islands. Without a
+    spread there is one group.
+    """
+    if max(islands) < config.quorum:
+        raise ConfigError(
+            f"quorum = {config.quorum}, but a sweep has at most {max(islands)} "
+            f"islands: no fragment could ever merge; lower quorum"
+        )
+    groups = max(islands) if config.step_spread else 1
+    ways: list[tuple[Method, int, int]] = [
+        ("rigid", groups, 1),
+        ("elastic", groups, 1),
+    ]
+    enough = (count for count in islands if count >= config.quorum)
+    ways += [("decoupled", count, config.quorum) for count in enough]
+    found = [
+        dataclasses.replace(
+            config, method=method, islands=count, quorum=quorum, chips=total
+        )
+        for total in chips
+        for method, count, quorum in ways
+    ]
+    for point in found:
+        point.validate()
+    return found
+
+
+def write_csv(results: Sequence[GoodputResult], path: Path) -> None:
+    """Write one line per point; every measure has its bounds over seeds."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        bounded = [f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high")]
+        writer.writerow(["method", "chips", "islands", *bounded])
+        for result in results:
+            config = result.config
+            samples = (result.mean, result.low, result.high)
+            values = [getattr(s, measure) for measure in MEASURES for s in samples]
+            writer.writerow([config.method, config.chips, config.islands, *values])
+
+
+def write_plot(results: Sequence[GoodputResult], path: Path) -> None:
+    """Plot compute goodput and uptime over chips, one line per way to use them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharex=True)
+    lines: dict[str, list[GoodputResult]] = {}
+    for result in results:
+        lines.setdefault(result.config.label, []).append(result)
+    for measure, axis in zip(("compute_goodput", "uptime"), axes, strict=True):
+        for name, line in lines.items():
+            chips = [result.config.chips for result in line]
+            mean, low, high = (
+                [getattr(getattr(result, end), measure) for result in line]
+                for end in ("mean", "low", "high")
+            )
+            style = "-" if name.startswith("decoupled") else "--"
+            axis.plot(chips, mean, marker="o", linestyle=style, label=name)
+            axis.fill_between(chips, low, high, alpha=0.2)
+        axis.set(xscale="log", xlabel="chips", ylabel=measure.replace("_", " "))
+        totals = sorted({result.config.chips for result in results})
+        axis.set_xticks(totals, [f"{total / 1000:g} k" for total in totals])
+        axis.minorticks_off()
+        axis.set_ylim(0, 1.02)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def part(progress: Progress, index: int, parts: int) -> Progress:
+    """Return the progress of part `index`, from 0, of `parts` equal parts."""
+    return lambda share: progress((index + share) / parts)

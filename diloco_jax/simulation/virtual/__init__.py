@@ -1,1 +1,0 @@
-"""Virtual time: the real protocol, both halves of it, driven by an event queue."""
