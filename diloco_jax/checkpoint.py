@@ -34,8 +34,6 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import S3, is_bucket, sync_path
 from diloco_jax.models.build import other_model
 
-logger = logging.getLogger(__name__)
-
 ISLANDS = "islands"
 
 

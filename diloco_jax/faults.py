@@ -15,7 +15,6 @@ told; by `kill-prepared`, once it is prepared and not committed.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 import re
@@ -26,8 +25,6 @@ import threading
 from collections.abc import Iterable
 
 from diloco_jax.errors import ConfigError, suggest
-
-logger = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
 _WORKER = "worker-"

@@ -354,8 +354,8 @@ class Announcer:
         tls: TlsFiles | None,
         begun_unix: float,
     ) -> None:
-        """Make the first status; deliver alerts, and let Prometheus collect numbers,
-        from now on. Raises ConfigError if the port for that cannot be bound.
+        """Make the first status, and let Prometheus collect numbers from now on. Raises
+        ConfigError if the port for that cannot be bound.
 
         config: resolved. begun_unix: start of the run in unix seconds."""
         placement = config.placement
@@ -398,7 +398,6 @@ class Announcer:
         lead, now, clock = self._lead, time.time(), time.monotonic()
         self._refreshed = clock
         own = [*self._snapshots.alerts(clock), *self._holder.alerts(clock)]
-        self._alerts_raised = lead.journal.alerts_raised
         self._status = status(
             lead.config,
             lead.state,
