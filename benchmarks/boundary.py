@@ -207,7 +207,7 @@ def train(address: str, steps: int) -> dict[str, float]:
         address, name=NAME, like=params, tokens_per_step=8, incarnation=1
     ) as island:
         params = island.params
-        exchange = island._host._exchange
+        exchange = island._host.exchange
         done = dict.fromkeys(("take", "adopt", "settle"), (0, 0.0))
         for what in done:
             setattr(exchange, what, counted(getattr(exchange, what), done, what))

@@ -42,7 +42,6 @@ import collections
 import dataclasses
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -58,6 +57,7 @@ from pinned import PinnedRun, cores, pinned_run
 from synthetic import Deltas, SyntheticIsland, train
 
 from diloco_jax import storage
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -200,8 +200,13 @@ def measured(options: Any, folder: Path) -> dict[str, Any]:
     busy_s = 2 * second.wire_cores + second.merge_cores
     step_s = max(0.2, busy_s / len(cores()) / options.use / FRAGMENTS)
     config = config_of(options, round(step_s, 2))
-    make_certificates(folder / "certs", [], 1, islands=config.islands)
-    secured = dataclasses.replace(config.placement, certificates=str(folder / "certs"))
+    certs, workers = folder / "certs", options.workers
+    make_certificates(certs, [], 1, islands=config.islands, workers=workers)
+    secured = dataclasses.replace(
+        config.placement,
+        certificates=str(certs),
+        worker_addresses=tuple(f"127.0.0.1:{free_port()}" for _ in range(workers)),
+    )
     config = dataclasses.replace(config, placement=secured)
     print(f"steps of {step_s:.2f} s", file=sys.stderr, flush=True)
     names = list(config.islands)
@@ -252,9 +257,7 @@ def measured(options: Any, folder: Path) -> dict[str, Any]:
 def watched(run: PinnedRun, timeout_s: float) -> dict[str, Any]:
     """Wait for the end; return what each process used between the first merge that was
     seen and the last one."""
-    run.until(lambda: len(workers_of(run)) == run.config.placement.workers, START_S)
-    pids = {f"worker-{n}": pid for n, pid in workers_of(run).items()}
-    pids |= run.pids()
+    pids = run.pids()
     samples: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     own: dict[str, int] = collections.defaultdict(int)
     peak: dict[str, int] = collections.defaultdict(int)
@@ -290,16 +293,6 @@ def watched(run: PinnedRun, timeout_s: float) -> dict[str, Any]:
         "window_s": ended - began,
         "workers": workers,
     }
-
-
-def workers_of(run: PinnedRun) -> dict[int, int]:
-    """Return the process of each worker that the coordinator has, by its number."""
-    command = [*support.DILOCO, "status", str(run.workdir), "--json"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    if told.returncode:
-        return {}
-    workers = json.loads(told.stdout)["workers"]
-    return {worker["worker"]: worker["pid"] for worker in workers}
 
 
 def be_islands(workdir: str, address: str, names: str) -> int:

@@ -37,8 +37,9 @@ class PinnedRun:
         within: Callable[[str], list[str]] = lambda name: [],
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Start the coordinator, and wait until it serves. within: the begin of the
-        command line of a process, by its name. environment: more of it, for all."""
+        """Start the coordinator and its workers, and wait until they serve. within: the
+        begin of the command line of a process, by its name. environment: more of it,
+        for all."""
         self.config, self.workdir = config, folder / "run"
         self._environment = dict(environment)
         self._within = within
@@ -49,6 +50,10 @@ class PinnedRun:
         """Largest resident set of each process in bytes."""
         write_json(dataclasses.asdict(config), self._path)
         self._workdir_of = folder
+        for number in range(len(config.placement.worker_addresses)):
+            words = ["worker", str(self._path), "--index", str(number)]
+            words += ["--workdir", str(folder / f"worker-{number}")]
+            self.start(f"worker-{number}", [*support.DILOCO, *words])
         serve = ["coordinator", str(self._path), "--workdir", str(self.workdir)]
         self.start("coordinator", [*support.DILOCO, *serve, "--init"])
         address = self.workdir / run_files.ADDRESS

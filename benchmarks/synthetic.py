@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import restart_time
 from diloco_jax.config import Config, shared_fields
 from diloco_jax.core.codecs import Codec, get_codec
 from diloco_jax.core.families import ADOPT_RULES
@@ -29,14 +28,21 @@ from diloco_jax.core.payload import Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
+from diloco_jax.hardware.machines import lasting
+from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.network.link import Lanes, Link, Targets
-from diloco_jax.island.network.transfers import Fetcher, Receiver, Sender
-from diloco_jax.island.pace import goal_of
+from diloco_jax.island.timing import goal_of
+from diloco_jax.island.transfers import Fetcher, Lanes, Receiver, Sender
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending
+from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
-from diloco_jax.protocol.messages import Hello, Measures, ProfileRequest
+from diloco_jax.protocol.messages import (
+    Hello,
+    Measures,
+    ProfileRequest,
+    ResendRequest,
+)
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
@@ -137,7 +143,7 @@ class SyntheticIsland:
         plan: FragmentPlan,
         deltas: Deltas,
     ) -> None:
-        config = restart_time.lasting(config, plan.total)
+        config = lasting(config, plan.total)
         self._config, self._name, self._plan = config, name, plan
         self._deadlines = config.placement.deadlines
         self._session = uuid.uuid4().hex
@@ -166,7 +172,7 @@ class SyntheticIsland:
             session=self._session,
         )
         device: Any = NoDevice(self._deltas)
-        versions, dealt = welcome.versions, self._lanes.dealt
+        versions = welcome.versions
         self._sender = MadeSender(
             self._deltas,
             self._lanes,
@@ -175,7 +181,6 @@ class SyntheticIsland:
             (),
             mailbox,
             self._deadlines,
-            dealt,
         )
         self._receiver = Receiver(
             Fetcher(self._lanes, identity, device, mailbox),
@@ -184,7 +189,6 @@ class SyntheticIsland:
             versions,
             None,
             self._deadlines.budget_s,
-            dealt,
         )
         self._receiver.have_all(versions)
         books = Books(list(versions), ADOPT_RULES.find(self._config.run.sync.adopt))
@@ -198,13 +202,12 @@ class SyntheticIsland:
             data=self._data,
         )
         self._post()
-        self._link.start(
-            Targets(
-                want=self._receiver.want,
-                resend=self._sender.resend,
-                profile=_profiles_nothing,
-            )
-        )
+        mailbox.errands = {
+            Wanted: self._receiver.want,
+            ResendRequest: self._sender.resend,
+            ProfileRequest: _profiles_nothing,
+        }
+        self._link.start()
         self._sender.start()
         self._receiver.start()
 
@@ -231,7 +234,7 @@ class SyntheticIsland:
             logger.error("island %s ends: %s", self._name, self._ending.text)
         self._sender.close(STOP_S)
         self._receiver.close(STOP_S)
-        self._link.close(self._ending, STOP_S)
+        self._link.leave(self._ending, STOP_S)
         self._lanes.close()
         return self._ending.exit_code
 

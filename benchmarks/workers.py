@@ -25,18 +25,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import support
 import tape_checks
@@ -52,10 +49,16 @@ from large_run import (
 from machine import PeakUse, Stall
 from sizes import MODELS
 
-from diloco_jax import checkpoint, run_files
+from diloco_jax import run_files
+from diloco_jax.cluster.cluster import free_port
+from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import Config, IslandConfig
+from diloco_jax.files import write_json
+from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.protocol.holding import deal
+from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.workdir import holds_run
 
 WORKERS = 2
 STRUCK = 0
@@ -82,10 +85,10 @@ def main() -> int:
         options.snapshot_every_s = 10.0
     config = workers_config(options)
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        workdir = Path(folder) / "run"
-        with Stall() as stall, PeakUse(workdir) as peaks, DiskLoss(config, workdir):
-            run = support.run_in(config, Path(folder), TIMEOUT_S)
-        replayed = replay(workdir)
+        config = at_addresses(config, Path(folder) / "certificates")
+        with Stall() as stall, PeakUse(Path(folder) / "run") as peaks:
+            run = run_unit(config, Path(folder))
+        replayed = replay(run.workdir)
     return support.deliver(
         options,
         "workers",
@@ -133,50 +136,90 @@ def workers_config(options: Any) -> Config:
     return Config(run=run, islands=islands, placement=placement).validate()
 
 
-class DiskLoss:
-    """Kills the struck worker once and removes its fragments' files, in a thread."""
+def at_addresses(config: Config, certificates: Path) -> Config:
+    """Return the config with ports and keys for all."""
+    make_certificates(
+        certificates, [], 1, islands=list(config.islands), workers=WORKERS
+    )
+    ports = [f"127.0.0.1:{free_port()}" for _ in range(WORKERS + 1)]
+    placement = dataclasses.replace(
+        config.placement,
+        bind=ports[0],
+        worker_addresses=tuple(ports[1:]),
+        certificates=str(certificates),
+    )
+    return dataclasses.replace(config, placement=placement).validate()
 
-    def __init__(self, config: Config, workdir: Path) -> None:
-        dealt = deal(support.fragment_sizes(config), WORKERS)
-        self._fragments = [f for f, worker in enumerate(dealt) if worker == STRUCK]
-        self._config, self._workdir = config, workdir
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._strike_when_due, daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+def run_unit(config: Config, folder: Path) -> support.Run:
+    """Run to the end; a process that ends with an error is started again. The struck
+    worker is killed once more, and loses its disk."""
+    path, workdir = folder / run_files.CONFIG, folder / "run"
+    write_json(dataclasses.asdict(config), path)
+    address = config.placement.bind
+    commands = {
+        f"worker-{n}": ["worker", "--index", f"{n}"] for n in range(WORKERS)
+    } | {
+        "coordinator": ["coordinator", "--init"],
+        **{
+            n: ["island", "--name", n, "--coordinator", address] for n in config.islands
+        },
+    }
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    deadline, struck = time.monotonic() + TIMEOUT_S, False
 
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join(support.STOP_S)
+    def start(name: str) -> None:
+        command, *options = commands[name]
+        own = workdir if name == "coordinator" else folder / name
+        words = [command, str(path), "--workdir", str(own), *options]
+        if holds_run(workdir):
+            words = [word for word in words if word != "--init"]
+        with (folder / f"{name}.log").open("ab") as log:
+            running[name] = start_child([*support.DILOCO, *words], {}, log, log)
 
-    def _strike_when_due(self) -> None:
-        while not self._ended.wait(1.0):
-            kinds = self._kinds()
-            back = kinds["recovered"] >= len(WORKER_KILLS)
-            if back and kinds["merged"] >= DISK_AT:
-                self._strike()
-                return
+    try:
+        while any(running.get(n) is None or running[n].poll() != 0 for n in commands):
+            for name in commands:
+                if name not in running or running[name].poll():
+                    start(name)
+            kinds = kinds_of(workdir)
+            if not struck and kinds["recovered"] >= len(WORKER_KILLS):
+                struck = kinds["merged"] >= DISK_AT
+                if struck:
+                    lose_disk(running[f"worker-{STRUCK}"], folder / f"worker-{STRUCK}")
+            if time.monotonic() > deadline:
+                raise support.RunError(f"not done within {TIMEOUT_S:g} s")
+            time.sleep(1.0)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    return support.Run(
+        config=config,
+        workdir=workdir,
+        summary=json.loads((workdir / run_files.SUMMARY).read_bytes()),
+        tape=list(read_tape(workdir / run_files.TAPE)),
+        metrics=list(read_metrics(workdir)),
+        cpu={},
+    )
 
-    def _kinds(self) -> Counter[str]:
-        with contextlib.suppress(Exception):  # The last line may be half written.
-            tape = read_tape(self._workdir / run_files.TAPE)
-            return Counter(record["kind"] for record in tape)
-        return Counter()
 
-    def _strike(self) -> None:
-        command = [*support.DILOCO, "status", str(self._workdir), "--json"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        workers = json.loads(told.stdout)["workers"]
-        (pid,) = [worker["pid"] for worker in workers if worker["worker"] == STRUCK]
-        os.kill(pid, signal.SIGKILL)
-        snapshots = checkpoint.snapshots_folder(self._config.placement, self._workdir)
-        for folder in (Path(snapshots), self._workdir / run_files.PUBLISHES):
-            for fragment in self._fragments:
-                shutil.rmtree(folder / f"{fragment:05d}", ignore_errors=True)
-        when = time.strftime("%H:%M:%S")
-        print(f"{when} worker {STRUCK} has lost its disk", file=sys.stderr, flush=True)
+def kinds_of(workdir: Path) -> Counter[str]:
+    """Count the lines of the tape by kind."""
+    with contextlib.suppress(Exception):  # The last line may be half written.
+        tape = read_tape(workdir / run_files.TAPE)
+        return Counter(record["kind"] for record in tape)
+    return Counter()
+
+
+def lose_disk(worker: subprocess.Popen[bytes], workdir: Path) -> None:
+    """Kill the worker, and remove its fragments' files."""
+    worker.kill()
+    worker.wait()
+    for name in ("checkpoints", run_files.PUBLISHES):
+        shutil.rmtree(workdir / name, ignore_errors=True)
+    when = time.strftime("%H:%M:%S")
+    print(f"{when} worker {STRUCK} has lost its disk", file=sys.stderr, flush=True)
 
 
 def bounds(run: support.Run, stall: Stall) -> list[support.Check]:

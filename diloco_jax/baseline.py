@@ -20,7 +20,7 @@ from diloco_jax.data.loading import load_data
 from diloco_jax.evaluation import as_json, whole_validation
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.weights.first import first_params
 
 

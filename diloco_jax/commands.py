@@ -145,8 +145,14 @@ def worker_command(arguments: Sequence[str]) -> int:
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
+    from diloco_jax.before_jax import require_flags
+    from diloco_jax.machine import fit_threads
+
+    # Before anything imports jax.
+    fit_threads()
+    require_flags()
     with uncollected():
-        from diloco_jax.coordinator.workers.listening import run
+        from diloco_jax.coordinator.workers.process import run
         from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -173,8 +179,8 @@ def island_command(arguments: Sequence[str]) -> int:
     prepare_island(config.island(options.name))
     with uncollected():
         from diloco_jax.config.resolving import resolve
-        from diloco_jax.island.hosts.world import WorldAddress
         from diloco_jax.island.main import run, with_model_of_run
+        from diloco_jax.island.world import WorldAddress
         from diloco_jax.observability.logs import setup_logging
 
     incarnation = options.incarnation

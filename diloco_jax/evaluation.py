@@ -23,7 +23,7 @@ from diloco_jax.data.source import Source
 from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.evaluate import Evaluation, evaluate_all, evaluate_parts
+from diloco_jax.island.evaluate import Evaluation, evaluate_all
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Model
 from diloco_jax.protocol.values import Version
@@ -108,10 +108,10 @@ def of_data(
             bytes_per_token=data.bytes_per_token,
         )
 
-    if not data.held_out:
-        return evaluate_all(trainer, params, batches(data.validation), report)
-    parts = {name: batches(source) for name, source in data.held_out.items()}
-    return evaluate_parts(trainer, params, parts, report)
+    held_out = data.held_out or {"": data.validation}
+    parts = {name: batches(source) for name, source in held_out.items()}
+    found = evaluate_all(trainer, params, parts, report)
+    return found if data.held_out else found._replace(by_source=None)
 
 
 def params_of(

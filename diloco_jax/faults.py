@@ -126,14 +126,8 @@ def is_fault(text: str) -> bool:
 
 
 def worker_name(number: int) -> str:
-    """Return the name of a worker of the coordinator in faults and strikes."""
+    """Return the name of a worker of the coordinator in faults."""
     return f"{_WORKER}{number}"
-
-
-def worker_number(name: str) -> int | None:
-    """Return the number in the name of a worker; None: it is no worker's."""
-    number = name.removeprefix(_WORKER)
-    return int(number) if number != name and number.isdecimal() else None
 
 
 def parse_faults(

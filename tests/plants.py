@@ -37,8 +37,8 @@ from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_account, with_fragment
 from diloco_jax.protocol.holding import MergePrepared
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.messages import Progress
-from diloco_jax.protocol.records import Merged, Removed
+from diloco_jax.protocol.messages import Granted, Progress
+from diloco_jax.protocol.records import Left, Merged, Removed
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.disk import Disk
@@ -63,12 +63,7 @@ def _always(value: Any) -> Broken:
 
 def _argument(index: int) -> Broken:
     """Change nothing: give an argument back as it is."""
-    return lambda function: lambda *arguments: arguments[index]
-
-
-def _without_effects(index: int) -> Broken:
-    """Decide nothing: give an argument back as it is, and no effects."""
-    return lambda function: lambda *arguments: (arguments[index], [])
+    return lambda function: lambda *arguments, **options: arguments[index]
 
 
 def _forgets_the_last_merge(recover: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,49 +114,49 @@ def _keeps_what_is_merged(adopt: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loses_a_step(known: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(config: Any, f: Any, name: str, held: Any, now: float) -> Any:
+    def broken(turn: Any, f: Any, name: str, held: Any) -> Any:
         end = max(held.start, held.end - 1)
-        return known(config, f, name, replace(held, end=end), now)
+        return known(turn, f, name, replace(held, end=end))
 
     return broken
 
 
-def _tapes_no_takes(record: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*arguments: Any) -> Any:
-        state, effects = record(*arguments)
-        took = arguments[3].kind == "took"
-        return state, [e for e in effects if not (took and isinstance(e, Note))]
+def _changes_effects(change: Callable[[Any, Any], Any]) -> Broken:
+    """Change each effect of a function, given what it was called with; None: it has
+    none."""
 
-    return broken
+    def planted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(turn: Any, *arguments: Any) -> Any:
+            before = len(turn.effects)
+            found = function(turn, *arguments)
+            effects = [change(e, (turn, *arguments)) for e in turn.effects[before:]]
+            turn.effects[before:] = [e for e in effects if e is not None]
+            return found
+
+        return broken
+
+    return planted
 
 
-def _tapes_no_adoptions(record: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*arguments: Any) -> Any:
-        state, effects = record(*arguments)
-        adopted = arguments[3].kind == "adopted"
-        return state, [e for e in effects if not (adopted and isinstance(e, Note))]
+def _tapes_no(kind: str) -> Broken:
+    def change(effect: Any, called: Any) -> Any:
+        return None if called[2].kind == kind and isinstance(effect, Note) else effect
 
-    return broken
+    return _changes_effects(change)
 
 
-def _tells_what_it_counts_now(report: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(config: Any, *arguments: Any) -> Any:
-        state, effects = report(config, *arguments)
-        tokens = ledger.progress_tokens(config, state)
-        return state, [
-            replace(e, message=replace(e.message, tokens=tokens))
-            if isinstance(e, Tell) and isinstance(e.message, Progress)
-            else e
-            for e in effects
-        ]
-
-    return broken
+def _tells_what_it_counts_now(effect: Any, called: Any) -> Any:
+    if not (isinstance(effect, Tell) and isinstance(effect.message, Progress)):
+        return effect
+    turn, *_ = called
+    tokens = ledger.progress_tokens(turn.config, turn.state)
+    return replace(effect, message=replace(effect.message, tokens=tokens))
 
 
 def _lets_the_removed_stay(remove: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(state: Any, name: str) -> Any:
-        state = members.with_admitted(state, name, admitted=False)
-        return state, [Persist(record=Removed(island=name))]
+    def broken(turn: Any, name: str) -> None:
+        turn.state = members.with_admitted(turn.state, name, admitted=False)
+        turn.persist(Removed(island=name))
 
     return broken
 
@@ -175,10 +170,12 @@ def _draws_backwards(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_one_less(settle: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(config: Any, *arguments: Any, **options: Any) -> Any:
-        quorum = max(1, config.quorum - 1)
-        config = replace(config, quorum=quorum)
-        return settle(config, *arguments, **options)
+    def broken(turn: Any, *arguments: Any, **options: Any) -> Any:
+        config = turn.config
+        turn.config = replace(config, quorum=max(1, config.quorum - 1))
+        settled = settle(turn, *arguments, **options)
+        turn.config = config
+        return settled
 
     return broken
 
@@ -192,13 +189,10 @@ def _lets_everyone_in(refusal: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def _hides_what_they_leave(end: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*arguments: Any) -> Any:
-        state, (left, *others) = end(*arguments)
-        record = replace(left.record, left_behind=())
-        return state, [replace(left, record=record), *others]
-
-    return broken
+def _hides_what_they_leave(effect: Any, called: Any) -> Any:
+    if isinstance(effect, Persist) and isinstance(effect.record, Left):
+        return replace(effect, record=replace(effect.record, left_behind=()))
+    return effect
 
 
 def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,13 +214,11 @@ def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def _leaves_a_gap(grant: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*arguments: Any) -> Any:
-        state, (record, tell) = grant(*arguments)
-        message = replace(tell.message, offset=tell.message.offset + 1)
-        return state, [record, replace(tell, message=message)]
-
-    return broken
+def _leaves_a_gap(effect: Any, called: Any) -> Any:
+    if not (isinstance(effect, Tell) and isinstance(effect.message, Granted)):
+        return effect
+    message = replace(effect.message, offset=effect.message.offset + 1)
+    return replace(effect, message=message)
 
 
 def _allows_one_version_more(is_in_time: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,7 +302,7 @@ PLANTS = {
         "gathered", terms, "_merged_above", _always({})
     ),
     "a_worker_that_is_back_gets_nothing": Plant(
-        "liveness", takes, "ask_to_resend", _without_effects(0)
+        "liveness", takes, "ask_to_resend", _argument(1)
     ),
     "what_a_worker_lost_is_in_no_book": Plant(
         "ledger", ledger, "lose_missing", _argument(1)
@@ -330,14 +322,18 @@ PLANTS = {
     "merged_deltas_are_kept": Plant("kept", Books, "adopt", _keeps_what_is_merged),
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
     "one_less_than_quorum": Plant("quorum", fragments, "settle", _needs_one_less),
-    "takes_are_not_on_the_tape": Plant("recorded", decide, "_record", _tapes_no_takes),
+    "takes_are_not_on_the_tape": Plant(
+        "recorded", decide, "_record", _tapes_no("took")
+    ),
     "adoptions_are_not_on_the_tape": Plant(
-        "recorded", decide, "_record", _tapes_no_adoptions
+        "recorded", decide, "_record", _tapes_no("adopted")
     ),
     "fenced_ones_come_in": Plant("fenced", members, "entry_refusal", _lets_everyone_in),
-    "the_dead_merge_unsaid": Plant("fenced", members, "end", _hides_what_they_leave),
+    "the_dead_merge_unsaid": Plant(
+        "fenced", members, "end", _changes_effects(_hides_what_they_leave)
+    ),
     "stale_deltas_are_merged": Plant(
-        "stale", takes, "refuse_if_untimely", _without_effects(1)
+        "stale", takes, "refuse_if_untimely", _argument(1)
     ),
     "one_more_version_is_no_delay": Plant(
         "stale", takes, "_is_in_time", _allows_one_version_more
@@ -351,9 +347,7 @@ PLANTS = {
     "two_processes_share_an_incarnation": Plant(
         "durable", members, "entry_refusal", _lets_a_second_process_in
     ),
-    "long_deltas_are_merged": Plant(
-        "bounds", quarantine, "refuse_long", _without_effects(1)
-    ),
+    "long_deltas_are_merged": Plant("bounds", quarantine, "refuse_long", _argument(1)),
     "any_rates_are_believed": Plant(
         "bounds", schedule.Fleet, "highest_rate", _always(math.inf)
     ),
@@ -361,14 +355,16 @@ PLANTS = {
         "honest", Books, "stepped", lambda stepped: lambda books, _: stepped(books, 1.0)
     ),
     "quarantined_deltas_are_merged": Plant(
-        "quarantine", quarantine, "turn_away", _without_effects(1)
+        "quarantine", quarantine, "turn_away", _always(None)
     ),
     "whoever_comes_is_let_in": Plant("door", members, "unknown", _always("")),
     "who_was_removed_stays": Plant("door", steering, "_remove", _lets_the_removed_stay),
     "boasts_are_believed": Plant("speeds", claims, "_no_shorter", _argument(0)),
     "a_sleep_is_no_time": Plant("speeds", claims, "slept", _argument(0)),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
-    "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),
+    "progress_goes_back": Plant(
+        "ledger", decide, "_report", _changes_effects(_tells_what_it_counts_now)
+    ),
     "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),
     "merged_data_is_free": Plant("data", leases, "release", _frees_all_data),
     "data_of_lost_deltas_stays_away": Plant(
@@ -378,12 +374,12 @@ PLANTS = {
     "the_end_awaits_nobody": Plant(
         "last_steps", ending, "_more_may_come", _always(False)
     ),
-    "the_end_is_slept_through": Plant("last_steps", ending, "awake", _argument(1)),
+    "the_end_is_slept_through": Plant("last_steps", ending, "awake", _always(None)),
     "the_end_waits_for_what_hangs": Plant(
         "last_steps", ending, "OPEN_BY", lambda share: 1.0
     ),
     "takes_are_asked_for_once": Plant(
-        "liveness", members, "without_take", _without_effects(0)
+        "liveness", members, "without_take", _argument(1)
     ),
     "a_full_disk_counts_as_written": Plant(
         "prepared", VirtualCoordinator, "_prepare", _says_prepared
@@ -397,7 +393,9 @@ PLANTS = {
     "a_prepared_merge_is_restored": Plant(
         "restored", Disk, "restore", _counts_what_was_prepared
     ),
-    "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
+    "grants_have_a_gap": Plant(
+        "unbroken", leases, "_grant", _changes_effects(_leaves_a_gap)
+    ),
 }
 
 

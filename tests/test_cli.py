@@ -21,12 +21,12 @@ from diloco_jax.cluster.processes import ManagedProcess
 from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.files import write_json
-from diloco_jax.island.hosts.world import WorldAddress
+from diloco_jax.island.world import WorldAddress
 from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.workdir import held, read_summary
 
 FILE = """
-from diloco_jax.island.hosts.world import WorldAddress
+from diloco_jax.island.world import WorldAddress
 from diloco_jax.config import *
 def config():
     outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)

@@ -5,8 +5,13 @@ import dataclasses
 import pytest
 
 from diloco_jax.config import Config, IslandConfig, LaunchConfig, Placement, RunConfig
-from diloco_jax.hardware.machines import CONSTANTS, rate_of
-from diloco_jax.restart_time import lasting, outage_seconds, state_seconds
+from diloco_jax.hardware.machines import (
+    CONSTANTS,
+    lasting,
+    outage_seconds,
+    rate_of,
+    state_seconds,
+)
 
 CONFIG = Config(
     run=RunConfig(),

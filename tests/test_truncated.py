@@ -24,8 +24,10 @@ from diloco_jax.cluster.processes import next_attempt
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    Publishes,
+)
 from diloco_jax.coordinator.roster import MeasuredIsland, Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import StateSnapshots

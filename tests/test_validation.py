@@ -240,8 +240,7 @@ def test_workers_elsewhere_need_addresses_that_can_be_dialled(changes, shown):
     for text in shown:
         assert text in message
     there = Placement(workers=2, worker_addresses=("a:1", "b:1"))
-    config = Config(placement=there, islands=islands).validate()
-    assert (config.placement.ports, config.placement.workers_here) == (2, 0)
+    Config(placement=there, islands=islands).validate()
 
 
 def test_the_last_host_of_an_island_may_be_struck():

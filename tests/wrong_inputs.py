@@ -265,13 +265,6 @@ ISLANDS = [
         "'som' for argument '--islands.v6e.remat'",
         "'full'",
     ),
-    wrong("run two.py --islands.v6e.offers foo", "v6e.offers: address 'foo'", *ADDRESS),
-    wrong(
-        "run two.py --islands.v6e.offers h:1,h:2",
-        "islands.v6e.offers has 2 addresses",
-        "islands.v6e.hosts = 1",
-        "one for each host, or none",
-    ),
     wrong("run two.py --islands.v6e.loss-chunk=-1", "loss_chunk = -1", "at least 0"),
     wrong(
         "island two.py --workdir w --name v6e",
@@ -379,6 +372,12 @@ PLACEMENT = [
         "placement.worker_addresses has 1",
         "placement.workers = 2",
         "one address for each",
+    ),
+    wrong(
+        "coordinator two.py --workdir w --init --workers 2",
+        "placement.workers = 2",
+        "placement.worker_addresses is empty",
+        "name there where each `diloco worker` runs",
     ),
     wrong(
         "worker two.py --workdir w",

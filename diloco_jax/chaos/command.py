@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import itertools
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from diloco_jax.chaos import measure
 from diloco_jax.chaos.schedule import (
     ChaosOptions,
     Strike,
-    beside_islands,
     of_options,
     write_schedule,
 )
 from diloco_jax.chaos.strike import LOOK_S, Moment, Striker
+from diloco_jax.cluster.processes import noted, signal_group
 from diloco_jax.cluster.run import run as run_locally
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_DONE, ConfigError
@@ -95,19 +94,7 @@ def scheduled(
 ) -> tuple[tuple[Strike, ...], tuple[str, ...]]:
     """Return the strikes of the options, and faults at a step; ConfigError if they
     cannot be carried out."""
-    islands, placement = tuple(config.islands), config.placement
-    beside = beside_islands(0 if placement.worker_addresses else placement.workers)
-    strikes, faults = of_options(options, islands, beside)
-    workers = placement.workers
-    network = next((str(s) for s in strikes if s.of_network), "")
-    if options.link_bytes_per_s:
-        network = f"link_bytes_per_s = {options.link_bytes_per_s:g}"
-    if workers > 1 and network:
-        raise ConfigError(
-            f"{network} strikes a link, but placement.workers = {workers} have links "
-            f"of their own, which are not struck; set placement.workers = 1"
-        )
-    return strikes, faults
+    return of_options(options, tuple(config.islands))
 
 
 def with_faults(config: Config, faults: tuple[str, ...]) -> Config:
@@ -227,19 +214,8 @@ def strike_running(
 
 def _is_running(workdir: Path) -> bool:
     """Tell whether a process goes on that the run's launcher noted."""
-    try:
-        noted = json.loads((workdir / run_files.PROCESSES).read_bytes())
-    except OSError:
-        return False
-    return any(_is_alive(pid) for pids in noted.values() for pid in pids)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        # The launcher made it the leader of its group.
-        return os.getpgid(pid) == pid
-    except ProcessLookupError:
-        return False
+    pids = itertools.chain.from_iterable(noted(workdir).values())
+    return any(signal_group(pid, 0) for pid in pids)
 
 
 def _require_possible(

@@ -1,27 +1,22 @@
 """A schedule of strikes on a local run, written as `WHO@TIMEs:KIND[SECONDS][=VALUE]`.
 
-WHO is an island, `coordinator`, a worker (`worker-1`), or several joined with `+` (all
-of a site). TIME counts from the run's first merge. A schedule may also have faults at
-an exact step, in the form of `placement.faults`. A file of it has one strike or fault a
-line. Strikes meet the processes of the launcher, and the lead's workers.
+WHO is an island, `coordinator`, or several joined with `+` (all of a site). TIME
+counts from the run's first merge. A schedule may also have faults at an exact step, in
+the form of `placement.faults`. A file of it has one strike or fault a line. Strikes
+meet the processes of the launcher.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
 import random
 import re
-import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from diloco_jax import run_files
 from diloco_jax.config.fields import NOT_NEGATIVE, SOME_SECONDS, setting
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.faults import COORDINATOR, is_fault, worker_name, worker_number
+from diloco_jax.faults import COORDINATOR, is_fault
 from diloco_jax.files import write_text
 
 
@@ -32,8 +27,8 @@ class ChaosOptions:
     strikes: tuple[str, ...] = setting(
         (),
         help="Each as WHO@TIMEs:KIND[SECONDS][=VALUE], in seconds from the first "
-        "merge: a@30s:kill, coordinator@50s:stop4, a+b@60s:delay10=0.2, "
-        "worker-1@80s:kill; or as WHO@STEP:ACTION, at a step of its own (--faults).",
+        "merge: a@30s:kill, coordinator@50s:stop4, a+b@60s:delay10=0.2; "
+        "or as WHO@STEP:ACTION, at a step of its own (--faults).",
     )
     schedule: str = setting(
         "",
@@ -171,17 +166,10 @@ def divided(texts: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(text for text in texts if text not in faults), faults
 
 
-def beside_islands(workers: int) -> tuple[str, ...]:
-    """Return the names of the processes beside islands and coordinator."""
-    return tuple(map(worker_name, range(workers if workers > 1 else 0)))
-
-
-def parse_strikes(
-    texts: Iterable[str], islands: Sequence[str], beside: Sequence[str] = ()
-) -> tuple[Strike, ...]:
+def parse_strikes(texts: Iterable[str], islands: Sequence[str]) -> tuple[Strike, ...]:
     """Parse and sort by time; ConfigError on an unknown form or name, and on strikes
-    that last and overlap on one process or link. beside: see `beside_islands`."""
-    strikes = sorted((_parse(t, islands, beside) for t in texts), key=lambda s: s.at_s)
+    that last and overlap on one process or link."""
+    strikes = sorted((_parse(text, islands) for text in texts), key=lambda s: s.at_s)
     until: dict[tuple[str, bool], Strike] = {}
     for strike in strikes:
         names = strike.links(islands) if strike.of_network else strike.who
@@ -204,12 +192,10 @@ def random_strikes(
     every_s: float,
     for_s: float,
     kinds: Sequence[str],
-    beside: Sequence[str] = (),
 ) -> tuple[Strike, ...]:
     """Draw one strike each `every_s` seconds, for `for_s` seconds.
 
-    Processes are struck alike: of islands, the coordinator, and `beside` them; of
-    links, those of islands.
+    Processes are struck alike, the coordinator's too; of links, those of islands.
     Strikes last up to 6 s, and end before the next one. Raises ConfigError.
     """
     for kind in kinds:
@@ -231,8 +217,6 @@ def random_strikes(
         known = [] if kind in OF_DISK else [*islands]
         if kind in OF_PROCESSES + OF_DISK:
             known.append(COORDINATOR)
-        if kind in OF_PROCESSES:
-            known += beside
         longest = round(min(high, every_s * 0.9), 3)
         seconds = round(numbers.uniform(low, max(low, longest)), 1)
         strikes.append(
@@ -248,7 +232,7 @@ def random_strikes(
 
 
 def of_options(
-    options: ChaosOptions, islands: Sequence[str], beside: Sequence[str] = ()
+    options: ChaosOptions, islands: Sequence[str]
 ) -> tuple[tuple[Strike, ...], tuple[str, ...]]:
     """Return the strikes of `diloco chaos`, random ones if none is given, and faults at
     a step. Raises ConfigError."""
@@ -257,14 +241,13 @@ def of_options(
         texts += read_schedule(Path(options.schedule))
     timed, faults = divided(texts)
     if texts:
-        return parse_strikes(timed, islands, beside), faults
+        return parse_strikes(timed, islands), faults
     drawn = random_strikes(
         options.schedule_seed,
         islands,
         every_s=options.every_s,
         for_s=options.for_s,
         kinds=options.kinds,
-        beside=beside,
     )
     return drawn, faults
 
@@ -273,7 +256,7 @@ def _number(value: float) -> str:
     return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
-def _parse(text: str, islands: Sequence[str], beside: Sequence[str]) -> Strike:
+def _parse(text: str, islands: Sequence[str]) -> Strike:
     match = _PATTERN.fullmatch(text)
     kind = match["kind"] if match else ""
     if (
@@ -290,7 +273,7 @@ def _parse(text: str, islands: Sequence[str], beside: Sequence[str]) -> Strike:
             f"slow is between 0 and 1, {', '.join(DRAWN_VALUES)} alone have a VALUE; "
             f"kinds are {', '.join(KINDS)}"
         )
-    known = [*islands, COORDINATOR, *beside]
+    known = [*islands, COORDINATOR]
     who = tuple(dict.fromkeys(match["who"].split("+")))
     for name in who:
         if name not in known:
@@ -298,11 +281,6 @@ def _parse(text: str, islands: Sequence[str], beside: Sequence[str]) -> Strike:
                 f"strikes has {text!r}, but there is no {name!r}"
                 f"{suggest(name, known)}; known are {', '.join(known)}"
             )
-    if kind not in OF_PROCESSES and (others := set(who).intersection(beside)):
-        raise ConfigError(
-            f"strikes has {text!r}, but of {', '.join(sorted(others))} only the "
-            f"process is struck; kinds for that are {', '.join(OF_PROCESSES)}"
-        )
     if kind in OF_DISK and who != (COORDINATOR,):
         raise ConfigError(
             f"strikes has {text!r}, but the disk of the workdir is the coordinator's; "
@@ -315,35 +293,3 @@ def _parse(text: str, islands: Sequence[str], beside: Sequence[str]) -> Strike:
         seconds=float(match["seconds"] or 0),
         value=float(match["value"] or 0),
     )
-
-
-Target = Callable[[signal.Signals], bool]
-"""Signals a process; returns whether it was there."""
-
-
-def found(workdir: Path, name: str) -> list[Target]:
-    """Return the processes that have this name in the run now."""
-    number = worker_number(name)
-    if number is not None:
-        path = workdir / run_files.WORKERS / f"{number}.json"
-        try:
-            return [_group(json.loads(path.read_bytes())["pid"])]
-        except (OSError, ValueError, KeyError):
-            return []
-    try:
-        noted = json.loads((workdir / run_files.PROCESSES).read_bytes())
-    except OSError:
-        return []
-    return [_group(pid) for pid in noted.get(name, ())]
-
-
-def _group(pid: int) -> Target:
-    def send(number: signal.Signals) -> bool:
-        with contextlib.suppress(ProcessLookupError):
-            # The launcher, or the lead, made it the leader of its group.
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, number)
-                return True
-        return False
-
-    return send

@@ -18,7 +18,8 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax.chaos import measure
 from diloco_jax.chaos.relay import Relay
-from diloco_jax.chaos.schedule import OF_DISK, Strike, Target, found
+from diloco_jax.chaos.schedule import OF_DISK, Strike
+from diloco_jax.cluster.processes import noted, signal_group
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import JsonLines, NewLines
 
@@ -158,7 +159,7 @@ class Striker:
         if link_bytes_per_s < math.inf:
             self._relayed = set(islands)
         self._relays: dict[str, Relay] = {}
-        self._stopped: dict[Strike, list[Target]] = {}
+        self._stopped: dict[Strike, list[int]] = {}
         self._unwritten: list[dict[str, Any]] = []
         """Notes that wait for space on the disk."""
         self.done, self.closed = threading.Event(), threading.Event()
@@ -271,10 +272,11 @@ class Striker:
             assert self.workdir is not None
             return [] if fill(self.workdir) else [*strike.who]
         assert self.workdir is not None
-        missed, struck = [], list[Target]()
+        missed, struck = [], list[int]()
         number = signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP
+        pids = noted(self.workdir)
         for name in strike.who:
-            hit = [to for to in found(self.workdir, name) if to(number)]
+            hit = [pid for pid in pids.get(name, ()) if signal_group(pid, number)]
             struck += hit
             missed += [] if hit else [name]
         if strike.kind != "kill":
@@ -291,8 +293,8 @@ class Striker:
         self._stopped.pop(strike, None)
 
     def _signal_stopped(self, strike: Strike, number: signal.Signals) -> None:
-        for to in self._stopped.get(strike, ()):
-            to(number)
+        for pid in self._stopped.get(strike, ()):
+            signal_group(pid, number)
 
 
 def _acts(strikes: Sequence[Strike]) -> list[tuple[float, str, Strike]]:

@@ -154,10 +154,10 @@ class ClusterError(Exception):
 
 def require_here(placement: Placement) -> None:
     """Raise ConfigError if a part of the run is on another machine."""
-    if placement.worker_addresses:
+    if placement.workers > 1:
         raise ConfigError(
-            f"placement.worker_addresses = {', '.join(placement.worker_addresses)}: "
-            f"this starts all of a run on this machine; leave them out, or start "
+            f"placement.workers = {placement.workers}, which run at addresses of their "
+            f"own: this starts all of a run on this machine; leave them out, or start "
             f"`diloco worker`, `diloco coordinator` and `diloco island` yourself"
         )
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.cluster.cluster import DILOCO
-from diloco_jax.cluster.processes import private_files, quoted, start_child
+from diloco_jax.cluster.processes import noted, private_files, quoted, start_child
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.files import absolute, write_json
@@ -48,11 +48,7 @@ class LocalProcess:
     @property
     def pids(self) -> list[int]:
         """Process ids in the order of hosts; empty while it is not running."""
-        try:
-            known = json.loads((self.workdir / run_files.PROCESSES).read_bytes())
-        except FileNotFoundError:
-            return []
-        return list(known.get(self.name, ()))
+        return noted(self.workdir).get(self.name, [])
 
     def kill(self, host: int = 0) -> None:
         """Send SIGKILL, as when a machine is lost."""

@@ -110,6 +110,27 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def noted(workdir: Path) -> dict[str, list[int]]:
+    """Return the process ids of a local run by name, as its launcher noted them last:
+    those of an island in the order of its hosts. Nothing if none was started."""
+    try:
+        found = json.loads((workdir / run_files.PROCESSES).read_bytes())
+    except OSError:
+        return {}
+    return {str(name): [int(pid) for pid in pids] for name, pids in found.items()}
+
+
+def signal_group(pid: int, number: int) -> bool:
+    """Signal a child of a launcher and its group, or with 0 only look for it; return
+    whether it is there."""
+    with contextlib.suppress(ProcessLookupError):
+        # The launcher made it the leader of its group.
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+            return True
+    return False
+
+
 State = Literal["running", "restarting", "done", "refused", "failed", "stopped"]
 
 POLL_S = 0.05

@@ -220,20 +220,6 @@ def _check_island(where: str, island: IslandConfig) -> None:
             f"{island.devices}, or a larger mesh"
         )
 
-    offered = island.offered_at
-    if offered and len(offered) != island.hosts:
-        raise ConfigError(
-            f"{where}.offers has {len(offered)} addresses, but {where}.hosts = "
-            f"{island.hosts}; give one for each host, or none"
-        )
-    for address in offered:
-        _, port = parse_address(address, f"{where}.offers")
-        if not port:
-            raise ConfigError(
-                f"{where}.offers has {address!r}: other islands cannot know which port "
-                f"0 stands for; give a port"
-            )
-
 
 def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) -> None:
     if is_bucket(placement.workdir):

@@ -76,28 +76,11 @@ class IslandConfig:
     stands_for: str = setting(
         "", help='What this island stands in for, for people to read: "v6e-16".'
     )
-    offers: str = setting(
-        "",
-        help='Addresses, "HOST:PORT" of each host after the other with commas between, '
-        "at which other islands that join fetch anchors from this one; empty = they "
-        "fetch all from the coordinator.",
-    )
     topology: str = setting(
         "",
         help='TPU slice it runs on: "v5p:4x4x4", "v6e:16x16"; empty = the devices of '
         "this machine.",
     )
-
-    @property
-    def offered_at(self) -> tuple[str, ...]:
-        """The addresses in `offers`, by host; empty if it offers nothing."""
-        return tuple(part.strip() for part in self.offers.split(",") if part.strip())
-
-    @property
-    def offer_ports(self) -> tuple[int, ...]:
-        """The ports in `offers`, each once."""
-        ports = (int(address.rpartition(":")[2]) for address in self.offered_at)
-        return tuple(sorted(set(ports)))
 
     @property
     def devices(self) -> int:

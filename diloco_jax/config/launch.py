@@ -98,11 +98,6 @@ class LaunchConfig:
     coordinator_disk_gb: int = setting(
         500, AT_LEAST_1, help="Gigabytes of the disk with the coordinator's workdir."
     )
-    workers_apart: bool = setting(
-        False,
-        help="Give each of placement.workers a machine and a disk of its own, like the "
-        "coordinator's (on gke).",
-    )
     coordinator_address: str = setting(
         "",
         help="Host name or internal address at which islands reach the coordinator "

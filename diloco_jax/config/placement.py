@@ -212,16 +212,15 @@ class Placement:
         1,
         AT_LEAST_1,
         group=PROCESSES,
-        help="Processes that merge and serve fragments, each its own share of them; "
-        "1 = the coordinator's own process does.",
+        help="Machines that merge and serve fragments, each its own share of them, by "
+        "`diloco worker`; 1 = the coordinator's own process does.",
     )
     worker_addresses: tuple[str, ...] = setting(
         (),
         group=PROCESSES,
         metavar="[HOST:PORT [HOST:PORT ...]]",
         help="Where each of the workers runs `diloco worker`, worker 0 first, which "
-        "serves islands at the next port; empty = the coordinator starts them on its "
-        "own machine.",
+        "serves islands at the next port; a launch fills it in.",
     )
     merge_route: MergeRoute = setting(
         "auto",
@@ -285,17 +284,6 @@ class Placement:
         "v5p-a@40:hang, v5p-a@40:nan and v5p-a@40:scale100 (its parameters), "
         "coordinator@12:kill or worker-1@12:kill (a step is a merge).",
     )
-
-    @property
-    def ports(self) -> int:
-        """Ports in a row of the coordinator: control, bulk, and one of each worker on
-        its machine."""
-        return 2 + self.workers_here
-
-    @property
-    def workers_here(self) -> int:
-        """Worker processes on the coordinator's machine."""
-        return self.workers if self.workers > 1 and not self.worker_addresses else 0
 
     @property
     def away_s(self) -> float:

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator import service
-from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.engine import Engine, Sessions
+from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.lead import EngineThread
 from diloco_jax.coordinator.service import Likeness
-from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import anchors, members
@@ -42,14 +40,12 @@ from diloco_jax.wire.session import Handlers, Session
 
 logger = logging.getLogger(__name__)
 
-AnyHolder = StoreHolder | WorkersHolder
-
 
 class Searched(NamedTuple):
     """The end of a search, and the holder that has the anchors."""
 
     found: FoundTerm
-    holder: AnyHolder
+    holder: FragmentHolder
     unheard: Sequence[FromHolder]
     """The holder's messages that are for the lead."""
 
@@ -67,7 +63,7 @@ class AnchorSearch(Handlers):
         config: PolicyConfig,
         plan: FragmentPlan,
         aim: Aim,
-        holder_of: Callable[[str, int], AnyHolder],
+        holder_of: Callable[[str, int], FragmentHolder],
     ) -> None:
         """config: with a run id if it is known. holder_of: returns the holder of the
         run's fragments, given its id and the term that begins. It is called once most
@@ -75,7 +71,7 @@ class AnchorSearch(Handlers):
         self._likeness = Likeness(run, plan)
         self._config, self._holder_of = config, holder_of
         self._sessions, self._lines = Sessions(), RateLimitedLog()
-        self._holder: AnyHolder | None = None
+        self._holder: FragmentHolder | None = None
         self._found: FoundTerm | None = None
         self._unheard: list[FromHolder] = []
         engine: Engine[Search, Event] = Engine(

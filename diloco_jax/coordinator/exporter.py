@@ -178,28 +178,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        refused = self._refused()
-        if refused is not None:
-            self._send(*refused)
-            return
         from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-        self._send(http.HTTPStatus.OK, self.server.page(), CONTENT_TYPE_PLAIN_0_0_4)
-
-    def _refused(self) -> tuple[http.HTTPStatus, bytes] | None:
-        host = self.headers.get("host", "")
+        host, kind = self.headers.get("host", ""), "text/plain"
         if self.server.local and not _names_this_machine(host):
             # A page of elsewhere whose name is made to lead here (DNS rebinding) asks
             # under its own name.
             text = f"ask for localhost or 127.0.0.1, not for {host[:80]!r}\n"
-            return http.HTTPStatus.FORBIDDEN, text.encode()
-        if self.path.partition("?")[0] != PATH:
-            return http.HTTPStatus.NOT_FOUND, f"there is {PATH} alone\n".encode()
-        return None
-
-    def _send(
-        self, status: http.HTTPStatus, body: bytes, kind: str = "text/plain"
-    ) -> None:
+            status, body = http.HTTPStatus.FORBIDDEN, text.encode()
+        elif self.path.partition("?")[0] != PATH:
+            text = f"there is {PATH} alone\n"
+            status, body = http.HTTPStatus.NOT_FOUND, text.encode()
+        else:
+            kind = CONTENT_TYPE_PLAIN_0_0_4
+            status, body = http.HTTPStatus.OK, self.server.page()
         self.send_response(status)
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))

@@ -205,9 +205,8 @@ class WorkerOptions:
         given = placement.worker_addresses
         if not given:
             raise ConfigError(
-                "placement.worker_addresses is empty: the coordinator starts its "
-                "workers itself; name there where each worker runs, or leave `diloco "
-                "worker` out"
+                "placement.worker_addresses is empty: name there where each worker "
+                "runs, or leave `diloco worker` out, and the coordinator merges itself"
             )
         if not 0 <= self.index < len(given):
             raise ConfigError(

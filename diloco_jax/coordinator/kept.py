@@ -6,7 +6,6 @@ of the weights that the run started from. It gets its name when all of it is on 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import mmap
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax import run_files, storage
-from diloco_jax.coordinator.holding.publishes import require_space
+from diloco_jax.coordinator.holding.fragment_snapshots import require_space
 from diloco_jax.files import write_json
 from diloco_jax.protocol.holding import (
     CycleKept,
@@ -40,16 +39,6 @@ Theta = Callable[[], list[Any]]
 """Returns the arrays of a fragment, on the writer's thread; a worker's are fetched."""
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Cycle:
-    """A cycle that is being written."""
-
-    number: int
-    fragments: dict[int, KeepFragment] = dataclasses.field(default_factory=dict)
-    """Those that are on disk."""
-    given_up: bool = False
-
-
 class _NotFetched(Exception):  # noqa: N818
     """A fragment did not come from its worker."""
 
@@ -68,7 +57,10 @@ class KeptCycles:
         self._keep, self._whose, self._sizes = keep, whose, sizes
         # A coordinator that has ended must not stay for a disk that hangs.
         self._writer = DaemonPool(1, "diloco-keep")
-        self._cycle = _Cycle(number=-1)
+        self._cycle, self._given_up = -1, False
+        """The cycle that is being written."""
+        self._written: dict[int, KeepFragment] = {}
+        """Its fragments that are on disk."""
         self._remove_torn()
 
     def keep(self, keep: KeepFragment, theta: Theta, done: Done) -> None:
@@ -99,20 +91,22 @@ class KeptCycles:
         self._writer.close(patience_s)
 
     def _write(self, keep: KeepFragment, theta: Theta, done: Done) -> None:
-        cycle = self._begun(keep.cycle)
-        if cycle.given_up or keep.cycle < cycle.number:
+        if keep.cycle > self._cycle:
+            self._remove_torn()
+            self._cycle, self._given_up, self._written = keep.cycle, False, {}
+        if self._given_up or keep.cycle < self._cycle:
             return
         scratch = path_of(self._folder, keep.cycle, TEMPORARY)
         try:
-            _write_fragment(self._folder, self._whose, keep, _at_hand(keep, theta))
-            cycle.fragments[keep.fragment] = keep
-            if len(cycle.fragments) < len(self._sizes):
+            self._write_fragment(scratch, keep, theta)
+            self._written[keep.fragment] = keep
+            if len(self._written) < len(self._sizes):
                 return
-            self._finish(scratch, cycle)
+            self._finish(scratch)
         except Exception as error:
             # Not the run's business: it goes on, and somebody is told.
             logger.error("cycle %d is not kept: %s", keep.cycle, error)
-            cycle.given_up = True
+            self._given_up = True
             shutil.rmtree(scratch, ignore_errors=True)
             why = str(error)
             if not isinstance(error, _NotFetched):
@@ -125,39 +119,49 @@ class KeptCycles:
         logger.info("cycle %d is kept", keep.cycle)
         done(keep.cycle, "")
 
-    def _begun(self, number: int) -> _Cycle:
-        """Return the cycle that is being written; a new one replaces the last."""
-        if number > self._cycle.number:
-            self._remove_torn()
-            self._cycle = _Cycle(number=number)
-        return self._cycle
+    def _write_fragment(self, scratch: Path, keep: KeepFragment, theta: Theta) -> None:
+        try:
+            arrays = [np.asarray(array) for array in theta()]
+        except WireError as error:
+            raise _NotFetched(
+                f"fragment {keep.fragment} did not come from its worker: {error}"
+            ) from error
+        scratch.mkdir(parents=True, exist_ok=True)
+        require_space(scratch, sum(array.nbytes for array in arrays))
+        facts = {
+            **self._whose,
+            "cycle": keep.cycle,
+            "fragment": keep.fragment,
+            "version": list(keep.version),
+        }
+        storage.write_sealed(scratch / fragment_name(keep.fragment), facts, arrays)
 
-    def _remove_torn(self) -> None:
-        for torn in self._folder.glob(f"{NAME}*{TEMPORARY}"):
-            shutil.rmtree(torn, ignore_errors=True)
-
-    def _finish(self, scratch: Path, cycle: _Cycle) -> None:
+    def _finish(self, scratch: Path) -> None:
         if self._source.is_dir():
             (scratch / run_files.SOURCE).mkdir(exist_ok=True)
             for path in self._source.iterdir():
                 shutil.copyfile(path, scratch / run_files.SOURCE / path.name)
-        kept = cycle.fragments.values()
+        kept = self._written.values()
         tokens = sum(k.tokens * self._sizes[k.fragment] for k in kept)
         facts = {
             **self._whose,
-            "cycle": cycle.number,
+            "cycle": self._cycle,
             "merges": sum(k.merges for k in kept),
             "tokens": tokens // sum(self._sizes),
         }
         write_json(facts, scratch / FACTS)
         storage.sync_path(scratch)
-        final = path_of(self._folder, cycle.number)
+        final = path_of(self._folder, self._cycle)
         if final.exists():  # After a crash ticks, and with them cycles, go on later.
             shutil.rmtree(final)
         scratch.rename(final)
         storage.sync_path(self._folder)
         for old in self.numbers()[: -self._keep]:
             shutil.rmtree(path_of(self._folder, old), ignore_errors=True)
+
+    def _remove_torn(self) -> None:
+        for torn in self._folder.glob(f"{NAME}*{TEMPORARY}"):
+            shutil.rmtree(torn, ignore_errors=True)
 
 
 def telling(tell: Callable[[FromHolder], None]) -> Done:
@@ -169,31 +173,6 @@ def telling(tell: Callable[[FromHolder], None]) -> Done:
         tell(CycleKept(cycle=cycle))
 
     return done
-
-
-def _at_hand(keep: KeepFragment, theta: Theta) -> list[Any]:
-    try:
-        return theta()
-    except WireError as error:
-        raise _NotFetched(
-            f"fragment {keep.fragment} did not come from its worker: {error}"
-        ) from error
-
-
-def _write_fragment(
-    folder: Path, whose: dict[str, Any], keep: KeepFragment, theta: list[Any]
-) -> None:
-    scratch = path_of(folder, keep.cycle, TEMPORARY)
-    scratch.mkdir(parents=True, exist_ok=True)
-    arrays = [np.asarray(array) for array in theta]
-    require_space(scratch, sum(array.nbytes for array in arrays))
-    facts = {
-        **whose,
-        "cycle": keep.cycle,
-        "fragment": keep.fragment,
-        "version": list(keep.version),
-    }
-    storage.write_sealed(scratch / fragment_name(keep.fragment), facts, arrays)
 
 
 def numbers(folder: Path) -> list[int]:

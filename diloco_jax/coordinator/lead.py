@@ -14,13 +14,11 @@ from collections.abc import Callable
 from typing import Any, Generic, cast
 
 from diloco_jax.coordinator import journal
-from diloco_jax.coordinator.engine import E, Engine, S
-from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.engine import E, Engine, S, Sessions
+from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.watchdog import Sleeps
-from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
@@ -198,7 +196,7 @@ class Lead(EngineThread[State, Event]):
         config: PolicyConfig,
         state: State,
         *,
-        holder: StoreHolder | WorkersHolder,
+        holder: FragmentHolder,
         log: RecordLog,
         tape: Tape,
         metrics: Metrics,

@@ -4,9 +4,10 @@ it.
 A log is a row of numbered segments; a snapshot of the state with number n holds
 everything up to segment n. A frame is a fixed header (magic, length and CRC-32 of the
 record) and a JSON record. Records are small: bulk bytes are in files of their own
-(`holding/publishes.py`). Only the last frame of the last segment can be left unfinished
-by a crash; it is cut off. Any other frame that does not read is damage, and an error.
-Each segment begins with the size of the one before it, so that nothing is missing.
+(`holding/fragment_snapshots.py`). Only the last frame of the last segment can be left
+unfinished by a crash; it is cut off. Any other frame that does not read is damage, and
+an error. Each segment begins with the size of the one before it, so that nothing is
+missing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ summary, which says that a run is over.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,26 +16,20 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, files, restart_time, run_files, storage
+from diloco_jax import checkpoint, compilation, files, run_files, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, summary, too_late
+from diloco_jax.coordinator import going_on, origin, summary
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.anchor_search import (
-    AnchorSearch,
-    AnyHolder,
-    Searched,
-)
-from diloco_jax.coordinator.disk_space import DiskWait
-from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.anchor_search import AnchorSearch, Searched
+from diloco_jax.coordinator.engine import Sessions
+from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.coordinator.origin import Holders, StateMaker
+from diloco_jax.coordinator.origin import StateMaker
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.service import Likeness, Service
-from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.service import AfterEndHandlers, Likeness, Service
 from diloco_jax.coordinator.settings import (
     faults_of,
     own_tls,
@@ -48,10 +41,10 @@ from diloco_jax.coordinator.settings import (
 )
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.summary import Announcer
-from diloco_jax.coordinator.watchdog import TurnWatch
-from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.watchdog import DiskWait, TurnWatch
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.hardware.machines import lasting
 from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.observability import sinks
 from diloco_jax.observability.measures import ENDING
@@ -60,11 +53,15 @@ from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.process import heed_signals
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.holding import FromHolder
 from diloco_jax.wire import addresses
+from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Handlers
 from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
+
+LINGER_POLL_S = 0.2
 
 
 def run(
@@ -135,11 +132,11 @@ class Coordinator:
         sinks.require(placement.sinks)
         if placement.checkpoints:
             storage.require_access(self._folder)
-        self._model = build(config.run)
-        self._plan = build_plan(config.run, self._model)
-        self.config = config = restart_time.lasting(config, self._plan.total)
+        model = build(config.run)
+        self._plan = build_plan(config.run, model)
+        self.config = config = lasting(config, self._plan.total)
         # Islands need it: refuse a name that optax lacks before they start.
-        build_inner(config.run, self._model)
+        build_inner(config.run, model)
         require_room(config, self._plan)
         require_merging(placement)
         self._facts = going_on.facts_of(config, workdir, init=init, resume=resume)
@@ -147,9 +144,8 @@ class Coordinator:
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._end_by: float | None = None
         self._interrupted = False
-        self._served = False
-        """True once islands' calls are answered."""
-        self._unheard: Sequence[Any] = ()
+        self._server: Server | None = None
+        self._unheard: Sequence[FromHolder] = ()
 
     def start(self, serves: Callable[[], None] = lambda: None) -> None:
         """Make or load the state, or gather it from islands, and serve. serves: called
@@ -166,7 +162,11 @@ class Coordinator:
                 raise origin.nothing_to_go_on_with(workdir, error) from error
         state = self._make_state(searched)
         extends = going_on.extension(config, workdir, state)
-        self._open_measures(was_over=state.phase == "done" and extends is None)
+        was_over = state.phase == "done" and extends is None
+        self._metrics = Metrics.of_run(config, workdir, self._facts.run_id)
+        self._open.callback(self._metrics.close)
+        self._roster = Roster.begin_from(workdir / run_files.ROSTER)
+        self._over = self._roster.saved_unix() if was_over else 0.0  # Unix time.
         self._make_lead(state)
         # Both before any hello, and the extension before the run counts as over.
         if extends is not None:
@@ -176,12 +176,7 @@ class Coordinator:
             self._facts, resumed = going_on.after_stop(before, self._roster, workdir)
             self.lead.post(resumed)
         self._announce()
-        service = self._make_service()
-        if self._served:
-            self._server.hand_over(service)
-            self._open.callback(self._server.stop, 0.0)  # Before its files.
-        else:
-            self._serve(service)
+        self._serve(self._make_service())
         serves()
         self._tell_address()
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
@@ -196,73 +191,70 @@ class Coordinator:
     def conclude(self) -> int:
         """Write the last snapshot and summary, unless it failed; return the code."""
         finished, linger_s = self.lead.finished, self.config.placement.linger_s
+        # The sender of a signal does not wait for room on the disk.
+        write = self._disk.until_written if finished else self._disk.once
         if finished:
             # Whoever asks is answered until the summary is there.
             self._answer(ENDING)
         else:
-            self._server.stop(self._deadlines.stop_s / 5)
-        last = LastWrites(
-            workdir=self._workdir,
-            config=self.config,
-            lead=self.lead,
-            holder=self.holder,
-            log=self._log,
-            states=self._states,
-            roster=self._roster,
-            disk=self._disk,
-            begun_unix=self._facts.begun_unix,
-            over_unix=self._over,
-            patience_s=self._patience_s,
-        )
-        last.measures()
+            self._stop_serving()
+        write("islands' measures", self._roster.save)
         if not finished:
-            # The sender of a signal may not wait for a snapshot.
-            last.summary()
-        whole = last.snapshots()
-        if finished and not whole:
+            # Nor may it wait for a snapshot.
+            write("the summary", self._sum_up)
+        if not self._save(write) and finished:
             return EXIT_FAILED
         if finished:
             # The summary says that the run is over: nothing is left to do.
-            last.summary()
+            write("the summary", self._sum_up)
             if linger_s:
                 self._answer("done")
-                too_late.wait(linger_s, lambda: self._interrupted)
+                self._linger(linger_s)
             else:
-                self._server.stop(self._deadlines.stop_s / 5)
+                self._stop_serving()
         return EXIT_FAILED if self._disk.alerts else EXIT_DONE
-
-    def _answer(self, phase: str) -> None:
-        """Tell those who come after the run's end how far its coordinator is."""
-        status = {**self._announcer.shown(), "phase": phase}
-        self._server.hand_over(too_late.AfterEndHandlers(self.lead, status))
 
     def close(self) -> None:
         """End service and close the files; also after a start that failed."""
         self._open.close()
 
+    def heed_signals(self) -> None:
+        """Let signals ask this process to end, if this is the main thread."""
+        heed_signals(self._asked_to_end)
+
+    def _asked_to_end(self, number: int, frame: Any) -> None:
+        # Nothing else here: a handler may find any lock held, even a log stream's.
+        self._interrupted = True
+
+    # ---- the start ------------------------------------------------------------------
+
     def _serve(self, handlers: Handlers) -> None:
-        self._server = server_of(self.config, handlers, self._tls)
-        self._open.callback(self._server.stop, 0.0)
-        self._bound, self._served = self._server.start(), True
-        self.address = self.config.placement.advertise or self._bound
-        addresses.parse_address(self.address)
+        """Answer calls by these handlers from now on."""
+        if self._server is not None:
+            self._server.hand_over(handlers)
+        else:
+            self._server = server_of(self.config, handlers, self._tls)
+            bound = self._server.start()
+            self.address = self.config.placement.advertise or bound
+            addresses.parse_address(self.address)
+        self._open.callback(self._server.stop, 0.0)  # Before its files.
 
     def _tell_address(self) -> None:
         file = self._workdir / run_files.ADDRESS
         files.write_text(addresses.on_this_machine(self.address), file)
         self._open.callback(file.unlink, missing_ok=True)
 
-    def _search(self, aim: Aim, holder: AnyHolder | None = None) -> Searched:
+    def _search(self, aim: Aim, holder: FragmentHolder | None = None) -> Searched:
         """Search islands for anchors, before anyone is let in. holder: that of their
         fragments; None: it is made once the run is known, and with it all else."""
         policy = policy_of(self.config, self._plan, self._facts.run_id or self.gathers)
 
-        def holder_of(run_id: str, term: int) -> AnyHolder:
+        def holder_of(run_id: str, term: int) -> FragmentHolder:
             if not self._facts.run_id:
                 workdirs.make_workdir(self._workdir)
                 self._facts = RunFacts(run_id=run_id, begun_unix=time.time())
                 self._open_run(had_run=False)
-            return holder or self._holders.lacking_all(term)
+            return holder or self._maker.lacking_all(term)
 
         search = AnchorSearch(self.config.run, policy, self._plan, aim, holder_of)
         self._serve(search)
@@ -273,17 +265,18 @@ class Coordinator:
         return searched
 
     def _open_run(self, *, had_run: bool) -> None:
-        """Lock the workdir, and open the tape, the kept cycles, the snapshots and the
-        holders of fragments. had_run: see `going_on.hold`."""
+        """Lock the workdir, and open the tape, the kept cycles and the snapshots.
+        had_run: see `going_on.hold`."""
         config, workdir, run_id = self.config, self._workdir, self._facts.run_id
+        placement = config.placement
         going_on.hold(workdir, self._open, had_run=had_run)
         compilation.use_cache(compilation.of_run(workdir))
-        self.policy_config = policy = policy_of(config, self._plan, run_id)
+        policy = policy_of(config, self._plan, run_id)
         whose = checkpoint.whose(config.run, run_id, self._plan)
-        self._states = StateSnapshots(self._folder, config.placement, policy, whose)
+        self._states = StateSnapshots(self._folder, placement, policy, whose)
         if had_run and self._states.newest() is None:
             begins = self._init or (
-                config.placement.first_from and not workdirs.has_begun(workdir)
+                placement.first_from and not workdirs.has_begun(workdir)
             )
             if not begins:
                 raise origin.without_snapshot(workdir, run_id, self._folder)
@@ -291,55 +284,50 @@ class Coordinator:
             remove_tape(workdir / run_files.TAPE)
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
-        exports, sizes = config.placement.exports_kept, self._plan.sizes
-        self._kept = KeptCycles(workdir, exports, whose, sizes)
-        self._open.callback(self._kept.close, self._deadlines.stop_s)
-        self._holders = Holders(
-            config, self._plan, self._kept, workdir, run_id, self._open
+        self._kept = KeptCycles(
+            workdir, placement.exports_kept, whose, self._plan.sizes
         )
-
-    def _make_state(self, searched: Searched | None) -> State:
-        """Make the state, the holder and the log of this life."""
-        config, workdir = self.config, self._workdir
-        maker = StateMaker(
+        self._open.callback(self._kept.close, self._deadlines.stop_s)
+        self._maker = StateMaker(
             config=config,
-            policy=self.policy_config,
+            policy=policy,
             plan=self._plan,
             workdir=workdir,
             states=self._states,
-            holders=self._holders,
+            kept=self._kept,
             tape=self._tape,
+            opened=self._open,
             open_log=self._open_log,
             search=self._search,
             trusted=self.trusted,
         )
+
+    def _open_log(self, after: int) -> durable.RecordLog:
+        folder = self._workdir / run_files.LOG
+        log = durable.RecordLog(folder, after, self._disk.until_written)
+        self._open.callback(log.close)
+        return log
+
+    def _make_state(self, searched: Searched | None) -> State:
+        """Make the state, the holder and the log of this life."""
         found = self._states.newest()
         if searched is not None:
-            made = maker.of_new_term(searched, found)
-        elif found is not None:
-            made = maker.recovered()
-        else:
-            made = maker.of_new_run(self._model)
-        self.holder, self._log = made.holder, made.log
-        if searched is not None:
+            made = self._maker.of_new_term(searched, found)
             # run.json comes last: before it, the workdir holds no run.
-            write_config_json(config, workdir / run_files.CONFIG)
-            self._facts.write(workdir)
+            write_config_json(self.config, self._workdir / run_files.CONFIG)
+            self._facts.write(self._workdir)
+        elif found is not None:
+            made = self._maker.recovered()
+        else:
+            made = self._maker.of_new_run()
+        self.holder, self._log = made.holder, made.log
         return made.state
-
-    def _open_measures(self, *, was_over: bool) -> None:
-        """Open what islands measure. was_over: the run was, before this life."""
-        workdir = self._workdir
-        self._metrics = Metrics.of_run(self.config, workdir, self._facts.run_id)
-        self._open.callback(self._metrics.close)
-        self._roster = Roster.begin_from(workdir / run_files.ROSTER)
-        self._over = self._roster.saved_unix() if was_over else 0.0  # Unix time.
 
     def _make_lead(self, state: State) -> None:
         self._sessions = Sessions()
         self._sessions.completed = self.holder.completed
         self.lead = Lead(
-            self.policy_config,
+            self._maker.policy,
             state,
             holder=self.holder,
             log=self._log,
@@ -359,6 +347,7 @@ class Coordinator:
             self.config,
             self._plan,
             self._workdir,
+            lead=self.lead,
             roster=self._roster,
             metrics=self._metrics,
             holder=self.holder,
@@ -367,8 +356,7 @@ class Coordinator:
             tls=self._tls,
             begun_unix=self._facts.begun_unix,
         )
-        self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
-        self._announcer.begin(self.lead)
+        self._open.callback(self._announcer.stop, self._deadlines.stop_s)
 
     def _make_service(self) -> Service:
         config = self.config
@@ -385,16 +373,12 @@ class Coordinator:
             sources=config.run.data.sources,
         )
 
-    def _open_log(self, after: int) -> durable.RecordLog:
-        folder = self._workdir / run_files.LOG
-        log = durable.RecordLog(folder, after, self._disk.until_written)
-        self._open.callback(log.close)
-        return log
+    # ---- while it decides -----------------------------------------------------------
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
         if self._announcer.due(now):
-            self._announcer.refresh(lead)
+            self._announcer.refresh()
             with self._disk.put_off("islands' measures"):
                 self._roster.save()
         for waited in self._disk.over():
@@ -412,83 +396,63 @@ class Coordinator:
             if not self._sessions.connected() or now >= self._end_by:
                 lead.stop()
 
-    def _patience_s(self) -> float:
-        """Return the longest wait for the snapshot that is being written at the end."""
-        if self._interrupted or not self.lead.finished:
-            return self._deadlines.stop_s
-        return self.config.placement.outage_budget_s
+    # ---- the end --------------------------------------------------------------------
 
-    def heed_signals(self) -> None:
-        """Let signals ask this process to end, if this is the main thread."""
-        heed_signals(self._asked_to_end)
+    def _answer(self, phase: str) -> None:
+        """Tell those who come after the run's end how far its coordinator is."""
+        assert self._server is not None
+        status = {**self._announcer.shown(), "phase": phase}
+        self._server.hand_over(AfterEndHandlers(self.lead, status))
 
-    def _asked_to_end(self, number: int, frame: Any) -> None:
-        # Nothing else here: a handler may find any lock held, even a log stream's.
-        self._interrupted = True
+    def _stop_serving(self) -> None:
+        assert self._server is not None
+        self._server.stop(self._deadlines.stop_s / 5)
 
+    def _linger(self, seconds: float) -> None:
+        """Wait that long, or until the process is asked to end."""
+        logger.info("for %g s islands that come are told that it is over", seconds)
+        until = time.monotonic() + seconds
+        while not self._interrupted and (left := until - time.monotonic()) > 0:
+            time.sleep(min(LINGER_POLL_S, left))
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LastWrites:
-    """The last writes of one life. begun_unix, over_unix: see `summary.write`.
-    patience_s: returns the longest wait for a snapshot that is being written."""
-
-    workdir: Path
-    config: Config
-    lead: Lead
-    holder: StoreHolder | WorkersHolder
-    log: RecordLog
-    states: StateSnapshots
-    roster: Roster
-    disk: DiskWait
-    begun_unix: float
-    over_unix: float
-    patience_s: Callable[[], float]
-
-    def measures(self) -> None:
-        """Write what islands measured."""
-        self._write("islands' measures", self.roster.save)
-
-    def summary(self) -> None:
-        """Write the summary, unless the run was over before and left it."""
-        self._write("the summary", self._sum_up)
-
-    def snapshots(self) -> bool:
+    def _save(self, write: Callable[[str, Callable[[], None]], None]) -> bool:
         """Write the last snapshots; before the run is over, what there is time for.
         Return whether all of a run that is over is here."""
-        began, finished = time.monotonic(), self.lead.finished
-        if self.states.writer.wait(self.patience_s) and self.holder.wait(
-            lambda: self.patience_s() - (time.monotonic() - began)
+        finished, whole = self.lead.finished, False
+
+        def patience_s() -> float:
+            if self._interrupted or not finished:
+                return self._deadlines.stop_s
+            return self.config.placement.outage_budget_s
+
+        def save() -> None:
+            nonlocal whole
+            self._states.write_last(self.lead.state, self._log)
+            within_s = None if finished else self._deadlines.stop_s / 2
+            whole = self.holder.save_all(within_s)
+
+        began = time.monotonic()
+        if self._states.writer.wait(patience_s) and self.holder.wait(
+            lambda: patience_s() - (time.monotonic() - began)
         ):
-            found = list[bool]()
-            self._write("a snapshot", lambda: found.append(self._save()))
-            return all(found)
+            write("a snapshot", save)
+            return whole
         logger.error(
             "a snapshot has not ended within %g s: none is written at the end, and "
             "the log has everything since the last one%s",
-            self.patience_s(),
+            patience_s(),
             "; start the coordinator again, and it writes it" if finished else "",
         )
         return not finished
 
-    def _write(self, what: str, write: Callable[[], None]) -> None:
-        """Wait for room on the disk only if the run is over: the sender of a signal may
-        not wait."""
-        repeat = self.disk.until_written if self.lead.finished else self.disk.once
-        repeat(what, write)
-
-    def _save(self) -> bool:
-        deadlines = self.config.placement.deadlines
-        within_s = None if self.lead.finished else deadlines.stop_s / 2
-        self.states.write_last(self.lead.state, self.log)
-        return self.holder.save_all(within_s)
-
     def _sum_up(self) -> None:
+        """Write the summary, unless the run was over before and left it."""
         summary.write(
-            self.workdir,
+            self._workdir,
             self.config,
             self.lead,
-            self.roster,
-            begun_unix=self.begun_unix,
-            over_unix=self.over_unix,
+            self._roster,
+            begun_unix=self._facts.begun_unix,
+            over_unix=self._over,
             digest=self.holder.digest(),
         )

@@ -5,7 +5,7 @@ term, which begins with anchors of islands; one island may give a run's first
 parameters. A new state is durable before any island hears of it.
 
 After a crash the lead recovers from its snapshot and its log, which say what is
-committed. The holder, in this process or in worker processes as the config asks, then
+committed. The holder, in this process or at workers as the config asks, then
 brings its fragments to these versions (`fragment_snapshots.restore`).
 """
 
@@ -32,19 +32,16 @@ from diloco_jax.coordinator import journal
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.anchor_search import Searched
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
-from diloco_jax.coordinator.holding.holder import StoreHolder, make_holder
-from diloco_jax.coordinator.holding.store import Store
+from diloco_jax.coordinator.holding.holder import FragmentHolder, make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.workers.holder import WorkersHolder, has_result
 from diloco_jax.core import outer
 from diloco_jax.core.fragments import FragmentPlan, digest_all
-from diloco_jax.machine import give_memory_back
-from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, steering, terms, workers
+from diloco_jax.protocol.coordinator import members, recovery, steering, terms
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.coordinator.terms import FoundTerm
@@ -55,60 +52,215 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
 )
 from diloco_jax.protocol.values import NOTHING, Version
-from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
+from diloco_jax.weights.first import keep_source, keep_tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def first_store(
-    config: Config, model: Model, plan: FragmentPlan, workdir: Path
-) -> Store:
-    """Draw the parameters of a new run, or read them. workdir: for files that are
-    unpacked."""
-    run = config.run
-    # The draw is not kept beside its copy; files are read a piece at a time.
-    began = time.monotonic()
-    store = make_store(config, plan, first_pieces(run, model, workdir))
-    if run.model.weights:
-        logger.info(
-            "%d parameters of %s, read in %.1f s",
-            plan.total,
-            run.model.weights,
-            time.monotonic() - began,
-        )
-    give_memory_back()
-    return store
+class MadeState(NamedTuple):
+    """A state, with the holder of its fragments and the log of what follows."""
+
+    state: State
+    holder: FragmentHolder
+    log: durable.RecordLog
 
 
-def tell_begun(
-    config: Config,
-    policy: PolicyConfig,
-    plan: FragmentPlan,
-    tape: Tape,
-    workdir: Path,
-    environment: dict[str, Any],
-    given_digest: str = "",
-) -> None:
-    """Tell the tape that a run begins, before its first snapshot: a run with one goes
-    on after a crash. Keep the files of the weights' source. given_digest: that of the
-    parameters that an island gave."""
-    run = config.run
-    if run.model.weights:
-        keep_source(run.model.weights, workdir)
-    keep_tokenizer(run.data, workdir)
-    tape.append(
-        journal.dated(
-            journal.Begun(
-                run_id=policy.run_id,
-                fingerprint=policy.fingerprint,
-                plan=plan.digest(),
-                total_tokens=run.total_tokens,
-                environment=environment,
-                first_from=config.placement.first_from if given_digest else "",
-                parameters_digest=given_digest,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateMaker:
+    """Makes the state of one life, with the holder of its fragments."""
+
+    config: Config
+    policy: PolicyConfig
+    plan: FragmentPlan
+    workdir: Path
+    states: StateSnapshots
+    kept: KeptCycles
+    tape: Tape
+    opened: contextlib.ExitStack
+    """Closed at the end of the life; it then breaks the lines to workers."""
+    open_log: Callable[[int], durable.RecordLog]
+    """Opens the log after that snapshot."""
+    search: Callable[[Aim, FragmentHolder | None], Searched]
+    """Asks islands for anchors, for that holder."""
+    trusted: str = ""
+    """See `Aim`."""
+
+    # ---- the holder of this life ----------------------------------------------------
+
+    def lacking_all(self, term: int) -> FragmentHolder:
+        """Return a holder that waits for the anchors of all fragments. term: that which
+        begins with them."""
+        holder = self._holder(term)
+        holder.restore(RestoreFragments(fragments=self._all_at(NOTHING)))
+        return holder
+
+    def _holder(self, term: int, *, over: bool = False) -> FragmentHolder:
+        """Return a holder without arrays, for `restore`."""
+        if self.config.placement.workers == 1:
+            whose = checkpoint.whose(self.config.run, self.policy.run_id, self.plan)
+            store = make_store(self.config, self.plan)
+            everything = range(len(self.plan.fragments))
+            return make_holder(
+                self.config, store, self.kept, self.workdir, whose, everything
             )
+        workers = WorkersHolder(
+            self.config,
+            self.workdir,
+            self.policy.run_id,
+            self.plan,
+            self.kept,
+            term,
+            over=over,
         )
-    )
+        self.opened.callback(workers.end)
+        return workers
+
+    def _all_at(self, version: Version) -> tuple[Committed, ...]:
+        return tuple(
+            Committed(fragment=fragment, version=version, digests={})
+            for fragment in range(len(self.plan.fragments))
+        )
+
+    # ---- the run on this disk -------------------------------------------------------
+
+    def recovered(self) -> MadeState:
+        """Return the state of the run on the disk, as far as it was durable."""
+        folder = self.workdir / run_files.LOG
+        recovered = recover(self.policy, self.states, folder)
+        state = recovered.state
+        over = state.phase == "done"
+        over = over and state.progress_tokens >= self.config.run.total_tokens
+        holder = self._holder(state.term, over=over and has_result(self.workdir))
+        restored = holder.restore(recovered.restore)
+        tell_recovered(self.config, recovered, restored, self.tape)
+        # After the snapshot: a kill may have come between snapshot and log.
+        log = self.open_log(recovered.snapshot)
+        if lost := [one.fragment for one in restored.lost]:
+            found = self.search(self._aim_of_lost(recovered, lost), holder).found
+            for record in terms.term_records(state, found):
+                log.append(records.line(record))
+                self.tape.append(journal.dated(record))
+                state = terms.fragment_begun(state, record)
+            _commit(holder, found)
+        return MadeState(state, holder, log)
+
+    def _aim_of_lost(self, recovered: FromLog, lost: Sequence[int]) -> Aim:
+        """Return the aim of a coordinator whose workers have lost these fragments, and
+        whose log is whole."""
+        digests: dict[int, dict[Version, str]] = {fragment: {} for fragment in lost}
+        for line in read_tape(self.tape.path):
+            if line.get("kind") == "digested" and line["fragment"] in digests:
+                version = Version(*line["version"])
+                digests[line["fragment"]][version] = line.get("anchor", "")
+        state = recovered.state
+        return replace(
+            aim_of_run(self.config, self.plan, self.trusted),
+            lacking=tuple(lost),
+            term=state.term + 1,
+            last_name=state.term_name,
+            known={
+                fragment: terms.versions_known(state.fragments[fragment], of_fragment)
+                for fragment, of_fragment in digests.items()
+            },
+        )
+
+    # ---- a new run ------------------------------------------------------------------
+
+    def of_new_run(self) -> MadeState:
+        """Return the state of a new run. An island gives its parameters, or workers or
+        this process draw or read them."""
+        state, giver = initial(self.policy), self.config.placement.first_from
+        if giver:
+            whole = aim_of_run(self.config, self.plan, "")
+            aim = replace(whole, names=frozenset((giver,)), first=True)
+            searched = self.search(aim, None)
+            self._tell_begun(self._environment(), giver, _digest(searched.found))
+            made = self._durable(state, searched.holder, None)
+            _commit(searched.holder, searched.found)
+            return made
+        holder = self._holder(1)
+        asked = RestoreFragments(fragments=self._all_at(Version()), first=True)
+        began = time.monotonic()
+        self._tell_begun(holder.restore(asked).environment)
+        if self.config.run.model.weights:
+            logger.info(
+                "%d parameters of %s, read and written in %.1f s",
+                self.plan.total,
+                self.config.run.model.weights,
+                time.monotonic() - began,
+            )
+        return self._durable(state, holder, None)
+
+    def _tell_begun(
+        self, environment: dict[str, Any], giver: str = "", digest: str = ""
+    ) -> None:
+        """Tell the tape that a run begins, before its first snapshot: a run with one
+        goes on after a crash. Keep the files of the weights' source. digest: that of
+        the parameters that an island gave."""
+        run = self.config.run
+        if run.model.weights:
+            keep_source(run.model.weights, self.workdir)
+        keep_tokenizer(run.data, self.workdir)
+        begun = journal.Begun(
+            run_id=self.policy.run_id,
+            fingerprint=self.policy.fingerprint,
+            plan=self.plan.digest(),
+            total_tokens=run.total_tokens,
+            environment=environment,
+            first_from=giver,
+            parameters_digest=digest,
+        )
+        self.tape.append(journal.dated(begun))
+
+    # ---- a new term -----------------------------------------------------------------
+
+    def of_new_term(self, searched: Searched, before: int | None) -> MadeState:
+        """Return the state of a new term. before: number of a snapshot that is there,
+        of an older run, as where snapshots go elsewhere."""
+        if before is not None:
+            self.states.require_own(before)
+        found, holder = searched.found, searched.holder
+        begins = journal.Term(
+            term=found.term,
+            name=found.name,
+            run_id=found.run_id,
+            versions=tuple(anchor.version for anchor in found.anchors),
+            sources=tuple(anchor.island for anchor in found.anchors),
+            replaced=tuple(anchor.replaced for anchor in found.anchors),
+            tokens=found.tokens,
+            next_position=found.next_position,
+            fingerprint=self.policy.fingerprint,
+            plan=self.plan.digest(),
+            parameters_digest=_digest(found),
+            environment=self._environment(),
+        )
+        self.tape.append(journal.dated(begins))
+        logger.warning(
+            "term %d of run %s begins with versions %s of islands %s",
+            found.term,
+            found.run_id,
+            [tuple(anchor.replaced) for anchor in found.anchors],
+            sorted({anchor.island for anchor in found.anchors}),
+        )
+        made = self._durable(terms.first_state(self.policy, found), holder, before)
+        _commit(holder, found)
+        return made
+
+    def _environment(self) -> dict[str, Any]:
+        return make_store(self.config, self.plan).describe()
+
+    def _durable(
+        self, state: State, holder: FragmentHolder, before: int | None
+    ) -> MadeState:
+        """Write the first snapshot of a run or a term, whose fragments are on disk."""
+        # After the log's snapshot: where a log is, the run has begun.
+        after = -1 if before is None else before
+        number = durable.next_number(self.workdir / run_files.LOG, after)
+        with self.states.beginning():
+            self.states.save(number, state)
+        log = self.open_log(number)
+        log.forget(number)
+        return MadeState(state, holder, log)
 
 
 class FromLog(NamedTuple):
@@ -143,7 +295,7 @@ def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromL
             Committed(fragment=f.index, version=f.version, digests=digests[f.index])
             for f in state.fragments
         ),
-        fences=workers.fences(state),
+        fences=members.fences(state),
     )
     return FromLog(state, found, lines, restore)
 
@@ -156,7 +308,10 @@ def tell_recovered(
     Raises DurableError for a lost fragment, if no worker has lost it.
     """
     if restored.lost and config.placement.workers == 1:
-        raise durable.DurableError(restored.lost[0].why)
+        raise durable.DurableError(
+            f"{restored.lost[0].why}. Without a copy, start with an empty --workdir "
+            f"while islands run: their anchors begin a new term of the run"
+        )
     lines, by_fragment = recovered.lines, {f.fragment: f for f in restored.fragments}
     if restored.discarded:
         logger.info("%d merges were prepared and never committed", restored.discarded)
@@ -241,232 +396,7 @@ def aim_of_run(config: Config, plan: FragmentPlan, trusted: str) -> Aim:
     )
 
 
-def _aim_of_lost(aim: Aim, recovered: FromLog, lost: Sequence[int], tape: Path) -> Aim:
-    """Return the aim of a coordinator whose workers have lost these fragments, and
-    whose log is whole. aim: that without a log."""
-    digests: dict[int, dict[Version, str]] = {fragment: {} for fragment in lost}
-    for line in read_tape(tape):
-        if line.get("kind") == "digested" and line["fragment"] in digests:
-            version = Version(*line["version"])
-            digests[line["fragment"]][version] = line.get("anchor", "")
-    state = recovered.state
-    return replace(
-        aim,
-        lacking=tuple(lost),
-        term=state.term + 1,
-        known={
-            fragment: terms.versions_known(state.fragments[fragment], of_fragment)
-            for fragment, of_fragment in digests.items()
-        },
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Holders:
-    """Makes the holder for one life of a coordinator.
-
-    opened: closed at the end of that life; it then ends worker processes.
-    """
-
-    config: Config
-    plan: FragmentPlan
-    kept: KeptCycles
-    workdir: Path
-    run_id: str
-    opened: contextlib.ExitStack
-
-    def restoring(self, state: State) -> StoreHolder | WorkersHolder:
-        """Return a holder without arrays, for `restore`. state: the run's."""
-        if self.config.placement.workers == 1:
-            return self._in_process(make_store(self.config, self.plan, None))
-        done = state.phase == "done"
-        done = done and state.progress_tokens >= self.config.run.total_tokens
-        return self._workers(state.term, over=done and has_result(self.workdir))
-
-    def beginning(self, store: Store) -> StoreHolder:
-        """Make the fragments of a new run durable, and return their holder here."""
-        own = self._in_process(store)
-        own.begin()
-        return own
-
-    def drawing(self) -> tuple[WorkersHolder, FragmentsRestored]:
-        """Have workers draw or read the first parameters of a new run."""
-        workers = self._workers(1)
-        committed = tuple(
-            Committed(fragment=f, version=Version(), digests={})
-            for f in range(len(self.plan.fragments))
-        )
-        asked = RestoreFragments(fragments=committed, first=True)
-        return workers, workers.restore(asked)
-
-    def _in_process(self, store: Store) -> StoreHolder:
-        whose = checkpoint.whose(self.config.run, self.run_id, self.plan)
-        everything = range(len(self.plan.fragments))
-        return make_holder(
-            self.config, store, self.kept, self.workdir, whose, everything
-        )
-
-    def _workers(self, term: int, *, over: bool = False) -> WorkersHolder:
-        workers = WorkersHolder(
-            self.config,
-            self.workdir,
-            self.run_id,
-            self.plan,
-            self.kept,
-            term,
-            over=over,
-        )
-        stop_s = self.config.placement.deadlines.stop_s
-        self.opened.callback(workers.end, stop_s)
-        return workers
-
-    def lacking_all(self, term: int) -> StoreHolder | WorkersHolder:
-        """Return a holder that waits for the anchors of all fragments. term: that which
-        begins with them."""
-        holder: StoreHolder | WorkersHolder
-        if self.config.placement.workers == 1:
-            holder = self._in_process(make_store(self.config, self.plan, None))
-        else:
-            holder = self._workers(term)
-        nothing = tuple(
-            Committed(fragment=fragment, version=NOTHING, digests={})
-            for fragment in range(len(self.plan.fragments))
-        )
-        holder.restore(RestoreFragments(fragments=nothing))
-        return holder
-
-
-class MadeState(NamedTuple):
-    """A state, with the holder of its fragments and the log of what follows."""
-
-    state: State
-    holder: StoreHolder | WorkersHolder
-    log: durable.RecordLog
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateMaker:
-    """Makes the state of one life. open_log: opens the log after that snapshot. search:
-    asks islands for anchors, for the holder that it is given. trusted: see `Aim`."""
-
-    config: Config
-    policy: PolicyConfig
-    plan: FragmentPlan
-    workdir: Path
-    states: StateSnapshots
-    holders: Holders
-    tape: Tape
-    open_log: Callable[[int], durable.RecordLog]
-    search: Callable[[Aim, StoreHolder | WorkersHolder | None], Searched]
-    trusted: str = ""
-
-    def recovered(self) -> MadeState:
-        """Return the state of the run on the disk, as far as it was durable."""
-        folder = self.workdir / run_files.LOG
-        recovered = recover(self.policy, self.states, folder)
-        holder = self.holders.restoring(recovered.state)
-        restored = holder.restore(recovered.restore)
-        tell_recovered(self.config, recovered, restored, self.tape)
-        # After the snapshot: a kill may have come between snapshot and log.
-        log = self.open_log(recovered.snapshot)
-        state = recovered.state
-        if lost := [one.fragment for one in restored.lost]:
-            whole = aim_of_run(self.config, self.plan, self.trusted)
-            aim = _aim_of_lost(whole, recovered, lost, self.tape.path)
-            found = self.search(aim, holder).found
-            for record in terms.term_records(state, found):
-                log.append(records.line(record))
-                self.tape.append(journal.dated(record))
-                state = terms.fragment_begun(state, record)
-            _commit(holder, found)
-        return MadeState(state, holder, log)
-
-    def of_new_run(self, model: Model) -> MadeState:
-        """Return the state of a new run. An island gives its parameters, or workers or
-        this process draw or read them."""
-        state, begun = initial(self.policy), self._begun
-        if giver := self.config.placement.first_from:
-            whole = aim_of_run(self.config, self.plan, "")
-            aim = replace(whole, names=frozenset((giver,)), first=True)
-            searched = self.search(aim, None)
-            holder: StoreHolder | WorkersHolder = searched.holder
-            begun(self._environment(), _digest(searched.found))
-            made = self._durable(state, holder, None)
-            _commit(holder, searched.found)
-            return made
-        if self.config.placement.workers > 1:
-            holder, restored = self.holders.drawing()
-            begun(restored.environment)
-        else:
-            store = first_store(self.config, model, self.plan, self.workdir)
-            begun(store.describe())
-            holder = self.holders.beginning(store)
-        return self._durable(state, holder, None)
-
-    def _begun(self, environment: dict[str, Any], given_digest: str = "") -> None:
-        tell_begun(
-            self.config,
-            self.policy,
-            self.plan,
-            self.tape,
-            self.workdir,
-            environment,
-            given_digest,
-        )
-
-    def of_new_term(self, searched: Searched, before: int | None) -> MadeState:
-        """Return the state of a new term. before: number of a snapshot that is there,
-        of an older run, as where snapshots go elsewhere."""
-        if before is not None:
-            self.states.require_own(before)
-        found, holder = searched.found, searched.holder
-        self.tape.append(journal.dated(self._term(found)))
-        logger.warning(
-            "term %d of run %s begins with versions %s of islands %s",
-            found.term,
-            found.run_id,
-            [tuple(anchor.replaced) for anchor in found.anchors],
-            sorted({anchor.island for anchor in found.anchors}),
-        )
-        state = terms.first_state(self.policy, found)
-        made = self._durable(state, holder, before)
-        _commit(holder, found)
-        return made
-
-    def _term(self, found: FoundTerm) -> journal.Term:
-        return journal.Term(
-            term=found.term,
-            name=found.name,
-            run_id=found.run_id,
-            versions=tuple(anchor.version for anchor in found.anchors),
-            sources=tuple(anchor.island for anchor in found.anchors),
-            replaced=tuple(anchor.replaced for anchor in found.anchors),
-            tokens=found.tokens,
-            next_position=found.next_position,
-            fingerprint=self.policy.fingerprint,
-            plan=self.plan.digest(),
-            parameters_digest=_digest(found),
-            environment=self._environment(),
-        )
-
-    def _environment(self) -> dict[str, Any]:
-        return make_store(self.config, self.plan, None).describe()
-
-    def _durable(
-        self, state: State, holder: StoreHolder | WorkersHolder, before: int | None
-    ) -> MadeState:
-        """Write the first snapshot of a run or a term, whose fragments are on disk."""
-        # After the log's snapshot: where a log is, the run has begun.
-        after = -1 if before is None else before
-        number = durable.next_number(self.workdir / run_files.LOG, after)
-        with self.states.beginning():
-            self.states.save(number, state)
-        log = self.open_log(number)
-        log.forget(number)
-        return MadeState(state, holder, log)
-
-
-def _commit(holder: StoreHolder | WorkersHolder, found: FoundTerm) -> None:
+def _commit(holder: FragmentHolder, found: FoundTerm) -> None:
     """Make the anchors visible, whose term is on disk."""
     for anchor in found.anchors:
         holder.hold(Commit(fragment=anchor.fragment, version=anchor.version))

@@ -347,43 +347,39 @@ def _activity(measures: Measures) -> list[tuple[float, float]]:
     return [(measures.first_step_unix, measures.last_step_unix)]
 
 
+ADDED = {
+    **dict.fromkeys(("steps", "skipped_steps"), MAX_COUNT),
+    "tokens_predicted": MAX_TOKENS,
+    **dict.fromkeys(("bytes_up", "bytes_down", "bytes_join"), MAX_BYTES),
+    **dict.fromkeys(
+        (
+            *("step_seconds_total", "stalled_seconds"),
+            *("eval_seconds", "compile_seconds"),
+        ),
+        MAX_SECONDS,
+    ),
+}
+"""Measures that add up over incarnations, and the most of each."""
+
+
 def _sum(past: Measures, current: Measures) -> Measures:
-    """Add seconds, bytes and steps, up to the limits of measures. The median is that of
-    the longer one, losses are the newest."""
+    """Add what adds up. The median is that of the longer one, losses are the newest."""
     longer = current if current.steps >= past.steps else past
     newest = current if current.steps else past
     watched = current if current.watched_cycle else past
-
-    def seconds(name: str) -> float:
-        both: float = getattr(past, name) + getattr(current, name)
-        return min(both, MAX_SECONDS)
-
-    def count(name: str, most: int) -> int:
-        both: int = getattr(past, name) + getattr(current, name)
-        return min(both, most)
-
-    return Measures(
-        steps=count("steps", MAX_COUNT),
-        skipped_steps=count("skipped_steps", MAX_COUNT),
-        tokens_predicted=count("tokens_predicted", MAX_TOKENS),
+    return msgspec.structs.replace(
+        newest,
+        **{
+            name: min(getattr(past, name) + getattr(current, name), most)
+            for name, most in ADDED.items()
+        },
         median_step_seconds=longer.median_step_seconds,
         max_step_gap_seconds=max(
             past.max_step_gap_seconds, current.max_step_gap_seconds
         ),
-        step_seconds_total=seconds("step_seconds_total"),
-        stalled_seconds=seconds("stalled_seconds"),
-        eval_seconds=seconds("eval_seconds"),
-        compile_seconds=seconds("compile_seconds"),
-        loss=newest.loss,
-        losses_by_source=newest.losses_by_source,
-        eval_loss=newest.eval_loss,
         watched_cycle=watched.watched_cycle,
         watched_loss=watched.watched_loss,
-        learning_rate=newest.learning_rate,
         first_step_unix=past.first_step_unix or current.first_step_unix,
         last_step_unix=max(past.last_step_unix, current.last_step_unix),
-        bytes_up=count("bytes_up", MAX_BYTES),
-        bytes_down=count("bytes_down", MAX_BYTES),
-        bytes_join=count("bytes_join", MAX_BYTES),
         short=current.short,
     )

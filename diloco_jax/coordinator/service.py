@@ -12,17 +12,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from diloco_jax import run_files
 from diloco_jax.config import RunConfig, differences, shared_fields
 from diloco_jax.coordinator import journal
-from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.engine import Sessions, taken
+from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.sessions import Sessions, taken
-from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import json_number
 from diloco_jax.models.build import other_model
@@ -140,7 +139,7 @@ class Service(Handlers):
         likeness: Likeness,
         *,
         lead: Lead,
-        holder: StoreHolder | WorkersHolder,
+        holder: FragmentHolder,
         sessions: Sessions,
         roster: Roster,
         metrics: Metrics,
@@ -424,3 +423,35 @@ class Service(Handlers):
         if not losses or len(losses) != len(self._sources):
             return None
         return dict(zip(self._sources, map(json_number, losses), strict=True))
+
+
+class AfterEndHandlers(Handlers):
+    """The answers of the wire's server once the run is over.
+
+    A slice may have waited for its machines for longer than the run took. An island
+    that finds nobody would try again, on machines that cost; one that is told ends with
+    0.
+    """
+
+    def __init__(self, lead: Lead, status: dict[str, Any]) -> None:
+        """lead: of the ended run. status: what `diloco status` shows from here on."""
+        self._config, self._state, self._status = lead.config, lead.state, status
+
+    def connect(self, hello: messages.Hello, session: Session) -> None:
+        """Raise Refused, as the protocol says it."""
+        check_hello(hello)
+        refusal = members.entry_refusal(self._config, self._state, hello)
+        assert refusal is not None  # Nobody is let into a run that is over.
+        raise Refused(refusal.code, refusal.message)
+
+    def status(self) -> dict[str, Any]:
+        """Return the status at the end."""
+        return self._status
+
+    def refuse(self) -> NoReturn:
+        """Refuse any call of an ended run."""
+        raise Refused(
+            "finished",
+            "the run is over; its results are in the coordinator's workdir, from which "
+            "`diloco export WORKDIR DIR` reads",
+        )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diloco_jax import machine, merge_route
+from diloco_jax import merge_route
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -180,20 +180,15 @@ def require_room(config: Config, plan: FragmentPlan) -> None:
 
 
 def require_merging(placement: Placement) -> None:
-    """Raise ConfigError if this machine cannot merge as the config says."""
-    require_cores(placement)
-    merge_route.require(placement.merge_route)
-
-
-def require_cores(placement: Placement) -> None:
-    """Raise ConfigError if there are more workers than cores: each one merges on a core
-    of its own, and `diloco plan` counts on that."""
-    cores = machine.cores()
-    if placement.workers_here > cores:
+    """Raise ConfigError if this machine, or workers, cannot merge as the config
+    says."""
+    if placement.workers > 1 and not placement.worker_addresses:
         raise ConfigError(
-            f"placement.workers = {placement.workers}, but this machine has {cores} "
-            f"cores for the coordinator; give at most {cores}, or a machine with more"
+            f"placement.workers = {placement.workers}, and placement.worker_addresses "
+            f"is empty: name there where each `diloco worker` runs, or leave "
+            f"placement.workers out, and this process merges"
         )
+    merge_route.require(placement.merge_route)
 
 
 def own_tls(placement: Placement) -> TlsFiles | None:
@@ -252,10 +247,10 @@ def require_ports(placement: Placement, tls: TlsFiles | None) -> None:
     addresses.require_tls(
         placement.bind, tls=tls is not None, insecure=placement.insecure
     )
-    addresses.require_free(placement.bind, placement.ports)
+    addresses.require_free(placement.bind)
     addresses.require_loopback(placement.bind)
     if placement.metrics_bind:
-        addresses.require_free(placement.metrics_bind, 1)
+        addresses.require_free(placement.metrics_bind, bulk=False)
 
 
 ANY_DEVICE_FLOPS_PER_S = 1e16

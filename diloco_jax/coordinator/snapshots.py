@@ -26,7 +26,6 @@ from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.coordinator.holding.publishes import name_of, version_of
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.files import StorageAway, is_bucket
 from diloco_jax.protocol.coordinator import ledger
@@ -191,6 +190,17 @@ class SnapshotWriter:
 
     def _writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+
+def name_of(version: Version) -> str:
+    """Return the name of a version in a file's name."""
+    return f"{version.term}-{version.number}"
+
+
+def version_of(name: str) -> Version:
+    """Return the version that `name_of` named."""
+    term, number = name.split("-")
+    return Version(int(term), int(number))
 
 
 def states(folder: Folder) -> list[int]:

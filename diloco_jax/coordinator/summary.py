@@ -14,14 +14,12 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, DataConfig
-from diloco_jax.coordinator.disk_space import DiskNeed, DiskWait
 from diloco_jax.coordinator.exporter import Exporter
-from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.snapshots import SnapshotWriter
-from diloco_jax.coordinator.watchdog import Watchdog
-from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.watchdog import DiskNeed, DiskWait, Watchdog
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.source import Shares
 from diloco_jax.files import json_number, write_json, write_text
@@ -32,6 +30,7 @@ from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator import ending, leases, ledger
 from diloco_jax.protocol.coordinator.ledger import Sums, Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Measures
 from diloco_jax.wire.tls import TlsFiles
 
 SKIPPED_STEPS = 10
@@ -263,12 +262,8 @@ def _island_status(
         "incarnation": island.incarnation,
         "steps": island.steps,
         "tokens": island.computed_tokens,
-        "tokens_predicted": sums.tokens_predicted or None,
-        "skipped_steps": sums.skipped_steps,
         "tokens_per_second": speed,
-        "median_step_seconds": sums.median_step_seconds,
-        "stalled_seconds": sums.stalled_seconds,
-        "loss": json_number(sums.loss),
+        **_measured(sums),
         "eval_loss": json_number(sums.eval_loss),
         "learning_rate": sums.learning_rate,
         "participation": _participation(accounts),
@@ -276,8 +271,6 @@ def _island_status(
         "lag": max(0, *lags) if lags else None,
         "short": list(sums.short) if island.status == "live" else [],
         "silent_seconds": now - member.last_sign if member.last_sign else None,
-        "bytes_up": sums.bytes_up,
-        "bytes_down": sums.bytes_down,
         "bytes_up_per_second": up,
         "bytes_down_per_second": down,
     }
@@ -296,13 +289,10 @@ def _island_summary(
         **_token_fields(totals),
         "tokens_merged_by_fragment": ledger.merged_by_fragment(state, name),
         "tokens_per_step": state.islands[name].tokens_per_step,
-        "tokens_predicted": sums.tokens_predicted or None,
+        **_measured(sums),
         "steps": sums.steps,
-        "skipped_steps": sums.skipped_steps,
-        "median_step_seconds": sums.median_step_seconds,
         "max_step_gap_seconds": sums.max_step_gap_seconds,
         "step_seconds": sums.step_seconds_total,
-        "stalled_seconds": sums.stalled_seconds,
         "eval_seconds": sums.eval_seconds,
         "compile_seconds": sums.compile_seconds,
         "away_seconds": roster.members[name].away_seconds,
@@ -312,10 +302,20 @@ def _island_summary(
         "data": "own" if roster.members[name].own_data else "leased",
         "participation": _participation(accounts),
         "contributions": accounts.merges_in,
+        "bytes_join": sums.bytes_join,
+    }
+
+
+def _measured(sums: Measures) -> dict[str, Any]:
+    """Return what both status and summary say of an island's measures."""
+    return {
+        "tokens_predicted": sums.tokens_predicted or None,
+        "skipped_steps": sums.skipped_steps,
+        "median_step_seconds": sums.median_step_seconds,
+        "stalled_seconds": sums.stalled_seconds,
         "loss": json_number(sums.loss),
         "bytes_up": sums.bytes_up,
         "bytes_down": sums.bytes_down,
-        "bytes_join": sums.bytes_join,
     }
 
 
@@ -346,75 +346,66 @@ class Announcer:
         plan: FragmentPlan,
         workdir: Path,
         *,
+        lead: Lead,
         roster: Roster,
         metrics: Metrics,
-        holder: StoreHolder | WorkersHolder,
+        holder: FragmentHolder,
         snapshots: SnapshotWriter,
         disk: DiskWait,
         tls: TlsFiles | None,
         begun_unix: float,
     ) -> None:
-        """config: resolved. begun_unix: start of the run in unix seconds."""
+        """Make the first status; deliver alerts, and let Prometheus collect numbers,
+        from now on. Raises ConfigError if the port for that cannot be bound.
+
+        config: resolved. begun_unix: start of the run in unix seconds."""
         placement = config.placement
-        self._roster, self._metrics, self._holder = roster, metrics, holder
-        self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
-        self._refreshed, self._status = 0.0, dict[str, Any]()
-        self._alerts_raised = self._events_waiting = 0
-        self._wrong: list[str] = []
+        self._lead, self._roster, self._metrics = lead, roster, metrics
+        self._holder, self._snapshots, self._disk = holder, snapshots, disk
+        self._begun_unix = begun_unix
         need = DiskNeed(config, plan, workdir)
-        began = time.monotonic()
         self._watchdog = Watchdog(
             need.folders,
             placement.time_budget_s,
-            began,
+            time.monotonic(),
             compile_budget_s=placement.compile_budget_s,
             needed=need.free,
         )
-        self._machine = self._watchdog.machine
-        self._placement, self._tls = placement, tls
-        self._told_at = workdir / run_files.METRICS_ADDRESS
-        self._alarm: Alarm | None = None
-        self._open = contextlib.ExitStack()
-
-    def begin(self, lead: Lead) -> None:
-        """Make the first status; deliver alerts, and let Prometheus collect numbers,
-        from now on. Raises ConfigError if the port for that cannot be bound."""
-        self.refresh(lead)
         run_id = lead.config.run_id
-        if self._placement.metrics_bind:
+        self._alarm = Alarm(placement, run_id, lambda: self.shown()["alerts"])
+        self.refresh()
+        self._open = contextlib.ExitStack()
+        if placement.metrics_bind:
             exporter = Exporter(
-                self._placement.metrics_bind,
+                placement.metrics_bind,
                 self.snapshot,
-                tls=self._tls,
-                insecure=self._placement.insecure,
+                tls=tls,
+                insecure=placement.insecure,
             )
             exporter.start()
             self._open.callback(exporter.close)
-            write_text(exporter.url, self._told_at)
-            self._open.callback(self._told_at.unlink, missing_ok=True)
-        self._alarm = Alarm(self._placement, run_id, lambda: self.shown()["alerts"])
+            told_at = workdir / run_files.METRICS_ADDRESS
+            write_text(exporter.url, told_at)
+            self._open.callback(told_at.unlink, missing_ok=True)
         self._alarm.start()
 
     def stop(self, within_s: float) -> None:
         """Deliver the last alerts, within these seconds, and close the port."""
-        if self._alarm is not None:
-            self._alarm.close(within_s)
+        self._alarm.close(within_s)
         self._open.close()
 
     def due(self, now: float) -> bool:
         """Tell if it is time for another status."""
         return now - self._refreshed >= REFRESH_S
 
-    def refresh(self, lead: Lead) -> None:
+    def refresh(self) -> None:
         """Make another status, and look for what is newly wrong."""
-        now, clock = time.time(), time.monotonic()
+        lead, now, clock = self._lead, time.time(), time.monotonic()
         self._refreshed = clock
         own = [*self._snapshots.alerts(clock), *self._holder.alerts(clock)]
         untold, lead.journal.untold = lead.journal.untold, []
-        if self._alarm is not None:
-            for text in untold:
-                self._alarm.raised(text)
-        self._alerts_raised = lead.journal.alerts_raised
+        for text in untold:
+            self._alarm.raised(text)
         self._status = status(
             lead.config,
             lead.state,
@@ -424,12 +415,11 @@ class Announcer:
             now=now,
             tally=lead.tally,
         )
+        before = self._watchdog.machine
         for wrong in self._watchdog.look(self._status, clock):
             lead.journal.alert(wrong)
-        self._events_waiting = lead.waiting
         self._wrong = self._watchdog.wrong
-        if (machine := self._watchdog.machine) is not self._machine:
-            self._machine = machine
+        if self._watchdog.machine is not before:
             self._metrics.append({"kind": "machine", "time": now, **self._uses()})
 
     def shown(self) -> dict[str, Any]:
@@ -448,8 +438,8 @@ class Announcer:
             version=metadata.version("diloco-jax"),
             status=self.shown(),
             machine=self._watchdog.machine,
-            alerts_raised=self._alerts_raised,
-            events_waiting=self._events_waiting,
+            alerts_raised=self._lead.journal.alerts_raised,
+            events_waiting=self._lead.waiting,
             merge=self._metrics.last_merge,
         )
 
@@ -457,6 +447,6 @@ class Announcer:
         """Return the bytes of this machine, and what each worker has of its memory."""
         workers = self._holder.shown().get("workers", ())
         return {
-            **self._machine.named(),
+            **self._watchdog.machine.named(),
             "workers_memory_bytes": [worker["resident_bytes"] for worker in workers],
         }

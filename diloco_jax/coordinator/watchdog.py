@@ -2,7 +2,13 @@
 growing memory, a disk that fills, a machine that sleeps, a lead that hangs.
 
 The `Watchdog` reads the status, and this machine. It decides nothing: it tells people,
-once for each time that something begins, and gives freed memory back.
+once for each time that something begins, and gives freed memory back. The bytes that
+must be free follow from the size of the state, as those of `diloco plan` do.
+
+Islands train on while the coordinator cannot write. So a write that finds no space, or
+no free file, is repeated for as long as islands last without the coordinator
+(`DiskWait`). No other error of a disk is repeated, since what is on the disk is then
+unknown.
 
 A disk, or a piece of code of one's own, that never answers holds the thread of
 decisions for ever, while the others go on: such a coordinator accepts islands and
@@ -16,7 +22,9 @@ is late.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import logging
 import math
 import os
 import shutil
@@ -26,8 +34,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.config import Placement
-from diloco_jax.errors import EXIT_FAILED
+from diloco_jax import checkpoint
+from diloco_jax.config import Config, Placement
+from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
+from diloco_jax.coordinator.settings import next_snapshots, state_sizes
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.errors import EXIT_FAILED, PASSING, lack, remedy
+from diloco_jax.files import is_bucket
 from diloco_jax.machine import (
     LITTLE_DISK_BYTES,
     give_memory_back,
@@ -37,6 +50,8 @@ from diloco_jax.machine import (
 from diloco_jax.observability.exported import Readings
 from diloco_jax.observability.measures import RecentGoodput
 from diloco_jax.process import QuietWatch, leave_at_once
+
+logger = logging.getLogger(__name__)
 
 HANGING_STEPS = 20
 """Median steps without a step after which an island hangs, at least three time
@@ -90,10 +105,12 @@ class Gauges(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """An island as last seen: its incarnation, its steps and since when it has them,
-    and its best speed."""
+    """An island as last seen. since: when its incarnation began to start, or made its
+    last step. best: its best speed."""
 
     incarnation: int
+    starts: bool
+    trains: bool
     steps: int
     since: float
     best: float
@@ -118,8 +135,6 @@ class Watchdog:
         later times."""
         self._needed = needed
         self._compile_budget_s = compile_budget_s
-        self._starts: dict[str, tuple[int, float]] = {}
-        """Incarnations that start, and since when."""
         self._folders, self._least_s, self._machine = folders, 3 * budget_s, machine
         self._islands: dict[str, _Seen] = {}
         self._began, self._looked = now, -math.inf
@@ -182,7 +197,6 @@ class Watchdog:
         }
         for name in [known for known in self._islands if known not in islands]:
             del self._islands[name]
-        yield from self._of_starts(islands, now)
         for name, island in islands.items():
             for what in island["short"]:
                 left = "space on the disk" if what == "disk" else what
@@ -192,7 +206,15 @@ class Watchdog:
                     f"its hosts: its process may end for it; its log says how much",
                 )
             seen = self._see(name, island, now)
-            if island["state"] not in TRAINS or status["phase"] != "running":
+            if seen.starts and now - seen.since > self._compile_budget_s:
+                yield (
+                    f"starts {name}",
+                    f"island {name} has been {island['state']} for "
+                    f"{self._compile_budget_s:.0f} s, placement.compile_budget_s: its "
+                    f"devices, its compiler or its link may hang; look at its log; it "
+                    f"ends by itself after placement.hang_budget_s more",
+                )
+            if not seen.trains or status["phase"] != "running":
                 continue
             step_s = island["median_step_seconds"]
             limit_s = max(HANGING_STEPS * step_s, self._least_s)
@@ -223,37 +245,16 @@ class Watchdog:
                         f"and at its devices",
                     )
 
-    def _of_starts(
-        self, islands: Mapping[str, Any], now: float
-    ) -> Iterator[tuple[str, str]]:
-        starts = {
-            name: island["incarnation"]
-            for name, island in islands.items()
-            if island["state"] in STARTS
-        }
-        known, self._starts = self._starts, {}
-        for name, incarnation in starts.items():
-            before, since = known.get(name, (0, now))
-            since = since if before == incarnation else now
-            self._starts[name] = incarnation, since
-            if now - since > self._compile_budget_s:
-                yield (
-                    f"starts {name}",
-                    f"island {name} has been {islands[name]['state']} for "
-                    f"{self._compile_budget_s:.0f} s, placement.compile_budget_s: its "
-                    f"devices, its compiler or its link may hang; look at its log; it "
-                    f"ends by itself after placement.hang_budget_s more",
-                )
-
     def _see(self, name: str, island: Mapping[str, Any], now: float) -> _Seen:
-        before = self._islands.get(name)
         incarnation, steps = island["incarnation"], island["steps"]
-        trains = island["state"] in TRAINS
-        if before is None or before.incarnation != incarnation or not trains:
-            before = _Seen(incarnation, -1, now, 0.0)
-        since = before.since if steps == before.steps else now
+        starts, trains = island["state"] in STARTS, island["state"] in TRAINS
+        before = self._islands.get(name)
+        if before is None or before[:3] != (incarnation, starts, trains):
+            before = _Seen(incarnation, starts, trains, steps, now, 0.0)
+        since = now if trains and steps != before.steps else before.since
         known = island["tokens_per_second"] if steps >= KNOWN_STEPS else 0.0
-        seen = _Seen(incarnation, steps, since, max(before.best, known))
+        best = max(before.best, known)
+        seen = before._replace(steps=steps, since=since, best=best)
         self._islands[name] = seen
         return seen
 
@@ -336,7 +337,7 @@ class TurnWatch(QuietWatch):
         hangs: Callable[[str], None] = lambda text: leave_at_once(EXIT_FAILED),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """placement: with the outage budget of the run's size (`restart_time`). A turn
+        """placement: with the outage budget of the run's size (`lasting`). A turn
         may have to wait until the disk has taken what others wrote to it, which is less
         than a restart reads."""
         self._placement = placement
@@ -388,3 +389,166 @@ class Sleeps:
         ahead_s = self._unix() - self._monotonic()
         slept_s, self._ahead_s = ahead_s - self._ahead_s, ahead_s
         return slept_s if slept_s >= LEAST_S else 0.0
+
+
+WORKDIR, CHECKPOINTS = "workdir", "checkpoints"
+
+
+class DiskNeed:
+    """The folders that a coordinator writes to, and the bytes that each must have
+    free."""
+
+    def __init__(self, config: Config, plan: FragmentPlan, workdir: Path) -> None:
+        """config: with a resolved outer optimizer. plan: that of the model."""
+        self._placement, self._fragments = config.placement, len(plan.sizes)
+        self._sizes = state_sizes(config.run, plan)
+        self.folders = {WORKDIR: workdir}
+        elsewhere = config.placement.checkpoints
+        self._snapshots: Path | None = None
+        """Folder of snapshots on a disk; None if they are in a bucket, or on the
+        machines of workers."""
+        if elsewhere and not is_bucket(elsewhere):
+            self.folders[CHECKPOINTS] = Path(elsewhere)
+        if not (is_bucket(elsewhere) or config.placement.worker_addresses):
+            folder = checkpoint.snapshots_folder(config.placement, workdir)
+            self._snapshots = Path(folder)
+
+    def free(self, status: Mapping[str, Any]) -> dict[Path, int]:
+        """Return the bytes that each folder must have free for the next round of
+        snapshots and the publishes meanwhile. Of folders on one disk the first has what
+        all of them need, and the others nothing. status: see `summary.status`."""
+        needed = dict.fromkeys(self.folders.values(), 0)
+        if not self._placement.worker_addresses:
+            merges_per_s = status["merges"] / max(status["seconds"], 1.0)
+            publish = self._sizes.publish / self._fragments
+            round_s = self._placement.snapshot_every_s
+            needed[self.folders[WORKDIR]] += round(merges_per_s * publish * round_s)
+        if self._snapshots is not None:
+            state, largest, _ = self._sizes
+            held = _bytes_in(self._snapshots)
+            where = self.folders.get(CHECKPOINTS, self.folders[WORKDIR])
+            needed[where] += next_snapshots(self._placement, state, largest, held)
+        return _by_disk(needed)
+
+
+def _by_disk(needed: Mapping[Path, int]) -> dict[Path, int]:
+    found, firsts = dict[Path, int](), dict[int, Path]()
+    for folder, octets in needed.items():
+        first = firsts.setdefault(_disk_of(folder), folder)
+        found.setdefault(folder, 0)
+        found[first] += octets + (SPARED_BYTES if first == folder else 0)
+    return found
+
+
+def _disk_of(folder: Path) -> int:
+    """Return the number of the disk that a folder is on, or will be made on."""
+    made = next(f for f in (folder, *folder.absolute().parents) if f.exists())
+    return made.stat().st_dev
+
+
+def _bytes_in(folder: Path) -> int:
+    found = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # It was removed meanwhile.
+                found += os.stat(os.path.join(where, name)).st_size
+    return found
+
+
+AGAIN_S = 0.5
+"""Pause before a write that found no space is repeated, in seconds."""
+
+
+class DiskWait:
+    """Repeats writes of small files. Any thread may read `alerts`."""
+
+    def __init__(self, patience_s: float, ended: Callable[[], bool]) -> None:
+        """patience_s: longest wait for one write. ended: asked between two attempts;
+        once it is true, nothing is waited for."""
+        self._patience_s, self._ended = patience_s, ended
+        self.touch: Callable[[], None] = lambda: None
+        """Called between two attempts: the thread that waits does not hang."""
+        self._waiting: dict[str, str] = {}
+        """Waits, by the name of the data to be written."""
+        self._over: list[str] = []
+
+    @property
+    def alerts(self) -> list[str]:
+        """One alert for each kind of data that cannot be written at the moment."""
+        return list(self._waiting.values())
+
+    def over(self) -> list[str]:
+        """Return one line for each wait that has ended since the last call."""
+        over, self._over = self._over, []
+        return over
+
+    def until_written(self, what: str, write: Callable[[], None]) -> None:
+        """Repeat `write` until there is room for it.
+
+        Raises OSError, naming the file, the deadline and the remedy, if there is none
+        in time. Any other error of the disk is raised at once.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                write()
+                break
+            except OSError as error:
+                if error.errno not in PASSING:
+                    raise
+                waited_s = time.monotonic() - began
+                if self._ended() or waited_s >= self._patience_s:
+                    raise given_up(what, waited_s, self._patience_s, error) from error
+                self._tell(
+                    what,
+                    f"{what} waits for {lack(error)} in {error.filename} "
+                    f"({error.strerror}), and no merge ends meanwhile; islands train "
+                    f"on: {remedy(error)} within {self._patience_s:g} s (4 * "
+                    f"placement.outage_budget_s), or the coordinator ends",
+                )
+            self.touch()
+            time.sleep(AGAIN_S)
+        if self._waiting.pop(what, None):
+            waited_s = time.monotonic() - began
+            self._over.append(f"{what} waited {waited_s:.1f} s to be written")
+
+    def once(self, what: str, write: Callable[[], None]) -> None:
+        """Call `write` once, as `put_off` runs a block."""
+        with self.put_off(what):
+            write()
+
+    @contextlib.contextmanager
+    def put_off(self, what: str) -> Iterator[None]:
+        """Run the block; a full disk, or no free file, raises an alert instead of an
+        error.
+
+        The caller tries again later.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            self._tell(
+                what,
+                f"{what} cannot be written to {error.filename} ({error.strerror}) and "
+                f"is tried again; {remedy(error)}",
+            )
+        else:
+            self._waiting.pop(what, None)
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._waiting:
+            logger.warning("%s", text)
+        self._waiting[what] = text
+
+
+def given_up(what: str, waited_s: float, patience_s: float, error: OSError) -> OSError:
+    """Return the error of a write that was repeated for as long as islands wait."""
+    return OSError(
+        error.errno,
+        f"{what} could not be written for {waited_s:.0f} s ({error.strerror}), of "
+        f"{patience_s:g} (4 * placement.outage_budget_s) in which islands wait for it; "
+        f"mend that disk, or {remedy(error)}, and start the coordinator again",
+        error.filename,
+    )

@@ -269,26 +269,6 @@ class Coverage:
         return all(bool(here.all()) for here in self._here)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
-    """Return the tiles that are in both boxes; None if there are none."""
-    if one.piece != other.piece:
-        return None
-    start = tuple(map(max, one.start, other.start))
-    stop = tuple(map(min, one.stop, other.stop))
-    if any(low >= high for low, high in zip(start, stop, strict=True)):
-        return None
-    return Box(one.piece, start, stop)
-
-
-def within(box: Box, outer: Box) -> Box:
-    """Return a box as it lies in another one that contains it: from its corner on."""
-
-    def moved(corner: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(map(operator.sub, corner, outer.start))
-
-    return Box(box.piece, moved(box.start), moved(box.stop))
-
-
 def tiles_of(box: Box) -> tuple[slice, ...]:
     """Return the tiles of a box, as an index into its piece's grid."""
     return tuple(map(slice, box.start, box.stop))

@@ -10,11 +10,10 @@ their results into arrays that exist: a fresh array of a piece's size costs page
 which are dearer than the arithmetic. Nothing depends on the number of threads or of
 tiles in a block: sums of squares are made tile by tile in f64, and added up exactly.
 
-By digests of its tiles an island checks a piece that another one sent. They are
-SHA-256, since a peer may lie: it would have to find other values with the same digest.
 A ballot tells about another island's anchor: of each tile its digest, which says
 whether both are the same, and a sample of its values, which says how far apart they
-are.
+are. Digests are SHA-256, since a peer may lie: it would have to find other values with
+the same digest.
 """
 
 from __future__ import annotations

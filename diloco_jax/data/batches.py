@@ -189,7 +189,6 @@ class LeasedStream:
             min(machine.cores(), MOST_READERS), "data"
         )
         self._closed = False
-        self._consumed = 0
         self._own: tuple[Range, ...] = ()
         self._ahead = self._affordable(sequences_per_step)
 
@@ -207,12 +206,6 @@ class LeasedStream:
         """Number of sequences leased to this incarnation so far."""
         with self._lock:
             return self._positions.granted
-
-    @property
-    def consumed(self) -> int:
-        """Number of sequences handed out by `next_batch` so far."""
-        with self._lock:
-            return self._consumed
 
     def grant(self, span: Span) -> None:
         """Add positions [start, stop) after those granted before."""
@@ -240,7 +233,6 @@ class LeasedStream:
                     f"leased, a step takes {self._per_step}; wait for a grant"
                 )
             parts, arrays = self._ready.popleft()
-            self._consumed += self._per_step
             self._prepare()
         _, late = concurrent.futures.wait(parts, timeout_s)
         if late:

@@ -18,6 +18,11 @@ Measured, by the package's benchmarks, are `CONSTANTS` and `NATIVE`. Every `Weig
 is merged by the same passes, of which `MachineRates` has the rates. The other kinds of
 merge rules do more, and need not grow in proportion to the deltas: a sort does not. So
 a rule has points, and the cost between two of them follows a power of the number.
+
+Islands train on without the coordinator, so the data that they hold, and every wait for
+it, must last through its restart. The processes of a run know the model and the disk;
+`diloco plan` knows the length of a cycle, too, and refuses a run whose islands do not
+last.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from diloco_jax.config import Config
 from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError
 
@@ -194,7 +200,7 @@ RULES_OF_PACKAGE: dict[Route, dict[str, RuleRates]] = {
     },
 }
 """Rules of the package that are no weighted sums, by merge route: what they take less
-what `mean` takes in docs/results/raw/merging.md, int8, 4 Mi elements. XLA computes them on
+what `mean` takes in results/raw/merging.md, int8, 4 Mi elements. XLA computes them on
 either route. So by "xla" a merge takes what it takes by "native", with the checks and
 the publish of that route; beyond its weighted sum this is less."""
 
@@ -267,13 +273,14 @@ CONSTANTS = MachineRates(
     "2026-11-26",
     wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-25",
 )
-"""Merges: the line through 2 to 16 deltas of docs/results/raw/merging.md, by the route that
-needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC, 2026-11-24 and
-25, merges took about half as much. The Xeon's rates are taken: the machines of
-`MACHINES` have Xeons, a store of 1 B parameters took there what these say
+"""Merges: the line through 2 to 16 deltas of docs/results/raw/merging.md, by the route
+that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC,
+2026-11-24 and 25, merges took about half as much. The Xeon's rates are taken: the
+machines of `MACHINES` have Xeons, a store of 1 B parameters took there what these say
 (docs/results/raw/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
-docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon, 2026-11-26."""
+docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon,
+2026-11-26."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,
@@ -298,3 +305,59 @@ def rate_of(rates: dict[str, float], codec: str) -> float:
 
 def _gb(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+# ---- the time that a restart takes --------------------------------------------------
+
+STATE_BYTES = 12
+"""Bytes per parameter of the state: parameters, anchor and momentum in f32."""
+REPLAYED_CYCLES = 6
+"""Cycles whose publishes a restart is taken to replay where no plan has counted them.
+12 B parameters on a disk of 2 TB: a round of snapshots takes 800 s, cycles of 93 s, and
+a fragment's newest snapshot is half a round old on average."""
+SOME_MACHINE = "n2-highmem-16"
+"""Machine whose disk is taken where the table lacks the config's."""
+
+
+def state_seconds(
+    read_bytes: float,
+    bytes_per_s: float,
+    replayed_parameters: float,
+    replay_core_seconds: float,
+) -> float:
+    """Return the seconds in which a starting process restores its state.
+
+    Args:
+      read_bytes: of the newest snapshots and the publishes after them, each read once.
+      bytes_per_s: of the disk.
+      replayed_parameters: those of these publishes, once for each publish.
+      replay_core_seconds: core seconds per 1e9 of them.
+    """
+    return read_bytes / bytes_per_s + replayed_parameters / 1e9 * replay_core_seconds
+
+
+def outage_seconds(config: Config, parameters: int) -> float:
+    """Return the seconds that islands last on the data they hold: as long as the state
+    takes to be restored, and at least `placement.outage_budget_s`."""
+    name = config.launch.coordinator_machine
+    machine = machine_of(name if name in MACHINES else SOME_MACHINE)
+    replayed = REPLAYED_CYCLES * parameters
+    restored_s = state_seconds(
+        # A publish has a byte per parameter, in int8.
+        STATE_BYTES * parameters + replayed,
+        min(
+            disk_bytes_per_s(config.launch.coordinator_disk_gb),
+            machine.disk_bytes_per_s,
+        ),
+        replayed,
+        rate_of(CONSTANTS.replay_core_seconds, config.run.sync.codec_down),
+    )
+    return max(config.placement.outage_budget_s, restored_s)
+
+
+def lasting(config: Config, parameters: int) -> Config:
+    """Return the config with an outage budget that lasts through a restart. All
+    processes of a run call it, and leases and waits follow from its result."""
+    outage_s = outage_seconds(config, parameters)
+    placement = dataclasses.replace(config.placement, outage_budget_s=outage_s)
+    return dataclasses.replace(config, placement=placement)

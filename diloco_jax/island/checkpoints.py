@@ -1,7 +1,7 @@
 """An island's checkpoints: written beside its steps, read when it comes back.
 
 A checkpoint has the local parameters, the inner optimizer's moments, anchors and codec
-residuals, and says where in data and versions the island was. A returned island still
+residuals, and says at which steps and versions the island was. A returned island still
 takes its parameters and anchors from the coordinator: those of the checkpoint hold
 steps that may never have been merged, and training on from them would add steps that no
 delta accounts for. Moments carry no steps, so they are restored unchanged. A residual
@@ -10,7 +10,7 @@ it, and is zero elsewhere, since a later take has sent it already.
 
 At a boundary the arrays are only copied to host memory; a thread writes the copies.
 Every host of the island writes the shards that it holds, so all must reach the same
-boundary, which host 0 decides (`following.py`).
+boundary, which host 0 decides (`hosts.py`).
 
 A train loop of the user's has a checkpoint of its own. It saves its moments itself;
 `saved_state` returns the residuals for it, with the facts that tell whether they are
@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.world import Hosts, HostsError
+from diloco_jax.island.world import Hosts
 from diloco_jax.models.model import named
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
@@ -63,21 +62,19 @@ class Checkpoints:
         self._keep = placement.checkpoints_kept
         self._explicit = checkpoint.islands_elsewhere(placement)
         self._config, self._name, self._folder = config, name, folder
-        self._deadlines = placement.deadlines
+        self._pin_s = placement.deadlines.pin_s
         self._hosts = config.island(name).hosts
         self._due = time.monotonic() + self._every_s
         self._saved: tuple[int, set[int]] = (0, set())
         """Steps, and outstanding fragments, of the checkpoint that is written or about
         to be."""
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._writing: threading.Thread | None = None
+        """The newest checkpoint's."""
         self._final = False
         self._manager: Any = None
         self._found: dict[str, Any] | None = None
         self._number = 0
         self._whose: dict[str, Any] = {}
-        self._thread = threading.Thread(
-            target=self._run, name="checkpoints", daemon=True
-        )
         if self._every_s and self._explicit:
             storage.require_access(folder)
         elif self._every_s and placement.checkpoints:
@@ -88,7 +85,7 @@ class Checkpoints:
                 placement.checkpoints,
             )
 
-    def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts | None) -> None:
+    def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts) -> None:
         """Look for checkpoints in the folder. All hosts must call it.
 
         Raises ConfigError if there are checkpoints of another run, or if the hosts do
@@ -98,7 +95,7 @@ class Checkpoints:
         if not self._every_s:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        if hosts is not None and not self._one_folder(hosts, identity.session):
+        if hosts.others and not self._one_folder(hosts, identity.session):
             what = f"the {hosts.count} hosts of island {self._name!r} do not share"
             if self._explicit:
                 raise ConfigError(
@@ -122,7 +119,6 @@ class Checkpoints:
         self._manager = checkpoint.open_folder(
             self._folder, self._keep, hosts=self._hosts
         )
-        self._thread.start()
         number = checkpoint.newest(self._manager)
         if number is not None:
             self._number = number
@@ -174,7 +170,7 @@ class Checkpoints:
         each, and not while one is being written."""
         now = time.monotonic()
         due = bool(self._every_s) and now >= self._due
-        due = due and not self._work.unfinished_tasks
+        due = due and not (self._writing and self._writing.is_alive())
         if due:
             # Decided here, not at `save`, which may come some boundaries later.
             self._due = now + self._every_s
@@ -187,15 +183,13 @@ class Checkpoints:
         steps: int,
         versions: Sequence[Version],
         outstanding: Sequence[int],
-        sequences: int,
         final: bool = False,
     ) -> None:
         """Write the state after so many steps, on a thread. This returns before
         anything is written; the arguments may be donated at once.
 
         trees: see `Replica.trees`. outstanding: fragments with a take that may still be
-        merged. sequences: of data that this incarnation has used. final: the
-        incarnation ends with it, and `close` is to wait for it.
+        merged. final: the incarnation ends with it, and `close` is to wait for it.
         """
         self._final = final
         if not self._every_s:
@@ -212,29 +206,33 @@ class Checkpoints:
             "steps": steps,
             "versions": [list(version) for version in versions],
             "outstanding": list(outstanding),
-            "sequences": sequences,
         }
         self._number += 1
         self._saved = (steps, set(outstanding))
-        number = self._number
-        self._work.put(lambda: self._write(number, copies, facts))
+        self._writing = threading.Thread(
+            target=self._write,
+            args=(self._writing, self._number, copies, facts),
+            name="checkpoints",
+            daemon=True,
+        )
+        self._writing.start()
 
     def close(self, timeout_s: float) -> None:
         """Wait for the final checkpoint, if there is one, for at most `timeout_s`."""
-        if self._thread.ident is not None:
-            self._work.put(None)
-            self._thread.join(timeout_s if self._final else 0.0)
+        if self._writing is not None:
+            self._writing.join(timeout_s if self._final else 0.0)
 
-    # ---- the thread that writes -------------------------------------------------
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            self._work.task_done()
-
-    def _write(self, number: int, trees: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Write a checkpoint. A failure must not end the run: the next one may
-        succeed."""
+    def _write(
+        self,
+        before: threading.Thread | None,
+        number: int,
+        trees: dict[str, Any],
+        facts: dict[str, Any],
+    ) -> None:
+        """Write a checkpoint after the one before. A failure must not end the run: the
+        next one may succeed."""
+        if before is not None:
+            before.join()
         began = time.monotonic()
         try:
             checkpoint.save(self._manager, number, trees, facts)
@@ -270,13 +268,12 @@ class Checkpoints:
         return agreed == b"yes"
 
     def _hear(self, hosts: Hosts, key: str) -> bytes:
-        heard = hosts.hear(key, self._deadlines.pin_s)
-        if heard is None:
-            raise HostsError(
-                f"host {hosts.index} of island {self._name!r} did not hear {key!r} "
-                f"within {self._deadlines.pin_s:g} s: another host hangs or is gone"
-            )
-        return heard
+        return hosts.require(
+            key,
+            self._pin_s,
+            f"host {hosts.index} of island {self._name!r} did not hear {key!r} within "
+            f"{self._pin_s:g} s: another host hangs or is gone",
+        )
 
 
 def undisturbed(

@@ -23,7 +23,7 @@ class Evaluation(NamedTuple):
     loss: float
     bits_per_byte: float | None
     by_source: Mapping[str, float] | None = None
-    """Losses of the sources of a mixture."""
+    """Losses of its parts: of the sources of a mixture."""
 
 
 class Evaluator:
@@ -90,58 +90,22 @@ class Watcher:
 def evaluate_all(
     trainer: Trainer,
     params: Params,
-    validation: ValidationBatches,
-    report: Callable[[float], None] = lambda share: None,
-) -> Evaluation:
-    """Return the loss over the whole validation text, with each token predicted
-    once.
-
-    report: called with the share that is done, after each batch.
-    """
-    sums = _sums(trainer, params, validation, report)
-    return _evaluation(sums, validation.bytes_per_token)
-
-
-def evaluate_parts(
-    trainer: Trainer,
-    params: Params,
     parts: Mapping[str, ValidationBatches],
     report: Callable[[float], None] = lambda share: None,
 ) -> Evaluation:
-    """Return the loss over all parts of the validation text, and that of each.
+    """Return the loss over all parts of the validation text, each token predicted once,
+    and that of each part.
 
     report: called with the share that is done, after each batch.
     """
-    found = {}
+    sums: dict[str, list[tuple[float, float]]] = {}
     for number, (name, part) in enumerate(parts.items()):
-
-        def report_part(share: float, before: int = number) -> None:
-            report((before + share) / len(parts))
-
-        found[name] = _sums(trainer, params, part, report_part)
+        found = sums[name] = []
+        for index in range(len(part)):
+            total, weight = trainer.eval_step(params, part[index])
+            found.append((float(total), float(weight)))
+            report((number + len(found) / len(part)) / len(parts))
     (per_token,) = {part.bytes_per_token for part in parts.values()}
-    whole = _evaluation([pair for sums in found.values() for pair in sums], per_token)
-    return whole._replace(by_source={name: mean(sums) for name, sums in found.items()})
-
-
-def _sums(
-    trainer: Trainer,
-    params: Params,
-    validation: ValidationBatches,
-    report: Callable[[float], None],
-) -> list[tuple[float, float]]:
-    """Return the weighted sum of losses, and of weights, of every batch."""
-    sums = []
-    for index in range(len(validation)):
-        total, weight = trainer.eval_step(params, validation[index])
-        sums.append((float(total), float(weight)))
-        report(len(sums) / len(validation))
-    return sums
-
-
-def _evaluation(
-    sums: list[tuple[float, float]], bytes_per_token: float | None
-) -> Evaluation:
-    loss = mean(sums)
-    per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else None
-    return Evaluation(loss, per_byte)
+    loss = mean([pair for found in sums.values() for pair in found])
+    per_byte = loss / math.log(2) / per_token if per_token else None
+    return Evaluation(loss, per_byte, {name: mean(s) for name, s in sums.items()})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults
@@ -30,20 +28,16 @@ from diloco_jax.island.checkpoints import require_own, restored_state, saved_sta
 from diloco_jax.island.device.build import at_anchors, compile_programs
 from diloco_jax.island.device.exchange import Exchange, Listed
 from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.island.device.replica import LentBeside
-from diloco_jax.island.hosts.follower import Follower
-from diloco_jax.island.hosts.world import Hosts, HostsError, hosts_here
+from diloco_jax.island.device.replica import LentBeside, Restored
+from diloco_jax.island.host import Host
+from diloco_jax.island.link import ask_config, ending_of
 from diloco_jax.island.loop import Stepping
-from diloco_jax.island.mailbox import Decisions, NotHereError
-from diloco_jax.island.main import LeadingHost, ask_config
-from diloco_jax.island.network.link import ending_of
-from diloco_jax.island.pace import Pace, goal_of
-from diloco_jax.island.parts import Parts
-from diloco_jax.island.timing import Timing
+from diloco_jax.island.mailbox import NotHereError
+from diloco_jax.island.watches import leave
+from diloco_jax.island.world import ALONE, Hosts, HostsError, hosts_here
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Axes, Model, plain_axes
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.values import Span, Version
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused
@@ -109,15 +103,19 @@ def join(
         raise ConfigError(f"incarnation = {incarnation}: attempts are counted from 1")
     if every < 1:
         raise ConfigError(f"every = {every}; a boundary follows one step or more")
-    config = _of_coordinator(address, name, str(certificates), insecure)
-    hosts = hosts_here(f"diloco/{name}/{incarnation}/")
-    island = _described(
-        config, name, tokens_per_step * every, hosts.count if hosts else 1
+    way = Placement(certificates=str(certificates), insecure=insecure)
+    config = ask_config(address, name, way)
+    placement = dataclasses.replace(
+        config.placement, certificates=way.certificates, insecure=insecure
     )
-    config = dataclasses.replace(config, islands={**config.islands, name: island})
-    host = JoinedHost(config, name, address, like, axes, state, own_data=own_data)
-    fresh = incarnation > 1 and state is None
-    return JoinedIsland(host, incarnation, every, hosts, restarted=fresh)
+    hosts = hosts_here(f"diloco/{name}/{incarnation}/")
+    island = _described(config, name, tokens_per_step * every, hosts.count)
+    islands = {**config.islands, name: island}
+    config = dataclasses.replace(config, placement=placement, islands=islands)
+    host = JoinedHost(
+        config, name, address, like, axes, incarnation, hosts, state, own_data=own_data
+    )
+    return JoinedIsland(host, every, restarted=incarnation > 1 and state is None)
 
 
 class JoinedIsland:
@@ -128,22 +126,8 @@ class JoinedIsland:
     last takes are lost. An exception in the block leaves at once.
     """
 
-    def __init__(
-        self,
-        host: JoinedHost,
-        incarnation: int,
-        every: int,
-        hosts: Hosts | None,
-        *,
-        restarted: bool,
-    ) -> None:
-        """hosts: of this world, if it has several."""
-        self._host, self._every, self._hosts = host, every, hosts
-        self._island: LeadingHost[JoinedLoop] | Follower[JoinedLoop]
-        if hosts is not None and hosts.index > 0:
-            self._island = Follower(host, hosts)
-        else:
-            self._island = LeadingHost(host, incarnation, hosts)
+    def __init__(self, host: JoinedHost, every: int, *, restarted: bool) -> None:
+        self._host, self._every = host, every
         self._ending: Ending | None = None
         self._calls = 0
         self._params: Any = None
@@ -165,7 +149,7 @@ class JoinedIsland:
         """
         try:
             self._meet()
-            self._island.start()
+            self._host.start()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             refused = ending_of(error) if isinstance(error, Refused) else None
@@ -214,7 +198,9 @@ class JoinedIsland:
                 f"did not come to this island; the coordinator's workdir has them, see "
                 f"`diloco export`"
             )
-        return self._host.global_params()
+        host = self._host
+        params = at_anchors(host.plan, host.exchange, host.leaves.zeros())
+        return host.leaves.as_tree(params)
 
     @property
     def step(self) -> int:
@@ -231,7 +217,15 @@ class JoinedIsland:
         caller's. Call it between two boundaries, on the loop's thread, on every host;
         and after a block that was left early, whose last takes may still be merged.
         """
-        return self._host.state(self._loop)
+        host, loop = self._host, self._loop
+        return saved_state(
+            host.exchange,
+            host.leaves,
+            host.identity,
+            steps=loop.done,
+            versions=loop.boundary.books.versions(),
+            outstanding=loop.in_doubt(),
+        )
 
     def boundary(
         self, params: Any, loss: Any = None, *, alongside: tuple[Any, ...] = ()
@@ -269,12 +263,10 @@ class JoinedIsland:
         return (params, beside) if alongside else params
 
     def _meet(self) -> None:
-        if self._hosts is None:
-            return
         field = "placement.hosts_budget_s"
         budget_s = self._host.config.placement.hosts_budget_s
         try:
-            self._hosts.meet("here", budget_s, lambda: False, field)
+            self._host.hosts.meet("here", budget_s, lambda: False, field)
         except HostsError as error:
             raise HostsError(
                 f"{error}; does every process call join with this name and incarnation?"
@@ -293,54 +285,27 @@ class JoinedIsland:
 
     def _leave(self) -> Ending:
         """Have everything that is open taken and sent, and return how it ended."""
-        mailbox, deadlines = self._host.mailbox, self._host.deadlines
+        host = self._host
         if not self._loop.take_back():
             # Nothing is left to take from; other hosts of the island see the same.
             return Ending(
                 EXIT_DONE, "its train loop left the run within a step", "stopped"
             )
-        if isinstance(self._island, Follower):
-            return self._until_ending()
-
-        def let_go() -> None:
-            mailbox.leave()
-            mailbox.wait_to_leave(deadlines.stop_s)
-            mailbox.end(EXIT_DONE, "its train loop left the run", "stopped")
-
-        threading.Thread(target=let_go, name="leaving", daemon=True).start()
-        return self._until_ending()
-
-    def _until_ending(self) -> Ending:
+        if not host.follows:
+            left = Ending(EXIT_DONE, "its train loop left the run", "stopped")
+            leave(host.mailbox, host.deadlines.stop_s, left)
         while (ending := self._loop.until_step()) is None:
             pass  # It has not heard yet that it is to leave.
         return ending
 
     def _close(self, ending: Ending) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._island.close)
-            self._island.stop(ending)
+            stack.callback(self._host.close)
+            self._host.stop(ending)
 
     @property
     def _loop(self) -> JoinedLoop:
-        return self._island.loop
-
-
-def _of_coordinator(
-    address: str, name: str, certificates: str, insecure: bool
-) -> Config:
-    """Return the run's config with this process's way to the coordinator."""
-    config = ask_config(
-        address,
-        name,
-        certificates=certificates,
-        insecure=insecure,
-        deadlines=Placement().deadlines,
-        patience_s=Placement().away_s,
-    )
-    placement = dataclasses.replace(
-        config.placement, certificates=certificates, insecure=insecure
-    )
-    return dataclasses.replace(config, placement=placement)
+        return self._host.loop
 
 
 def _described(
@@ -376,8 +341,8 @@ def _described(
     return island
 
 
-class JoinedHost(Parts["JoinedLoop"]):
-    """Everything of the island but its steps."""
+class JoinedHost(Host["JoinedLoop"]):
+    """A host whose steps are a user's."""
 
     awaits_last = True
 
@@ -388,6 +353,8 @@ class JoinedHost(Parts["JoinedLoop"]):
         address: str,
         like: Any,
         axes: Axes | None,
+        incarnation: int = 1,
+        hosts: Hosts = ALONE,
         state: Mapping[str, Any] | None = None,
         *,
         own_data: bool = False,
@@ -396,8 +363,8 @@ class JoinedHost(Parts["JoinedLoop"]):
         parameters are not f32, or cannot be cut as the run cuts them; SecurityError.
         """
         self.leaves, self._like = LikeLeaves(like), like
-        self.own_data = own_data
-        shapes, self._state = self.leaves.like, state
+        self.own_data, self._state = own_data, state
+        shapes = self.leaves.like
         model = Model(
             lambda key: shapes,
             None,
@@ -411,96 +378,51 @@ class JoinedHost(Parts["JoinedLoop"]):
                 f"run cuts its model ({error}); give parameters with the names and "
                 f"shapes of the run's model"
             ) from error
-        super().__init__(config, name, address, plan)
+        super().__init__(config, name, address, plan, incarnation, hosts)
+        self.data: OwnData = OwnData(self.island.batch_size)
 
-    def build(self, identity: Identity, hosts: Hosts | None) -> None:
+    def build(self, identity: Identity) -> Exchange:
         """Build takes and adoptions. Raise ConfigError for a state of another run."""
-        self._hosts = hosts
-        self._zeros = self.leaves.zeros()
+        self.identity, self._zeros = identity, self.leaves.zeros()
         memory = self.island.anchor_memory
         exchange = Exchange(self.plan, self.config.run.sync, self._zeros, memory)
-        self._connect(identity, exchange)
         if self._state is not None:
-            fragments = len(self.plan.fragments)
-            require_own(self._state, identity, exchange, fragments)
+            require_own(self._state, identity, exchange, len(self.plan.fragments))
+        return exchange
 
     def compile(self) -> None:
         """Run every take and adoption once. No host runs any before all have compiled
         them, as for the product's own loop."""
         began = time.monotonic()
-        if self._hosts is not None:
-            compile_programs(self._exchange.lower_all(self._zeros))
-            self._meet_compiled()
-        self._zeros = self._exchange.warm(self._zeros)
+        if self.hosts.others:
+            compile_programs(self.exchange.lower_all(self._zeros))
+            self.meet_compiled()
+        self._zeros = self.exchange.warm(self._zeros)
         _first(self.leaves.smallest(self._zeros))
         self.compile_seconds = time.monotonic() - began
 
-    def loop(
-        self, versions: list[Version], decisions: Decisions, faults: Faults
-    ) -> JoinedLoop:
-        """Begin at the anchors of these versions."""
-        run, sequences = self.config.run, self.island.batch_size
-        # A join moves tiles between hosts, which may have read for unequal times.
-        self._meet_to_join("restored")
-        restored = None
-        if self._state is not None:
-            restored = restored_state(
-                self._state, self._exchange, self.leaves, versions
-            )
-        residuals = restored.residuals if restored else None
-        if self.gives:
-            self._exchange.start_from(self.leaves.first(self._like))
-        else:
-            self._exchange.start(self._anchors(versions), residuals)
-        del self._like
-        params = at_anchors(self.plan, self._exchange, self._zeros)
-        del self._zeros
-        self._meet_to_join("ready")
-        self._offer(versions)
-        lent, data = LentBeside(self._exchange, params), OwnData(sequences)
-        books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
-        books.begin()
-        if restored is not None:
-            books.restored(restored.incarnation, restored.steps, restored.residuals)
-        goal = goal_of(run, sequences)
-        return JoinedLoop(
-            config=self.config,
-            name=self.name,
-            replica=lent,
-            boundary=Boundary(
-                books,
-                goal,
-                arrays=lent,
-                incoming=self.mailbox.arrivals,
-                outgoing=self.sender,
-                data=data,
-            ),
-            data=data,
-            mailbox=self.mailbox,
-            decisions=decisions,
-            pace=Pace(run, goal, warm=restored is not None),
-            timing=Timing(self.compile_seconds),
-            send_anchor=self._send_anchor,
-            patience_s=self._data_s,
-            leaves=self.leaves,
-        )
+    def restore(self, versions: Sequence[Version]) -> Restored | None:
+        """Return the part of `state` that holds at these versions."""
+        if self._state is None:
+            return None
+        return restored_state(self._state, self.exchange, self.leaves, versions)
 
-    def state(self, loop: JoinedLoop) -> dict[str, Any]:
-        """Return what `join` takes as `state`. All hosts call it."""
-        books = loop.boundary.books
-        return saved_state(
-            self._exchange,
-            self.leaves,
-            self._identity,
-            steps=loop.done,
-            versions=books.versions(),
-            outstanding=loop.in_doubt(),
-        )
+    def copy(
+        self,
+        anchors: dict[int, tuple[jax.Array, ...]] | None,
+        restored: Restored | None,
+    ) -> LentBeside:
+        """Make the parameters that the loop is lent."""
+        if anchors is None:
+            self.exchange.start_from(self.leaves.first(self._like))
+        self._like = None
+        self.exchange.start(anchors or {}, restored.residuals if restored else None)
+        zeros, self._zeros = self._zeros, Listed([], {})
+        return LentBeside(self.exchange, at_anchors(self.plan, self.exchange, zeros))
 
-    def global_params(self) -> Any:
-        """Return the anchors in the structure of `like`. All hosts call it."""
-        params = at_anchors(self.plan, self._exchange, self.leaves.zeros())
-        return self.leaves.as_tree(params)
+    def loop_of(self, shared: dict[str, Any], faults: Faults) -> JoinedLoop:
+        """Make the boundaries."""
+        return JoinedLoop(**shared, leaves=self.leaves)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -617,11 +539,6 @@ class OwnData:
     def ready(self) -> bool:
         """True if the leases fill another step."""
         return self._positions.granted - self._positions.drawn >= self._per_step
-
-    @property
-    def consumed(self) -> int:
-        """Number of positions handed out so far."""
-        return self._positions.drawn
 
     def grant(self, span: Span) -> None:
         """Add positions [start, stop) after those granted before."""

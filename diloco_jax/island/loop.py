@@ -30,8 +30,7 @@ from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator, Watcher
 from diloco_jax.island.mailbox import Decisions, Mailbox
-from diloco_jax.island.pace import Pace
-from diloco_jax.island.timing import Timing
+from diloco_jax.island.timing import Pace, Timing
 from diloco_jax.models.model import Metrics
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending
@@ -53,17 +52,6 @@ class Leased(Protocol):
     def ready(self) -> bool:
         """True if the leases fill another batch."""
 
-    @property
-    def consumed(self) -> int:
-        """Number of sequences handed out so far."""
-
-
-class Copy(Protocol):
-    """A model copy, as far as checkpoints need it."""
-
-    def trees(self) -> dict[str, Any]:
-        """Return the arrays that a checkpoint holds."""
-
 
 @dataclasses.dataclass(kw_only=True)
 class Stepping:
@@ -71,7 +59,6 @@ class Stepping:
 
     config: Config
     name: str
-    replica: Copy
     boundary: Boundary
     data: Leased
     mailbox: Mailbox
@@ -82,7 +69,6 @@ class Stepping:
     """Sends a fragment's anchor, which has that version, to who asks for it."""
     patience_s: float
     """Longest wait for data, and for an end that was announced."""
-    checkpoints: Checkpoints | None = None
     touch: Callable[[], None] = lambda: None
     """Called at every boundary: the loop goes on."""
     clock: Callable[[], float] = time.monotonic
@@ -134,6 +120,9 @@ class Stepping:
     def _read_metrics(self) -> None:
         """Read what is left of the last step, before a wait without steps."""
 
+    def _save(self, *, final: bool = False) -> None:
+        """Write a checkpoint. final: the incarnation ends with it."""
+
     # ---- a boundary -------------------------------------------------------------
 
     def _at_boundary(self) -> bool:
@@ -153,18 +142,6 @@ class Stepping:
             again = self._seen.again
         self._post()
         return self.boundary.may_step(self.done)
-
-    def _save(self, *, final: bool = False) -> None:
-        if self.checkpoints is None:
-            return
-        self.checkpoints.save(
-            self.replica.trees(),
-            steps=self.done,
-            versions=self.boundary.books.versions(),
-            outstanding=self.in_doubt(),
-            sequences=self.data.consumed,
-            final=final,
-        )
 
     def in_doubt(self) -> list[int]:
         """Return the fragments whose take may still be merged after this incarnation's
@@ -216,6 +193,7 @@ class Loop(Stepping):
     replica: Replica
     data: LeasedStream
     evaluator: Evaluator
+    checkpoints: Checkpoints | None = None
     watcher: Watcher | None = None
     """None: the island takes no turns at the merged model."""
     faults: Faults = dataclasses.field(default_factory=Faults)
@@ -235,6 +213,16 @@ class Loop(Stepping):
             self._validate()
             self._train_step(self.data.next_batch(self.patience_s))
         return ending
+
+    def _save(self, *, final: bool = False) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.save(
+                self.replica.trees(),
+                steps=self.done,
+                versions=self.boundary.books.versions(),
+                outstanding=self.in_doubt(),
+                final=final,
+            )
 
     # ---- one step ---------------------------------------------------------------
 

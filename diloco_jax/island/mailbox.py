@@ -6,25 +6,31 @@ while it trains. The protocol says what messages mean (`protocol/island/`). Publ
 fragments wait here too, as `Arrivals`, until a decision has them adopted.
 
 The loop asks a source of decisions (`Decisions`): on host 0 the mailbox decides. The
-other hosts follow host 0 (`hosts/following.py`), and the runtime tests have a fixed
-script (tests/runtime/scripted.py).
+other hosts follow host 0 (`hosts.py`), and the runtime tests have a fixed script
+(tests/runtime/scripted.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.island.boundary import Decision, Ending
-from diloco_jax.protocol.island.conversation import Conversation, Errand
+from diloco_jax.protocol.island.conversation import Conversation
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import FromCoordinator, Short
 from diloco_jax.protocol.values import EndReason, Record, Version
+
+logger = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -36,47 +42,50 @@ class Mailbox:
     def __init__(self, *, awaits_last: bool = False) -> None:
         self.arrivals = Arrivals()
         """Arrays that decisions name."""
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self.errands: Mapping[type, Callable[[Any], None]] = {}
+        """Called with each type of errand; empty until a join, which fetches
+        everything, has begun."""
+        self._changed = threading.Condition(threading.RLock())
         self._conversation = Conversation(awaits_last=awaits_last)
-        self._traffic = {"bytes_up": 0, "bytes_down": 0, "bytes_join": 0}
-        self._traffic_of: dict[int, dict[str, int]] = {}
-        self.short: tuple[Short, ...] = ()
-        """Disk or memory, where this machine is short of it."""
-        self._short_of: dict[int, tuple[Short, ...]] = {}
+        self._traffic = {0: dict.fromkeys(("bytes_up", "bytes_down", "bytes_join"), 0)}
+        """Bytes that each host of the island has counted; 0: this one."""
+        self._short: dict[int, tuple[Short, ...]] = {}
+        """Disk or memory, where the machine of a host is short of it."""
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Conversation]:
+        with self._changed:
+            yield self._conversation
+            self._changed.notify_all()
 
     # ---- the loop's side --------------------------------------------------------
 
     def decide(self) -> Decision:
         """Return the decision for the next boundary. Does not wait."""
-        with self._lock:
-            decision = self._conversation.decide()
-            self._changed.notify_all()
-            return decision
+        with self._changing() as conversation:
+            return conversation.decide()
 
     def post(self, status: Status, records: tuple[Record, ...] = ()) -> None:
         """Post where the loop is, together with what happened up to there."""
-        with self._lock:
-            self._conversation.post(status, records)
-            self._changed.notify_all()
+        with self._changing() as conversation:
+            conversation.post(status, records)
 
     def wait(self, timeout_s: float) -> None:
         """Return when something came in after the last `decide`, or at the timeout."""
-        with self._lock:
+        with self._changed:
             self._changed.wait_for(lambda: self._conversation.has_news, timeout_s)
 
     def leave(self) -> None:
         """Announce that the island is about to leave: no more steps, takes are
         answered."""
-        with self._lock:
-            self._conversation.leave()
-            self._changed.notify_all()
+        with self._changing() as conversation:
+            conversation.leave()
 
     def wait_to_leave(self, timeout_s: float) -> bool:
         """Wait until the coordinator lets the island leave, or the island ends; return
         False after `timeout_s`.
         """
-        with self._lock:
+        with self._changed:
             conversation = self._conversation
             return self._changed.wait_for(
                 lambda: conversation.may_leave or conversation.ending is not None,
@@ -87,102 +96,97 @@ class Mailbox:
         """Stop waiting for publishes from before the run's end; the run is over without
         them.
         """
-        with self._lock:
-            self._conversation.give_up()
-            self._changed.notify_all()
+        with self._changing() as conversation:
+            conversation.give_up()
 
     @property
     def finished(self) -> bool:
         """True once the coordinator has said that the run is over."""
-        with self._lock:
+        with self._changed:
             return self._conversation.finished
 
     @property
     def ending(self) -> Ending | None:
         """Reason for the loop to end at the next boundary; the first one stands."""
-        with self._lock:
+        with self._changed:
             return self._conversation.ending
 
     # ---- the network's side -----------------------------------------------------
 
-    def receive(self, message: FromCoordinator) -> tuple[Errand, ...]:
-        """Note a message of the coordinator; return the bulk work it asks for.
+    def receive(self, message: FromCoordinator) -> None:
+        """Note a message of the coordinator; have the bulk work that it asks for done,
+        as `errands` says.
 
         Raises ValueError if a grant before this one is missing.
         """
-        with self._lock:
-            errands = self._conversation.receive(message)
-            self._changed.notify_all()
-            return errands
+        with self._changing() as conversation:
+            errands = conversation.receive(message)
+        for errand in errands:
+            if self.errands:
+                self.errands[type(errand)](errand)
 
     def deliver(self, arrival: Arrival, timeout_s: float) -> bool:
         """Hand over an arrival; False if the loop did not make room in time."""
         fragment, chain = arrival.fragment, arrival.chain
-        with self._lock:
-            conversation = self._conversation
+        with self._changing() as conversation:
             if not self._changed.wait_for(
                 lambda: conversation.has_room(fragment, chain), timeout_s
             ):
                 return False
             self.arrivals.put(arrival)
             conversation.arrived(fragment, arrival.version, chain)
-            self._changed.notify_all()
             return True
 
     def forget_records(self) -> None:
         """Drop the records: another host of the island reports them."""
-        with self._lock:
+        with self._changed:
             self._conversation.forget_records()
 
     def end(self, exit_code: int, text: str, reason: EndReason = "failed") -> None:
         """End the loop at its next boundary."""
-        with self._lock:
-            self._conversation.end(Ending(exit_code, text, reason))
-            self._changed.notify_all()
+        with self._changing() as conversation:
+            conversation.end(Ending(exit_code, text, reason))
 
     def count(self, **nbytes: int) -> None:
         """Add to bytes_up, bytes_down or bytes_join."""
-        with self._lock:
+        with self._changed:
             for name, value in nbytes.items():
-                self._traffic[name] += value
+                self._traffic[0][name] += value
 
-    def traffic(self) -> dict[str, int]:
-        """Return the bytes that this host counted so far."""
-        with self._lock:
-            return dict(self._traffic)
+    def counted(self) -> tuple[dict[str, int], tuple[Short, ...]]:
+        """Return the bytes that this host counted so far, and what its machine is short
+        of."""
+        with self._changed:
+            return dict(self._traffic[0]), self._short.get(0, ())
 
     def count_of(
-        self, host: int, traffic: dict[str, int], short: tuple[Short, ...] = ()
+        self, host: int, traffic: dict[str, int], short: tuple[Short, ...]
     ) -> None:
-        """Note the bytes that another host of the island has counted, and what its
-        machine is short of. Its reports may come out of order, so a lower count is
-        ignored.
+        """Note what another host of the island has `counted`. Its reports may come out
+        of order, so a lower count is ignored.
         """
-        with self._lock:
-            self._short_of[host] = short
-            before = self._traffic_of.get(host, {})
-            self._traffic_of[host] = {
+        with self._changed:
+            before, self._short[host] = self._traffic.get(host, {}), short
+            self._traffic[host] = {
                 name: max(value, before.get(name, 0)) for name, value in traffic.items()
             }
 
     def tell_short(self, short: tuple[Short, ...]) -> None:
         """Note what little is left of on this machine."""
-        with self._lock:
-            self.short = short
+        with self._changed:
+            self._short[0] = short
 
     def status(self) -> Status:
         """Return the last posted status, with the traffic of all hosts so far, and with
         versions that wait for the next boundary."""
-        with self._lock:
-            return self._with_traffic(self._conversation.status())
+        with self._changed:
+            return self._of_all_hosts(self._conversation.status())
 
     def report(self, sent_through: int) -> tuple[Status, tuple[Record, ...]]:
         """Return the status, and the records after number `sent_through`."""
-        with self._lock:
-            conversation = self._conversation
-            return self._with_traffic(conversation.current()), conversation.unsent(
-                sent_through
-            )
+        with self._changed:
+            status = self._of_all_hosts(self._conversation.current())
+            return status, self._conversation.unsent(sent_through)
 
     def wait_for_post(
         self, has_news: Callable[[Status, int], bool], timeout_s: float
@@ -196,17 +200,53 @@ class Mailbox:
                 conversation.posted, conversation.newest_record
             )
 
-        with self._lock:
+        with self._changed:
             self._changed.wait_for(posted, timeout_s)
 
-    def _with_traffic(self, status: Status) -> Status:
-        traffic = self._traffic
-        if self._traffic_of:
-            hosts = [traffic, *self._traffic_of.values()]
-            traffic = {name: sum(host[name] for host in hosts) for name in traffic}
-        short = {*self.short}.union(*self._short_of.values())
-        measures = replace(status.measures, **traffic, short=tuple(sorted(short)))
+    def _of_all_hosts(self, status: Status) -> Status:
+        hosts = self._traffic.values()
+        traffic = {name: sum(host[name] for host in hosts) for name in self._traffic[0]}
+        short = tuple(sorted(set().union(*self._short.values())))
+        measures = replace(status.measures, **traffic, short=short)
         return replace(status, measures=measures)
+
+
+class NetworkThreads:
+    """Threads of an island's network, which end with it: an error in one ends the
+    island. Subclasses that wait on `_changed` look at `_closing` then."""
+
+    def __init__(self, mailbox: Mailbox, name: str, *runs: Callable[[], None]) -> None:
+        """runs: what each thread does until `_closing`."""
+        self._mailbox, self._name = mailbox, name
+        self._changed, self._closing = threading.Condition(), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
+            for run in runs
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads; a transfer may go on until the process ends."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:
+            if self._closing.is_set():
+                return
+            logger.exception("the %s failed", self._name)
+            self._mailbox.end(EXIT_FAILED, f"the {self._name} failed: {error!r}")
 
 
 class Decisions(Protocol):
@@ -321,7 +361,4 @@ class Arrivals:
                 f"fragment {fragment} is to be adopted at version {tuple(version)}, "
                 f"this host has {[tuple(a.version) for a in due]}"
             )
-        arrival = due[0]
-        for later in due[1:]:
-            arrival = arrival.followed_by(later)
-        return arrival
+        return functools.reduce(Arrival.followed_by, due)

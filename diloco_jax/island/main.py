@@ -1,41 +1,55 @@
-"""One island's process: ask for the run's config, meet, build, join, train, leave.
+"""One island's process: meet the other hosts, join, train, leave.
 
-`run` is the whole life. A join is: hello and welcome, build and compile (reports go
-on), fetch every fragment in full at its newest version, place the parameters.
+`TrainingHost` has the steps of the product's own loop, and `run` is its whole life.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Generic
+from typing import Any
 
-import msgspec
+import jax
 
-from diloco_jax import before_jax, compilation, machine
-from diloco_jax.config import Config, ConfigError, shared_fields
-from diloco_jax.config.loading import from_builtins
+from diloco_jax import before_jax, checkpoint, compilation, machine, run_files
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import with_model_of
-from diloco_jax.deadlines import Backoff, Deadlines
+from diloco_jax.data.batches import BatchReader, LeasedStream, ValidationBatches
+from diloco_jax.data.loading import load_data
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
-from diloco_jax.faults import parse_faults
+from diloco_jax.faults import Faults
 from diloco_jax.hardware.tpus import generation_here
-from diloco_jax.island.hosts.follower import Follower
-from diloco_jax.island.hosts.following import (
-    HostsBegin,
-    LeadDecisions,
-    LeaveWatch,
-    Moved,
-    Orders,
-    Refusal,
+from diloco_jax.island.checkpoints import Checkpoints
+from diloco_jax.island.device.build import (
+    Later,
+    build_exchange,
+    build_trainer,
+    compile_ahead,
+    join,
 )
-from diloco_jax.island.hosts.world import (
+from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.mesh import require_accelerator
+from diloco_jax.island.device.replica import LentParams, Restored, WatchedModel
+from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.evaluate import Evaluator, Watcher
+from diloco_jax.island.host import Host
+from diloco_jax.island.link import ask_config, ending_of
+from diloco_jax.island.loop import Loop
+from diloco_jax.island.mailbox import NotHereError
+from diloco_jax.island.options import prepare_island
+from diloco_jax.island.watches import (
+    HangWatch,
+    ShortageWatch,
+    end_hanging,
+    ended_by_signals,
+    watch_metadata,
+)
+from diloco_jax.island.world import (
+    ALONE,
     Hosts,
     HostsError,
     WorldAddress,
@@ -43,76 +57,15 @@ from diloco_jax.island.hosts.world import (
     join_world,
     leave_world,
 )
-from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Decisions, LiveDecisions, NotHereError
-from diloco_jax.island.network.link import Awaited, Link, Targets, ending_of
-from diloco_jax.island.network.transfers import Receiver
-from diloco_jax.island.options import prepare_island
-from diloco_jax.island.parts import Host, L, Parts
-from diloco_jax.island.watches import (
-    HangWatch,
-    Preemption,
-    ShortageWatch,
-    end_hanging,
-    ended_by_signals,
-)
-from diloco_jax.process import leave_at_once
-from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.island.reporting import Introduction, Status, hello
-from diloco_jax.protocol.messages import OWN_DATA, Hello, ResendRequest, Welcome
-from diloco_jax.protocol.values import FIRST_VERSION, Version, lead_of
-from diloco_jax.wire import principal
+from diloco_jax.machine import give_memory_back
+from diloco_jax.models.build import build, build_plan
+from diloco_jax.process import leave_at_once, uncollected
+from diloco_jax.protocol.island.boundary import Ending, Watching
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
-from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError, WireError
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
 logger = logging.getLogger(__name__)
-
-
-def ask_config(
-    address: str,
-    name: str,
-    *,
-    certificates: str,
-    insecure: bool,
-    deadlines: Deadlines,
-    patience_s: float = 0.0,
-) -> Config:
-    """Return the run's config, as the coordinator at HOST:PORT gives it to the island
-    of this name.
-
-    patience_s: seconds for which a coordinator that is not there is tried again.
-
-    Raises:
-      ConnectionLost: it is not there. SecurityError: it cannot be trusted.
-      ConfigError: it is of another version.
-    """
-    tls = TlsFiles.load_given(certificates, principal.island(name))
-    client = Client(
-        address, tls=tls, deadlines=deadlines, bulk_channels=1, insecure=insecure
-    )
-    began, suspicious = time.monotonic(), False
-    until, awaited = began + patience_s, Awaited(deadlines, began)
-    pauses = Backoff(deadlines)
-    try:
-        while True:
-            try:
-                found = client.config(deadlines.connect_s)
-                return from_builtins(found, client.address)
-            except (ConnectionLost, SecurityError) as error:
-                # A coordinator that ends may look like one that cannot be trusted.
-                lasting = isinstance(error, SecurityError) and suspicious
-                now = time.monotonic()
-                if lasting or now >= until:
-                    raise
-                awaited.tell(error, now, until)
-                pause_s = pauses.next_s()
-                if isinstance(error, SecurityError):
-                    suspicious, pause_s = True, deadlines.retry_max_s
-            time.sleep(pause_s)
-    finally:
-        client.close()
 
 
 def with_model_of_run(config: Config, name: str, address: str) -> Config:
@@ -123,24 +76,15 @@ def with_model_of_run(config: Config, name: str, address: str) -> Config:
     """
     if config.run.model.weights or config.run.model.factory:
         return config
-    placement = config.placement
-    theirs = ask_config(
-        address,
-        name,
-        certificates=placement.certificates,
-        insecure=placement.insecure,
-        deadlines=placement.deadlines,
-        patience_s=placement.away_s,
-    )
-    return with_model_of(theirs.run, config)
+    return with_model_of(ask_config(address, name, config.placement).run, config)
 
 
-def meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
-    """Return the hosts of the island, once all have come; None if it has one. Raises
-    ConfigError or HostsError."""
-    island = config.island(name)
+def meet(config: Config, name: str, where: WorldAddress) -> Hosts:
+    """Return the hosts of the island, once all have come. Raises ConfigError or
+    HostsError."""
+    island, placement = config.island(name), config.placement
     prepare_island(island)
-    if before_jax.LIBTPU_VARIABLE in os.environ:
+    if flags := os.environ.get(before_jax.LIBTPU_VARIABLE):
         # libtpu ends a process whose flags it does not know: the log says which they
         # were.
         logger.info(
@@ -151,14 +95,13 @@ def meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
         generation = before_jax.generation_of(island.topology) or generation_here()
         version = before_jax.libtpu_version()
         for clash in before_jax.flag_clashes(
-            os.environ[before_jax.LIBTPU_VARIABLE],
+            flags,
             before_jax.libtpu_flags(generation, version),
             f"{generation}, libtpu {version}",
         ):
             logger.warning("island %s: %s", name, clash)
     if island.hosts == 1:
-        return None
-    placement = config.placement
+        return ALONE
     return join_world(
         where,
         island.hosts,
@@ -170,7 +113,7 @@ def meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
 def run(
     config: Config,
     name: str,
-    coordinator_address: str,
+    address: str,
     workdir: Path,
     incarnation: int,
     where: WorldAddress | None = None,
@@ -179,7 +122,7 @@ def run(
 
     Args:
       config: resolved: outer optimizer and corpus digest are filled in.
-      coordinator_address: HOST:PORT.
+      address: HOST:PORT of the coordinator.
       workdir: of this process; holds the compilation cache unless the environment names
         another.
       incarnation: number of the attempt of this island, from 1; that of host 0 counts.
@@ -190,308 +133,193 @@ def run(
     with HangWatch(budget_s, lambda text: leave_at_once(EXIT_FAILED)) as hanging:
         prepared_s = placement.hosts_budget_s
         hanging.begin("preparing", prepared_s, "placement.hosts_budget_s")
-        where = where or WorldAddress()
-        return _live(
-            config, name, coordinator_address, workdir, incarnation, where, hanging
-        )
-
-
-def _live(
-    config: Config,
-    name: str,
-    coordinator_address: str,
-    workdir: Path,
-    incarnation: int,
-    where: WorldAddress,
-    hanging: HangWatch,
-) -> int:
-    """See `run`. hanging: watches this process from here on."""
-    island: LeadingHost[Loop] | Follower[Loop]
-    try:
-        hosts = meet(config, name, where)
-        host = Host(config, name, coordinator_address, workdir)
-        if hosts is not None and hosts.index > 0:
-            island = Follower(host, hosts)
-        else:
-            island = LeadingHost(host, incarnation, hosts)
-    except (ConfigError, SecurityError) as error:
-        logger.error("island %s cannot start: %s", name, error)
-        return end_alone(EXIT_CONFIG)
-    except HostsError as error:
-        logger.error("island %s cannot start: %s", name, error)
-        return end_alone(EXIT_FAILED)
-    preemption = Preemption(
-        island.mailbox,
-        config.placement.notice_s,
-        island.asked_to_end if isinstance(island, Follower) else None,
-    )
-    if isinstance(island, LeadingHost) and preemption.expected:
-        island.asked_to_end = preemption.notice
-    host.watched = hanging.begin
-    hanging.hangs = lambda text: end_hanging(island.stop, text, host.deadlines.stop_s)
-    shortage = ShortageWatch((workdir,), island.mailbox.tell_short)
-    # Later: a follower's and a leader's are other functions.
-    with shortage, ended_by_signals(lambda who: island.asked_to_end(who)):
         try:
-            preemption.watch()
-            island.start()
-            ending = hanging.run(island.loop)
+            hosts = meet(config, name, where or WorldAddress())
+            host = TrainingHost(config, name, address, workdir, incarnation, hosts)
+        except (ConfigError, SecurityError, HostsError) as error:
+            logger.error("island %s cannot start: %s", name, error)
+            failed = isinstance(error, HostsError)
+            return end_alone(EXIT_FAILED if failed else EXIT_CONFIG)
+        host.watched = hanging.begin
+        hanging.hangs = lambda text: end_hanging(host.stop, text, host.deadlines.stop_s)
+        ending = _live(host, hanging, workdir)
+    level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
+    counted = compilation.counted()
+    logger.log(level, "island %s ends: %s; %s", name, ending.text, counted)
+    if hosts.others:
+        if host.ended_together:
+            # The first host to leave would make the others abort, which hides their
+            # exit code.
+            leave_world()
+        if not host.ended_together or ending.exit_code != EXIT_DONE:
+            leave_at_once(ending.exit_code)
+    return ending.exit_code
+
+
+def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
+    """Join, train and leave; return why it ended."""
+    mailbox = host.mailbox
+    shortage = ShortageWatch(workdir, mailbox.tell_short)
+    with shortage, ended_by_signals(host.asked_to_end):
+        try:
+            if host.config.placement.notice_s:
+                watch_metadata(host.asked_to_end)
+            host.start()
+            ending = hanging.run(host.loop)
         except (ConfigError, SecurityError) as error:
             ending = Ending(EXIT_CONFIG, str(error))
         except Refused as refused:
             ending = ending_of(refused)
         except (WireError, HostsError, NotHereError, TimeoutError) as error:
             # Asked to end, or refused on the control stream, while it was joining.
-            ending = island.mailbox.ending or Ending(EXIT_FAILED, str(error))
+            ending = mailbox.ending or Ending(EXIT_FAILED, str(error))
         except Exception as error:
             if not (short := machine.thread_shortage(error)):
-                logger.exception("island %s failed", name)
+                logger.exception("island %s failed", host.name)
             text = short or f"{type(error).__name__}: {error}"
             ending = Ending(EXIT_FAILED, text)
         hanging.end()
-        island.stop(ending)
-        island.close()
-    level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
-    counted = compilation.counted()
-    logger.log(level, "island %s ends: %s; %s", name, ending.text, counted)
-    if hosts is not None:
-        if island.ended_together:
-            # The first host to leave would make the others abort, which hides their
-            # exit code.
-            leave_world()
-        if not island.ended_together or ending.exit_code != EXIT_DONE:
-            leave_at_once(ending.exit_code)
-    return ending.exit_code
+        host.stop(ending)
+        host.close()
+    return ending
 
 
-class LeadingHost(Generic[L]):
-    """Lead the hosts: start, stop and close are called once, in this order; between
-    the first two, `loop` trains."""
+class TrainingHost(Host[Loop]):
+    """A host that trains by the product's own loop."""
+
+    _later: Later | None = None
+    _watched: WatchedModel | None = None
 
     def __init__(
-        self, host: Parts[L], incarnation: int, hosts: Hosts | None = None
+        self,
+        config: Config,
+        name: str,
+        address: str,
+        workdir: Path,
+        incarnation: int = 1,
+        hosts: Hosts = ALONE,
     ) -> None:
-        """hosts: of this island, if it has several."""
-        self._host, self._incarnation = host, incarnation
-        self._config, self._name = host.config, host.name
-        self._deadlines = host.deadlines
-        self._session = uuid.uuid4().hex
-        self.mailbox = self._host.mailbox
-        self._link = Link(self._host.lanes, self._hello, self.mailbox, self._deadlines)
-        self.asked_to_end: Callable[[str], None] = self._end
-        """Called with the name of the asker; ends the host at a step boundary, with a
-        goodbye."""
-        self._hosts = hosts
-        self._orders = (
-            Orders(hosts, self.mailbox, self._deadlines.pin_s) if hosts else None
+        """Load the data, and make the plan of the model's fragments; raises
+        ConfigError or SecurityError."""
+        run, placement = config.run, config.placement
+        model = build(run)
+        plan = build_plan(run, model)
+        super().__init__(config, name, address, plan, incarnation, hosts)
+        folder = checkpoint.island_folder(placement, workdir, name)
+        self.checkpoints = Checkpoints(config, name, folder)
+        compilation.use_cache(compilation.of_run(workdir))
+        self._lasted = workdir / run_files.LASTED
+        self.traces = workdir / run_files.PROFILES
+        data, length = load_data(run), run.sequence_length
+        fields, batch_size = model.fields(run.data.arrays), self.island.batch_size
+        reader = BatchReader(data.index(run.seed), fields, length)
+        self.data: LeasedStream = LeasedStream(reader, batch_size)
+        self._validation = ValidationBatches(
+            data.validation, batch_size, fields, length
         )
-        if self._orders is not None:
-            give = self._orders.give
-            self._host.lanes.moved = lambda workers: give(Moved(workers=workers))
-        self._receiver: Receiver | None = None
-        self._leaves: LeaveWatch | None = None
-        self._loop: L | None = None
-        self._refused = False
 
-    def start(self, script: Decisions | None = None) -> None:
-        """Join; return when the first step can be made.
+    def build(self, identity: Identity) -> Exchange:
+        """Build everything that needs a device."""
+        run, placement = self.config.run, self.config.placement
+        require_accelerator(self.island)
+        model, self._trainer = build_trainer(run, self.island)
+        own = self._trainer.own_rows()
+        self.data.read_only(own)
+        self._validation.read_only(own)
+        self.checkpoints.open(identity, self.plan, self.hosts)
+        exchange, self._zeros = build_exchange(run, model, self._trainer)
+        if placement.watch_every:
+            dtype = self.island.compute_dtype
+            watched = self._watched = WatchedModel(exchange, self._zeros, dtype)
+            self.watching = Watching(len(self.plan.fragments), watched.copy)
+        return exchange
 
-        script: another source of decisions than the live one.
+    @uncollected()
+    def compile(self) -> None:
+        """Compile everything, then run it once.
+
+        No host runs a program before all hosts have compiled theirs: one may find in
+        its cache what takes another minutes. On TPUs everything is compiled before
+        anything runs. So an error of the compiler, which raises ConfigError, differs
+        from a failure of the machine, which another attempt may cure. Elsewhere a host
+        without others compiles what is seldom needed while it trains.
         """
-        try:
-            placement = self._config.placement
-            self._host.begin("connecting")
-            welcome = self._link.connect(placement.outage_budget_s, placement.away_s)
-        except Refused as refused:
-            self._tell_refused(refused, "begin")
-            raise
-        logger.info(
-            "island %s, incarnation %d: in run %s",
-            self._name,
-            self._incarnation,
-            welcome.run_id,
+        began, trainer, exchange = time.monotonic(), self._trainer, self.exchange
+        placement, watched = self.config.placement, self._watched
+        ahead = bool(self.hosts.others) or jax.default_backend() == "tpu"
+        if ahead:
+            length = self.config.run.sequence_length
+            compile_ahead(trainer, exchange, self._zeros, length, watched)
+            self.meet_compiled()
+        params = exchange.warm(self._zeros, seldom=ahead)
+        self._zeros = {}
+        batch = self._validation[0]
+        if placement.evaluate_every_steps:
+            float(trainer.eval_step(params, batch)[0])
+        if watched is not None:
+            watched.warm()
+            float(trainer.eval_step(watched.params, batch)[0])
+        state = TrainState(params, trainer.init_inner(params))
+        training = {name: batch[name] for name in trainer.fields}
+        _, metrics = trainer.step(state, trainer.put_batch(training), 0.0)
+        float(metrics["loss"])
+        if not ahead:
+            like = trainer.abstract_state().params
+            self._later = Later(exchange.lower_all(like))
+        # A compiler leaves as much freed memory as a small island needs otherwise.
+        give_memory_back()
+        self.compile_seconds = time.monotonic() - began
+
+    def restore(self, versions: Sequence[Version]) -> Restored | None:
+        """Return the newest checkpoint, as far as it holds at these versions."""
+        return self.checkpoints.restore(
+            self.plan, self._trainer, self.exchange, versions
         )
-        # Without versions it is not to fetch the first ones, but to give them.
-        self._host.gives = not welcome.versions
-        lead = lead_of(self._host.island.hosts) if script is None else 0
-        self._tell_begin(welcome.run_id, lead)
-        try:
-            versions = self._join(welcome)
-        except Refused as refused:
-            self._tell_refused(refused, "joined")
-            raise
-        self._tell_joined(versions)
-        faults = parse_faults(placement.faults, self._config.islands, placement.workers)
-        self._host.begin("restoring")
-        self._loop = self._host.loop(
-            versions,
-            self._led(script or self._live(), lead),
-            faults.for_who(self._name, self._incarnation),
+
+    def copy(
+        self,
+        anchors: dict[int, tuple[jax.Array, ...]] | None,
+        restored: Restored | None,
+    ) -> LentParams[Any]:
+        """Make the replica."""
+        trainer, exchange = self._trainer, self.exchange
+        if anchors is None:
+            exchange.start_from(trainer.first(self.config.run.seed))
+        return join(self.plan, trainer, exchange, anchors or {}, restored)
+
+    def loop_of(self, shared: dict[str, Any], faults: Faults) -> Loop:
+        """Make the train loop."""
+        watcher = None
+        if self._watched is not None:
+            assert self.watching is not None
+            watcher = Watcher(self.watching, self._watched, self._passes(0))
+        return Loop(
+            **shared,
+            evaluator=self._passes(self.config.placement.evaluate_every_steps),
+            watcher=watcher,
+            checkpoints=self.checkpoints,
+            faults=faults,
+            lasts=self._tell_lasting,
         )
-        self._host.sender.start()
-        assert self._receiver is not None
-        self._receiver.start()
-        logger.info("island %s begins to train", self._name)
 
-    @property
-    def loop(self) -> L:
-        """The boundaries of this incarnation, once it has started."""
-        assert self._loop is not None
-        return self._loop
+    def _passes(self, every_steps: int) -> Evaluator:
+        batches = self.config.placement.evaluate_batches
+        return Evaluator(self._trainer, self._validation, every_steps, batches)
 
-    @property
-    def ended_together(self) -> bool:
-        """True if all hosts ended together, see Loop; also if it was refused and all
-        hosts know."""
-        of_loop = self._loop is not None and self._loop.ended_together
-        return self._refused or of_loop
+    def _tell_lasting(self) -> None:
+        """Tell whoever starts this process again that it did train."""
+        with contextlib.suppress(OSError):
+            self._lasted.touch()
 
-    def stop(self, ending: Ending) -> None:
-        """Say goodbye, within `stop_s`; at once where the machine is taken away: the
-        notice gave time to finish what was under way."""
-        timeout_s = self._deadlines.stop_s / 4
-        patience_s = 0.0 if ending.reason == "preempted" else timeout_s
-        if self._loop is not None:
-            self._host.sender.close(patience_s)
-        if self._receiver is not None:
-            self._receiver.close(patience_s)
-        self._link.close(ending, timeout_s)
-        if self._hosts is not None:
-            with contextlib.suppress(HostsError):
-                self._hosts.tell("left", b"")
-        if self._leaves is not None:
-            self._leaves.close(timeout_s)
+    def save_due(self) -> bool:
+        """Tell if a checkpoint is to be written now."""
+        return self.checkpoints.due()
 
     def close(self) -> None:
-        """Free sockets and threads."""
-        self._host.close()
-
-    def _end(self, who: str) -> None:
-        logger.info("asked to end by %s: at the next step boundary", who)
-        self.mailbox.end(EXIT_DONE, f"asked to end by {who}", "stopped")
-
-    # ---- joining ----------------------------------------------------------------
-
-    def _join(self, welcome: Welcome) -> list[Version]:
-        """Build, compile and fetch every fragment, while reports go on. An island that
-        gives the first parameters sends them from its loop, when it is asked."""
-        host, mailbox = self._host, self.mailbox
-        first = (FIRST_VERSION,) * len(host.plan.fragments)
-        identity = Identity(
-            run_id=welcome.run_id,
-            island=self._name,
-            incarnation=self._incarnation,
-            session=self._session,
-        )
-        host.begin("compiling")
-        host.build(identity, self._hosts)
-        self._receiver = receiver = Receiver(
-            host.fetcher,
-            mailbox,
-            self._deadlines,
-            welcome.versions or first,
-            self._orders,
-            host.join_s,
-            host.lanes.dealt,
-        )
-        mailbox.post(Status(phase="compiling"))
-        targets = Targets(want=receiver.want, resend=self._resend, profile=host.profile)
-        self._link.start(targets)
-        host.compile()
-        if host.gives:
-            logger.info("this island gives the run's first parameters")
-            receiver.have_all(first)
-            return list(first)
-        began = time.monotonic()
-        host.begin("fetching")
-        versions = receiver.fetch_all()
-        seconds = time.monotonic() - began
-        peers = host.fetcher.peers
-        logger.info(
-            "compiled in %.1f s (%s), fetched %d fragments, %d of them from other "
-            "islands, in %.1f s (%.1f MB/s)",
-            host.compile_seconds,
-            compilation.counted(),
-            len(versions),
-            peers.count if peers is not None else 0,
-            seconds,
-            mailbox.traffic()["bytes_join"] / max(seconds, 1e-3) / 1e6,
-        )
-        return versions
-
-    def _hello(self, status: Status) -> Hello:
-        run, island = self._config.run, self._host.island
-        return hello(
-            Introduction(
-                island=self._name,
-                incarnation=self._incarnation,
-                session=self._session,
-                fingerprint=run.fingerprint(),
-                run=shared_fields(run),
-                plan=self._host.plan.digest(),
-                island_config=dataclasses.asdict(island),
-                environment={
-                    **before_jax.describe_environment(),
-                    OWN_DATA: self._host.own_data,
-                },
-                tokens_per_step=island.batch_size * run.sequence_length,
-                sequences_per_step=island.batch_size,
-                lead=lead_of(island.hosts),
-            ),
-            status,
-        )
-
-    # ---- the other hosts ----------------------------------------------------------
-
-    def _live(self) -> Decisions:
-        host = self._host
-        return LiveDecisions(self.mailbox, host.save_due, self._deadlines.stop_s)
-
-    def _led(self, source: Decisions, lead: int) -> Decisions:
-        if self._hosts is None:
-            return source
-        return LeadDecisions(source, self._hosts, lead, self._deadlines.budget_s)
-
-    def _tell_begin(self, run_id: str, lead: int) -> None:
-        if self._hosts is None:
-            return
-        begin = HostsBegin(
-            run_id=run_id,
-            incarnation=self._incarnation,
-            session=self._session,
-            fingerprint=self._config.run.fingerprint(),
-            plan=self._host.plan.digest(),
-            island=dataclasses.asdict(self._host.island),
-            lead=lead,
-            gives=self._host.gives,
-            workers=self._host.lanes.addresses,
-        )
-        self._hosts.tell("begin", msgspec.msgpack.encode(begin))
-        self._leaves = LeaveWatch(
-            self._hosts, lambda who: self.asked_to_end(who), self._deadlines
-        )
-        self._leaves.start()
-
-    def _tell_refused(self, refused: Refused, instead_of: str) -> None:
-        """Tell the other hosts of a refusal, so that they end as this host does.
-        instead_of: the key that they wait for."""
-        if self._hosts is None:
-            return
-        with contextlib.suppress(HostsError):
-            refusal = Refusal(code=refused.code, message=refused.message)
-            self._hosts.tell("refusal", msgspec.msgpack.encode(refusal))
-            self._hosts.tell(instead_of, b"")
-            heard = [
-                self._hosts.hear(f"refusal/{host}", self._deadlines.stop_s)
-                for host in self._hosts.others
-            ]
-            self._refused = None not in heard
-
-    def _tell_joined(self, versions: list[Version]) -> None:
-        if self._hosts is not None:
-            self._hosts.tell("joined", msgspec.msgpack.encode(versions))
-
-    def _resend(self, request: ResendRequest) -> None:
-        self._host.sender.resend(request)
-        if self._orders is not None:
-            self._orders.give(request)
+        """Free sockets and threads; wait a while for a checkpoint."""
+        self.data.close()
+        if self._later is not None:
+            self._later.close(self.deadlines.stop_s / 5)
+        super().close()
+        patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)
+        self.checkpoints.close(patience_s)

@@ -1,4 +1,7 @@
-"""Measure where an incarnation's time goes. Clocks are read, nothing is waited for.
+"""The learning rate of an incarnation's steps, and where their time goes.
+
+The rate follows the run's progress: (the others' tokens that are not lost + own ones) /
+total_tokens. Clocks are read, nothing is waited for.
 
 A *gap* is the time from one completed step's boundary to the next one's, validation
 apart. *Stalled* is the part of a gap that is neither the step (with its emulated delay)
@@ -17,10 +20,41 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from diloco_jax.config import RunConfig
+from diloco_jax.core.learning_rate import learning_rate
+from diloco_jax.protocol.island.boundary import Goal
 from diloco_jax.protocol.messages import Measures
 
 MEDIAN_STEPS = 512
 LOSS_STEPS = 8
+
+
+def goal_of(run: RunConfig, batch_size: int) -> Goal:
+    """Return the goal of an island with this batch size."""
+    return Goal(
+        total_tokens=run.total_tokens,
+        tokens_per_step=batch_size * run.sequence_length,
+        steps_per_cycle=run.sync.steps_per_cycle,
+    )
+
+
+class Pace:
+    """Learning rates of one incarnation, which follow the run's progress."""
+
+    def __init__(self, run: RunConfig, goal: Goal, *, warm: bool = False) -> None:
+        """warm: the incarnation does not begin with fresh moments."""
+        self._rewarm_steps = 0 if warm else run.inner.rewarm_steps
+        self._inner, self._goal = run.inner, goal
+        self._progress = 0.0
+
+    def learning_rate(self, step: int, others_tokens: int) -> float:
+        """Return the rate of `step`, counted from 0. Call it once for every step, in
+        order."""
+        done = self._goal.share_done(step, others_tokens)
+        # Monotone, though tokens may be lost elsewhere.
+        self._progress = max(self._progress, done)
+        rewarm = (step + 1) / self._rewarm_steps if self._rewarm_steps else 1.0
+        return learning_rate(self._inner, self._progress, rewarm)
 
 
 class Timing:

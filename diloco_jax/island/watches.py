@@ -14,6 +14,10 @@ again.
 Where the machine is short of memory or disk, the log says how much is left; the
 island's reports say what is short, so that people hear of it who do not read its log.
 Host 0 hears of the others as they answer it.
+
+An operator may ask for a trace of the next steps. Host 0 alone makes it: its devices
+run the same program as all others, and where it waits for another host its trace shows
+the collective that waits. The train loop takes no part in it.
 """
 
 from __future__ import annotations
@@ -26,18 +30,20 @@ import threading
 import time
 import types
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import jax
 
 from diloco_jax import machine
 from diloco_jax.errors import EXIT_FAILED
-from diloco_jax.island.hosts import world
+from diloco_jax.island import world
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.process import QuietWatch, heeding_signals, leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.messages import Short
+from diloco_jax.protocol.messages import ProfileRequest, Short
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +64,8 @@ GROWN = 1.005
 """Growth of this process's peak memory at which the next one comes at once. In a run's
 first cycle each take leaves a residual between holes: with ten looks to the next one,
 the peak was up to 9 % above what an island needs."""
+IN_FLIGHT = 1
+"""Steps that are dispatched, and perhaps not done, when the loop posts one."""
 
 
 @contextlib.contextmanager
@@ -71,7 +79,7 @@ def ended_by_signals(end_island: Callable[[str], None]) -> Iterator[None]:
     def end(number: int, frame: types.FrameType | None) -> None:
         name = signal.Signals(number).name
         # Not from the handler itself: the main thread may hold the mailbox's lock.
-        threading.Thread(target=end_island, args=(name,), daemon=True).start()
+        _thread("asked to end", end_island, name)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -79,76 +87,37 @@ def ended_by_signals(end_island: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-class Preemption:
-    """Handle the notice that this machine will be taken away: `watch` waits for it,
-    `notice` acts on it.
+def leave(mailbox: Mailbox, within_s: float, ending: Ending) -> threading.Thread:
+    """End the loop, on a thread of its own, once the open takes have been sent, or
+    after `within_s`; at once if it has not begun.
 
-    Args:
-      notice_s: seconds from the notice until the goodbye must be said; 0 = this machine
-        is not taken away, and `watch` does nothing.
-      tell_leader: on a host that follows host 0: tells host 0, which decides.
+    Do not call it from a signal handler: the mailbox has a lock.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        notice_s: float,
-        tell_leader: Callable[[str], None] | None = None,
-    ) -> None:
-        self._mailbox = mailbox
-        self._tell_leader = tell_leader
-        self._notice_s = notice_s
-        self._noticed = threading.Lock()
-
-    @property
-    def expected(self) -> bool:
-        """True if SIGTERM is a notice."""
-        return self._notice_s > 0
-
-    def notice(self, source: str) -> None:
-        """End the loop once the open takes have been sent.
-
-        Do not call it from a signal handler: the mailbox has a lock. The process exits
-        with the code of a failure, so that its supervisor starts the island again.
-        """
-        if self._tell_leader is not None:
-            self._tell_leader(source)
-            return
-        if not self._noticed.acquire(blocking=False):
-            return  # Two sources tell of one notice.
-        logger.warning("notice by %s: this island leaves", source)
-        thread = threading.Thread(
-            target=self._leave, args=(source,), name="leaving", daemon=True
-        )
-        thread.start()
-
-    def watch(self, host: str = "") -> threading.Thread | None:
-        """Start waiting for the metadata server's notice, beside the loop.
-
-        host: HOST or HOST:PORT of the server; empty = GCE_METADATA_HOST, or the usual
-        one. Where none answers, the thread ends and nothing else happens.
-        """
-        if not self.expected:
-            return None
-        thread = threading.Thread(
-            target=self._watch, args=(host,), name="preemption", daemon=True
-        )
-        thread.start()
-        return thread
-
-    def _leave(self, source: str) -> None:
-        if self._mailbox.status().phase in ("training", "stopped"):
+    def end() -> None:
+        if mailbox.status().phase in ("training", "stopped"):
             began = time.monotonic()
-            self._mailbox.leave()
-            sent = self._mailbox.wait_to_leave(self._notice_s)
+            mailbox.leave()
+            sent = mailbox.wait_to_leave(within_s)
             logger.info(
                 "%s of what was open has arrived after %.1f s",
                 "all" if sent else "not all",
                 time.monotonic() - began,
             )
-        self._mailbox.end(EXIT_FAILED, f"preempted ({source})", "preempted")
+        mailbox.end(*ending)
 
-    def _watch(self, host: str) -> None:
+    return _thread("leaving", end)
+
+
+def watch_metadata(noticed: Callable[[str], None], host: str = "") -> threading.Thread:
+    """Start waiting for the metadata server's notice, beside the loop.
+
+    noticed: called with the name of the source. host: HOST or HOST:PORT of the server;
+    empty = GCE_METADATA_HOST, or the usual one. Where none answers, the thread ends and
+    nothing else happens.
+    """
+
+    def watch() -> None:
         tag, known = "", False
         while True:
             try:
@@ -162,8 +131,16 @@ class Preemption:
                 continue
             known = True
             if value.strip().upper() == "TRUE":
-                self.notice("the metadata server")
+                noticed("the metadata server")
                 return
+
+    return _thread("preemption", watch)
+
+
+def _thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def _ask(host: str, tag: str) -> tuple[str, str]:
@@ -219,10 +196,7 @@ class HangWatch(QuietWatch):
 
 def end_hanging(stop: Callable[[Ending], None], text: str, within_s: float) -> NoReturn:
     """End a process whose loop hangs; say goodbye by `stop` if there is time."""
-    ending = Ending(EXIT_FAILED, text)
-    goodbye = threading.Thread(target=stop, args=(ending,), name="goodbye", daemon=True)
-    goodbye.start()
-    goodbye.join(within_s)
+    _thread("goodbye", stop, Ending(EXIT_FAILED, text)).join(within_s)
     leave_at_once(EXIT_FAILED)
 
 
@@ -230,12 +204,10 @@ class ShortageWatch:
     """Looks again and again, on a thread of its own: a disk that hangs holds up no
     other watch. It ends with the block."""
 
-    def __init__(
-        self, folders: Sequence[Path], tell: Callable[[tuple[Short, ...]], None]
-    ) -> None:
-        """folders: those that this process writes to. tell: called with what is short
-        when that changes."""
-        self._folders, self._tell = folders, tell
+    def __init__(self, folder: Path, tell: Callable[[tuple[Short, ...]], None]) -> None:
+        """folder: this process writes to it. tell: called with what is short when that
+        changes."""
+        self._folder, self._tell = folder, tell
         self._short: dict[Short, str] = {}
         self._looks, self._peak = 0, 0
         self._ended = threading.Event()
@@ -278,15 +250,15 @@ class ShortageWatch:
                 f"machine, and this process has {machine.resident_bytes() / 1e9:.1f}: "
                 f"it may be killed for it",
             )
-        for folder in self._folders:
-            made = next(f for f in (folder, *folder.absolute().parents) if f.exists())
-            free = shutil.disk_usage(made).free
-            if free < machine.LITTLE_DISK_BYTES:
-                yield (
-                    "disk",
-                    f"{free / 1e6:.0f} MB are free in {folder}: checkpoints and the "
-                    f"log fail once it is full; free some space there",
-                )
+        folder = self._folder
+        made = next(f for f in (folder, *folder.absolute().parents) if f.exists())
+        free = shutil.disk_usage(made).free
+        if free < machine.LITTLE_DISK_BYTES:
+            yield (
+                "disk",
+                f"{free / 1e6:.0f} MB are free in {folder}: checkpoints and the log "
+                f"fail once it is full; free some space there",
+            )
 
     def _run(self) -> None:
         told = False
@@ -298,3 +270,66 @@ class ShortageWatch:
                 if not told:
                     logger.warning("cannot look for space: %s", error)
                 told = True
+
+
+def trace_steps(
+    mailbox: Mailbox, name: str, folder: Path, request: ProfileRequest
+) -> threading.Thread:
+    """Trace the next steps with jax.profiler, on a thread that no one waits for, into a
+    folder NAME-STEP in this one. A second trace at the same time fails. The log says
+    where the trace is, or why there is none."""
+
+    def trace() -> None:
+        try:
+            made = _traced(mailbox, folder, name, request)
+        except Exception as error:
+            # Whatever it is, it is told; the island trains on.
+            logger.warning(
+                "no trace of %d steps: %s: %s",
+                request.steps,
+                type(error).__name__,
+                error,
+            )
+        else:
+            logger.info(
+                "the trace of %d steps is in %s; `tensorboard --logdir` of it shows "
+                "them (pip install xprof)",
+                request.steps,
+                made,
+            )
+
+    return _thread("profile", trace)
+
+
+def _traced(mailbox: Mailbox, folder: Path, name: str, request: ProfileRequest) -> Path:
+    """Return the folder of the trace, which is named after the steps made before it."""
+    options = jax.profiler.ProfileOptions()
+    # Python's own tracer would slow down every thread, the loop's first of all.
+    options.python_tracer_level = 0
+    until = time.monotonic() + request.within_s
+
+    def passed(step: int) -> int:
+        """Wait until that many steps are made; return how many are."""
+        mailbox.wait_for_post(
+            lambda status, _: status.steps >= step, until - time.monotonic()
+        )
+        made = mailbox.status().steps
+        if made >= step:
+            return made
+        if mailbox.ending is not None:
+            raise RuntimeError("the island ends")
+        raise TimeoutError(
+            f"the island was at step {made} when the time for the trace was over, and "
+            f"has to come to step {step}"
+        )
+
+    begun = mailbox.status().steps
+    folder = (folder / f"{name}-{begun}").absolute()
+    # A trace that cannot be written leaves jax with a profiler that has begun.
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.profiler.start_trace(folder, profiler_options=options)
+    try:
+        passed(passed(begun + 1) + request.steps + IN_FLIGHT)
+    finally:
+        jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
+    return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +13,7 @@ from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
-from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.files import absolute, is_bucket, write_json
-from diloco_jax.hardware.tpus import slice_of
+from diloco_jax.files import absolute
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.spec import COORDINATOR, Backend, LaunchSpec, make_spec
@@ -46,7 +43,7 @@ SLOW_STEP_S = 3600.0
 class LaunchOptions:
     """The options of `diloco launch`."""
 
-    on: Literal["tpu_vm", "gke", "sky"] | None = setting(
+    on: Backend | None = setting(
         None,
         help="Where to run: SkyPilot's managed jobs, GKE clusters, or Cloud TPU queued "
         "resources, which do not come back once they are taken away.",
@@ -105,12 +102,8 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     workdir = Path(absolute(config.placement.workdir or f"runs/{spec.name}"))
     folder, own = workdir / "launch", config.placement.certificates
     certificates = Path(absolute(own)) if own else workdir / "certificates"
-    note = workdir / "launch.json"
-    _check_backend(note, on)
     if action in ("create", "run") and not options.dry_run:
         prepare_certificates(certificates, BACKENDS[on].hosts(spec), spec)
-        workdir.mkdir(parents=True, exist_ok=True)
-        write_json({"on": on}, note)
     now_unix = int(time.time())
     deployment = BACKENDS[on].deployment(spec, str(certificates), str(folder), now_unix)
     submitter = Submitter(
@@ -120,7 +113,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         confirm=_asker(options.yes),
         dry_run=options.dry_run,
     )
-    notes = [*_zone_notes(spec), *planned]
+    notes = planned
     if action in ("create", "run"):
         notes += [*flag_notes(config), *_notes(spec, on), *_costs(config, prices)]
     for line in notes:
@@ -139,8 +132,6 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         _show("to delete all of it, the run included:")
         for line in submitter.deletions():
             _show(line)
-    if action == "delete" and options.disk and not (options.only or options.dry_run):
-        note.unlink(missing_ok=True)
     return 0
 
 
@@ -149,8 +140,8 @@ def require_planned(config: Config) -> list[str]:
 
     Steps are not known without a compiler, so a launch is refused only for what does
     not depend on them: memory, places at the bulk port, and the least bytes of the
-    disk. What arithmetic refuses beyond that at peak rates, and what would mend it, is
-    returned as notes. `diloco plan` knows the rest.
+    disk. What arithmetic refuses beyond that at peak rates is returned as notes.
+    `diloco plan` knows the rest.
 
     Raises ConfigError if the coordinator's machine or its disk is too small for the
     run, however slow its steps are.
@@ -159,18 +150,12 @@ def require_planned(config: Config) -> list[str]:
 
     # The laptop's devices play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    from diloco_jax.planning.checks import Terms, refusals, shown
-    from diloco_jax.planning.options import Assumptions
-    from diloco_jax.planning.plan import fragments_of, plan_run
+    from diloco_jax.planning.checks import refusals
+    from diloco_jax.planning.plan import fragments_of, step_seconds_of, terms_of
 
-    fragments, world = fragments_of(config), Assumptions()
-    terms = Terms(
-        config=resolve_outer(config),
-        fragments=fragments,
-        hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
-        step_seconds=dict.fromkeys(config.islands, SLOW_STEP_S),
-        link_gbit_per_s=world.link_gbit_per_s,
-        steps_known=False,
+    slow = dict.fromkeys(config.islands, SLOW_STEP_S)
+    terms = dataclasses.replace(
+        terms_of(config, fragments_of(config), slow), steps_known=False
     )
     wrong = [found.text for found in refusals(terms) if found.check in OF_NO_STEP]
     if wrong:
@@ -179,11 +164,9 @@ def require_planned(config: Config) -> list[str]:
         )
     if config.run.model.factory:
         return []  # Nobody knows its FLOPs before it is compiled.
-    plan = plan_run("", config, fragments, world).run
-    notes = [f"plan at peak rates, REFUSED: {r.text}" for r in plan.refusals]
-    if len(notes) > 1 and plan.mending:
-        notes.append(f"all of them together: set {shown(plan.mending)}")
-    return notes
+    fast = {name: step_seconds_of(config, name) for name in config.islands}
+    terms = dataclasses.replace(terms, step_seconds=fast, steps_known=True)
+    return [f"plan at peak rates, REFUSED: {r.text}" for r in refusals(terms)]
 
 
 def _backend_of(options: LaunchOptions) -> Backend:
@@ -208,25 +191,6 @@ def _backend_of(options: LaunchOptions) -> Backend:
             "--dry-run to see them"
         )
     return options.on
-
-
-def _check_backend(note: Path, on: Backend) -> None:
-    """Raise ConfigError if the run of this workdir is launched on another backend."""
-    if not note.exists():
-        return
-    try:
-        other = json.loads(note.read_bytes())["on"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{note} is not what `diloco launch` wrote ({error!r}); restore it, or "
-            f"delete by hand what was made, and then the file"
-        ) from error
-    if other != on:
-        raise ConfigError(
-            f"{note} says that this run is launched on {other}, not on {on}; "
-            f"delete that first (--on {other} --action delete --disk), or choose "
-            f"another --workdir"
-        )
 
 
 def _act(submitter: Submitter, options: LaunchOptions) -> None:
@@ -266,17 +230,6 @@ def _check_owners(spec: LaunchSpec, only: tuple[str, ...]) -> None:
             )
 
 
-def _zone_notes(spec: LaunchSpec) -> Iterator[str]:
-    for island in spec.islands:
-        known = island.slice.generation
-        for zone in island.zones:
-            if zone not in known.zones:
-                yield (
-                    f"note: {zone} is not among the zones known to offer {known.name}: "
-                    f"{', '.join(known.zones)}"
-                )
-
-
 def _notes(spec: LaunchSpec, on: Backend) -> Iterator[str]:
     """Yield what to know before machines are made."""
     settings = spec.settings
@@ -288,18 +241,6 @@ def _notes(spec: LaunchSpec, on: Backend) -> Iterator[str]:
                 f"another image while the run goes on; write its digest, "
                 f"REGISTRY/PATH@sha256:..., which `docker {shows}` has shown"
             )
-    if settings.data:
-        yield (
-            f"note: every machine copies {settings.data}, and reads large files that "
-            f"have no manifests beside them; make those once: `diloco manifest "
-            f"FOLDER`, then `gcloud storage rsync --recursive FOLDER {settings.data}`"
-        )
-    if is_bucket(spec.source.partition(":")[2]):
-        yield (
-            f"note: the weights of --init {spec.source} are not read here, so what "
-            f"they need of the coordinator's machine was judged by run.model of the "
-            f"config"
-        )
     islands, coordinator = settings.service_account, settings.coordinator_account
     if on == "sky":
         yield (

@@ -1,6 +1,6 @@
 """Islands on GKE: a node pool and a JobSet each, in one cluster or several; the
 coordinator is a Job with a disk and a Service in one of them. So is each worker with
-`launch.workers_apart`.
+`placement.workers` above 1.
 
 A node pool is one slice. It begins empty: the cluster's autoscaler buys the slice when
 the JobSet's pods ask for it, again after a preemption, and gives it back when they end.
@@ -142,9 +142,8 @@ def _island_pools(spec: LaunchSpec, island: PlacedIsland) -> list[Resource]:
         f"{island.cluster.location!r}, or ask for quota "
         f"(launch.purchase.{island.name} = {island.purchase!r})"
     )
-    account, owner = spec.settings.service_account, island.name
     return [
-        _pool(spec, island.cluster, pool, owner, zone, options, account, remedy)
+        _pool(spec, island.cluster, pool, island.name, zone, options, remedy)
         for pool, zone in zip(island.pools, island.zones, strict=True)
     ]
 
@@ -156,8 +155,7 @@ def _coordinators_pool(spec: LaunchSpec) -> Resource:
         f"--max-nodes={1 + len(spec.workers)} "
         f"--node-taints={PART}={COORDINATOR}:NoSchedule"
     )
-    account = spec.coordinators_account
-    return _pool(spec, spec.cluster, name, COORDINATOR, zone, options, account)
+    return _pool(spec, spec.cluster, name, COORDINATOR, zone, options)
 
 
 def _pool(
@@ -167,7 +165,6 @@ def _pool(
     owner: str,
     zone: str,
     options: str,
-    account: str,
     remedy: str = "",
 ) -> Resource:
     """Return a node pool, whose machines are bought when pods ask for them, and given
@@ -178,6 +175,7 @@ def _pool(
         line = f"gcloud container node-pools {verb} {name} {where} {words}"
         return Command(tuple(shlex.split(line)), **how)
 
+    account = spec.account_of(owner)
     created = (
         f"--node-locations={zone} {options} --num-nodes=0 --enable-autoscaling "
         f"--min-nodes=0 --labels={RUN_LABEL}={spec.name},{PART_LABEL}={part_of(owner)} "

@@ -26,6 +26,7 @@ from diloco_jax.launch.spec import (
     PERMIT,
     PLATFORMS,
     PORT,
+    PORTS,
     WORKDIR,
     LaunchSpec,
     PlacedIsland,
@@ -68,9 +69,8 @@ def coordinator(spec: LaunchSpec, now_unix: int) -> list[Manifest]:
 if [ -d {WORKDIR}/log ]; then rm -f {PERMIT_FILE}; fi
 if [ -e {PERMIT_FILE} ]; then set -- {shlex.join(spec.init_arguments())}; fi
 {_asked_to_end(f'{command} "$@"', spec.end_unix(now_unix))}"""
-    names = {port: f"worker-{n - 2}" for n, port in enumerate(spec.ports)}
-    names |= {PORT: "control", PORT + 1: "bulk"}
-    ingress = [_islands_may(spec, spec.ports)]
+    names = {PORT: "control", PORT + 1: "bulk"}
+    ingress = [_islands_may(spec, PORTS)]
     name, address = spec.coordinator, spec.settings.coordinator_address
     reached: Manifest = {}
     if address:  # From elsewhere, behind an internal load balancer.
@@ -159,9 +159,7 @@ def island(spec: LaunchSpec, island: PlacedIsland, now_unix: int) -> list[Manife
     """
     name, settings, found = island.resource, spec.settings, island.slice
     own = {"podSelector": {"matchLabels": _labels(spec, island.name)}}
-    ingress: list[Manifest] = [{"from": [own]}]
-    if island.offer_ports:
-        ingress.append(_islands_may(spec, island.offer_ports))
+    ingress = [{"from": [own]}]
     notice_s = NOTICE_S[island.purchase]
     address = f"{spec.host_for(island.cluster)}:{PORT}"
     arguments = spec.island_arguments(island, address, float(notice_s - GOODBYE_S))
@@ -224,7 +222,7 @@ def _serving(
     """
     machine = machine_of(spec.settings.coordinator_machine)
     named = [{"name": name, "port": port} for port, name in ports.items()]
-    account = spec.coordinators_account or None
+    account = spec.account_of(COORDINATOR) or None
     return [
         _made(spec, "account", name, part, cloud_account=account),
         _made(spec, "service", name, part, ports=named, **(NOT_OUTSIDE | reached)),

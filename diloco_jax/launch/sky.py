@@ -2,8 +2,7 @@
 
 SkyPilot buys the machines, tries one zone after the other, does so again when a slice
 is taken away, and gives the machines back when the job ends. On the machines the same
-script runs as on other TPU VMs, `host.sh`. What SkyPilot cannot do is in docs/sky.md;
-tests/launch/test_sky_limits.py asks SkyPilot itself.
+script runs as on other TPU VMs, `host.sh`. What SkyPilot cannot do is in docs/sky.md.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from diloco_jax.launch.host import DISK, coordinator_script, island_script
 from diloco_jax.launch.manifests import yaml_text
 from diloco_jax.launch.spec import (
     COORDINATOR,
@@ -22,7 +20,15 @@ from diloco_jax.launch.spec import (
     region_of,
 )
 from diloco_jax.launch.submit import Command, Deployment, Resource
-from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, kept, part_of
+from diloco_jax.launch.tpu_vm import (
+    DISK,
+    PART_LABEL,
+    RUN_LABEL,
+    coordinator_script,
+    island_script,
+    kept,
+    part_of,
+)
 
 Task = dict[str, Any]
 

@@ -34,6 +34,8 @@ PLATFORMS = "tpu,cpu"
 """JAX_PLATFORMS of every island's process."""
 PORT = 7077
 """Port of the coordinator's control."""
+PORTS = PORT, PORT + 1
+"""Ports of the coordinator: control and bulk."""
 
 # Folders on every machine and in every container.
 ROOT = "/var/lib/diloco"
@@ -89,8 +91,6 @@ class PlacedIsland:
     """Name of the reservation; empty = any of the project's."""
     cluster: GkeCluster
     """Only for GKE."""
-    offer_ports: tuple[int, ...] = ()
-    """Ports at which it offers its anchors to islands that join."""
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -112,8 +112,6 @@ class LaunchSpec:
     """The config as the machines read it."""
     source: str
     """Where the first parameters come from; empty = they are drawn."""
-    ports: tuple[int, ...]
-    """Ports of the coordinator, see `Placement.ports`."""
     fruitless_starts: int
     """Starts of a process after which its machines are given back."""
     workers: tuple[str, ...] = ()
@@ -137,10 +135,10 @@ class LaunchSpec:
         """Name of everything that is made for the coordinator."""
         return f"{self.name}-{COORDINATOR}"
 
-    @property
-    def coordinators_account(self) -> str:
-        """The cloud's account of the coordinator's machine."""
-        return self.settings.coordinator_account or self.settings.service_account
+    def account_of(self, owner: str) -> str:
+        """Return the cloud's account of the machines of a part of the run."""
+        own = self.settings.coordinator_account if owner == COORDINATOR else ""
+        return own or self.settings.service_account
 
     @property
     def inside(self) -> str:
@@ -244,7 +242,6 @@ def make_spec(config: Config, path: str, on: Backend, source: str = "") -> Launc
         cluster=_cluster_of(settings),
         config_json=json.dumps(dataclasses.asdict(hosts), indent=2),
         source=source,
-        ports=tuple(range(PORT, PORT + hosts.placement.ports)),
         fruitless_starts=hosts.placement.fruitless_starts,
         workers=workers,
     )
@@ -471,7 +468,6 @@ def _place(run: str, config: Config, island: str, on: Backend) -> PlacedIsland:
         purchase=purchase,
         reservation=reservation,
         cluster=_cluster_of(settings, island),
-        offer_ports=config.islands[island].offer_ports,
     )
 
 
@@ -499,27 +495,22 @@ def _workers(
     if placement.worker_addresses:
         raise ConfigError(
             f"placement.worker_addresses = {', '.join(placement.worker_addresses)}: a "
-            f"launch places workers itself; leave them out, and set "
-            f"launch.workers_apart for machines of their own"
+            f"launch places workers itself; leave them out"
         )
-    if not settings.workers_apart:
+    if placement.workers == 1:
         return ()
     if on != "gke":
         raise ConfigError(
-            f"launch.workers_apart = True with --on {on}: only --on gke makes machines "
-            f"for workers; leave it out, and workers run on the coordinator's machine"
-        )
-    if placement.workers == 1:
-        raise ConfigError(
-            "launch.workers_apart = True and placement.workers = 1: the coordinator "
-            "merges itself; give at least 2 workers, or leave it out"
+            f"placement.workers = {placement.workers} with --on {on}: only --on gke "
+            f"makes machines for workers; leave it out, and the coordinator merges "
+            f"itself"
         )
     away = [i.name for i in islands if i.cluster != _cluster_of(settings)]
     if away:
         raise ConfigError(
-            f"launch.workers_apart = True, and {', '.join(away)} run in other clusters "
-            f"(launch.clusters), which do not reach the workers' pods; leave one of "
-            f"them out"
+            f"placement.workers = {placement.workers}, and {', '.join(away)} run in "
+            f"other clusters (launch.clusters), which do not reach the workers' pods; "
+            f"leave one of them out"
         )
     return tuple(
         resource_name(name, f"worker-{worker}") for worker in range(placement.workers)

@@ -2,22 +2,33 @@
 
 One queued resource holds one slice (`--node-id`): several nodes in one resource would
 be joined into a single `jax.distributed` world. Every machine boots with the same
-script, `host.sh`, and deletes itself at the end. Nobody makes it anew before that: for
-slices that come back there are GKE and SkyPilot.
+script, `host.sh` with its settings before it, and deletes itself at the end. Nobody
+makes it anew before that: for slices that come back there are GKE and SkyPilot.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+from importlib import resources
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.certificates import digest
-from diloco_jax.launch.host import coordinator_script, island_script
-from diloco_jax.launch.spec import COORDINATOR, PERMIT, PORT, LaunchSpec, PlacedIsland
+from diloco_jax.launch.spec import (
+    COORDINATOR,
+    PERMIT,
+    PLATFORMS,
+    PORT,
+    PORTS,
+    ROOT,
+    LaunchSpec,
+    PlacedIsland,
+)
 from diloco_jax.launch.submit import CONTENT, SHARED, Command, Deployment, Resource
+from diloco_jax.wire import principal
 
 SLICE_PORTS = (8471, 8482)
 """Ports of libtpu and JAX, at which the hosts of a slice meet. Neither asks for a key.
@@ -27,6 +38,15 @@ METRICS_PORT = 8431
 CLOSED = 2000
 """Priority of the rule that closes those ports: above that of a network which lets in
 all of its machines, as `default` does, and below that of rules which open them."""
+NOTICE_S = 25.0
+"""Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
+DISK = "/mnt/disks/diloco"
+"""Where the coordinator's disk is mounted."""
+FOLLOW_S, ISLANDS_FOLLOW_S = 60, 600
+"""Seconds after which the coordinator's machine, and each host of an island, looks for
+changed certificates. A revocation reaches islands through the coordinator."""
+LASTED_S = 600
+"""Seconds of progress after which a process may crash as often again."""
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
 STOPPED = ("TERMINATED", "SUSPENDED")
 """States in which a machine of Compute Engine waits for a person to start it."""
@@ -59,16 +79,10 @@ def deployment(
         gone = (*tpu, f"--zone={island.zones[0]}", "--force", "--async", project)
         files[script] = island_script(spec, island, address, now_unix, gone)
         islands.append(_queued_resource(spec, island, f"{folder}/{script}"))
-    several = [i for i in spec.islands if i.slice.hosts > 1]
     return Deployment(
         files=files,
         resources=(
-            _closed(spec),
-            _open(spec, COORDINATOR, spec.coordinator, spec.name, spec.ports),
-            *(
-                _open(spec, i.name, i.resource, i.resource, SLICE_PORTS)
-                for i in several
-            ),
+            *_rules(spec),
             *kept(spec, certificates, f"{folder}/{PERMIT}"),
             _coordinator(spec, f"{folder}/coordinator.sh"),
             *islands,
@@ -87,13 +101,17 @@ def kept(spec: LaunchSpec, certificates: str, permit: str) -> tuple[Resource, ..
     """Return what machines without Kubernetes need beside themselves: the secrets with
     certificates, the permit to begin the run, and the disk that holds it.
 
-    permit: file with what the permit says.
+    certificates: folder with STEM.tar. permit: file with what the permit says. The
+    coordinator destroys its secret's first version as it begins the run, so that it
+    begins none on another disk.
     """
-    return (
-        *(_certificates(spec, stem, certificates) for stem in spec.secrets),
-        _permit(spec, permit),
-        _disk(spec),
-    )
+    made = []
+    for stem, name in spec.secrets.items():
+        owner, file = spec.owner_of(stem), f"{certificates}/{stem}.tar"
+        content = digest(Path(certificates), stem)
+        made.append(_secret(spec, name, owner, file, content, "secretAccessor"))
+    begins = COORDINATOR, permit, PERMIT, "secretVersionManager"
+    return (*made, _secret(spec, spec.permit, *begins, keeps=True), _disk(spec))
 
 
 def part_of(owner: str) -> str:
@@ -120,7 +138,7 @@ def _queued_resource(spec: LaunchSpec, island: PlacedIsland, script: str) -> Res
         f"--node-id={island.resource} {kind} "
         f"--runtime-version={found.generation.runtime_version} --async "
         f"--labels={_labels(spec, island.name)} {bought[island.purchase]} "
-        f"{_network(spec, '--subnetwork', settings.service_account)} "
+        f"{_network(spec, '--subnetwork', island.name)} "
         f"--tags={spec.name},{island.resource} "
         f"{'--internal-ips' if settings.internal_ips else ''} "
         f"{valid if settings.max_hours else ''} "
@@ -152,7 +170,7 @@ def _coordinator(spec: LaunchSpec, script: str) -> Resource:
         f"--image-family=cos-stable --image-project=cos-cloud --boot-disk-size=50GB "
         f"--disk=name={name},device-name={name},mode=rw,auto-delete=no "
         f"--labels={_labels(spec, COORDINATOR)} "
-        f"{_network(spec, '--subnet', spec.coordinators_account)} "
+        f"{_network(spec, '--subnet', COORDINATOR)} "
         f"{'--no-address' if settings.internal_ips else ''} --tags={name} "
         f"--metadata-from-file=startup-script={quote(script)}",
         deadlines_s=(300, 600),
@@ -176,32 +194,38 @@ def _disk(spec: LaunchSpec) -> Resource:
     )
 
 
-def _network(spec: LaunchSpec, subnetwork: str, account: str) -> str:
+def _network(spec: LaunchSpec, subnetwork: str, owner: str) -> str:
     """Return the options for a machine's network and service account."""
-    settings = spec.settings
+    settings, account = spec.settings, spec.account_of(owner)
     options = f"--network={quote(settings.network)} --scopes=cloud-platform"
     if settings.subnetwork:
         options += f" {subnetwork}={quote(settings.subnetwork)}"
     return options + (f" --service-account={quote(account)}" if account else "")
 
 
-def _open(
-    spec: LaunchSpec, owner: str, tag: str, source: str, ports: tuple[int, ...]
-) -> Resource:
-    """Return the rule by which machines with the tag `source` reach these ports of
-    machines with `tag`."""
-    allowed = f"--allow={_tcp(ports)} --source-tags={source}"
-    return _firewall(spec, owner, f"{tag}-open", tag, allowed)
-
-
-def _closed(spec: LaunchSpec) -> Resource:
-    """Return the rule by which nobody else reaches the ports that ask for no key,
-    whatever the network lets in."""
-    denied = (
+def _rules(spec: LaunchSpec) -> tuple[Resource, ...]:
+    """Return the rules by which islands reach the coordinator, and the hosts of a slice
+    each other; and nobody else the ports that ask for no key, whatever the network lets
+    in."""
+    closed = (
         f"--action=DENY --rules={_tcp((*SLICE_PORTS, METRICS_PORT))} "
         f"--source-ranges=0.0.0.0/0 --priority={CLOSED}"
     )
-    return _firewall(spec, SHARED, f"{spec.name}-closed", spec.name, denied)
+    opened = [(COORDINATOR, spec.coordinator, spec.name, PORTS)]
+    for island in spec.islands:
+        if island.slice.hosts > 1:
+            own = island.resource
+            opened.append((island.name, own, own, SLICE_PORTS))
+    return (
+        _firewall(spec, SHARED, f"{spec.name}-closed", spec.name, closed),
+        *(
+            _firewall(
+                *(spec, owner, f"{tag}-open", tag),
+                f"--allow={_tcp(ports)} --source-tags={source}",
+            )
+            for owner, tag, source, ports in opened
+        ),
+    )
 
 
 def _tcp(ports: tuple[int, ...]) -> str:
@@ -224,37 +248,19 @@ def _firewall(
     )
 
 
-def _certificates(spec: LaunchSpec, stem: str, certificates: str) -> Resource:
-    """Return the secret with the certificates of this stem, which its machine reads."""
-    owner, file = spec.owner_of(stem), quote(f"{certificates}/{stem}.tar")
-    account = spec.settings.service_account
-    if owner == COORDINATOR:
-        account = spec.coordinators_account
-    name, content = spec.secrets[stem], digest(Path(certificates), stem)
-    return _secret(spec, name, owner, file, content, account, "secretAccessor")
-
-
-def _permit(spec: LaunchSpec, file: str) -> Resource:
-    """Return the secret whose first version the coordinator destroys as it begins the
-    run, so that it begins none on another disk."""
-    account, role = spec.coordinators_account, "secretVersionManager"
-    of_permit = COORDINATOR, quote(file), PERMIT, account, role
-    return _secret(spec, spec.permit, *of_permit, keeps=True)
-
-
 def _secret(
     spec: LaunchSpec,
     name: str,
     owner: str,
     file: str,
     content: str,
-    account: str,
     role: str,
     *,
     keeps: bool = False,
 ) -> Resource:
     """Return a secret of Secret Manager. It gets its label last: broken off before
     that, it has no content that is known. keeps: its content never changes."""
+    file, account = quote(file), spec.account_of(owner)
     last = [_gcloud(spec, f"secrets update {name} --update-labels={CONTENT}={content}")]
     if account:
         bind = (
@@ -320,3 +326,96 @@ def _gcloud(spec: LaunchSpec, line: str, **how: Any) -> Command:
     the command."""
     project = f"--project={spec.settings.project}"
     return Command(("gcloud", *shlex.split(line), project, "--quiet"), **how)
+
+
+# ---- the script of a machine --------------------------------------------------------
+
+
+def island_script(
+    spec: LaunchSpec,
+    island: PlacedIsland,
+    address: str,
+    now_unix: int,
+    release: tuple[str, ...],
+) -> str:
+    """Return the script of the island's hosts.
+
+    release: arguments of `gcloud` that give the machines back; empty = SkyPilot does.
+    """
+    return _script(
+        spec,
+        island.name,
+        principal.island(island.name).stem,
+        spec.island_arguments(island, address, NOTICE_S),
+        now_unix,
+        release,
+        ROLE="island",
+        FOLLOW_S=str(ISLANDS_FOLLOW_S),
+        PLATFORMS=PLATFORMS,
+    )
+
+
+def coordinator_script(
+    spec: LaunchSpec, address: str, now_unix: int, release: tuple[str, ...]
+) -> str:
+    """Return the script of the coordinator's machine; see `island_script`."""
+    return _script(
+        spec,
+        COORDINATOR,
+        COORDINATOR,
+        spec.coordinator_arguments(address),
+        now_unix,
+        release,
+        ROLE=COORDINATOR,
+        FOLLOW_S=str(FOLLOW_S),
+        BEGIN=spec.permit,
+        PERMIT=f"{DISK}/{PERMIT}",
+        SOURCE=spec.source,
+        PORTS=" ".join(map(str, PORTS)),
+        DEVICE=f"/dev/disk/by-id/google-{spec.coordinator}",
+        DISK=DISK,
+        DNS_ZONE=spec.settings.dns_zone if not release else "",
+        ADDRESS=spec.settings.coordinator_address,
+    )
+
+
+def _script(
+    spec: LaunchSpec,
+    owner: str,
+    stem: str,
+    arguments: tuple[str, ...],
+    now_unix: int,
+    release: tuple[str, ...],
+    **settings: str,
+) -> str:
+    """Return `host.sh` with its settings before it. owner: whose variables it gives to
+    the process. stem: of its certificates."""
+    plain, secret = variables_of(spec.settings, owner)
+    deletes = spec.settings.when_done == "delete"
+    variables = [f"--env={name}={value}" for name, value in plain.items()]
+    secrets = [part for pair in secret.items() for part in pair]
+    settings |= {
+        "ROOT": ROOT,
+        "PROJECT": spec.settings.project,
+        "IMAGE": spec.settings.image,
+        "CLOUD_IMAGE": spec.settings.cloud_image,
+        "SECRET": spec.secrets[stem],
+        "DATA": spec.settings.data,
+        "END": str(spec.end_unix(now_unix)),
+        "RUN": spec.name,
+        "PART": owner,
+        "FRUITLESS_STARTS": str(spec.fruitless_starts),
+        "LASTED_S": str(LASTED_S),
+    }
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *(f"{name}={shlex.quote(value)}" for name, value in settings.items()),
+            f"ARGUMENTS=({shlex.join(arguments)})",
+            f"VARIABLES=({shlex.join(variables)})",
+            f"SECRETS=({shlex.join(secrets)})",
+            f"RELEASE=({shlex.join(release) if deletes else ''})",
+            f"CONFIG_JSON={shlex.quote(spec.config_json)}",
+            resources.files("diloco_jax.launch").joinpath("host.sh").read_text(),
+        ]
+    )

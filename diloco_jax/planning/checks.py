@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from diloco_jax.config import Config
+from diloco_jax.config.config import replaced
 from diloco_jax.coordinator.settings import admitted, payload_bytes, room_needed
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
@@ -28,13 +29,17 @@ from diloco_jax.hardware.machines import (
     machine_of,
     smallest_machine,
 )
-from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
+from diloco_jax.planning.coordinator import (
+    CoordinatorPlan,
+    OutagePlan,
+    plan_coordinator,
+    plan_outage,
+)
 from diloco_jax.protocol.coordinator import schedule
-from diloco_jax.restart_time import outage_seconds
-from diloco_jax.simulation.bandwidth import BandwidthConfig
 from diloco_jax.wire.limits import MOST_SLOTS
 
-LINK_UTILISATION = BandwidthConfig.link_utilisation
+LINK_UTILISATION = 0.99
+"""Share of the time for which links carry payload (`diloco simulate bandwidth`)."""
 MOST_MEMORY = 0.95
 """Share of a machine's memory that may be planned for."""
 MOST_DISK = 0.9
@@ -43,8 +48,6 @@ DISK_EGRESS = 1.16
 """Bytes that a machine sends for each byte that it writes to a persistent disk
 (cloud.google.com/compute/docs/disks/optimizing-pd-performance, 2026-11-24)."""
 GB = 1e9
-MOST_CHANGES = 16
-"""Changes that are tried one after the other before a plan knows no set of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,19 +80,13 @@ def changed(config: Config, change: Change) -> Config:
     """Return a config with other values of these fields."""
     for path, value in change.items():
         section, _, rest = path.partition(".")
-        name, _, field = rest.rpartition(".")
-        new = {field: value}
-        if section == "islands":
-            island = dataclasses.replace(config.islands[name], **new)
-            islands = {**config.islands, name: island}
-            config = dataclasses.replace(config, islands=islands)
-        elif section == "sync":
-            sync = dataclasses.replace(config.run.sync, **new)
-            run = dataclasses.replace(config.run, sync=sync)
-            config = dataclasses.replace(config, run=run)
-        else:
-            part = dataclasses.replace(getattr(config, section), **new)
-            config = dataclasses.replace(config, **{section: part})
+        if section != "islands":
+            config = replaced(config, path, value)
+            continue
+        name, _, field = rest.rpartition(".")  # A name may have dots.
+        island = dataclasses.replace(config.islands[name], **{field: value})
+        islands = {**config.islands, name: island}
+        config = dataclasses.replace(config, islands=islands)
     return config
 
 
@@ -142,7 +139,7 @@ class Needs:
     pacing_step_seconds: float
     cycle_seconds: float
     coordinator: CoordinatorPlan
-    restart_seconds: float
+    outage: OutagePlan
     networks: dict[str, IslandNetwork]
 
 
@@ -161,7 +158,6 @@ def needs_of(terms: Terms) -> Needs:
         terms.disk_bytes_per_s,
         terms.rates,
         cycles=config.merges_per_fragment(),
-        apart=config.launch.workers_apart or bool(config.placement.worker_addresses),
     )
 
     def rates_of(codec: str, own_seconds: float) -> Rates:
@@ -175,7 +171,15 @@ def needs_of(terms: Terms) -> Needs:
         pacing_step_seconds=pace,
         cycle_seconds=cycle_s,
         coordinator=coordinator,
-        restart_seconds=coordinator.restart_seconds(terms.disk_bytes_per_s),
+        outage=plan_outage(
+            config,
+            terms.fragments,
+            coordinator,
+            islands=len(terms.hosts),
+            cycle_seconds=cycle_s,
+            link_gbit_per_s=terms.link_gbit_per_s,
+            disk_bytes_per_s=terms.disk_bytes_per_s,
+        ),
         networks={
             name: IslandNetwork(
                 up=rates_of(sync.codec_up, seconds),
@@ -227,12 +231,12 @@ def refusals(terms: Terms) -> list[Remedy]:
 
     Raises ConfigError.
     """
-    failing, found = _failing(terms), []
-    for name, check in failing.items():
+    wrong, found = failing(terms), []
+    for name, check in wrong.items():
         change, said = Change(), "; no single setting that this plan knows is enough"
         for one in check.changes:
-            after = set(_failing(terms.changed(one)))
-            if name not in after and after <= set(failing):
+            after = set(failing(terms.changed(one)))
+            if name not in after and after <= set(wrong):
                 change, said = one, f": set {shown(one)}"
                 break
         text = f"{check.text}{said}"
@@ -240,33 +244,8 @@ def refusals(terms: Terms) -> list[Remedy]:
     return found
 
 
-def mending(terms: Terms) -> Change:
-    """Return one set of changes with which no check refuses; empty if none is known.
-
-    It is found change by change, each planned with those before it: what mends one
-    check may ask more of another. Raises ConfigError."""
-    found = Change()
-    for _ in range(MOST_CHANGES):
-        after = terms.changed(found)
-        if not (failing := _failing(after)):
-            break
-        tried = ((name, one) for name, c in failing.items() for one in c.changes)
-        for name, one in tried:
-            if name not in _failing(after.changed(one)):
-                found |= one
-                break
-        else:
-            return Change()
-    else:
-        return Change()
-    for field in list(found):
-        fewer = {name: value for name, value in found.items() if name != field}
-        if not _failing(terms.changed(fewer)):
-            found = fewer
-    return found
-
-
-def _failing(terms: Terms) -> dict[str, Check]:
+def failing(terms: Terms) -> dict[str, Check]:
+    """Return the checks that do not hold, by name."""
     return {check.name: check for check in _checks(terms) if not check.holds}
 
 
@@ -350,7 +329,7 @@ def _memory(terms: Terms, needs: Needs) -> Check:
         f"the coordinator needs {needed / GB:.0f} GB of memory"
         f"{needs.coordinator.for_whom} and {machine.name} has "
         f"{machine.memory / GB:.0f}, of which {MOST_MEMORY:.0%} may be used",
-        _machines_or_fewer_workers(needs, machine.cores),
+        _machines(needs),
     )
 
 
@@ -378,7 +357,7 @@ def _cores(terms: Terms, needs: Needs) -> Check:
         machine.cores,
         f"the coordinator needs {needed} cores{needs.coordinator.for_whom} and "
         f"{machine.name} has {machine.cores}",
-        _machines_or_fewer_workers(needs, machine.cores),
+        _machines(needs),
     )
 
 
@@ -457,11 +436,10 @@ def _disk_speed(terms: Terms, needs: Needs) -> Check:
 
 
 def _restart(terms: Terms, needs: Needs) -> Check:
-    takes = math.ceil(needs.restart_seconds)
-    has = outage_seconds(terms.config, terms.fragments.total)
+    takes, has = math.ceil(needs.outage.restart_seconds), needs.outage.held_seconds
     return Check(
         "restart",
-        needs.restart_seconds,
+        needs.outage.restart_seconds,
         has,
         f"a restart of the coordinator takes {takes} s and islands have data for "
         f"{math.floor(has)} (placement.outage_budget_s = "
@@ -498,13 +476,6 @@ def _longer(terms: Terms, factor: float) -> Iterator[Change]:
     cycle = math.ceil(_steps(terms) * factor)
     yield {"sync.steps_per_cycle": cycle}
     yield {"sync.steps_per_cycle": cycle + 1}
-
-
-def _machines_or_fewer_workers(needs: Needs, cores: int) -> Iterator[Change]:
-    yield from _machines(needs)
-    workers = len(needs.coordinator.workers)
-    most = 0 if needs.coordinator.apart else min(workers, cores)
-    yield from ({"placement.workers": fewer} for fewer in range(most - 1, 0, -1))
 
 
 def _machines(

@@ -5,31 +5,36 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import msgspec
 from rich.console import Console
+from rich.table import Table
 
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.hardware.machines import machine_of
 from diloco_jax.hardware.tpus import slice_of
-from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.terminal import bar
-from diloco_jax.planning.compiler import (
+from diloco_jax.planning import plan as planning
+from diloco_jax.planning.compiling import (
+    IslandPlan,
     PlanError,
-    Report,
     compile_islands,
     require_libtpu,
 )
-from diloco_jax.planning.options import PlanOptions, parse_prices, require_prices
-
-if TYPE_CHECKING:
-    from diloco_jax.core.fragments import FragmentPlan
-    from diloco_jax.planning.compiling import IslandPlan
-    from diloco_jax.planning.plan import Plan
+from diloco_jax.planning.coordinator import CoordinatorPlan, DiskPlan
+from diloco_jax.planning.options import (
+    PlanOptions,
+    parse_prices,
+    price_sentence,
+    require_prices,
+)
+from diloco_jax.planning.plan import ExpectedGoodput, Plan, PlannedIsland, RunPlan
 
 
 def run(config: Config, path: str, options: PlanOptions) -> int:
@@ -38,8 +43,6 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     Raises ConfigError before anything is compiled.
     """
     options.validate()
-    # The simulated islands of a plan must not log.
-    setup_logging("ERROR")
     for name, island in config.islands.items():
         slice_of(name, island)
     machine_of(config.launch.coordinator_machine)
@@ -47,11 +50,6 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
         require_prices(config, prices)
     if not options.arithmetic:
         require_libtpu()
-    import jax
-
-    from diloco_jax.planning import plan as planning
-    from diloco_jax.planning.report import render
-
     # TPUs of this machine play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     began = time.monotonic()
@@ -65,13 +63,14 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
                 bars = {}
             else:
                 bars = {n: shown.enter_context(bar(console, n)) for n in config.islands}
-            plan = _plan(
-                path,
-                config,
-                options,
-                fragments,
-                prices,
-                lambda name, share: bars[name](share),
+            compiled, versions = None, {}
+            if not options.arithmetic:
+                made: Any = compile_islands(config, lambda n, done: bars[n](done))
+                compiled = msgspec.convert(made, dict[str, IslandPlan])
+                packages = ("diloco-jax", "jax", "libtpu")
+                versions = {name: metadata.version(name) for name in packages}
+            plan = planning.plan_run(
+                path, config, fragments, options.assumptions, compiled, versions, prices
             )
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -85,44 +84,188 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     return EXIT_DONE if plan.fits else EXIT_CONFIG
 
 
-def _plan(
-    path: str,
-    config: Config,
-    options: PlanOptions,
-    fragments: FragmentPlan,
-    prices: Mapping[str, float],
-    report: Report,
-) -> Plan:
-    """Compile, plan, and try what may be better."""
-    import dataclasses
+# ---- text for people -----------------------------------------------------------------
 
-    import msgspec
 
-    from diloco_jax.planning import plan as planning
-    from diloco_jax.planning.advice import advise
-    from diloco_jax.planning.compiling import IslandPlan
-
-    packages = () if options.arithmetic else ("diloco-jax", "jax", "libtpu")
-    versions = {name: metadata.version(name) for name in packages}
-
-    def plan_of(
-        then: Config, cut: FragmentPlan, compiled: Mapping[str, IslandPlan] | None
-    ) -> Plan:
-        return planning.plan_run(
-            path, then, cut, options.assumptions, compiled, versions, prices
+def render(plan: Plan, console: Console) -> None:
+    """Print the islands side by side, then the run, refusals and advice."""
+    run, lines = plan.run, list[str]()
+    if plan.compiled:
+        console.print(_islands(plan))
+        lines.append(
+            f"run: {run.params / 1e9:.4g} B parameters, a cycle of "
+            f"{run.cycle_seconds:.4g} s, {run.tokens_per_second:,.0f} tokens/s at best"
         )
+    else:
+        lines.append(
+            f"arithmetic, nothing compiled, HBM not checked: {run.params / 1e9:.4g} B "
+            f"parameters, a cycle of {run.cycle_seconds:.4g} s"
+        )
+        for name, island in plan.islands.items():
+            up, down = island.network.up, island.network.down
+            lines.append(
+                f"{name}: step {island.step_seconds:.4g} s at peak rates, Gbit/s up "
+                f"{_rates(up.mean, up.peak)}, down {_rates(down.mean, down.peak)}, "
+                f"join {island.network.join_seconds:.0f} s"
+            )
+    lines += _expected(run, run.goodput) if run.goodput else ()
+    lines += _coordinator(run.coordinator, run.outage.restart_seconds)
+    lines += run.outage.lines()
+    lines += run.rates.lines(run.coordinator.merges.rule)
+    lines += [price_sentence(run.price_per_hour)] if run.price_per_hour else ()
+    lines += (f"REFUSED: {refusal.text}" for refusal in run.refusals)
+    lines += (f"- {advice.text}" for advice in plan.advice)
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    if plan.versions:
+        versions = ", ".join(f"{name} {value}" for name, value in plan.versions.items())
+        console.print(f"({versions})", highlight=False, style="dim")
 
-    def compiled_of(config: Config, *names: str) -> dict[str, IslandPlan]:
-        made: Any = compile_islands(config, report, names)
-        return msgspec.convert(made, dict[str, IslandPlan])
 
-    compiled = None if options.arithmetic else compiled_of(config)
-    plan = plan_of(config, fragments, compiled)
-    advice = advise(
-        config,
-        plan,
-        fragments,
-        plan_of,
-        lambda config, name: compiled_of(config, name)[name],
+def _islands(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    compiled = plan.compiled
+    for name in plan.islands:
+        table.add_column(name, justify="right", no_wrap=True)
+    for title, cell in ROWS:
+        table.add_row(title, *(cell(plan.islands[n], c) for n, c in compiled.items()))
+    for kind in sorted(
+        {c.kind for i in compiled.values() for c in i.collectives or ()}
+    ):
+        table.add_row(f"  {kind}", *(_collective(c, kind) for c in compiled.values()))
+    exchange = [
+        ", ".join(e.piece for e in i.exchange if e.collectives) or "none"
+        for i in compiled.values()
+    ]
+    table.add_row("  in takes, adoptions", *exchange)
+    return table
+
+
+def _fits(_: PlannedIsland, island: IslandPlan) -> str:
+    if island.fits:
+        return f"yes, {island.hbm.used / island.hbm.available:.0%} used"
+    return f"NO, {_size(island.hbm.missing)} missing"
+
+
+def _size(octets: float | None) -> str:
+    if octets is None:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if octets < 1000:
+            return f"{octets:.3g} {unit}"
+        octets /= 1000
+    return f"{octets:.2f} GB" if octets < 10_000 else f"{octets / 1000:.1f} TB"
+
+
+def _collective(island: IslandPlan, kind: str) -> str:
+    for found in island.collectives or ():
+        if found.kind == kind:
+            hidden = found.overlapping_bytes / max(found.sent_bytes, 1)
+            return f"{found.count} x, {_size(found.sent_bytes)}, {hidden:.0%}"
+    return "-" if island.collectives is None else "none"
+
+
+def _rates(mean: float, peak: float) -> str:
+    return f"{mean:.3g} ({peak:.3g})"
+
+
+def _hbm(field: str) -> Cell:
+    return lambda _, c: _size(getattr(c.hbm, field))
+
+
+def _seconds(field: str) -> Cell:
+    return lambda _, c: f"{getattr(c.roofline, field):.4g} s"
+
+
+def _flops(field: str) -> Cell:
+    def cell(_: PlannedIsland, island: IslandPlan) -> str:
+        count = getattr(island.flops, field)
+        return "-" if count is None else f"{count:.4g}"
+
+    return cell
+
+
+Cell = Callable[[PlannedIsland, IslandPlan], str]
+ROWS: tuple[tuple[str, Cell], ...] = (
+    ("topology", lambda _, c: c.topology),
+    ("chips", lambda _, c: str(c.chips)),
+    ("fits", _fits),
+    ("HBM per chip", _hbm("available")),
+    ("  parameters", _hbm("parameters")),
+    ("  optimizer", _hbm("optimizer")),
+    ("  merged model", _hbm("watched")),
+    ("  anchors", _hbm("anchors")),
+    ("  residuals", _hbm("residuals")),
+    ("  open takes", _hbm("open_takes")),
+    ("  late takes, more at most", _hbm("late_takes")),
+    ("  of these, on the host", _hbm("pinned_host")),
+    ("  activations and the rest", _hbm("temporaries")),
+    ("tokens per step", lambda _, c: f"{c.tokens_per_step:,}"),
+    ("FLOPs per step", _flops("model")),
+    ("  by the formula", _flops("analytic")),
+    ("  with recomputation", _flops("executed")),
+    ("at peak rates: compute", _seconds("compute_seconds")),
+    ("  HBM", _seconds("hbm_seconds")),
+    ("  ICI", _seconds("ici_seconds")),
+    ("  of it not overlapped", _seconds("waiting_seconds")),
+    ("  takes, adoptions, per cycle", lambda i, _: f"{i.exchange_seconds:.3g} s"),
+    ("bound by", lambda _, c: c.roofline.binding),
+    ("step at best", lambda i, _: f"{i.step_seconds:.4g} s"),
+    ("tokens/s at best", lambda i, _: f"{i.tokens_per_second:,.0f}"),
+    (
+        "Gbit/s up, mean (peak)",
+        lambda i, _: _rates(i.network.up.mean, i.network.up.peak),
+    ),
+    (
+        "Gbit/s down, mean (peak)",
+        lambda i, _: _rates(i.network.down.mean, i.network.down.peak),
+    ),
+    ("seconds of a join", lambda i, _: f"{i.network.join_seconds:.0f}"),
+    ("per step: times, sent, asynchronous", lambda *_: ""),
+)
+
+
+def _expected(run: RunPlan, goodput: ExpectedGoodput) -> Iterator[str]:
+    days = "no end" if run.days is None else f"{run.days:.3g} days"
+    outages = ", ".join(
+        f"{name} every {hours:,.0f} h"
+        for name, hours in goodput.mean_hours_between.items()
+        if hours is not None
     )
-    return dataclasses.replace(plan, advice=tuple(advice))
+    yield (
+        f"expected goodput {goodput.goodput:.1%} (interruptions: {outages or 'none'})"
+    )
+    yield f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total"
+
+
+def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
+    disks = [("its disk", plan.disk)]
+    if plan.disks:
+        largest = max(plan.disks[1:], key=lambda disk: disk.bytes)
+        disks = [("the lead's disk", plan.disks[0]), ("a worker's, at most", largest)]
+    workers: tuple[str, ...] = ()
+    if plan.workers:
+        most = max(plan.workers, key=lambda worker: worker.params)
+        workers = (
+            f"its {len(plan.workers)} workers: each at most {most.fragments} fragments "
+            f"of {most.params / 1e9:.4g} B parameters, {_size(most.memory)} of memory, "
+            f"{most.cores:.2g} cores on average",
+        )
+    return (
+        f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of it while "
+        f"islands join), {plan.cores} cores, back {restart_seconds:.0f} s after it "
+        f"dies",
+        *(_disk(whose, disk) for whose, disk in disks),
+        *workers,
+        plan.merges.line,
+    )
+
+
+def _disk(whose: str, disk: DiskPlan) -> str:
+    where = "bucket" if disk.in_bucket else "disk"
+    return (
+        f"{whose}: {_size(disk.expected)} expected, {_size(disk.reserve)} in reserve, "
+        f"log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
+        f"snapshots to the {where}: {_size(disk.snapshots)}, "
+        f"{disk.snapshot_bytes_per_s / 1e6:.3g} MB/s"
+    )

@@ -1,4 +1,4 @@
-"""Needs of the coordinator's machine: memory, cores, merges, disk, time to restart.
+"""Needs of the coordinator's machine: memory, cores, merges, disk; and its outages.
 
 All of it is arithmetic from sizes of payloads and from measured rates
 (`hardware/machines.py`). The disk holds what a run of expected course writes, and has
@@ -6,6 +6,12 @@ room for the worst. Each of its terms follows from the code that writes: snapsho
 fragments in turns (`coordinator/snapshots.py`), publishes since the oldest kept one
 (`publishes.py` of `coordinator/holding/`), lines that are never deleted
 (`observability/`), deltas that memory has no place for (`Rooms` there).
+
+Islands train on while it is away, so no step is lost as long as they hold data. But
+they train apart: the loss follows from the share of the run in which nothing is merged
+(docs/results/raw/outage.md). Without its disk it gathers the islands' anchors: each
+fragment once, and of every other island that offers a ballot about it, by which that
+anchor is believed (`protocol/coordinator/anchors.py`). Ballots wait where deltas do.
 """
 
 from __future__ import annotations
@@ -13,24 +19,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from diloco_jax import restart_time
-from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.config import Config, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.holding import inbox
+from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
-from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.coordinator.service import METRICS_EVERY_S
 from diloco_jax.coordinator.settings import payload_bytes, state_sizes
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.files import is_bucket
-from diloco_jax.hardware.machines import CONSTANTS, MachineRates, rate_of
-from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.hardware.machines import (
+    CONSTANTS,
+    MachineRates,
+    machine_of,
+    outage_seconds,
+    rate_of,
+    state_seconds,
+)
+from diloco_jax.protocol.holding import deal
 
 SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
@@ -106,14 +119,13 @@ def plan_merges(
     params: int,
     cycle_seconds: float,
     cores: int,
-    own_cores: float,
     by_rule: float = 1.0,
 ) -> MergePlan:
     """Return the merges of the process that has the most parameters, `params`.
 
-    largest: parameters of the largest fragment. cores: of the machine; own_cores: of
-    them, those of this process. by_rule: share of the parameters that are merged by the
-    rule; the others are merged by the weighted mean.
+    largest: parameters of the largest fragment. cores: of the machine. by_rule:
+    share of the parameters that are merged by the rule; the others are merged by the
+    weighted mean.
     """
     summed = rate_of(rates.merge_core_seconds, sync.codec_down)
     summed += deltas * rate_of(rates.delta_core_seconds, sync.codec_up)
@@ -122,7 +134,7 @@ def plan_merges(
         found = rates.rules.get(sync.merge)
         beyond = found.beyond(deltas) if found else None
     core_seconds = summed + by_rule * (beyond or 0.0)
-    usable = min(own_cores, merges_at_once(cores) * CORES_PER_MERGE)
+    usable = min(cores, merges_at_once(cores) * CORES_PER_MERGE)
     seconds = core_seconds * params / 1e9 / usable
     return MergePlan(
         rule=sync.merge,
@@ -272,7 +284,7 @@ def plan_disk(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """The largest of `placement.workers` processes, by parameters."""
+    """One of `placement.workers` machines."""
 
     fragments: int
     params: int
@@ -319,10 +331,8 @@ class CoordinatorPlan:
     each worker, and one for the lead."""
     workers: tuple[WorkerPlan, ...]
     """Empty if the coordinator is one process. What they take is in the sums above."""
-    apart: bool
-    """Each worker is on a machine of its own, and so is the lead."""
     disks: tuple[DiskPlan, ...]
-    """The lead's disk and the workers', if they are apart; else empty."""
+    """The lead's disk and those of workers, if there are any; else empty."""
     merges: MergePlan
     disk: DiskPlan
     """As if one machine had all."""
@@ -339,26 +349,24 @@ class CoordinatorPlan:
 
     @property
     def for_whom(self) -> str:
-        """How many processes cores and memory are for, if they are several."""
+        """Whose machine cores and memory are for, if there are several."""
         count = len(self.workers)
-        if self.apart:
-            return f" on the machine of the largest of {count} workers"
-        return f" (placement.workers = {count}, and one for the lead)" if count else ""
+        return f" on the machine of the largest of {count} workers" if count else ""
 
     @property
     def for_machine(self) -> str:
         """On which machine something is needed, if they are several."""
-        return " on the machine that needs most" if self.apart else ""
+        return " on the machine that needs most" if self.workers else ""
 
     @property
     def machine_memory(self) -> int:
         """Bytes of memory that the machine needs, or the one that needs most."""
-        return max(w.memory for w in self.workers) if self.apart else self.memory
+        return max(w.memory for w in self.workers) if self.workers else self.memory
 
     @property
     def machine_cores(self) -> int:
         """Cores that the machine needs, or the one that needs most."""
-        if not self.apart:
+        if not self.workers:
             return self.cores
         return max(1, *(math.ceil(worker.cores) for worker in self.workers))
 
@@ -381,7 +389,7 @@ class CoordinatorPlan:
     def share_served(self) -> float:
         """Largest share of all publishes that one machine sends."""
         sizes = [worker.params for worker in self.workers]
-        return max(sizes) / sum(sizes) if self.apart else 1.0
+        return max(sizes) / sum(sizes) if sizes else 1.0
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
@@ -390,7 +398,7 @@ class CoordinatorPlan:
         are half a round old on average, since fragments are written in turns.
         """
         state = self.theta + self.anchors + self.outer_state
-        return PROCESS_S + restart_time.state_seconds(
+        return PROCESS_S + state_seconds(
             state + self.replayed_bytes,
             disk_bytes_per_s,
             self.replayed,
@@ -409,13 +417,11 @@ def plan_coordinator(
     rates: MachineRates = CONSTANTS,
     *,
     cycles: float,
-    apart: bool = False,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
-    apart: workers have machines of their own.
     """
     sizes, up = state_sizes(run, plan), sum(payload_bytes(run.sync.codec_up, plan))
     most_deltas = DELTAS_AT_ONCE * islands * up
@@ -457,7 +463,6 @@ def plan_coordinator(
         params=max(_dealt(plan, workers, plan.sizes)),
         cycle_seconds=cycle_seconds,
         cores=cores,
-        own_cores=cores if apart else cores / workers,
         by_rule=by_rule / plan.total,
     )
     merge_cores = merges.core_seconds / 1e9 * plan.total / cycle_seconds
@@ -465,7 +470,7 @@ def plan_coordinator(
     dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
     needed = math.ceil(busy) if not dealt else 0
     disks: tuple[DiskPlan, ...] = ()
-    if apart and dealt:
+    if dealt:
         lead = disk_of(plan.total, len(plan.fragments), "lead")
         disks = (lead, *(disk_of(w.params, w.fragments, "worker") for w in dealt))
     replayed = disk.round_seconds / 2 / cycle_seconds + 1
@@ -477,7 +482,6 @@ def plan_coordinator(
         disk_cores=disk_cores,
         cores=1 + needed + sum(max(1, math.ceil(w.cores)) for w in dealt),
         workers=dealt,
-        apart=apart and bool(dealt),
         disks=disks,
         merges=merges,
         disk=disk,
@@ -500,7 +504,6 @@ def _memory_parts(
     most_deltas: bytes of all the deltas that may wait.
     """
     params, workers, sizes = 4 * plan.total, placement.workers, state_sizes(run, plan)
-    # Each process decides by the cores of the machine.
     at_once = workers * merges_at_once(cores)
     rule_state, rule_bytes = _rule_bytes(run, plan, islands)
     joins = islands * FETCHES_PER_JOIN * 4 * max(plan.sizes)
@@ -568,3 +571,86 @@ def _dealt(plan: FragmentPlan, workers: int, amounts: Sequence[int]) -> list[int
     for owner, amount in zip(owners, amounts, strict=True):
         sums[owner] += amount
     return sums
+
+
+# ---- outages ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutagePlan:
+    """One restart of the coordinator, and one gathering."""
+
+    restart_seconds: float
+    """Seconds from the death of the process to its service, from its disk."""
+    held_seconds: float
+    """Seconds for which islands hold data: `placement.outage_budget_s`, or more by the
+    size of the state."""
+    cycles_apart: float
+    """Cycles that a restart takes, in which islands train apart."""
+    share_apart: float
+    """The same as a share of the run."""
+    anchor_bytes: int
+    """Bytes of every fragment's anchor, once."""
+    ballot_bytes: int
+    """Bytes of the ballots of all islands but the one that gives the anchor."""
+    on_disk_bytes: int
+    """Those of them for which `placement.merge_buffer_bytes` has no place."""
+    gathering_seconds: float
+    """Seconds of a gathering, at least: on the links, or on the disk, which keeps each
+    fragment before it counts."""
+
+    @property
+    def lasts(self) -> bool:
+        """True if islands hold data for as long as a restart takes."""
+        return self.restart_seconds <= self.held_seconds
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for people."""
+        waits = "and no step waits" if self.lasts else "and then their steps wait"
+        yield (
+            f"while it is away: islands have data for {math.floor(self.held_seconds)} "
+            f"s, {waits}; they train apart for {self.cycles_apart:.3g} cycles, "
+            f"{self.share_apart:.2g} of the run"
+        )
+        ballots, spilled = self.ballot_bytes / 1e9, self.on_disk_bytes / 1e9
+        yield (
+            f"if its disk is lost: {self.anchor_bytes / 1e9:.3g} GB of anchors and "
+            f"{ballots:.3g} GB of ballots about them, {spilled:.3g} of these on the "
+            f"disk, are gathered in {self.gathering_seconds:.0f} s or more"
+        )
+
+
+def plan_outage(
+    config: Config,
+    fragments: FragmentPlan,
+    coordinator: CoordinatorPlan,
+    *,
+    islands: int,
+    cycle_seconds: float,
+    link_gbit_per_s: float,
+    disk_bytes_per_s: float,
+) -> OutagePlan:
+    """Return what an outage costs: arithmetic from sizes and rates."""
+    anchors = 4 * fragments.total
+    ballots = (islands - 1) * sum(
+        PayloadLayout.of_ballots(pieces).total_bytes for pieces in fragments.fragments
+    )
+    machine = machine_of(config.launch.coordinator_machine)
+    # What it takes in is bounded by what it may send, as far as that is known.
+    gbit_per_s = islands * link_gbit_per_s
+    gbit_per_s = min(gbit_per_s, machine.egress_gbit_per_s or math.inf)
+    spilled = max(0, ballots - config.placement.merge_buffer_bytes)
+    written = anchors + coordinator.theta + coordinator.outer_state + spilled
+    restart_s = coordinator.restart_seconds(disk_bytes_per_s)
+    return OutagePlan(
+        restart_seconds=restart_s,
+        held_seconds=outage_seconds(config, fragments.total),
+        cycles_apart=restart_s / cycle_seconds,
+        share_apart=restart_s / cycle_seconds / config.merges_per_fragment(),
+        anchor_bytes=anchors,
+        ballot_bytes=ballots,
+        on_disk_bytes=spilled,
+        gathering_seconds=max(
+            8e-9 * (anchors + ballots) / gbit_per_s, written / disk_bytes_per_s
+        ),
+    )

@@ -16,7 +16,6 @@ from diloco_jax.config import Config
 from diloco_jax.config.fields import (
     NOT_NEGATIVE,
     POSITIVE,
-    SHARE,
     check_bounds,
     setting,
 )
@@ -26,9 +25,7 @@ from diloco_jax.hardware.tpus import GENERATIONS, slice_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions about the world around the islands: interruptions, links, spread of
-    steps.
-    """
+    """Assumptions about the world around the islands: interruptions and links."""
 
     mtbi_years: float = setting(
         1.0,
@@ -40,9 +37,6 @@ class Assumptions:
         NOT_NEGATIVE,
         help="Minutes until an island that lost its slice steps again: a new slice, "
         "start, compilation; the fetch of the parameters comes on top.",
-    )
-    step_spread: float = setting(
-        0.05, SHARE, help="Standard deviation of step times over their mean."
     )
     link_gbit_per_s: float = setting(
         5.0, POSITIVE, help="Gbit/s of each island's link, each way."
@@ -124,8 +118,9 @@ def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, flo
         generation = found.generation.name
         chips = found.chips * prices[generation]
         parts[generation] = parts.get(generation, 0.0) + chips
-    # Each worker apart has a machine like the coordinator's.
-    machines = 1 + config.launch.workers_apart * config.placement.workers
+    # Each worker has a machine like the coordinator's.
+    workers = config.placement.workers
+    machines = 1 + (workers if workers > 1 else 0)
     parts[COORDINATOR] = machines * prices[COORDINATOR]
     return parts
 

@@ -5,12 +5,11 @@ Both are read from the program's text, of which XLA prints one instruction per l
 in fast memory as if they lay in HBM. A loop runs as often as the constant says that its
 condition compares the counter with. On TPUs
 
-  - an asynchronous all-gather is cut into fusions: a start, steps that hide it behind
-    matrix products, and a done; all hold a copy of it under one channel id;
-  - a collective that a SparseCore carries out is a computation of its own: call-start
-    calls it, call-update gives it its operands and call-done awaits it;
-  - a fusion of an all-reduce and a slice of its result is one operation, a
-    reduce-scatter.
+  - an asynchronous all-gather is cut into fusions, which all hold a copy of it under
+    one channel id;
+  - a collective that a SparseCore carries out is a computation of its own, called by
+    call-start;
+  - a fusion of an all-reduce and a slice of its result is a reduce-scatter.
 
 Sent are the bytes of one chip in a group of n chips: (n - 1) / n of the result of an
 all-gather, or of the input of a reduce-scatter or an all-to-all; twice that for an
@@ -31,8 +30,8 @@ COLLECTIVES = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all"),
     *("collective-permute", "ragged-all-to-all", "collective-broadcast"),
 )
-PRODUCTS = ("convolution", "dot")
 SLICES = ("dynamic-slice", "slice", "gather")
+IN_PLACE = "dynamic-update-slice"
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "conditional", "call", "partition-id", "replica-id", "iota", "domain"),
@@ -45,13 +44,11 @@ FREE = {
 PASSED_ON = ("tuple", "custom-call", *COLLECTIVES)
 """Operations that pass their operands on: inside a fusion they are not counted."""
 ASYNC_FUSION = 'custom_call_target="AsyncCollective'
-KERNEL = 'custom_call_target="tpu_custom_call"'
 ARRAY = re.compile(r"([a-z]+(\d*)\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{$")
-INSTRUCTION = re.compile(r"(ROOT )?%([\w.\-]+) = ")
+INSTRUCTION = re.compile(r" +(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)")
 NAME = re.compile(r"%([\w.\-]+)")
-CALLED = r"{}=\{{?((?:%[\w.\-]+(?:, )?)+)"
-CHANNEL = re.compile(r"channel_id=(\d+)")
+CHANNEL = re.compile(r"channel_id=\d+")
 LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
 MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
@@ -90,7 +87,7 @@ class Instruction(NamedTuple):
 
     def called(self, how: str) -> list[str]:
         """Return the names of the computations that it calls in that way."""
-        found = re.findall(CALLED.format(how), self.attributes)
+        found = re.findall(rf"{how}=\{{?((?:%[\w.\-]+(?:, )?)+)", self.attributes)
         return [name for names in found for name in NAME.findall(names)]
 
 
@@ -122,12 +119,17 @@ class Program:
             for callee in called:
                 yield from self.executed(callee, times)
 
-    def fused(self, name: str) -> Iterator[Computation]:
-        """Yield the computation and all its parts, at any depth."""
-        yield self.computations[name]
-        for instruction in self.computations[name].values():
+    def parts(self, name: str) -> Iterator[tuple[Computation, bool]]:
+        """Yield the computation and all that runs as part of it, and whether that is
+        asynchronous: fusions at any depth, and the work of SparseCores."""
+        own = self.computations[name]
+        yield own, any(ASYNC_FUSION in one.attributes for one in own.values())
+        for instruction in own.values():
             for part in instruction.called("calls"):
-                yield from self.fused(part)
+                yield from self.parts(part)
+            if instruction.opcode == "call-start":
+                for callee in instruction.called("to_apply"):
+                    yield from ((part, True) for part, _ in self.parts(callee))
 
     def _trips(self, name: str) -> int:
         """Return the iterations of a loop whose counter starts at 0 and goes up by 1.
@@ -157,7 +159,7 @@ class CollectiveSum:
     moved_bytes: int = 0
     """Bytes between each chip and its HBM: shard and whole, read and written."""
     overlapping: int
-    """Runs that are started and awaited apart, with other work in between."""
+    """Runs that are asynchronous: they are started and awaited apart."""
     overlapping_bytes: int
     """Bytes of those runs, part of `sent_bytes`."""
     largest_group: int
@@ -172,12 +174,15 @@ def parse(text: str) -> Program:
     computations: dict[str, Computation] = {}
     entry, here = "", Computation()
     for line in text.splitlines():
-        if not line.startswith(" "):
-            if head := COMPUTATION.match(line):
-                here = computations[head[2]] = {}
-                entry = head[2] if head[1] else entry
-        elif found := INSTRUCTION.match(line := line.strip()):
-            here[found[2]] = _instruction(line[found.end() :], found)
+        if head := COMPUTATION.match(line):
+            here = computations[head[2]] = {}
+            entry = head[2] if head[1] else entry
+        elif found := INSTRUCTION.match(line):
+            root, name, result, opcode, inside, attributes = found.groups()
+            arrays = tuple(map(_array, ARRAY.finditer(result)))
+            here[name] = Instruction(
+                name, opcode, arrays, inside, attributes, bool(root)
+            )
     if not entry:
         raise ValueError(
             f"no ENTRY in {len(text)} characters: not the text of a compiled program"
@@ -186,11 +191,24 @@ def parse(text: str) -> Program:
     return Program(computations, entry, int(partitions[1]) if partitions else 1)
 
 
+def _array(found: re.Match[str]) -> tuple[int, bool]:
+    _, bits, extents, layout = found.groups(default="")
+    elements = math.prod(map(int, filter(None, extents.split(","))))
+    return elements * int(bits or 8) // 8, "S(" not in layout
+
+
+def _root(computation: Computation) -> Instruction:
+    return next(i for i in computation.values() if i.root)
+
+
+# ---- between chips ------------------------------------------------------------------
+
+
 def find_collectives(program: Program) -> list[CollectiveSum]:
     """Return the collectives of a program, each once, whatever its instructions."""
     found: dict[tuple[str, str], CollectiveSum] = {}
     for name, times in program.executed():
-        for part, hidden in _parts(program, name):
+        for part, hidden in program.parts(name):
             for instruction in part.values():
                 kind = instruction.opcode.removesuffix("-start")
                 if kind not in COLLECTIVES:
@@ -235,15 +253,6 @@ def sum_collectives(program: Program) -> list[CollectiveSum]:
     return sorted(sums, key=lambda s: (-s.sent_bytes, s.kind))
 
 
-def hbm_bytes(program: Program) -> int:
-    """Return the bytes that one chip reads and writes in one run, loops counted."""
-    return sum(c.moved_bytes for c in find_collectives(program)) + sum(
-        times * _moved(program, program.computations[name], instruction)
-        for name, times in program.executed()
-        for instruction in program.computations[name].values()
-    )
-
-
 def group_size(attributes: str, partitions: int) -> int:
     """Return the number of devices in a collective's group."""
     if found := MESH_GROUPS.search(attributes):
@@ -254,81 +263,6 @@ def group_size(attributes: str, partitions: int) -> int:
     if found := LISTED_GROUPS.search(attributes):
         return len(found[1].split(","))
     return partitions
-
-
-def _instruction(rest: str, head: re.Match[str]) -> Instruction:
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    result, rest = rest[:end], rest[end:].lstrip()
-    opening = rest.index("(")
-    closing = _closing(rest, opening)
-    arrays = tuple(
-        (
-            math.prod(map(int, filter(None, extents.split(",")))) * int(bits or 8) // 8,
-            "S(" not in layout,
-        )
-        for _, bits, extents, layout in ARRAY.findall(result)
-    )
-    inside, attributes = rest[opening + 1 : closing], rest[closing + 1 :]
-    return Instruction(
-        head[2], rest[:opening], arrays, inside, attributes, bool(head[1])
-    )
-
-
-def _closing(text: str, start: int) -> int:
-    """Return the index of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found[0] == "(" else -1
-        if not depth:
-            return found.start()
-    raise ValueError(f"unbalanced parentheses in {text[:200]!r}")
-
-
-def _root(computation: Computation) -> Instruction:
-    return next(i for i in computation.values() if i.root)
-
-
-def _parts(program: Program, name: str) -> Iterator[tuple[Computation, bool]]:
-    """Yield every computation that runs as part of another, and whether it overlaps."""
-    for part in program.fused(name):
-        yield part, any(ASYNC_FUSION in i.attributes for i in part.values())
-    instructions = list(program.computations[name].values())
-    for start in instructions:
-        if start.opcode == "call-start":
-            hidden = any(_takes_time(program, i) for i in _while(instructions, start))
-            for callee in start.called("to_apply"):
-                yield from ((part, hidden) for part in program.fused(callee))
-
-
-def _while(instructions: list[Instruction], start: Instruction) -> list[Instruction]:
-    """Return the instructions that run while a SparseCore works.
-
-    They stand between the instruction that hands over the operands and the instruction
-    that awaits the result. An update, if there is one, hands over the operands.
-    """
-    last, between = start, list[Instruction]()
-    for instruction in instructions[instructions.index(start) + 1 :]:
-        if instruction.operands[:1] != [last.name]:
-            between.append(instruction)
-        elif instruction.opcode == "call-update":
-            last, between = instruction, []
-        elif instruction.opcode == "call-done":
-            break
-    return between
-
-
-def _takes_time(program: Program, instruction: Instruction) -> bool:
-    """Tell whether it is a product, a kernel or a loop."""
-    return (
-        instruction.opcode in ("while", *PRODUCTS)
-        or KERNEL in instruction.attributes
-        or any(
-            inside.opcode in PRODUCTS
-            for name in instruction.called("calls")
-            for part in program.fused(name)
-            for inside in part.values()
-        )
-    )
 
 
 def _sent_and_moved(kind: str, instruction: Instruction, group: int) -> tuple[int, int]:
@@ -346,57 +280,75 @@ def _sent_and_moved(kind: str, instruction: Instruction, group: int) -> tuple[in
     return twice_or_whole.get(kind, share), moved
 
 
+# ---- between a chip and its HBM -----------------------------------------------------
+
+
+def hbm_bytes(program: Program) -> int:
+    """Return the bytes that one chip reads and writes in one run, loops counted."""
+    return sum(c.moved_bytes for c in find_collectives(program)) + sum(
+        times * _moved(program, program.computations[name], instruction)
+        for name, times in program.executed()
+        for instruction in program.computations[name].values()
+    )
+
+
 def _moved(program: Program, at: Computation, instruction: Instruction) -> int:
-    opcode = instruction.opcode
-    if opcode in FREE:
+    if instruction.opcode in FREE:
         return 0
     operands = [at[name] for name in instruction.operands]
-    if opcode == "fusion":
-        (callee,) = instruction.called("calls")
-        return _moved_by_fusion(program.computations[callee], operands)
-    if opcode in SLICES:
-        return 2 * instruction.hbm_bytes
-    if opcode == "dynamic-update-slice":
-        return 2 * operands[1].hbm_bytes
-    if opcode in ("copy-start", "slice-start"):
+    if instruction.opcode in ("copy-start", "slice-start"):
         # The result names the source again.
         octets, in_hbm = instruction.arrays[0]
         return octets * (in_hbm + bool(operands and operands[0].hbm_bytes))
-    return instruction.hbm_bytes + sum(operand.hbm_bytes for operand in operands)
-
-
-def _moved_by_fusion(inside: Computation, operands: list[Instruction]) -> int:
-    moved = 0
-    parameters = [i for i in inside.values() if i.opcode == "parameter"]
-    parameters.sort(key=lambda i: int(i.inside))
-    for parameter, operand in zip(parameters, operands, strict=True):
-        if operand.hbm_bytes:
-            moved += min(operand.hbm_bytes, _read(parameter, inside))
-    root = _root(inside)
-    results = [inside[n] for n in root.operands] if root.opcode == "tuple" else [root]
-    return moved + sum(_written(result, inside) for result in results)
+    if instruction.opcode != "fusion":
+        used = [_used(operand, instruction) for operand in operands]
+        written = _written(instruction, at)
+    else:
+        (callee,) = instruction.called("calls")
+        inside = program.computations[callee]
+        parameters = [i for i in inside.values() if i.opcode == "parameter"]
+        parameters.sort(key=lambda parameter: int(parameter.inside))
+        used = [_read(parameter, inside) for parameter in parameters]
+        root = _root(inside)
+        results = [inside[n] for n in root.operands] if root.opcode == "tuple" else []
+        written = sum(
+            _written(result, inside)
+            for result in (_unwrapped(r, inside) for r in results or [root])
+            if result.opcode not in ("parameter", *PASSED_ON)
+        )
+    pairs = zip(operands, used, strict=True)
+    return written + sum(min(operand.hbm_bytes, read) for operand, read in pairs)
 
 
 def _read(at: Instruction, inside: Computation) -> int:
-    """Return what the users of an instruction, a parameter or its bitcast, read."""
-    read = 0
-    for user in inside.values():
-        if at.name not in user.operands or user.opcode in PASSED_ON:
-            continue
-        if user.opcode in SLICES:
-            read += user.bytes
-        elif user.opcode == "bitcast":
-            read += _read(user, inside)
-        elif user.opcode != "dynamic-update-slice" or user.operands[0] != at.name:
-            read += at.bytes
-    return read
+    """Return what a fusion reads of an instruction, a parameter or its bitcast."""
+    users = [
+        user
+        for user in inside.values()
+        if at.name in user.operands and user.opcode not in PASSED_ON
+    ]
+    return sum(
+        _read(user, inside) if user.opcode == "bitcast" else _used(at, user)
+        for user in users
+    )
 
 
-def _written(result: Instruction, inside: Computation) -> int:
+def _used(operand: Instruction, user: Instruction) -> int:
+    """Return the bytes of an operand that an instruction reads."""
+    if user.opcode in SLICES:
+        return user.bytes
+    updated = user.opcode == IN_PLACE and user.operands[0] == operand.name
+    return 0 if updated else operand.bytes
+
+
+def _written(result: Instruction, at: Computation) -> int:
+    if result.opcode == IN_PLACE:
+        return at[result.operands[1]].bytes
+    return result.hbm_bytes
+
+
+def _unwrapped(result: Instruction, inside: Computation) -> Instruction:
+    """Return what a result is a bitcast of."""
     while result.opcode == "bitcast":
         result = inside[result.operands[0]]
-    if result.opcode in ("parameter", "custom-call", *COLLECTIVES):
-        return 0
-    if result.opcode == "dynamic-update-slice":
-        return inside[result.operands[1]].bytes
-    return result.hbm_bytes
+    return result

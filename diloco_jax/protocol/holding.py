@@ -17,6 +17,7 @@ outlives it: the lead ends, and the worker begins anew from its disk.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,19 @@ from diloco_jax.protocol.values import (
     Refusal,
     Version,
 )
+
+
+@functools.lru_cache(maxsize=8)
+def deal(sizes: tuple[int, ...], workers: int) -> tuple[int, ...]:
+    """Return the worker of each fragment: the largest fragment first, each to the
+    worker with the fewest parameters. sizes: parameters by fragment."""
+    held, dealt = [0] * workers, [0] * len(sizes)
+    for fragment in sorted(range(len(sizes)), key=lambda f: (-sizes[f], f)):
+        worker = min(range(workers), key=lambda w: (held[w], w))
+        held[worker] += sizes[fragment]
+        dealt[fragment] = worker
+    return tuple(dealt)
+
 
 # ---- at a start -------------------------------------------------------------
 
@@ -287,17 +301,13 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class BeginWorker(Message, frozen=True, kw_only=True):
-    """First message to a worker: hold these fragments, serve islands at `bind`."""
+    """First message to a worker: hold these fragments, and serve islands."""
 
     config: dict[str, Any]
     """The run's, as builtins."""
-    workdir: str
-    """The lead's, for a worker on its machine."""
     run_id: str
     worker: int
     fragments: tuple[int, ...]
-    bind: str
-    """For a worker on the lead's machine; another one serves beside its address."""
     term: int
     """The run's. With `start`, it says which of two leads came later."""
     start: int
@@ -305,7 +315,7 @@ class BeginWorker(Message, frozen=True, kw_only=True):
 
 
 class SaveAll(Message, frozen=True, kw_only=True):
-    """Write the last snapshots; see `Saver.write_last`."""
+    """Write the last snapshots; see `FragmentSnapshots.write_last`."""
 
     within_s: float | None
 
@@ -334,9 +344,7 @@ class LeadAlive(Message, frozen=True, kw_only=True):
 
 
 class WorkerServes(Message, frozen=True, kw_only=True):
-    """The worker answers islands at this HOST:PORT. It follows `FragmentsRestored`."""
-
-    address: str
+    """The worker answers islands. It follows `FragmentsRestored`."""
 
 
 class WorkerAlive(Message, frozen=True, kw_only=True):

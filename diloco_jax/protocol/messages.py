@@ -250,26 +250,24 @@ class ResendRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=
     tick: int
 
 
-class Published(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """A fragment has a new version; fetch it. The verdict is on this island's take."""
-
-    fragment: int
-    version: Version
-    tick: int = -1
-    verdict: Verdict = "none"
-    reason: str = ""
-    change: float = 0.0
-    """Length of the change that the merge makes; 0: nobody has measured it."""
-
-
 class TakeVerdict(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Verdict on a take, sent apart from a publish."""
+    """Verdict on a take."""
 
     fragment: int
     tick: int
     verdict: Verdict
     reason: str
     version: Version
+
+
+class Published(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """A fragment has a new version; fetch it. The verdict is on this island's take."""
+
+    fragment: int
+    version: Version
+    verdict: TakeVerdict | None = None
+    change: float = 0.0
+    """Length of the change that the merge makes; 0: nobody has measured it."""
 
 
 class Granted(Message, frozen=True, kw_only=True, tag=True):

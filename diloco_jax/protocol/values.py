@@ -18,7 +18,7 @@ from msgspec import Meta
 Phase = Literal["joining", "compiling", "training", "stopped"]
 BEGINNING: tuple[Phase, ...] = ("joining", "compiling")
 """Phases of an island before its first step."""
-Verdict = Literal["merged", "pending", "refused", "none"]
+Verdict = Literal["merged", "pending", "refused"]
 
 ISLAND_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """Pattern of an island's name, which appears in paths, commands and log lines."""

@@ -164,7 +164,7 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
         inner = dataclasses.replace(run.inner, learning_rate=rate)
         data = DataConfig(arrays=run.data.arrays)
         run = RunConfig(model=run.model, data=data, inner=inner)
-    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="", offers="")
+    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
     return _trainer_of(run, alike)
 
 

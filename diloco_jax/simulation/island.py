@@ -18,7 +18,7 @@ from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.island.mailbox import Arrival, Arrivals
-from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.coordinator.events import Event, Said
 from diloco_jax.protocol.coordinator.state import PolicyConfig

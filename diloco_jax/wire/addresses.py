@@ -108,20 +108,12 @@ def resolve(address: str) -> str:
     return format_address(str(numeric[0]), port)
 
 
-def worker_address(address: str, worker: int) -> str:
-    """Return the address of a worker's bulk beside a coordinator's: the ports after the
-    coordinator's two. Port 0, any free one, stays."""
-    host, port = parse_address(address)
-    return format_address(host, port + 2 + worker if port else 0)
-
-
-def require_free(address: str, ports: int = 2) -> None:
-    """Raise ConfigError if `address` or one of the ports after it, so many in all,
-    cannot be bound; called before a run is begun."""
+def require_free(address: str, *, bulk: bool = True) -> None:
+    """Raise ConfigError if `address` or, for `bulk`, the port after it cannot be bound;
+    called before a run is begun."""
     wanted = [address]
-    if parse_address(address)[1]:
+    if bulk and parse_address(address)[1]:
         wanted.append(bulk_address(address))
-        wanted += [worker_address(address, worker) for worker in range(ports - 2)]
     for each in wanted:
         listen(resolve(each)).close()
 

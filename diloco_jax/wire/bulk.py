@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy.typing as npt
 
 from diloco_jax.core.payload import Part
 from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, CountOrNone, Version
 from diloco_jax.wire.errors import Failure
-
-Serial = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,40}$")]
-"""Serial number of a certificate, in hex."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,9 +70,6 @@ class FetchRequest(IslandCall, frozen=True, kw_only=True, tag=True, omit_default
     """Bytes of the stripe; -1: to the end."""
     part: Part = ()
     """Tiles that are wanted, of each publish or of the anchor; empty: all of them."""
-    digests: bool = False
-    """Send the digests of the anchor's tiles (`core/tiles.py`) in their
-    place."""
     theta: bool = False
     """Send Theta in the place of A, f32: to a coordinator, by its worker."""
 
@@ -91,36 +84,6 @@ class FetchStart(Message, frozen=True, kw_only=True, tag=True):
     total: int
     offset: int
     length: int
-
-
-class HoldingsRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Ask a host of another island what it has of a fragment's anchor."""
-
-    run_id: Identifier
-    island: Name
-    fragment: Count
-
-
-class Holdings(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to it."""
-
-    version: Version
-    part: Part
-    """Tiles that a `FetchRequest` may ask for."""
-
-
-class RevocationRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Ask the coordinator whether a certificate is revoked."""
-
-    serial: Serial
-    """Its serial number, in hex."""
-
-
-class Revocation(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to it."""
-
-    revoked: bool
-    """True if nobody is to be served by it."""
 
 
 class CycleRequest(Message, frozen=True, kw_only=True, tag=True):
@@ -144,10 +107,8 @@ class KeptStart(Message, frozen=True, kw_only=True, tag=True):
     total: int
 
 
-Request = (
-    UploadStart | FetchRequest | HoldingsRequest | RevocationRequest | CycleRequest
-)
-Reply = UploadDone | FetchStart | Holdings | Revocation | KeptStart | Failure
+Request = UploadStart | FetchRequest | CycleRequest
+Reply = UploadDone | FetchStart | KeptStart | Failure
 
 Payload = bytes | bytearray | memoryview
 BLOCK_BYTES = 4 << 20

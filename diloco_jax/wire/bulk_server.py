@@ -1,5 +1,4 @@
-"""A bulk port: the coordinator's and a worker's for uploads, fetches and kept files,
-and that of an island that offers its anchors to islands that join.
+"""A bulk port: the coordinator's, or a worker's, for uploads, fetches and kept files.
 
 A connection without a transfer costs an open file and no thread: one thread holds all
 of them. So a peer that shakes hands slowly, stays silent, or does not read why it is
@@ -39,7 +38,6 @@ from diloco_jax.wire.principal import (
     OPERATOR,
     Peers,
     Principal,
-    Revocations,
     island,
     require,
 )
@@ -345,18 +343,14 @@ class BulkServer:
         bulk_channels: int,
         max_hosts_each: int | None = None,
         log: RateLimitedLog | None = None,
-        is_revoked: Callable[[int], bool] | None = None,
     ) -> None:
         """Arguments are those of `server.Server`. log: its lines about peers; None =
-        lines of this port alone. is_revoked: asks the coordinator, whose list this
-        process does not have; see `Revocations`."""
+        lines of this port alone."""
         self.handlers = handlers
         """May be replaced at any time; transfers under way end with the old ones."""
         self._lines = log or RateLimitedLog()
         self._contexts = tls.server_contexts() if tls is not None else lambda: None
         self._peers = Peers(tls.folder if tls is not None else None)
-        asks = is_revoked if tls is not None else None
-        self._revocations = Revocations(asks) if asks is not None else None
         self._deadlines = deadlines
         # A host may send and fetch on all of its channels at once.
         wanted = 2 * bulk_channels * max_hosts
@@ -467,26 +461,14 @@ class BulkServer:
         guard: Guard,
     ) -> None:
         handlers = self.handlers
-        if isinstance(
-            request, bulk.UploadStart | bulk.FetchRequest | bulk.HoldingsRequest
-        ):
+        if isinstance(request, bulk.UploadStart | bulk.FetchRequest):
             of_lead = isinstance(request, bulk.FetchRequest) and request.theta
             require(who, COORDINATOR if of_lead else island(request.island))
-        if self._revocations is not None:
-            caller, serial = self._peers.named_in(connection.certificate())
-            self._revocations.require_valid(serial, caller)
         match request:
             case bulk.UploadStart():
                 self._upload(connection, request, guard)
             case bulk.FetchRequest():
                 self._fetch(connection, request, handlers.fetch(request), guard)
-            case bulk.HoldingsRequest():
-                connection.send(handlers.holdings(request))
-            case bulk.RevocationRequest():
-                if self._revocations is not None:
-                    handlers.refuse()
-                revoked = self._peers.is_revoked(int(request.serial, 16))
-                connection.send(bulk.Revocation(revoked=revoked))
             case bulk.CycleRequest():
                 require(who, OPERATOR)
                 view = handlers.kept(request.cycle, request.name)

@@ -28,7 +28,7 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     WireError,
 )
-from diloco_jax.wire.principal import COORDINATOR, worker
+from diloco_jax.wire.principal import worker
 from diloco_jax.wire.server import SERVICE, keepalive_options
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain, large_lost
@@ -195,8 +195,7 @@ class Client:
         addresses.require_tls(
             address, tls=self._tls is not None, insecure=self._insecure
         )
-        # A worker on the coordinator's machine without a key of its own has that one's.
-        whose = () if number is None else (worker(number), COORDINATOR)
+        whose = () if number is None else (worker(number),)
         with self._lock:
             found = self._transfers.get((address, number))
             if found is None:

@@ -4,11 +4,6 @@ A certificate carries its principal as a URI, `diloco:island:v6e`, and its files
 named after it, `island.v6e.pem`. The name that an island claims is compared with the
 certificate of its connection at every hello, upload and fetch. Reports belong to the
 stream of a hello.
-
-The coordinator's folder alone has the list of what is revoked. An island that offers
-its anchors serves certificates of others, so it asks the coordinator, and serves
-nothing on no answer. That costs a join nothing, since it needs the coordinator anyway,
-for the digests of what it fetches.
 """
 
 from __future__ import annotations
@@ -17,8 +12,6 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +19,7 @@ import msgspec
 from cryptography import x509
 
 from diloco_jax.protocol.values import ISLAND_NAME
-from diloco_jax.wire.errors import REVOKED_CODE, Refused, SecurityError, WireError
+from diloco_jax.wire.errors import REVOKED_CODE, Refused, SecurityError
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +112,7 @@ def require_run(call: Any, run_id: str) -> None:
         raise Refused(
             "run_id",
             f"this process serves run {run_id}, the call is of run {call.run_id}; "
-            f"check the coordinator's address, or islands.NAME.offers",
+            f"check the coordinator's address",
         )
 
 
@@ -160,14 +153,6 @@ class Peers:
         SecurityError if it names nobody, Refused if it is revoked."""
         if self._path is None:
             return None
-        caller, serial = self.named_in(pem)
-        if self.is_revoked(serial):
-            raise revoked(caller, serial)
-        return caller
-
-    def named_in(self, pem: bytes) -> tuple[Principal, int]:
-        """Return whose certificate it is, and its serial number, though it may be
-        revoked. Raises SecurityError if it names nobody."""
         with self._lock:
             found = self._known.get(pem)
             if found is None:
@@ -175,7 +160,14 @@ class Peers:
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
                 self._known[pem] = found
-            return found
+        caller, serial = found
+        if self.is_revoked(serial):
+            raise Refused(
+                REVOKED_CODE,
+                f"the certificate of {caller}, serial number {serial:x}, is revoked; "
+                f"ask for another one (`diloco certs DIR --add`)",
+            )
+        return caller
 
     def is_revoked(self, serial: int) -> bool:
         """Tell whether the certificate of this serial number is revoked."""
@@ -202,15 +194,6 @@ class Peers:
             logger.error("%s cannot be read, and is left as it was: %s", path, error)
             return
         self._changed = changed
-
-
-def revoked(whose: Principal, serial: int) -> Refused:
-    """Return the error for whoever comes with a revoked certificate."""
-    return Refused(
-        REVOKED_CODE,
-        f"the certificate of {whose}, serial number {serial:x}, is revoked; ask for "
-        f"another one (`diloco certs DIR --add`)",
-    )
 
 
 def serials(text: str) -> list[int]:
@@ -254,53 +237,3 @@ def _read(pem: bytes) -> tuple[Principal, int]:
             f"certificates with this version's `diloco certs`"
         )
     return principal, certificate.serial_number
-
-
-KEPT_S = 5.0
-"""Seconds for which an answer counts: a fetch has many stripes."""
-
-
-class Revocations:
-    """The coordinator's answers about certificates. Any thread may ask."""
-
-    def __init__(self, ask: Callable[[int], bool]) -> None:
-        """ask: asks the coordinator for a serial number; raises WireError."""
-        self._ask, self._lock = ask, threading.Lock()
-        self._known: dict[int, tuple[float, Future[bool]]] = {}
-        """When the coordinator was asked for a serial number, and its answer."""
-
-    def require_valid(self, serial: int, who: Principal) -> None:
-        """Raise Refused if a certificate is revoked, or the coordinator does not
-        say."""
-        try:
-            found = self._answer(serial)
-        except WireError as error:
-            raise Refused(
-                "unchecked",
-                f"the coordinator does not say whether the certificate of {who} is "
-                f"revoked ({error}), and this island serves nobody unchecked; "
-                f"fetch from the coordinator",
-            ) from error
-        if found:
-            raise revoked(who, serial)
-
-    def _answer(self, serial: int) -> bool:
-        """Ask for a serial number, or wait for the answer to another thread: many
-        stripes of one fetch come at once."""
-        now = time.monotonic()
-        with self._lock:
-            at, answer = self._known.get(serial, (float("-inf"), Future[bool]()))
-            if asks := now >= at + KEPT_S:
-                if len(self._known) >= MOST_KNOWN:
-                    self._known.clear()
-                answer = Future()
-                self._known[serial] = now, answer
-        if asks:
-            try:
-                answer.set_result(self._ask(serial))
-            except BaseException as error:
-                with self._lock:  # No answer does not count: the next one asks.
-                    if self._known.get(serial) == (now, answer):
-                        del self._known[serial]
-                answer.set_exception(error)
-        return answer.result()

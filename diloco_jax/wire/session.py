@@ -257,10 +257,6 @@ class Handlers:
         """
         self.refuse()
 
-    def holdings(self, request: bulk.HoldingsRequest) -> bulk.Holdings:
-        """Return the version and tiles that this host has of a fragment's anchor."""
-        self.refuse()
-
     def kept(self, cycle: int, name: str) -> memoryview:
         """Return the bytes of a file of a kept cycle; may raise Refused or Busy."""
         self.refuse()

@@ -63,10 +63,7 @@ class Connections:
         field: the config's, with the address."""
         self.address, self._answers, self._field = address, answers, field
         self._deadlines, self._most = deadlines, most
-        # The certificate of an island names no machine.
-        by_name = all(who.role != "island" for who in answers)
-        make = TlsFiles.client_context if by_name else TlsFiles.peer_context
-        self._tls = Renewed(tls, make) if tls is not None else None
+        self._tls = Renewed(tls, TlsFiles.client_context) if tls is not None else None
         self._context: ssl.SSLContext | None = None
         """That of the idle connections."""
         self._lock = threading.Lock()
@@ -277,16 +274,6 @@ class Transfers:
                 self._submit(self._upload_pool, self._send, group, stripe, part)
             )
         return self._sum(group, sending)
-
-    def ask(
-        self, request: bulk.HoldingsRequest | bulk.RevocationRequest, kind: type[Answer]
-    ) -> Answer:
-        """Return the answer, of this kind, to a request without payload. Raises
-        Refused, ConnectionLost, or RemoteProtocolError."""
-        with self.call(self._begin()) as (connection, _):
-            found = asked(connection, request, kind)
-            connection.between = True
-            return found
 
     def fetch(
         self,

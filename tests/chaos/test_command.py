@@ -26,8 +26,8 @@ from diloco_jax.observability.tape import Tape
 CUT = ChaosOptions(strikes=("a@5s:partition3",))
 
 
-def config(workers=1):
-    placement = Placement(workers=workers, restarts=2)
+def config():
+    placement = Placement(restarts=2)
     islands = {"a": IslandConfig(), "b": IslandConfig()}
     return Config(run=RunConfig(), islands=islands, placement=placement)
 
@@ -77,27 +77,6 @@ def test_the_twin_has_a_folder_of_its_own_and_no_faults(tmp_path):
     struck = with_faults(config(), ("a@9:kill",))
     twin = twin_of(struck, tmp_path / "run").placement
     assert (twin.faults, twin.workdir) == ((), str(tmp_path / "run-twin"))
-
-
-def test_what_is_beside_islands_is_struck_where_it_is():
-    worker = ChaosOptions(strikes=("worker-1@5s:kill",))
-    assert scheduled(config(2), worker)[0][0].who == ("worker-1",)
-    with pytest.raises(ConfigError, match="there is no 'worker-1'"):
-        scheduled(config(1), worker)
-    drawn = ChaosOptions(every_s=2.0, for_s=400.0)
-    names = {strike.who for strike in scheduled(config(2), drawn)[0]}
-    assert names == {
-        *[("a",), ("b",), ("coordinator",)],
-        *[("worker-0",), ("worker-1",)],
-    }
-
-
-def test_links_of_workers_are_not_struck():
-    with pytest.raises(ConfigError, match=r"placement\.workers = 2 have links"):
-        scheduled(config(2), CUT)
-    assert scheduled(config(2), ChaosOptions(strikes=("a@5s:kill",)))
-    with pytest.raises(ConfigError, match=r"link_bytes_per_s = 5 strikes"):
-        scheduled(config(2), ChaosOptions(strikes=("a@5s:kill",), link_bytes_per_s=5.0))
 
 
 # ---- a run that goes on already -----------------------------------------------------

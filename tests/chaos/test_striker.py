@@ -12,6 +12,7 @@ from diloco_jax import run_files
 from diloco_jax.chaos import strike
 from diloco_jax.chaos.schedule import parse_strikes
 from diloco_jax.chaos.strike import Striker, _acts
+from diloco_jax.cluster.processes import signal_group
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import JsonLines, Tape
 
@@ -145,3 +146,11 @@ def test_only_links_that_are_struck_go_through_a_relay(tmp_path, children):
     assert striker.route(tmp_path, "b", address) == through
     until(lambda: said)
     striker.close()
+
+
+def test_a_number_that_leads_no_group_is_another_process_by_now():
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert not signal_group(child.pid, signal.SIGKILL)
+        child.communicate(b"\n", 30.0)
+    assert child.returncode == 0

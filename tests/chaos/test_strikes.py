@@ -6,7 +6,6 @@ from diloco_jax.chaos.schedule import (
     KINDS,
     OF_PROCESSES,
     Strike,
-    beside_islands,
     parse_strikes,
     random_strikes,
 )
@@ -44,17 +43,6 @@ def test_forms_are_read_and_sorted():
 def test_another_form_is_refused_with_the_forms(text):
     with pytest.raises(ConfigError, match="the forms are"):
         parse_strikes([text], ISLANDS)
-
-
-def test_only_processes_are_struck_beside_islands():
-    beside = beside_islands(2)
-    assert beside == ("worker-0", "worker-1")
-    assert beside_islands(1) == ()
-    texts = ["worker-0@5s:stop3", "a+worker-1@9s:kill"]
-    assert len(parse_strikes(texts, ISLANDS, beside)) == 2
-    for kind in ("delay3=1", "full3"):
-        with pytest.raises(ConfigError, match="of worker-1 only the process is struck"):
-            parse_strikes([f"worker-1@5s:{kind}"], ISLANDS, beside)
 
 
 def test_a_full_disk_is_the_coordinators():

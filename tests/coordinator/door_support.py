@@ -25,14 +25,14 @@ from diloco_jax.config import (
 )
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.anchor_search import AnchorSearch
+from diloco_jax.coordinator.engine import Sessions
 from diloco_jax.coordinator.holding.anchors import LostFragments
+from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
-from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Likeness, Service
-from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import (
@@ -73,6 +73,8 @@ RUN = RunConfig(
 )
 ADMITTED: dict[str, int | None] = {"a": 2, "b": 4, "c": None}
 CONFIG = policy_config(RUN, Placement(), "r", PLAN.sizes, ADMITTED)
+STEP_S = 0.1
+SHARED = shared_fields(RUN)
 LAYOUTS = [PayloadLayout.of(get_codec("f32"), pieces) for pieces in PLAN.fragments]
 
 
@@ -153,7 +155,7 @@ class Coordinator:
             store,
             self.inbox,
             Publishes(folder / f"publishes-{time.monotonic_ns()}"),
-            cast(Any, None),
+            cast(Any, SimpleNamespace(fragments=(0, 1), lost=set())),
             cast(Any, None),
             write_within_s=math.inf,
         )
@@ -219,7 +221,8 @@ class AnchorHolder:
         self.inbox = Inbox(LAYOUTS, rooms)
         self.lost = LostFragments(
             cast(Any, SimpleNamespace(plan=PLAN, first=self._first)),
-            cast(Any, SimpleNamespace(lost={0, 1}, begin_fragment=lambda *_: None)),
+            cast(Any, SimpleNamespace(lost={0, 1}, begin=lambda *_: None)),
+            cast(Any, None),
             self.inbox,
             threading.Event(),
             submit=lambda job: job(),
@@ -276,54 +279,14 @@ class Peer:
     def __init__(self, name: str, made: Coordinator | Gathering) -> None:
         self.name, self.made = name, made
         self.stream: Stream | None = None
-        self.seq = 0
-
-    def say(self, kind: str, changed: dict[str, Any]) -> None:
-        """Raises what the coordinator answers with."""
-        if kind == "Cut":
-            if self.stream is not None:
-                self.made.handlers.disconnect(cast(Any, self.stream))
-        elif kind == "Take":
-            self.take(changed)
-        elif kind == "Hello":
-            self.hello(changed)
-        elif kind in ("Report", "Goodbye"):
-            island = self.made.state.islands.get(self.name)
-            if self.stream is None or island is None or island.status == "gone":
-                self.hello({})
-                self.made.run()
-            default = (
-                self.report() if kind == "Report" else {"reason": "stopped", "text": ""}
-            )
-            message = self.decode(kind, {**default, **changed})
-            self.made.handlers.receive(cast(Any, self.stream), message)
-        elif kind == "UploadStart":
-            self.upload(changed)
-        else:
-            default = {**self.identity(), "want": (1, 0), "have": None}
-            request = decoded(
-                encoding.bulk_request, raw(kind, {**default, **changed}), "p"
-            )
-            self.made.handlers.fetch(request)
 
     def hello(self, changed: dict[str, Any]) -> None:
-        sequences = ADMITTED.get(self.name) or 3
-        default = {
-            "run_id": "",
-            "fingerprint": RUN.fingerprint(),
-            "run": shared_fields(RUN),
-            "plan": PLAN.digest(),
-            "island": self.name,
-            "island_config": {"batch_size": sequences},
-            "incarnation": self.incarnation(),
-            "session": self.name,
-            "environment": {"jax": "0", "devices": 1},
-            "tokens_per_step": sequences * RUN.sequence_length,
-            "sequences_per_step": sequences,
-            "phase": "training",
-            "steps": self.steps(),
-            "step_seconds": 0.1,
-        }
+        default = hello_fields(
+            self.name,
+            incarnation=self.incarnation(),
+            session=self.name,
+            steps=self.steps(),
+        )
         message = self.decode("Hello", {**default, **changed})
         self.stream = Stream(message)
         self.made.handlers.connect(message, cast(Any, self.stream))
@@ -351,41 +314,10 @@ class Peer:
             "fragment": 0,
         }
 
-    def take(self, changed: dict[str, Any]) -> None:
-        """Two steps, then all that it is asked for."""
-        island = self.made.state.islands.get(self.name)
-        if self.stream is None or island is None or island.status == "gone":
-            self.hello({})
-            return
-        self.seq = max(self.seq, island.records_through)
-        asked, records_of_takes = [], []
-        for fragment in self.made.state.fragments:
-            account = fragment.accounts[self.name]
-            if account.take is not None and account.take.end is None:
-                self.seq += 1
-                asked.append((fragment.index, account.take.tick))
-                record = {
-                    "seq": self.seq,
-                    "kind": "took",
-                    "step": self.steps() + 2,
-                    "fragment": fragment.index,
-                    "tick": account.take.tick,
-                    "start": account.start,
-                    "version": tuple(fragment.version),
-                }
-                records_of_takes.append({**record, **changed})
-        self.say("Report", {"steps": self.steps() + 2, "records": records_of_takes})
-        self.made.run()
-        for number, tick in asked:
-            self.upload({"fragment": number, "tick": tick})
-
     def upload(self, changed: dict[str, Any]) -> None:
         total = LAYOUTS[0].total_bytes
         default = {**self.identity(), "tick": 1, "offset": 0, "length": total}
         fields = {**default, "total": total, **changed}
-        if changed.get("fragment") == 1:
-            total = LAYOUTS[1].total_bytes
-            fields = {**fields, "length": total, "total": total}
         start = decoded(encoding.bulk_request, raw("UploadStart", fields), "p")
         place = self.made.handlers.upload_begin(start)
         place[:] = bytes(len(place))
@@ -397,3 +329,34 @@ class Peer:
 
 def raw(kind: str, fields: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode({"type": kind, **fields})
+
+
+def hello_fields(name: str, **changed: Any) -> dict[str, Any]:
+    """The fields of an island's hello."""
+    sequences = ADMITTED.get(name) or 3
+    return {
+        "run_id": "",
+        "fingerprint": RUN.fingerprint(),
+        "run": SHARED,
+        "plan": PLAN.digest(),
+        "island": name,
+        "island_config": {"batch_size": sequences},
+        "incarnation": 1,
+        "session": name,
+        "environment": {"jax": "0", "devices": 1},
+        "tokens_per_step": sequences * RUN.sequence_length,
+        "sequences_per_step": sequences,
+        "phase": "training",
+        "steps": 0,
+        "step_seconds": STEP_S,
+        "outstanding": [],
+        "sequences_granted": 0,
+        "records_through": 0,
+        "term": 0,
+        "versions": [],
+        "tokens": 0,
+        "own_tokens": 0,
+        "next_position": 0,
+        "lead": 0,
+        **changed,
+    }

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
-from door_support import ADMITTED, LAYOUTS, PLAN, RUN
-from fuzz_shrinking import paths
-from fuzz_steady import FIRST, SHARED, STEP_S, Steady, chunked, raw
+from door_support import ADMITTED, LAYOUTS, RUN, STEP_S, hello_fields, raw
+from fuzz_steady import FIRST, Steady, chunked
 from fuzz_support import UNIX, Move, World, carried
 from numbers_said import numbers_of
 
@@ -107,8 +106,6 @@ class Hostile:
         if choice == "noise":
             junk = chance.randbytes(chance.choice((0, 1, 20, 300)))
             return [Move(chance.choice(("say", "upload", "fetch")), name, (junk,))]
-        if choice == "fetch" and chance.random() < 0.1:
-            return [Move("fetch", name, (raw("RevocationRequest", {"serial": "1f"}),))]
         if choice == "fetch":
             return [Move("fetch", name, (raw("FetchRequest", self._fetch(name)),))]
         if choice == "upload":
@@ -132,46 +129,32 @@ class Hostile:
         island = self.world.state.islands.get(name)
         return None if island is None or island.status == "gone" else island
 
-    def _batch(self, name: str) -> int:
-        return ADMITTED.get(name) or 3
-
     def _hello(self, name: str) -> dict[str, Any]:
         known = self.world.state.islands.get(name)
         if (known is not None and known.status == "gone") or self.random.random() < 0.1:
             self.incarnations[name] += 1
             self.sessions[name] = f"{name}-{self.incarnations[name]}"
         current = self._known(name)
-        batch, steps = self._batch(name), current.steps if current else 0
         version = tuple(self.world.state.fragments[0].version)
         offers = self.world.coordinator is None
         # Of another config or run, often: no single offer ends a gathering.
         unfit = offers and self.random.random() < 0.3
         run_id = "another" if unfit and name == "b" else "r"
-        return {
-            "run_id": run_id if offers else "",
-            "fingerprint": "x" if unfit and name == "c" else RUN.fingerprint(),
-            "run": SHARED,
-            "plan": PLAN.digest(),
-            "island": name,
-            "island_config": {"batch_size": batch},
-            "incarnation": self.incarnations[name],
-            "session": self.sessions[name],
-            "environment": {"jax": "0", "devices": 1, "host": "h"},
-            "tokens_per_step": batch * RUN.sequence_length,
-            "sequences_per_step": batch,
-            "phase": "training",
-            "steps": steps,
-            "step_seconds": STEP_S,
-            "outstanding": [],
-            "sequences_granted": current.sequences_granted if current else 0,
-            "records_through": current.records_through if current else 0,
-            "term": 1 if offers else 0,
-            "versions": [version] * 2 if offers else [],
-            "tokens": 0,
-            "own_tokens": self.random.randrange(100),
-            "next_position": self.world.state.next_position,
-            "lead": LARGEST["lead"] if self.holds_up else self.random.randrange(3),
-        }
+        return hello_fields(
+            name,
+            run_id=run_id if offers else "",
+            fingerprint="x" if unfit and name == "c" else RUN.fingerprint(),
+            incarnation=self.incarnations[name],
+            session=self.sessions[name],
+            steps=current.steps if current else 0,
+            sequences_granted=current.sequences_granted if current else 0,
+            records_through=current.records_through if current else 0,
+            term=1 if offers else 0,
+            versions=[version] * 2 if offers else [],
+            own_tokens=self.random.randrange(100),
+            next_position=self.world.state.next_position,
+            lead=LARGEST["lead"] if self.holds_up else self.random.randrange(3),
+        )
 
     def _report(self, name: str, records: int = 0) -> dict[str, Any]:
         known = self._known(name)
@@ -334,3 +317,15 @@ class Hostile:
                 ([[1, 0]], [[1, 1], [1, 2]], [0], [[2**20, 2**48]] * 2)
             )
         return value
+
+
+def paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values inside a decoded message, the inner ones last."""
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, inner in items:
+        yield (*before, key)
+        yield from paths(inner, (*before, key))

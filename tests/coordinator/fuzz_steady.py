@@ -5,26 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
 import numpy as np
-from door_support import ADMITTED, LAYOUTS, PLAN, RUN
+from door_support import ADMITTED, LAYOUTS, PLAN, STEP_S, hello_fields, raw
 from fuzz_support import UNIX, Move, World
 
-from diloco_jax.config import shared_fields
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.core.tiles import TileGrid, ballot_of
 from diloco_jax.protocol import messages
 from diloco_jax.wire import frames
 
-STEP_S = 0.1
 FIRST = int(UNIX)
 """The first incarnation, counted as launchers do."""
-SHARED = shared_fields(RUN)
 ANCHOR_BYTES = [4 * sum(math.prod(p.shape) for p in f) for f in PLAN.fragments]
-
-
-def raw(kind: str, fields: dict[str, Any]) -> bytes:
-    return msgspec.msgpack.encode({"type": kind, **fields})
 
 
 class Steady:
@@ -95,39 +87,27 @@ class Steady:
         return self.name in self.world.streams
 
     def hello(self) -> dict[str, Any]:
-        batch = ADMITTED[self.name]
+        names = ("tick", "start", "end", "seq", "base")
         held = [
-            {
-                "fragment": f,
-                **{k: t[k] for k in ("tick", "start", "end", "seq", "base")},
-            }
-            for f, t in self.takes.items()
+            {"fragment": fragment, **{name: take[name] for name in names}}
+            for fragment, take in self.takes.items()
         ]
-        return {
-            "run_id": self.run_id,
-            "fingerprint": RUN.fingerprint(),
-            "run": SHARED,
-            "plan": PLAN.digest(),
-            "island": self.name,
-            "island_config": {"batch_size": batch},
-            "incarnation": self.incarnation,
-            "session": self.session,
-            "environment": {"jax": "0"},
-            "tokens_per_step": batch * RUN.sequence_length,
-            "sequences_per_step": batch,
-            "phase": self.phase,
-            "steps": self.steps,
-            "step_seconds": STEP_S,
-            "outstanding": held,
-            "sequences_granted": self.granted,
-            "records_through": self.acknowledged,
-            "term": self.term,
-            "versions": self.base,
-            "tokens": self.tokens,
-            "own_tokens": self.own_tokens,
-            "next_position": self.position,
-            "lead": 0,
-        }
+        return hello_fields(
+            self.name,
+            run_id=self.run_id,
+            incarnation=self.incarnation,
+            session=self.session,
+            phase=self.phase,
+            steps=self.steps,
+            outstanding=held,
+            sequences_granted=self.granted,
+            records_through=self.acknowledged,
+            term=self.term,
+            versions=self.base,
+            tokens=self.tokens,
+            own_tokens=self.own_tokens,
+            next_position=self.position,
+        )
 
     def _take(self, fragment: int, tick: int) -> Move:
         self.seq += 1
@@ -200,7 +180,11 @@ class Steady:
                         said.append(self._delta(message.fragment, message.tick))
                 case messages.AnchorRequest() if self.base:
                     said.append(self._anchor(message.fragment, message.sample))
-                case messages.Published() | messages.TakeVerdict():
+                case messages.Published(fragment=fragment, version=version):
+                    self.base[fragment] = tuple(version)
+                    if message.verdict is not None:
+                        self._judged(message.verdict)
+                case messages.TakeVerdict():
                     self._judged(message)
                 case messages.Progress():
                     self.acknowledged = message.records_through
@@ -230,10 +214,8 @@ class Steady:
         self.term = welcome.term
         self.base = [tuple(version) for version in welcome.versions]
 
-    def _judged(self, said: messages.Published | messages.TakeVerdict) -> None:
+    def _judged(self, said: messages.TakeVerdict) -> None:
         fragment = said.fragment
-        if isinstance(said, messages.Published):
-            self.base[fragment] = tuple(said.version)
         take = self.takes.get(fragment)
         if take is None or said.tick != take["tick"]:
             return

@@ -300,7 +300,6 @@ class World:
         if self.scenario.secure:
             known = SimpleNamespace(
                 identify=lambda pem: principal.island(pem.decode()),
-                is_revoked=lambda serial: False,
             )
             self._server._peers = bulk._peers = known
 

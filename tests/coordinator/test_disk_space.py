@@ -12,11 +12,11 @@ import pytest
 from tiny import MODEL
 
 from diloco_jax.config import Config, OuterConfig, RunConfig, SyncConfig
-from diloco_jax.coordinator import disk_space
-from diloco_jax.coordinator.disk_space import DiskNeed, DiskWait
-from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
+from diloco_jax.coordinator import watchdog
+from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.coordinator.settings import state_sizes
+from diloco_jax.coordinator.watchdog import DiskNeed, DiskWait
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability import metrics as metrics_module
 from diloco_jax.observability.metrics import Metrics
@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def disk(monkeypatch):
-    monkeypatch.setattr(disk_space, "AGAIN_S", 0.0)
+    monkeypatch.setattr(watchdog, "AGAIN_S", 0.0)
     return DiskWait(PATIENCE_S, ended=lambda: False)
 
 
@@ -284,7 +284,7 @@ def test_folders_of_one_disk_need_what_is_written_to_both(tmp_path):
 
 
 def test_each_folder_needs_what_is_written_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_space, "_disk_of", hash)
+    monkeypatch.setattr(watchdog, "_disk_of", hash)
     elsewhere = tmp_path / "other"
     need = need_of(tmp_path, checkpoints=str(elsewhere))
     assert need.folders == {"workdir": tmp_path / "run", "checkpoints": elsewhere}

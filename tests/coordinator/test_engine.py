@@ -12,7 +12,7 @@ from engine_support import hello, report
 
 from diloco_jax.coordinator import lead as lead_module
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
@@ -40,7 +40,8 @@ def test_what_is_told_was_durable_before(make_engine, island, tmp_path, monkeypa
     ((_, held),) = island.told(messages.TakeRequest)
     assert "ticks" in held
     ((published, held),) = island.told(messages.Published)
-    assert (published.version, published.verdict) == (Version(1, 1), "merged")
+    assert published.version == Version(1, 1)
+    assert published.verdict.verdict == "merged"
     assert held[-1] == "merged"
     assert synced[-1] == len(island.seen) - 1  # between the message before and this
     *_, merged = read(tmp_path / "log", -1)

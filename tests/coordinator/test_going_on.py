@@ -1,4 +1,6 @@
-"""A coordinator with a config of more tokens than its run has."""
+"""A coordinator with a config of more tokens than its run has; and the options that say
+how it begins.
+"""
 
 import dataclasses
 
@@ -7,7 +9,12 @@ import pytest
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, OuterConfig, RunConfig
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.coordinator.going_on import extension
+from diloco_jax.coordinator.going_on import (
+    DRAWN,
+    CoordinatorOptions,
+    extension,
+    with_source,
+)
 from diloco_jax.protocol.coordinator.events import RunExtended
 from diloco_jax.protocol.coordinator.state import State
 
@@ -54,3 +61,31 @@ def test_only_who_resumes_may_have_more_tokens(workdir):
     other = dataclasses.replace(of_tokens(2000).run, seed=3)
     with pytest.raises(ConfigError, match="seed: 0 here, 3 there"):
         workdirs.find_run(Config(run=other), workdir, extends=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ([], []),
+        (["--init"], ["--init", DRAWN]),
+        (["--init", "--workdir", "w"], ["--init", DRAWN, "--workdir", "w"]),
+        (["--init", "hf:d", "--workdir", "w"], ["--init", "hf:d", "--workdir", "w"]),
+        (["--init=run:w"], ["--init=run:w"]),
+    ],
+)
+def test_an_init_without_a_source_draws(given, meant):
+    assert with_source(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"init": DRAWN}, "--init begins a run"),
+        ({"resume": True}, "--resume goes on from the workdir"),
+    ],
+)
+def test_a_run_is_named_only_where_nothing_else_names_it(options, said):
+    with pytest.raises(ConfigError, match=said):
+        CoordinatorOptions(run_id="r", **options).check_run()
+    CoordinatorOptions(run_id="r").check_run()
+    CoordinatorOptions(**options).check_run()

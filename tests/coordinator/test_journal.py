@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.coordinator.journal import ALERTS_EACH, ALERTS_KEPT, Journal
+from diloco_jax.coordinator.journal import ALERTS_EACH, ALERTS_KEPT, Journal, Note
 from diloco_jax.faults import Faults
+from diloco_jax.protocol import records
 
 
 @pytest.fixture
@@ -33,3 +34,9 @@ def test_the_last_alerts_of_the_run_are_kept(journal: Journal) -> None:
         journal.alert(str(number))
     assert journal.alerts == [str(n) for n in range(200 - ALERTS_KEPT, 200)]
     assert len(journal.untold) == 100
+
+
+def test_no_line_of_the_coordinators_has_a_kind_of_the_policys() -> None:
+    theirs = {*records.Durable.__args__, *records.Noted.__args__}
+    lines = (*theirs, *Note.__args__)
+    assert len({line.__struct_config__.tag for line in lines}) == len(lines)

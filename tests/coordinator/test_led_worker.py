@@ -1,6 +1,6 @@
 """A worker as the lead has it: it comes up, is missing, refuses, fails, or hangs up.
 
-A script stands in for a child, and a thread for a worker at an address.
+A thread stands in for it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import dataclasses
 import queue
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.coordinator.workers import led
-from diloco_jax.coordinator.workers.led import LedWorker
+from diloco_jax.coordinator.workers import holder
+from diloco_jax.coordinator.workers.holder import LedWorker
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.coordinator.workers.process import sign_of_life
 from diloco_jax.protocol.holding import (
@@ -39,40 +38,22 @@ PATIENCE_S = 60.0
 NOTHING = RestoreFragments(fragments=())
 RESTORED = FragmentsRestored(fragments=(), discarded=0, environment={})
 Speak = Callable[[socket.socket], None]
-CHILD = """
-import socket, sys
-from diloco_jax.coordinator.workers.line import read_frame, write_frame
-from diloco_jax.protocol.holding import FragmentsRestored, WorkerFailed, WorkerServes
-
-end = socket.socket(fileno=int(sys.argv[1]))
-read_frame(end), read_frame(end)
-restored = FragmentsRestored(fragments=(), discarded=0, environment={})
-"""
-SERVES_AND_ENDS = f"""{CHILD}
-write_frame(end, restored)
-write_frame(end, WorkerServes(address="127.0.0.1:7079"))
-"""
-FAILS = f"""{CHILD}
-write_frame(end, WorkerFailed(text="its disk is read-only"))
-"""
 
 
 class Led:
     """A worker, and what the lead hears of it."""
 
-    def __init__(self, dialled: str = "", **placement: object) -> None:
-        addresses = (dialled, "127.0.0.1:9") if dialled else ()
+    def __init__(self, **placement: object) -> None:
+        addresses = ("host:7070", "127.0.0.1:9")
         config = Config(
             islands={"a": IslandConfig()},
             placement=Placement(workers=2, worker_addresses=addresses, **placement),
         )
         begin = BeginWorker(
             config=dataclasses.asdict(config),
-            workdir="",
             run_id="r",
             worker=0,
             fragments=(0,),
-            bind="",
             term=1,
             start=1,
         )
@@ -83,23 +64,6 @@ class Led:
         found = self.said.get(timeout=PATIENCE_S)
         assert isinstance(found, kind), found
         return found
-
-
-@pytest.fixture
-def child(monkeypatch):
-    """Gives a worker whose process is a script."""
-    made: list[Led] = []
-
-    def start(script: str) -> LedWorker:
-        monkeypatch.setattr(led, "COMMAND", (sys.executable, "-c", script))
-        made.append(Led())
-        made[-1].worker.start(NOTHING)
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.worker.end()
-        one.worker.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -125,8 +89,8 @@ def dialled(monkeypatch) -> Iterator[Callable[..., Led]]:
             threading.Thread(target=run, daemon=True).start()
             return own
 
-        monkeypatch.setattr(led, "dial_worker", dial)
-        made.append(Led("host:7070", **placement))
+        monkeypatch.setattr(holder, "dial_worker", dial)
+        made.append(Led(**placement))
         made[-1].worker.start(first)
         return made[-1]
 
@@ -138,28 +102,13 @@ def dialled(monkeypatch) -> Iterator[Callable[..., Led]]:
 def serves(end: socket.socket) -> None:
     read_frame(end)
     write_frame(end, RESTORED)
-    write_frame(end, WorkerServes(address="ignored:1"))
+    write_frame(end, WorkerServes())
 
 
 def until(kind: type, end: socket.socket) -> None:
     """Read until the lead says this."""
     while not isinstance(to_worker(read_frame(end)), kind):
         pass
-
-
-def test_a_child_whose_line_breaks_ends_the_lead(child):
-    one = child(SERVES_AND_ENDS)
-    assert one.worker.restored() == RESTORED
-    gone = str(one.heard(ConnectionLost))
-    assert "worker 0, which serves at 127.0.0.1:7079, is gone: the line to it" in gone
-    assert "start it again" in gone
-
-
-def test_a_child_that_fails_as_it_starts_is_named_with_its_reason(child):
-    with pytest.raises(
-        ConnectionLost, match="worker 0 did not come up: it failed: its"
-    ):
-        child(FAILS).worker.restored()
 
 
 def test_one_that_is_missing_is_dialled_and_told(dialled, caplog):
@@ -170,8 +119,9 @@ def test_one_that_is_missing_is_dialled_and_told(dialled, caplog):
     assert one.worker.restored() == RESTORED
     assert "worker 0 at host:7070 is missing: the line to it broke" in caplog.text
     shown = one.worker.shown()
-    assert (shown.address, shown.pid > 0, shown.fragments) == ("host:7071", True, 1)
-    assert one.worker.alerts == ("low on disk",)
+    assert (shown["address"], shown["fragments"]) == ("host:7071", 1)
+    assert shown["pid"] > 0
+    assert one.worker.alive.alerts == ("low on disk",)
 
 
 def test_one_that_does_not_come_in_time_fails_the_start(dialled):
@@ -211,7 +161,10 @@ def test_once_it_serves_its_last_word_ends_the_lead(dialled, last, why):
     one = dialled(speak)
     one.worker.restored()
     assert one.heard(HolderTroubled).text == "a full disk"
-    assert why in str(one.heard(ConnectionLost))
+    gone = str(one.heard(ConnectionLost))
+    assert "worker 0 at host:7070, which serves at host:7071, is gone: " in gone
+    assert why in gone
+    assert "start it again" in gone
 
 
 def test_at_the_end_it_saves_and_hears_that_the_run_is_over(dialled):

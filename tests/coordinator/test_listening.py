@@ -8,6 +8,7 @@ import queue
 import shutil
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -15,20 +16,22 @@ from msgspec.structs import replace
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator.going_on import WorkerOptions
-from diloco_jax.coordinator.workers import led, listening
-from diloco_jax.coordinator.workers.led import LedWorker
-from diloco_jax.coordinator.workers.listening import Listening
-from diloco_jax.coordinator.workers.process import facts_of
+from diloco_jax.coordinator.workers import holder, process
+from diloco_jax.coordinator.workers.holder import LedWorker
+from diloco_jax.coordinator.workers.process import HoldingWorker, Listening, facts_of
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.holding import (
+    AwaitedTakes,
     BeginWorker,
     FragmentsRestored,
     RestoreFragments,
     WorkerServes,
 )
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
+from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.certificates import add, make_certificates
-from diloco_jax.wire.errors import Refused, SecurityError
+from diloco_jax.wire.errors import Refused, SecurityError, VersionGone
 from diloco_jax.wire.tls import TlsFiles
 
 PATIENCE_S = 60.0
@@ -64,15 +67,15 @@ def placed(config: Config, **changes: object) -> Config:
 def serve(tmp_path, monkeypatch):
     """Gives a function that starts a worker's place; lives there hold nothing."""
 
-    def hold(speaking, begin, config, workdir) -> bool:
-        speaking.line.send(FragmentsRestored(fragments=(), discarded=0, environment={}))
-        speaking.line.send(WorkerServes(address="127.0.0.1:1"))
-        for _ in speaking.line.messages():
+    def hold(came, workdir, bind) -> bool:
+        came.line.send(FragmentsRestored(fragments=(), discarded=0, environment={}))
+        came.line.send(WorkerServes())
+        for _ in came.line.messages():
             pass
-        speaking.line.close()
+        came.line.close()
         return False
 
-    monkeypatch.setattr(listening, "serve_lead", hold)
+    monkeypatch.setattr(process, "serve_lead", hold)
     with contextlib.ExitStack() as stack:
 
         def start(config: Config, index: int = 0, name: str = "there") -> Listening:
@@ -105,11 +108,9 @@ def lead(config):
 def begun(config: Config) -> BeginWorker:
     return BeginWorker(
         config=dataclasses.asdict(config),
-        workdir="/lead",
         run_id="r",
         worker=0,
         fragments=(0, 2),
-        bind="",
         term=1,
         start=7,
     )
@@ -156,7 +157,7 @@ def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
 ):
     serve(config)
     island = TlsFiles.load(config.placement.certificates, principal.island("a"))
-    monkeypatch.setattr(led, "own_tls", lambda _: island)
+    monkeypatch.setattr(holder, "own_tls", lambda _: island)
     why = "this is for the coordinator, .* is that of island a"
     with pytest.raises(Refused, match=why):
         lead().restored()
@@ -173,8 +174,8 @@ def test_a_dial_between_the_renewal_of_a_key_and_of_its_certificate_gets_through
     made = lead(placed(config, certificates=str(own)))
     made.restored()
     (own / "coordinator.key").write_bytes((new / "coordinator.key").read_bytes())
-    end = made._open()
-    end.close()
+    address = config.placement.worker_addresses[0]
+    holder.dial_worker(address, 0, made._tls, config.placement.deadlines).close()
 
 
 def test_a_worker_needs_a_key_of_its_own_and_tls_beyond_loopback(config, tmp_path):
@@ -196,7 +197,7 @@ def test_two_processes_never_have_one_workdir(config, serve):
 
 
 def test_strangers_that_say_nothing_hold_nobody_up(config, serve, monkeypatch):
-    monkeypatch.setattr(listening, "CONNECTIONS", 2)
+    monkeypatch.setattr(process, "CONNECTIONS", 2)
     made = serve(placed(config, time_budget_s=1.0))
     host, _, port = made.address.rpartition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(2)]
@@ -249,7 +250,7 @@ def test_what_is_of_a_machine_is_that_of_the_workers(config, serve, tmp_path):
         ({"index": 2}, {}, "--index 2, but placement.worker_addresses has 2"),
         ({"index": -1}, {}, "give a number from 0 to 1"),
         ({"index": 0, "listen": "0.0.0.0:1"}, {}, "give the same port"),
-        ({"index": 0}, {"worker_addresses": ()}, "starts its workers itself"),
+        ({"index": 0}, {"worker_addresses": ()}, "name there where each worker"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(config, options, changes, why):
@@ -260,7 +261,29 @@ def test_options_that_do_not_fit_are_refused(config, options, changes, why):
 def test_a_worker_to_which_no_lead_comes_ends_and_says_so(
     config, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(listening, "FIRST_S", 0.1)
+    monkeypatch.setattr(process, "FIRST_S", 0.1)
     bind = config.placement.worker_addresses[0]
-    assert listening.run(config, 0, tmp_path / "w", bind) == EXIT_FAILED
+    assert process.run(config, 0, tmp_path / "w", bind) == EXIT_FAILED
     assert "no coordinator came for 0.1 s" in caplog.text
+
+
+def test_the_lead_gets_the_last_version_beside_one_of_a_kept_cycle(config):
+    """A slow disk holds the kept one back until the end of the run."""
+    worker = object.__new__(HoldingWorker)
+    first, last = Version(1, 3), Version(1, 5)
+    worker._begin, worker._awaited = begun(config), AwaitedTakes()
+    worker._awaiting, worker._pinned = threading.Lock(), {0: (first, "kept")}
+    worker._store = SimpleNamespace(
+        current=lambda fragment: (last, {"theta": "newest"}),
+        values=lambda fragment, version, theta, part: (version, theta),
+    )
+
+    def fetched(want: Version) -> object:
+        fields = {"incarnation": 0, "session": "s", "fragment": 0, "have": None}
+        request = FetchRequest(run_id="r", island="x", want=want, theta=True, **fields)
+        return worker.fetch(request)
+
+    assert fetched(first) == (first, "kept")
+    assert fetched(last) == (last, "newest")
+    with pytest.raises(VersionGone, match=r"\(1, 4\) of fragment 0 is not kept here"):
+        fetched(Version(1, 4))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from diloco_jax import storage
-from diloco_jax.coordinator.holding import publishes as module
-from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding import fragment_snapshots as module
+from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.protocol.values import Version
 

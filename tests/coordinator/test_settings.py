@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 from config_support import load_config
 
-from diloco_jax import machine
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -26,7 +25,7 @@ from diloco_jax.coordinator.settings import (
     least_seconds,
     policy_config,
     policy_of,
-    require_cores,
+    require_merging,
     room_needed,
 )
 from diloco_jax.core.fragments import plan_fragments
@@ -109,13 +108,10 @@ def test_places_are_counted_by_host_and_a_guest_is_one():
     assert max(hosts) == max(island.hosts for island in islands.values())
 
 
-def test_each_worker_has_a_core_of_its_own(monkeypatch):
-    monkeypatch.setattr(machine, "cores", lambda: 2)
-    require_cores(Placement(workers=2))
-    with pytest.raises(ConfigError, match=r"workers = 3.* has 2 cores.*at most 2"):
-        require_cores(Placement(workers=3))
-    monkeypatch.setattr(machine, "cores", lambda: 1)
-    require_cores(Placement(workers=1))
+def test_workers_are_at_addresses():
+    require_merging(Placement(workers=2, worker_addresses=("a:1", "b:1")))
+    with pytest.raises(ConfigError, match=r"workers = 3, .*addresses is empty: name"):
+        require_merging(Placement(workers=3))
 
 
 def test_decisions_know_the_course_of_the_learning_rate():

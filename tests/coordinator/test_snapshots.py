@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -68,6 +69,11 @@ def save_first(snapshots, store):
         snapshots.save_first(fragment, Version(), store.arrays(fragment))
 
 
+def unsaved(snapshots, *current):
+    """Fragments that would be written at these versions, in their order."""
+    return snapshots._unsaved(SimpleNamespace(versions=lambda: current))
+
+
 @pytest.fixture
 def state(run, store):
     return initial(policy_config(run, PLACEMENT, "r", store.plan.sizes))
@@ -95,7 +101,7 @@ def test_one_of_a_version_that_never_was_goes_before_another_has_its_number(
     again, like = opened("r"), store.like(0)
     assert again.load(0, Version(1, 4), like)[0] == Version(1, 3)
     assert versions(folder, 0) == [Version(1, 3)]
-    assert again.unsaved([Version(1, 4), Version()]) == [0]
+    assert unsaved(again, Version(1, 4), Version()) == [0]
     again.save(0, Version(1, 4), store.arrays(0))
     assert versions(folder, 0) == [Version(1, 3), Version(1, 4)]
 
@@ -114,7 +120,6 @@ def test_log_and_publishes_are_cut_off_for_the_oldest_to_be_kept(
     assert states(folder) == [4, 5][-kept:]
     assert own.oldest() == states(folder)[0]
     assert versions(folder, 1) == [Version(1, number) for number in (4, 5)][-kept:]
-    assert snapshots.oldest_of(1) == versions(folder, 1)[0]
     assert versions(folder, 0) == [Version()]
 
 
@@ -182,11 +187,31 @@ def test_those_of_another_run_or_config_are_refused(
 def test_fragments_have_turns_and_only_what_changed_is_written(opened, store):
     snapshots = opened("r")
     save_first(snapshots, store)
-    assert snapshots.unsaved([Version(), Version()]) == []
-    assert snapshots.unsaved([Version(1, 1), Version(1, 1)]) == [0, 1]
-    snapshots.took_turn(0)
-    assert snapshots.unsaved([Version(1, 1), Version(1, 1)]) == [1, 0]
-    assert snapshots.unsaved([Version(1, 1), Version()]) == [0]
+    assert unsaved(snapshots, Version(), Version()) == []
+    assert unsaved(snapshots, Version(1, 1), Version(1, 1)) == [0, 1]
+    snapshots._next = 1
+    assert unsaved(snapshots, Version(1, 1), Version(1, 1)) == [1, 0]
+    snapshots.lost.add(1)
+    assert unsaved(snapshots, Version(1, 1), Version(1, 1)) == [0]
+    snapshots.lost.clear()
+    assert unsaved(snapshots, Version(1, 1), Version()) == [0]
+
+
+@pytest.mark.parametrize(
+    ("within_s", "saved"), [(None, [0, 1]), (60.0, [0, 1]), (0.0, [])]
+)
+def test_the_last_ones_are_written_as_far_as_there_is_time(
+    opened, store, folder, within_s, saved
+):
+    snapshots, forgotten, newest = opened("r"), [], Version(1, 2)
+    save_first(snapshots, store)
+    moved = SimpleNamespace(
+        versions=lambda: [newest] * 2, current=lambda f: (newest, store.arrays(f))
+    )
+    publishes = SimpleNamespace(forget=lambda *through: forgotten.append(through))
+    snapshots.write_last(within_s, moved, publishes)
+    assert [f for f in range(2) if newest in versions(folder, f)] == saved
+    assert forgotten == [(fragment, Version()) for fragment in saved]
 
 
 def test_a_round_is_spread_over_the_fragments_and_leaves_the_disk_time(

@@ -20,7 +20,7 @@ from diloco_jax.core.changes import apply_publish
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
-from diloco_jax.core.tiles import TileGrid, tile_digests
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import VersionGone
 
@@ -54,22 +54,6 @@ def test_who_missed_more_than_is_retained_gets_the_anchor_in_full(store):
     last = Version(1, RETAINED_PUBLISHES + 2)
     assert store.fetch(0, last, Version(1, 0)).full
     assert not store.fetch(0, last, Version(1, last.number - 1)).full
-
-
-def test_digests_are_of_the_tiles_that_a_fetch_would_bring(store):
-    layout = PayloadLayout.of(get_codec("int8"), store.plan.fragments[0])
-    version = Version(1, 0)
-    whole = b"".join(map(bytes, store.fetch(0, version, None).buffers))
-    boxes = layout.split_values(whole, ())
-    expected = [tile_digests(tiles).tobytes() for _, tiles in boxes]
-    found = store.fetch(0, version, None, digests=True)
-    assert found.full
-    assert b"".join(map(bytes, found.buffers)) == b"".join(expected)
-    part = (boxes[-1][0],)
-    of_part = store.fetch(0, version, None, part, digests=True)
-    assert b"".join(map(bytes, of_part.buffers)) == expected[-1]
-    with pytest.raises(VersionGone):
-        store.fetch(0, Version(1, 1), None, digests=True)
 
 
 def test_no_chain_leads_from_one_term_into_another(store):

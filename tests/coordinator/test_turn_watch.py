@@ -13,9 +13,8 @@ import time
 import pytest
 
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import disk_space
-from diloco_jax.coordinator.disk_space import DiskWait
-from diloco_jax.coordinator.watchdog import TurnWatch
+from diloco_jax.coordinator import watchdog
+from diloco_jax.coordinator.watchdog import DiskWait, TurnWatch
 from diloco_jax.process import LOOK_S
 
 WAIT_S = 60.0
@@ -54,7 +53,7 @@ def test_a_turn_may_take_as_long_as_a_disk_that_is_busy_and_no_longer():
 
 
 def test_a_wait_for_space_on_a_full_disk_is_no_hang(monkeypatch):
-    monkeypatch.setattr(disk_space, "AGAIN_S", 0.0)
+    monkeypatch.setattr(watchdog, "AGAIN_S", 0.0)
     disk, touches, attempts = DiskWait(WAIT_S, lambda: False), [], []
     disk.touch = lambda: touches.append(len(attempts))
 

@@ -28,9 +28,9 @@ def test_a_worker_that_is_busy_takes_the_leads_signs_of_life(lines):
     lead, worker = lines
     for _ in range(MANY):
         lead.send(LeadAlive())
-    worker.send(WorkerServes(address="h:1"))
+    worker.send(WorkerServes())
     # It begins to look at what was said only now, and the line has not broken.
-    assert next(lead.messages()) == WorkerServes(address="h:1")
+    assert next(lead.messages()) == WorkerServes()
     heard = worker.messages()
     assert [next(heard) for _ in range(MANY)] == [LeadAlive()] * MANY
 

@@ -12,9 +12,7 @@ from diloco_jax.core.payload import (
     Box,
     Coverage,
     PayloadLayout,
-    overlap,
     tiles_of,
-    within,
 )
 from diloco_jax.core.tiles import DIGEST_BYTES, TileGrid, tile_digests
 
@@ -149,18 +147,6 @@ def test_a_part_of_another_length_is_refused() -> None:
         LAYOUT.scatter(bytearray(LAYOUT.total_bytes), (Box(1, (0,), (1,)),), bytes(6))
     with pytest.raises(ValueError, match="a part of 20 bytes came with 16"):
         LAYOUT.split_values(bytes(16), (Box(1, (0,), (1,)),))
-
-
-def test_boxes_overlap_where_both_have_tiles():
-    one, other = Box(1, (0, 2), (4, 6)), Box(1, (2, 0), (9, 3))
-    assert overlap(one, other) == Box(1, (2, 2), (4, 3))
-    assert overlap(one, Box(2, (0, 2), (4, 6))) is None
-    assert overlap(one, Box(1, (4, 2), (5, 6))) is None
-    grid = np.arange(36).reshape(6, 6)
-    both = overlap(one, other)
-    np.testing.assert_array_equal(
-        grid[tiles_of(one)][tiles_of(within(both, one))], grid[tiles_of(both)]
-    )
 
 
 def test_a_digest_is_of_one_tile_and_its_bits():

@@ -4,14 +4,25 @@ import contextlib
 import queue
 
 import pytest
-from link_support import DEADLINES, IDENTITY, PIECES, WAIT_S, Coordinator, hello, serve
+from link_support import (
+    DEADLINES,
+    IDENTITY,
+    PIECES,
+    SIZES,
+    WAIT_S,
+    Coordinator,
+    hello,
+    serve,
+)
 
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.network.link import Link, Targets
-from diloco_jax.island.network.transfers import Sender
+from diloco_jax.island.transfers import Lanes, Sender
 from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.protocol.island.conversation import Wanted
+from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.wire.client import Client
 
 
@@ -46,18 +57,12 @@ def wanted():
 
 @pytest.fixture
 def link(stack, client, mailbox, wanted):
-    link = Link(client, hello, mailbox, DEADLINES)
+    link = Link(Lanes(client, SIZES), hello, mailbox, DEADLINES)
     link.resent = queue.Queue()
-    link.traced = queue.Queue()
     link.connect(WAIT_S)
-    link.start(
-        Targets(
-            want=lambda *a: wanted.put(a),
-            resend=link.resent.put,
-            profile=link.traced.put,
-        )
-    )
-    stack.callback(link.close, Ending(0, "end of test", "stopped"), 5.0)
+    mailbox.errands = {Wanted: wanted.put, ResendRequest: link.resent.put}
+    link.start()
+    stack.callback(link.leave, Ending(0, "end of test", "stopped"), 5.0)
     return link
 
 
@@ -65,7 +70,8 @@ def link(stack, client, mailbox, wanted):
 def sender(stack, client, mailbox):
     layouts = (PayloadLayout.of(get_codec("f32"), PIECES),) * 2
     whole = (PayloadLayout.of(get_codec("f32"), PIECES[:1]),) * 2
-    sender = Sender(client.transfers, IDENTITY, layouts, whole, mailbox, DEADLINES)
+    lanes = Lanes(client, SIZES)
+    sender = Sender(lanes, IDENTITY, layouts, whole, mailbox, DEADLINES)
     sender.start()
     stack.callback(sender.close, 5.0)
     return sender

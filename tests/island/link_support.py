@@ -1,7 +1,10 @@
-"""A coordinator for links, senders and receivers to talk to, over real gRPC."""
+"""A coordinator for links, senders and receivers to talk to, over real gRPC; and the
+store through which hosts talk."""
 
 import queue
+import threading
 
+import jax
 import numpy as np
 
 from diloco_jax.core.codecs import get_codec
@@ -14,6 +17,7 @@ from diloco_jax.wire.server import Server
 
 WAIT_S = 60.0
 PIECES = (Piece(("w",), -1, (8, 4), False), Piece(("v",), -1, (6,), False))
+SIZES = (38, 38)
 IDENTITY = Identity(run_id="r", island="a", incarnation=1, session="s")
 
 
@@ -136,3 +140,35 @@ def wait_for_news(mailbox):
 def encoded(value):
     codec = get_codec("f32")
     return tuple(codec.encode(np.full(p.shape, value, np.float32)) for p in PIECES)
+
+
+class Store:
+    """The key-value store of a `jax.distributed` world."""
+
+    def __init__(self):
+        self._told, self._changed = {}, threading.Condition()
+
+    def key_value_set_bytes(self, key, value):
+        with self._changed:
+            self._told.setdefault(key, value)
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, timeout_ms):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._told, timeout_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: not set")
+            return self._told[key]
+
+    def key_value_try_get_bytes(self, key):
+        with self._changed:
+            if key not in self._told:
+                raise jax.errors.JaxRuntimeError("NOT_FOUND: not set")
+            return self._told[key]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            del self._told[key]
+
+    def keys(self):
+        with self._changed:
+            return sorted(self._told)

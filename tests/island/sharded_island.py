@@ -31,13 +31,11 @@ from diloco_jax.island.device.kinds import alike, kind_of
 from diloco_jax.island.device.mesh import land
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.island.network.offers import Offers
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.program import group_size
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire.bulk import FetchRequest, HoldingsRequest
 
 sys.path.append(str(Path(__file__).parents[1]))
 import test_held
@@ -138,7 +136,6 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
     logging.getLogger("jax").removeHandler(counter)
     after = [exchange.anchors()[piece.name] for piece in plan.pieces]
     return {
-        "offered": offered(exchange, plan),
         "losses": losses,
         "eval": float(sums[0]) / float(sums[1]),
         "moved": np.concatenate([np.ravel(x) for x in trained]),
@@ -149,40 +146,6 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
         "compiled_late": counter.count,
         "steps_compiled": trainer._step._cache_size(),
     }
-
-
-def offered(exchange, plan) -> dict[str, str]:
-    """How much of each piece the island offers: all, none or a part; or what is wrong
-    with it."""
-    offers, version = Offers("r", len(plan.fragments), 60.0), Version(1, 3)
-    anchors, found = exchange.anchors(), {}
-    for fragment, pieces in enumerate(plan.fragments):
-        offers.show(fragment, version, exchange.held(fragment))
-        asked = HoldingsRequest(run_id="r", island="b", fragment=fragment)
-        part = offers.holdings(asked).part
-        request = FetchRequest(
-            run_id="r",
-            island="b",
-            incarnation=1,
-            session="s",
-            fragment=fragment,
-            want=version,
-            have=None,
-            part=part,
-        )
-        flat = b"".join(map(bytes, offers.fetch(request).buffers)) if part else b""
-        layout = exchange.layouts_down[fragment]
-        counts = [0] * len(pieces)
-        for box, tiles in layout.split_values(flat, part) if part else ():
-            anchor = np.asarray(anchors[pieces[box.piece].name])
-            expected = TileGrid.of(anchor.shape).split(anchor)[tiles_of(box)]
-            counts[box.piece] += tiles[..., 0].size
-            if not np.array_equal(tiles, expected):
-                found[pieces[box.piece].name] = f"wrong tiles in {box}"
-        for piece, count in zip(pieces, counts, strict=True):
-            share = {0: "none", TileGrid.of(piece.shape).tiles: "all"}
-            found.setdefault(piece.name, share.get(count, "part"))
-    return found
 
 
 def put(exchange, plan, fragment, params) -> tuple[jax.Array, ...]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from link_support import Store
 
 from diloco_jax import checkpoint
 from diloco_jax.config import (
@@ -35,6 +36,7 @@ from diloco_jax.island.checkpoints import (
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.like import LikeLeaves
+from diloco_jax.island.world import ALONE, Hosts
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
 from diloco_jax.protocol.values import FIRST_VERSION, Version
@@ -86,7 +88,7 @@ class Life:
                 run_id=run_id, island="a", incarnation=incarnation, session="session"
             ),
             self.plan,
-            None,
+            ALONE,
         )
 
     def join(self, versions):
@@ -109,7 +111,6 @@ class Life:
             steps=steps,
             versions=versions,
             outstanding=outstanding,
-            sequences=2 * steps,
             final=True,
         )
 
@@ -303,33 +304,15 @@ def test_without_an_interval_nothing_is_written(config, parts, tmp_path):
 # ---- hosts that do not share a folder ------------------------------------------------
 
 
-class FakeHosts:
-    """Those of one island, in this process."""
-
-    def __init__(self, index, told, changed):
-        self.index, self.count, self.others = index, 2, range(1, 2)
-        self._told, self._changed = told, changed
-
-    def tell(self, key, value):
-        with self._changed:
-            self._told[key] = value
-            self._changed.notify_all()
-
-    def hear(self, key, timeout_s):
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._told, timeout_s)
-            return self._told.get(key)
-
-
 def opened_apart(config, parts, folders):
     """Return the results of `open` on two hosts with these folders."""
-    told, changed = {}, threading.Condition()
+    store = Store()
     identity = Identity(run_id="run-1", island="a", incarnation=1, session="session")
 
     def one(index):
         checkpoints = Checkpoints(config, "a", checkpoint.Folder(folders[index]))
         try:
-            checkpoints.open(identity, parts[2], FakeHosts(index, told, changed))
+            checkpoints.open(identity, parts[2], Hosts(store, index, 2))
         except ConfigError as error:
             return str(error)
         return checkpoints.due()

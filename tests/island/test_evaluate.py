@@ -13,7 +13,7 @@ from diloco_jax.data.corpus import ValidationWindows
 from diloco_jax.data.source import SEGMENTS, TOKENS
 from diloco_jax.island.device.mesh import make_mesh
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.evaluate import Evaluator, evaluate_all, evaluate_parts
+from diloco_jax.island.evaluate import Evaluator, evaluate_all
 from diloco_jax.models.model import Model, split_batch, weighted_loss
 
 TEXT = np.random.default_rng(0).integers(0, 256, 103).astype(np.uint8)
@@ -52,7 +52,7 @@ def test_the_whole_text_counts_once(trainer):
     params = trainer.place_params({"scale": np.float32(0.5)})
     for length in (5, 51, 200):
         validation = batches(length)
-        loss, bits, _ = evaluate_all(trainer, params, validation)
+        loss, bits, _ = evaluate_all(trainer, params, {"": validation})
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert bits == pytest.approx(loss / math.log(2))
 
@@ -60,13 +60,13 @@ def test_the_whole_text_counts_once(trainer):
 def test_the_share_that_is_done_is_told_after_each_batch(trainer):
     params = trainer.place_params({"scale": np.float32(0.5)})
     told = []
-    evaluate_all(trainer, params, batches(5), told.append)
+    evaluate_all(trainer, params, {"": batches(5)}, told.append)
     assert len(told) > 1
     assert told == [(number + 1) / len(told) for number in range(len(told))]
 
     parts = {"first": batches(5), "second": batches(200)}
     alone, told[:] = len(told), []
-    evaluate_parts(trainer, params, parts, told.append)
+    evaluate_all(trainer, params, parts, told.append)
     assert told == sorted(told)
     assert (told[alone - 1], told[-1]) == (0.5, 1.0)
 
@@ -74,9 +74,9 @@ def test_the_share_that_is_done_is_told_after_each_batch(trainer):
 def test_a_hosts_own_rows_count_like_the_whole_batch(trainer):
     params = trainer.place_params({"scale": np.float32(0.5)})
     validation = batches(51)
-    whole = evaluate_all(trainer, params, validation)
+    whole = evaluate_all(trainer, params, {"": validation})
     validation.read_only([(0, 2)])
-    assert evaluate_all(trainer, params, validation) == whole
+    assert evaluate_all(trainer, params, {"": validation}) == whole
 
 
 def test_a_batch_that_trains_in_rounds_is_evaluated_in_rounds():
@@ -85,7 +85,7 @@ def test_a_batch_that_trains_in_rounds_is_evaluated_in_rounds():
     params = trainer.place_params({"scale": np.float32(0.5)})
     for length in (51, 200):  # the latter has a round of padding only
         validation = batches(length)
-        loss, *_ = evaluate_all(trainer, params, validation)
+        loss, *_ = evaluate_all(trainer, params, {"": validation})
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert set(seen) == {(1, length)}
         seen.clear()
@@ -111,7 +111,7 @@ def test_packed_rows_are_validated_within_their_documents(accumulation):
     params = trainer.place_params({"scale": np.float32(1.0)})
     packed = Packed()
     validation = ValidationBatches(packed, 2, packed.fields, 4, bytes_per_token=4.0)
-    loss, bits, _ = evaluate_all(trainer, params, validation)
+    loss, bits, _ = evaluate_all(trainer, params, {"": validation})
     assert loss == pytest.approx(np.mean([1, 2, 4, 11, 22, 23]))
     assert bits == pytest.approx(loss / math.log(2) / 4)
 

@@ -2,24 +2,27 @@
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import pytest
+from link_support import Store
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.hosts import world as island_hosts
-from diloco_jax.island.hosts.following import (
-    LeaveWatch,
+from diloco_jax.island import world as island_hosts
+from diloco_jax.island.host import Host
+from diloco_jax.island.hosts import (
+    LeadDecisions,
     Moved,
     Orders,
     OrderThread,
 )
-from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.world import Hosts, HostsError
+from diloco_jax.protocol.island.boundary import Decision, Ending
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
@@ -27,32 +30,6 @@ from diloco_jax.wire.errors import VersionGone
 
 PATIENCE_S = 30.0
 FIELD = "placement.compile_budget_s"
-
-
-class Store:
-    """The key-value store of a `jax.distributed` world."""
-
-    def __init__(self):
-        self._told, self._changed = {}, threading.Condition()
-
-    def key_value_set_bytes(self, key, value):
-        with self._changed:
-            self._told[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get_bytes(self, key, timeout_ms):
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._told, timeout_ms / 1000):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: not set")
-            return self._told[key]
-
-    def key_value_delete(self, key):
-        with self._changed:
-            del self._told[key]
-
-    def keys(self):
-        with self._changed:
-            return sorted(self._told)
 
 
 @pytest.fixture(autouse=True)
@@ -116,22 +93,48 @@ def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
 
 
 def test_host_0_hears_that_another_host_is_to_end():
-    store, heard = Store(), queue.Queue()
-    watch = LeaveWatch(Hosts(store, 0, 2), heard.put, Deadlines(PATIENCE_S))
-    watch.start()
-    Hosts(store, 1, 2).tell("leave", b"host 1: preempted")
-    assert heard.get(timeout=PATIENCE_S) == "host 1: preempted"
-    watch.close(PATIENCE_S)
-
-
-def test_host_0_ends_with_no_thread_waiting_in_jax():
-    """Such a thread aborts its process if Python ends first."""
-    before, asked = set(threading.enumerate()), []
-    watch = LeaveWatch(Hosts(Store(), 0, 2), asked.append, Deadlines(100 * PATIENCE_S))
-    watch.start()
-    watch.close(PATIENCE_S)
-    assert set(threading.enumerate()) <= before
+    store, asked = Store(), []
+    script = SimpleNamespace(at=lambda step, stepping: Decision())
+    hosts = Hosts(store, 0, 2)
+    decisions = LeadDecisions(script, hosts, 0, PATIENCE_S, asked.append)
+    decisions.at(0, stepping=True)
     assert asked == []
+    Hosts(store, 1, 2).tell("leave", b"host 1: preempted")
+    for step in (1, 2):
+        decisions.at(step, stepping=True)
+    assert asked == ["host 1: preempted"]
+
+
+class Asked:
+    """What a host has where it is asked to end."""
+
+    def __init__(self, index, notice_s) -> None:
+        self.hosts, self.mailbox = Hosts(Store(), index, 2), Mailbox()
+        self.follows, self._noticed = index > 0, threading.Lock()
+        placement = SimpleNamespace(notice_s=notice_s)
+        self.config = SimpleNamespace(placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("index", "notice_s", "told"),
+    [
+        (0, 0.0, Ending(0, "asked to end by SIGTERM", "stopped")),
+        (0, 5.0, Ending(1, "preempted (SIGTERM)", "preempted")),
+        (1, 5.0, b"host 1: SIGTERM"),
+    ],
+)
+def test_host_0_decides_when_an_island_that_is_asked_to_end_does(index, notice_s, told):
+    asked = Asked(index, notice_s)
+    for source in ("SIGTERM", "the metadata server"):
+        Host.asked_to_end(asked, source)
+    if index:
+        assert asked.hosts.hear("leave", PATIENCE_S) == told
+        assert asked.mailbox.ending is None
+        return
+    while asked.mailbox.ending is None:
+        asked.mailbox.wait(PATIENCE_S)
+        asked.mailbox.decide()
+    assert asked.mailbox.ending == told
 
 
 def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.profiling import Profiler
+from diloco_jax.island.watches import trace_steps
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import ProfileRequest
 
@@ -21,8 +21,11 @@ class Island:
 
     def __init__(self, folder, caplog) -> None:
         caplog.set_level(logging.INFO)
-        self.mailbox, self._caplog = Mailbox(), caplog
-        self.profiler = Profiler(self.mailbox, "a", folder)
+        self.mailbox, self._caplog, self._folder = Mailbox(), caplog, folder
+
+    def trace(self, steps, within_s=WAIT_S) -> threading.Thread:
+        asked = ProfileRequest(steps=steps, within_s=within_s)
+        return trace_steps(self.mailbox, "a", self._folder, asked)
 
     def said(self) -> list[str]:
         return [m for m in self._caplog.messages if "trace of" in m]
@@ -42,7 +45,7 @@ class Island:
 def test_whole_steps_are_in_the_trace_and_the_log_says_where_it_is(tmp_path, caplog):
     island = Island(tmp_path / "profiles", caplog)
     island.mailbox.post(Status(phase="training", steps=40))
-    island.profiler.ask(ProfileRequest(steps=2, within_s=WAIT_S))
+    island.trace(2)
     said = island.steps_until_said()
     (folder,) = (tmp_path / "profiles").iterdir()
     assert folder.name.startswith("a-4")
@@ -55,22 +58,20 @@ def test_whole_steps_are_in_the_trace_and_the_log_says_where_it_is(tmp_path, cap
 
 def test_why_there_is_no_trace_is_said(tmp_path, caplog):
     island = Island(tmp_path, caplog)
-    island.profiler.ask(ProfileRequest(steps=10**6, within_s=0.2))
+    island.trace(10**6, within_s=0.2)
     assert "has to come to step" in island.steps_until_said()
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path, caplog):
     (tmp_path / "profiles").write_text("a file in its place")
     island = Island(tmp_path / "profiles", caplog)
-    island.profiler.ask(ProfileRequest(steps=2, within_s=WAIT_S))
+    island.trace(2)
     assert island.steps_until_said().startswith("no trace of 2 steps: ")
 
 
 def test_an_island_that_ends_says_so(tmp_path, caplog):
     island = Island(tmp_path, caplog)
-    island.profiler.ask(ProfileRequest(steps=2, within_s=WAIT_S))
+    tracing = island.trace(2)
     island.mailbox.end(0, "asked to end")
-    for thread in threading.enumerate():
-        if thread.name == "profile":
-            thread.join(WAIT_S)
+    tracing.join(WAIT_S)
     assert "the island ends" in island.said()[0]

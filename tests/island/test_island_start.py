@@ -6,8 +6,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -15,9 +13,10 @@ from diloco_jax import before_jax
 from diloco_jax.config import Config, IslandConfig, ModelConfig, Placement, RunConfig
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island import main
-from diloco_jax.island.main import LeadingHost
+from diloco_jax.island import link, main
+from diloco_jax.island.host import introduction
 from diloco_jax.island.options import prepare_island
+from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.server import Server
@@ -86,7 +85,7 @@ def test_a_coordinator_that_does_not_come_is_named(caplog):
 
 def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
     calls, pauses = [], []
-    monkeypatch.setattr(main.time, "sleep", pauses.append)
+    monkeypatch.setattr(link.time, "sleep", pauses.append)
     theirs = dataclasses.asdict(of_model(MODEL))
 
     def answer(client, timeout_s):
@@ -95,7 +94,7 @@ def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
             raise ConnectionLost("not there yet")
         return theirs
 
-    monkeypatch.setattr(main.Client, "config", answer)
+    monkeypatch.setattr(link.Client, "config", answer)
     own = dataclasses.replace(
         of_model(ModelConfig()), placement=Placement(time_budget_s=300.0)
     )
@@ -108,14 +107,8 @@ PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 
 def test_it_says_what_the_island_is() -> None:
     config = Config()
-    island = SimpleNamespace(
-        _config=config,
-        _name="a",
-        _incarnation=3,
-        _session="s",
-        _host=SimpleNamespace(island=config.island("a"), plan=PLAN, own_data=False),
-    )
-    hello = LeadingHost._hello(cast(Any, island), Status(run_id="r", steps=7))
+    who = introduction(config, "a", PLAN, 3, "s", own_data=False)
+    hello = reporting.hello(who, Status(run_id="r", steps=7))
     assert (hello.run_id, hello.island, hello.incarnation) == ("r", "a", 3)
     assert (hello.session, hello.steps) == ("s", 7)
     assert hello.fingerprint == config.run.fingerprint()

@@ -13,6 +13,7 @@ from link_support import (
     DEADLINES,
     IDENTITY,
     PIECES,
+    SIZES,
     WAIT_S,
     encoded,
     hello,
@@ -23,10 +24,11 @@ from link_support import (
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.network.link import Lanes, Link, Targets
-from diloco_jax.island.network.transfers import TOLD_FROM, Fetcher, Receiver
+from diloco_jax.island.link import Link
+from diloco_jax.island.transfers import TOLD_FROM, Fetcher, Lanes, Receiver
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.bulk import FetchRequest, FetchSource
@@ -65,9 +67,8 @@ def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     resend = messages.ResendRequest(fragment=2, tick=5)
     send(resend)
     assert link.resent.get(timeout=WAIT_S) == resend
-    send(
-        messages.Published(fragment=2, version=Version(1, 9), tick=5, verdict="merged")
-    )
+    merged = says.verdict(2, 5, version=Version(1, 9))
+    send(messages.Published(fragment=2, version=Version(1, 9), verdict=merged))
     (verdict,) = wait_for_news(mailbox).verdicts
     assert (verdict.fragment, verdict.tick, verdict.verdict) == (2, 5, "merged")
     assert wanted.get(timeout=WAIT_S) == (2, Version(1, 9))
@@ -157,7 +158,7 @@ def test_an_island_that_is_put_off_says_why_once(coordinator, link, mailbox, cap
 
     coordinator.connect = connect
     assert refused.wait(WAIT_S), "it comes again"
-    texts = [r.getMessage() for r in caplog.records if "network.link" in r.name]
+    texts = [r.getMessage() for r in caplog.records if "island.link" in r.name]
     told = [text for text in texts if "another config" in text]
     assert len(told) == 1
     assert mailbox.ending is None
@@ -178,31 +179,30 @@ def test_one_that_comes_too_late_has_not_failed(coordinator, link, mailbox):
 def test_refused_at_the_first_connection(coordinator, client, mailbox):
     coordinator.refusal = Refused("config", "other config")
     with pytest.raises(Refused, match="other config"):
-        Link(client, hello, mailbox, DEADLINES).connect(WAIT_S)
+        Link(Lanes(client, SIZES), hello, mailbox, DEADLINES).connect(WAIT_S)
 
 
 def test_goodbye_is_the_last_word(coordinator, link):
-    link.close(Ending(0, "the run is over", "finished"), 5.0)
+    link.leave(Ending(0, "the run is over", "finished"), 5.0)
     goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     assert (goodbye.reason, goodbye.text) == ("finished", "the run is over")
 
 
 def test_a_goodbye_is_cut_to_what_a_message_may_hold(coordinator, link):
-    link.close(Ending(1, "x" * 10_000, "failed"), 5.0)
+    link.leave(Ending(1, "x" * 10_000, "failed"), 5.0)
     goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     assert goodbye.text == "x" * messages.MAX_TEXT
 
 
 def test_an_end_does_not_wait_for_the_threads(stack, client, coordinator, mailbox):
     """With this budget they would look once a minute whether it ends."""
-    link = Link(client, hello, mailbox, Deadlines(600.0))
+    link = Link(Lanes(client, SIZES), hello, mailbox, Deadlines(600.0))
     link.connect(WAIT_S)
-    ignore = lambda *a: None  # noqa: E731
-    link.start(Targets(want=ignore, resend=ignore, profile=ignore))
+    link.start()
     mailbox.post(Status(phase="training", steps=1))
     coordinator.until_report(lambda m: getattr(m, "phase", "") == "training")
     ending = Ending(1, "the machine is taken away", "preempted")
-    closing = threading.Thread(target=link.close, args=(ending, 600.0))
+    closing = threading.Thread(target=link.leave, args=(ending, 600.0))
     closing.start()
     coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     closing.join(Deadlines(600.0).report_s / 4)
@@ -273,7 +273,7 @@ def test_a_refused_delta_waits_for_its_verdict(coordinator, sender):
 
 @pytest.fixture
 def receiver(stack, client, mailbox):
-    fetcher = Fetcher(client.transfers, IDENTITY, FakeExchange(), mailbox)
+    fetcher = Fetcher(Lanes(client, SIZES), IDENTITY, FakeExchange(), mailbox)
     receiver = Receiver(fetcher, mailbox, DEADLINES, [Version(1, 0)], None, 5.0)
     stack.callback(receiver.close, 5.0)
     return receiver
@@ -303,13 +303,13 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     while not coordinator.requests.empty():
         coordinator.requests.get()
     receiver.start()
-    receiver.want(0, Version(1, 4))
+    receiver.want(Wanted(0, Version(1, 4)))
     assert wait_for_news(mailbox).adoptions == ((0, Version(1, 4)),)
     arrival = mailbox.arrivals.pick(0, Version(1, 4))
     assert arrival.publishes == ((payload(1),), (payload(2),))
     request = coordinator.requests.get(timeout=WAIT_S)
     assert (request.have, request.want) == (Version(1, 2), Version(1, 4))
-    receiver.want(0, Version(1, 3))  # Known: nothing is fetched.
+    receiver.want(Wanted(0, Version(1, 3)))  # Known: nothing is fetched.
     measures = mailbox.status().measures
     assert measures.bytes_join >= len(anchor)
     assert measures.bytes_down >= 2 * len(payload(1))
@@ -323,7 +323,7 @@ def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox)
     coordinator.source = source(Version(2, 1), anchor, full=True)
     coordinator.fetch_errors = [VersionGone("not kept")]
     receiver.start()
-    receiver.want(0, Version(2, 1))
+    receiver.want(Wanted(0, Version(2, 1)))
     assert wait_for_news(mailbox).adoptions == ((0, Version(2, 1)),)
     assert mailbox.arrivals.pick(0, Version(2, 1)).anchor == (anchor,)
     asked = [coordinator.requests.get(timeout=WAIT_S).have for _ in range(2)]
@@ -363,10 +363,9 @@ def test_an_island_leaves_the_workers_of_a_lead_that_ended_and_tells_its_hosts()
         "127.0.0.1:7", tls=None, deadlines=Deadlines(1.0), bulk_channels=1
     )
     with contextlib.closing(coordinator):
-        lanes = Lanes(coordinator, (10, 30, 20))
-        lanes.moved = moved.append
+        lanes = Lanes(coordinator, (10, 30, 20), moved.append)
         lanes.use(())
-        assert (moved, lanes.dealt) == ([], ())
+        assert (moved, lanes.dealt) == ([], (0, 0, 0))
         lanes.use(FIRST)
         lanes.use(FIRST)
         assert lanes.dealt == (1, 0, 1)

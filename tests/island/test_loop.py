@@ -23,8 +23,7 @@ from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
-from diloco_jax.island.pace import Pace, goal_of
-from diloco_jax.island.timing import Timing
+from diloco_jax.island.timing import Pace, Timing, goal_of
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Goal
 from diloco_jax.protocol.values import Span, Version

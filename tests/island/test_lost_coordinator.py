@@ -19,8 +19,8 @@ from link_support import (
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.errors import EXIT_REFUSED
-from diloco_jax.island.network import link as link_module
-from diloco_jax.island.network.link import Link
+from diloco_jax.island import link as link_module
+from diloco_jax.island.link import Link
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Welcome
@@ -94,7 +94,8 @@ def test_a_delta_that_nobody_takes_holds_up_no_anchor_and_no_other_delta(
         sent.put((start.fragment, start.version))
         return len(payload)
 
-    monkeypatch.setattr(sender._transfers, "upload", upload)
+    worker = SimpleNamespace(upload=upload)
+    monkeypatch.setattr(sender._lanes, "of", lambda fragment: worker)
     sender.put(0, 4, encoded(1.0))
     for _ in range(2):
         assert tries.get(timeout=WAIT_S).tick == 4
@@ -236,7 +237,7 @@ def test_an_island_with_another_key_goes_on(waiting, mailbox, monkeypatch):
             welcome=Welcome(run_id="r", term=1, resumed=False, versions=())
         )
 
-    monkeypatch.setattr(waiting._client, "open_control", connected, raising=False)
+    monkeypatch.setattr(waiting._lanes, "open_control", connected, raising=False)
     waiting._reconnect(REVOKED)
     assert mailbox.ending is None
 
@@ -296,7 +297,7 @@ def test_what_went_on_a_lost_stream_is_said_again_on_the_next(mailbox):
 
     def reconnect():
         record(2)
-        link._try_to_connect()
+        link._open()
 
     streams = Streams()
     link = Link(streams, hello, mailbox, DEADLINES)

@@ -95,10 +95,11 @@ def test_traffic_is_in_the_measures():
     assert (measures.bytes_up, measures.bytes_down) == (7, 5)
     # Of the other hosts too, whose answers may overtake each other.
     for up in (9, 8):
-        mailbox.count_of(1, {"bytes_up": up, "bytes_down": 1, "bytes_join": 2})
+        mailbox.count_of(1, {"bytes_up": up, "bytes_down": 1, "bytes_join": 2}, ())
     measures = mailbox.status().measures
     assert (measures.bytes_up, measures.bytes_down, measures.bytes_join) == (16, 6, 2)
-    assert mailbox.traffic() == {"bytes_up": 7, "bytes_down": 5, "bytes_join": 0}
+    counted = {"bytes_up": 7, "bytes_down": 5, "bytes_join": 0}
+    assert mailbox.counted() == (counted, ())
 
 
 def test_the_last_versions_are_awaited_for_a_time():

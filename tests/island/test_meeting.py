@@ -14,12 +14,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax._src import xla_bridge
-from jax._src.clusters import cloud_tpu_cluster
-from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from diloco_jax.config import ConfigError
-from diloco_jax.island.hosts import world
-from diloco_jax.island.hosts.world import (
+from diloco_jax.island import world
+from diloco_jax.island.world import (
     GREETING,
     HERE,
     HostsError,
@@ -73,6 +71,8 @@ def metadata(endpoints, number="1"):
         (GKE | {"JAX_COORDINATOR_PORT": "99"}, "pod-0.run:99"),
         (GKE | {"TPU_PROCESS_ADDRESSES": "a:8471,b:8471"}, "a:8482"),
         (SLURM, "tpu07:61441"),
+        (SLURM | {"SLURM_STEP_NODELIST": "a1,b2"}, "a1:61441"),
+        (SLURM | {"SLURM_JOB_ID": "123456789"}, "tpu07:64789"),
         (JOB, "job-0.run:1234"),
         # Of slices that were to be joined, nothing counts.
         (GKE | {"MEGASCALE_COORDINATOR_ADDRESS": "other:8080"}, "pod-0.run:8482"),
@@ -81,66 +81,6 @@ def metadata(endpoints, number="1"):
 def test_each_environment_names_the_meeting_place(environment, address, tmp_path):
     found = find_meeting(2, environment, root=tmp_path)
     assert found == WorldAddress(address=address, index=1)
-
-
-def seen_by(cluster, environment, monkeypatch):
-    """Address, index and number of hosts that jax's own detector finds."""
-    for name in (*os.environ,):
-        if name.startswith(("SLURM_", "TPU_", "MEGASCALE_", "JAX_COORDINATOR")):
-            monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    # What jax does with TPUs: no slices are joined, and names need not resolve here.
-    none = {"MEGASCALE_COORDINATOR_ADDRESS": None, "MEGASCALE_NUM_SLICES": None}
-    monkeypatch.setattr(
-        cloud_tpu_cluster, "get_tpu_env_value", lambda key: none.get(key)
-    )
-    monkeypatch.setattr(
-        cloud_tpu_cluster.BaseTpuCluster, "wait_for_coordinator", lambda *_: None
-    )
-    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
-    assert cluster.is_env_present()
-    address = cluster.get_coordinator_address(
-        timeout_secs=1,
-        override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
-    )
-    return address, cluster.get_process_id(), cluster.get_process_count()
-
-
-@pytest.mark.parametrize(
-    ("cluster", "environment"),
-    [
-        (cloud_tpu_cluster.GkeTpuCluster, GKE),
-        (cloud_tpu_cluster.GkeTpuCluster, GKE | {"JAX_COORDINATOR_PORT": "99"}),
-        (
-            cloud_tpu_cluster.GkeTpuCluster,
-            GKE | {"TPU_PROCESS_ADDRESSES": "a:8471,b:8471"},
-        ),
-        (SlurmCluster, SLURM),
-        (SlurmCluster, SLURM | {"SLURM_STEP_NODELIST": "a1,b2"}),
-        (SlurmCluster, SLURM | {"SLURM_JOB_ID": "123456789"}),
-    ],
-)
-def test_the_place_is_the_one_that_jax_would_find(
-    cluster, environment, monkeypatch, tmp_path
-):
-    address, index, count = seen_by(cluster, environment, monkeypatch)
-    found = find_meeting(count, environment, root=tmp_path)
-    assert (found.address, found.index) == (address, index)
-
-
-@pytest.mark.parametrize(
-    "endpoints", ["10.0.0.4,10.0.0.5", "n:1:10.0.0.4,n:2:10.0.0.5"]
-)
-def test_a_tpu_vms_place_is_the_one_that_jax_would_find(endpoints, monkeypatch):
-    attribute = metadata(endpoints)
-    monkeypatch.setattr(
-        cloud_tpu_cluster, "get_metadata", lambda key: (attribute(key), 200)
-    )
-    cluster = cloud_tpu_cluster.GceTpuCluster
-    address, index, count = seen_by(cluster, {}, monkeypatch)
-    found = find_meeting(count, {}, attribute)
-    assert (found.address, found.index) == (address, index)
 
 
 @pytest.mark.parametrize(

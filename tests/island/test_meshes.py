@@ -47,15 +47,6 @@ def test_bits_do_not_depend_on_the_mesh(found, mesh, bits):
     assert found[mesh][bits] == found["1x1x1"][bits]
 
 
-@pytest.mark.parametrize("mesh", ["1x1x1", *MESHES])
-def test_an_island_offers_the_pieces_whose_tiles_are_whole_on_a_device(found, mesh):
-    offered, pieces = found[mesh]["offered"], found[mesh]["pieces"]
-    assert set(offered.values()) <= {"all", "none"}
-    cut = {name for name, p in pieces.items() if p["cut"] != p["octets_cut"]}
-    assert all((offered[name] == "none") == (name in cut) for name in pieces)
-    assert "all" in offered.values()
-
-
 def test_stacks_of_small_tensors_have_the_same_bits_on_a_mesh(found):
     assert len(found["stacks"]) > 100
     assert all(found["stacks"])

@@ -15,11 +15,15 @@ import jax
 import pytest
 
 from diloco_jax.config import IslandConfig
-from diloco_jax.island import watches
+from diloco_jax.island import watches, world
 from diloco_jax.island.device.mesh import require_accelerator
-from diloco_jax.island.hosts import world
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.watches import HangWatch, Preemption, ShortageWatch
+from diloco_jax.island.watches import (
+    HangWatch,
+    ShortageWatch,
+    leave,
+    watch_metadata,
+)
 from diloco_jax.machine import LITTLE_DISK_BYTES
 from diloco_jax.process import LOOK_S
 from diloco_jax.protocol.island.boundary import Ending
@@ -93,11 +97,18 @@ def wait_for_end(mailbox):
     return mailbox.ending
 
 
+def noticed(mailbox, notice_s=WAIT_S):
+    """What is called with the source of a notice."""
+    return lambda source: leave(
+        mailbox, notice_s, Ending(1, f"preempted ({source})", "preempted")
+    )
+
+
 # ---- where it comes from ---------------------------------------------------------
 
 
 def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
-    watch = Preemption(mailbox, notice_s=5).watch(server.address)
+    watch = watch_metadata(noticed(mailbox), server.address)
     assert mailbox.ending is None
     server.preempted.set()
     text = "preempted (the metadata server)"
@@ -112,7 +123,7 @@ def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
 def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox, monkeypatch):
     server.preempted.set()
     monkeypatch.setenv("GCE_METADATA_HOST", server.address)
-    Preemption(mailbox, notice_s=5).watch()
+    watch_metadata(noticed(mailbox))
     assert wait_for_end(mailbox).exit_code == 1
 
 
@@ -123,7 +134,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server.answers = [200, 503, 503]
     server.preempted.set()
     monkeypatch.setattr(watches, "_ask", hiding_the_first(watches._ask))
-    Preemption(mailbox, notice_s=5).watch(server.address)
+    watch_metadata(noticed(mailbox), server.address)
     assert wait_for_end(mailbox).exit_code == 1
     assert len(server.paths) == 4
 
@@ -139,27 +150,14 @@ def test_where_there_is_no_such_server_nothing_happens(server, mailbox):
         nobody = f"127.0.0.1:{closed.server_port}"
     server.answers = [404]
     for address in (nobody, server.address):
-        watch = Preemption(mailbox, notice_s=5).watch(address)
+        watch = watch_metadata(noticed(mailbox), address)
         watch.join(WAIT_S)
         assert not watch.is_alive()
     server.preempted.set()
     server.flavor = {}  # Somebody else's server.
-    watch = Preemption(mailbox, notice_s=5).watch(server.address)
+    watch = watch_metadata(noticed(mailbox), server.address)
     watch.join(WAIT_S)
     assert (watch.is_alive(), mailbox.ending) == (False, None)
-
-
-def test_nothing_is_watched_where_machines_are_not_taken_away(server, mailbox):
-    assert Preemption(mailbox, notice_s=0).watch(server.address) is None
-    assert server.paths == []
-
-
-def test_a_host_that_follows_tells_the_one_that_leads(server, mailbox):
-    told = []
-    server.preempted.set()
-    watch = Preemption(mailbox, 5, tell_leader=told.append).watch(server.address)
-    watch.join(WAIT_S)
-    assert (told, mailbox.ending) == (["the metadata server"], None)
 
 
 # ---- what is done with its seconds ------------------------------------------------
@@ -173,7 +171,7 @@ def training(mailbox):
 
 def test_the_loop_ends_once_the_island_is_let_go(training):
     says.may_leave(training)  # Of another time: nothing was asked for yet.
-    Preemption(training, notice_s=WAIT_S).notice("SIGTERM")
+    noticed(training)("SIGTERM")
     deadline = time.monotonic() + WAIT_S
     while not (decision := training.decide()).leaving:
         assert time.monotonic() < deadline
@@ -186,21 +184,19 @@ def test_the_loop_ends_once_the_island_is_let_go(training):
 
 
 def test_it_does_not_wait_longer_than_the_notice(training):
-    Preemption(training, notice_s=0.05).notice("SIGTERM")
+    noticed(training, 0.05)("SIGTERM")
     assert wait_for_end(training).exit_code == 1
 
 
-def test_two_sources_tell_of_one_notice(training):
-    notice = Preemption(training, notice_s=WAIT_S)
-    notice.notice("SIGTERM")
-    notice.notice("the metadata server")
+def test_an_island_that_ends_meanwhile_keeps_its_reason(training):
+    noticed(training)("SIGTERM")
     training.end(0, "finished")
     assert wait_for_end(training) == Ending(0, "finished")
 
 
 def test_an_island_that_is_joining_leaves_at_once(mailbox):
     mailbox.post(Status(phase="compiling"))
-    Preemption(mailbox, notice_s=WAIT_S).notice("SIGTERM")
+    noticed(mailbox)("SIGTERM")
     assert wait_for_end(mailbox) == Ending(1, "preempted (SIGTERM)", "preempted")
     assert not mailbox.decide().leaving
 
@@ -357,7 +353,7 @@ class Machine:
         monkeypatch.setattr(watches, "shutil", usage)
         self.mailbox = Mailbox()
         self.mailbox.post(Status(phase="training"))
-        self.watch = ShortageWatch((folder / "not" / "made",), self.mailbox.tell_short)
+        self.watch = ShortageWatch(folder / "not" / "made", self.mailbox.tell_short)
 
     def short(self) -> tuple[str, ...]:
         """Return what the next report says."""
@@ -402,7 +398,7 @@ def test_a_disk_that_is_nearly_full_is_named(machine, caplog):
 
 
 def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
-    nothing = machine.mailbox.traffic()
+    nothing, _ = machine.mailbox.counted()
     machine.mailbox.count_of(1, nothing, ("memory",))
     machine.mailbox.count_of(2, nothing, ())
     machine.free = 0

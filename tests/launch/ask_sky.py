@@ -1,9 +1,7 @@
 """Answers of SkyPilot: run by a Python that has it, with a HOME of its own.
 
     ask_sky.py choose FILE...     loads and optimizes jobs, as a failover would
-    ask_sky.py load FILE...       loads jobs that are refused
     ask_sky.py parse LINE...      reads command lines of `sky` (JSON), and their config
-    ask_sky.py provision          makes slices of a fake Cloud TPU API
 
 Prints one JSON value; what SkyPilot refuses ends it with its error.
 """
@@ -11,7 +9,6 @@ Prints one JSON value; what SkyPilot refuses ends it with its error.
 import json
 import sys
 from pathlib import Path
-from unittest import mock
 
 COLUMNS = (
     "InstanceType,vCPUs,MemoryGiB,AcceleratorName,AcceleratorCount,GpuInfo,Region,"
@@ -80,20 +77,6 @@ def choose(*files):
     return chosen
 
 
-def load(*files):
-    """Return by file why its job is refused; None if it is not."""
-    from sky.exceptions import InvalidSkyPilotConfigError
-    from sky.utils import dag_utils
-
-    said = dict.fromkeys(Path(file).stem for file in files)
-    for file in files:
-        try:
-            dag_utils.load_chain_dag_from_yaml(file)
-        except InvalidSkyPilotConfigError as error:
-            said[Path(file).stem] = str(error)
-    return said
-
-
 def parse(*lines):
     """Return by line the options that SkyPilot's own command line reads, and whether
     machines will have internal addresses alone."""
@@ -114,58 +97,7 @@ def parse(*lines):
     return read
 
 
-def provision():
-    """Return the calls of the Cloud TPU API for a queued slice that does not come, and
-    for its end; what becomes of a reserved one; and the account of all machines."""
-    from sky.provision.gcp import constants, instance, instance_utils
-
-    api = mock.MagicMock()
-    places = api.projects.return_value.locations.return_value
-    queued, nodes = places.queuedResources.return_value, places.nodes.return_value
-    waiting = {"state": {"state": "WAITING_FOR_RESOURCES"}}
-    queued.get.return_value.execute.return_value = waiting
-    nodes.list.return_value.execute.return_value = {"nodes": []}
-    places.operations.return_value.get.return_value.execute.return_value = {
-        "done": True
-    }
-    tpus = instance_utils.GCPTPUVMInstance
-    where = ("two", "my-project", "us-east5-a")
-    asked = {"gcp_queued_resource": True}
-    account = constants.SKYPILOT_SERVICE_ACCOUNT_EMAIL_TEMPLATE.format(
-        account_id=constants.SKYPILOT_SERVICE_ACCOUNT_ID, project_id="my-project"
-    )
-    roles = (
-        constants.DEFAULT_SERVICE_ACCOUNT_ROLES + constants.TPU_SERVICE_ACCOUNT_ROLES
-    )
-    said, now = {"account": account, "roles": roles}, [0.0]
-
-    def sleep(seconds):
-        now[0] += seconds
-
-    replaced = mock.patch.multiple
-    with (
-        replaced(tpus, load_resource=mock.Mock(return_value=api)),
-        replaced(instance_utils.GCPComputeInstance, filter=mock.Mock(return_value={})),
-        replaced(instance_utils.time, time=lambda: now[0], sleep=sleep),
-    ):
-        for _ in range(2):
-            try:
-                tpus.create_instances(*where, asked, {}, 1, 1, True)
-            except instance_utils.common.ProvisionerError as error:
-                said["error"] = str(error)
-        said["waits"] = now[0] / 2
-        provider = {"availability_zone": where[2], "project_id": where[1]}
-        instance.terminate_instances("two", {**provider, "_has_tpus": True})
-        reserved = {"reservationAffinity": {"values": ["ours"]}}
-        try:
-            tpus.create_instances(*where, reserved, {}, 1, 1, True)
-        except NotImplementedError as error:
-            said["reserved"] = str(error)
-    made = [call.kwargs["queuedResourceId"] for call in queued.create.call_args_list]
-    return {**said, "made": made, "deleted": queued.delete.call_count}
-
-
 if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
-    verbs = {"choose": choose, "load": load, "parse": parse, "provision": provision}
+    verbs = {"choose": choose, "parse": parse}
     print(json.dumps(verbs[verb](*rest)), file=sys.__stdout__)

@@ -15,8 +15,6 @@ from gke_support import NOW, container_script, job_and_pod, rendered
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from test_rendered import LAUNCHES
 
-from diloco_jax.config import ConfigError
-
 WAIT_S = 120.0
 UNTIL_TERM = (
     "trap 'echo %s; kill $!; exit %d' TERM; echo up; sleep 600 >/dev/null & wait"
@@ -163,26 +161,6 @@ def test_a_policy_lets_in_the_pods_that_it_names(config, settings):
     assert own["from"][0] == {"podSelector": {"matchLabels": {"diloco-run": "two"}}}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"coordinator_address": ""}, "coordinator_address is empty, and v6e.b run in"),
-        ({"clusters": {"v6e.b": "far"}}, "write 'LOCATION/CLUSTER' or"),
-        ({"clusters": {"v6e": "a/b"}}, "the islands are v5p, v6e.b"),
-        (
-            {"clusters": {"v6e.b": "europe-west4/far"}},
-            "'us-central1-b' is outside launch.clusters.v6e.b = 'europe-west4/far'",
-        ),
-    ],
-)
-def test_wrong_clusters_are_refused(config, change, said):
-    if "v6e" in change.get("clusters", {}):
-        change = {**change, "zones": config.launch.zones}
-    with pytest.raises(ConfigError) as refused:
-        rendered(config, **{**ELSEWHERE, **change})
-    assert said in str(refused.value)
-
-
 # ---- what pods run -------------------------------------------------------------------
 
 
@@ -201,14 +179,6 @@ def test_an_island_counts_its_attempts_from_the_launch(config, shell):
     assert said.startswith("island ")
     assert said.rstrip().endswith(f"--incarnation {NOW + 3}")
     assert island.returncode == 3
-
-
-def test_sigterm_reaches_the_island_itself(config, shell):
-    island = shell(scripts(config)[1], UNTIL_TERM % ("goodbye", 1))
-    assert island.stdout.readline() == "up\n"
-    island.send_signal(signal.SIGTERM)
-    assert island.communicate(timeout=WAIT_S)[0] == "goodbye\n"
-    assert island.returncode == 1
 
 
 def test_a_run_begins_once_on_the_disk_that_it_was_launched_with(
@@ -250,7 +220,7 @@ def test_sigterm_reaches_what_serves_and_does_not_complete_its_job(
     config, shell, part, own, code
 ):
     """A node that is drained is not the end of the run."""
-    made = rendered(config, workers=2, workers_apart=True)
+    made = rendered(config, workers=2)
     script = container_script(made["Job", f"two-{part}"])
     process = shell(script, UNTIL_TERM % ("summary", own))
     assert process.stdout.readline() == "up\n"
@@ -293,10 +263,3 @@ def test_signals_and_codes_pass_through_a_limit(config, shell):
         process = shell(script, "exit 3")
         process.communicate(timeout=WAIT_S)
         assert process.returncode == 3
-
-
-def test_a_host_name_of_a_coordinator_is_no_address_of_its_balancer(config):
-    named = rendered(config, **{**ELSEWHERE, "coordinator_address": "here.example"})
-    service = named["Service", "two-coordinator"]["spec"]
-    assert service["type"] == "LoadBalancer"
-    assert "loadBalancerIP" not in service

@@ -2,8 +2,6 @@
 itself back."""
 
 import dataclasses
-import fcntl
-import os
 import time
 
 import pytest
@@ -12,9 +10,9 @@ from test_host import Machine, prepared
 
 from diloco_jax import run_files
 from diloco_jax.island import loop
-from diloco_jax.launch.host import LASTED_S, coordinator_script, island_script
 from diloco_jax.launch.spec import FRUITLESS_STARTS as MOST
 from diloco_jax.launch.spec import make_spec
+from diloco_jax.launch.tpu_vm import LASTED_S, coordinator_script, island_script
 
 BOTH = ("two-v5p.sh", "coordinator.sh")
 GIVES_BACK = {
@@ -170,24 +168,6 @@ def test_lasting_progress_ends_a_row_of_crashes(tmp_path, config):
         )
         docker.write_text(text.replace("      exit", f"      {touches}\n      exit", 1))
         assert serve(made, *(8 * [1]), 3)[:2] == (3, 9)
-
-
-def test_a_full_disk_hides_no_reason(tmp_path, config):
-    """The file is written in place: it takes neither more room nor less."""
-    made = prepared(tmp_path, few(config, 3), "two-v5p.sh", data="gs://bucket/text")
-    (made.tools / "broken").write_text("rsync")
-    assert made.start("run") == 1
-    path = made.root / "var/lib/diloco/begun"
-    held = os.memfd_create("begun", os.MFD_ALLOW_SEALING)
-    try:
-        os.write(held, path.read_bytes())
-        fcntl.fcntl(held, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        path.unlink()
-        path.symlink_to(f"/proc/{os.getpid()}/fd/{held}")
-        assert serve(made)[0] == 2
-    finally:
-        os.close(held)
-    assert made.said.rstrip().endswith("copy of gs://bucket/text")
 
 
 def test_a_coordinator_of_sky_registers_its_address(tmp_path, config):

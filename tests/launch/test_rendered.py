@@ -25,7 +25,7 @@ ZONES = {"v5p": "us-east5-a,us-central1-a", "v6e.b": "us-east5-b"}
 PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
 LAUNCHES = {
     "gke": ("gke", {}),
-    "gke_workers_apart": ("gke", {"workers": 2, "workers_apart": True, **GIVEN}),
+    "gke_workers_apart": ("gke", {"workers": 2, **GIVEN}),
     "gke_two_clusters": (
         "gke",
         {
@@ -46,9 +46,8 @@ LAUNCHES = {
     ),
 }
 
-OFFERS = ",".join(f"host-{host}.pods:7301" for host in range(4))
 ISLANDS = {
-    "gke_workers_apart": {"v6e.b": {"offers": OFFERS, "hosts": 4}},
+    "gke_workers_apart": {"v6e.b": {"hosts": 4}},
     # A shape without an accelerator type.
     "tpu_vm_all": {
         "v5p": {"topology": "v5p:4x4x12", "mesh_fsdp": 192, "batch_size": 192}

@@ -1,142 +1,163 @@
-"""Launches refused before anything is asked of the cloud, and machines' arguments."""
+"""Launches refused before anything is asked of the cloud, and machines' config."""
 
 import dataclasses
 import json
 
 import pytest
+from gke_support import changed
 
-from diloco_jax.config import ConfigError, DataConfig, IslandConfig
+from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.launch.spec import DATA, make_spec
 
-
-def changed(config, **settings):
-    launch = dataclasses.replace(config.launch, **settings)
-    return dataclasses.replace(config, launch=launch)
+ZONES = {"v5p": "us-east5-a", "v6e.b": "us-east5-b"}
+AWAY = {"v5p": "us-east5-a", "v6e.b": "us-central1-b"}
+FAR = {
+    "zones": AWAY,
+    "clusters": {"v6e.b": "us-central1/far"},
+    "coordinator_address": "10.20.0.9",
+}
+PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
+APART = {"workers": 2}
+REFUSED = [
+    (
+        "gke",
+        {"project": "", "cluster": "", "zones": {}},
+        "launch.project, launch.cluster, launch.zones.v5p, launch.zones.v6e.b must be",
+    ),
+    ("gke", {"zones": {}}, "zones={'v5p': 'us-east5-a', 'v6e.b': 'us-east5-a'} in the"),
+    ("tpu_vm", {"project": "My Project"}, "'My Project' is no project id; `gcloud pro"),
+    ("tpu_vm", {"zones": {**ZONES, "v4": "x"}}, "names 'v4', but the islands are v5p"),
+    ("tpu_vm", {"purchase": {"v5p": "cheap"}}, "'cheap'; write 'on_demand', 'spot',"),
+    ("tpu_vm", {"purchase": {"v5p": "spot:x"}}, "'spot:x'; write"),
+    ("tpu_vm", {"purchase": {"v5p": "reserved:mine"}}, "that fits; write 'reserved'"),
+    ("gke", {"purchase": {"v5p": "reserved"}}, "write 'reserved:NAME'"),
+    ("sky", {**PLACE, "purchase": {"v5p": "reserved"}}, "SkyPilot buys no reserved T"),
+    ("sky", {"dns_zone": "diloco"}, "launch.coordinator_address must be set"),
+    ("sky", {"coordinator_address": "c.internal"}, "launch.dns_zone must be set"),
+    (
+        "tpu_vm",
+        {"zones": {**ZONES, "v5p": "a-1a,b-1b"}},
+        "queued resource waits in one",
+    ),
+    ("gke", {"zones": {**ZONES, "v5p": "a-1a,a-1a"}}, "up to 9 different zones"),
+    *(
+        ("tpu_vm", {"image": image}, f"{image!r} does not .* docker.io/{image} if")
+        for image in ("diloco", "diloco:1", "me/diloco:1")
+    ),
+    *(
+        ("tpu_vm", {"data": data}, f"launch.data = {data!r} is no gs://BUCKET/FOLDER")
+        for data in ("/data/text", "gs://bucket", "gs://bucket/")
+    ),
+    ("tpu_vm", {"name": "x" * 40}, "set a shorter launch.name"),
+    ("tpu_vm", {"name": "2nd"}, "cannot name machines"),
+    (
+        "gke",
+        {"zones": AWAY},
+        "zones.v6e.b = 'us-central1-b' is outside launch.location = 'us-east5', .*"
+        r"choose a zone of us-east5 \(v6e is known in us-east5-a, us-east5-b\)",
+    ),
+    # A zonal cluster has nodes in other zones of its region, too.
+    (
+        "gke",
+        {"zones": AWAY, "location": "us-east5-a"},
+        "launch.location = 'us-east5-a'",
+    ),
+    ("gke", {"coordinator_zone": "us-east4-a"}, "zone = 'us-east4-a' is outside"),
+    ("gke", {"coordinator_zone": "us-east5"}, "is a region, .* such as 'us-east5-a'"),
+    ("gke", {**FAR, "coordinator_address": ""}, "is empty, and v6e.b run in other clu"),
+    ("gke", {**FAR, "clusters": {"v6e.b": "far"}}, "write 'LOCATION/CLUSTER' or"),
+    ("gke", {"clusters": {"v6e": "a/b"}}, "names 'v6e', but the islands are v5p, v6e"),
+    (
+        "gke",
+        {**FAR, "clusters": {"v6e.b": "europe-west4/far"}},
+        "'us-central1-b' is outside launch.clusters.v6e.b = 'europe-west4/far'",
+    ),
+    ("tpu_vm", APART, "only --on gke makes machines for workers"),
+    ("gke", {**APART, **FAR}, "v6e.b run in other clusters"),
+]
 
 
 def with_island(config, name="v5p", **fields):
     island = dataclasses.replace(config.islands.get(name, IslandConfig()), **fields)
-    return dataclasses.replace(config, islands={**config.islands, name: island})
+    zones = {**config.launch.zones, name: "us-east5-a"}
+    islands = {**config.islands, name: island}
+    return dataclasses.replace(changed(config, zones=zones), islands=islands)
 
 
-def refusal(config, on="tpu_vm", path="configs/two.py"):
-    with pytest.raises(ConfigError) as error:
-        make_spec(config, path, on)
-    return str(error.value)
+def with_run(config, section, **fields):
+    part = dataclasses.replace(getattr(config.run, section), **fields)
+    run = dataclasses.replace(config.run, **{section: part})
+    return dataclasses.replace(config, run=run)
+
+
+@pytest.mark.parametrize(("on", "settings", "said"), REFUSED)
+def test_bad_settings_are_refused_with_a_remedy(config, on, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        make_spec(changed(config, **settings), "configs/two.py", on)
+
+
+@pytest.mark.parametrize(
+    ("on", "island", "said"),
+    [
+        ("gke", {"topology": ""}, "islands.v5p.topology is empty"),
+        ("gke", {"topology": "v5p:2x2x1"}, "8 devices, and v5p:2x2x1 has 4 chips"),
+        ("gke", {"topology": "v5p:2x3x1"}, "does not exist"),
+        ("gke", {"hosts": 4}, "islands.v5p.hosts = 4, and v5p:2x2x2 has 2"),
+        (
+            "sky",
+            {"topology": "v5p:4x4x12", "mesh_fsdp": 192, "batch_size": 192},
+            "SkyPilot asks for slices by accelerator",
+        ),
+        (
+            "gke",
+            {"name": "V6E-B", "topology": "v6e:1x1"},
+            "would be called 'two-v6e-b'",
+        ),
+        ("gke", {"name": "coordinator", "topology": "v6e:1x1"}, "'two-coordinator'"),
+    ],
+)
+def test_an_island_that_cannot_be_placed_is_refused(config, on, island, said):
+    with pytest.raises(ConfigError, match=said):
+        make_spec(changed(with_island(config, **island), **PLACE), "two.py", on)
+
+
+@pytest.mark.parametrize(
+    ("on", "settings"),
+    [
+        ("tpu_vm", {"purchase": {"v5p": "reserved"}}),
+        ("gke", {"purchase": {"v5p": "reserved:mine"}}),
+        ("tpu_vm", {"image": "docker.io/me/diloco:1"}),
+        ("tpu_vm", {"image": "registry.example:5000/diloco"}),
+        ("tpu_vm", {"zones": AWAY}),  # Queued resources are in any zone.
+        ("gke", {"location": "us-east5-a"}),
+    ],
+)
+def test_what_each_engine_can_do_is_not_refused(config, on, settings):
+    make_spec(changed(config, **settings), "two.py", on)
 
 
 def test_everything_is_named_after_the_run(config):
     spec = make_spec(config, "configs/two.py", "gke")
     assert [i.resource for i in spec.islands] == ["two-v5p", "two-v6e-b"]
-    assert [i.name for i in spec.islands] == ["v5p", "v6e.b"]
-    assert spec.coordinator == "two-coordinator"
-    unnamed = make_spec(changed(config, name=""), "configs/my_run.py", "gke")
-    assert unnamed.name == "my-run"
+    unnamed = changed(config, name="")
+    assert make_spec(unnamed, "configs/my_run.py", "gke").name == "my-run"
+    with pytest.raises(ConfigError, match="name is empty"):
+        make_spec(unnamed, "runs/x/config.json", "gke")
 
 
-def test_all_settings_that_are_missing_are_named_at_once(config):
-    lacking = changed(config, project="", cluster="", zones={})
-    said = refusal(lacking, on="gke")
-    fields = "project, launch.cluster, launch.zones.v5p, launch.zones.v6e.b"
-    assert f"launch.{fields} must be set" in said
-    assert "--launch.project, --launch.cluster, zones={'v5p': 'us-east5-a'," in said
-
-
-def test_bad_settings_are_refused_with_a_remedy(config):
-    assert "gcloud projects list" in refusal(changed(config, project="My Project"))
-    assert "zones={'v5p'" in refusal(changed(config, zones={"v6e.b": "us-east5-b"}))
-    zones = {**config.launch.zones, "v4": "x"}
-    assert "the islands are v5p, v6e.b" in refusal(changed(config, zones=zones))
-    assert "'reserved:NAME'" in refusal(changed(config, purchase={"v5p": "cheap"}))
-    assert "'spot:x'; write" in refusal(changed(config, purchase={"v5p": "spot:x"}))
-    reserved = changed(config, purchase={"v5p": "reserved"})
-    make_spec(reserved, "two.py", "tpu_vm")
-    assert "write 'reserved:NAME'" in refusal(reserved, on="gke")
-    named = changed(config, purchase={"v5p": "reserved:mine"})
-    assert "write 'reserved'" in refusal(named, on="tpu_vm")
-    make_spec(named, "two.py", "gke")
-    for image in ("diloco", "diloco:1", "me/diloco:1"):
-        said = refusal(changed(config, image=image))
-        assert f"launch.image = {image!r}" in said
-        assert f"docker.io/{image}" in said
-    for image in ("docker.io/me/diloco:1", "registry.example:5000/diloco"):
-        make_spec(changed(config, image=image), "two.py", "tpu_vm")
-    for data in ("/data/text", "gs://bucket", "gs://bucket/"):
-        assert "gs://BUCKET/FOLDER" in refusal(changed(config, data=data))
-    assert "launch.name is empty" in refusal(
-        changed(config, name=""), path="runs/x/config.json"
-    )
-    assert "set a shorter launch.name" in refusal(changed(config, name="x" * 40))
-    assert "cannot name machines" in refusal(changed(config, name="2nd"))
-
-
-@pytest.mark.parametrize("location", ["us-east5", "us-east5-a"])
-def test_zones_are_those_of_the_clusters_region(config, location):
-    # A zonal cluster has nodes in other zones of its region, too.
-    config = changed(config, location=location)
-    make_spec(config, "two.py", "gke")
-    zones = {**config.launch.zones, "v6e.b": "us-central1-b"}
-    elsewhere = changed(config, zones=zones)
-    said = refusal(elsewhere, on="gke")
-    assert "launch.zones.v6e.b = 'us-central1-b'" in said
-    assert f"launch.location = {location!r}" in said
-    assert "choose a zone of us-east5 (v6e is known in us-east5-a, us-east5-b)" in said
-    # Queued resources are in any zone.
-    make_spec(elsewhere, "two.py", "tpu_vm")
-    said = refusal(changed(config, coordinator_zone="us-east4-a"), on="gke")
-    assert "launch.coordinator_zone = 'us-east4-a' is outside" in said
-    said = refusal(changed(config, coordinator_zone="us-east5"), on="gke")
-    assert "is a region" in said
-    assert "such as 'us-east5-a'" in said
-
-
-def test_an_islands_slice_must_fit_its_mesh(config):
-    said = refusal(with_island(config, topology=""))
-    assert "islands.v5p.topology is empty" in said
-    said = refusal(with_island(config, topology="v5p:2x2x1"))
-    assert "8 devices" in said
-    assert "v5p:2x2x1 has 4 chips" in said
-    assert "does not exist" in refusal(with_island(config, topology="v5p:2x3x1"))
-    said = refusal(with_island(config, hosts=4))
-    assert "islands.v5p.hosts = 4, and v5p:2x2x2 has 2" in said
-    make_spec(with_island(config, hosts=2), "two.py", "gke")
-
-
-def test_workers_have_machines_of_their_own_only_where_that_is_made(config):
-    apart = placed(changed(config, workers_apart=True), workers=2)
-    spec = make_spec(apart, "two.py", "gke")
+def test_workers_are_told_their_addresses(config):
+    spec = make_spec(changed(config, **APART), "two.py", "gke")
     hosts = json.loads(spec.config_json)["placement"]
     assert hosts["worker_addresses"] == [
         "two-worker-0.default.svc:7077",
         "two-worker-1.default.svc:7077",
     ]
-    assert spec.ports == (7077, 7078)
-    assert "only --on gke makes" in refusal(apart, on="tpu_vm")
-    assert "at least 2 workers" in refusal(placed(apart, workers=1), on="gke")
-    far = changed(
-        apart,
-        zones={"v5p": "us-east5-a", "v6e.b": "us-central1-b"},
-        clusters={"v6e.b": "us-central1/far"},
-        coordinator_address="10.20.0.9",
+    placement = dataclasses.replace(
+        config.placement, workers=2, worker_addresses=("a:1", "b:1")
     )
-    assert "v6e.b run in other clusters" in refusal(far, on="gke")
-    by_hand = placed(config, workers=2, worker_addresses=("a:1", "b:1"))
-    assert "a launch places workers itself" in refusal(by_hand, on="gke")
-
-
-def placed(config, **changes):
-    placement = dataclasses.replace(config.placement, **changes)
-    return dataclasses.replace(config, placement=placement)
-
-
-def test_two_parts_of_one_name_are_refused(config):
-    twin = with_island(config, "V6E-B", topology="v6e:1x1")
-    zones = {**config.launch.zones, "V6E-B": "us-east5-a"}
-    assert "would be called 'two-v6e-b'" in refusal(changed(twin, zones=zones))
-    namesake = with_island(config, "coordinator", topology="v6e:1x1")
-    zones = {**config.launch.zones, "coordinator": "us-east5-a"}
-    assert "'two-coordinator'" in refusal(changed(namesake, zones=zones))
+    with pytest.raises(ConfigError, match="a launch places workers itself"):
+        make_spec(dataclasses.replace(config, placement=placement), "two.py", "gke")
 
 
 def test_machines_read_the_config_without_what_is_of_this_machine(config, tmp_path):
@@ -156,58 +177,54 @@ def test_machines_read_the_config_without_what_is_of_this_machine(config, tmp_pa
     assert str(tmp_path) not in spec.config_json
 
 
-def test_text_of_this_machine_must_be_in_a_bucket(config):
-    data = DataConfig(paths=("/home/me/text",), digest="d")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
-    assert "launch.data = 'gs://BUCKET/FOLDER'" in refusal(config)
-    spec = make_spec(changed(config, data="gs://b/text"), "two.py", "tpu_vm")
-    assert json.loads(spec.config_json)["run"]["data"]["paths"] == [DATA]
-    assert json.loads(spec.config_json)["run"]["data"]["digest"] == "d"
+TOKENIZER = "/me/words/tokenizer.json"
 
 
-def test_machines_find_a_mixture_and_a_tokenizer_in_the_bucket(config):
-    def with_data(**fields):
-        data = DataConfig(digest="d", **fields)
-        run = dataclasses.replace(config.run, data=data)
-        return dataclasses.replace(config, run=run)
+@pytest.mark.parametrize(
+    ("copied", "data", "read"),
+    [
+        ("gs://b/text", {"paths": ("/home/me/text",)}, {"paths": [DATA]}),
+        (
+            "gs://b/all",
+            {
+                "paths": ("/me/code", "/me/prose"),
+                "weights": (3.0, 1.0),
+                "tokenizer": TOKENIZER,
+            },
+            {
+                "paths": [f"{DATA}/code", f"{DATA}/prose"],
+                "weights": [3.0, 1.0],
+                "tokenizer": f"{DATA}/tokenizer.json",
+            },
+        ),
+        ("", {"paths": ("gs://b/code",)}, {"paths": ["gs://b/code"]}),
+        (
+            "gs://b/all",
+            {"paths": ("gs://b/code", "/me/prose"), "weights": (3.0, 1.0)},
+            {"paths": ["gs://b/code", f"{DATA}/prose"]},
+        ),
+    ],
+)
+def test_machines_find_text_in_the_bucket(config, copied, data, read):
+    given = with_run(changed(config, data=copied), "data", digest="d", **data)
+    found = json.loads(make_spec(given, "two.py", "tpu_vm").config_json)["run"]["data"]
+    assert found["digest"] == "d"
+    assert {field: found[field] for field in read} == read
 
-    paths, tokenizer = ("/me/code", "/me/prose"), "/me/words/tokenizer.json"
-    mixed = with_data(paths=paths, weights=(3.0, 1.0), tokenizer=tokenizer)
-    spec = make_spec(changed(mixed, data="gs://b/all"), "two.py", "tpu_vm")
-    data = json.loads(spec.config_json)["run"]["data"]
-    assert data["paths"] == [f"{DATA}/code", f"{DATA}/prose"]
-    assert data["weights"] == [3.0, 1.0]
-    assert data["tokenizer"] == f"{DATA}/tokenizer.json"
-    assert "data.tokenizer = " in refusal(with_data(tokenizer=tokenizer))
 
-
-def test_machines_read_a_bucket_where_it_is(config):
-    def paths(settings, *given, **fields):
-        data = DataConfig(paths=given, digest="d", **fields)
-        run = dataclasses.replace(settings.run, data=data)
-        spec = make_spec(dataclasses.replace(settings, run=run), "two.py", "tpu_vm")
-        return json.loads(spec.config_json)["run"]["data"]["paths"]
-
-    assert paths(config, "gs://b/code") == ["gs://b/code"]
-    copied, weights = changed(config, data="gs://b/all"), (3.0, 1.0)
-    mixed = paths(copied, "gs://b/code", "/me/prose", weights=weights)
-    assert mixed == ["gs://b/code", f"{DATA}/prose"]
-
-
-def test_a_model_in_a_file_that_is_here_only_is_refused(config, tmp_path):
-    file = tmp_path / "mine.py"
-
-    def with_factory(name):
-        model = dataclasses.replace(config.run.model, factory=name)
-        run = dataclasses.replace(config.run, model=model)
-        return dataclasses.replace(config, run=run)
-
+@pytest.mark.parametrize(
+    ("section", "fields", "said"),
+    [
+        ("data", {"paths": ("/me/text",)}, "launch.data = 'gs://BUCKET/FOLDER'"),
+        ("data", {"tokenizer": TOKENIZER}, "data.tokenizer = "),
+        ("model", {"factory": __file__ + ":model"}, "'package.module:name'"),
+    ],
+)
+def test_files_that_are_here_only_are_refused(config, section, fields, said):
+    with pytest.raises(ConfigError, match=said):
+        make_spec(with_run(config, section, **fields), "two.py", "tpu_vm")
     # It may be one of the image.
-    make_spec(with_factory(f"{file}:model"), "configs/two.py", "gke")
-    file.touch()
-    found = refusal(with_factory(f"{file}:model"))
-    assert f"model.factory = '{file}:model'" in found
-    assert "'package.module:name'" in found
+    make_spec(with_run(config, "model", factory="/no/such.py:model"), "two.py", "gke")
 
 
 def test_weights_are_read_where_the_coordinator_is(config):

@@ -7,9 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
-import fake_gcloud
-import fake_kubectl
 import pytest
+from fake_cloud import parse_gcloud, parse_kubectl
 
 from diloco_jax import checkpoint, cli
 from diloco_jax.config.loading import read_config
@@ -81,7 +80,7 @@ def test_the_page_uses_tools_that_are_checked_here():
 
 @pytest.mark.parametrize("line", of("gcloud"), ids=" ".join)
 def test_every_gcloud_line_is_in_the_reference(line):
-    fake_gcloud.parse(line[1:])
+    parse_gcloud(line[1:])
 
 
 def under(bucket, prefix):
@@ -95,7 +94,7 @@ def test_an_island_reads_the_buckets_of_the_run_and_writes_no_snapshot():
     """One account may write what islands keep, and no role is in the project."""
     found = {}
     for line in of("gcloud"):
-        name, _, names, flags = fake_gcloud.parse(line[1:])
+        name, _, names, flags = parse_gcloud(line[1:])
         if name == "storage buckets add-iam-policy-binding":
             who = flags["--member"].removeprefix("serviceAccount:").partition("@")[0]
             granted = names[0], flags["--role"].removeprefix("roles/storage.")
@@ -118,7 +117,7 @@ def test_an_island_reads_the_buckets_of_the_run_and_writes_no_snapshot():
 def test_no_account_of_the_page_deletes_what_is_not_its_own():
     permissions, bound = {}, {}
     for line in of("gcloud"):
-        name, _, names, flags = fake_gcloud.parse(line[1:])
+        name, _, names, flags = parse_gcloud(line[1:])
         if name == "iam roles create":
             role = f"projects/my-project/roles/{names[0]}"
             permissions[role] = flags["--permissions"].split(",")
@@ -165,7 +164,7 @@ def test_the_pages_accounts_are_those_of_its_config(cloud, configs):
 
 @pytest.mark.parametrize("line", of("kubectl"), ids=" ".join)
 def test_every_kubectl_line_is_in_the_reference(line):
-    fake_kubectl.parse(line[1:])
+    parse_kubectl(line[1:])
 
 
 def test_the_image_is_built_from_a_file_that_is_there():

@@ -15,9 +15,16 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning import checks
-from diloco_jax.planning.checks import Terms, mending, needs_of, refusals
-from diloco_jax.planning.options import parse_prices, price_per_hour
+from diloco_jax.planning.checks import Terms, needs_of, refusals
+from diloco_jax.planning.options import (
+    Assumptions,
+    PlanOptions,
+    parse_prices,
+    price_per_hour,
+)
 from diloco_jax.planning.plan import fragments_of
+from diloco_jax.simulation.bandwidth import BandwidthConfig
+from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -114,21 +121,8 @@ def test_every_check_has_a_case_in_which_it_refuses(mixed):
     assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}
 
 
-def test_more_workers_than_cores_are_refused():
-    """A larger machine is the remedy, or fewer workers where there is none."""
-    terms = terms_of("four_regions").changed({"placement.workers": 64})
-    (found,) = [r for r in refusals(terms) if r.check == "cores"]
-    assert "needs 65 cores (placement.workers = 64, and one for the lead)" in found.text
-    assert needs_of(terms.changed(found.change)).coordinator.cores <= 65
-    terms = terms_of("four_regions").changed({"placement.workers": 200})
-    (found,) = [r for r in refusals(terms) if r.check == "cores"]
-    cores = machine_of(terms.config.launch.coordinator_machine).cores
-    assert found.change == {"placement.workers": cores - 1}
-
-
 def test_workers_on_machines_of_their_own_need_only_their_share():
     terms = terms_of("four_regions").changed({"placement.workers": 64})
-    terms = terms.changed({"launch.workers_apart": True})
     assert "cores" not in [refusal.check for refusal in refusals(terms)]
     plan = needs_of(terms).coordinator
     assert plan.machine_memory == max(worker.memory for worker in plan.workers)
@@ -144,7 +138,7 @@ def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
     workers divide the rest."""
     small = terms_of("four_regions").changed({"launch.coordinator_disk_gb": 400})
     assert "disk bytes" in {r.check for r in refusals(small)}
-    apart = small.changed({"placement.workers": 4, "launch.workers_apart": True})
+    apart = small.changed({"placement.workers": 4})
     assert "disk bytes" not in {r.check for r in refusals(apart)}
     plan = needs_of(apart).coordinator
     lead, *workers = plan.disks
@@ -191,7 +185,7 @@ def test_a_change_that_breaks_another_check_is_not_proposed(mixed):
     heavy = dataclasses.replace(mixed, link_gbit_per_s=50.0).changed(
         {"sync.steps_per_cycle": 20, "launch.coordinator_disk_gb": 2500}
     )
-    just = math.ceil(needs_of(heavy).restart_seconds)
+    just = math.ceil(needs_of(heavy).outage.restart_seconds)
     terms = heavy.changed({"placement.outage_budget_s": float(just)})
     (found,) = refusals(terms)
     assert found.check == "disk speed"
@@ -202,7 +196,7 @@ def test_a_change_that_breaks_another_check_is_not_proposed(mixed):
 
 def test_what_is_short_by_little_is_not_told_as_equal(mixed):
     slow = mixed.changed({"placement.snapshot_every_s": 1200.0})
-    needed = needs_of(slow).restart_seconds
+    needed = needs_of(slow).outage.restart_seconds
     short = slow.changed({"placement.outage_budget_s": needed - 0.01})
     (found,) = refusals(short)
     takes, has = map(
@@ -262,6 +256,29 @@ def test_a_small_machine_slows_its_disk(mixed):
     assert machine_of(change["launch.coordinator_machine"]).disk_mib_per_s > 240
 
 
+def test_an_outage_and_a_gathering_have_their_costs(mixed):
+    """A restart takes cycles of the run. Of 64 islands each but one sends a ballot."""
+    few = needs_of(mixed).outage
+    assert few.lasts
+    assert few.cycles_apart == few.restart_seconds / needs_of(mixed).cycle_seconds
+    assert few.share_apart < 0.05
+    slow = mixed.changed({"placement.snapshot_every_s": 1200.0})
+    assert not needs_of(slow).outage.lasts
+    assert "then their steps wait" in "".join(needs_of(slow).outage.lines())
+    assert few.anchor_bytes == 4 * mixed.fragments.total
+    names = [f"i{number}" for number in range(64)]
+    many = dataclasses.replace(
+        mixed, hosts=dict.fromkeys(names, 1), step_seconds=dict.fromkeys(names, 0.95)
+    )
+    small = many.changed({"placement.merge_buffer_bytes": 16 * 10**9})
+    gathered = needs_of(small).outage
+    assert gathered.ballot_bytes == 63 * few.ballot_bytes
+    # A digest of 32 bytes and a hundredth of the values of each tile.
+    assert 0.0100 < few.ballot_bytes / few.anchor_bytes < 0.0115
+    assert gathered.on_disk_bytes > 0 == few.on_disk_bytes
+    assert gathered.gathering_seconds > few.gathering_seconds
+
+
 def test_unknown_machines_are_refused_with_the_known_ones():
     assert disk_bytes_per_s(10**6) == 1200 * 2**20
     with pytest.raises(ConfigError, match=r"'n9-huge'.*n2-highmem-48"):
@@ -272,7 +289,7 @@ def test_a_price_is_the_users(mixed):
     prices = parse_prices("v5p=4.5,v6e=2.5,coordinator=3")
     parts = {"v5p": 64 * 4.5, "v6e": 256 * 2.5, "coordinator": 3.0}
     assert price_per_hour(mixed.config, prices) == parts
-    apart = mixed.changed({"placement.workers": 2, "launch.workers_apart": True})
+    apart = mixed.changed({"placement.workers": 2})
     assert price_per_hour(apart.config, prices)["coordinator"] == 9
 
 
@@ -291,37 +308,6 @@ def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
     assert "constant: `python benchmarks/merging.py`" in shown
 
 
-def test_several_refusals_are_mended_together(capsys):
-    path = str(CONFIGS / "four_regions.py")
-    small = ("--launch.coordinator-disk-gb", "100")
-    assert cli.main(["plan", path, "--arithmetic", *small]) == 2
-    shown = capsys.readouterr().err
-    assert shown.count("REFUSED: ") > 1
-    told = re.search(r"all of them together: set (.*)", shown)[1]
-    given = dict(change.split(" = ") for change in told.split(" and "))
-    options = [
-        word
-        for field, value in given.items()
-        for word in ("--" + field.replace("_", "-"), value.strip("'"))
-    ]
-    assert cli.main(["plan", path, "--arithmetic", *small, *options]) == 0
-
-
-def test_one_set_of_changes_mends_what_others_make_worse():
-    """Snapshots that are seldom make a restart longer: alone, neither change helps."""
-    both = {"placement.snapshot_every_s": 30.0, "placement.outage_budget_s": 60.0}
-    small = {"launch.coordinator_disk_gb": 300, "sync.steps_per_cycle": 40}
-    terms = terms_of("mixed_12b").changed(both | small)
-    wrong = refusals(terms)
-    assert {r.check for r in wrong} >= {"disk speed"}
-    found = mending(terms)
-    assert refusals(terms.changed(found)) == []
-    for field in found:
-        fewer = {name: value for name, value in found.items() if name != field}
-        assert refusals(terms.changed(fewer)) != []
-    assert mending(terms.changed(found)) == {}
-
-
 def test_a_trillion_parameters_are_too_many_for_one_coordinator():
     """The checks of memory and threads know no single change."""
     terms = terms_of("paper_1t")
@@ -329,6 +315,36 @@ def test_a_trillion_parameters_are_too_many_for_one_coordinator():
     terms = dataclasses.replace(terms, step_seconds=long)
     found = {refusal.check: refusal for refusal in refusals(terms)}
     assert found["memory"].change == found["places"].change == {}
-    assert mending(terms) == {}
     assert "link" not in found
     assert checks.MOST_SLOTS < 2 * 4 * 64 * 512
+
+
+# ---- the configs that are planned ------------------------------------------------
+
+
+def test_four_regions_have_the_islands_whose_compilations_they_share():
+    two = load_config(CONFIGS / "mixed_12b.py").islands
+    four = load_config(CONFIGS / "four_regions.py").islands
+    assert set(map(repr, four.values())) == set(map(repr, two.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "topologies"),
+    [
+        ("mixed_toy", ["v5p:2x2x1", "v6e:2x2"]),
+        ("mixed_12b", ["v5p:4x4x4", "v6e:16x16"]),
+    ],
+)
+def test_the_reference_cases_are_what_they_are_called(name, topologies):
+    config = load_config(CONFIGS / f"{name}.py")
+    slices = [slice_of(n, island) for n, island in config.islands.items()]
+    assert [found.topology for found in slices] == topologies
+    assert len(fragments_of(config).fragments) == config.run.sync.fragments
+
+
+def test_assumptions_are_those_of_the_simulator_where_it_has_them():
+    assert Assumptions().mtbi_years == FailureModel().mtbi_years
+    assert Assumptions().link_gbit_per_s == ExchangeTerms().link_gbit_per_s
+    assert BandwidthConfig().link_utilisation == checks.LINK_UTILISATION
+    options = PlanOptions(mtbi_years=2.0, json=True)
+    assert options.assumptions == Assumptions(mtbi_years=2.0)

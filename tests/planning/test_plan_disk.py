@@ -13,8 +13,11 @@ from diloco_jax.checkpoint import whose
 from diloco_jax.config import OuterConfig, Placement
 from diloco_jax.coordinator import journal, service, snapshots
 from diloco_jax.coordinator.holding import inbox
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots, Saver
-from diloco_jax.coordinator.holding.publishes import SPARED_BYTES, Publishes
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    SPARED_BYTES,
+    FragmentSnapshots,
+    Publishes,
+)
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.settings import payload_bytes, policy_config
@@ -59,9 +62,10 @@ class Clocked:
         self.store = Store(RUN, PLAN, model.init(jax.random.key(0)), 60.0)
         self.publishes = Publishes(folder / "publishes")
         self.log = RecordLog(folder / "log")
-        self.saver = Saver(self.store, self.snapshots, self.publishes)
         self.state = initial(policy)
-        self.saver.begin()
+        for fragment in range(FRAGMENTS):
+            current = self.store.current(fragment)
+            self.snapshots.begin(fragment, *current, self.publishes)
         self.states.save(self.log.rotate(), self.state)
         self.payloads = payload_bytes(RUN.sync.codec_down, PLAN)
         for kind in (self.states, self.snapshots):
@@ -81,7 +85,7 @@ class Clocked:
     def keep_house(self):
         self.states.write_due(self.now, self.state, self.log)
         assert self.states.writer.wait(lambda: 1e9)
-        self.saver.write_due(self.now)
+        self.snapshots.write_due(self.now, self.store, self.publishes)
         assert self.snapshots.writer.wait(lambda: 1e9)
 
     def look(self):

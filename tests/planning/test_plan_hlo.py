@@ -128,20 +128,12 @@ def test_a_gather_in_pieces_is_one_collective_that_overlaps(program):
     assert scatter.sent_bytes == REDUCED * 7 // 8
 
 
-def test_what_a_sparse_core_gathers_counts_and_overlaps_beside_a_product():
+def test_what_a_sparse_core_gathers_counts_and_overlaps():
     (gather,) = sum_collectives(parse(SPARSE_CORE))
     assert (gather.kind, gather.count, gather.overlapping) == ("all-gather", 1, 1)
     assert gather.sent_bytes == GATHERED * 3 // 4
     # Shard and whole, once each; its start and end move nothing.
     assert hbm_bytes(parse(SPARSE_CORE)) == SHARD + GATHERED
-
-
-def test_what_a_sparse_core_gathers_beside_nothing_is_waited_for():
-    lines = SPARSE_CORE.splitlines()
-    (meanwhile,) = (line for line in lines if line.startswith("  %meanwhile"))
-    # The product before it has its operands does not count.
-    (gather,) = find_collectives(parse(SPARSE_CORE.replace(meanwhile, "")))
-    assert not gather.overlapping
 
 
 def test_an_all_reduce_sends_everything_twice():

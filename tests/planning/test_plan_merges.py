@@ -9,15 +9,22 @@ import pytest
 from config_support import load_config
 from rich.console import Console
 
+from diloco_jax import cli
 from diloco_jax.config import SyncConfig
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.hardware.machines import CONSTANTS, NATIVE, RuleRates
+from diloco_jax.hardware.machines import (
+    CONSTANTS,
+    NATIVE,
+    RuleRates,
+    constants_of,
+    rate_of,
+)
 from diloco_jax.planning import checks as planning_terms
 from diloco_jax.planning.checks import Terms, needs_of, refusals
+from diloco_jax.planning.command import render
 from diloco_jax.planning.coordinator import plan_merges
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
-from diloco_jax.planning.report import render
 
 ROOT = Path(__file__).parents[2]
 RAW = ROOT / "docs" / "results" / "raw" / "merging.json"
@@ -188,3 +195,42 @@ def test_embeddings_are_merged_by_the_mean_where_the_rule_says_so(
     part = sum(p.size for p in pieces if not p.embedding) / terms.fragments.total
     assert 0 < part < 1
     assert cost.core_seconds - cost.of_weighted_sum == pytest.approx(500 * part)
+
+
+# ---- what a plan says of rates -----------------------------------------------------
+
+CONFIG = ROOT / "configs" / "four_regions.py"
+
+
+@pytest.mark.parametrize(
+    ("setting", "route"), [("auto", "xla"), ("xla", "xla"), ("native", "native")]
+)
+def test_constants_follow_the_route_that_is_sure(setting, route, capsys):
+    """A plan does not know whether there will be a compiler."""
+    assert constants_of(setting).merge_route == route
+    plan = ["plan", str(CONFIG), "--arithmetic", "--placement.merge_route", setting]
+    assert cli.main(plan) == 0
+    assert f"route {route}" in capsys.readouterr().err
+
+
+def test_codecs_that_were_not_measured_count_as_the_dearest():
+    some = {"f32": 0.9, "int8": 0.4}
+    assert rate_of(some, "f32") == rate_of(some, "int4") == 0.9
+    assert rate_of(some, "int8") == 0.4
+
+
+def test_each_rate_is_shown_with_where_it_is_from(capsys):
+    plan = ["plan", str(CONFIG), "--arithmetic"]
+    assert cli.main(plan) == 0
+    said = capsys.readouterr().err
+    assert "0.73 up, 0.44 down [constant: `python benchmarks/wire.py`" in said
+    assert "this plan took" in said.splitlines()[-1]
+    assert cli.main([*plan, "--json"]) == 0
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert found["run"]["rates"]["upload_core_seconds"] == 0.73
+
+
+def test_a_rule_of_its_own_rates_has_a_line_where_it_is_used():
+    assert "trimmed_mean" not in "\n".join(CONSTANTS.lines("rda"))
+    told = "\n".join(CONSTANTS.lines("trimmed_mean"))
+    assert "rule trimmed_mean, core seconds" in told

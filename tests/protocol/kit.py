@@ -23,10 +23,12 @@ from diloco_jax.protocol.coordinator.events import (
     Tell,
     Timer,
 )
+from diloco_jax.protocol.coordinator.islands import Islands
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,
+    Fragments,
     PolicyConfig,
     State,
     initial,
@@ -112,9 +114,9 @@ def kinds(effects: Sequence[Any]) -> list[type[Any]]:
 def verdicts(effects: Sequence[Any]) -> dict[str, tuple[int, str, str]]:
     """(tick, verdict, reason) by island, as a publish tells them."""
     return {
-        told.island: (told.tick, told.verdict, told.reason)
+        told.island: (told.verdict.tick, told.verdict.verdict, told.verdict.reason)
         for told in of(effects, Published)
-        if told.verdict != "none"
+        if told.verdict is not None
     }
 
 
@@ -144,6 +146,17 @@ def as_written(record: records.Durable | records.Noted) -> dict[str, Any]:
     return line
 
 
+def check_state(state: State) -> None:
+    """The books balance; and what a state keeps of its islands and fragments is as if
+    each of them was looked at."""
+    assert ledger.check(state) == []
+    kept, anew = state.islands, Islands(state.islands.values())
+    assert kept.standing == anew.standing
+    assert kept.computed_tokens == anew.computed_tokens
+    assert kept.expiry <= anew.expiry
+    assert state.fragments.open_ones == Fragments(state.fragments).open_ones
+
+
 class Driver:
     """A policy under test. Every method that feeds an event returns its effects."""
 
@@ -163,7 +176,7 @@ class Driver:
     def feed(self, event: Event) -> list[Effect]:
         """One event; the books must balance after it."""
         self.state, effects = decide.step(self.config, self.state, event, self.now)
-        assert ledger.check(self.state) == []
+        check_state(self.state)
         self.ignored += of(effects, Ignored)
         effects = [effect for effect in effects if not isinstance(effect, Ignored)]
         self.effects += effects
@@ -268,7 +281,7 @@ class Driver:
         records but the first `skip`."""
         state = initial(self.config) if snapshot is None else snapshot
         self.state = recover(self.config, state, self.log[skip:], self.now)
-        assert ledger.check(self.state) == []
+        check_state(self.state)
 
     # ---- an island's part -------------------------------------------------------
 

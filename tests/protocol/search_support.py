@@ -22,6 +22,18 @@ PATIENCE_S = LEASES_AWAITED * CONFIG.lease_s
 E = TypeVar("E", bound=Effect)
 
 
+def anchor(fragment: int, island: str, number: int, term: int) -> AnchorKept:
+    """The anchor of an island of term 1, as a later term has it."""
+    return AnchorKept(
+        fragment=fragment,
+        island=island,
+        incarnation=1,
+        replaced=Version(1, number),
+        version=Version(term, number),
+        digest=f"digest of {number}",
+    )
+
+
 class Searching:
     """Two islands, a and b, are in the config; it has two fragments. Ballots agree, but
     for what is in `says`."""

@@ -10,6 +10,7 @@ from diloco_jax.protocol.holding import (
     AwaitedTakes,
     BeginWorker,
     Obeyed,
+    deal,
     encode,
     next_start,
     to_worker,
@@ -22,11 +23,9 @@ KEY = DeltaKey("a", 2, 0, 7)
 def begin(**fields: Any) -> BeginWorker:
     known: dict[str, Any] = {
         "config": {},
-        "workdir": "run",
         "run_id": "r",
         "worker": 1,
         "fragments": (1, 3),
-        "bind": "127.0.0.1:0",
         "term": 2,
         "start": 7,
     }
@@ -92,3 +91,16 @@ def test_an_incarnation_that_has_ended_has_nothing() -> None:
     assert awaited.is_awaited(newer)
     awaited.forget("a", 1)
     assert (awaited.least("a"), awaited.least("b")) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "workers", "dealt"),
+    [
+        ((5, 5, 5, 5), 2, (0, 1, 0, 1)),
+        ((1, 9, 4, 4), 2, (1, 0, 1, 1)),
+        ((3, 2), 1, (0, 0)),
+        ((3, 2), 3, (0, 1)),
+    ],
+)
+def test_fragments_are_dealt_evenly_by_size(sizes, workers, dealt) -> None:
+    assert deal(sizes, workers) == dealt

@@ -1,10 +1,15 @@
 """Records in earlier logs and tapes are read as they were written."""
 
+import itertools
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kit import as_written
 
-from diloco_jax.protocol import records
+from diloco_jax.protocol import records, values
+from diloco_jax.protocol.values import Span
 
 CONTRIBUTION = {
     "island": "a",
@@ -147,3 +152,31 @@ def test_the_tape_reads_back(kind, line):
 def test_what_is_none_of_these_is_refused(line, what):
     with pytest.raises(msgspec.ValidationError, match=what):
         records.from_log(line)
+
+
+# ---- ranges as sets: the same as sets of numbers ----
+
+
+RANGES = st.lists(st.builds(Span, st.integers(0, 30), st.integers(0, 30)), max_size=6)
+
+
+def numbers(found) -> set[int]:
+    return {number for span in found for number in range(span.start, span.stop)}
+
+
+@given(RANGES, RANGES)
+def test_they_are_sets_of_numbers(some, others):
+    for found, expected in (
+        (values.join_spans(some), numbers(some)),
+        (values.spans_without(some, others), numbers(some) - numbers(others)),
+        (values.common_spans(some, others), numbers(some) & numbers(others)),
+    ):
+        assert numbers(found) == expected
+        assert list(found) == sorted(found)
+
+
+@given(RANGES)
+def test_joined_ranges_do_not_touch(some):
+    found = values.join_spans(some)
+    assert all(a.stop < b.start for a, b in itertools.pairwise(found))
+    assert all(span.start < span.stop for span in found)

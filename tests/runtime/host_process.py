@@ -36,7 +36,7 @@ def main(
     config = read_config_json(Path(config_path))
     prepare_island(config.island(name))
     from diloco_jax.island import main as island_main
-    from diloco_jax.island.hosts.world import WorldAddress
+    from diloco_jax.island.world import WorldAddress
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -88,10 +88,10 @@ def note_adoptions(path: Path) -> None:
 def note_traffic(path: Path) -> None:
     """Writes what this host sent and received, as JSON, and in FILE.fetched each fetch:
     fragment, number of publishes (0: the anchor), bytes on the wire."""
-    from diloco_jax.island.parts import Host
+    from diloco_jax.island.main import TrainingHost
     from diloco_jax.wire.transfers import Transfers
 
-    close, fetch = Host.close, Transfers.fetch
+    close, fetch = TrainingHost.close, Transfers.fetch
     fetches: list[tuple[int, int, int]] = []
 
     def fetched(self, request, **options):
@@ -100,17 +100,16 @@ def note_traffic(path: Path) -> None:
         return found
 
     def noted(self):
-        path.write_text(json.dumps(self.mailbox.traffic()))
+        path.write_text(json.dumps(self.mailbox.counted()[0]))
         path.with_suffix(".fetched").write_text(json.dumps(fetches))
         close(self)
 
-    Transfers.fetch, Host.close = fetched, noted
+    Transfers.fetch, TrainingHost.close = fetched, noted
 
 
 def be_late(rng: random.Random) -> None:
     """Delays decisions, fetches and uploads of this host."""
-    from diloco_jax.island.hosts import following
-    from diloco_jax.island.network import transfers
+    from diloco_jax.island import hosts, transfers
 
     def late(kind, method):
         real = getattr(kind, method)
@@ -123,8 +122,8 @@ def be_late(rng: random.Random) -> None:
 
     late(transfers.Fetcher, "fetch")
     late(transfers.Sender, "_send")
-    late(following.FollowDecisions, "at")
-    late(following.LeadDecisions, "at")
+    late(hosts.FollowDecisions, "at")
+    late(hosts.LeadDecisions, "at")
 
 
 def end_last(index: int) -> None:
@@ -143,12 +142,13 @@ def end_last(index: int) -> None:
 def compile_last(mark: Path, index: int) -> None:
     """Host 1 has not compiled before host 0 waits for it; host 0 fails if it executes
     anything before that."""
-    from diloco_jax.island import parts
+    from diloco_jax.island import main as island_main
     from diloco_jax.island.device.exchange import Exchange
-    from diloco_jax.island.hosts.world import Hosts
+    from diloco_jax.island.world import Hosts
 
     waits, compiled = mark.with_suffix(".0.waits"), mark.with_suffix(".1.compiled")
-    compile_ahead, meet, warm = parts.compile_ahead, Hosts.meet, Exchange.warm
+    compile_ahead = island_main.compile_ahead
+    meet, warm = Hosts.meet, Exchange.warm
 
     def compiles(*args):
         compile_ahead(*args)
@@ -169,7 +169,7 @@ def compile_last(mark: Path, index: int) -> None:
     if index == 0:
         Hosts.meet, Exchange.warm = meets, warms
     else:
-        parts.compile_ahead = compiles
+        island_main.compile_ahead = compiles
 
 
 def script(config, folder: Path, name: str) -> None:
@@ -177,28 +177,28 @@ def script(config, folder: Path, name: str) -> None:
     trains before all are there: which rows one is lent depends on who asks first."""
     from scripted import ScriptedDecisions
 
-    from diloco_jax.island.main import LeadingHost
+    from diloco_jax.island.host import Host
 
-    start, sync = LeadingHost.start, config.run.sync
+    start, sync = Host.start, config.run.sync
 
     def scripted(self):
-        start(
-            self,
-            ScriptedDecisions(
-                self.mailbox,
-                steps_per_cycle=sync.steps_per_cycle,
-                fragments=sync.fragments,
-                overlap_steps=sync.overlap_steps,
-                patience_s=PATIENCE_S,
-            ),
+        decisions = ScriptedDecisions(
+            self.mailbox,
+            steps_per_cycle=sync.steps_per_cycle,
+            fragments=sync.fragments,
+            overlap_steps=sync.overlap_steps,
+            patience_s=PATIENCE_S,
         )
+        start(self, decisions)
+        if self.follows:
+            return
         (folder / f"{name}.started").touch()
         deadline = time.monotonic() + PATIENCE_S
         while not all((folder / f"{n}.started").exists() for n in config.islands):
             assert time.monotonic() < deadline, "not all islands start"
             time.sleep(0.01)
 
-    LeadingHost.start = scripted
+    Host.start = scripted
 
 
 if __name__ == "__main__":

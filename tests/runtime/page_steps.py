@@ -106,7 +106,7 @@ def require_cut(params):
 def joined_loop(page):
     def train(island, config):
         loop = island.loop
-        batch_size = config.islands[island._host.name].batch_size
+        batch_size = config.islands[island.name].batch_size
         steps = PageSteps(page, batch_size, loop.hand_over())
         while (ending := loop.until_step()) is None:
             rate, _ = loop.begin_step()
@@ -152,11 +152,9 @@ def main(
 
     from diloco_jax.island.device import mesh as meshes
     from diloco_jax.island.device.replica import Replica
-    from diloco_jax.island.hosts.follower import Follower
-    from diloco_jax.island.hosts.world import WorldAddress, join_world, leave_world
     from diloco_jax.island.joined import JoinedHost
-    from diloco_jax.island.main import LeadingHost
-    from diloco_jax.island.parts import Host
+    from diloco_jax.island.main import TrainingHost
+    from diloco_jax.island.world import WorldAddress, join_world, leave_world
     from diloco_jax.process import leave_at_once
 
     where = WorldAddress(address=world, index=int(index))
@@ -167,14 +165,12 @@ def main(
     shardings = cut(meshes.make_mesh(config.island(NAME)), shapes)
     like = jax.tree.map(lambda x, lies: x.update(sharding=lies), shapes, shardings)
     Replica.step = step_in_replica(page, like)
-    host = (
-        Host(config, NAME, address, Path(workdir))
+    island = (
+        TrainingHost(config, NAME, address, Path(workdir), 1, hosts)
         if how == "own"
-        else JoinedHost(config, NAME, address, like, None)
+        else JoinedHost(config, NAME, address, like, None, 1, hosts)
     )
     script(config, Path(workdir).parent, NAME)
-    leads = hosts.index == 0
-    island = LeadingHost(host, 1, hosts) if leads else Follower(host, hosts)
     island.start()
     own = how == "own"
     params = island.loop.replica.params

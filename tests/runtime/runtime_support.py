@@ -27,9 +27,9 @@ from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.device.build import build_trainer
+from diloco_jax.island.host import Host
 from diloco_jax.island.joined import JoinedHost
-from diloco_jax.island.main import LeadingHost
-from diloco_jax.island.parts import Host
+from diloco_jax.island.main import TrainingHost
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
@@ -106,7 +106,7 @@ def coordinator(
 def run_scripted(
     config: Config,
     workdir: Path,
-    own: Mapping[str, Callable[[LeadingHost, Config], Ending]] | None = None,
+    own: Mapping[str, Callable[[Host[Any], Config], Ending]] | None = None,
     like: Any = None,
 ) -> list[dict]:
     """The whole run with every island on the oracle's script; returns the tape. own:
@@ -120,17 +120,14 @@ def run_scripted(
         # One after the other, so that all are there before the first tick.
         own = own or {}
         islands = [
-            LeadingHost(
-                joined_host(config, name, service.address, like)
-                if name in own
-                else Host(config, name, service.address, workdir / name),
-                1,
-            )
+            joined_host(config, name, service.address, like)
+            if name in own
+            else TrainingHost(config, name, service.address, workdir / name)
             for name in config.islands
         ]
         ready = threading.Barrier(len(islands))
 
-        def live(name: str, island: LeadingHost) -> None:
+        def live(name: str, island: Host[Any]) -> None:
             script = ScriptedDecisions(
                 island.mailbox,
                 steps_per_cycle=sync.steps_per_cycle,

@@ -38,7 +38,7 @@ BATCH, STEPS = 2, 40
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> support.Run:
-    """Done; the island of two hosts was killed on the way."""
+    """Done; the island of two devices was killed on the way."""
     folder: Path = tmp_path_factory.mktemp("adapters")
     (folder / "text").mkdir()
     for number in range(8):
@@ -54,9 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> support.Run:
             total_tokens=2 * STEPS * BATCH * SEQUENCE_LENGTH,
         ),
         islands={
-            "pair": IslandConfig(
-                batch_size=BATCH, hosts=2, mesh_fsdp=2, step_seconds=0.2
-            ),
+            "pair": IslandConfig(batch_size=BATCH, mesh_fsdp=2, step_seconds=0.2),
             # So slow that the run is not over before the other one is back.
             "solo": IslandConfig(batch_size=BATCH, step_seconds=0.6),
         },

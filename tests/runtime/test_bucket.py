@@ -244,6 +244,15 @@ with ThreadPoolExecutor(8) as pool:
 """
 
 
+REFUSED = """
+import sys
+from diloco_jax import cli
+workdir, *configs = sys.argv[1:]
+for config in configs:
+    assert cli.main(["run", config, "--workdir", workdir]) == 2, config
+"""
+
+
 def test_several_threads_read_at_once(resumed, bucket, root):
     subprocess.run(
         [
@@ -263,21 +272,30 @@ def test_what_is_not_there_is_named(bucket, root, tmp_path):
     bucket.put(root / "letters", "broken/letters")
     (shard, *_) = [n for n in bucket.names() if n.startswith("broken/letters/train")]
     bucket.delete(shard)
-    for path, shown in (
-        ("gs://bucket/none", "gs://bucket/none is no prepared folder (it has no"),
-        ("gs://nowhere/none", "gs://nowhere/none"),
-        (
-            "s3://bucket/rows",
-            "s3://bucket/rows is a bucket, and rows are read of gs://",
-        ),
-        ("gs://bucket/broken/letters", f"{shard} is not the file of prepared.json: "),
-    ):
+    shown = {
+        "gs://bucket/none": "gs://bucket/none is no prepared folder (it has no",
+        "gs://nowhere/none": "gs://nowhere/none",
+        "s3://bucket/rows": "is a bucket, and rows are read of gs://",
+        "gs://bucket/broken/letters": f"{shard} is not the file of prepared.json: ",
+    }
+    paths = []
+    for number, path in enumerate(shown):
         config = config_of(path)
         data = dataclasses.replace(config.run.data, weights=())
         run = dataclasses.replace(config.run, data=data)
-        write_config_json(dataclasses.replace(config, run=run), tmp_path / "c.json")
-        command = ["run", tmp_path / "c.json", "--workdir", tmp_path / "run"]
-        done = in_bucket(bucket, *command)
-        assert done.returncode == 2, done.stderr[-3000:]
-        assert shown in done.stderr.replace("\n", " ")
-        assert not (tmp_path / "run").exists()
+        paths.append(tmp_path / f"{number}.json")
+        write_config_json(dataclasses.replace(config, run=run), paths[-1])
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, str(tmp_path / "run"), *map(str, paths)],
+        env={**os.environ, **bucket.environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    said = done.stderr.replace("\n", " ").split("error: ")[1:]
+    assert len(said) == len(shown), done.stderr
+    for one, (path, words) in zip(said, shown.items(), strict=True):
+        assert path in one
+        assert words in one
+    assert not (tmp_path / "run").exists()

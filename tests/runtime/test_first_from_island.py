@@ -22,8 +22,7 @@ from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.island.main import LeadingHost
-from diloco_jax.island.parts import Host
+from diloco_jax.island.main import TrainingHost
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.weights.first import first_params, require_repeatable, started_from
@@ -105,7 +104,7 @@ def test_an_island_of_the_products_own_gives_what_its_model_draws(text, tmp_path
     thread = threading.Thread(target=lambda: (service.start(), service.run()))
     thread.start()
     try:
-        island = LeadingHost(Host(config, "b", address, tmp_path / "b"), 1)
+        island = TrainingHost(config, "b", address, tmp_path / "b")
         island.start()
         ending = island.loop.run()
         island.stop(ending)
@@ -118,7 +117,7 @@ def test_an_island_of_the_products_own_gives_what_its_model_draws(text, tmp_path
     drawn = first_params(run, build(run))
     digest = Store(run, build_plan(run, build(run)), drawn, 1.0).digest()
     assert (first["first_from"], first["parameters_digest"]) == ("b", digest)
-    assert island.mailbox.traffic()["bytes_join"] == 0, "it has them already"
+    assert island.mailbox.counted()[0]["bytes_join"] == 0, "it has them already"
 
 
 def test_a_source_that_cannot_give_is_refused_by_name():

@@ -17,8 +17,7 @@ from runtime_support import PATIENCE_S, client, coordinator, make_config, placed
 
 from diloco_jax import run_files
 from diloco_jax.chaos import strike
-from diloco_jax.island.main import LeadingHost
-from diloco_jax.island.parts import Host
+from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
 
 DISK = "160m"
@@ -59,7 +58,7 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
         client(service.address) as observer,
     ):
         hosts = [
-            LeadingHost(Host(config, name, service.address, tmp_path / name), 1)
+            TrainingHost(config, name, service.address, tmp_path / name)
             for name in config.islands
         ]
         endings = {}

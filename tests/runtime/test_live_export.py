@@ -44,8 +44,8 @@ def diloco(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.nightly)])
-def over(request, text, tmp_path_factory):
+@pytest.fixture(scope="module")
+def over(text, tmp_path_factory):
     """The workdir of a run that was exported while it went on, and the two exports. It
     ends once it has kept enough, and each island has evaluated the merged model."""
     folder = tmp_path_factory.mktemp("live")
@@ -57,7 +57,6 @@ def over(request, text, tmp_path_factory):
     config = dataclasses.replace(config, islands={"a": island, "b": island})
     config = placed(config, export_every=3, exports_kept=50, checkpoint_every_s=0.0)
     config = placed(config, watch_every=3, evaluate_batches=10**6)
-    config = placed(config, workers=request.param)
     write_config_json(config.validate(), folder / "config.json")
     workdir = folder / "run"
     with (folder / "log").open("wb") as log:

@@ -7,9 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +16,11 @@ from typing import Any
 import pytest
 from runtime_support import PATIENCE_S, await_state, make_config, placed
 from training_support import slowed, trained
+from worker_support import WorkerProcess, two_workers, with_workers
 
 from diloco_jax import cli
 from diloco_jax.cluster.cluster import free_port
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import main
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.coordinator import ledger
@@ -46,13 +46,14 @@ def of_kind(tape: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_path):
     config = placed(
         slowed(make_config(text, cycles=CYCLES, quorum=1)),
-        workers=2,
         bind=f"127.0.0.1:{free_port()}",
         time_budget_s=10.0,
         evaluate_every_steps=0,
         snapshot_every_s=2.0,
     )
-    run = tmp_path / "run"
+    config = with_workers(config, tmp_path / "certificates")
+    path, run = tmp_path / "config.json", tmp_path / "run"
+    write_config_json(config, path)
 
     def led(until: Callable[[State], bool], kill: int | None) -> State:
         """A life of the coordinator until this; then the worker of a fragment dies."""
@@ -67,20 +68,25 @@ def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_
             if kill is not None:
                 holder = service.holder
                 (own,) = [n for n in range(2) if kill in holder.of(n)]
-                os.kill(holder.processes()[own].pid, signal.SIGKILL)
+                processes[own].kill()
                 thread.join(PATIENCE_S)
                 assert isinstance(failed[0], ConnectionLost), "it ends with its worker"
+                there = tmp_path / f"worker-{own}"
+                if kill == LOST:
+                    for folder in ("publishes", "checkpoints/coordinator"):
+                        shutil.rmtree(there / folder)
+                processes[own] = WorkerProcess(path, own, there)
             else:
                 service.lead.stop()
                 thread.join(PATIENCE_S)
             return state
 
-    with trained(config, config.placement.bind, tmp_path):
+    with (
+        two_workers(path, tmp_path) as processes,
+        trained(config, config.placement.bind, tmp_path),
+    ):
         led(merged_to(3, 1, LOST), OTHER)
         led(merged_to(6, 1, LOST), LOST)
-        name = f"{LOST:05d}"
-        shutil.rmtree(run / "publishes" / name)
-        shutil.rmtree(run / "checkpoints" / "coordinator" / name)
         state = led(merged_to(9, 2, LOST), None)
     assert ledger.check(state) == []
     assert state.fragments[OTHER].version.term == 1

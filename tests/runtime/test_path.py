@@ -23,8 +23,7 @@ from runtime_support import PATIENCE_S, coordinator, make_config, with_run
 from tiny import SEQUENCE_LENGTH
 
 import diloco_jax
-from diloco_jax.island.main import LeadingHost
-from diloco_jax.island.parts import Host
+from diloco_jax.island.main import TrainingHost
 from diloco_jax.protocol.island.boundary import Ending
 
 pytestmark = pytest.mark.dist
@@ -95,7 +94,7 @@ def test_a_delta_goes_through_few_files(text, tmp_path, calls):
     config = dataclasses.replace(config, islands={"a": config.islands["a"]})
     config = with_run(config, total_tokens=800 * SEQUENCE_LENGTH)
     with coordinator(config, tmp_path / "run") as service:
-        island = LeadingHost(Host(config, "a", service.address, tmp_path / "a"), 1)
+        island = TrainingHost(config, "a", service.address, tmp_path / "a")
         island.start()
         loop = island.loop
 

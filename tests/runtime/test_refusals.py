@@ -33,8 +33,7 @@ from runtime_support import (
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.island.main import LeadingHost
-from diloco_jax.island.parts import Host
+from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record
@@ -109,7 +108,7 @@ def other_corpus(config: Config) -> Config:
 
 
 def hello_of_another_run(served):
-    run_id = served.service.policy_config.run_id
+    run_id = served.service.lead.config.run_id
     return (
         hello(served.config, run_id="0123456789abcdef", session="astray"),
         "run_id",
@@ -226,7 +225,7 @@ def test_a_record_of_no_fragment_ends_only_its_session(served):
 @pytest.fixture
 def start(served) -> bulk.UploadStart:
     """Start of the upload asked for. Without its record the delta is not merged."""
-    run_id = served.service.policy_config.run_id
+    run_id = served.service.lead.config.run_id
     total = served.service.holder.store.layouts_up[served.take.fragment].total_bytes
     return upload_start(served.hello, run_id, served.take, total)
 
@@ -327,8 +326,8 @@ def test_a_delta_that_is_not_finite_is_not_merged(text, tmp_path, caplog):
         start = upload_start(hellos["a"], run_id, takes["a"], total)
         island.transfers.upload(start, bytes(total))
         published = await_message(streams["a"], messages.Published)
-        assert (published.verdict, published.version) == ("merged", (1, 1))
-        told = await_message(streams["b"], messages.Published)
+        assert (published.verdict.verdict, published.version) == ("merged", (1, 1))
+        told = await_message(streams["b"], messages.Published).verdict
         assert (told.verdict, told.reason) == ("refused", "non_finite")
         streams["b"].send(report(1))
         await_message(streams["b"], messages.Progress)
@@ -365,8 +364,8 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
                 time_budget_s=20.0,
                 outage_budget_s=4 * PATIENCE_S,
             )
-            host = Host(stranger, "b", service.address, tmp_path / "b")
-            island = LeadingHost(host, 1)
+            folder = tmp_path / "b"
+            island = TrainingHost(stranger, "b", service.address, folder)
             began = time.monotonic()
             with pytest.raises(SecurityError, match="diloco certs") as refused:
                 island.start()

@@ -1,8 +1,9 @@
 """One real run with everything that may happen to it, and each part of what it leaves.
 
-Two unequal islands train on a packed mixture of prepared folders. One is killed; then
-every process is, and the newest snapshots are damaged. Other islands on other meshes go
-on to the end, and then to twice the tokens. The whole of it is replayed from its tape.
+Two unequal islands train on a packed mixture of prepared folders, in fragments so small
+that tensors are cut into bands. One is killed; then every process is, and the newest
+snapshots are damaged. Other islands on other meshes go on to the end, and then to twice
+the tokens. The whole of it is replayed from its tape.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from diloco_jax.workdir import read_facts
 pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 240.0
-MERGES = 8
+MERGES = 16
 TOTAL = 3200 * SEQUENCE_LENGTH
 """Far more tokens than the first two islands have made when they are killed."""
 DOCUMENTS = 24
@@ -173,7 +174,7 @@ def resumed(tmp_path_factory) -> Resumed:
             model=MODEL,
             data=DataConfig(paths=prepared(folder), weights=WEIGHTS),
             inner=InnerConfig(learning_rate=1e-2, warmup_fraction=0, rewarm_steps=0),
-            sync=SyncConfig(steps_per_cycle=6, fragments=3, quorum=1),
+            sync=SyncConfig(steps_per_cycle=8, fragments=8, quorum=1),
             sequence_length=SEQUENCE_LENGTH,
             total_tokens=TOTAL,
         ),

@@ -1,10 +1,9 @@
-"""`diloco chaos` strikes workers and the coordinator of a real run."""
+"""`diloco chaos` strikes the coordinator of a real run."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tape_checks
@@ -24,34 +23,24 @@ TRAINING_SECONDS = 12
 that a start may take as long as it does."""
 
 
-def struck(text: Path, workdir: Path, *strikes: str) -> dict[str, Any]:
-    """Return the outcomes, by name, of strikes on a run with workers."""
+def test_a_coordinator_that_is_killed_is_back(text: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
     config = placed(
         lasting(text, TRAINING_SECONDS),
         workdir=str(workdir),
-        workers=2,
         time_budget_s=4.0,
         snapshot_every_s=2.0,
         restart_delay_s=0.2,
     )
     said = io.StringIO()
+    strikes = ChaosOptions(strikes=("coordinator@2s:kill",))
     code, findings = command.run(
-        config,
-        "run.py",
-        Console(file=said, width=200),
-        ChaosOptions(strikes=strikes),
+        config, "run.py", Console(file=said, width=200), strikes
     )
     assert code == 0, said.getvalue()
-    outcomes = {outcome["who"]: outcome for outcome in findings["outcomes"]}
-    assert len(outcomes) == len(strikes), said.getvalue()
-    tape = list(read_tape(workdir / run_files.TAPE))
-    assert list(tape_checks.version_problems(tape)) == []
-    return outcomes
-
-
-@pytest.mark.parametrize("who", ["worker-1", "coordinator"])
-def test_whoever_is_killed_is_back(who: str, text: Path, tmp_path: Path) -> None:
-    (outcome,) = struck(text, tmp_path / "run", f"{who}@2s:kill").values()
-    assert outcome["who"] == who
+    (outcome,) = findings["outcomes"]
+    assert outcome["who"] == "coordinator"
     assert outcome["back_s"] is not None
     assert outcome["merged_s"] is not None
+    tape = list(read_tape(workdir / run_files.TAPE))
+    assert list(tape_checks.version_problems(tape)) == []

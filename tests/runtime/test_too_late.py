@@ -13,9 +13,8 @@ from runtime_support import PATIENCE_S, client, hello, make_config, placed
 
 from diloco_jax.cluster.status import read_status
 from diloco_jax.coordinator import main
-from diloco_jax.coordinator.main import LastWrites
 from diloco_jax.errors import EXIT_DONE
-from diloco_jax.island.network.link import ending_of
+from diloco_jax.island.link import ending_of
 from diloco_jax.observability.measures import health_of
 from diloco_jax.protocol import messages
 from diloco_jax.wire.errors import ConnectionLost, Refused
@@ -84,13 +83,13 @@ def test_without_lingering_it_answers_until_the_summary_is_there(
     service = main.Coordinator(make_config(text), tmp_path, init=True)
     service.start()
     shown: list[dict[str, Any]] = []
-    write = LastWrites.snapshots
+    save = service._save
 
-    def watched(last: LastWrites) -> bool:
+    def watched(write: Any) -> bool:
         shown.append(read_status(str(tmp_path), service.config.placement))
-        return write(last)
+        return save(write)
 
-    monkeypatch.setattr(LastWrites, "snapshots", watched)
+    monkeypatch.setattr(service, "_save", watched)
     try:
         done(service)
         assert service.conclude() == EXIT_DONE

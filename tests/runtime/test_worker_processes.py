@@ -1,14 +1,12 @@
-"""Worker processes, here and as on other machines: the bits of one process, and their
-end together with the lead."""
+"""Workers as on other machines: the bits of one process, and their end together with
+the lead."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elsewhere_support import (
-    WorkerProcess,
-    snapshots_in,
-    two_workers,
-    with_workers_elsewhere,
-)
 from msgspec.structs import replace
 from runtime_support import client, hello, make_config, placed, run_scripted
 from worker_support import (
@@ -29,10 +21,14 @@ from worker_support import (
     PATIENCE_S,
     SECOND,
     Ask,
+    WorkerProcess,
     delta_of,
     in_process,
     of_workers,
     send_here,
+    snapshots_in,
+    two_workers,
+    with_workers,
 )
 
 from diloco_jax import cli, run_files, storage
@@ -56,7 +52,6 @@ from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import FetchRequest
-from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
@@ -77,8 +72,10 @@ def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
 ):
     config = make_config(text, cycles=2)
     alone = run_scripted(config, tmp_path / "alone")
-    placement = {"workers": 2, "export_every": 1}
-    spread = run_scripted(placed(config, **placement), tmp_path / "spread")
+    there = with_workers(config, tmp_path / "certificates", export_every=1)
+    write_config_json(there, tmp_path / "config.json")
+    with two_workers(tmp_path / "config.json", tmp_path):
+        spread = run_scripted(there, tmp_path / "spread")
     assert {fragment for fragment, *_ in digests(alone)} == {0, 1}
     assert digests(alone) == digests(spread)
     assert_kept(config, tmp_path / "spread", digests(spread))
@@ -93,7 +90,7 @@ def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
 
 def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
     """The cycles that came from workers have the bits of the merges."""
-    store = make_store(config, build_plan(config.run, build(config.run)), None)
+    store = make_store(config, build_plan(config.run, build(config.run)))
     folder = workdir / run_files.KEPT
     assert kept_cycles.numbers(folder)
     for cycle in kept_cycles.numbers(folder):
@@ -112,7 +109,7 @@ def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
 def alone(text, tmp_path):
     """A config, its store with the first parameters, a delta, and the digests of its
     publish and of Theta as one process makes them."""
-    config = placed(make_config(text), workers=2, time_budget_s=10.0)
+    config = placed(make_config(text), time_budget_s=10.0)
     (tmp_path / "alone").mkdir(), (tmp_path / "lead").mkdir()
     store, holder = in_process(config, tmp_path / "alone")
     start, payload = delta_of(store, 0)
@@ -131,16 +128,10 @@ def asked_for(*versions: Version, **fields: Any) -> RestoreFragments:
     return RestoreFragments(fragments=tuple(committed), **fields)
 
 
-@pytest.fixture(params=["here", "elsewhere"])
-def unit(request, alone, tmp_path):
-    """Leads of two workers, in this process, one after another; and processes."""
-    config, *_ = alone
-    if request.param == "here":
-        folder = tmp_path / "certificates"
-        make_certificates(folder, [], 1, islands=["a"], workers=2)
-        yield placed(config, certificates=str(folder)), None
-        return
-    config = with_workers_elsewhere(config, tmp_path / "certificates")
+@pytest.fixture
+def unit(alone, tmp_path):
+    """Leads of two workers, in this process, one after another; and the workers'."""
+    config = with_workers(alone[0], tmp_path / "certificates")
     write_config_json(config, tmp_path / "config.json")
     with two_workers(tmp_path / "config.json", tmp_path) as processes:
         yield config, processes
@@ -161,8 +152,8 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
         restored = workers.restore(asked_for(FIRST, FIRST, first=True))
         assert [f.digest for f in restored.fragments] == before
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
-        there = lead if processes is None else tmp_path / f"worker-{own}"
-        ask, address = Ask(workers), workers.processes()[own].address
+        there = tmp_path / f"worker-{own}"
+        ask, address = Ask(workers), workers.shown()["workers"][own]["address"]
         with client(address, tls=tls) as island:
             at = island.transfers_at(address, own)
             with pytest.raises(SecurityError, match=f"of worker {own}, and has to be"):
@@ -193,20 +184,17 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
                 fetched()
             assert refused.value.code == "fenced"
         assert list((there / "publishes" / "00000").glob("*.publish"))
-        os.kill(workers.processes()[own].pid, signal.SIGKILL)
+        processes[own].kill()
         gone = str(ask.await_(ConnectionLost))
         assert f"worker {own}" in gone
         assert "start it again" in gone
-    if processes is not None:
-        processes[own].process.wait(PATIENCE_S)
-        config_path = tmp_path / "config.json"
-        processes[own] = WorkerProcess(config_path, own, tmp_path / f"worker-{own}")
+    processes[own] = WorkerProcess(tmp_path / "config.json", own, there)
 
     with leading(config, lead) as workers:
         restored = workers.restore(asked_for(FIRST, FIRST))
         assert [f.digest for f in restored.fragments] == before
         assert restored.discarded == 1
-        ask, address = Ask(workers), workers.processes()[own].address
+        ask, address = Ask(workers), workers.shown()["workers"][own]["address"]
         take = TakeRequest(fragment=0, tick=1)
         workers.completed(hello(config, incarnation=1), take)
         with client(address, tls=tls) as island:
@@ -221,7 +209,7 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
         restored = workers.restore(asked_for(SECOND, FIRST))
         assert [f.fragment for f in restored.lost] == [0]
         ask = Ask(workers)
-        address, begun = workers.processes()[own].address, Version(2, 1)
+        address, begun = workers.shown()["workers"][own]["address"], Version(2, 1)
         workers.hold(
             AwaitAnchor(fragment=0, island="a", incarnation=1, term=begun.term)
         )
@@ -240,17 +228,13 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
                 workers.hold(Commit(fragment=0, version=begun))
                 assert bytes(fetched.result(PATIENCE_S).payload) == anchor
         assert workers.save_all(None)
-        if processes is not None:
-            assert snapshots_in(lead) == [0, 1], "the result is here"
-    pids = [worker.pid for worker in workers.processes()]
-    if processes is not None:
-        assert [one.process.wait(PATIENCE_S) for one in processes] == [0, 0]
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert snapshots_in(lead) == [0, 1], "the result is here"
+    assert [one.process.wait(PATIENCE_S) for one in processes] == [0, 0]
 
 
 def test_a_worker_elsewhere_obeys_the_newest_lead(alone, tmp_path):
     """The lead before it ends, and an older one is refused with both numbers."""
-    config = with_workers_elsewhere(alone[0], tmp_path / "certificates")
+    config = with_workers(alone[0], tmp_path / "certificates")
     write_config_json(config, tmp_path / "config.json")
     with (
         two_workers(tmp_path / "config.json", tmp_path) as processes,
@@ -281,7 +265,7 @@ def leading(config: Any, workdir: Path, term: int = 1) -> Iterator[WorkersHolder
     try:
         yield workers
     finally:
-        workers.end(PATIENCE_S)
+        workers.end()
 
 
 def fetch_of(fragment: int, want: Version, **fields: Any) -> FetchRequest:

@@ -11,8 +11,7 @@ from pathlib import Path
 from runtime_support import PATIENCE_S, make_config, with_run
 
 from diloco_jax.config import Config
-from diloco_jax.island.main import LeadingHost
-from diloco_jax.island.parts import Host
+from diloco_jax.island.main import TrainingHost
 
 CYCLE_STEPS, STEP_SECONDS = 6, 0.25
 
@@ -39,12 +38,11 @@ def lasting(text: Path, training_s: float) -> Config:
 def trained(config: Config, address: str, folder: Path) -> Iterator[None]:
     """All islands train until the block or the run is over; none of them fails."""
     islands = [
-        LeadingHost(Host(config, name, address, folder / name), 1)
-        for name in config.islands
+        TrainingHost(config, name, address, folder / name) for name in config.islands
     ]
     failures: list[str] = []
 
-    def live(island: LeadingHost) -> None:
+    def live(island: TrainingHost) -> None:
         try:
             island.start()
             ending = island.loop.run()

@@ -1,8 +1,12 @@
-"""Holders of a run's fragments that a test speaks to: in this process, or workers."""
+"""Holders of a run's fragments that a test speaks to: in this process, or workers,
+which have workdirs and keys of their own."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import queue
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax import checkpoint
+from diloco_jax.cluster.cluster import DILOCO, free_port
 from diloco_jax.config import Config
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.coordinator.holding.holder import StoreHolder, make_holder
@@ -23,10 +28,11 @@ from diloco_jax.protocol.holding import (
     Merge,
     MergeDigested,
     MergePrepared,
+    RestoreFragments,
 )
 from diloco_jax.protocol.values import Contribution, Version
-from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire.bulk import UploadStart
+from diloco_jax.wire.certificates import make_certificates
 
 RUN_ID = "r"
 PATIENCE_S = 60.0
@@ -35,14 +41,13 @@ FIRST, SECOND = Version(1, 0), Version(1, 1)
 
 def in_process(config: Config, workdir: Path) -> tuple[Store, StoreHolder]:
     """All fragments of a new run, which are on the disk of its workdir then."""
-    model = build(config.run)
-    plan = build_plan(config.run, model)
+    plan = build_plan(config.run, build(config.run))
     whose = checkpoint.whose(config.run, RUN_ID, plan)
-    store = make_store(config, plan, first_pieces(config.run, model))
+    store = make_store(config, plan)
     kept = KeptCycles(workdir, 2, whose, plan.sizes)
     fragments = range(len(plan.fragments))
     holder = make_holder(config, store, kept, workdir, whose, fragments)
-    holder.begin()
+    holder.restore(RestoreFragments(fragments=(), first=True))
     return store, holder
 
 
@@ -132,3 +137,65 @@ class Ask:
         """Commit the merge; the digest of Theta."""
         self._holder.hold(Commit(fragment=fragment, version=SECOND))
         return self.await_(MergeDigested).digest
+
+
+CHECKPOINTS = Path("checkpoints") / "coordinator"
+"""In a workdir, the folder of snapshots."""
+
+
+def with_workers(config: Config, folder: Path, **changes) -> Config:
+    """The config with two workers at addresses of their own, and its certificates."""
+    make_certificates(folder, [], 1, islands=list(config.islands), workers=2)
+    addresses = tuple(f"127.0.0.1:{free_port()}" for _ in range(2))
+    placement = dataclasses.replace(
+        config.placement,
+        workers=2,
+        worker_addresses=addresses,
+        certificates=str(folder),
+        **changes,
+    )
+    return dataclasses.replace(config, placement=placement).validate()
+
+
+class WorkerProcess:
+    """`diloco worker`, as on a machine of its own."""
+
+    def __init__(self, config: Path, index: int, workdir: Path) -> None:
+        words = [*DILOCO, "worker", str(config), "--index", str(index)]
+        words += ["--workdir", str(workdir)]
+        self.log = workdir.with_suffix(".log")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(words, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """End it, however it is."""
+        self.process.terminate()
+        try:
+            self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()
+
+
+@contextlib.contextmanager
+def two_workers(config_path: Path, folder: Path):
+    """Two `diloco worker`, with workdirs of their own."""
+    made = [
+        WorkerProcess(config_path, index, folder / f"worker-{index}")
+        for index in range(2)
+    ]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+def snapshots_in(workdir: Path) -> list[int]:
+    """The fragments of which a workdir has a snapshot."""
+    folder = workdir / CHECKPOINTS
+    return sorted({int(path.parent.name) for path in folder.glob("*/*.snapshot")})

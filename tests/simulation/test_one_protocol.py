@@ -15,17 +15,17 @@ import pytest
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
-from diloco_jax.island.network.link import Link
-from diloco_jax.island.network.transfers import Receiver
-from diloco_jax.island.pace import Pace, goal_of
-from diloco_jax.island.timing import Timing
+from diloco_jax.island.timing import Pace, Timing, goal_of
+from diloco_jax.island.transfers import Receiver
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending, Goal
+from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.fetching import Fetching
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import Granted, Published, Report, Welcome
@@ -96,8 +96,9 @@ def fetched_by_threads() -> list[int]:
                 done.set()
         return Arrival(fragment=request.fragment, version=request.want, anchor=())
 
+    lanes = SimpleNamespace(dealt=(0,) * len(BEGIN))
     receiver = Receiver(
-        cast(Any, SimpleNamespace(fetch=fetch)),
+        cast(Any, SimpleNamespace(fetch=fetch, lanes=lanes)),
         Mailbox(),
         Deadlines(WAIT_S),
         BEGIN,
@@ -107,7 +108,7 @@ def fetched_by_threads() -> list[int]:
     receiver.fetch_all()
     joined.set()
     for fragment in range(len(BEGIN)):
-        receiver.want(fragment, NEWEST)
+        receiver.want(Wanted(fragment, NEWEST))
     receiver.start()
     assert done.wait(WAIT_S)
     receiver.close(WAIT_S)

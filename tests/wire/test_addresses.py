@@ -16,7 +16,6 @@ from diloco_jax.wire.addresses import (
     on_this_machine,
     parse_address,
     require_free,
-    worker_address,
 )
 
 
@@ -55,22 +54,14 @@ def test_all_addresses_are_reached_by_loopback(bound, reached):
     assert on_this_machine(bound) == reached
 
 
-@pytest.mark.parametrize("of", [addresses.bulk_address, lambda a: worker_address(a, 1)])
-def test_all_ports_of_a_run_must_be_free_before_it_is_begun(of):
+def test_all_ports_of_a_run_must_be_free_before_it_is_begun():
     found, beside = addresses.reserve("127.0.0.1:0")
     beside.close()
-    taken = of(found)
-    with (
-        addresses.listen(taken),
-        pytest.raises(ConfigError, match=f"{taken}: .* another process listens"),
-    ):
-        require_free(found, 4)
-
-
-def test_workers_have_the_ports_after_the_coordinator_s_two():
-    at = [worker_address("[::1]:7077", worker) for worker in range(2)]
-    assert at == ["[::1]:7079", "[::1]:7080"]
-    assert worker_address("127.0.0.1:0", 1) == "127.0.0.1:0"
+    taken = addresses.bulk_address(found)
+    with addresses.listen(taken):
+        with pytest.raises(ConfigError, match=f"{taken}: .* another process listens"):
+            require_free(found)
+        require_free(found, bulk=False)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from wire_support import (
     ISLAND,
     WAIT_S,
-    Clock,
     fetch_request,
     hello,
     report,
@@ -22,10 +19,7 @@ from wire_support import (
 from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import principal
-from diloco_jax.wire.bulk import Revocation, RevocationRequest
 from diloco_jax.wire.errors import (
-    REVOKED_CODE,
-    ConnectionLost,
     ProtocolError,
     Refused,
     SecurityError,
@@ -33,11 +27,9 @@ from diloco_jax.wire.errors import (
 )
 from diloco_jax.wire.principal import (
     COORDINATOR,
-    KEPT_S,
     OPERATOR,
     READER,
     Principal,
-    Revocations,
     island,
     mismatch,
     of_stem,
@@ -326,116 +318,3 @@ def test_files_that_are_not_fit_leave_a_server_as_it_was(serve, connect, copy, c
     client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
     assert client.status(WAIT_S)
     assert "stay as they were" in caplog.text
-
-
-# ---- the coordinator's answers to an island that offers its anchors ------------------
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    found = Clock()
-    monkeypatch.setattr(principal, "time", found)
-    return found
-
-
-def test_the_coordinator_says_whose_certificate_is_revoked(
-    serve, connect, copy, certificates, at_once
-):
-    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
-    asks = connect(address, tls=TlsFiles.load(certificates, island(ISLAND)))
-    serial = authority.certificate_of(copy, OTHER).serial_number
-
-    def is_revoked(number):
-        request = RevocationRequest(serial=f"{number:x}")
-        return asks.transfers.ask(request, Revocation).revoked
-
-    assert not is_revoked(serial)
-    authority.add(copy, [], 1, islands=["other"])
-    authority.revoke(copy, OTHER)
-    assert is_revoked(serial), "though it was renewed since"
-    assert not is_revoked(serial + 1)
-    _, without_tls = serve()
-    request = RevocationRequest(serial="1f")
-    assert not connect(without_tls).transfers.ask(request, Revocation).revoked
-
-
-def test_an_answer_counts_for_seconds_and_then_the_coordinator_is_asked_again(clock):
-    answers, asked = [False, True], []
-
-    def ask(serial):
-        asked.append(serial)
-        return answers.pop(0)
-
-    known = Revocations(ask)
-    known.require_valid(7, OTHER)
-    clock.now += KEPT_S - 0.1
-    known.require_valid(7, OTHER)
-    clock.now += 0.1
-    for _ in range(2):
-        with pytest.raises(Refused, match="of island other, serial number 7, is"):
-            known.require_valid(7, OTHER)
-    assert asked == [7, 7]
-
-
-@pytest.mark.parametrize("answer", [False, True, None])
-def test_stripes_that_come_at_once_ask_once(clock, monkeypatch, answer):
-    """None: the coordinator does not answer."""
-    asked, asks, may_answer = [], threading.Event(), threading.Event()
-    came = threading.Semaphore(0)
-    monkeypatch.setattr(clock, "monotonic", lambda: came.release() or clock.now)
-
-    def ask(serial):
-        asked.append(serial)
-        asks.set()
-        assert may_answer.wait(WAIT_S)
-        if answer is None:
-            raise ConnectionLost("nobody listens")
-        return answer
-
-    known = Revocations(ask)
-
-    def outcome():
-        try:
-            known.require_valid(7, OTHER)
-        except Refused as error:
-            return error.code
-        return None
-
-    with ThreadPoolExecutor(8) as pool:
-        first = pool.submit(outcome)
-        assert asks.wait(WAIT_S)
-        others = [pool.submit(outcome) for _ in range(7)]
-        for _ in range(8):
-            assert came.acquire(timeout=WAIT_S)
-        may_answer.set()
-        found = {future.result(WAIT_S) for future in (first, *others)}
-    assert found == {{False: None, True: REVOKED_CODE, None: "unchecked"}[answer]}
-    assert asked == [7]
-    if answer is None:
-        assert outcome() == "unchecked"
-        assert asked == [7, 7], "no answer does not count"
-
-
-def test_an_answer_that_is_long_in_coming_counts_from_the_question(clock):
-    answers = iter([False, True])
-
-    def ask(serial):
-        found = next(answers)
-        if not found:
-            clock.now += KEPT_S
-            with pytest.raises(Refused):
-                known.require_valid(7, OTHER)  # As another thread does meanwhile.
-        return found
-
-    known = Revocations(ask)
-    known.require_valid(7, OTHER)
-    with pytest.raises(Refused):
-        known.require_valid(7, OTHER)
-
-
-def test_answers_do_not_grow_without_bound(clock, monkeypatch):
-    monkeypatch.setattr(principal, "MOST_KNOWN", 3)
-    known = Revocations(lambda serial: False)
-    for serial in range(10):
-        known.require_valid(serial, OTHER)
-        assert len(known._known) <= 3

@@ -13,12 +13,15 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.coordinator.holding.fragment_snapshots import Saver
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    Publishes,
+)
 from diloco_jax.coordinator.holding.inbox import Inbox
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
@@ -43,6 +46,32 @@ WRITE_AGAIN_S = 2.0
 """Pause before what could not be written is tried again, in seconds."""
 CODEC = "f32"
 """Anchors travel as they are."""
+
+T = TypeVar("T")
+
+
+def repeat(
+    write: Callable[[], T],
+    trouble: Callable[[OSError], str],
+    ends: Callable[[float], bool],
+    tell: Callable[[HolderTroubled], None],
+) -> T | None:
+    """Return the result of a write, which is repeated while it raises OSError.
+
+    trouble: says to people what is wrong, once; raises an error to give up. ends:
+    pauses for some seconds; True: nobody wants it any more, and None is returned.
+    """
+    told = False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            text = trouble(error)
+            if not told:
+                tell(HolderTroubled(text=text))
+            told = True
+        if ends(WRITE_AGAIN_S):
+            return None
 
 
 def layouts_of(fragments: Sequence[Sequence[Piece]]) -> list[PayloadLayout]:
@@ -82,15 +111,18 @@ class LostFragments:
     def __init__(
         self,
         store: Store,
-        saver: Saver,
+        snapshots: FragmentSnapshots,
+        publishes: Publishes,
         deltas: Inbox,
         closing: threading.Event,
         submit: Callable[[Callable[[], None]], None],
         tell: Callable[[AnchorKept | AnchorCompared | HolderTroubled], None],
     ) -> None:
-        """saver: knows which are lost. deltas: an inbox for the same place. closing:
-        set at the end. submit: has a function called on a thread for long work."""
-        self._store, self._saver, self._deltas = store, saver, deltas
+        """snapshots: knows which are lost. deltas: an inbox for the same place.
+        closing: set at the end. submit: has a function called on a thread for long
+        work."""
+        self._store, self._snapshots, self._publishes = store, snapshots, publishes
+        self._lost, self._deltas = snapshots.lost, deltas
         self._closing = closing
         self._submit, self._tell = submit, tell
         self._arriving: dict[tuple[int, str], _Arriving] = {}
@@ -114,7 +146,7 @@ class LostFragments:
         for lost in fragments:
             if lost.why:
                 logger.error("fragment %d is lost here: %s", lost.fragment, lost.why)
-            self._saver.lost.add(lost.fragment)
+            self._lost.add(lost.fragment)
 
     def expect(self, awaited: AwaitAnchor) -> None:
         """Await the anchor of one island for a lost fragment, and no other; or the
@@ -132,13 +164,13 @@ class LostFragments:
         version, arrays = self._prepared.pop(fragment)
         self._store.load(fragment, arrays, version)
         self._drop(fragment)
-        self._saver.lost.discard(fragment)
+        self._lost.discard(fragment)
 
     # ---- islands' bytes -------------------------------------------------------------
 
     def require_here(self, fragment: int) -> None:
         """Raise Busy for a fragment that is lost."""
-        if fragment in self._saver.lost:
+        if fragment in self._lost:
             raise Busy(
                 f"fragment {fragment} was lost here, and is gathered from islands; "
                 f"come again"
@@ -147,19 +179,12 @@ class LostFragments:
     def require_no_delta(self, fragment: int) -> None:
         """Raise Refused for a fragment that is lost. No delta that islands have now can
         enter its next term, and anchors must not wait for them."""
-        if fragment in self._saver.lost:
+        if fragment in self._lost:
             raise Refused(
                 "lost",
                 f"fragment {fragment} was lost here, and begins a new term; the "
                 f"coordinator asks for deltas in that term",
             )
-
-    def term_of(self, start: bulk.UploadStart) -> int:
-        """Return the term that the awaited anchor of a fragment begins.
-
-        Raises Busy for another island's while the fragment is lost: the lead may be
-        about to ask for it. Raises Refused otherwise."""
-        return self._of(start).awaited.term
 
     def begin(self, start: bulk.UploadStart) -> memoryview:
         """Return the place of a stripe of an awaited anchor; see `Inbox.begin`. One at
@@ -188,6 +213,8 @@ class LostFragments:
         return True
 
     def _of(self, start: bulk.UploadStart) -> _Arriving:
+        """Return the awaited anchor. Raises Busy for another island's while the
+        fragment is lost: the lead may be about to ask for it; else Refused."""
         found = self._arriving.get((start.fragment, start.island))
         if found is not None:
             awaited = found.awaited
@@ -248,21 +275,24 @@ class LostFragments:
     ) -> bool:
         """Write an anchor, however often that takes; return False once it is not
         awaited any more."""
-        fragment, told = arriving.awaited.fragment, False
-        while True:
-            try:
-                self._saver.begin_fragment(fragment, version, arrays)
-                return True
-            except OSError as error:
-                if not told:
-                    text = (
-                        f"the anchor of lost fragment {fragment} is not kept: {error}"
-                    )
-                    self._tell(HolderTroubled(text=f"{text}; free some space there"))
-                told = True
-            ended = self._closing.wait(WRITE_AGAIN_S)
-            if ended or not self._is_awaited(arriving):
-                return False
+        fragment = arriving.awaited.fragment
+
+        def write() -> bool:
+            self._snapshots.begin(fragment, version, arrays, self._publishes)
+            return True
+
+        written = repeat(
+            write,
+            lambda error: (
+                f"the anchor of lost fragment {fragment} is not kept: {error}; free "
+                f"some space there"
+            ),
+            lambda pause_s: (
+                self._closing.wait(pause_s) or not self._is_awaited(arriving)
+            ),
+            self._tell,
+        )
+        return written is not None
 
     def _compare(
         self, arriving: _Arriving, start: bulk.UploadStart, version: Version

@@ -1,29 +1,38 @@
-"""Snapshots of a holder's fragments: named, written in turns, and restored.
+"""Fragments on a holder's disk: publishes, and snapshots that are written in turns.
+
+There is a file for each publish, the encoded change from one version to the next. A
+merge is *prepared* once its publish is whole on disk, and *committed* by its small
+record in the log. A file without a record belongs to a merge that never was, and the
+next start deletes it. A record without its file is damage. The files of a fragment go
+back to its oldest snapshot, so that each snapshot can be advanced to the present.
 
 A round of all takes `placement.snapshot_every_s`, or longer, so that writing takes at
 most a part of the disk's time. Only versions that the lead has committed are in the
 store, so each snapshot is of one; publishes that it makes superfluous are deleted.
 
 After a crash a holder makes its fragments of them and the publishes (`restore`);
-for a new run or term it makes them of parameters (`make_store`).
+for a new run it makes them of parameters (`load_first`).
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from etils.epath import Path as Folder
 from rich.console import Console
 
 from diloco_jax import merge_route, storage
 from diloco_jax.config import Config, Placement
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.holding.publishes import Publishes, require_space
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.snapshots import (
     Arrays,
@@ -32,9 +41,12 @@ from diloco_jax.coordinator.snapshots import (
     empty,
     flat,
     fragment_path,
+    name_of,
+    version_of,
     versions,
 )
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
+from diloco_jax.core.payload import Buffer
 from diloco_jax.files import is_bucket
 from diloco_jax.machine import give_memory_back
 from diloco_jax.observability.terminal import bar
@@ -45,9 +57,139 @@ from diloco_jax.protocol.holding import (
     RestoredFragment,
     RestoreFragments,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, NOTHING, Version
+from diloco_jax.protocol.values import FIRST_VERSION, NOTHING, Prepared, Version
 
 logger = logging.getLogger(__name__)
+
+
+SPARED_BYTES = 64 << 20
+"""Bytes that publishes and snapshots leave free on their disk, so that the small
+records of log and tape can still be written."""
+
+
+class Publishes:
+    """The publishes of one run. Each file is written once, by any thread."""
+
+    def __init__(self, folder: Path, fragments: Iterable[int] | None = None) -> None:
+        """Open the folder, and make it if it is missing. fragments: those that are
+        written here, if not all are; others' files are left alone."""
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        storage.sync_path(folder.parent)
+        torn, own = f"*{storage.TEMPORARY}", [folder]
+        if fragments is not None:
+            own = [self.path(f, Version()).parent for f in fragments]
+        for path in [path for below in own for path in below.rglob(torn)]:
+            path.unlink()
+
+    def write(
+        self, fragment: int, version: Version, payload: Buffer, *, final: bool
+    ) -> Prepared:
+        """Write a publish; it is on disk when this returns. final: it belongs to the
+        flush. Raises OSError if the disk is full."""
+        path = self.path(fragment, version)
+        if not path.parent.is_dir():
+            path.parent.mkdir(exist_ok=True)
+            storage.sync_path(self._folder)
+        require_space(self._folder, len(payload))
+        header = {
+            "fragment": fragment,
+            "version": list(version),
+            "final": final,
+            "bytes": len(payload),
+        }
+        digest = storage.write_sealed(path, header, [payload])
+        return Prepared(digest=digest, payload_bytes=len(payload))
+
+    def read(
+        self, fragment: int, version: Version, wanted: str | None
+    ) -> tuple[Buffer, bool]:
+        """Return a publish, and True if it belongs to the flush. wanted: its
+        digest, if the log still has the record. Raises DurableError if the file is
+        missing or is not what the record says."""
+        path = self.path(fragment, version)
+        made = []
+
+        def make(header: dict[str, Any]) -> npt.NDArray[Any]:
+            made.append(np.empty(header["bytes"], np.uint8))
+            return made[0]
+
+        try:
+            header, found = storage.read_sealed(path, make)
+        except storage.SealedError as error:
+            raise _damaged(fragment, version, str(error)) from error
+        if wanted is not None and found != wanted:
+            what = f"{path} has digest {found}, its record says {wanted}"
+            raise _damaged(fragment, version, what)
+        return made[0].data, bool(header["final"])
+
+    def mapped(self, fragment: int, version: Version) -> Buffer | None:
+        """Return a publish as mapped from the disk; None if it was deleted since it was
+        read or written, or was cut off.
+        """
+        path = self.path(fragment, version)
+        try:
+            header, found = storage.map_sealed(path)
+        except storage.SealedError:
+            return None
+        if len(found) != header["bytes"]:
+            logger.error(
+                "%s has %d bytes of %d: it is not served, and islands fetch the whole "
+                "fragment; look at that disk",
+                path,
+                len(found),
+                header["bytes"],
+            )
+            return None
+        return found
+
+    def versions(self, fragment: int) -> list[Version]:
+        """Return the versions that are on disk, oldest first."""
+        found = self.path(fragment, Version()).parent.glob("*.publish")
+        return sorted(version_of(path.stem) for path in found)
+
+    def forget(self, fragment: int, through: Version) -> None:
+        """Delete the publishes up to a version: that of the oldest kept snapshot."""
+        for version in self.versions(fragment):
+            if version <= through:
+                self.path(fragment, version).unlink()
+
+    def discard(self, committed: Mapping[int, Version]) -> int:
+        """Delete publishes above the committed versions, by fragment: their merges
+        were prepared and never committed. Return their number."""
+        count = 0
+        for fragment, newest in committed.items():
+            for version in self.versions(fragment):
+                if version > newest:
+                    self.path(fragment, version).unlink()
+                    count += 1
+        return count
+
+    def path(self, fragment: int, version: Version) -> Path:
+        """Return the path of a publish."""
+        return self._folder / f"{fragment:05d}" / f"{name_of(version)}.publish"
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Raise OSError unless the disk of a folder has room for `nbytes` beside
+    `SPARED_BYTES`.
+
+    The error names the folder, the bytes that are needed and the free ones.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < nbytes + SPARED_BYTES:
+        raise OSError(
+            errno.ENOSPC,
+            f"{nbytes + SPARED_BYTES:,} bytes are needed and {free:,} are free",
+            str(folder),
+        )
+
+
+def _damaged(fragment: int, version: Version, what: str) -> durable.DurableError:
+    return durable.DurableError(
+        f"the publish of fragment {fragment}, version {tuple(version)}, was committed "
+        f"and cannot be read: {what}; restore the workdir from a copy"
+    )
 
 
 class FragmentSnapshots(Snapshots):
@@ -67,16 +209,14 @@ class FragmentSnapshots(Snapshots):
         self._versions = {f: versions(folder, f) for f in fragments}
         for fragment in fragments:
             self._remove_torn(fragment_path(folder, fragment, Version()).parent)
+        self.lost: set[int] = set()
+        """Fragments without arrays, which are not written."""
         self._next = 0
         """Place in `fragments` of the next one."""
         turns = len(fragments)
         self.writer = SnapshotWriter(
             folder, placement.snapshot_every_s, turns, "folder of publishes"
         )
-
-    def oldest_of(self, fragment: int) -> Version:
-        """Return the version of the oldest snapshot of a fragment to be kept."""
-        return self._versions[fragment][-self._keep :][0]
 
     def load(
         self, fragment: int, through: Version, like: Arrays
@@ -135,107 +275,80 @@ class FragmentSnapshots(Snapshots):
         self._versions[fragment] = []
         self.save(fragment, version, arrays)
 
-    def unsaved(self, current: Sequence[Version]) -> list[int]:
-        """Return the fragments whose current version no snapshot has, in the order of
-        turns.
-
-        current: versions by fragment.
-        """
-        turns = self.fragments[self._next :] + self.fragments[: self._next]
-        return [f for f in turns if self._versions[f][-1:] != [current[f]]]
-
-    def took_turn(self, fragment: int) -> None:
-        """Note that this fragment's snapshot has begun, so that the next turn is the
-        next fragment's.
-        """
-        self._next = (self.fragments.index(fragment) + 1) % len(self.fragments)
-
-
-class Saver:
-    """Snapshots of one life of a holder, with its publishes."""
-
-    def __init__(
-        self,
-        store: Store,
-        snapshots: FragmentSnapshots,
-        publishes: Publishes,
+    def begin(
+        self, fragment: int, version: Version, arrays: Arrays, publishes: Publishes
     ) -> None:
-        self._store, self._snapshots, self._publishes = store, snapshots, publishes
-        self.lost: set[int] = set()
-        """Fragments without arrays, which are not written."""
-
-    def begin(self) -> None:
-        """Write the first snapshots of a run or a term, one per fragment held here; see
-        `begin_fragment`."""
-        for fragment in self._snapshots.fragments:
-            self.begin_fragment(fragment, *self._store.current(fragment))
-
-    def begin_fragment(self, fragment: int, version: Version, arrays: Arrays) -> None:
         """Write the first snapshot of a fragment in a run or a term; delete all its
         older ones, and its publishes.
 
         Raises OSError if the disk is full, ConfigError if a bucket refuses a snapshot,
         and StorageAway if it does not answer.
         """
-        with self._snapshots.beginning():
-            self._snapshots.save_first(fragment, version, arrays)
-        self._publishes.discard({fragment: FIRST_VERSION})
+        with self.beginning():
+            self.save_first(fragment, version, arrays)
+        publishes.discard({fragment: FIRST_VERSION})
 
-    def write_due(self, now: float) -> None:
+    def write_due(self, now: float, store: Store, publishes: Publishes) -> None:
         """Begin to write the fragment whose turn it is, if it is time for one."""
-        if not self._snapshots.writer.due(now):
+        if not self.writer.due(now):
             return
-        for fragment in self._unsaved()[:1]:
-            save = self._writes(fragment)
-            self._snapshots.took_turn(fragment)
-            self._snapshots.writer.write(now, save)
+        for fragment in self._unsaved(store)[:1]:
+            self._next = (self.fragments.index(fragment) + 1) % len(self.fragments)
+            self.writer.write(now, self._writes(fragment, store, publishes))
 
-    def write_last(self, within_s: float | None) -> None:
+    def write_last(
+        self, within_s: float | None, store: Store, publishes: Publishes
+    ) -> None:
         """Write every fragment whose version is in no snapshot yet; it is durable when
         this returns. within_s: seconds after which no other fragment is begun: its
         publishes are on disk, and a restart goes on from them."""
-        began, unsaved = time.monotonic(), self._unsaved()
+        began, unsaved = time.monotonic(), self._unsaved(store)
         for written, fragment in enumerate(unsaved):
             if within_s is not None and time.monotonic() - began >= within_s:
                 logger.info(
                     "%d of %d fragments are in no snapshot of their newest version: "
                     "they go on from what was published of them",
                     len(unsaved) - written,
-                    len(self._snapshots.fragments),
+                    len(self.fragments),
                 )
                 return
-            self._writes(fragment)()
+            self._writes(fragment, store, publishes)()
 
-    def _unsaved(self) -> list[int]:
-        unsaved = self._snapshots.unsaved(self._store.versions())
-        return [fragment for fragment in unsaved if fragment not in self.lost]
+    def _unsaved(self, store: Store) -> list[int]:
+        """Return the fragments whose current version no snapshot has, in the order of
+        turns."""
+        current = store.versions()
+        turns = self.fragments[self._next :] + self.fragments[: self._next]
+        return [
+            f
+            for f in turns
+            if f not in self.lost and self._versions[f][-1:] != [current[f]]
+        ]
 
-    def _writes(self, fragment: int) -> Callable[[], None]:
+    def _writes(
+        self, fragment: int, store: Store, publishes: Publishes
+    ) -> Callable[[], None]:
         """Return a function that writes a fragment as it is now, then deletes the
         publishes that are superfluous."""
-        version, arrays = self._store.current(fragment)
+        version, arrays = store.current(fragment)
 
         def save() -> None:
-            self._snapshots.save(fragment, version, arrays)
-            self._publishes.forget(fragment, self._snapshots.oldest_of(fragment))
+            self.save(fragment, version, arrays)
+            publishes.forget(fragment, self._versions[fragment][-self._keep :][0])
 
         return save
 
 
-def make_store(config: Config, plan: FragmentPlan, params: Params | None) -> Store:
-    """Return the store of a coordinator's holder; see `Store`. Parameters of files are
-    read here, a fragment at a time, which the progress shows."""
+def make_store(config: Config, plan: FragmentPlan) -> Store:
+    """Return the store of a coordinator's holder, without arrays; see `Store`."""
     placement = config.placement
     passes = merge_route.passes_of(placement.merge_route)
-    store = Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
-    if params is None:
-        return store
-    load_first(store, params, range(len(plan.fragments)))
-    return store
+    return Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
 
 
 def load_first(store: Store, params: Params, fragments: Sequence[int]) -> None:
-    """Load the first parameters of these fragments."""
+    """Load the first parameters of these fragments. Those of files are read here, a
+    fragment at a time, which the progress shows."""
     with bar(Console(stderr=True), "reading the first parameters") as report:
         for done, fragment in enumerate(fragments, start=1):
             values = [

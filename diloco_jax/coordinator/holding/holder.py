@@ -1,4 +1,4 @@
-"""Hold parameters and deltas in the lead's own process.
+"""Hold parameters and deltas for the lead: in its own process, or at workers.
 
 The lead and its holder exchange only messages (`protocol/holding.py`). Islands' bytes
 come and go by `upload_begin`, `upload_end` and `fetch`; the caller checks first that
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,22 +28,23 @@ from msgspec.structs import replace
 
 from diloco_jax import checkpoint, machine, run_files
 from diloco_jax.config import Config
-from diloco_jax.coordinator.disk_space import given_up
-from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S, LostFragments
+from diloco_jax.coordinator.holding.anchors import LostFragments, repeat
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
-    Saver,
+    Publishes,
+    load_first,
     restore,
 )
 from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
-from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles, telling
+from diloco_jax.coordinator.watchdog import given_up
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
-from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.core.fragments import Params, digest_arrays
 from diloco_jax.errors import remedy
 from diloco_jax.faults import Faults
 from diloco_jax.machine import give_memory_back
+from diloco_jax.models.build import build
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
@@ -51,23 +53,101 @@ from diloco_jax.protocol.holding import (
     Forget,
     FragmentsRestored,
     FromHolder,
-    HolderTroubled,
     KeepFragment,
     Merge,
     MergeDigested,
     MergeMeasured,
     MergePrepared,
     MergesCompiled,
+    RestoredFragment,
     RestoreFragments,
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey, Prepared
+from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
 
 logger = logging.getLogger(__name__)
+
+Tell = Callable[[FromHolder], None]
+
+
+class FragmentHolder(ABC):
+    """All fragments of a run, as its lead has them. What a kind of holder has no part
+    in does nothing."""
+
+    def __init__(self) -> None:
+        self._tell: Tell = lambda message: None
+        self._failed: Callable[[BaseException], None] = lambda error: None
+
+    def answer(self, tell: Tell, failed: Callable[[BaseException], None]) -> None:
+        """Set the callbacks, before any message is handed over.
+
+        Args:
+          tell: called with each message to the lead, on any thread.
+          failed: called with the error of a merge, after which the process must end.
+        """
+        self._tell, self._failed = tell, failed
+
+    @abstractmethod
+    def hold(self, message: ToHolder) -> None:
+        """See `engine.Holder`."""
+
+    @abstractmethod
+    def restore(self, asked: RestoreFragments) -> FragmentsRestored:
+        """Bring the fragments to what is committed, or make those of a new run; see
+        `RestoreFragments`."""
+
+    @abstractmethod
+    def save_all(self, within_s: float | None) -> bool:
+        """Write the snapshots of the end; see `FragmentSnapshots.write_last`. Return
+        whether all are on this machine."""
+
+    @abstractmethod
+    def alerts(self, now: float) -> list[str]:
+        """Return what people should know about snapshots, and room for deltas."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return 16 hex digits over the Theta of all fragments."""
+
+    @abstractmethod
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
+        """Return the place of a stripe of a delta or an anchor that is awaited. Raises
+        Busy if that is at a worker; so do the next two."""
+
+    @abstractmethod
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
+        """Accept a stripe in its place; the last one makes the delta an event."""
+
+    @abstractmethod
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
+        """Return published fragments for an island."""
+
+    def completed(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+        """Complete a message for the island that said hello, before it is sent."""
+        return message
+
+    def shown(self) -> dict[str, Any]:
+        """Return what `diloco status` shows beside the run's state."""
+        return {}
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Compile what merges need, ahead of the first merge."""
+
+    def keep_house(self, now: float) -> None:  # noqa: B027
+        """Begin to write the snapshot that is due, and to give back memory that is."""
+
+    def wait(self, patience_s: Callable[[], float]) -> bool:
+        """Wait for the snapshot under way; see `SnapshotWriter.wait`."""
+        return True
+
+    def close(self) -> None:  # noqa: B027
+        """Wait for the merge under way and the digests of committed ones; begin no
+        other."""
 
 
 class PreparedMerge(NamedTuple):
@@ -93,56 +173,6 @@ class PreparedMerge(NamedTuple):
         )
 
 
-class PublishWriting:
-    """Writes publishes, on any thread."""
-
-    def __init__(
-        self,
-        publishes: Publishes,
-        within_s: float,
-        wait: Callable[[float], None],
-        tell: Callable[[HolderTroubled], None],
-    ) -> None:
-        """within_s: seconds after which a publish that cannot be written has failed.
-        wait: pauses for some seconds, and ends early at the end of the process."""
-        self._publishes, self._within_s = publishes, within_s
-        self._wait, self._tell = wait, tell
-
-    def write(
-        self, merge: Merge, merged: MergeResult, ended: Callable[[], bool]
-    ) -> Prepared | None:
-        """Write the publish of a merge, however often that takes; None once the process
-        ends. Raises OSError, naming the fragment and the file, after `within_s`."""
-        told, began = False, time.monotonic()
-        while not ended():
-            try:
-                return self._publishes.write(
-                    merge.fragment, merge.version, merged.payload, final=merge.final
-                )
-            except OSError as error:
-                waited_s = time.monotonic() - began
-                if waited_s >= self._within_s:
-                    what = f"the publish of fragment {merge.fragment}"
-                    raise given_up(what, waited_s, self._within_s, error) from error
-                if not told:
-                    self._tell_unwritten(merge, merged, error)
-                told = True
-                self._wait(WRITE_AGAIN_S)
-        return None
-
-    def _tell_unwritten(
-        self, merge: Merge, merged: MergeResult, error: OSError
-    ) -> None:
-        text = (
-            f"fragment {merge.fragment} is not merged yet: its publish of "
-            f"{len(merged.payload):,} bytes cannot be written to {error.filename} "
-            f"({error.strerror}); {remedy(error)} within "
-            f"{self._within_s:g} s (4 * placement.outage_budget_s), and it goes "
-            f"on; after that the coordinator ends"
-        )
-        self._tell(HolderTroubled(text=text))
-
-
 CORES_PER_MERGE = 4
 """XLA spreads a block of a merge over cores, but Python between two blocks does not."""
 MERGES_AT_ONCE = 4
@@ -151,11 +181,8 @@ CHECKS_AT_ONCE = 2
 """Deltas that are checked at a time; others wait for their turn."""
 
 
-class StoreHolder:
-    """The `Holder` of the service's engine.
-
-    write_within_s: seconds after which a publish that cannot be written has failed.
-    """
+class StoreHolder(FragmentHolder):
+    """Fragments that are in this process: all of them, or those of a worker."""
 
     def __init__(
         self,
@@ -166,13 +193,16 @@ class StoreHolder:
         kept: KeptCycles | None,
         *,
         write_within_s: float,
+        first: Callable[[], Params] = dict,
     ) -> None:
-        self.store, self._inbox = store, inbox
-        self._publishes, self._snapshots, self._kept = publishes, snapshots, kept
-        self._saver = Saver(store, snapshots, publishes)
-        self._writing = PublishWriting(
-            publishes, write_within_s, self._wait, lambda told: self._tell(told)
-        )
+        """kept: None for a worker. write_within_s: seconds after which a publish that
+        cannot be written has failed. first: draws or reads the first parameters of a
+        new run."""
+        super().__init__()
+        self._first = first
+        self.store, self._inbox, self._kept = store, inbox, kept
+        self._publishes, self._snapshots = publishes, snapshots
+        self._write_within_s = write_within_s
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
         )
@@ -184,28 +214,16 @@ class StoreHolder:
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self.lost = LostFragments(
             store,
-            self._saver,
+            snapshots,
+            publishes,
             inbox,
             self._closing,
             self._submit,
             lambda report: self._tell(report),
         )
 
-    def answer(
-        self,
-        tell: Callable[[FromHolder], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        """Set the callbacks, before any message is handed over.
-
-        Args:
-          tell: called with each message to the lead, on any thread.
-          failed: called with the error of a merge, after which the process must end.
-        """
-        self._tell, self._failed = tell, failed
-
     def warm_up(self) -> None:
-        """Compile what merges need, ahead of the first merge."""
+        """See `FragmentHolder`."""
 
         def compile_all() -> None:
             self.store.warm_up(self._closing.is_set, self.fragments)
@@ -216,22 +234,22 @@ class StoreHolder:
     @property
     def fragments(self) -> list[int]:
         """The fragments that are here."""
-        return [f for f in self._snapshots.fragments if f not in self._saver.lost]
+        lost = self._snapshots.lost
+        return [f for f in self._snapshots.fragments if f not in lost]
 
     def close(self) -> None:
-        """Wait for the merge under way and the digests of committed ones; begin no
-        other."""
+        """See `FragmentHolder`."""
         self._closing.set()
         self._merger.shutdown(wait=True)
 
     # ---- what the lead says ---------------------------------------------------------
 
     def hold(self, message: ToHolder) -> None:
-        """See engine.Holder."""
+        """See `engine.Holder`."""
         match message:
             case Merge():
                 self._merge(message)
-            case Commit(fragment=fragment) if fragment in self._saver.lost:
+            case Commit(fragment=fragment) if fragment in self._snapshots.lost:
                 self.lost.commit(fragment)
             case Commit():
                 self._commit(message)
@@ -250,60 +268,48 @@ class StoreHolder:
 
     # ---- what the process around it asks for ----------------------------------------
 
-    def begin(self) -> None:
-        """Make the fragments of a new run or term durable; see `Saver.begin`."""
-        self._saver.begin()
-
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
-        """Bring the fragments to what is committed; see `restore`."""
+        """See `FragmentHolder`, and `restore`."""
+        if asked.first:
+            return self._begun()
         found = restore(asked, self.store, self._snapshots, self._publishes)
         self.lost.lose(found.lost)
         return found
 
     def keep_house(self, now: float) -> None:
-        """Begin to write the snapshot that is due, and to give back memory that is."""
-        self._saver.write_due(now)
+        """See `FragmentHolder`."""
+        self._snapshots.write_due(now, self.store, self._publishes)
         if not self._closing.is_set():
             self._inbox.keep_house(now, self._submit)
 
     def save_all(self, within_s: float | None) -> bool:
-        """Write the snapshots of the end; see `Saver.write_last`. Return True: they are
-        on this machine."""
-        self._saver.write_last(within_s)
+        """See `FragmentHolder`."""
+        self._snapshots.write_last(within_s, self.store, self._publishes)
         return True
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
-        """Wait for the snapshot under way; see `SnapshotWriter.wait`."""
+        """See `FragmentHolder`."""
         return self._snapshots.writer.wait(patience_s)
 
     def alerts(self, now: float) -> list[str]:
-        """Return what people should know about its snapshots, and room for deltas."""
+        """See `FragmentHolder`."""
         return [*self._snapshots.writer.alerts(now), *self._inbox.alerts(now)]
 
-    def completed(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
-        """Return the message as it is; see `WorkersHolder.completed`."""
-        return message
-
-    def shown(self) -> dict[str, Any]:
-        """Return nothing; see `WorkersHolder.shown`."""
-        return {}
-
     def digest(self) -> str:
-        """Return 16 hex digits over the Theta of all fragments."""
+        """See `FragmentHolder`."""
         return self.store.digest()
 
     # ---- islands' bytes, on many threads --------------------------------------------
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a stripe of a delta or an anchor that is awaited; see
-        `Inbox.begin`."""
+        """See `FragmentHolder`, and `Inbox.begin`."""
         if start.version is not None:
             return self.lost.begin(start)
         self.lost.require_no_delta(start.fragment)
         return self._inbox.begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
-        """Accept a stripe in its place; the last one makes the delta an event."""
+        """See `FragmentHolder`."""
         if start.version is not None:
             return self.lost.end(start, place)
         if not self._inbox.end(start, place):
@@ -319,7 +325,7 @@ class StoreHolder:
             # come again.
             self._inbox.reopen(start)
             raise
-        if not is_fit(squares):
+        if not (fit := is_fit(squares)):
             logger.warning(
                 "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
                 "or a norm that are not finite, but all must be: it is not merged; "
@@ -329,7 +335,6 @@ class StoreHolder:
                 start.island,
                 start.incarnation,
             )
-        fit = is_fit(squares)
         self._tell(
             DeltaArrived(
                 **key._asdict(),
@@ -340,12 +345,11 @@ class StoreHolder:
         return True
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
-        """Return published fragments for an island."""
+        """See `FragmentHolder`."""
         self.lost.require_here(request.fragment)
         try:
-            have = None if request.digests else request.have
             return self.store.fetch(
-                request.fragment, request.want, have, request.part, request.digests
+                request.fragment, request.want, request.have, request.part
             )
         except ValueError as error:
             raise RemoteProtocolError(
@@ -354,8 +358,25 @@ class StoreHolder:
 
     # ---- inside ---------------------------------------------------------------------
 
-    def _wait(self, seconds: float) -> None:
-        self._closing.wait(seconds)
+    def _begun(self) -> FragmentsRestored:
+        """Make the fragments of a new run; they are durable when this returns."""
+        own = self._snapshots.fragments
+        # Of the draw only the copy of these is kept; files are read a piece at a time.
+        load_first(self.store, self._first(), own)
+        give_memory_back()
+        begun = []
+        for fragment in own:
+            version, arrays = self.store.current(fragment)
+            self._snapshots.begin(fragment, version, arrays, self._publishes)
+            digest = self.store.digest_of(fragment)
+            begun.append(
+                RestoredFragment(
+                    fragment=fragment, snapshot=version, moved=False, digest=digest
+                )
+            )
+        return FragmentsRestored(
+            fragments=tuple(begun), discarded=0, environment=self.store.describe()
+        )
 
     def _merge(self, merge: Merge) -> None:
         payloads = [self._inbox.payload(key) for key in merge.deltas]
@@ -392,7 +413,7 @@ class StoreHolder:
             final=merge.final,
         )
         seconds = time.monotonic() - started
-        prepared = self._writing.write(merge, merged, self._closing.is_set)
+        prepared = self._written(merge, merged)
         if prepared is None:
             return
         change = merged.norm * (merged.measures.step_ratio or 1.0)
@@ -403,6 +424,34 @@ class StoreHolder:
             MergePrepared(
                 fragment=merge.fragment, version=merge.version, prepared=prepared
             )
+        )
+
+    def _written(self, merge: Merge, merged: MergeResult) -> Prepared | None:
+        """Write the publish of a merge, however often that takes; None once the process
+        ends. Raises OSError, naming the fragment and the file, once it took too
+        long."""
+        began, within_s = time.monotonic(), self._write_within_s
+
+        def trouble(error: OSError) -> str:
+            waited_s = time.monotonic() - began
+            if waited_s >= within_s:
+                what = f"the publish of fragment {merge.fragment}"
+                raise given_up(what, waited_s, within_s, error) from error
+            return (
+                f"fragment {merge.fragment} is not merged yet: its publish of "
+                f"{len(merged.payload):,} bytes cannot be written to {error.filename} "
+                f"({error.strerror}); {remedy(error)} within {within_s:g} s (4 * "
+                f"placement.outage_budget_s), and it goes on; after that the "
+                f"coordinator ends"
+            )
+
+        return repeat(
+            lambda: self._publishes.write(
+                merge.fragment, merge.version, merged.payload, final=merge.final
+            ),
+            trouble,
+            self._closing.wait,
+            lambda told: self._tell(told),
         )
 
     def _follow_up(self, merge: Merge, merged: MergeResult) -> None:
@@ -445,7 +494,8 @@ def make_holder(
     fragments: Sequence[int],
 ) -> StoreHolder:
     """Return the holder of these fragments, with their folders. kept: None for a
-    worker, whose lead keeps cycles. whose: see `checkpoint`."""
+    worker, whose lead keeps cycles. whose: see `checkpoint`. workdir: also for files of
+    weights that are unpacked."""
     placement, plan = config.placement, store.plan
     rooms = Rooms(
         placement.merge_buffer_bytes // placement.workers,
@@ -462,4 +512,5 @@ def make_holder(
         snapshots,
         kept,
         write_within_s=placement.alone_s,
+        first=lambda: first_pieces(config.run, build(config.run), workdir),
     )

@@ -42,8 +42,8 @@ parameters, anchors and momentum, and what is published meanwhile."""
 TOLD_S = 60.0
 """Seconds for which people are told that a delta found no room."""
 SPAN_S = 300.0
-"""Seconds; memory that no room needed for one to two of these spans is given back. New
-pages for a delta of 1 GB cost less than 0.6 s of them."""
+"""Seconds from one look to the next at spare memory, which is given back beyond what is
+in use then. New pages for a delta of 1 GB cost less than 0.6 s of them."""
 
 Place: TypeAlias = npt.NDArray[np.uint8]
 GivenUp: TypeAlias = list[npt.NDArray[np.uint8]]
@@ -56,7 +56,7 @@ class Rooms:
 
     Its memory becomes that of a later room: the kernel takes 0.1 to 0.6 s per GB to
     give a process new pages. All rooms, whoever asks for them, and spare memory never
-    have more than the limit, nor more than all rooms had lately.
+    have more than the limit.
     """
 
     def __init__(
@@ -70,9 +70,7 @@ class Rooms:
         self._memory, self._disk, self._spared = memory_bytes, disk, spared_bytes
         self._lock = threading.Lock()
         self._spares = Spares()
-        self._most, self._most_before = 0, 0
-        """The most bytes of rooms in memory: in this span of time, and in the last."""
-        self._span_ends = -math.inf
+        self._looked = -math.inf
         self._told = False
         self._refused = -math.inf, ""
         """When a delta last found no room, and why."""
@@ -89,27 +87,22 @@ class Rooms:
             used = self.memory_bytes + nbytes
             if used > self._memory:
                 return None
-            self._most = max(self._most, used)
             room: Place = self._spares.array((nbytes,), np.uint8)
-            kept_bytes = max(self._most, self._most_before) - used
-            given_up += self._spares.trim(kept_bytes)
+            given_up += self._spares.trim(self._memory - used)
             return room
 
-    def ends_span(self, now: float) -> bool:
-        """Tell, once for each span of time, that it is over: it is time to `give_back`.
-        now: of the monotonic clock. Called on one thread."""
-        if now < self._span_ends:
+    def due(self, now: float) -> bool:
+        """Tell, once in each span of time, that it is time to `give_back`. now: of the
+        monotonic clock. Called on one thread."""
+        if now - self._looked < SPAN_S:
             return False
-        self._span_ends = now + SPAN_S
+        self._looked = now
         return True
 
     def give_back(self) -> None:
-        """Free the spare memory that rooms have not needed in this span of time and the
-        last. It may take seconds."""
+        """Free spare memory beyond what is in use. It may take seconds."""
         with self._lock:
-            used = self.memory_bytes
-            self._most, self._most_before = used, max(self._most, used)
-            freed = self._spares.trim(self._most_before - used)
+            freed = self._spares.trim(self.memory_bytes)
         # Outside the lock, for which islands' bytes wait.
         if freed:
             freed.clear()
@@ -273,7 +266,7 @@ class Inbox:
         self, now: float, submit: Callable[[Callable[[], None]], None]
     ) -> None:
         """Have spare memory given back by a function for `submit`, if it is time."""
-        if self._rooms.ends_span(now):
+        if self._rooms.due(now):
             submit(self._rooms.give_back)
 
     def begin(self, start: UploadStart) -> memoryview:

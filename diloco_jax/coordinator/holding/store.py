@@ -54,7 +54,7 @@ from diloco_jax.core.kernels import Passes
 from diloco_jax.core.merge_rules import capped, tokens, weight
 from diloco_jax.core.merging import Encoded, rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
-from diloco_jax.core.tiles import TileGrid, tile_digests
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.bulk import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
@@ -73,21 +73,11 @@ class _Pin:
     ended: list[float] = dataclasses.field(default_factory=list)
     """Times at which they ended. To append one takes no lock: the garbage collector may
     do it at any moment."""
-    _digests: list[npt.NDArray[np.uint8]] | None = None
-    _computing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def holds(self, now: float, pin_s: float) -> bool:
         """Tell if a stripe is under way, or was within the last `pin_s`."""
         last = max([self.newest, *self.ended[-1:]])
         return len(self.ended) < self.begun or now <= last + pin_s
-
-    def digests(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the digests of the anchor's tiles by piece, uint8[tiles, 32]. They are
-        computed once, however many islands join at a time."""
-        with self._computing:
-            if self._digests is None:
-                self._digests = [tile_digests(np.asarray(a)) for a in self.anchor]
-            return self._digests
 
     def end(self) -> None:
         """Note that a stripe ended."""
@@ -222,8 +212,6 @@ class _Fragment:
     """`MergeResult.sample` of the last merge; empty if computed elsewhere."""
     digest: str
     publishes: deque[tuple[Version, Buffer]]
-    on_disk: frozenset[Version]
-    """Versions of those publishes that are not in memory."""
     pins: Pins
 
 
@@ -277,17 +265,9 @@ class Store:
                     last=(),
                     digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
-                    on_disk=frozenset(),
                     pins=Pins(pin_s),
                 )
             )
-
-    def clear(self) -> None:
-        """Give up all arrays: each fragment is loaded again before it is used."""
-        for held, merge in zip(self._fragments, self._merges, strict=True):
-            held.state, held.last, held.digest = merge.like(), (), ""
-            held.publishes.clear()
-        self._spares.trim(0)
 
     def use_passes(self, passes: Passes | None) -> None:
         """Compute later merges by the merge route "native"; None: by "xla"."""
@@ -384,17 +364,16 @@ class Store:
     def put_aside(
         self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
     ) -> None:
-        """Free the memory of a fragment's retained publishes: another one will come.
+        """Free the memory of a fragment's newest publish: another one will come.
         mapped: returns a publish as mapped from the disk, or None."""
         current = self._fragments[fragment]
-        with self._lock:
-            held = [v for v, _ in current.publishes if v not in current.on_disk]
-        found = {v: p for v in held if (p := mapped(fragment, v)) is not None}
-        with self._lock:
-            kept = [(v, found.get(v, p)) for v, p in current.publishes]
-            current.publishes = deque(kept, maxlen=RETAINED_PUBLISHES)
-            versions = {v for v, _ in kept}
-            current.on_disk = (current.on_disk | found.keys()) & versions
+        if not current.publishes:
+            return
+        version, _ = current.publishes[-1]
+        if (found := mapped(fragment, version)) is not None:
+            with self._lock:
+                kept = [(v, found if v == version else p) for v, p in current.publishes]
+                current.publishes = deque(kept, maxlen=RETAINED_PUBLISHES)
 
     def replay(
         self, fragment: int, version: Version, payload: Buffer, *, final: bool
@@ -412,10 +391,9 @@ class Store:
         want: Version,
         have: Version | None,
         part: Part = (),
-        digests: bool = False,
     ) -> FetchSource:
         """Return a part of the publishes after `have` if all are retained, else that
-        part of an anchor; or the digests of the anchor's tiles in their place.
+        part of an anchor.
 
         Raises ValueError if there is no such part; VersionGone if the anchor of version
         `want` is not kept any more.
@@ -438,8 +416,7 @@ class Store:
                 f"version {tuple(want)} is not kept any more, the current one is "
                 f"{tuple(state.version)}; fetch this fragment again"
             )
-        values = pin.digests() if digests else pin.anchor
-        source = source_of(want, layout.cut_values(values, part), count=0)
+        source = source_of(want, layout.cut_values(pin.anchor, part), count=0)
         watch(pin, source)
         return source
 

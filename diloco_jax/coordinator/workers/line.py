@@ -1,8 +1,7 @@
-"""The line between the lead's process and a worker's: messages over a connection.
+"""The line between a lead and a worker: messages over a connection with mutual TLS.
 
-On one machine it is a socket pair, to another one a connection with mutual TLS. A
-message is its length (u32, little-endian) and MessagePack. Either process hears that
-the other has died: at once on one machine, else after a silence.
+A message is its length (u32, little-endian) and MessagePack. Either process hears that
+the other has died: at once if its machine lives, else after a silence.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from diloco_jax.protocol import holding
-
-if TYPE_CHECKING:  # It imports jax, which a launcher does without.
-    from diloco_jax.wire.duplex import End
+from diloco_jax.wire.duplex import End
 
 _LENGTH = struct.Struct("<I")
 
@@ -36,7 +33,6 @@ class WorkerLine:
         alive_s: float,
         silence_s: float,
         start_s: float = 0.0,
-        broke: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to send, and to receive what `messages` yields later.
 
@@ -47,12 +43,11 @@ class WorkerLine:
             gone. It also counts as gone if it takes no message for so
             long: it takes them while it restores or saves for minutes, too.
           start_s: seconds until its first message, if they may be more.
-          broke: called on another thread once the line broke.
         """
         end.settimeout(max(silence_s, start_s))
         self._silence_s = silence_s
-        self._end, self._decode, self._broke = end, decode, broke
-        self._alive, self._alive_s = alive, alive_s
+        self._end, self._decode, self._alive_s = end, decode, alive_s
+        self.alive = alive
         # It holds few: a sign of life, and messages of merges that are under way.
         self._waiting: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
         self._writer = threading.Thread(
@@ -95,14 +90,13 @@ class WorkerLine:
             with contextlib.suppress(OSError):  # It may be closed by now.
                 self._end.settimeout(self._silence_s)
             self._arrived.put(frame)
-        self._broke()
 
     def _write(self) -> None:
         while True:
             try:
                 message = self._waiting.get(timeout=self._alive_s)
             except queue.Empty:
-                message = self._alive()
+                message = self.alive()
             if message is None:
                 return
             try:

@@ -1,41 +1,43 @@
-"""The process of a worker: it holds fragments for one lead at a time.
+"""`diloco worker`: hold fragments for one lead at a time, on a machine of its own.
 
-What it has in memory is its present lead's. When the line to that lead breaks, a child
-of the lead ends; `diloco worker` begins anew from its disk with the next one
-(`listening.py`).
+It proves with the worker's key which worker it is, and obeys the coordinator's key
+alone; of two leads the one that was started later, across its own restarts. What it has
+in memory is its present lead's. When the line to that lead breaks, it begins anew from
+its disk with the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
 import os
+import queue
 import resource
 import socket
-import sys
+import ssl
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import msgspec
 
 from diloco_jax import checkpoint, run_files
-from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.holding.fragment_snapshots import load_first, make_store
+from diloco_jax.config.loading import from_builtins, named_code
+from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.coordinator.holding.holder import make_holder
 from diloco_jax.coordinator.settings import bulk_server_of, faults_of
-from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
+from diloco_jax.coordinator.workers.line import WorkerLine, read_frame, write_frame
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import worker_name
-from diloco_jax.files import write_json
+from diloco_jax.files import is_bucket, write_json
 from diloco_jax.machine import give_memory_back, resident_bytes
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.observability.logs import setup_logging
-from diloco_jax.process import end_process
 from diloco_jax.protocol.holding import (
     AllSaved,
     AwaitedTakes,
@@ -43,12 +45,10 @@ from diloco_jax.protocol.holding import (
     BeginWorker,
     Drop,
     Forget,
-    FragmentsRestored,
-    FromWorker,
     KeepFragment,
     LeadAlive,
     LetGo,
-    RestoredFragment,
+    Obeyed,
     RestoreFragments,
     RunOver,
     SaveAll,
@@ -61,63 +61,355 @@ from diloco_jax.protocol.holding import (
     to_worker,
 )
 from diloco_jax.protocol.values import DeltaKey, Version
-from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk_server import BulkServer
-from diloco_jax.wire.certificates import principals
-from diloco_jax.wire.duplex import End
-from diloco_jax.wire.errors import Busy, Refused, VersionGone
-from diloco_jax.wire.limits import allow_connections
+from diloco_jax.wire.duplex import End, TlsEnd
+from diloco_jax.wire.errors import Busy, Refused, SecurityError, VersionGone
+from diloco_jax.wire.frames import prepare
+from diloco_jax.wire.limits import RateLimitedLog, allow_connections
+from diloco_jax.wire.principal import Peers
 from diloco_jax.wire.session import Handlers
+from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.workdir import held, make_workdir
 
 logger = logging.getLogger(__name__)
 
+FIRST_S = 86400.0
+"""Longest wait for the first lead, in seconds: the coordinator may queue for a
+machine."""
+PAUSE_S = 0.05
+"""Pause after a connection that could not be accepted, in seconds."""
+CONNECTIONS = 16
+"""Most connections at a time that have not said who they are."""
 HOUSEKEEPING_S = 0.5
 """Interval between two looks for a snapshot that is due, in seconds."""
-FIRST_WORD_S = 30.0
-"""Longest wait for the lead's first message, in seconds."""
-LOCKED_S = 10.0
-"""Longest wait for the worker before this one to let go of its folders, in seconds."""
+
+
+def run(config: Config, index: int, workdir: Path, bind: str) -> int:
+    """Serve as this worker until the run is over, or no coordinator comes; return the
+    exit code."""
+    # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    listening = Listening(config, index, workdir, bind)
+    with contextlib.closing(listening):
+        logger.info("worker %d awaits the coordinator at %s", index, listening.address)
+        if listening.serve():
+            logger.info("the run is over")
+            return EXIT_DONE
+        logger.error(
+            "no coordinator came for %g s: this worker ends, and what it has stays in "
+            "%s; start it again with the coordinator",
+            listening.within_s,
+            workdir,
+        )
+        return EXIT_FAILED
+
+
+class Came(NamedTuple):
+    """A lead that is obeyed, with the line to it. config: its own, with what is of this
+    machine."""
+
+    line: WorkerLine
+    begin: BeginWorker
+    config: Config
+    peer: str
+
+
+class Listening:
+    """The place of one worker, where leads come."""
+
+    def __init__(self, config: Config, index: int, workdir: Path, bind: str) -> None:
+        """Listen at `bind`. Raises ConfigError, SecurityError."""
+        placement = config.placement
+        self._config, self._index, self._workdir = config, index, workdir
+        self._deadlines = placement.deadlines
+        who = principal.worker(index)
+        tls = TlsFiles.load_given(placement.certificates, who)
+        addresses.require_tls(bind, tls=tls is not None, insecure=placement.insecure)
+        self._contexts = tls.server_contexts() if tls is not None else None
+        self._peers = Peers(tls.folder) if tls is not None else None
+        self._open = contextlib.ExitStack()
+        make_workdir(workdir)
+        lock = held(workdir / run_files.LOCK, "a coordinator or a worker")
+        self._open.enter_context(lock)
+        (workdir / run_files.WORKERS).mkdir(exist_ok=True)
+        numeric = addresses.resolve(bind)
+        # Islands reach it at the next port, from its first lead on.
+        self._bulk = addresses.bulk_address(numeric)
+        self._listener = addresses.listen(numeric)
+        self._places = threading.Semaphore(CONNECTIONS)
+        self._watch = IdleWatch("diloco-worker-watch")
+        self._admitting = threading.Lock()
+        self._newest: WorkerLine | None = None
+        self._came: queue.SimpleQueue[Came] = queue.SimpleQueue()
+        self._closing, self._lines = threading.Event(), RateLimitedLog(at_once=1)
+        self.within_s = FIRST_S
+        """Longest wait for a lead; later as the last one's config says."""
+        self.address = addresses.format_address(*self._listener.getsockname()[:2])
+        """Where it listens."""
+
+    def serve(self) -> bool:
+        """Serve one lead after another until the run is over. Return False if none has
+        come for too long."""
+        threading.Thread(target=self._accept, daemon=True).start()
+        while True:
+            try:
+                came = self._came.get(timeout=self.within_s)
+            except queue.Empty:
+                return False
+            self.within_s = came.config.placement.alone_s
+            if came.line is not self._newest:
+                came.line.close()
+                continue
+            logger.info("worker %d serves the lead at %s", self._index, came.peer)
+            if serve_lead(came, self._workdir, self._bulk):
+                return True
+            logger.warning(
+                "the lead at %s is gone: worker %d dropped what it had in memory, and "
+                "awaits the next one for %g s",
+                came.peer,
+                self._index,
+                self.within_s,
+            )
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closing.set()
+        with contextlib.suppress(OSError):  # Wakes the thread.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._watch.close(1.0)
+        self._open.close()
+
+    # ---- connections ----------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                if not self._closing.wait(PAUSE_S):
+                    self._warn("a connection could not be accepted: %s", error)
+                continue
+            if not self._places.acquire(blocking=False):
+                connection.close()
+                continue
+            whose = addresses.format_address(peer[0], peer[1])
+            threading.Thread(
+                target=self._attend, args=(connection, whose), daemon=True
+            ).start()
+
+    def _attend(self, connection: socket.socket, peer: str) -> None:
+        """Let a lead in, or tell it why not."""
+        end: End = connection
+        obeyed = False
+        try:
+            with self._watch.guard(self._deadlines.connect_s, lambda: cut(connection)):
+                prepare(connection, self._deadlines)
+                connection.settimeout(self._deadlines.connect_s)
+                if self._contexts is not None:
+                    if _is_probe(connection):
+                        return
+                    end = TlsEnd(connection, self._contexts())
+                    end.shake_hands()
+                obeyed = self._admit(end, peer)
+        except OSError as error:
+            self._warn("the connection from %s broke: %s", peer, error)
+        except Exception:
+            logger.exception("the connection from %s failed", peer)
+        finally:
+            if not obeyed:
+                cut(end)
+                end.close()
+            self._places.release()
+
+    def _admit(self, end: End, peer: str) -> bool:
+        """Read who leads; obey it, or say why not."""
+        try:
+            if isinstance(end, TlsEnd) and self._peers is not None:
+                pem = ssl.DER_cert_to_PEM_cert(end.certificate()).encode()
+                principal.require(self._peers.identify(pem), principal.COORDINATOR)
+            frame = read_frame(end)
+            if frame is None:
+                return False
+            begin = to_worker(frame)
+            if not isinstance(begin, BeginWorker):
+                raise Refused("protocol", f"a lead began with {type(begin).__name__}")
+            self._obey(end, begin, peer)
+        except (Refused, SecurityError, ConfigError, msgspec.DecodeError) as error:
+            self._warn("%s is refused: %s", peer, error)
+            code = error.code if isinstance(error, Refused) else "config"
+            write_frame(end, WorkerRefused(code=code, text=str(error)))
+            return False
+        return True
+
+    def _obey(self, end: End, begin: BeginWorker, peer: str) -> None:
+        """Leave the lead before for a newer one. Raises Refused for an older one, for
+        another worker or run, and ConfigError for a config that is not fit here."""
+        if begin.worker != self._index:
+            raise Refused(
+                "worker",
+                f"this is worker {self._index}, and the lead asks for worker "
+                f"{begin.worker}; check placement.worker_addresses, and --index",
+            )
+        config = self._fitted(begin)
+        path = facts_path(self._workdir, self._index)
+        with self._admitting:
+            facts = facts_of(self._workdir, self._index)
+            own = {field: facts[field] for field in Obeyed._fields if field in facts}
+            if refusal := Obeyed(**own).refusal(begin, str(path)):
+                raise Refused(*refusal)
+            now = Obeyed(begin.run_id, begin.term, begin.start)
+            write_json({**facts, **now._asdict()}, path)
+            deadlines = config.placement.deadlines
+            # It shows that it lives from now on, though it may be minutes before it
+            # does what the lead says.
+            line = WorkerLine(
+                end, to_worker, sign_of_life, deadlines.report_s, 2 * deadlines.lease_s
+            )
+            line.send(sign_of_life())
+            before, self._newest = self._newest, line
+            self._came.put(Came(line, begin, config, peer))
+            if before is not None:
+                before.part()
+
+    def _fitted(self, begin: BeginWorker) -> Config:
+        """Return the lead's config with what is of this machine."""
+        config = from_builtins(begin.config, "the lead's config")
+        own, theirs = self._config.placement, config.placement
+        code, ours = named_code(config.run), named_code(self._config.run)
+        if code != ours:
+            raise ConfigError(
+                f"the lead's config names code ({code or 'none'}), and CONFIG of this "
+                f"worker other code ({ours or 'none'}); give both the same CONFIG"
+            )
+        buckets = is_bucket(own.checkpoints), is_bucket(theirs.checkpoints)
+        if any(buckets) and own.checkpoints != theirs.checkpoints:
+            raise ConfigError(
+                f"placement.checkpoints = {theirs.checkpoints!r} at the lead, and "
+                f"{own.checkpoints!r} here; give both the same bucket, or each a folder"
+            )
+        placement = dataclasses.replace(
+            theirs,
+            workdir=str(self._workdir),
+            certificates=own.certificates,
+            checkpoints=own.checkpoints,
+            insecure=own.insecure,
+        )
+        return dataclasses.replace(config, placement=placement)
+
+    def _warn(self, text: str, *facts: object) -> None:
+        """Log what strangers can bring about, now and then."""
+        self._lines.log(logger, logging.WARNING, "strangers", text % facts)
+
+
+def cut(end: End) -> None:
+    """End what other threads send and receive."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _is_probe(connection: socket.socket) -> bool:
+    """Tell whether the other end has hung up without a byte, as one does that asks only
+    whether this process listens: Kubernetes, every few seconds. With TLS a lead speaks
+    first. Raises OSError."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except ConnectionResetError:
+        return True
+
+
+# ---- what a worker keeps on its disk ------------------------------------------------
+
+
+def facts_path(workdir: Path, worker: int) -> Path:
+    """Return the path of the file in which a worker keeps facts about itself."""
+    return workdir / run_files.WORKERS / f"{worker}.json"
+
+
+def facts_of(workdir: Path, worker: int) -> dict[str, Any]:
+    """Return these facts; none if there is no such worker. `life`: the number of its
+    life in the run. The rest: the lead that it obeyed last."""
+    try:
+        found = json.loads(facts_path(workdir, worker).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _next_life(workdir: Path, worker: int) -> int:
+    """Return the number of the life that begins, and keep it."""
+    facts = facts_of(workdir, worker)
+    life = int(facts.get("life", 0)) + 1
+    write_json({**facts, "life": life}, facts_path(workdir, worker))
+    return life
+
+
+# ---- one life -----------------------------------------------------------------------
+
+
+def serve_lead(came: Came, workdir: Path, bind: str) -> bool:
+    """Hold fragments for a lead until its line breaks; then drop all that is in memory.
+    Return True if the run is over. bind: where islands are served."""
+    line, begin = came.line, came.begin
+    worker: HoldingWorker | None = None
+    try:
+        worker = HoldingWorker(came, workdir, bind)
+        return worker.obey()
+    except ConfigError as error:
+        logger.error("worker %d: %s", begin.worker, error)
+        line.send(WorkerRefused(code="config", text=str(error)))
+        return False
+    except Exception as error:
+        if worker is None:
+            logger.exception("worker %d failed", begin.worker)
+            line.send(WorkerFailed(text=f"{type(error).__name__}: {error}"))
+            return False
+        worker.fail(error)
+    finally:
+        line.alive = sign_of_life
+        if worker is not None:
+            worker.close()
+        line.close()
+        worker = None
+        gc.collect()
+        give_memory_back()
 
 
 class HoldingWorker(Handlers):
     """One life of a worker: restore, then merge and serve, until its line breaks."""
 
-    def __init__(self, begin: BeginWorker, config: Config, workdir: Path) -> None:
+    def __init__(self, came: Came, workdir: Path, bind: str) -> None:
         """Prepare to hold the fragments. workdir: the worker's."""
-        self._begin, self._config, self._workdir = begin, config, workdir
-        self._tls = _own_tls(config.placement.certificates, begin.worker)
-        self._model = build(config.run)
-        plan = build_plan(config.run, self._model)
+        begin, config = came.begin, came.config
+        self._begin, self._config, self._bind = begin, config, bind
+        own = principal.worker(begin.worker)
+        self._tls = TlsFiles.load_given(config.placement.certificates, own)
+        plan = build_plan(config.run, build(config.run))
         whose = checkpoint.whose(config.run, begin.run_id, plan)
         # Arrays come with `RestoreFragments`, for its own fragments alone.
-        self._store = make_store(config, plan, None)
+        self._store = make_store(config, plan)
         self.holder = make_holder(
             config, self._store, None, workdir, whose, begin.fragments
         )
-        facts = next_life(workdir, begin.worker)
-        name = worker_name(begin.worker)
-        self.holder.faults = faults_of(config, name, int(facts["life"]))
+        life = _next_life(workdir, begin.worker)
+        self.holder.faults = faults_of(config, worker_name(begin.worker), life)
         self._awaited, self._awaiting = AwaitedTakes(), threading.Lock()
         self._pinned: dict[int, tuple[Version, list[Any]]] = {}
         """Theta of fragments that the lead is about to fetch for a kept cycle."""
         self._closing = threading.Event()
         self._server: BulkServer | None = None
-        self._line: WorkerLine | None = None
-        self.holder.answer(self._say, self.fail)
+        self._line = came.line
+        self._line.alive = self._alive
+        self.holder.answer(self._line.send, self.fail)
         threading.Thread(target=self._keep_house, daemon=True).start()
 
-    def alive(self) -> WorkerAlive:
-        """Return a sign of life."""
-        return sign_of_life(tuple(self.holder.alerts(time.monotonic())))
-
-    def obey(self, line: WorkerLine) -> bool:
+    def obey(self) -> bool:
         """Do what the lead says until the line breaks; tell whether the run is over."""
-        self._line = line
-        for message in line.messages():
+        for message in self._line.messages():
             if isinstance(message, RunOver):
-                line.send(WorkerEnds())
+                self._line.send(WorkerEnds())
                 return True
             self._do(message)
         return False
@@ -125,7 +417,6 @@ class HoldingWorker(Handlers):
     def fail(self, error: BaseException) -> NoReturn:
         """Send the lead the error, and end this process as a crash would."""
         logger.error("the worker failed", exc_info=error)
-        assert self._line is not None
         self._line.send(WorkerFailed(text=f"{type(error).__name__}: {error}"))
         self._line.close()
         os._exit(EXIT_FAILED)
@@ -144,14 +435,11 @@ class HoldingWorker(Handlers):
             case RestoreFragments(fences=fences):
                 for fence in fences:
                     self._awaited.forget(fence.island, fence.before)
-                restored = (
-                    self._drawn() if message.first else self.holder.restore(message)
-                )
-                self._say(restored)
+                self._line.send(self.holder.restore(message))
                 self._serve()
                 self.holder.warm_up()
             case SaveAll(within_s=within_s):
-                self._say(self._saved(within_s))
+                self._line.send(self._saved(within_s))
             case AwaitTake(delta=delta):
                 with self._awaiting:
                     self._awaited.take(delta)
@@ -174,40 +462,12 @@ class HoldingWorker(Handlers):
                 case Forget(island=island, before=before):
                     self._awaited.forget(island, before)
 
-    def _drawn(self) -> FragmentsRestored:
-        """Draw or read the first parameters of the own fragments; they are durable when
-        this returns. Workers of one machine take turns: a draw is of all parameters."""
-        own, scratch = self._begin.fragments, self._workdir / run_files.WORKERS
-        turn = workdirs.held(scratch, "another worker", self._config.placement.alone_s)
-        with turn:
-            first = first_pieces(self._config.run, self._model, self._workdir)
-            load_first(self._store, first, own)
-            del first
-            give_memory_back()
-        self.holder.begin()
-        return FragmentsRestored(
-            fragments=tuple(
-                RestoredFragment(
-                    fragment=fragment,
-                    snapshot=Version(),
-                    moved=False,
-                    digest=self._store.digest_of(fragment),
-                )
-                for fragment in own
-            ),
-            discarded=0,
-            environment=self._store.describe(),
-        )
-
     def _serve(self) -> None:
         server = bulk_server_of(self._config, self, self._tls)
         server.connections = allow_connections(server.connections)
-        host, _ = addresses.parse_address(self._begin.bind)
-        listener = addresses.listen(addresses.resolve(self._begin.bind))
-        port = listener.getsockname()[1]
-        server.start(listener)
+        server.start(addresses.listen(self._bind))
         self._server = server
-        self._say(WorkerServes(address=addresses.format_address(host, port)))
+        self._line.send(WorkerServes())
 
     def _saved(self, within_s: float | None) -> AllSaved:
         """Write the last snapshots; nothing is merged any more."""
@@ -228,14 +488,17 @@ class HoldingWorker(Handlers):
             text=text,
         )
 
-    def _say(self, message: FromWorker) -> None:
-        if self._line is not None:
-            self._line.send(message)
+    def _alive(self) -> WorkerAlive:
+        return sign_of_life(tuple(self.holder.alerts(time.monotonic())))
 
     def _keep_house(self) -> None:
         while not self._closing.wait(HOUSEKEEPING_S):
-            if self._server is not None:  # Before that, fragments have no arrays.
+            if self._server is None:  # Before that, fragments have no arrays.
+                continue
+            try:
                 self.holder.keep_house(time.monotonic())
+            except Exception as error:
+                self.fail(error)
 
     def _theta(self, fragment: int) -> tuple[Version, list[Any]]:
         version, arrays = self._store.current(fragment)
@@ -268,7 +531,10 @@ class HoldingWorker(Handlers):
         self._require_own(request)
         fragment, want = request.fragment, request.want
         if request.theta:
-            version, theta = self._pinned.get(fragment, self._theta(fragment))
+            # At the end of the run a kept cycle may still be on its way.
+            version, theta = self._theta(fragment)
+            if version != want:
+                version, theta = self._pinned.get(fragment, (version, theta))
             if version != want:
                 raise VersionGone(
                     f"version {tuple(want)} of fragment {fragment} is not kept here, "
@@ -303,14 +569,6 @@ class HoldingWorker(Handlers):
             )
 
 
-def _own_tls(folder: str, number: int) -> TlsFiles | None:
-    """Load the worker's own key or, if it has none, that of the coordinator; None: no
-    TLS."""
-    own = principal.worker(number)
-    here = principals(folder) if folder else []
-    return TlsFiles.load_given(folder, own if own in here else principal.COORDINATOR)
-
-
 def sign_of_life(alerts: tuple[str, ...] = ()) -> WorkerAlive:
     """Return a sign of life of this process. alerts: see `WorkerAlive`."""
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -320,112 +578,3 @@ def sign_of_life(alerts: tuple[str, ...] = ()) -> WorkerAlive:
         memory_bytes=kib << 10,
         resident_bytes=resident_bytes(),
     )
-
-
-# ---- what a worker keeps on its disk ------------------------------------------------
-
-
-def facts_path(workdir: Path, worker: int) -> Path:
-    """Return the path of the file in which a worker keeps facts about itself."""
-    return workdir / run_files.WORKERS / f"{worker}.json"
-
-
-def facts_of(workdir: Path, worker: int) -> dict[str, Any]:
-    """Return these facts; none if there is no such worker. `pid` and `life`: its
-    process, and its number in the run. The rest: the lead that it obeyed last."""
-    try:
-        found = json.loads(facts_path(workdir, worker).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def next_life(workdir: Path, worker: int) -> dict[str, Any]:
-    """Note that the next life of a worker begins in this process."""
-    facts = facts_of(workdir, worker)
-    facts |= {"life": int(facts.get("life", 0)) + 1, "pid": os.getpid()}
-    path = facts_path(workdir, worker)
-    path.parent.mkdir(exist_ok=True)
-    write_json(facts, path)
-    return facts
-
-
-# ---- one lead after another ---------------------------------------------------------
-
-
-class Speaking:
-    """A line to a lead, on which the worker shows that it lives from the first moment,
-    though it may be minutes before it does what the lead says."""
-
-    def __init__(
-        self, end: End, config: Config, broke: Callable[[], None] = lambda: None
-    ) -> None:
-        """config: the lead's. broke: see `WorkerLine`."""
-        deadlines = config.placement.deadlines
-        self.alive: Callable[[], WorkerAlive] = sign_of_life
-        self.line = WorkerLine(
-            end,
-            to_worker,
-            lambda: self.alive(),
-            deadlines.report_s,
-            2 * deadlines.lease_s,
-            broke=broke,
-        )
-        self.line.send(sign_of_life())
-
-
-def serve_lead(
-    speaking: Speaking, begin: BeginWorker, config: Config, workdir: Path
-) -> bool:
-    """Hold fragments for a lead until its line breaks; then drop all that is in memory.
-    Return True if the run is over."""
-    line, worker = speaking.line, None
-    with contextlib.ExitStack() as locks:
-        try:
-            for fragment in begin.fragments:
-                folder = workdir / run_files.PUBLISHES / f"{fragment:05d}"
-                folder.mkdir(parents=True, exist_ok=True)
-                held = workdirs.held(folder, "another worker", LOCKED_S)
-                locks.enter_context(held)
-            worker = HoldingWorker(begin, config, workdir)
-            speaking.alive = worker.alive
-            return worker.obey(line)
-        except ConfigError as error:
-            logger.error("worker %d: %s", begin.worker, error)
-            line.send(WorkerRefused(code="config", text=str(error)))
-            return False
-        except Exception as error:
-            if worker is None:
-                logger.exception("worker %d failed", begin.worker)
-                line.send(WorkerFailed(text=f"{type(error).__name__}: {error}"))
-                return False
-            worker.fail(error)
-        finally:
-            speaking.alive = sign_of_life
-            if worker is not None:
-                worker.close()
-            line.close()
-            worker = None
-            gc.collect()
-            give_memory_back()
-
-
-def main(descriptor: int) -> int:
-    """Serve the lead at the other end of a socket pair; return the exit code."""
-    setup_logging()
-    end = socket.socket(fileno=descriptor)
-    end.settimeout(FIRST_WORD_S)
-    frame = read_frame(end)
-    begin = to_worker(frame) if frame is not None else None
-    if not isinstance(begin, BeginWorker):
-        logger.error("the lead was gone before it said what to hold")
-        return EXIT_FAILED
-    config = from_builtins(begin.config, "the lead's config")
-    # At once, whatever it does: the next lead starts another one at these ports.
-    speaking = Speaking(end, config, lambda: os._exit(EXIT_FAILED))
-    over = serve_lead(speaking, begin, config, Path(begin.workdir))
-    return EXIT_DONE if over else EXIT_FAILED
-
-
-if __name__ == "__main__":
-    end_process(main(int(sys.argv[1])))

@@ -42,7 +42,6 @@ from diloco_jax.island.device.kinds import (
 from diloco_jax.island.device.mesh import abstract, in_turn, land, zeros
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.protocol.values import Version
 
 SMALL = 2**16
 """Elements of the largest tensor that is stacked. An adoption makes such a leaf anew
@@ -257,11 +256,6 @@ class Exchange:
         self.layouts_whole = _layouts(plan, "f32")
         self._held = held_of(plan, sync, params, memory)
         self._alpha = number(np.float32(sync.blend_alpha), self._held[0][0].kind)
-        self.adopted: Callable[[int, Version, Sequence[Held]], None] = (
-            lambda fragment, version, held: None
-        )
-        """Called with a fragment, the version of its new anchors and what holds them,
-        on the thread that adopts."""
         if self.feeds_back:
             for held in self._all():
                 held.residual = held.zeros()
@@ -367,7 +361,6 @@ class Exchange:
             held.base = None
             if keep and base is not None:
                 held.base = held.kind.move(base, before, held.anchor)
-        self.adopted(arrival.fragment, arrival.version, self._held[arrival.fragment])
         return with_leaves(params, written)
 
     def _arrive(

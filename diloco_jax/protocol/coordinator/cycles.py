@@ -20,17 +20,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger, schedule
-from diloco_jax.protocol.coordinator.events import Effect, Tell
-from diloco_jax.protocol.coordinator.state import (
-    Fragment,
-    PolicyConfig,
-    State,
-    with_island,
-)
+from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State, Turn
 from diloco_jax.protocol.holding import CycleKept, KeepFragment
 from diloco_jax.protocol.messages import Watch
-
-Step = tuple[State, list[Effect]]
 
 
 def cycle_of(config: PolicyConfig, tick: int) -> int:
@@ -48,56 +40,56 @@ def can_begin(state: State) -> bool:
     return state.phase == "running"
 
 
-def ask(config: PolicyConfig, state: State) -> Step:
+def ask(turn: Turn) -> None:
     """Begin to keep the present cycle, unless another one is being kept or the run has
     stopped. Its ticks up to now are of no merge, in no life of the coordinator."""
-    if state.keeping or not can_begin(state):
-        return state, []
-    state, effects = schedule.reserved(config, state)
-    return _begin(config, state), effects
+    if not turn.state.keeping and can_begin(turn.state):
+        schedule.reserve(turn)
+        _begin(turn)
 
 
-def kept(state: State, event: CycleKept) -> State:
+def kept(turn: Turn, event: CycleKept) -> None:
     """Note that a cycle is on disk, or was given up: the next one may be kept."""
-    if event.cycle != state.kept_cycle:
-        return state
-    return replace(state, keeping=False, unkept=())
+    if event.cycle == turn.state.kept_cycle:
+        turn.set(keeping=False, unkept=())
 
 
-def advance(config: PolicyConfig, before: State, state: State) -> Step:
+def advance(turn: Turn, before: State) -> None:
     """Begin to keep a cycle when it is due, and keep the fragments that have reached
     it. before: the state before this event."""
-    every = config.export_every
+    every, state = turn.config.export_every, turn.state
     ticked = state.tick != before.tick and can_begin(state)
     if every and ticked and not state.keeping:
-        now, last = cycle_of(config, state.tick), state.kept_cycle
+        now, last = cycle_of(turn.config, state.tick), state.kept_cycle
         if now // every > last // every:
-            state = _begin(config, state)
-    if not state.unkept or _same(before, state):
-        return state, []
-    cycle, waiting, effects = state.kept_cycle, [], list[Effect]()
-    for index in state.unkept:
-        fragment = state.fragments[index]
-        if not is_at(config, state, fragment, cycle):
-            waiting.append(index)
-            continue
-        effects.append(
-            KeepFragment(
-                cycle=cycle,
-                fragment=index,
-                version=fragment.version,
-                merges=fragment.merges,
-                tokens=ledger.merged_into(fragment),
-            )
+            _begin(turn)
+    cycle = turn.state.kept_cycle
+    changed = before.unkept is not turn.state.unkept
+    sure, waiting = _sure(turn, turn.state.unkept, cycle, before, changed=changed)
+    for fragment in sure:
+        keep = KeepFragment(
+            cycle=cycle,
+            fragment=fragment.index,
+            version=fragment.version,
+            merges=fragment.merges,
+            tokens=ledger.merged_into(fragment),
         )
-    return replace(state, unkept=tuple(waiting)), effects
+        turn.effects.append(keep)
+    if sure:
+        turn.set(unkept=waiting)
 
 
-def forgotten(state: State) -> State:
-    """Return the state after a crash: an unfinished cycle is kept no further, and no
-    island watches one.
-    """
-    return replace(state, keeping=False, unkept=(), unwatched=())
+def _sure(
+    turn: Turn, waiting: tuple[int, ...], cycle: int, before: State, *, changed: bool
+) -> tuple[list[Fragment], tuple[int, ...]]:
+    """Return those of the waiting fragments that are at a cycle, and the indices of the
+    others. Each tick and merge replaces a fragment: else nothing has changed."""
+    if not changed and before.fragments is turn.state.fragments:
+        return [], waiting
+    fragments = map(turn.state.fragments.__getitem__, waiting)
+    sure = [f for f in fragments if is_at(turn.config, turn.state, f, cycle)]
+    at_it = {fragment.index for fragment in sure}
+    return sure, tuple(index for index in waiting if index not in at_it)
 
 
 def is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) -> bool:
@@ -109,62 +101,48 @@ def is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) ->
     return fragment.phase == "done" or state.tick >= turn
 
 
-def _begin(config: PolicyConfig, state: State) -> State:
-    return replace(
-        state,
+def _begin(turn: Turn) -> None:
+    turn.set(
         keeping=True,
-        kept_cycle=present(config, state),
-        unkept=tuple(range(config.fragments)),
+        kept_cycle=present(turn.config, turn.state),
+        unkept=tuple(range(turn.config.fragments)),
     )
 
 
-def _same(before: State, state: State) -> bool:
-    """Tell whether nothing happened that could bring a fragment to a cycle: each tick
-    replaces a fragment, too."""
-    return before.unkept is state.unkept and before.fragments is state.fragments
-
-
-def watch(config: PolicyConfig, before: State, state: State) -> Step:
+def watch(turn: Turn, before: State) -> None:
     """Give a turn when a cycle is due, and name to that island the versions that are
     sure. before: the state before this event."""
-    every = config.watch_every
+    every, state = turn.config.watch_every, turn.state
     ticked = state.tick != before.tick and can_begin(state)
-    if every and ticked and not _at_it(state):
-        now = cycle_of(config, state.tick)
+    # An island that trains may not have heard of all versions yet.
+    at_it = bool(state.unwatched) and state.islands[state.watcher].counted
+    if every and ticked and not at_it:
+        now = cycle_of(turn.config, state.tick)
         if now % every == 0 and now > state.watched_cycle:
-            state = _give_turn(config, state, now)
-    if not state.unwatched:
-        return state, []
-    if before.unwatched is state.unwatched and before.fragments is state.fragments:
-        return state, []
-    waiting, effects = [], list[Effect]()
-    session = state.islands[state.watcher].session
-    for index in state.unwatched:
-        fragment, cycle = state.fragments[index], state.watched_cycle
-        if not is_at(config, state, fragment, cycle):
-            waiting.append(index)
-            continue
-        watch = Watch(cycle=cycle, fragment=index, version=fragment.version)
-        effects.append(Tell(session=session, message=watch))
-    return replace(state, unwatched=tuple(waiting)), effects
+            _give_turn(turn, now)
+    state = turn.state
+    changed = before.unwatched is not state.unwatched
+    sure, waiting = _sure(
+        turn, state.unwatched, state.watched_cycle, before, changed=changed
+    )
+    for fragment in sure:
+        watched = Watch(
+            cycle=state.watched_cycle, fragment=fragment.index, version=fragment.version
+        )
+        turn.tell(state.islands[state.watcher].session, watched)
+    if sure:
+        turn.set(unwatched=waiting)
 
 
-def _at_it(state: State) -> bool:
-    """Tell whether an island that trains has not heard of all versions yet."""
-    return bool(state.unwatched) and state.islands[state.watcher].counted
-
-
-def _give_turn(config: PolicyConfig, state: State, cycle: int) -> State:
-    """Return the state with the next island at this cycle, if any can be."""
-    fit = schedule.alike(config, state)
+def _give_turn(turn: Turn, cycle: int) -> None:
+    """Give the next island its turn at this cycle, if any can be at it."""
+    fit = schedule.Fleet(turn.config, turn.state).alike()
     able = sorted(name for name, island in fit.items() if island.watches)
     if not able:
-        return replace(state, unwatched=())
-    name = ([name for name in able if name > state.watcher] or able)[0]
-    island = replace(state.islands[name], watched_cycle=cycle)
-    return replace(
-        with_island(state, island),
-        watcher=name,
-        watched_cycle=cycle,
-        unwatched=tuple(range(config.fragments)),
-    )
+        turn.set(unwatched=())
+        return
+    last = turn.state.watcher
+    name = ([name for name in able if name > last] or able)[0]
+    turn.put(replace(turn.state.islands[name], watched_cycle=cycle))
+    everything = tuple(range(turn.config.fragments))
+    turn.set(watcher=name, watched_cycle=cycle, unwatched=everything)

@@ -15,12 +15,13 @@ import math
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import records
+from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator import (
     alerts,
     claims,
     cycles,
     ending,
+    events,
     fragments,
     leases,
     ledger,
@@ -30,21 +31,6 @@ from diloco_jax.protocol.coordinator import (
     steering,
     takes,
 )
-from diloco_jax.protocol.coordinator.events import (
-    Disconnected,
-    Effect,
-    Event,
-    KeepAsked,
-    MachineSlept,
-    Note,
-    Persist,
-    RunExtended,
-    RunResumed,
-    Said,
-    SaidAhead,
-    Tell,
-    Timer,
-)
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
@@ -52,75 +38,63 @@ from diloco_jax.protocol.coordinator.state import (
     Fragment,
     PolicyConfig,
     State,
-    ignored,
-    with_fragment,
+    Turn,
 )
-from diloco_jax.protocol.holding import (
-    CycleKept,
-    DeltaArrived,
-    MergePrepared,
-)
-from diloco_jax.protocol.messages import (
-    Goodbye,
-    Hello,
-    Progress,
-    Refused,
-    Report,
-    Steer,
-    Stop,
-    Welcome,
-)
+from diloco_jax.protocol.holding import CycleKept, DeltaArrived, MergePrepared
 from diloco_jax.protocol.values import BEGINNING, Record
 
-Step = tuple[State, list[Effect]]
 
-
-def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
+def step(
+    config: PolicyConfig, state: State, event: events.Event, now: float
+) -> tuple[State, list[events.Effect]]:
     """Apply one event at time `now` (monotonic seconds)."""
-    before = state = ending.awake(config, state, now)
+    turn = Turn(config, state, now)
+    ending.awake(turn)
+    before = turn.state
+    _handle(turn, event)
+    members.expire(turn, ending.late_s(config, turn.state))
+    quarantine.turn_away(turn)
+    _advance(turn, before)
+    quarantine.advance(turn)
+    cycles.advance(turn, before)
+    cycles.watch(turn, before)
+    alerts.of_absences(turn)
+    return turn.state, turn.effects
+
+
+def _handle(turn: Turn, event: events.Event) -> None:
     match event:  # Most events are reports.
-        case Said(message=Report() as report):
-            state, effects = _report(config, state, event, report, now)
-        case SaidAhead():
-            state, effects = members.ahead(config, state, event)
-        case Hello():
-            state, effects = members.hello(config, state, event, now)
-            if state.phase != "running" and _is_welcome(effects):
-                effects.append(Tell(session=event.session, message=Stop()))
-        case Said(message=Goodbye() as goodbye):
-            state, effects = members.goodbye(state, event, goodbye)
-        case Disconnected():
-            state, effects = members.disconnected(state, event)
-        case RunResumed():
-            state, effects = members.resumed(state, event)
-        case RunExtended():
-            state, effects = ending.extend(config, state)
-        case Steer():
-            state, effects = steering.steer(config, state, event)
-        case KeepAsked():
-            state, effects = cycles.ask(config, state)
+        case events.Said(message=messages.Report() as report):
+            _report(turn, event, report)
+        case events.SaidAhead():
+            members.ahead(turn, event)
+        case messages.Hello():
+            if members.hello(turn, event) and turn.state.phase != "running":
+                turn.tell(event.session, messages.Stop())
+        case events.Said(message=messages.Goodbye() as goodbye):
+            members.goodbye(turn, event, goodbye)
+        case events.Disconnected():
+            members.disconnected(turn, event)
+        case events.RunResumed():
+            members.resumed(turn, event)
+        case events.RunExtended():
+            ending.extend(turn)
+        case messages.Steer():
+            steering.steer(turn, event)
+        case events.KeepAsked():
+            cycles.ask(turn)
         case CycleKept():
-            state, effects = cycles.kept(state, event), []
+            cycles.kept(turn, event)
         case DeltaArrived():
-            state, effects = _arrived(config, state, event, now)
+            _arrived(turn, event)
         case MergePrepared():
-            state, effects = fragments.prepared(config, state, event, now)
-            if now < state.deadline:  # Later steps of who is in it are yet to come.
-                state = _waits_longer(config, state, now)
-        case MachineSlept(seconds=seconds):
-            state, effects = claims.slept(state, seconds), []
-        case Timer():
-            effects = []
-    state, expired = members.expire(state, now, ending.late_s(config, state))
-    state, turned = quarantine.turn_away(config, state)
-    state, moved = _advance(config, before, state, now)
-    effects = [*effects, *expired, *turned, *moved]
-    state, judged = quarantine.advance(config, state, effects)
-    state, keeps = cycles.advance(config, before, state)
-    state, watches = cycles.watch(config, before, state)
-    state, told = alerts.of_absences(config, state, now)
-    effects += [*judged, *keeps, *watches, *told]
-    return state, effects
+            fragments.prepared(turn, event)
+            if turn.now < turn.state.deadline:
+                ending.wait(turn)  # Later steps of who is in it are yet to come.
+        case events.MachineSlept(seconds=seconds):
+            turn.state = claims.slept(turn.state, seconds)
+        case events.Timer():
+            pass
 
 
 def next_deadline(state: State, now: float) -> float | None:
@@ -139,232 +113,174 @@ def next_deadline(state: State, now: float) -> float | None:
     return None if soonest == math.inf else soonest
 
 
-def _report(
-    config: PolicyConfig, state: State, event: Said, report: Report, now: float
-) -> Step:
-    island = state.islands.get(event.island)
-    if state.phase == "done":
-        return state, [ignored("run", state.phase, "report")]
+def _report(turn: Turn, event: events.Said, report: messages.Report) -> None:
+    name, config = event.island, turn.config
+    island = turn.state.islands.get(name)
+    if turn.state.phase == "done":
+        turn.ignore("run", turn.state.phase, "report")
+        return
     if island is None or island.session != event.session or island.status == "gone":
-        fenced = Refused(
+        fenced = messages.Refused(
             code="fenced",
-            message=f"island {event.island!r} is served by another session now; "
-            f"stop this process",
+            message=f"island {name!r} is served by another session now; stop this "
+            f"process",
         )
-        return state, members.turned_away(event.island, event.session, fenced)
+        members.turn_away(turn, name, event.session, fenced)
+        return
     if report.phase == "training" and island.phase in BEGINNING:
         # The island joins the pacing with the steps in this report. An island that had
         # stopped by its own count and goes on after losses is in the pacing already.
         island = schedule.restart(island)
-    heard, too_fast = claims.heard(config, island, report, now)
+    heard, too_fast = claims.heard(config, island, report, turn.now)
     if wrong := claims.wrong_report(island, report) or too_fast:
-        return members.put_out(state, island, wrong)
-    island = heard
+        members.put_out(turn, island, wrong)
+        return
     through, new = island.records_through, []
     for record in report.records:
         if record.seq > through:
             through = record.seq
             new.append(record)
     island = replace(
-        island,
-        phase=report.phase,
-        records_through=through,
-        watches=report.watches,
+        heard, phase=report.phase, records_through=through, watches=report.watches
     )
-    state = members.alive(config, state, island, now)
-    effects: list[Effect] = []
+    members.alive(turn, island)
     for record in new:
-        state, found = _record(config, state, island, record, now)
-        effects += found
-    if state.phase == "running":
-        state, grants = leases.top_up(config, state, event.island, now)
-        effects += grants
-    tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
-    state = replace(state, progress_tokens=tokens)
-    island = state.islands[event.island]
-    state, asks = ending.island_stopped(config, state, event.island)
-    effects += asks
-    progress = Progress(
-        tokens=tokens,
+        _record(turn, island, record)
+    if turn.state.phase == "running":
+        leases.top_up(turn, name)
+    tokens = ledger.progress_tokens(config, turn.state)
+    turn.set(progress_tokens=max(turn.state.progress_tokens, tokens))
+    ending.island_stopped(turn, name)
+    progress = messages.Progress(
+        tokens=turn.state.progress_tokens,
         own_tokens=island.steps * island.tokens_per_step,
-        records_through=island.records_through,
-        next_position=state.next_position,
+        records_through=through,
+        next_position=turn.state.next_position,
     )
-    effects.append(Tell(session=event.session, message=progress))
-    return state, effects
+    turn.tell(event.session, progress)
 
 
-def _record(
-    config: PolicyConfig, state: State, island: Island, record: Record, now: float
-) -> Step:
-    name = island.name
-    fact = records.Fact(island=name, incarnation=island.incarnation, record=record)
-    effects: list[Effect] = [Note(record=fact)]
+def _record(turn: Turn, island: Island, record: Record) -> None:
+    name, incarnation = island.name, island.incarnation
+    turn.note(records.Fact(island=name, incarnation=incarnation, record=record))
+    if record.kind in ("granted", "progress", "restored"):
+        return
+    fragment = turn.state.fragments[record.fragment]
     if record.kind == "adopted":
-        fragment = state.fragments[record.fragment]
-        fragment = takes.adopted(fragment, name, record.version)
-        return with_fragment(state, fragment), effects
-    if record.kind not in ("took", "reopened", "dropped", "reset", "carried"):
-        return state, effects
-    fragment = state.fragments[record.fragment]
+        turn.put(takes.adopted(fragment, name, record.version))
+        return
     carrying = fragment.accounts[name].carrying
     if carrying != (record.kind == "carried"):
-        effects.append(ignored("take", "carried", "record"))
-        return state, effects
-    if carrying:
-        fragment = ledger.carry(fragment, name, record.start)
-        carried = records.Carried(
-            island=name,
-            incarnation=island.incarnation,
-            fragment=fragment.index,
-            steps=record.start,
+        turn.ignore("take", "carried", "record")
+    elif carrying:
+        turn.put(ledger.carry(fragment, name, record.start))
+        turn.persist(
+            records.Carried(
+                island=name,
+                incarnation=incarnation,
+                fragment=fragment.index,
+                steps=record.start,
+            )
         )
-        effects.append(Persist(record=carried))
     elif record.kind == "took":
-        fragment, found = takes.took(config, fragment, name, record, now)
-        effects += found
+        turn.put(takes.took(turn, fragment, name, record))
     else:
         kept = record.kind == "reopened"
-        fragment, found = takes.gave_up(fragment, name, record.tick, kept=kept)
-        effects += found
-    return with_fragment(state, fragment), effects
+        turn.put(takes.gave_up(turn, fragment, name, record.tick, kept=kept))
 
 
-def _arrived(
-    config: PolicyConfig, state: State, event: DeltaArrived, now: float
-) -> Step:
-    island = state.islands.get(event.island)
+def _arrived(turn: Turn, event: DeltaArrived) -> None:
+    name, before = event.island, turn.state.fragments[event.fragment]
+    island = turn.state.islands.get(name)
     if (
         island is None
         or island.incarnation != event.incarnation
         or island.status == "gone"
     ):
-        drops = takes.drop_unknown(
-            state.fragments[event.fragment],
-            event.island,
-            event.incarnation,
-            event.tick,
-        )
-        return state, [*drops, ignored("island", "gone", "bytes")]
-    before = state.fragments[event.fragment]
-    fragment, effects = takes.arrived(before, event, now)
-    state = with_fragment(state, fragment)
+        takes.drop_unknown(turn, before, name, event.incarnation, event.tick)
+        turn.ignore("island", "gone", "bytes")
+        return
+    fragment = takes.arrived(turn, before, event)
     if fragment is not before:
-        # Every delta that arrives renews the wait for the next one.
-        state = _waits_longer(config, state, now)
-    state, asks = ending.island_stopped(config, state, event.island)
-    return state, effects + asks
+        turn.put(fragment)
+        ending.wait(turn)  # Every delta that arrives renews the wait for the next one.
+    ending.island_stopped(turn, name)
 
 
-def _waits_longer(config: PolicyConfig, state: State, now: float) -> State:
-    """Count the wait of a flush that is under way from now."""
-    if state.phase != "flushing":
-        return state
-    return ending.wait(config, state, now)
-
-
-def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:
+def _advance(turn: Turn, before: State) -> None:
     """Make the moves that follow from the state: ticks, closings, the end.
 
     before: the state before this event. Islands that the event did not touch make no
     tick due. Fragments that it did not touch are left alone, unless time alone moves
     them or the set of live islands changed.
     """
-    a, b = before.islands.standing, state.islands.standing
+    a, b = before.islands.standing, turn.state.islands.standing
     same_live = a is b or (a.counted, a.answering) == (b.counted, b.answering)
-    effects: list[Effect] = []
-    state = leases.free_departed(state)
-    if state.phase == "running" and state.progress_tokens >= config.total_tokens:
-        state, effects = ending.stop(config, state, now)
-    if state.islands is not before.islands:
-        state, found = _due_ticks(config, state, now)
-        effects += found
-    if not same_live or state.tick != before.tick:
-        state, found = _hasten(config, state)
-        effects += found
-    late = now >= state.deadline
-    if state.phase == "stopping" and (late or not ending.awaited(state)):
-        state = replace(state, phase=RUN.move(state.phase, "flush"))
-        state = ending.wait(config, state, now)
-    moving = list(state.fragments)
-    if same_live and state.phase == "running":
+    turn.state = leases.free_departed(turn.state)
+    enough = turn.state.progress_tokens >= turn.config.total_tokens
+    if turn.state.phase == "running" and enough:
+        ending.stop(turn)
+    if turn.state.islands is not before.islands:
+        _due_ticks(turn)
+    if not same_live or turn.state.tick != before.tick:
+        _hasten(turn)
+    late = turn.now >= turn.state.deadline
+    if turn.state.phase == "stopping" and (late or not ending.awaited(turn.state)):
+        turn.set(phase=RUN.move(turn.state.phase, "flush"))
+        ending.wait(turn)
+    moving = list(turn.state.fragments)
+    if same_live and turn.state.phase == "running":
         moving = [
             fragment
-            for fragment in map(moving.__getitem__, state.fragments.open_ones)
+            for fragment in map(moving.__getitem__, turn.state.fragments.open_ones)
             if fragment is not before.fragments[fragment.index]
-            or _closes(fragment, now)
+            or (fragment.closes_at is not None and turn.now >= fragment.closes_at)
         ]
     if moving:
-        state, found = _settle(config, state, moving, now)
-        effects += found
-    if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
-        state, found = ending.finish(config, state)
-        effects += found
-    return state, effects
+        _settle(turn, moving)
+    done = all(fragment.phase == "done" for fragment in turn.state.fragments)
+    if turn.state.phase == "flushing" and done:
+        ending.finish(turn)
 
 
-def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
+def _due_ticks(turn: Turn) -> None:
     """Open the fragments whose ticks are due."""
-    effects: list[Effect] = []
-    while state.phase == "running" and schedule.tick_is_due(config, state, now):
-        state, reserved = schedule.advance(config, state)
-        effects += reserved
-        fragment = state.fragments[schedule.fragment_of(config, state.tick)]
-        tick, fleet = state.tick, Fleet(config, state)
-        counted = state.islands.standing.counted
-        found: list[Effect]
-        if fragment.phase == "idle":
-            fragment, found = fragments.open_tick(
-                config, fragment, fleet, tick, counted, now
-            )
-        else:
-            fragment, found = fragments.busy_tick(fragment, fleet, tick, counted)
-        state = with_fragment(state, fragment)
-        effects += found
-    return state, effects
+    config = turn.config
+    while turn.state.phase == "running" and schedule.tick_is_due(
+        config, turn.state, turn.now
+    ):
+        schedule.advance(turn)
+        tick, live = turn.state.tick, turn.state.islands.standing.counted
+        fragment = turn.state.fragments[schedule.fragment_of(config, tick)]
+        is_idle = fragment.phase == "idle"
+        handle = fragments.open_tick if is_idle else fragments.busy_tick
+        turn.put(handle(turn, fragment, Fleet(config, turn.state), tick, live))
 
 
-def _hasten(config: PolicyConfig, state: State) -> Step:
+def _hasten(turn: Turn) -> None:
     """Ask again for takes that need not be put off any more."""
-    effects: list[Effect] = []
-    waiting = [fragment for fragment in state.fragments if fragment.put_off]
-    fleet = Fleet(config, state)
-    for fragment in waiting:
-        fragment, found = fragments.hasten(fragment, fleet)
-        state = with_fragment(state, fragment)
-        effects += found
-    return state, effects
+    fleet = Fleet(turn.config, turn.state)
+    for fragment in turn.state.fragments:
+        if fragment.put_off:
+            turn.put(fragments.hasten(turn, fragment, fleet))
 
 
-def _settle(
-    config: PolicyConfig, state: State, moving: list[Fragment], now: float
-) -> Step:
+def _settle(turn: Turn, moving: list[Fragment]) -> None:
     """Settle fragments that time or an event may have moved: order merges, and during
     the flush the last takes."""
-    effects: list[Effect] = []
-    fleet = Fleet(config, state)
-    live = () if state.phase == "running" else state.islands.standing.answering
-    hurry = state.phase == "flushing" and now >= state.deadline
+    fleet, flushing = Fleet(turn.config, turn.state), turn.state.phase == "flushing"
+    live = turn.state.islands.standing.answering
+    hurry = flushing and turn.now >= turn.state.deadline
     for fragment in moving:
         was_open = fragment.phase == "open"
-        if state.phase == "flushing":
-            state, found = ending.flush(config, state, fragment, live, now, hurry=hurry)
-            effects += found
-            fragment = state.fragments[fragment.index]
-        over = fragment.phase == "open" and ending.is_over(state, fragment, now)
-        fragment, found = fragments.settle(config, fragment, fleet, now, hurry=over)
-        if fragment is not state.fragments[fragment.index]:
-            state = with_fragment(state, fragment)
-        effects += found
-        if was_open and state.phase == "flushing" and fragment.phase == "idle":
-            moving.append(fragment)  # Given up: its next tick need not wait.
-    return state, effects
-
-
-def _is_welcome(effects: list[Effect]) -> bool:
-    return any(isinstance(e, Tell) and isinstance(e.message, Welcome) for e in effects)
-
-
-def _closes(fragment: Fragment, now: float) -> bool:
-    at = fragment.closes_at
-    return at is not None and now >= at
+        if flushing:
+            ending.flush(turn, fragment, live, hurry=hurry)
+            fragment = turn.state.fragments[fragment.index]
+        over = fragment.phase == "open" and ending.is_over(
+            turn.state, fragment, turn.now
+        )
+        settled = fragments.settle(turn, fragment, fleet, hurry=over)
+        if settled is not fragment:
+            turn.put(settled)
+        if was_open and flushing and settled.phase == "idle":
+            moving.append(settled)  # Given up: its next tick need not wait.

@@ -23,14 +23,7 @@ import math
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import (
-    alerts,
-    fragments,
-    members,
-    schedule,
-    workers,
-)
-from diloco_jax.protocol.coordinator.events import Effect, Note, Persist, Tell
+from diloco_jax.protocol.coordinator import alerts, fragments, members, schedule
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
@@ -40,13 +33,12 @@ from diloco_jax.protocol.coordinator.state import (
     Fragment,
     PolicyConfig,
     State,
+    Turn,
     with_fragment,
-    with_island,
 )
+from diloco_jax.protocol.holding import deal
 from diloco_jax.protocol.messages import Finished, MayLeave, Stop
 from diloco_jax.protocol.values import EndReason
-
-Step = tuple[State, list[Effect]]
 
 LATE = 0.1
 """Share of a lease by which its end may be noticed late. If it is more, the coordinator
@@ -57,44 +49,38 @@ delta comes. What has not come by then hangs: in the rest of the time, those are
 twice that are here and made steps after their takes."""
 
 
-def stop(config: PolicyConfig, state: State, now: float) -> Step:
+def stop(turn: Turn) -> None:
     """Stop the run, which has its tokens: no island is to make more steps."""
-    state = replace(
-        state,
-        phase=RUN.move(state.phase, "stop"),
-        deadline=now + config.lease_s,
-    )
-    record = records.Stopping(tokens=state.progress_tokens)
-    effects: list[Effect] = [Persist(record=record)]
+    phase = RUN.move(turn.state.phase, "stop")
+    turn.set(phase=phase, deadline=turn.now + turn.config.lease_s)
+    turn.persist(records.Stopping(tokens=turn.state.progress_tokens))
     # Silent islands are told too: their connections may still work.
-    effects += [
-        Tell(session=island.session, message=Stop())
-        for island in state.islands.values()
-        if island.status != "gone"
-    ]
-    return state, effects
+    for island in turn.state.islands.values():
+        if island.status != "gone":
+            turn.tell(island.session, Stop())
 
 
-def awake(config: PolicyConfig, state: State, now: float) -> State:
-    """Return the state with leases that begin anew, if the coordinator itself was
-    stopped for so long that they ran out, or its clock jumped. It first hears what has
-    come meanwhile, so that nobody loses the last steps. What has not come by then
-    hangs, and a flush has as much time after that as ever."""
+def awake(turn: Turn) -> None:
+    """Let leases begin anew, if the coordinator itself was stopped for so long that
+    they ran out, or its clock jumped. It first hears what has come meanwhile, so that
+    nobody loses the last steps. What has not come by then hangs, and a flush has as
+    much time after that as ever."""
+    config, state = turn.config, turn.state
     if state.phase not in ("stopping", "flushing"):
-        return state
+        return
     ends = (i.lease_until for i in state.islands.values() if i.status == "live")
-    ended = min(ends, default=now)
-    if now - ended <= LATE * config.lease_s:
-        return state
-    until = now + config.lease_s
+    ended = min(ends, default=turn.now)
+    if turn.now - ended <= LATE * config.lease_s:
+        return
+    until = turn.now + config.lease_s
     for island in state.islands.values():
         if island.status != "gone" and ended <= island.lease_until < until:
-            state = with_island(state, replace(island, lease_until=until))
+            turn.put(replace(island, lease_until=until))
     if state.phase == "stopping":
-        return replace(state, deadline=max(state.deadline, until))
+        turn.set(deadline=max(state.deadline, until))
+        return
     hangs_at = max(state.hangs_at, until)
-    deadline = hangs_at + (1.0 - OPEN_BY) * config.flush_s
-    return replace(state, deadline=deadline, hangs_at=hangs_at)
+    turn.set(deadline=hangs_at + (1.0 - OPEN_BY) * config.flush_s, hangs_at=hangs_at)
 
 
 def late_s(config: PolicyConfig, state: State) -> float:
@@ -119,12 +105,13 @@ def awaited(state: State) -> tuple[str, ...]:
     return (*training, *state.returning)
 
 
-def wait(config: PolicyConfig, state: State, now: float) -> State:
-    """Return the state whose flush waits from now."""
-    until = now + config.flush_s
-    pause_s = _pause_s(config, len(state.islands.standing.answering))
-    hangs_at = until - (1.0 - OPEN_BY) * config.flush_s
-    return replace(state, deadline=until, opens_at=now + pause_s, hangs_at=hangs_at)
+def wait(turn: Turn) -> None:
+    """Let a flush that is under way wait from now."""
+    if turn.state.phase == "flushing":
+        until = turn.now + turn.config.flush_s
+        pause_s = _pause_s(turn.config, len(turn.state.islands.standing.answering))
+        hangs_at = until - (1.0 - OPEN_BY) * turn.config.flush_s
+        turn.set(deadline=until, opens_at=turn.now + pause_s, hangs_at=hangs_at)
 
 
 def soonest(state: State, now: float) -> float:
@@ -140,14 +127,8 @@ def soonest(state: State, now: float) -> float:
 
 
 def flush(
-    config: PolicyConfig,
-    state: State,
-    fragment: Fragment,
-    live: tuple[str, ...],
-    now: float,
-    *,
-    hurry: bool,
-) -> Step:
+    turn: Turn, fragment: Fragment, live: tuple[str, ...], *, hurry: bool
+) -> None:
     """Open an idle fragment, once, for all live islands that have open steps in it.
 
     Takes made before the stop are merged first, by the usual rules: an island that
@@ -156,18 +137,19 @@ def flush(
     deltas enter the flush, and the later steps enter a second merge of it.
     """
     if fragment.phase != "idle":
-        return state, []
+        return
+    config, state, now = turn.config, turn.state, turn.now
     islands, accounts = state.islands, fragment.accounts
     unsettled = tuple(n for n in live if accounts[n].start < islands[n].steps)
     if hurry:
         unsettled = tuple(n for n in unsettled if _is_here(accounts[n]))
     if not unsettled and not fragment.left_behind:
-        if not hurry and _more_may_come(state, fragment, now):
-            return state, []
-        phase = FRAGMENT.move(fragment.phase, "flush")
-        return with_fragment(state, replace(fragment, phase=phase)), []
+        if hurry or not _more_may_come(state, fragment, now):
+            phase = FRAGMENT.move(fragment.phase, "flush")
+            turn.put(replace(fragment, phase=phase))
+        return
     if unsettled and all(_keeps_nobody(islands[n], accounts[n]) for n in unsettled):
-        return state, []  # Their answers to refusals are to come.
+        return  # Their answers to refusals are to come.
     early = tuple(n for n in unsettled if _went_on(islands[n], accounts[n]))
     late = now >= state.hangs_at
     if late:
@@ -175,19 +157,16 @@ def flush(
         early = tuple(n for n in early if _is_here(accounts[n]))
     final = hurry or len(early) < config.quorum
     if not final and not all(_is_here(accounts[n]) for n in early):
-        return state, []  # The deltas are on their way.
+        return  # The deltas are on their way.
     at_once = _at_once(config, len(live))
     if now < state.opens_at and _busy(config, state, fragment) >= at_once and not hurry:
-        return state, []
-    state = replace(state, opens_at=now + _pause_s(config, len(live)))
+        return
+    turn.set(opens_at=now + _pause_s(config, len(live)))
     asked = unsettled if final and not (late and early) else early
-    state, effects = schedule.advance(config, state)
+    schedule.advance(turn)
     fragment = replace(fragment, final=final)
-    fleet = Fleet(config, state)
-    fragment, found = fragments.open_tick(
-        config, fragment, fleet, state.tick, asked, now
-    )
-    return with_fragment(state, fragment), effects + found
+    fleet = Fleet(config, turn.state)
+    turn.put(fragments.open_tick(turn, fragment, fleet, turn.state.tick, asked))
 
 
 def is_over(state: State, fragment: Fragment, now: float) -> bool:
@@ -212,7 +191,7 @@ def _has_more(island: Island, account: Account) -> bool:
 
 def _busy(config: PolicyConfig, state: State, fragment: Fragment) -> int:
     """Return the fragments of the same worker that wait for deltas or are merged."""
-    dealt = workers.deal(config.fragment_sizes, config.workers)
+    dealt = deal(config.fragment_sizes, config.workers)
     busy = (f.index for f in state.fragments if f.phase in ("open", "merging"))
     return sum(dealt[index] == dealt[fragment.index] for index in busy)
 
@@ -262,32 +241,27 @@ def _went_on(island: Island, account: Account) -> bool:
     return take.end < island.steps
 
 
-def finish(config: PolicyConfig, state: State) -> Step:
+def finish(turn: Turn) -> None:
     """End the run after its last merge: end all incarnations and tell the islands."""
-    effects: list[Effect] = alerts.at_end(config, state)
-    tells: list[Effect] = [
-        Tell(session=island.session, message=Finished())
-        for island in state.islands.values()
-        if island.status != "gone"
-    ]
-    for name, island in state.islands.items():
-        if island.status != "gone":
-            live = island.status == "live"
-            reason: EndReason = "finished" if live else "absent"
-            state, found = members.end(state, name, reason)
-            effects += found
-    state = replace(state, phase=RUN.move(state.phase, "finish"))
-    return state, [*effects, Persist(record=records.Finished()), *tells]
+    alerts.at_end(turn)
+    left = [i for i in turn.state.islands.values() if i.status != "gone"]
+    for island in left:
+        reason: EndReason = "finished" if island.status == "live" else "absent"
+        members.end(turn, island.name, reason)
+    turn.set(phase=RUN.move(turn.state.phase, "finish"))
+    turn.persist(records.Finished())
+    for island in left:
+        turn.tell(island.session, Finished())
 
 
-def extend(config: PolicyConfig, state: State) -> Step:
+def extend(turn: Turn) -> None:
     """Let a run that is over go on to the tokens of its config. All its incarnations
     have ended; every fragment goes on from its flushed version."""
-    if state.phase != "done" or state.progress_tokens >= config.total_tokens:
-        return state, []
-    record = records.Extended(total_tokens=config.total_tokens)
-    state, effects = schedule.reserved(config, extended(state))
-    return state, [Persist(record=record), *effects]
+    total = turn.config.total_tokens
+    if turn.state.phase == "done" and turn.state.progress_tokens < total:
+        turn.persist(records.Extended(total_tokens=total))
+        turn.state = extended(turn.state)
+        schedule.reserve(turn)
 
 
 def extended(state: State) -> State:
@@ -301,40 +275,31 @@ def extended(state: State) -> State:
     return replace(state, phase=RUN.move(state.phase, "extend"), tick=tick)
 
 
-def island_stopped(config: PolicyConfig, state: State, name: str) -> Step:
+def island_stopped(turn: Turn, name: str) -> None:
     """Ask a stopped island for its open steps; if it has none, let it leave.
 
     Called after each of its reports and deltas.
     """
-    island = state.islands[name]
+    state, island = turn.state, turn.state.islands[name]
     if island.phase != "stopped" or state.phase != "running":
-        return state, []
-    if state.progress_tokens >= config.total_tokens:
-        return state, []  # The run is about to stop, too.
+        return
+    if state.progress_tokens >= turn.config.total_tokens:
+        return  # The run is about to stop, too.
     wanted = [
         f.index
         for f in state.fragments
         if (account := f.accounts[name]).take is None and account.start < island.steps
     ]
     if not wanted:
-        if any(_is_awaited(f, name, island.steps) for f in state.fragments):
-            return state, []
-        return state, [Tell(session=island.session, message=MayLeave())]
-    ticks, state, effects = schedule.skip_cycle(config, state)
-    fleet = Fleet(config, state)
-    asked = records.Leaving(
-        island=name,
-        incarnation=island.incarnation,
-        asked=tuple(records.Asked(fragment=i, tick=ticks[i]) for i in wanted),
-    )
-    effects.append(Note(record=asked))
-    for index in wanted:
-        fragment, asks = fragments.ask(
-            state.fragments[index], fleet, (name,), ticks[index]
-        )
-        state = with_fragment(state, fragment)
-        effects += asks
-    return state, effects
+        if not any(_is_awaited(f, name, island.steps) for f in state.fragments):
+            turn.tell(island.session, MayLeave())
+        return
+    ticks = schedule.skip_cycle(turn)
+    fleet = Fleet(turn.config, turn.state)
+    asked = tuple(records.Asked(fragment=i, tick=ticks[i]) for i in wanted)
+    turn.note(records.Leaving(island=name, incarnation=island.incarnation, asked=asked))
+    for i in wanted:
+        turn.put(fragments.ask(turn, state.fragments[i], fleet, (name,), ticks[i]))
 
 
 def _is_awaited(fragment: Fragment, name: str, steps: int) -> bool:

@@ -20,17 +20,15 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts, leases, ledger, quarantine, takes
-from diloco_jax.protocol.coordinator.events import Effect, Note, Persist, Tell
 from diloco_jax.protocol.coordinator.schedule import LONGER_TRANSFER, Fleet
 from diloco_jax.protocol.coordinator.state import (
     FRAGMENT,
     MISSED_MERGES,
     Fragment,
     PolicyConfig,
-    State,
     Take,
+    Turn,
     averaged,
-    ignored,
     with_account,
     with_fragment,
 )
@@ -38,68 +36,56 @@ from diloco_jax.protocol.holding import Commit, Merge, MergePrepared
 from diloco_jax.protocol.messages import Published, TakeRequest
 from diloco_jax.protocol.values import Contribution, Verdict
 
-Step = tuple[Fragment, list[Effect]]
-
-
-StateStep = tuple[State, list[Effect]]
+Verdicts = dict[str, tuple[int, Verdict, str]]
+"""(tick, verdict, reason) of outstanding takes, by island."""
 
 
 def open_tick(
-    config: PolicyConfig,
-    fragment: Fragment,
-    fleet: Fleet,
-    tick: int,
-    live: tuple[str, ...],
-    now: float,
-) -> Step:
+    turn: Turn, fragment: Fragment, fleet: Fleet, tick: int, live: tuple[str, ...]
+) -> Fragment:
     """Ask every live island without an outstanding take for the fragment.
 
     Pending deltas do not count towards the quorum, unless fewer than K islands can be
     asked. Then the ready deltas of live islands count: no others could fill it.
     """
     asked = tuple(n for n in live if fragment.accounts[n].take is None)
-    counting = asked
-    if len(asked) < config.quorum or fragment.final:
+    counting, quorum = asked, turn.config.quorum
+    if len(asked) < quorum or fragment.final:
         counting += tuple(
             name
             for name in live
             if (take := fragment.accounts[name].take) is not None
             and (take.ready or fragment.final)
         )
-    enough = len(counting) >= config.quorum
+    enough = len(counting) >= quorum
     if fragment.final:
         enough = bool(counting or fragment.left_behind)
     if not enough:
-        return fragment, [skipped(fragment, tick, "too few islands can be asked")]
+        skip(turn, fragment, tick, "too few islands can be asked")
+        return fragment
     fragment = replace(
         fragment,
         phase=FRAGMENT.move(fragment.phase, "tick"),
         tick=tick,
         asked=counting,
-        opened_at=now,
+        opened_at=turn.now,
         quorum_at=None,
         closes_at=None,
     )
-    effects: list[Effect] = [
-        Note(
-            record=records.Tick(
-                tick=tick, fragment=fragment.index, asked=asked, final=fragment.final
-            )
-        )
-    ]
-    fragment, asks = ask(fragment, fleet, asked, tick)
-    return fragment, effects + asks
+    index, final = fragment.index, fragment.final
+    turn.note(records.Tick(tick=tick, fragment=index, asked=asked, final=final))
+    return ask(turn, fragment, fleet, asked, tick)
 
 
 def busy_tick(
-    fragment: Fragment, fleet: Fleet, tick: int, live: tuple[str, ...]
-) -> Step:
+    turn: Turn, fragment: Fragment, fleet: Fleet, tick: int, live: tuple[str, ...]
+) -> Fragment:
     """Handle a tick whose fragment is busy. If the fragment has been open for a cycle,
     ask the islands without an outstanding take too, and count the deltas that became
     ready meanwhile: one live island that does not deliver must not block the merge."""
-    note = skipped(fragment, tick, fragment.phase)
+    skip(turn, fragment, tick, fragment.phase)
     if fragment.phase != "open":
-        return fragment, [note]
+        return fragment
     takes_of = {name: fragment.accounts[name].take for name in live}
     fresh = tuple(name for name, take in takes_of.items() if take is None)
     more = tuple(
@@ -108,27 +94,21 @@ def busy_tick(
         if name not in fragment.asked and (take is None or take.ready)
     )
     fragment = replace(fragment, asked=(*fragment.asked, *more))
-    fragment, asks = ask(fragment, fleet, fresh, tick)
-    return fragment, [note, *asks]
+    return ask(turn, fragment, fleet, fresh, tick)
 
 
 def settle(
-    config: PolicyConfig,
-    fragment: Fragment,
-    fleet: Fleet,
-    now: float,
-    *,
-    hurry: bool = False,
-) -> Step:
+    turn: Turn, fragment: Fragment, fleet: Fleet, *, hurry: bool = False
+) -> Fragment:
     """Close an open fragment if it is time. `hurry`: nothing more is waited for, as the
     flush's `is_over` says."""
     if fragment.phase != "open":
-        return fragment, []
-    quorum = 1 if fragment.final else config.quorum
+        return fragment
+    quorum = 1 if fragment.final else turn.config.quorum
     # Islands that left are not live; their deltas count only where no quorum is needed.
     ready = len(fragment.left_behind) if fragment.final else 0
     unready, apart = [], fleet.quarantined
-    patient = not hurry and _window_is_open(fragment, now)
+    patient = not hurry and _window_is_open(fragment, turn.now)
     for name in fragment.asked:
         take = fragment.accounts[name].take
         if take is None or take.refused or name in apart:
@@ -138,24 +118,23 @@ def settle(
         else:
             unready.append(name)
         if patient and ready >= quorum and any(map(fleet.is_live, unready)):
-            return fragment, []
+            return fragment
     awaited = filter(fleet.is_live, unready)
     if ready < quorum:
         in_sight = ready + len(list(itertools.islice(awaited, quorum - ready)))
         if in_sight == quorum and not hurry:
-            return fragment, []
-        return _extend(config, fragment, fleet, in_sight, hurry=hurry)
+            return fragment
+        return _extend(turn, fragment, fleet, in_sight, hurry=hurry)
     if fragment.quorum_at is None:
         others = frozenset(awaited)
-        fragment = _open_window(config, fragment, fleet, others, now)
-        if others and not hurry and _window_is_open(fragment, now):
-            return fragment, []
-    fragment, refusals = quarantine.refuse_long(config, fragment, fleet)
-    if refusals:
-        # Without these deltas, there may be no quorum.
-        fragment, found = settle(config, fragment, fleet, now, hurry=hurry)
-        return fragment, refusals + found
-    return _close(config, fragment, fleet, now)
+        fragment = _open_window(turn, fragment, fleet, others)
+        if others and not hurry and _window_is_open(fragment, turn.now):
+            return fragment
+    judged = quarantine.refuse_long(turn, fragment, fleet)
+    if judged is not fragment:
+        # Without the refused deltas, there may be no quorum.
+        return settle(turn, judged, fleet, hurry=hurry)
+    return _close(turn, fragment, fleet)
 
 
 def _window_is_open(fragment: Fragment, now: float) -> bool:
@@ -165,14 +144,10 @@ def _window_is_open(fragment: Fragment, now: float) -> bool:
 
 
 def _open_window(
-    config: PolicyConfig,
-    fragment: Fragment,
-    fleet: Fleet,
-    others: AbstractSet[str],
-    now: float,
+    turn: Turn, fragment: Fragment, fleet: Fleet, others: AbstractSet[str]
 ) -> Fragment:
     """Set the time for which the others are awaited, now that a quorum is ready."""
-    step_s = fleet.step_seconds()
+    config, now, step_s = turn.config, turn.now, fleet.step_seconds()
     # Slow islands are not awaited beyond the overlap anyway, and a fragment that was
     # stuck for minutes must not cost later merges their grace.
     waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
@@ -200,7 +175,7 @@ def _answered_at(fragment: Fragment, fleet: Fleet, others: AbstractSet[str]) -> 
     """Return the time by which others of about the pacing speed can have answered; 0 if
     there are none. Those that took later than they were expected to are waited for as
     long as their deltas may be on their way."""
-    fit = fleet.alike(others)
+    fit = others & fleet.alike().keys()
     take_s = fleet.take_seconds(fit)
     if not take_s:
         return 0.0
@@ -228,34 +203,27 @@ def _taken_at(fragment: Fragment, names: Iterable[str]) -> list[float]:
 
 
 def computed(
-    config: PolicyConfig, fragment: Fragment, live: tuple[str, ...], now: float
-) -> tuple[Fragment, dict[str, tuple[int, Verdict, str]], list[Effect]]:
-    """Book the finished merge. Return the fragment, the verdicts by island, and the
-    effects for deltas that have become too old."""
+    turn: Turn, fragment: Fragment, live: tuple[str, ...]
+) -> tuple[Fragment, Verdicts]:
+    """Book the finished merge. Return the fragment and the verdicts by island."""
     solo = len({c.island for c in fragment.merging}) == 1 and len(live) > 1
-    seconds = averaged(fragment.merge_seconds, now - fragment.closed_at)
-    verdicts: dict[str, tuple[int, Verdict, str]] = {}
-    merged_tokens = ledger.merged_into(fragment)
-    for contribution in fragment.merging:
-        fragment = ledger.book(fragment, contribution, merged_tokens)
-        account = fragment.accounts[contribution.island]
-        if account.incarnation == contribution.incarnation:
-            verdicts[contribution.island] = (contribution.tick, "merged", "")
+    seconds = averaged(fragment.merge_seconds, turn.now - fragment.closed_at)
+    verdicts: Verdicts = {
+        c.island: (c.tick, "merged", "")
+        for c in fragment.merging
+        if fragment.accounts[c.island].incarnation == c.incarnation
+    }
     merged = set(verdicts)
-    version = fragment.version.next()
+    fragment = ledger.merge(fragment, fragment.merging, fragment.version.next())
     fragment = replace(
         fragment,
-        version=version,
-        newest=ledger.newest(fragment, version, fragment.merging),
         phase=FRAGMENT.move(fragment.phase, "commit"),
-        merging=(),
         asked=(),
-        merges=fragment.merges + 1,
         solo_merges=fragment.solo_merges + 1 if solo else 0,
         unfit_deltas=0,
         merge_seconds=seconds,
     )
-    fragment, effects = takes.expire_left_behind(config, fragment)
+    fragment = takes.expire_left_behind(turn, fragment)
     for name in sorted(fragment.accounts):
         account = fragment.accounts[name]
         if name in live and name not in merged:
@@ -265,43 +233,21 @@ def computed(
                 missed_merges=account.missed_merges + 1,
             )
             fragment = with_account(fragment, name, account)
-        fragment, verdict, refusals = outstanding(config, fragment, name)
-        effects += refusals
-        if verdict is not None:
-            verdicts[name] = verdict
-    return fragment, verdicts, effects
-
-
-def outstanding(
-    config: PolicyConfig, fragment: Fragment, name: str
-) -> tuple[Fragment, tuple[int, Verdict, str] | None, list[Effect]]:
-    """Judge an island's outstanding take, which is not in the fragment's new version.
-    Return the verdict (tick, verdict, reason), if there is such a take, and the effects
-    of a refusal, without the message that the publish takes the place of."""
-    take = fragment.accounts[name].take
-    if take is None:
-        return fragment, None, []
-    effects: list[Effect] = []
-    # An island whose record of the take is missing may have taken by now, and must know
-    # the verdict before it adopts.
-    if take.end is not None:
-        fragment, refusals = takes.refuse_if_untimely(config, fragment, name)
-        effects = [e for e in refusals if not isinstance(e, Tell)]
-        take = fragment.accounts[name].take
-        assert take is not None
-    if take.refused:
-        return fragment, (take.tick, "refused", take.refused), effects
-    return fragment, (take.tick, "pending", ""), effects
+        if account.take is None:
+            continue
+        # An island whose record of the take is missing may have taken by now, and must
+        # know the verdict before it adopts.
+        if account.take.end is not None:
+            fragment = takes.refuse_if_untimely(turn, fragment, name, tell=False)
+        take = takes.outstanding(fragment, name)
+        verdict: Verdict = "refused" if take.refused else "pending"
+        verdicts[name] = (take.tick, verdict, take.refused)
+    return fragment, verdicts
 
 
 def _extend(
-    config: PolicyConfig,
-    fragment: Fragment,
-    fleet: Fleet,
-    in_sight: int,
-    *,
-    hurry: bool,
-) -> Step:
+    turn: Turn, fragment: Fragment, fleet: Fleet, in_sight: int, *, hurry: bool
+) -> Fragment:
     """Ask newcomers because the asked islands cannot make a quorum, or give the tick
     up (ready deltas stay pending)."""
     fresh = tuple(
@@ -309,37 +255,22 @@ def _extend(
         for name, account in sorted(fragment.accounts.items())
         if fleet.is_live(name) and name not in fragment.asked and account.take is None
     )
-    if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
-        note = skipped(fragment, fragment.tick, "quorum is out of reach")
+    if hurry or fragment.final or in_sight + len(fresh) < turn.config.quorum:
+        skip(turn, fragment, fragment.tick, "quorum is out of reach")
         phase = FRAGMENT.move(fragment.phase, "give up")
-        return replace(fragment, phase=phase, asked=()), [note]
+        return replace(fragment, phase=phase, asked=())
     fragment = replace(fragment, asked=(*fragment.asked, *fresh))
-    return ask(fragment, fleet, fresh, fragment.tick)
+    return ask(turn, fragment, fleet, fresh, fragment.tick)
 
 
-def _close(
-    config: PolicyConfig,
-    fragment: Fragment,
-    fleet: Fleet,
-    now: float,
-) -> Step:
-    contributions = list(fragment.left_behind)
-    for name, account in fragment.accounts.items():
-        take = account.take
-        if take is not None and take.ready:
-            contributions.append(takes.contribution(name, account, take))
-    merging = tuple(sorted(contributions, key=_order))
+def _close(turn: Turn, fragment: Fragment, fleet: Fleet) -> Fragment:
+    ready = [takes.ready(fragment, name) for name in fragment.accounts]
+    deltas = [*fragment.left_behind, *(delta for delta in ready if delta is not None)]
+    # The order of the sum is fixed, whatever the order of arrival.
+    merging = tuple(sorted(deltas, key=lambda c: (c.island, c.incarnation)))
     share = 1.0
-    if config.partial_merges == "scaled" and not fragment.final:
+    if turn.config.partial_merges == "scaled" and not fragment.final:
         share = _share(fragment, merging, fleet)
-    fragment = replace(
-        fragment,
-        phase=FRAGMENT.move(fragment.phase, "close"),
-        merging=merging,
-        merging_share=share,
-        left_behind=(),
-        closed_at=now,
-    )
     merge = Merge(
         fragment=fragment.index,
         version=fragment.version.next(),
@@ -347,13 +278,19 @@ def _close(
         share=share,
         final=fragment.final,
     )
-    return fragment, [merge]
+    turn.effects.append(merge)
+    return replace(
+        fragment,
+        phase=FRAGMENT.move(fragment.phase, "close"),
+        merging=merging,
+        merging_share=share,
+        left_behind=(),
+        closed_at=turn.now,
+    )
 
 
 def _share(
-    fragment: Fragment,
-    merging: tuple[Contribution, ...],
-    fleet: Fleet,
+    fragment: Fragment, merging: tuple[Contribution, ...], fleet: Fleet
 ) -> float:
     """Return the merged islands' share of the tokens per second of these islands and
     of the live islands whose deltas will be in a later merge.
@@ -378,107 +315,90 @@ def _share(
     return inside / (inside + math.fsum(map(fleet.token_rate, absent)))
 
 
-def _order(contribution: Contribution) -> tuple[str, int]:
-    """Sort key that fixes the order of the sum, whatever the order of arrival."""
-    return contribution.island, contribution.incarnation
-
-
-def ask(fragment: Fragment, fleet: Fleet, names: tuple[str, ...], tick: int) -> Step:
+def ask(
+    turn: Turn, fragment: Fragment, fleet: Fleet, names: tuple[str, ...], tick: int
+) -> Fragment:
     """Ask islands without an outstanding take for a take with this tick number."""
     accounts = dict(fragment.accounts)
     for name in names:
         accounts[name] = replace(accounts[name], take=Take(tick=tick))
-    fragment, asks = replace(fragment, accounts=accounts), list[Effect]()
+    fragment = replace(fragment, accounts=accounts)
     for name in names:
-        fragment, told = request(fragment, fleet, name)
-        asks += told
-    return fragment, asks
+        fragment = request(turn, fragment, fleet, name)
+    return fragment
 
 
-def request(fragment: Fragment, fleet: Fleet, name: str) -> Step:
+def request(turn: Turn, fragment: Fragment, fleet: Fleet, name: str) -> Fragment:
     """Tell an island to make its outstanding take, now or some boundaries later."""
     account, after = fragment.accounts[name], fleet.boundaries_after(name)
-    take = account.take
-    assert take is not None
+    take = takes.outstanding(fragment, name)
+    message = TakeRequest(fragment=fragment.index, tick=take.tick, after=after)
+    turn.tell(account.session, message)
     if after != take.after:
         account = replace(account, take=replace(take, after=after))
         fragment = with_account(fragment, name, account)
     if after and not fragment.put_off:
         fragment = replace(fragment, put_off=True)
-    message = TakeRequest(fragment=fragment.index, tick=take.tick, after=after)
-    return fragment, [Tell(session=account.session, message=message)]
+    return fragment
 
 
-def hasten(fragment: Fragment, fleet: Fleet) -> Step:
+def hasten(turn: Turn, fragment: Fragment, fleet: Fleet) -> Fragment:
     """Ask again for takes that were put off for longer than they would be now: the
     islands that they wait for are gone, or faster than they seemed."""
-    effects, waits = list[Effect](), False
+    waits = False
     for name, account in fragment.accounts.items():
         take = account.take
         if take is None or take.end is not None or not take.after:
             continue
         if fleet.boundaries_after(name) < take.after:
-            fragment, asks = request(fragment, fleet, name)
-            effects += asks
+            fragment = request(turn, fragment, fleet, name)
         waits = True
-    return replace(fragment, put_off=waits), effects
+    return replace(fragment, put_off=waits)
 
 
-def skipped(fragment: Fragment, tick: int, why: records.Why) -> Note:
+def skip(turn: Turn, fragment: Fragment, tick: int, why: records.Why) -> None:
     """Note that a tick asks no island, or that its request is given up."""
-    return Note(record=records.Skipped(tick=tick, fragment=fragment.index, why=why))
+    turn.note(records.Skipped(tick=tick, fragment=fragment.index, why=why))
 
 
-def prepared(
-    config: PolicyConfig, state: State, event: MergePrepared, now: float
-) -> StateStep:
-    """Commit the merge under way of a fragment, now that it is prepared."""
-    fragment = state.fragments[event.fragment]
-    if fragment.phase != "merging" or event.version != fragment.version.next():
-        return state, [ignored("fragment", fragment.phase, "merge")]
-    contributions, tick = fragment.merging, fragment.tick
-    share = fragment.merging_share
-    fragment, verdicts, effects = computed(
-        config, fragment, state.islands.standing.counted, now
-    )
-    state = leases.contributed(with_fragment(state, fragment), contributions)
-    record = records.Merged(
-        fragment=event.fragment,
-        version=event.version,
-        tick=tick,
-        final=fragment.final,
-        contributions=contributions,
-        share=share,
-        verdicts=verdicts,
-        digest=event.prepared.digest,
-        payload_bytes=event.prepared.payload_bytes,
-    )
-    raised = alerts.after_merge(fragment, contributions, state.islands.standing.counted)
-    raised += alerts.in_turns(config, state, fragment)
-    visible = _committed(state, fragment, record, event.prepared.change)
-    return state, visible + effects + raised
-
-
-def _committed(
-    state: State, fragment: Fragment, record: records.Merged, change: float
-) -> list[Effect]:
-    """Record the fragment's new version, make it visible, and tell every island of it
-    and of the verdict on its take. The order is that of durability."""
-    effects: list[Effect] = [
-        Persist(record=record),
-        Commit(fragment=fragment.index, version=fragment.version),
-    ]
-    for name, island in state.islands.items():
-        if island.status == "gone":
-            continue
-        tick, verdict, reason = record.verdicts.get(name, (-1, "none", ""))
-        published = Published(
-            fragment=fragment.index,
-            version=fragment.version,
-            tick=tick,
-            verdict=verdict,
-            reason=reason,
-            change=change,
+def prepared(turn: Turn, event: MergePrepared) -> None:
+    """Commit the merge under way of a fragment, now that it is prepared: record it,
+    make it visible, and tell every island of it and of the verdict on its take. The
+    order is that of durability."""
+    before = turn.state.fragments[event.fragment]
+    if before.phase != "merging" or event.version != before.version.next():
+        turn.ignore("fragment", before.phase, "merge")
+        return
+    live, merged = turn.state.islands.standing.counted, before.merging
+    first = len(turn.effects)
+    fragment, verdicts = computed(turn, before, live)
+    refusals = turn.effects[first:]
+    del turn.effects[first:]
+    turn.state = leases.contributed(with_fragment(turn.state, fragment), merged)
+    turn.persist(
+        records.Merged(
+            fragment=event.fragment,
+            version=event.version,
+            tick=before.tick,
+            final=fragment.final,
+            contributions=merged,
+            share=before.merging_share,
+            verdicts=verdicts,
+            digest=event.prepared.digest,
+            payload_bytes=event.prepared.payload_bytes,
         )
-        effects.append(Tell(session=island.session, message=published))
-    return effects
+    )
+    turn.effects.append(Commit(fragment=fragment.index, version=fragment.version))
+    for name, island in turn.state.islands.items():
+        if island.status != "gone":
+            own = verdicts.get(name)
+            published = Published(
+                fragment=fragment.index,
+                version=fragment.version,
+                verdict=takes.verdict_at(fragment, *own) if own else None,
+                change=event.prepared.change,
+            )
+            turn.tell(island.session, published)
+    turn.effects += refusals
+    alerts.after_merge(turn, fragment, merged, live)
+    alerts.in_turns(turn, fragment)

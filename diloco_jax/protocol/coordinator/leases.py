@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records, values
-from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
 from diloco_jax.protocol.coordinator.islands import (
     FIRST_LEASE_STEPS,
     GRANTS_AT_ONCE,
@@ -22,7 +21,12 @@ from diloco_jax.protocol.coordinator.islands import (
     Island,
     Lease,
 )
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State, with_island
+from diloco_jax.protocol.coordinator.state import (
+    PolicyConfig,
+    State,
+    Turn,
+    with_island,
+)
 from diloco_jax.protocol.messages import Granted
 from diloco_jax.protocol.values import Contribution, Span
 
@@ -40,36 +44,29 @@ UNKNOWN_STEP_S = 0.01
 """Step time of an island that has not told its own, as far as its rate is bounded."""
 
 
-def top_up(
-    config: PolicyConfig, state: State, name: str, now: float
-) -> tuple[State, list[Effect]]:
+def top_up(turn: Turn, name: str) -> None:
     """Grant data until the island holds enough for `outage_budget_s` at its speed.
 
     An island that uses data much faster than its step time allows gets it later.
     """
-    island = state.islands[name]
+    island = turn.state.islands[name]
     # One durable record serves an outage budget's worth of steps.
-    most = largest_grant(config, island.step_seconds, island.sequences_per_step)
-    wanted = most // 2
+    most = largest_grant(turn.config, island.step_seconds, island.sequences_per_step)
     held = island.sequences_granted - island.steps * island.sequences_per_step
-    effects: list[Effect] = []
-    if held >= wanted:
-        return state, effects
+    if held >= most // 2:
+        return
     missing = most - held
     step_s = island.step_seconds or UNKNOWN_STEP_S
-    used_since = RATE_MARGIN * (now - island.granted_at) / step_s
+    used_since = RATE_MARGIN * (turn.now - island.granted_at) / step_s
     grants_left = island.grants_left + used_since * island.sequences_per_step / most
     grants_left = min(grants_left, GRANTS_AT_ONCE) - missing / most
     if grants_left < 0:
-        return state, effects
-    island = replace(island, granted_at=now, grants_left=grants_left)
-    state = with_island(state, island)
+        return
+    turn.put(replace(island, granted_at=turn.now, grants_left=grants_left))
     while missing > 0:
-        span, state = _draw(state, missing)
+        span, turn.state = _draw(turn.state, missing)
         missing -= span.stop - span.start
-        state, granted = _grant(state, name, span)
-        effects += granted
-    return state, effects
+        _grant(turn, name, span)
 
 
 def largest_grant(
@@ -106,22 +103,20 @@ def _draw(state: State, sequences: int) -> tuple[Span, State]:
     return Span(start, start + sequences), state
 
 
-def _grant(state: State, name: str, span: Span) -> tuple[State, list[Effect]]:
-    island = state.islands[name]
+def _grant(turn: Turn, name: str, span: Span) -> None:
+    island = turn.state.islands[name]
     offset = island.sequences_granted
-    state = granted(state, name, span)
-    record = records.Granted(
-        island=name,
-        incarnation=island.incarnation,
-        start=span.start,
-        stop=span.stop,
-        offset=offset,
+    turn.state = granted(turn.state, name, span)
+    turn.persist(
+        records.Granted(
+            island=name,
+            incarnation=island.incarnation,
+            start=span.start,
+            stop=span.stop,
+            offset=offset,
+        )
     )
-    message = Granted(span=span, offset=offset)
-    return state, [
-        Persist(record=record),
-        Tell(session=island.session, message=message),
-    ]
+    turn.tell(island.session, Granted(span=span, offset=offset))
 
 
 def granted(state: State, name: str, span: Span) -> State:
@@ -272,14 +267,8 @@ def trained(state: State) -> list[Span]:
     )
 
 
-def regrant(state: State, name: str, known: int) -> list[Effect]:
+def regrant(turn: Turn, island: Island, known: int) -> None:
     """Repeat the grants after the first `known` sequences to a returned incarnation."""
-    island = state.islands[name]
-    return [
-        Tell(
-            session=island.session,
-            message=Granted(span=lease.span, offset=lease.offset),
-        )
-        for lease in island.leases
-        if lease.offset >= known
-    ]
+    for lease in island.leases:
+        if lease.offset >= known:
+            turn.tell(island.session, Granted(span=lease.span, offset=lease.offset))

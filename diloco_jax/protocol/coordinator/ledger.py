@@ -7,7 +7,8 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -68,6 +69,28 @@ def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragmen
         **settled,
     )
     return with_account(fragment, contribution.island, account)
+
+
+def merge(
+    fragment: Fragment, merged: Sequence[Contribution], version: Version
+) -> Fragment:
+    """Return the fragment at the version into which these deltas are merged; recovery
+    applies it too."""
+    before = merged_into(fragment)
+    for c in merged:
+        account = fragment.accounts[c.island]
+        if account.incarnation == c.incarnation:
+            # Booked already, but for a record that is read again after a crash.
+            account = account.lose(c.start - account.start, "overwritten")
+            fragment = with_account(fragment, c.island, account)
+        fragment = book(fragment, c, before)
+    return replace(
+        fragment,
+        version=version,
+        newest=newest(fragment, version, merged),
+        merging=(),
+        merges=fragment.merges + 1,
+    )
 
 
 def newest(
@@ -230,22 +253,16 @@ def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
 
 def run_totals(config: PolicyConfig, state: State) -> Totals:
     """Return the sums of tokens over all islands."""
-    computed = merged = carried = in_flight = 0
-    lost: dict[str, int] = {}
-    for name in state.islands:
-        totals = island_totals(config, state, name)
-        computed += totals.computed
-        merged += totals.merged
-        carried += totals.carried
-        in_flight += totals.in_flight
-        for reason, tokens in totals.lost.items():
-            lost[reason] = lost.get(reason, 0) + tokens
+    each = [island_totals(config, state, name) for name in state.islands]
+    lost = Counter[str]()
+    for totals in each:
+        lost.update(totals.lost)
     return Totals(
-        computed=computed,
-        merged=merged,
-        lost=lost,
-        carried=carried,
-        in_flight=in_flight,
+        computed=sum(totals.computed for totals in each),
+        merged=sum(totals.merged for totals in each),
+        lost=dict(lost),
+        carried=sum(totals.carried for totals in each),
+        in_flight=sum(totals.in_flight for totals in each),
     )
 
 

@@ -15,7 +15,7 @@ that joined before the coordinator lost its state is new to it, but keeps its st
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import asdict, replace
 
@@ -31,14 +31,10 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
-    Effect,
-    Note,
     Outdated,
-    Persist,
     RunResumed,
     Said,
     SaidAhead,
-    Tell,
 )
 from diloco_jax.protocol.coordinator.islands import Island, Islands
 from diloco_jax.protocol.coordinator.schedule import Fleet
@@ -47,7 +43,7 @@ from diloco_jax.protocol.coordinator.state import (
     Fragment,
     PolicyConfig,
     State,
-    ignored,
+    Turn,
     with_fragment,
     with_island,
 )
@@ -64,89 +60,81 @@ from diloco_jax.protocol.values import (
     lead_of,
 )
 
-FragmentStep = tuple[Fragment, list[Effect]]
-
-
-Step = tuple[State, list[Effect]]
-
 
 def entry_refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
     """Return the reason to refuse an island; None if it may join."""
-    code = message = ""
-    known = state.islands.get(event.island)
+    if (refused := _refusal(config, state, event)) is None:
+        return None
+    code, message = refused
+    return Refused(code=code, message=message)
+
+
+def _refusal(
+    config: PolicyConfig, state: State, event: Hello
+) -> tuple[str, str] | None:
+    name, term, next_one = event.island, state.term, event.incarnation + 1
+    known = state.islands.get(name)
     resumes = known is not None and known.incarnation == event.incarnation
-    term = state.term
     if event.run_id not in ("", config.run_id):
-        code = "run_id"
-        message = (
+        return "run_id", (
             f"this coordinator serves run {config.run_id}, the island belongs to run "
             f"{event.run_id}; check the coordinator's address, or start the island "
             f"again"
         )
-    elif event.term == term and event.term_name != state.term_name:
-        code = "other_term"
-        message = (
-            f"island {event.island!r} is in term {event.term} "
-            f"{event.term_name!r}, which another coordinator of this run has opened, "
-            f"and this one is in term {term} {state.term_name!r}: their values differ; "
-            f"start it again with incarnation {event.incarnation + 1}"
+    if event.term == term and event.term_name != state.term_name:
+        return "other_term", (
+            f"island {name!r} is in term {event.term} {event.term_name!r}, which "
+            f"another coordinator of this run has opened, and this one is in term "
+            f"{term} {state.term_name!r}: their values differ; start it again with "
+            f"incarnation {next_one}"
         )
-    elif event.fingerprint != config.fingerprint:
-        code = "config"
-        message = (
+    if event.fingerprint != config.fingerprint:
+        return "config", (
             f"the run's config has fingerprint {config.fingerprint}, the island's "
             f"{event.fingerprint}; start it with the run's config.json"
         )
-    elif message := unknown(config, event.island, state.admitted):
-        code = "unknown_island"
-    elif message := _other_batch(config, event) or _other_lead(config, event):
-        code = "config"
-    elif known is not None and event.incarnation < known.incarnation:
-        code = "fenced"
-        message = (
-            f"island {event.island!r} is incarnation {known.incarnation} now, this "
-            f"is {event.incarnation}; stop this process. If none of yours is "
+    if message := unknown(config, name, state.admitted):
+        return "unknown_island", message
+    if message := _other_batch(config, event) or _other_lead(config, event):
+        return "config", message
+    if known is not None and event.incarnation < known.incarnation:
+        return "fenced", (
+            f"island {name!r} is incarnation {known.incarnation} now, this is "
+            f"{event.incarnation}; stop this process. If none of yours is "
             f"{known.incarnation}, its key is stolen: revoke that, and start this one "
             f"with a new key and --incarnation {known.incarnation + 1}"
         )
-    elif state.phase == "done" or (
-        state.phase != "running" and not resumes and not is_carrying(state, event)
-    ):
-        code = "finished"
-        message = (
+    goes_on = resumes or is_carrying(state, event)
+    if state.phase == "done" or (state.phase != "running" and not goes_on):
+        return "finished", (
             f"the run is {state.phase}: it has its {config.total_tokens} tokens; for "
             f"more, start its coordinator with --resume and a higher total_tokens"
         )
-    elif known is not None and resumes:
+    if known is not None and resumes:
         if known.status == "gone":
-            code = "fenced"
-            message = (
-                f"incarnation {event.incarnation} of island {event.island!r} has "
-                f"ended; start it again with incarnation {event.incarnation + 1}"
+            return "fenced", (
+                f"incarnation {event.incarnation} of island {name!r} has ended; start "
+                f"it again with incarnation {next_one}"
             )
-        elif known.session != event.session:
-            code = "name_in_use"
-            message = (
-                f"the name {event.island!r} is in use by another process with the "
-                f"same incarnation {event.incarnation}; choose another name, or "
-                f"replace that process by starting incarnation {event.incarnation + 1}"
+        if known.session != event.session:
+            return "name_in_use", (
+                f"the name {name!r} is in use by another process with the same "
+                f"incarnation {event.incarnation}; choose another name, or replace "
+                f"that process by starting incarnation {next_one}"
             )
-    elif known is not None and (message := _fruitless(config, known)):
-        code = "no_progress"
-    elif event.term >= state.books:
-        code = "other_term"
-        message = (
-            f"incarnation {event.incarnation} of island {event.island!r} was let in by "
-            f"another coordinator of this run, in its term {event.term}, whose state "
-            f"is lost; this one, in term {term}, does not know it; start it again with "
-            f"incarnation {event.incarnation + 1}"
-        )
-    elif is_carrying(state, event) and (wrong := claims.wrong_carried(state, event)):
-        code = "claims"
-        message = wrong_claim(event.island, event.incarnation, wrong)
-    if not code:
         return None
-    return Refused(code=code, message=message)
+    if known is not None and (message := _fruitless(config, known)):
+        return "no_progress", message
+    if event.term >= state.books:
+        return "other_term", (
+            f"incarnation {event.incarnation} of island {name!r} was let in by another "
+            f"coordinator of this run, in its term {event.term}, whose state is lost; "
+            f"this one, in term {term}, does not know it; start it again with "
+            f"incarnation {next_one}"
+        )
+    if is_carrying(state, event) and (wrong := claims.wrong_carried(state, event)):
+        return "claims", wrong_claim(name, event.incarnation, wrong)
+    return None
 
 
 def unknown(config: PolicyConfig, name: str, also: tuple[str, ...] = ()) -> str:
@@ -244,91 +232,88 @@ def is_carrying(state: State, event: Hello) -> bool:
     return 0 < event.term < state.books
 
 
-def without_take(fragment: Fragment, fleet: Fleet, name: str) -> FragmentStep:
+def without_take(turn: Turn, fragment: Fragment, fleet: Fleet, name: str) -> Fragment:
     """Repeat the request to an island that holds no take of the fragment: the first
     may be lost."""
     take = fragment.accounts[name].take
     # With an end it is ready, or the island gave the refused take up, and the record
     # of that is on its way.
     if take is None or take.end is not None:
-        return fragment, []
-    return fragments.request(fragment, fleet, name)
+        return fragment
+    return fragments.request(turn, fragment, fleet, name)
 
 
 def with_take(
-    config: PolicyConfig,
+    turn: Turn,
     fragment: Fragment,
     fleet: Fleet,
     name: str,
     held: Outstanding,
-    now: float,
     *,
     recorded: bool,
-) -> FragmentStep:
+) -> Fragment:
     """Reconcile the account with a take whose verdict the island does not know.
     recorded: the take's record is on the tape; otherwise it comes with the next report,
     and the take is not merged before it."""
-    told = fragment.accounts[name].told
+    account = fragment.accounts[name]
+    told = account.told
     if told is not None and told.tick == held.tick:
-        verdict = takes.verdict_on(fragment, name, held.tick, told.verdict, told.reason)
+        verdict = takes.verdict_at(fragment, told.tick, told.verdict, told.reason)
+        turn.tell(account.session, verdict)
         # The next request may be lost together with the verdict.
-        fragment, asks = without_take(fragment, fleet, name)
-        return fragment, [verdict, *asks]
-    effects: list[Effect] = []
+        return without_take(turn, fragment, fleet, name)
+    before = len(turn.effects)
     if recorded:
-        fragment, effects = takes.known(config, fragment, name, held, now)
+        fragment = takes.known(turn, fragment, name, held)
     take = fragment.accounts[name].take
     if take is None or take.tick != held.tick:
-        return fragment, effects
+        return fragment
     if take.refused:
-        return fragment, effects or [
-            takes.verdict_on(fragment, name, held.tick, "refused", take.refused)
-        ]
-    effects = effects or takes.pending(fragment, name)
+        if len(turn.effects) == before:
+            verdict = takes.verdict_at(fragment, take.tick, "refused", take.refused)
+            turn.tell(account.session, verdict)
+        return fragment
+    takes.pending(turn, fragment, name)
     if not take.arrived:
-        fragment, asks = takes.ask_to_resend(fragment, name, held.tick)
-        effects += asks
-    return fragment, effects
+        fragment = takes.ask_to_resend(turn, fragment, name)
+    return fragment
 
 
-def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
-    """Let an island join, resume, or turn it away."""
-    if event.island in state.ahead:
-        others = tuple(name for name in state.ahead if name != event.island)
-        state = replace(state, ahead=others)
-    refusal = entry_refusal(config, state, event)
+def hello(turn: Turn, event: Hello) -> bool:
+    """Let an island join or resume, or turn it away; tell whether it is in."""
+    if event.island in turn.state.ahead:
+        others = tuple(name for name in turn.state.ahead if name != event.island)
+        turn.set(ahead=others)
+    refusal = entry_refusal(turn.config, turn.state, event)
     if refusal is not None:
-        return state, turned_away(event.island, event.session, refusal)
-    known = state.islands.get(event.island)
+        turn_away(turn, event.island, event.session, refusal)
+        return False
+    known = turn.state.islands.get(event.island)
     if known is not None and known.incarnation == event.incarnation:
-        heard, too_fast = claims.heard(config, known, event, now)
+        heard, too_fast = claims.heard(turn.config, known, event, turn.now)
         if wrong := claims.wrong_hello(known, event) or too_fast:
-            return put_out(state, known, wrong)
-        return _resume(config, state, heard, event, now)
-    effects: list[Effect] = []
-    fence: list[Effect] = []
+            put_out(turn, known, wrong)
+            return False
+        _resume(turn, heard, event)
+        return True
     if known is not None and known.status != "gone":
-        state, effects = leave(state, known.name, "died")
-        fenced = Refused(
-            code="fenced",
-            message=f"island {known.name!r} is incarnation {event.incarnation} now, "
-            f"this is {known.incarnation}; stop this process",
-        )
-        fence = turned_away(known.name, known.session, fenced)
-    state, joined = _join(config, state, event, fence, now)
-    return state, effects + joined
+        leave(turn, known.name, "died")
+        _join(turn, event, known)
+    else:
+        _join(turn, event, None)
+    return True
 
 
-def ahead(config: PolicyConfig, state: State, event: SaidAhead) -> Step:
+def ahead(turn: Turn, event: SaidAhead) -> None:
     """Note that an island knows of a later state than this one. Once most islands of
     the config do, this coordinator ends: it would make other merges of versions that
     are made already."""
-    if event.island in state.ahead:
-        return state, []
-    state = replace(state, ahead=(*state.ahead, event.island))
-    effects: list[Effect] = list(alerts.after_ahead(event.island, event.how))
-    known = config.admitted or state.islands
-    names = [name for name in state.ahead if name in known]
+    if event.island in turn.state.ahead:
+        return
+    turn.set(ahead=(*turn.state.ahead, event.island))
+    alerts.after_ahead(turn, event.island, event.how)
+    known = turn.config.admitted or turn.state.islands
+    names = [name for name in turn.state.ahead if name in known]
     if 2 * len(names) > len(known):
         text = (
             f"{len(names)} of {len(known)} islands ({', '.join(names)}) have versions "
@@ -336,122 +321,133 @@ def ahead(config: PolicyConfig, state: State, event: SaidAhead) -> Step:
             f"coordinator that has the newest snapshots and log, or start this one on "
             f"an empty workdir, with islands running: it gathers their state"
         )
-        effects.append(Outdated(text=text))
-    return state, effects
+        turn.effects.append(Outdated(text=text))
 
 
-def turned_away(island: str, session: str, refused: Refused) -> list[Effect]:
-    """Return the effects that end a session with this reason."""
-    note = records.TurnedAway(island=island, code=refused.code, message=refused.message)
-    return [Note(record=note), Tell(session=session, message=refused)]
+def turn_away(turn: Turn, island: str, session: str, refused: Refused) -> None:
+    """End a session with this reason."""
+    turn.note(
+        records.TurnedAway(island=island, code=refused.code, message=refused.message)
+    )
+    turn.tell(session, refused)
 
 
-def alive(config: PolicyConfig, state: State, island: Island, now: float) -> State:
-    """Return the state with the island after a sign of life."""
+def alive(turn: Turn, island: Island) -> None:
+    """Note a sign of life of an island, which is as given."""
     if island.status == "absent":
-        state = schedule.reunite(config, state, now)
+        schedule.reunite(turn)
         status = ISLAND.move(island.status, "be heard")
         island = replace(schedule.restart(island), status=status)
-    island = replace(island, lease_until=now + _lease_s(config, island))
-    return with_island(state, island)
+    lease_s = turn.config.lease_s
+    if island.phase in BEGINNING:  # It may be silent for longer.
+        lease_s = max(turn.config.compile_budget_s, lease_s)
+    turn.put(replace(island, lease_until=turn.now + lease_s))
 
 
-def disconnected(state: State, event: Disconnected) -> Step:
+def disconnected(turn: Turn, event: Disconnected) -> None:
     """Mark an island absent because its connection broke."""
-    island = state.islands.get(event.island)
+    island = turn.state.islands.get(event.island)
     if island is None or island.session != event.session:
-        return state, [ignored("island", "replaced", "disconnect")]
-    if island.status != "live":
-        return state, [ignored("island", island.status, "disconnect")]
-    return _absent(state, island, "disconnected")
+        turn.ignore("island", "replaced", "disconnect")
+    elif island.status != "live":
+        turn.ignore("island", island.status, "disconnect")
+    else:
+        _absent(turn, island, "disconnected")
 
 
-def goodbye(state: State, event: Said, said: Goodbye) -> Step:
+def goodbye(turn: Turn, event: Said, said: Goodbye) -> None:
     """End an incarnation at its goodbye; its deltas that have arrived stay."""
-    island = state.islands.get(event.island)
+    island = turn.state.islands.get(event.island)
     if island is None or island.session != event.session or island.status == "gone":
-        return state, [ignored("island", "replaced", "goodbye")]
-    state, effects = leave(state, event.island, said.reason, said.text)
+        turn.ignore("island", "replaced", "goodbye")
+        return
+    leave(turn, event.island, said.reason, said.text)
     if said.reason == "failed":
-        effects += alerts.after_failure(event.island, said.text)
-    return state, effects
+        alerts.after_failure(turn, event.island, said.text)
 
 
-def expire(state: State, now: float, late_s: float) -> Step:
+def expire(turn: Turn, late_s: float) -> None:
     """Mark the islands absent whose leases ran out. late_s: time for which
     they count as silent within their leases all the same (`ending.late_s`)."""
-    effects: list[Effect] = []
-    if now < state.islands.expiry:
-        return state, effects
-    for island in state.islands.values():
-        if island.status == "live" and now >= island.lease_until:
-            island = replace(island, lease_until=island.lease_until + late_s)
-            state, notes = _absent(state, island, "silent")
-            effects += notes
-    return replace(state, islands=Islands(state.islands.values())), effects
+    if turn.now < turn.state.islands.expiry:
+        return
+    for island in turn.state.islands.values():
+        if island.status == "live" and turn.now >= island.lease_until:
+            until = island.lease_until + late_s
+            _absent(turn, replace(island, lease_until=until), "silent")
+    turn.set(islands=Islands(turn.state.islands.values()))
 
 
-def resumed(state: State, event: RunResumed) -> Step:
+def resumed(turn: Turn, event: RunResumed) -> None:
     """End every incarnation from before the run was stopped; islands that return have
     higher ones."""
-    effects: list[Effect] = []
-    for name, island in state.islands.items():
-        if island.status == "gone":
-            continue
-        reported = event.steps.get((name, island.incarnation), 0)
-        island = replace(island, steps=max(island.steps, reported))
-        state, found = end(with_island(state, island), name, "stopped")
-        effects += found
-    return state, effects
+    for name, island in turn.state.islands.items():
+        if island.status != "gone":
+            reported = event.steps.get((name, island.incarnation), 0)
+            turn.put(replace(island, steps=max(island.steps, reported)))
+            end(turn, name, "stopped")
 
 
-def put_out(state: State, island: Island, wrong: str) -> Step:
+def fences(state: State) -> tuple[Forget, ...]:
+    """Return which incarnations of each island have ended, for a worker that begins."""
+    return tuple(
+        Forget(
+            island=name,
+            before=island.incarnation + (island.status == "gone"),
+            kept=(),
+        )
+        for name, island in sorted(state.islands.items())
+    )
+
+
+def put_out(turn: Turn, island: Island, wrong: str) -> None:
     """End an incarnation whose claim cannot be true. The claim is not booked; earlier
     claims stay booked."""
     message = wrong_claim(island.name, island.incarnation, wrong)
-    state, effects = end(state, island.name, "refused", message)
+    end(turn, island.name, "refused", message)
     refused = Refused(code="claims", message=message)
-    return state, effects + turned_away(island.name, island.session, refused)
+    turn_away(turn, island.name, island.session, refused)
 
 
-def leave(state: State, name: str, reason: EndReason, said: str = "") -> Step:
+def leave(turn: Turn, name: str, reason: EndReason, said: str = "") -> None:
     """End an incarnation, as `end` does; its deltas that have arrived stay for the next
     merges."""
-    for fragment in state.fragments:
-        state = with_fragment(state, takes.leave_behind(fragment, name))
-    return end(state, name, reason, said)
+    for fragment in turn.state.fragments:
+        turn.put(takes.leave_behind(fragment, name))
+    end(turn, name, reason, said)
 
 
-def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
+def end(turn: Turn, name: str, reason: EndReason, said: str = "") -> None:
     """End an incarnation: its open steps are lost, and their data is free again.
     said: text of its goodbye; empty if there was none."""
+    state = turn.state
     island = state.islands[name]
     settled = tuple(ledger.settled_steps(f, island) for f in state.fragments)
     kept = leases.perhaps_merged(state, island)
-    drops: list[Effect] = []
+    turn.state = ended(state, name, reason, settled, kept)
+    before = _lost_by_fragment(state, name, reason)
+    lost = _lost_by_fragment(turn.state, name, reason)
+    turn.persist(
+        records.Left(
+            island=name,
+            incarnation=island.incarnation,
+            steps=island.steps,
+            reason=reason,
+            said=said,
+            settled_steps_by_fragment=settled,
+            in_merges=kept,
+            lost_tokens_by_fragment=tuple(map(operator.sub, lost, before)),
+            left_behind=tuple(
+                records.LeftBehind(fragment=fragment.index, **asdict(kept))
+                for fragment in state.fragments
+                for kept in fragment.left_behind
+                if (kept.island, kept.incarnation) == (name, island.incarnation)
+            ),
+        )
+    )
     for fragment in state.fragments:
         if fragment.accounts[name].take is not None:
-            drops.append(takes.drop(fragment, name))
-    before = _lost_by_fragment(state, name, reason)
-    state = ended(state, name, reason, settled, kept)
-    lost = _lost_by_fragment(state, name, reason)
-    record = records.Left(
-        island=name,
-        incarnation=island.incarnation,
-        steps=island.steps,
-        reason=reason,
-        said=said,
-        settled_steps_by_fragment=settled,
-        in_merges=kept,
-        lost_tokens_by_fragment=tuple(map(operator.sub, lost, before)),
-        left_behind=tuple(
-            records.LeftBehind(fragment=fragment.index, **asdict(kept))
-            for fragment in state.fragments
-            for kept in fragment.left_behind
-            if (kept.island, kept.incarnation) == (name, island.incarnation)
-        ),
-    )
-    return state, [Persist(record=record), *drops]
+            takes.drop(turn, fragment, name)
 
 
 def _lost_by_fragment(state: State, name: str, reason: EndReason) -> list[int]:
@@ -481,6 +477,17 @@ def ended(
         fruitless += 1
     status = ISLAND.move(island.status, "end")
     return with_island(state, replace(island, status=status, fruitless=fruitless))
+
+
+def island_of(record: records.Joined) -> Island:
+    """Return an incarnation as it joins."""
+    return Island(
+        name=record.island,
+        incarnation=record.incarnation,
+        session=record.session,
+        tokens_per_step=record.tokens_per_step,
+        sequences_per_step=record.sequences_per_step,
+    )
 
 
 def joined(state: State, island: Island, carried: records.Carrying | None) -> State:
@@ -513,39 +520,17 @@ def joined(state: State, island: Island, carried: records.Carrying | None) -> St
     return state
 
 
-def _join(
-    config: PolicyConfig, state: State, event: Hello, fence: list[Effect], now: float
-) -> Step:
-    """Let an incarnation in. fence: tells the one before that it has ended."""
-    before = state.islands.get(event.island)
-    island = Island(
-        name=event.island,
-        incarnation=event.incarnation,
-        session=event.session,
-        tokens_per_step=event.tokens_per_step,
-        sequences_per_step=event.sequences_per_step,
-        step_seconds=claims.believed_step_s(config, event),
-        lead=event.lead,
-        phase=event.phase,
-    )
-    carrying, carried = is_carrying(state, event), None
-    wall_time = claims.joining(config, island, before, now, carrying=carrying)
-    island = replace(island, wall_time=wall_time)
+def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
+    """Let an incarnation in. fenced: the one before, which is to hear that it ended."""
+    config, before = turn.config, turn.state.islands.get(event.island)
+    carrying, carried = is_carrying(turn.state, event), None
     if carrying:
+        counted = claims.counted_tokens(config, event, known=before is not None)
         carried = records.Carrying(
             steps=event.steps,
             sequences_granted=event.sequences_granted,
-            counted_tokens=claims.counted_tokens(
-                config, event, known=event.island in state.islands
-            ),
+            counted_tokens=counted,
         )
-        island = replace(
-            island, steps_at_tick=event.steps, records_through=event.records_through
-        )
-    if state.returning:
-        state = schedule.reunite(config, state, now)
-    state = joined(state, island, carried)
-    state = alive(config, state, state.islands[event.island], now)
     record = records.Joined(
         island=event.island,
         incarnation=event.incarnation,
@@ -554,20 +539,42 @@ def _join(
         sequences_per_step=event.sequences_per_step,
         carried=carried,
     )
-    effects: list[Effect] = [
-        Persist(record=record),
-        # Holders take nothing more of the one before once it hears of its end.
-        Forget(island=event.island, before=event.incarnation, kept=tuple(_kept(state))),
-        *fence,
-        _welcome(config, state, event, resumed=False),
-    ]
-    state, grants = leases.top_up(config, state, event.island, now)
-    return state, effects + grants
+    island = island_of(record)
+    island = replace(
+        island,
+        step_seconds=claims.believed_step_s(config, event),
+        lead=event.lead,
+        phase=event.phase,
+        wall_time=claims.joining(config, island, before, turn.now, carrying=carrying),
+        steps_at_tick=event.steps if carrying else 0,
+        records_through=event.records_through if carrying else 0,
+    )
+    if turn.state.returning:
+        schedule.reunite(turn)
+    turn.state = joined(turn.state, island, carried)
+    alive(turn, turn.state.islands[event.island])
+    turn.persist(record)
+    # Holders take nothing more of the one before once it hears of its end.
+    deltas = tuple(
+        DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
+        for fragment in turn.state.fragments
+        for delta in (*fragment.left_behind, *fragment.merging)
+    )
+    turn.effects.append(
+        Forget(island=event.island, before=event.incarnation, kept=deltas)
+    )
+    if fenced is not None:
+        refused = Refused(
+            code="fenced",
+            message=f"island {event.island!r} is incarnation {event.incarnation} now, "
+            f"this is {fenced.incarnation}; stop this process",
+        )
+        turn_away(turn, fenced.name, fenced.session, refused)
+    _welcome(turn, event, resumed=False)
+    leases.top_up(turn, event.island)
 
 
-def _resume(
-    config: PolicyConfig, state: State, known: Island, event: Hello, now: float
-) -> Step:
+def _resume(turn: Turn, known: Island, event: Hello) -> None:
     name, phase = event.island, event.phase
     if phase in BEGINNING and known.phase not in BEGINNING:
         phase = known.phase  # A late hello, from before its first step.
@@ -578,71 +585,45 @@ def _resume(
         # A restarted coordinator does not know which records are on its tape.
         records_through=max(known.records_through, event.records_through),
     )
-    state = alive(config, state, island, now)
-    effects: list[Effect] = [_welcome(config, state, event, resumed=True)]
-    effects.append(
-        Note(
-            record=records.Resumed(
-                island=name, incarnation=known.incarnation, steps=event.steps
-            )
-        )
+    alive(turn, island)
+    _welcome(turn, event, resumed=True)
+    turn.note(
+        records.Resumed(island=name, incarnation=known.incarnation, steps=event.steps)
     )
-    effects += leases.regrant(state, name, event.sequences_granted)
+    leases.regrant(turn, island, event.sequences_granted)
     # A late hello may also list takes of an earlier term.
-    earlier = schedule.ticks_before(config, state.books)
+    earlier = schedule.ticks_before(turn.config, turn.state.books)
     held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
-    fleet = Fleet(config, state)
-    for fragment in state.fragments:
-        if len(event.versions) == config.fragments:
+    fleet = Fleet(turn.config, turn.state)
+    for fragment in turn.state.fragments:
+        if len(event.versions) == turn.config.fragments:
             version = event.versions[fragment.index]
             fragment = takes.adopted(fragment, name, version)
-        outstanding = held.get(fragment.index)
-        if outstanding is None:
-            fragment, found = without_take(fragment, fleet, name)
+        taken = held.get(fragment.index)
+        if taken is None:
+            fragment = without_take(turn, fragment, fleet, name)
         else:
-            recorded = outstanding.seq <= island.records_through
-            fragment, found = with_take(
-                config, fragment, fleet, name, outstanding, now, recorded=recorded
-            )
-        state = with_fragment(state, fragment)
-        effects += found
-    return state, effects
+            recorded = taken.seq <= island.records_through
+            fragment = with_take(turn, fragment, fleet, name, taken, recorded=recorded)
+        turn.put(fragment)
 
 
-def _kept(state: State) -> Iterator[DeltaKey]:
-    """Yield the deltas to keep after their incarnations' end: those in a merge, and
-    those left behind for one."""
-    for fragment in state.fragments:
-        for delta in (*fragment.left_behind, *fragment.merging):
-            yield DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
+def _absent(turn: Turn, island: Island, why: records.AbsentFor) -> None:
+    turn.put(replace(island, status=ISLAND.move(island.status, "fall silent")))
+    turn.note(
+        records.Absent(island=island.name, incarnation=island.incarnation, why=why)
+    )
 
 
-def _absent(state: State, island: Island, why: records.AbsentFor) -> Step:
-    status = ISLAND.move(island.status, "fall silent")
-    state = with_island(state, replace(island, status=status))
-    record = records.Absent(island=island.name, incarnation=island.incarnation, why=why)
-    return state, [Note(record=record)]
-
-
-def _welcome(
-    config: PolicyConfig, state: State, event: Hello, *, resumed: bool
-) -> Tell:
-    versions = tuple(fragment.version for fragment in state.fragments)
+def _welcome(turn: Turn, event: Hello, *, resumed: bool) -> None:
+    state, fragments = turn.state, range(turn.config.fragments)
     welcome = Welcome(
-        run_id=config.run_id,
+        run_id=turn.config.run_id,
         term=state.term,
         resumed=resumed,
-        versions=versions,
+        versions=tuple(fragment.version for fragment in state.fragments),
         term_name=state.term_name,
-        anew=tuple(range(config.fragments)) if is_carrying(state, event) else (),
+        anew=tuple(fragments) if is_carrying(state, event) else (),
         next_position=state.next_position,
     )
-    return Tell(session=event.session, message=welcome)
-
-
-def _lease_s(config: PolicyConfig, island: Island) -> float:
-    """Return the island's lease in seconds; joining and compiling islands may be
-    silent for longer."""
-    if island.phase in BEGINNING:
-        return max(config.compile_budget_s, config.lease_s)
-    return config.lease_s
+    turn.tell(event.session, welcome)

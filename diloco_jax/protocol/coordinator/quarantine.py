@@ -29,21 +29,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import takes
-from diloco_jax.protocol.coordinator.events import Alert, Effect, Note, Persist
+from diloco_jax.protocol.coordinator.events import Note
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     PolicyConfig,
     State,
-    with_fragment,
+    Turn,
     with_island,
 )
 from diloco_jax.protocol.holding import Merge
@@ -55,11 +55,6 @@ from diloco_jax.protocol.values import (
     RefusalReason,
 )
 
-FragmentStep = tuple[Fragment, list[Effect]]
-
-Step = tuple[State, list[Effect]]
-
-
 FEWEST = 2
 """Lengths without which nothing is usual."""
 
@@ -70,65 +65,55 @@ class _Length(NamedTuple):
     """Length over the sum of the learning rates."""
 
 
-def refuse_long(config: PolicyConfig, fragment: Fragment, fleet: Fleet) -> FragmentStep:
+def refuse_long(turn: Turn, fragment: Fragment, fleet: Fleet) -> Fragment:
     """Refuse the ready deltas that are out of bounds."""
-    before, effects = fragment, list[Effect]()
-    if not config.delta_bound:
-        return fragment, effects
-    usual = Usual(config, before, fleet)
+    if not turn.config.delta_bound:
+        return fragment
+    before, usual = fragment, Usual(turn.config, fragment, fleet)
     for name in before.accounts:
         for delta in _ready(before, name):
             most = usual.most(name, delta)
             if delta.norm > most:
-                fragment, found = _refuse(fragment, name, delta, OUT_OF_BOUNDS, most)
-                effects += found
-    return fragment, effects
+                fragment = _refuse(turn, fragment, delta, OUT_OF_BOUNDS, most)
+    return fragment
 
 
-def refuse_quarantined(
-    config: PolicyConfig, fragment: Fragment, fleet: Fleet, name: str
-) -> FragmentStep:
+def _refuse_quarantined(turn: Turn, fragment: Fragment, name: str) -> Fragment:
     """Refuse the ready deltas of a quarantined island.
 
     The reason says whether a delta is within bounds; enough of those in a row release
     the island.
     """
-    before, effects = fragment, list[Effect]()
-    usual = Usual(config, before, fleet)
+    before, fleet = fragment, Fleet(turn.config, turn.state)
+    usual = Usual(turn.config, before, fleet)
     for delta in _ready(before, name):
         most = usual.most(name, delta)
         reason: RefusalReason = OUT_OF_BOUNDS if delta.norm > most else QUARANTINED
-        fragment, found = _refuse(fragment, name, delta, reason, most)
-        effects += found
-    return fragment, effects
+        fragment = _refuse(turn, fragment, delta, reason, most)
+    return fragment
 
 
 def _ready(fragment: Fragment, name: str) -> Iterator[Contribution]:
     """Yield the island's deltas that can be merged: its own, and one that an earlier
     incarnation left behind."""
-    account = fragment.accounts[name]
-    take = account.take
-    if (
-        take is not None
-        and take.ready
-        and not takes.is_merging(fragment, name, take.tick)
-    ):
-        yield takes.contribution(name, account, take)
+    delta = takes.ready(fragment, name)
+    if delta is not None and not takes.is_merging(fragment, name, delta.tick):
+        yield delta
     yield from (old for old in fragment.left_behind if old.island == name)
 
 
 def _refuse(
+    turn: Turn,
     fragment: Fragment,
-    name: str,
     delta: Contribution,
     reason: RefusalReason,
     most: float,
-) -> FragmentStep:
+) -> Fragment:
     """most: the length that is allowed."""
     most = 0.0 if most == math.inf else most
     if any(delta is old for old in fragment.left_behind):
-        return takes.refuse_left_behind(fragment, delta, reason, most)
-    return takes.refuse(fragment, name, reason, most)
+        return takes.refuse_left_behind(turn, fragment, delta, reason, most)
+    return takes.refuse(turn, fragment, delta.island, reason, most)
 
 
 class Usual:
@@ -172,11 +157,8 @@ class Usual:
 
     def _of_take(self, name: str) -> list[_Length]:
         """Return the length of the island's delta that is ready, if it is known."""
-        account = self._fragment.accounts[name]
-        take = account.take
-        if take is None or not take.ready:
-            return []
-        return _length(takes.contribution(name, account, take))
+        delta = takes.ready(self._fragment, name)
+        return [] if delta is None else _length(delta)
 
     def _of_last(self, name: str) -> list[_Length]:
         """Return the length of the island's last merged delta, if it is known."""
@@ -194,47 +176,38 @@ def _upper_median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def advance(config: PolicyConfig, state: State, effects: Sequence[Effect]) -> Step:
-    """Count the deltas that one step has judged; quarantine and release islands."""
-    found: list[Effect] = []
-    if not config.quarantine_after:
-        return state, found
-    for effect in effects:
+def advance(turn: Turn) -> None:
+    """Count the deltas that the step has judged; quarantine and release islands."""
+    if not turn.config.quarantine_after:
+        return
+    for effect in tuple(turn.effects):
         match effect:
-            case Note(record=records.DeltaRefused() as refused):
-                if refused.reason in (NON_FINITE, OUT_OF_BOUNDS):
-                    state, more = _unfit(config, state, refused)
-                elif refused.reason == QUARANTINED:
-                    state, more = _fit(config, state, refused)
-                else:
-                    continue
-                found += more
+            case Note(record=records.DeltaRefused(reason=reason) as refused):
+                if reason in (NON_FINITE, OUT_OF_BOUNDS):
+                    _unfit(turn, refused)
+                elif reason == QUARANTINED:
+                    _fit(turn, refused)
             case Merge(contributions=contributions):
                 for contribution in contributions:
-                    island = state.islands[contribution.island]
+                    island = turn.state.islands[contribution.island]
                     if island.streak and not island.quarantined:
-                        state = with_island(state, replace(island, streak=0))
-    return state, found
+                        turn.put(replace(island, streak=0))
 
 
-def turn_away(config: PolicyConfig, state: State) -> Step:
+def turn_away(turn: Turn) -> None:
     """Refuse the deltas that have arrived from quarantined islands, in every phase of
     their fragments.
 
     Nobody waits for these deltas, so they may come too late for a merge.
     """
-    effects: list[Effect] = []
-    for name in state.islands.standing.quarantined:
-        fleet = Fleet(config, state)
-        for before in state.fragments:
+    for name in turn.state.islands.standing.quarantined:
+        for before in turn.state.fragments:
             take = before.accounts[name].take
             if not (before.left_behind or (take is not None and take.ready)):
                 continue  # This is asked for each fragment after each event.
-            fragment, found = refuse_quarantined(config, before, fleet, name)
-            if found:
-                state = with_fragment(state, fragment)
-                effects += found
-    return state, effects
+            fragment = _refuse_quarantined(turn, before, name)
+            if fragment is not before:
+                turn.put(fragment)
 
 
 def moved(state: State, name: str, *, quarantined: bool) -> State:
@@ -245,57 +218,60 @@ def moved(state: State, name: str, *, quarantined: bool) -> State:
     return with_island(state, island)
 
 
-def _unfit(config: PolicyConfig, state: State, refused: records.DeltaRefused) -> Step:
-    name = refused.island
-    island = state.islands[name]
+def _unfit(turn: Turn, refused: records.DeltaRefused) -> None:
+    name, config = refused.island, turn.config
+    island = turn.state.islands[name]
     if island.quarantined:
-        return with_island(state, replace(island, streak=0)), []
+        turn.put(replace(island, streak=0))
+        return
     island = replace(island, streak=island.streak + 1)
-    state = with_island(state, island)
-    if island.streak < config.quarantine_after or not _may_lack(state):
-        return state, []
-    record = records.Quarantined(
-        island=name, incarnation=island.incarnation, refused=island.streak
+    turn.put(island)
+    if island.streak < config.quarantine_after or not _may_lack(turn.state):
+        return
+    turn.state = moved(turn.state, name, quarantined=True)
+    turn.persist(
+        records.Quarantined(
+            island=name, incarnation=island.incarnation, refused=island.streak
+        )
     )
     what = "is not finite"
     if refused.reason == OUT_OF_BOUNDS:
         what = f"has a length of {refused.norm:.3g}, but {refused.most:.3g} is allowed"
-    text = (
+    turn.alert(
         f"island {name!r} is quarantined: {island.streak} of its deltas in a row were "
         f"unfit, and the last one, of fragment {refused.fragment}, {what}; it restarts "
         f"from the global parameters, and is merged again once its deltas are within "
         f"bounds for {config.release_cycles} cycles; look at its log, its data and its "
-        f"machine"
+        f"machine",
+        name,
     )
-    state = moved(state, name, quarantined=True)
-    return state, [Persist(record=record), Alert(text=text, island=name)]
 
 
-def _fit(config: PolicyConfig, state: State, refused: records.DeltaRefused) -> Step:
-    name = refused.island
-    island = state.islands[name]
-    if not island.quarantined or _is_untold(config, state, refused):
-        return state, []
+def _fit(turn: Turn, refused: records.DeltaRefused) -> None:
+    island = turn.state.islands[refused.island]
+    if not island.quarantined or _is_untold(turn.config, turn.state, refused):
+        return
     island = replace(island, streak=island.streak + 1)
-    state = with_island(state, island)
-    if island.streak < config.release_cycles * config.fragments:
-        return state, []
-    return release(state, island)
+    turn.put(island)
+    if island.streak >= turn.config.release_cycles * turn.config.fragments:
+        release(turn, island)
 
 
-def release(state: State, island: Island, *, asked: bool = False) -> Step:
+def release(turn: Turn, island: Island, *, asked: bool = False) -> None:
     """End an island's quarantine. asked: an operator wants it."""
     name, fit = island.name, island.streak
-    record = records.Released(
-        island=name, incarnation=island.incarnation, fit=fit, asked=asked
+    turn.state = moved(turn.state, name, quarantined=False)
+    turn.persist(
+        records.Released(
+            island=name, incarnation=island.incarnation, fit=fit, asked=asked
+        )
     )
     why = ", as an operator wanted" if asked else ""
-    text = (
+    turn.alert(
         f"island {name!r} is out of quarantine after {fit} deltas in a row that were "
-        f"within bounds{why}; its deltas are merged again"
+        f"within bounds{why}; its deltas are merged again",
+        name,
     )
-    state = moved(state, name, quarantined=False)
-    return state, [Persist(record=record), Alert(text=text, island=name)]
 
 
 def _is_untold(

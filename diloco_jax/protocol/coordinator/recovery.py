@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import values
+from diloco_jax.protocol import records, values
 from diloco_jax.protocol.coordinator import (
     claims,
-    cycles,
     ending,
     leases,
     ledger,
@@ -18,33 +17,15 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     terms,
 )
-from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY, Island
+from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY
 from diloco_jax.protocol.coordinator.state import (
     FRAGMENT,
     ISLAND,
     RUN,
     PolicyConfig,
     State,
-    with_account,
     with_fragment,
     with_island,
-)
-from diloco_jax.protocol.records import (
-    Admitted,
-    Carried,
-    Durable,
-    Extended,
-    Finished,
-    Granted,
-    Joined,
-    Left,
-    Merged,
-    Quarantined,
-    Released,
-    Removed,
-    Stopping,
-    TermBegun,
-    Ticks,
 )
 from diloco_jax.protocol.values import Span
 
@@ -52,14 +33,14 @@ from diloco_jax.protocol.values import Span
 def recover(
     config: PolicyConfig,
     snapshot: State,
-    records: Iterable[Durable],
+    log: Iterable[records.Durable],
     now: float,
 ) -> State:
-    """Rebuild the state after a crash from a snapshot and the durable records after it.
+    """Rebuild the state after a crash from a snapshot and the log's records after it.
     Every island is absent until it says hello. Requests and deltas in transit are
     forgotten, and return with the hellos."""
     state = snapshot
-    for record in records:
+    for record in log:
         state = _replayed(state, record)
     for fragment in state.fragments:
         fragment = replace(
@@ -96,8 +77,16 @@ def recover(
     for fragment in state.fragments:
         fragment = ledger.lose_missing(state, fragment, "coordinator")
         state = with_fragment(state, fragment)
-    state = cycles.forgotten(replace(state, reunion_until=now))
-    state = replace(state, absences=NOBODY, ahead=())
+    state = replace(
+        state,
+        reunion_until=now,
+        # An unfinished cycle is kept no further, and no island watches one.
+        keeping=False,
+        unkept=(),
+        unwatched=(),
+        absences=NOBODY,
+        ahead=(),
+    )
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
         state = replace(
@@ -108,22 +97,15 @@ def recover(
     return state
 
 
-def _replayed(state: State, record: Durable) -> State:
+def _replayed(state: State, record: records.Durable) -> State:
     match record:
-        case Joined(carried=carried):
-            island = Island(
-                name=record.island,
-                incarnation=record.incarnation,
-                session=record.session,
-                tokens_per_step=record.tokens_per_step,
-                sequences_per_step=record.sequences_per_step,
-            )
-            return members.joined(state, island, carried)
-        case Carried():
+        case records.Joined():
+            return members.joined(state, members.island_of(record), record.carried)
+        case records.Carried():
             fragment = state.fragments[record.fragment]
             fragment = ledger.carry(fragment, record.island, record.steps)
             return with_fragment(state, fragment)
-        case Granted():
+        case records.Granted():
             span = Span(record.start, record.stop)
             state = leases.granted_again(state, span)
             state = replace(
@@ -132,7 +114,7 @@ def _replayed(state: State, record: Durable) -> State:
                 free_spans=values.spans_without(state.free_spans, (span,)),
             )
             return leases.granted(state, record.island, span)
-        case Left():
+        case records.Left():
             island = state.islands[record.island]
             steps = max(island.steps, record.steps)
             state = with_island(state, replace(island, steps=steps))
@@ -143,49 +125,31 @@ def _replayed(state: State, record: Durable) -> State:
                 record.settled_steps_by_fragment,
                 record.in_merges,
             )
-        case Quarantined() | Released():
-            quarantined = isinstance(record, Quarantined)
+        case records.Quarantined() | records.Released():
+            quarantined = isinstance(record, records.Quarantined)
             return quarantine.moved(state, record.island, quarantined=quarantined)
-        case Admitted() | Removed():
-            admitted = isinstance(record, Admitted)
+        case records.Admitted() | records.Removed():
+            admitted = isinstance(record, records.Admitted)
             return members.with_admitted(state, record.island, admitted=admitted)
-        case Merged():
-            return _replayed_merge(state, record)
-        case TermBegun():
+        case records.Merged():
+            fragment = state.fragments[record.fragment]
+            fragment = ledger.merge(fragment, record.contributions, record.version)
+            fragment = replace(
+                fragment, tick=record.tick, phase="idle", final=record.final
+            )
+            state = replace(state, tick=max(state.tick, record.tick))
+            state = with_fragment(state, fragment)
+            return leases.contributed(state, record.contributions)
+        case records.TermBegun():
             return terms.fragment_begun(state, record)
-        case Ticks(through=through):
+        case records.Ticks(through=through):
             return replace(state, ticks_reserved=through)
-        case Stopping(tokens=tokens):
+        case records.Stopping(tokens=tokens):
             phase = RUN.move(state.phase, "stop")
             return replace(state, phase=phase, progress_tokens=tokens)
-        case Finished():
+        case records.Finished():
             if state.phase == "stopping":
                 state = replace(state, phase=RUN.move(state.phase, "flush"))
             return replace(state, phase=RUN.move(state.phase, "finish"))
-        case Extended():
+        case records.Extended():
             return ending.extended(state)
-
-
-def _replayed_merge(state: State, record: Merged) -> State:
-    fragment = state.fragments[record.fragment]
-    merged = ledger.merged_into(fragment)
-    for contribution in record.contributions:
-        name = contribution.island
-        account = fragment.accounts[name]
-        if account.incarnation == contribution.incarnation:
-            gap = contribution.start - account.start
-            account = account.lose(gap, "overwritten")
-            fragment = with_account(fragment, name, account)
-        fragment = ledger.book(fragment, contribution, merged)
-    fragment = replace(
-        fragment,
-        version=record.version,
-        newest=ledger.newest(fragment, record.version, record.contributions),
-        tick=record.tick,
-        phase="idle",
-        merging=(),
-        merges=fragment.merges + 1,
-        final=record.final,
-    )
-    state = replace(state, tick=max(state.tick, record.tick))
-    return leases.contributed(with_fragment(state, fragment), record.contributions)

@@ -8,16 +8,15 @@ durably reserved before they are used.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.islands import Island, Islands
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, Turn
 
 ALIKE = 1.5
 """Largest step time of an island of about the pacing speed, in pacing step times."""
@@ -57,32 +56,33 @@ def fragment_of(config: PolicyConfig, tick: int) -> int:
     return (tick - 1) % config.fragments
 
 
-def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
+def advance(turn: Turn) -> None:
     """Advance to the next tick and lower every island's step counter by its steps."""
-    steps, longest = steps_to_tick(config, state.tick + 1), _longest_tick(config)
-    passed = [_passed(island, steps, longest) for island in state.islands.values()]
-    state = replace(state, islands=Islands(passed))
-    return reserved(config, replace(state, tick=state.tick + 1))
+    config, tick = turn.config, turn.state.tick + 1
+    steps = steps_to_tick(config, tick)
+    longest = -(-config.steps_per_cycle // config.fragments)
+    passed = [_passed(island, steps, longest) for island in turn.state.islands.values()]
+    turn.set(islands=Islands(passed), tick=tick)
+    reserve(turn)
 
 
-def skip_cycle(
-    config: PolicyConfig, state: State
-) -> tuple[dict[int, int], State, list[Effect]]:
+def skip_cycle(turn: Turn) -> dict[int, int]:
     """Return an unused tick number for every fragment and never use it again; pacing
     is not affected."""
-    last = state.tick + config.fragments
-    ticks = {fragment_of(config, tick): tick for tick in range(last, state.tick, -1)}
-    return ticks, *reserved(config, replace(state, tick=last))
+    first = turn.state.tick + 1
+    last = turn.state.tick + turn.config.fragments
+    turn.set(tick=last)
+    reserve(turn)
+    return {fragment_of(turn.config, tick): tick for tick in range(first, last + 1)}
 
 
-def reserved(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
-    """Return the state whose tick is durably reserved, so that no life of a coordinator
-    uses it, or one before it, again. After a crash it may not be."""
-    if state.tick <= state.ticks_reserved:
-        return state, []
-    through = state.tick + CYCLES_RESERVED * config.fragments
-    state = replace(state, ticks_reserved=through)
-    return state, [Persist(record=records.Ticks(through=through))]
+def reserve(turn: Turn) -> None:
+    """Reserve the state's tick durably, so that no life of a coordinator uses it, or
+    one before it, again. After a crash it may not be."""
+    if turn.state.tick > turn.state.ticks_reserved:
+        through = turn.state.tick + CYCLES_RESERVED * turn.config.fragments
+        turn.set(ticks_reserved=through)
+        turn.persist(records.Ticks(through=through))
 
 
 def after_crash(config: PolicyConfig, state: State) -> State:
@@ -90,12 +90,6 @@ def after_crash(config: PolicyConfig, state: State) -> State:
     for before the crash."""
     cycles = -(-max(state.ticks_reserved - state.tick, 0) // config.fragments)
     return replace(state, tick=state.tick + cycles * config.fragments)
-
-
-def begin_term(config: PolicyConfig, state: State, term: int) -> State:
-    """Return the state before the first tick of a term."""
-    tick = ticks_before(config, term)
-    return replace(state, tick=tick, ticks_reserved=tick)
 
 
 def ticks_before(config: PolicyConfig, term: int) -> int:
@@ -109,14 +103,13 @@ def restart(island: Island) -> Island:
     return replace(island, steps_at_tick=island.steps)
 
 
-def reunite(config: PolicyConfig, state: State, now: float) -> State:
-    """Return the state as an absent island returns, or one of the term before. If all
+def reunite(turn: Turn) -> None:
+    """Wait for others as an absent island returns, or one of the term before. If all
     islands were absent, because the coordinator or its network was down, ticks wait for
     the others for a short time. Otherwise the first to return would merge alone, and
     open deltas might go stale."""
-    if state.islands.standing.counted:
-        return state
-    return replace(state, reunion_until=now + config.reunion_s)
+    if not turn.state.islands.standing.counted:
+        turn.set(reunion_until=turn.now + turn.config.reunion_s)
 
 
 class Fleet:
@@ -127,7 +120,6 @@ class Fleet:
         self._running = state.phase == "running"
         self.quarantined = state.islands.standing.quarantined
         """Islands of whose deltas none may be merged."""
-        self._latest_s: float | None = None
 
     def is_live(self, name: str) -> bool:
         """Tell whether the island can be waited for."""
@@ -157,52 +149,42 @@ class Fleet:
         An island that could take at once waits for islands of about the pacing speed
         that take some boundaries later: otherwise it would be merged without them. It
         waits for a cycle at most."""
-        if self._latest_s is None:
-            self._latest_s = longest_lead_seconds(self._config, self._state)
-        island = self._state.islands[name]
+        island, latest_s = self._state.islands[name], self.longest_lead_s
         step_s = island.believed_step_s
-        if not (self._latest_s and island.counted and step_s):
+        if not (latest_s and island.counted and step_s):
             return 0
-        after = round((self._latest_s - island.lead_seconds) / step_s)
+        after = round((latest_s - island.lead_seconds) / step_s)
         return max(0, min(after, self._config.steps_per_cycle))
 
     def step_seconds(self) -> float:
-        """Return the step time of the pacing island, in seconds."""
-        return pacing_step_seconds(self._config, self._state)
+        """Return the step time of the K-th fastest counted island, which paces; 0 if
+        none is known."""
+        times = (island.believed_step_s for island in self._counted())
+        return pace(self._config.quorum, times)
 
-    def alike(self, names: AbstractSet[str]) -> AbstractSet[str]:
-        """Return those of the islands whose speed is about the pacing one, or
+    def alike(self) -> dict[str, Island]:
+        """Return the counted islands whose speed is about the pacing one, or
         unknown."""
-        return names & alike(self._config, self._state).keys()
+        slowest = ALIKE * self.step_seconds()
+        return {i.name: i for i in self._counted() if i.believed_step_s <= slowest}
 
-    def take_seconds(self, fit: AbstractSet[str]) -> float:
+    def take_seconds(self, fit: Iterable[str]) -> float:
         """Return the seconds from a request until islands of about the pacing speed
         have taken, the slowest after a slow step; 0 if none, or no speed, is known."""
         steps_s = [self._state.islands[name].believed_step_s for name in fit]
         if not any(steps_s):
             return 0.0
-        lead_s = longest_lead_seconds(self._config, self._state)
-        return lead_s + LONGER_STEP * max(steps_s)
+        return self.longest_lead_s + LONGER_STEP * max(steps_s)
 
+    @functools.cached_property
+    def longest_lead_s(self) -> float:
+        """Longest lead of islands of about the pacing speed, in seconds."""
+        leads = (island.lead_seconds for island in self.alike().values())
+        return max(leads, default=0.0)
 
-def alike(config: PolicyConfig, state: State) -> dict[str, Island]:
-    """Return the counted islands whose speed is about the pacing one, or unknown."""
-    slowest = ALIKE * pacing_step_seconds(config, state)
-    counted = ((name, state.islands[name]) for name in state.islands.standing.counted)
-    return {name: i for name, i in counted if i.believed_step_s <= slowest}
-
-
-def longest_lead_seconds(config: PolicyConfig, state: State) -> float:
-    """Return the longest lead of islands of about the pacing speed, in seconds; see
-    `Fleet.boundaries_after`."""
-    found = alike(config, state).values()
-    return max((island.lead_seconds for island in found), default=0.0)
-
-
-def pacing_step_seconds(config: PolicyConfig, state: State) -> float:
-    """Return the step time of the K-th fastest counted island; 0 if none is known."""
-    counted = map(state.islands.__getitem__, state.islands.standing.counted)
-    return pace(config.quorum, (island.believed_step_s for island in counted))
+    def _counted(self) -> Iterable[Island]:
+        islands = self._state.islands
+        return map(islands.__getitem__, islands.standing.counted)
 
 
 def pace(quorum: int, step_seconds: Iterable[float]) -> float:
@@ -221,7 +203,3 @@ def _passed(island: Island, steps: int, longest: int) -> Island:
     """
     counter = island.steps - island.steps_at_tick - steps
     return replace(island, steps_at_tick=island.steps - max(-longest, min(counter, 0)))
-
-
-def _longest_tick(config: PolicyConfig) -> int:
-    return -(-config.steps_per_cycle // config.fragments)

@@ -1,17 +1,25 @@
 """The state of a search for anchors: its events and effects, what it aims at, and what
-is known of the islands that offer theirs. `anchors.py` decides.
+is known of the islands that offer theirs; and what is believed of them. `anchors.py`
+decides.
+
+Whom a coordinator without its state believes: of islands that offer anchors, the run of
+most, and claims that are not far above those of most. If two islands differ, nobody can
+tell which is wrong: it takes three to disbelieve one. After the state is lost, what
+islands heard becomes the run's, so a wrong claim would spoil it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.believed import Heard, Known
 from diloco_jax.protocol.coordinator.events import (
     Alert,
     Disconnected,
@@ -19,10 +27,24 @@ from diloco_jax.protocol.coordinator.events import (
     Tell,
     Timer,
 )
-from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
-from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.messages import MAX_TEXT, Hello, Refused
 from diloco_jax.protocol.values import Version
+
+FEWEST_TO_DISBELIEVE = 3
+FAR = 2
+"""Claims up to this multiple of the median are believed: an island may have been away
+for long."""
+TERMS_AHEAD = 16
+MERGES_AHEAD = 100
+POSITIONS_AHEAD = 2**20
+SHARE_AHEAD = 0.01
+"""Share of the run's tokens. These are believed in any case: a young run's medians are
+small."""
+MOST_NAMED = 8
+"""Islands that one message names; the number of the others follows."""
 
 # ---- events -------------------------------------------------------------------
 
@@ -48,7 +70,7 @@ class Postpone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
-    """End the process with this reason: there will be no new term. torn: two islands
+    """End the process with this reason: there will be no new term. torn: islands
     differ, and a person has to say who is believed."""
 
     message: str
@@ -56,6 +78,27 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Effect = Alert | Tell | Postpone | AwaitAnchor | FoundTerm | GiveUp
+
+
+class Known(NamedTuple):
+    """The highest values of the run that an island knows."""
+
+    term: int = 0
+    tokens: int = 0
+    next_position: int = 0
+    merges: int = 0
+    """Number of the highest version of any fragment."""
+
+    def higher(self, other: Known) -> Known:
+        """Return the higher value of each."""
+        return Known(*map(max, self, other))
+
+
+class Heard(NamedTuple):
+    """The highest values that an island heard of, and in which run."""
+
+    run_id: str
+    known: Known
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +117,8 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
     known: Mapping[int, Mapping[Version, str]] | None = None
     """By lost fragment, the versions after which the log knows all merges, with the
     digests of their anchors, empty where it has none. None: there is no log."""
+    last_name: str | None = None
+    """The random name of the log's last term; None: there is no log."""
     trusted: str = ""
     """The island that a person believes."""
     secret: str = ""
@@ -104,12 +149,23 @@ tell."""
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """An anchor that a holder has, and what other islands say of it."""
 
-    anchor: Gathered
+    anchor: AnchorKept
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
     """The deadline of each island that votes."""
     votes: Mapping[str, Vote] = msgspec.field(default_factory=dict)
     waits_until: float = 0.0
     """The end of the wait for a third island, once two differ."""
+
+    @property
+    def island(self) -> str:
+        """The island whose anchor it is."""
+        return self.anchor.island
+
+    def without(self, name: str) -> Claim:
+        """Return it as before an island was asked for its ballot."""
+        asked = {other: until for other, until in self.asked.items() if other != name}
+        votes = {other: vote for other, vote in self.votes.items() if other != name}
+        return replace(self, asked=asked, votes=votes)
 
     @property
     def total(self) -> int:
@@ -161,10 +217,157 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """The highest values that are believed, once there is no more waiting."""
     members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
     asked: Mapping[int, AwaitedAnchor] = msgspec.field(default_factory=dict)
-    failed: frozenset[tuple[str, int]] = frozenset()
-    """Each (island, fragment) that did not arrive in time, or does not count."""
+    failed: Mapping[tuple[str, int], str] = msgspec.field(default_factory=dict)
+    """Each (island, fragment) that did not come, with an empty text, or does not count,
+    and why."""
     claims: Mapping[int, Claim] = msgspec.field(default_factory=dict)
     """Anchors that are not judged yet, by fragment."""
-    got: Mapping[int, Gathered] = msgspec.field(default_factory=dict)
+    got: Mapping[int, AnchorKept] = msgspec.field(default_factory=dict)
     unchecked: frozenset[str] = frozenset()
     """Islands whose anchors too few others could check."""
+
+
+# ---- what is believed -----------------------------------------------------------
+
+
+def claims_of(offer: Hello) -> Known:
+    """Return the values that an island claims to know."""
+    return Known(
+        term=max([offer.term, *(version.term for version in offer.versions)]),
+        tokens=offer.tokens,
+        next_position=offer.next_position,
+        merges=max((version.number for version in offer.versions), default=0),
+    )
+
+
+def believed_limits(known: Collection[Known], total_tokens: int) -> Known | None:
+    """Return the highest values that are believed; None if too few islands claim any.
+
+    known: the claims of the islands that offer anchors.
+    """
+    if len(known) < FEWEST_TO_DISBELIEVE:
+        return None
+    medians = map(statistics.median_low, zip(*known, strict=True))
+    ahead = (
+        TERMS_AHEAD,
+        int(SHARE_AHEAD * total_tokens),
+        POSITIONS_AHEAD,
+        MERGES_AHEAD,
+    )
+    return Known(*(FAR * m + a for m, a in zip(medians, ahead, strict=True)))
+
+
+def too_high(known: Known, most: Known | None) -> str:
+    """Explain why claims are not believed; empty if they are."""
+    if most is None:
+        return ""
+    for what, value, limit in zip(Known._fields, known, most, strict=True):
+        if value > limit:
+            return (
+                f"it claims {what} = {value}, and at most {limit} is believed, by what "
+                f"most islands claim"
+            )
+    return ""
+
+
+def may_have_become(offered: Version, arrived: Version) -> bool:
+    """Tell whether an anchor that was offered at one version may arrive at another.
+
+    The island may have adopted a publish that was on its way.
+    """
+    ahead = arrived.number - offered.number
+    return arrived.term == offered.term and 0 <= ahead <= MERGES_AHEAD
+
+
+def run_of_most(run_ids: Iterable[str]) -> str:
+    """Return the run of most islands; empty if two have as many."""
+    ranked = Counter(run_ids).most_common(2)
+    if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
+        return ""
+    return ranked[0][0] if ranked else ""
+
+
+def runs_apart(offers: Iterable[Hello]) -> str:
+    """Describe islands of several runs; empty if there is one run."""
+    by_run: dict[str, list[str]] = {}
+    for offer in offers:
+        by_run.setdefault(offer.run_id, []).append(offer.island)
+    if len(by_run) < 2:
+        return ""
+    sides = [
+        f"{listed([repr(name) for name in sorted(names)])} in run {run_id}"
+        for run_id, names in sorted(by_run.items())
+    ]
+    return (
+        f"islands of {len(sides)} runs offer anchors: {listed(sides)}; the run of "
+        f"most islands goes on, and among as many each nobody can tell which is the "
+        f"coordinator's: start it again with --run-id and its own run, or end the "
+        f"islands of the other one, or revoke their keys"
+    )
+
+
+def listed(texts: list[str]) -> str:
+    """Name some, and count the others."""
+    more = len(texts) - MOST_NAMED
+    return "; ".join([*texts[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])])
+
+
+def misfit(config: PolicyConfig, state: Search, event: Offered) -> Refused | None:
+    """Explain why an island does not fit; None if it does."""
+    offer, ours = event.hello, config.run_id or state.run_id
+    code, why = "", ""
+    if event.differences:
+        text = "; ".join(event.differences)[:MAX_TEXT]
+        code = "config"
+        why = (
+            f"island {offer.island!r} is in run {offer.run_id} with another config: "
+            f"{text} (here: this coordinator's)"
+        )
+        if state.aim.first:
+            why = (
+                f"island {offer.island!r} is to give the run's first parameters, and "
+                f"differs from the coordinator: {text} (here: the coordinator's); "
+                f"start both with one config"
+            )
+    elif ours and offer.run_id not in ("", ours):
+        code = "run_id"
+        why = (
+            f"island {offer.island!r} is in run {offer.run_id}, and this coordinator "
+            f"{'begins' if state.aim.first else 'gathers anchors of'} run {ours}; "
+            f"check the coordinator's address"
+        )
+    elif offer.versions and not offer.run_id and not state.aim.first:
+        code, why = "run_id", f"island {offer.island!r} offers anchors of no run"
+    elif state.aim.known is not None and offer.term >= state.aim.term:
+        code = "other_term"
+        why = (
+            f"island {offer.island!r} is in term {offer.term}, and this coordinator's "
+            f"log ends in term {state.aim.term - 1}: its state is an old one"
+        )
+    elif (
+        state.aim.last_name is not None
+        and offer.term == state.aim.term - 1
+        and offer.term_name != state.aim.last_name
+    ):
+        code = "other_term"
+        why = (
+            f"island {offer.island!r} is in term {offer.term} {offer.term_name!r}, and "
+            f"this coordinator's log in term {offer.term} {state.aim.last_name!r}: "
+            f"another coordinator of this run opened that one, with other values"
+        )
+    return Refused(code=code, message=why) if code else None
+
+
+def other_process(before: Offering | None, offer: Hello) -> Refused | None:
+    """Explain why a second process of an island that gives first parameters cannot give
+    them too; None if it may."""
+    if before is None or before.offer.incarnation != offer.incarnation:
+        return None
+    if before.offer.session == offer.session:
+        return None
+    return Refused(
+        code="name_in_use",
+        message=f"the name {offer.island!r} is in use by another process with the same "
+        f"incarnation {offer.incarnation}; replace that process by starting "
+        f"incarnation {offer.incarnation + 1}",
+    )

@@ -26,7 +26,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.events import Ignored
+from diloco_jax.protocol.coordinator.events import Alert, Ignored, Note, Persist, Tell
 from diloco_jax.protocol.coordinator.islands import (
     NOBODY,
     Absences,
@@ -34,6 +34,8 @@ from diloco_jax.protocol.coordinator.islands import (
     Island,
     Islands,
 )
+from diloco_jax.protocol.messages import FromCoordinator
+from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
     NOTHING,
@@ -83,7 +85,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Incarnations in a row that fail without a step, after which none is let in; 0 =
     any number."""
     workers: int = 1
-    """Holders of fragments, see `workers.deal`."""
+    """Holders of fragments, see `holding.deal`."""
     export_every: int = 0
     """Cycles between two that are kept; 0 = none is, unless it is asked for."""
     watch_every: int = 0
@@ -479,11 +481,54 @@ def take_state(take: Take | None) -> TakeState:
     return "ready" if take.arrived else "taken"
 
 
-def ignored(machine: str, state: str, message: str) -> Ignored:
-    """Return the effect for a message that makes no move in this state."""
-    return Ignored(
-        machine=machine,
-        state=state,
-        message=message,
-        expected=(machine, state, message) in EXPECTED,
-    )
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class OneStep(Generic[T]):
+    """One step under way: the state so far, and the effects in their order."""
+
+    def __init__(self, config: PolicyConfig, state: T, now: float) -> None:
+        self.config, self.state, self.now = config, state, now
+        self.effects: list[Any] = []
+
+    def set(self, **fields: Any) -> None:
+        """Change fields of the state."""
+        self.state = replace(self.state, **fields)
+
+    def tell(self, session: str, message: FromCoordinator) -> None:
+        """Send a message to a session."""
+        self.effects.append(Tell(session=session, message=message))
+
+    def alert(self, text: str, island: str = "") -> None:
+        """Tell people; see `Alert`."""
+        self.effects.append(Alert(text=text, island=island))
+
+
+class Turn(OneStep[State]):
+    """One step of the coordinator's half.
+
+    A function that is given a fragment returns it as it is after that, and leaves the
+    state alone; any other changes the state.
+    """
+
+    def put(self, changed: Island | Fragment) -> None:
+        """Replace one island or fragment of the state."""
+        if isinstance(changed, Island):
+            self.state = with_island(self.state, changed)
+        else:
+            self.state = with_fragment(self.state, changed)
+
+    def persist(self, record: Durable) -> None:
+        """Write a record durably before any later effect."""
+        self.effects.append(Persist(record=record))
+
+    def note(self, record: Noted) -> None:
+        """Write a record to the tape."""
+        self.effects.append(Note(record=record))
+
+    def ignore(self, machine: str, state: str, message: str) -> None:
+        """Count a message that makes no move in this state."""
+        expected = (machine, state, message) in EXPECTED
+        self.effects.append(
+            Ignored(machine=machine, state=state, message=message, expected=expected)
+        )

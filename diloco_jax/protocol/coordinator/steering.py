@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import members, quarantine
-from diloco_jax.protocol.coordinator.events import Effect, Persist
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, Turn
 from diloco_jax.protocol.messages import ProfileOrder, Refused, Steer
-
-Step = tuple[State, list[Effect]]
 
 MOST_ADMITTED = 64
 """Islands that operators may have let in at once: the server has places for them."""
@@ -42,11 +39,7 @@ def refusal(config: PolicyConfig, state: State, event: Steer) -> str:
                 f"with a config that has it neither in islands nor in placement.admit"
             )
         case "release":
-            island = state.islands.get(name)
-            if island is not None:
-                return ""
-            known = ", ".join(map(repr, state.islands)) or "none"
-            return f"no island {name!r} was ever in the run; there were {known}"
+            return "" if name in state.islands else _never_in(state, name)
 
 
 def lacks_room(config: PolicyConfig, also: tuple[str, ...]) -> str:
@@ -65,41 +58,46 @@ def lacks_room(config: PolicyConfig, also: tuple[str, ...]) -> str:
     )
 
 
+def _never_in(state: State, name: str) -> str:
+    known = ", ".join(map(repr, state.islands)) or "none"
+    return f"no island {name!r} was ever in the run; there were {known}"
+
+
 def is_in(config: PolicyConfig, state: State, name: str) -> bool:
     """Tell whether an island of that name may join."""
     return not members.unknown(config, name, state.admitted)
 
 
-def steer(config: PolicyConfig, state: State, event: Steer) -> Step:
+def steer(turn: Turn, event: Steer) -> None:
     """Do what an operator wants, unless it cannot be done or is done already."""
-    if refusal(config, state, event):
-        return state, []
-    name, known = event.island, state.islands.get(event.island)
+    name, state = event.island, turn.state
+    if refusal(turn.config, state, event):
+        return
+    known = state.islands.get(name)
     match event.how:
-        case "admit" if not is_in(config, state, name):
-            state = members.with_admitted(state, name, admitted=True)
-            return state, [Persist(record=records.Admitted(island=name))]
+        case "admit" if not is_in(turn.config, state, name):
+            turn.state = members.with_admitted(state, name, admitted=True)
+            turn.persist(records.Admitted(island=name))
         case "remove" if name in state.admitted:
-            return _remove(state, name)
+            _remove(turn, name)
         case "release" if known is not None and known.quarantined:
-            return quarantine.release(state, known, asked=True)
-    return state, []
+            quarantine.release(turn, known, asked=True)
 
 
-def _remove(state: State, name: str) -> Step:
+def _remove(turn: Turn, name: str) -> None:
     """Let an island in no longer; its incarnation ends, and what it had open is lost.
     What is in a merge already is merged."""
-    state = members.with_admitted(state, name, admitted=False)
-    removed = Persist(record=records.Removed(island=name))
-    island = state.islands.get(name)
+    turn.state = members.with_admitted(turn.state, name, admitted=False)
+    island = turn.state.islands.get(name)
     if island is None or island.status == "gone":
-        return state, [removed]
+        turn.persist(records.Removed(island=name))
+        return
     message = f"an operator removed island {name!r} from the run"
-    state, ended = members.end(state, name, "refused", message)
-    refused = Refused(code="removed", message=f"{message}; stop this process")
-    turned_away = members.turned_away(name, island.session, refused)
     # In this order: after a crash between the two records, the order is given again.
-    return state, [*ended, removed, *turned_away]
+    members.end(turn, name, "refused", message)
+    turn.persist(records.Removed(island=name))
+    refused = Refused(code="removed", message=f"{message}; stop this process")
+    members.turn_away(turn, name, island.session, refused)
 
 
 WITHIN_STEPS = 10
@@ -111,8 +109,7 @@ def trace_refusal(state: State, order: ProfileOrder) -> str:
     """Explain why this island cannot be asked; empty if it can."""
     island = state.islands.get(order.island)
     if island is None:
-        known = ", ".join(map(repr, state.islands)) or "none"
-        return f"no island {order.island!r} was ever in the run; there were {known}"
+        return _never_in(state, order.island)
     if island.status != "live":
         return (
             f"island {order.island!r} is {island.status}, and makes no steps; ask "

@@ -10,15 +10,14 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts
-from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
 from diloco_jax.protocol.coordinator.state import (
     TAKE,
     Account,
     Fragment,
     PolicyConfig,
     Take,
+    Turn,
     averaged,
-    ignored,
     take_state,
     with_account,
 )
@@ -39,19 +38,14 @@ from diloco_jax.protocol.values import (
     Version,
 )
 
-Step = tuple[Fragment, list[Effect]]
 
-
-def took(
-    config: PolicyConfig,
-    fragment: Fragment,
-    name: str,
-    record: Record,
-    now: float,
-) -> Step:
+def took(turn: Turn, fragment: Fragment, name: str, record: Record) -> Fragment:
     """Note that the island took the fragment, for steps [record.start, record.step)."""
-    asked = fragment.accounts[name].take
-    expected = asked is not None and asked.tick == record.tick
+    account = fragment.accounts[name]
+    asked = account.take
+    if state := _known_as(account, record.tick):
+        turn.ignore("take", state, "record")
+        return fragment
     held = Outstanding(
         fragment=fragment.index,
         tick=record.tick,
@@ -61,31 +55,23 @@ def took(
         seq=record.seq,
         rate_sum=record.rate_sum,
     )
-    if state := _known_as(fragment.accounts[name], record.tick):
-        return fragment, [ignored("take", state, "record")]
-    fragment, effects = known(config, fragment, name, held, now)
-    take = fragment.accounts[name].take
-    if expected or take is asked or take is None:
-        return fragment, effects
-    if not (take.refused or take.arrived):
+    fragment = known(turn, fragment, name, held)
+    take = outstanding(fragment, name)
+    if not take.refused:
+        pending(turn, fragment, name)
+    expected = asked is not None and asked.tick == record.tick
+    if not (expected or take.refused or take.arrived):
         # The take was asked for before a crash: bytes that came first were not kept.
-        fragment, asks = ask_to_resend(fragment, name, record.tick)
-        effects = effects + asks
-    return fragment, effects
+        fragment = ask_to_resend(turn, fragment, name)
+    return fragment
 
 
-def known(
-    config: PolicyConfig,
-    fragment: Fragment,
-    name: str,
-    held: Outstanding,
-    now: float,
-) -> Step:
+def known(turn: Turn, fragment: Fragment, name: str, held: Outstanding) -> Fragment:
     """Note the steps of a take; does nothing if they are known already."""
     account = fragment.accounts[name]
     asked = account.take
     if _known_as(account, held.tick):
-        return fragment, []
+        return fragment
     # Steps between the settled ones and this take are in no delta: adoption lost them.
     start = max(held.start, account.start)
     account = account.lose(start - account.start, "overwritten")
@@ -96,20 +82,17 @@ def known(
         start=start,
         end=max(held.end, start),
         base=held.base,
-        taken_at=now,
+        taken_at=turn.now,
         rate_sum=held.rate_sum,
     )
     TAKE.check(take_state(asked), "record", take_state(take))
     account = replace(account, start=start, take=take)
     fragment = with_account(fragment, name, account)
     if held.start < start:
-        fragment, effects = refuse(fragment, name, OVERLAP)
-    elif take.end == take.start:
-        fragment, effects = refuse(fragment, name, "empty")
-    else:
-        fragment, effects = refuse_if_untimely(config, fragment, name)
-        effects = effects or pending(fragment, name)
-    return fragment, effects
+        return refuse(turn, fragment, name, OVERLAP)
+    if take.end == take.start:
+        return refuse(turn, fragment, name, "empty")
+    return refuse_if_untimely(turn, fragment, name)
 
 
 def _known_as(account: Account, tick: int) -> str:
@@ -119,6 +102,13 @@ def _known_as(account: Account, tick: int) -> str:
         return take_state(account.take)
     told = account.told
     return "judged" if told is not None and tick <= told.tick else ""
+
+
+def outstanding(fragment: Fragment, name: str) -> Take:
+    """Return the take of an island that has one."""
+    take = fragment.accounts[name].take
+    assert take is not None
+    return take
 
 
 def adopted(fragment: Fragment, name: str, version: Version) -> Fragment:
@@ -142,45 +132,43 @@ def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bo
     return take is not None and take.tick == tick and not take.refused
 
 
-def pending(fragment: Fragment, name: str) -> list[Effect]:
+def pending(turn: Turn, fragment: Fragment, name: str) -> None:
     """Tell an island that its outstanding take came too late for the current
     version, which it may be about to adopt."""
-    take = fragment.accounts[name].take
-    if take is None or take.end is None or take.base >= fragment.version:
-        return []
-    return [verdict_on(fragment, name, take.tick, "pending", "")]
+    take = outstanding(fragment, name)
+    if take.end is not None and take.base < fragment.version:
+        verdict = verdict_at(fragment, take.tick, "pending")
+        turn.tell(fragment.accounts[name].session, verdict)
 
 
-def arrived(fragment: Fragment, event: DeltaArrived, now: float) -> Step:
+def arrived(turn: Turn, fragment: Fragment, event: DeltaArrived) -> Fragment:
     """Note that a delta's bytes have arrived, or proved unfit."""
-    name, tick, refusal = event.island, event.tick, event.refusal
+    name = event.island
     account = fragment.accounts[name]
     take = account.take
-    if take is None or take.tick != tick:
-        drops = drop_unknown(fragment, name, account.incarnation, tick)
-        return fragment, [*drops, ignored("take", "none", "bytes")]
+    if take is None or take.tick != event.tick:
+        drop_unknown(turn, fragment, name, account.incarnation, event.tick)
+        turn.ignore("take", "none", "bytes")
+        return fragment
     if take.arrived:
-        return fragment, [ignored("take", take_state(take), "bytes")]
-    transfer_seconds = fragment.transfer_seconds
-    if take.taken_at and not refusal and not take.refused:
-        transfer_seconds = averaged(transfer_seconds, now - take.taken_at)
+        turn.ignore("take", take_state(take), "bytes")
+        return fragment
+    if take.taken_at and not event.refusal and not take.refused:
+        transfer_s = averaged(fragment.transfer_seconds, turn.now - take.taken_at)
+        fragment = replace(fragment, transfer_seconds=transfer_s)
     here = replace(take, arrived=True, norm=event.norm)
     TAKE.check(take_state(take), "bytes", take_state(here))
-    take = here
-    account = replace(account, take=take)
-    fragment = replace(
-        fragment,
-        accounts={**fragment.accounts, name: account},
-        transfer_seconds=transfer_seconds,
-    )
-    if refusal:
-        return refuse(fragment, name, refusal)
-    if take.refused:
-        return fragment, [drop(fragment, name)]
-    return fragment, []
+    fragment = with_account(fragment, name, replace(account, take=here))
+    if event.refusal:
+        return refuse(turn, fragment, name, event.refusal)
+    if here.refused:
+        drop(turn, fragment, name)
+    return fragment
 
 
-def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Step:
+def gave_up(
+    turn: Turn, fragment: Fragment, name: str, tick: int, *, kept: bool
+) -> Fragment:
     """Note that the island has heard of a refusal, which ends the take.
 
     kept: the island's parameters still have the delta's steps, and its next delta will
@@ -188,63 +176,66 @@ def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Step:
     """
     account = fragment.accounts[name]
     take = account.take
-    if take is None or take.tick != tick:
-        return fragment, [ignored("take", "none", "give up")]
-    if take.end is None:
-        return fragment, [ignored("take", take_state(take), "give up")]
+    if take is None or take.tick != tick or take.end is None:
+        mine = take is not None and take.tick == tick
+        turn.ignore("take", take_state(take) if mine else "none", "give up")
+        return fragment
     TAKE.check(take_state(take), "give up", "none")
+    reason = take.refused or "refused"
     if not kept:
-        account = account.lose(take.end - take.start, take.refused or "refused")
+        account = account.lose(take.end - take.start, reason)
         account = replace(account, start=take.end)
-    told = Told(tick=tick, verdict="refused", reason=take.refused or "refused")
-    account = replace(account, take=None, told=told)
-    return with_account(fragment, name, account), []
+    told = Told(tick=tick, verdict="refused", reason=reason)
+    return with_account(fragment, name, replace(account, take=None, told=told))
 
 
 def leave_behind(fragment: Fragment, name: str) -> Fragment:
     """Keep a leaving island's ready delta for the next merge, unless a delta of an
     earlier incarnation is already kept for it."""
-    account = fragment.accounts[name]
-    take = account.take
-    if take is None or not take.ready or fragment.phase == "done":
+    kept = ready(fragment, name)
+    if kept is None or fragment.phase == "done":
         return fragment
-    if is_merging(fragment, name, take.tick):
+    if is_merging(fragment, name, kept.tick):
         return fragment
-    if any(kept.island == name for kept in fragment.left_behind):
+    if any(other.island == name for other in fragment.left_behind):
         return fragment
-    kept = contribution(name, account, take)
-    fragment = with_account(fragment, name, replace(account, take=None))
+    account = replace(fragment.accounts[name], take=None)
+    fragment = with_account(fragment, name, account)
     return replace(fragment, left_behind=(*fragment.left_behind, kept))
 
 
-def expire_left_behind(config: PolicyConfig, fragment: Fragment) -> Step:
+def expire_left_behind(turn: Turn, fragment: Fragment) -> Fragment:
     """Drop the deltas left behind that lag the current version too far; their steps
     are lost."""
-    if not fragment.left_behind:
-        return fragment, []
-    effects: list[Effect] = []
     for old in fragment.left_behind:
-        if not _is_in_time(config, old.base, fragment.version):
-            fragment, found = refuse_left_behind(fragment, old, STALE)
-            effects += found
-    return fragment, effects
+        if not _is_in_time(turn.config, old.base, fragment.version):
+            fragment = refuse_left_behind(turn, fragment, old, STALE)
+    return fragment
 
 
 def refuse_left_behind(
-    fragment: Fragment, old: Contribution, reason: RefusalReason, most: float = 0.0
-) -> Step:
+    turn: Turn,
+    fragment: Fragment,
+    old: Contribution,
+    reason: RefusalReason,
+    most: float = 0.0,
+) -> Fragment:
     """Drop a delta that was left behind; its steps are lost. most: as in `refuse`."""
     account = fragment.accounts[old.island].lose_tokens(old.tokens, reason)
     fragment = with_account(fragment, old.island, account)
+    delta = DeltaKey(old.island, old.incarnation, fragment.index, old.tick)
+    _note_refusal(turn, delta, reason, old.norm, most)
+    turn.effects.append(Drop(delta=delta))
     kept = tuple(c for c in fragment.left_behind if c is not old)
-    key = (fragment.index, old.island, old.incarnation, old.tick)
-    note = _refusal(*key, reason, old.norm, most)
-    return replace(fragment, left_behind=kept), [note, _drop(*key)]
+    return replace(fragment, left_behind=kept)
 
 
-def contribution(name: str, account: Account, take: Take) -> Contribution:
-    """Return a ready take as a merge's contribution."""
-    assert take.end is not None
+def ready(fragment: Fragment, name: str) -> Contribution | None:
+    """Return an island's take as a merge's contribution; None if it is not ready."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or take.end is None or not take.ready:
+        return None
     return Contribution(
         island=name,
         incarnation=account.incarnation,
@@ -259,78 +250,70 @@ def contribution(name: str, account: Account, take: Take) -> Contribution:
 
 
 def refuse(
-    fragment: Fragment, name: str, reason: RefusalReason, most: float = 0.0
-) -> Step:
+    turn: Turn,
+    fragment: Fragment,
+    name: str,
+    reason: RefusalReason,
+    most: float = 0.0,
+    *,
+    tell: bool = True,
+) -> Fragment:
     """Refuse an outstanding take; it stays outstanding until the island knows. most:
-    the length that was allowed, if that is the reason."""
-    account = fragment.accounts[name]
-    if account.take is None or account.take.refused:
-        return fragment, []
-    take = replace(account.take, refused=reason)
-    TAKE.check(take_state(account.take), "refuse", take_state(take))
+    the length that was allowed, if that is the reason. tell: False if a publish tells
+    the island."""
+    account, before = fragment.accounts[name], outstanding(fragment, name)
+    if before.refused:
+        return fragment
+    take = replace(before, refused=reason)
+    TAKE.check(take_state(before), "refuse", take_state(take))
     fragment = with_account(fragment, name, replace(account, take=take))
-    raised: list[Effect] = []
     if reason == NON_FINITE:
         fragment = replace(fragment, unfit_deltas=fragment.unfit_deltas + 1)
-        raised = alerts.after_unfit(fragment, name)
-    return fragment, [
-        *raised,
-        _refusal(
-            fragment.index,
-            name,
-            account.incarnation,
-            take.tick,
-            reason,
-            take.norm,
-            most,
-        ),
-        verdict_on(fragment, name, take.tick, "refused", reason),
-        drop(fragment, name),
-    ]
+        alerts.after_unfit(turn, fragment, name)
+    _note_refusal(turn, delta_of(fragment, name), reason, take.norm, most)
+    if tell:
+        verdict = verdict_at(fragment, take.tick, "refused", reason)
+        turn.tell(account.session, verdict)
+    drop(turn, fragment, name)
+    return fragment
 
 
-def refuse_if_untimely(config: PolicyConfig, fragment: Fragment, name: str) -> Step:
+def refuse_if_untimely(
+    turn: Turn, fragment: Fragment, name: str, *, tell: bool = True
+) -> Fragment:
     """Refuse a take that is in no merge yet, if its base lags the current version too
     far, or is above it.
 
     A merge under way does not count, since it is not durable yet: after a crash during
     it, the island would reopen steps that the next coordinator merges.
     """
-    take = fragment.accounts[name].take
-    assert take is not None
-    if _is_in_time(config, take.base, fragment.version):
-        return fragment, []
-    return refuse(fragment, name, FUTURE if take.base > fragment.version else STALE)
+    base = outstanding(fragment, name).base
+    if _is_in_time(turn.config, base, fragment.version):
+        return fragment
+    reason: RefusalReason = FUTURE if base > fragment.version else STALE
+    return refuse(turn, fragment, name, reason, tell=tell)
 
 
-def verdict_on(
-    fragment: Fragment, name: str, tick: int, verdict: Verdict, reason: str
-) -> Tell:
-    """Tell an island the verdict on its take."""
-    return Tell(
-        session=fragment.accounts[name].session,
-        message=TakeVerdict(
-            fragment=fragment.index,
-            tick=tick,
-            verdict=verdict,
-            reason=reason,
-            version=fragment.version,
-        ),
+def verdict_at(
+    fragment: Fragment, tick: int, verdict: Verdict, reason: str = ""
+) -> TakeVerdict:
+    """Return the verdict on an island's take at the fragment's version."""
+    return TakeVerdict(
+        fragment=fragment.index,
+        tick=tick,
+        verdict=verdict,
+        reason=reason,
+        version=fragment.version,
     )
 
 
-def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Step:
-    """Ask an island to send again a delta that it still holds."""
-    message = ResendRequest(fragment=fragment.index, tick=tick)
-    ask = Tell(session=fragment.accounts[name].session, message=message)
-    return _untimed(fragment, name), [ask]
-
-
-def _untimed(fragment: Fragment, name: str) -> Fragment:
-    """Note that nobody knows how long a delta is under way: outages are no transfer."""
-    account = fragment.accounts[name]
-    assert account.take is not None
-    account = replace(account, take=replace(account.take, taken_at=0.0))
+def ask_to_resend(turn: Turn, fragment: Fragment, name: str) -> Fragment:
+    """Ask an island to send again a delta that it still holds. Nobody knows then how
+    long the delta is under way: outages are no transfer."""
+    account, take = fragment.accounts[name], outstanding(fragment, name)
+    message = ResendRequest(fragment=fragment.index, tick=take.tick)
+    turn.tell(account.session, message)
+    account = replace(account, take=replace(take, taken_at=0.0))
     return with_account(fragment, name, account)
 
 
@@ -339,20 +322,25 @@ def is_merging(fragment: Fragment, name: str, tick: int) -> bool:
     return any(c.island == name and c.tick == tick for c in fragment.merging)
 
 
-def drop(fragment: Fragment, name: str) -> Drop:
+def delta_of(fragment: Fragment, name: str) -> DeltaKey:
+    """Return the key of an outstanding take's delta."""
+    incarnation = fragment.accounts[name].incarnation
+    return DeltaKey(name, incarnation, fragment.index, outstanding(fragment, name).tick)
+
+
+def drop(turn: Turn, fragment: Fragment, name: str) -> None:
     """Drop the bytes of an outstanding take, which are no longer needed."""
-    account = fragment.accounts[name]
-    assert account.take is not None
-    return _drop(fragment.index, name, account.incarnation, account.take.tick)
+    turn.effects.append(Drop(delta=delta_of(fragment, name)))
 
 
 def drop_unknown(
-    fragment: Fragment, name: str, incarnation: int, tick: int
-) -> list[Effect]:
+    turn: Turn, fragment: Fragment, name: str, incarnation: int, tick: int
+) -> None:
     """Drop a delta with no outstanding take, unless it was left behind."""
     kept = {(c.island, c.incarnation, c.tick) for c in fragment.left_behind}
-    is_kept = (name, incarnation, tick) in kept
-    return [] if is_kept else [_drop(fragment.index, name, incarnation, tick)]
+    if (name, incarnation, tick) not in kept:
+        delta = DeltaKey(name, incarnation, fragment.index, tick)
+        turn.effects.append(Drop(delta=delta))
 
 
 def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:
@@ -360,27 +348,16 @@ def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:
     return base.term == current.term and 0 <= lag <= config.max_staleness
 
 
-def _refusal(
-    fragment: int,
-    name: str,
-    incarnation: int,
-    tick: int,
-    reason: RefusalReason,
-    norm: float = 0.0,
-    most: float = 0.0,
-) -> Note:
-    return Note(
-        record=records.DeltaRefused(
-            island=name,
-            incarnation=incarnation,
-            fragment=fragment,
-            tick=tick,
-            reason=reason,
-            norm=norm,
-            most=most,
-        )
+def _note_refusal(
+    turn: Turn, delta: DeltaKey, reason: RefusalReason, norm: float, most: float
+) -> None:
+    refused = records.DeltaRefused(
+        island=delta.island,
+        incarnation=delta.incarnation,
+        fragment=delta.fragment,
+        tick=delta.tick,
+        reason=reason,
+        norm=norm,
+        most=most,
     )
-
-
-def _drop(fragment: int, name: str, incarnation: int, tick: int) -> Drop:
-    return Drop(delta=DeltaKey(name, incarnation, fragment, tick))
+    turn.note(refused)

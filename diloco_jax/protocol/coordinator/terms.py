@@ -5,7 +5,6 @@ log is lost, or the records with which lost fragments go on in a log that is who
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -22,19 +21,8 @@ from diloco_jax.protocol.coordinator.state import (
     with_account,
     with_fragment,
 )
+from diloco_jax.protocol.holding import AnchorKept
 from diloco_jax.protocol.values import WORKER, Version
-
-
-class Gathered(NamedTuple):
-    """An anchor that counts: where it came from, and how the term calls it."""
-
-    fragment: int
-    island: str
-    incarnation: int
-    replaced: Version
-    """Its version on the island."""
-    version: Version
-    digest: str
 
 
 class FoundTerm(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +31,7 @@ class FoundTerm(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     term: int
     name: str
-    anchors: tuple[Gathered, ...]
+    anchors: tuple[AnchorKept, ...]
     tokens: int
     next_position: int
     offered: tuple[str, ...] = ()
@@ -60,11 +48,13 @@ def first_state(config: PolicyConfig, found: FoundTerm) -> State:
         fragment = state.fragments[anchor.fragment]
         begun = replace(fragment, version=anchor.version, newest=newest)
         state = with_fragment(state, begun)
-    state = schedule.begin_term(config, state, found.term)
+    tick = schedule.ticks_before(config, found.term)
     let_in = [n for n in found.offered if not members.unknown(config, n)]
     return replace(
         state,
         returning=tuple(let_in),
+        tick=tick,
+        ticks_reserved=tick,
         term=found.term,
         term_name=found.name,
         books=found.term,
@@ -121,7 +111,7 @@ def versions_known(
     return {m.version: digests.get(m.version, "") for m in fragment.newest}
 
 
-def _merged_above(fragment: Fragment, anchor: Gathered) -> dict[str, int]:
+def _merged_above(fragment: Fragment, anchor: AnchorKept) -> dict[str, int]:
     lost: dict[str, int] = {}
     for merged in fragment.newest:
         if merged.version > anchor.replaced:

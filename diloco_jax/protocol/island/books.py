@@ -186,7 +186,7 @@ class Books:
         take = account.take
         if verdict == "pending":
             account.late, account.pending_at = tick, version
-        if take is None or take.tick != tick or verdict in ("pending", "none"):
+        if take is None or take.tick != tick or verdict == "pending":
             return "none"
         account.take = None
         if verdict == "merged":

@@ -13,24 +13,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Adoption, Decision, Ending
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import (
-    AnchorRequest,
-    Finished,
-    FromCoordinator,
-    Granted,
-    MayLeave,
-    ProfileRequest,
-    Progress,
-    Published,
-    ResendRequest,
-    Stop,
-    TakeRequest,
-    TakeVerdict,
-    Watch,
-    Welcome,
-)
 from diloco_jax.protocol.values import Record, Span, Version
 
 CHANGES_KEPT = 9
@@ -46,11 +31,11 @@ class Wanted(NamedTuple):
     version: Version
 
 
-Errand = Wanted | ResendRequest | ProfileRequest
+Errand = Wanted | messages.ResendRequest | messages.ProfileRequest
 """Bulk work that a message asks the shell to do."""
 
 
-def goes_back(term: int, welcome: Welcome) -> bool:
+def goes_back(term: int, welcome: messages.Welcome) -> bool:
     """Tell whether this welcome is of a term before the newest one of an island, which
     does not go back to it. In term 0 a coordinator has no state, and gathers."""
     return 0 < welcome.term < term
@@ -76,18 +61,18 @@ class Conversation:
         self._changes: dict[int, tuple[float, ...]] = {}
         """Lengths of the last changes that merges made, by fragment."""
         self._median_changes: tuple[float, ...] = ()
-        self._takes: dict[int, TakeRequest] = {}
+        self._takes: dict[int, messages.TakeRequest] = {}
         self._newest_tick: dict[int, int] = {}
         self._adoptions: dict[int, Version] = {}
         self._waiting: dict[int, int] = {}
         """Publishes that wait for the loop, by fragment."""
         self._arrived: dict[int, Version] = {}
         self._published: dict[int, Version] = {}
-        self._verdicts: list[TakeVerdict] = []
+        self._verdicts: list[messages.TakeVerdict] = []
         self._grants: list[Span] = []
         self._granted = self._next_position = 0
-        self._anchors: dict[int, AnchorRequest] = {}
-        self._watches: dict[int, Watch] = {}
+        self._anchors: dict[int, messages.AnchorRequest] = {}
+        self._watches: dict[int, messages.Watch] = {}
         self._others_tokens = self._tokens = self._heard = 0
         self.posted = Status()
         """The loop's last status."""
@@ -96,49 +81,41 @@ class Conversation:
 
     # ---- what comes in ----------------------------------------------------------
 
-    def receive(self, message: FromCoordinator) -> tuple[Errand, ...]:
+    def receive(self, message: messages.FromCoordinator) -> tuple[Errand, ...]:
         """Note a message, in the order received; return the bulk work it asks for.
 
         Raises ValueError if a grant before this one is missing.
         """
         match message:  # Most messages tell of progress.
-            case Progress():
+            case messages.Progress():
                 self._progress(message)
-            case Welcome():
+            case messages.Welcome():
                 return self._welcome(message)
-            case TakeRequest():
+            case messages.TakeRequest():
                 self._request(message)
-            case ResendRequest() | ProfileRequest():
+            case messages.ResendRequest() | messages.ProfileRequest():
                 return (message,)
-            case Published(fragment=fragment, version=version):
+            case messages.Published(fragment=fragment, version=version):
                 self._note_change(fragment, message.change)
                 # The verdict comes first: a refusal resets the base before an adoption.
-                if message.verdict != "none":
-                    self._judge(
-                        TakeVerdict(
-                            fragment=fragment,
-                            tick=message.tick,
-                            verdict=message.verdict,
-                            reason=message.reason,
-                            version=version,
-                        )
-                    )
+                if message.verdict is not None:
+                    self._judge(message.verdict)
                 return (self._want(fragment, version),)
-            case TakeVerdict():
+            case messages.TakeVerdict():
                 self._judge(message)
                 return (self._want(message.fragment, message.version),)
-            case Granted():
+            case messages.Granted():
                 self._grant(message.offset, message.span)
-            case AnchorRequest(fragment=fragment):
+            case messages.AnchorRequest(fragment=fragment):
                 self._anchors[fragment] = message
                 self.has_news = True
-            case Watch(fragment=fragment):
+            case messages.Watch(fragment=fragment):
                 self._watches[fragment] = message  # No news: it concerns no step.
-            case Stop():
+            case messages.Stop():
                 self.stop = self.has_news = True
-            case MayLeave():
+            case messages.MayLeave():
                 self.may_leave = self.leaving
-            case Finished():
+            case messages.Finished():
                 self.stop = self.finished = self.has_news = True
         return ()
 
@@ -247,7 +224,7 @@ class Conversation:
 
     # ---- one message ------------------------------------------------------------
 
-    def _welcome(self, welcome: Welcome) -> tuple[Errand, ...]:
+    def _welcome(self, welcome: messages.Welcome) -> tuple[Errand, ...]:
         if 0 < self._term < welcome.term and welcome.anew:
             # The coordinator lost its log and began anew from anchors: earlier requests
             # and verdicts that are not decided yet no longer count.
@@ -276,7 +253,7 @@ class Conversation:
         self._published[fragment] = max(version, self._published.get(fragment, version))
         return Wanted(fragment, version)
 
-    def _request(self, request: TakeRequest) -> None:
+    def _request(self, request: messages.TakeRequest) -> None:
         """Note a take request unless a newer one for its fragment came before: requests
         may come late, and twice."""
         fragment, tick = request.fragment, request.tick
@@ -285,7 +262,7 @@ class Conversation:
             self._newest_tick[fragment] = tick
             self.has_news = True
 
-    def _judge(self, verdict: TakeVerdict) -> None:
+    def _judge(self, verdict: messages.TakeVerdict) -> None:
         if verdict not in self._verdicts:
             self._verdicts.append(verdict)
         self.has_news = True
@@ -305,7 +282,7 @@ class Conversation:
             self._next_position = max(self._next_position, fresh.stop)
             self.has_news = True
 
-    def _progress(self, message: Progress) -> None:
+    def _progress(self, message: messages.Progress) -> None:
         """Note the progress, which is no news: the learning rate follows it at the next
         boundary, whenever that is."""
         through = message.records_through

@@ -8,7 +8,6 @@ host fetches its part; `agreed` tells what became of the whole.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
 
@@ -18,22 +17,6 @@ from diloco_jax.protocol.values import NOTHING, Version
 
 JOIN_FETCHES = 4
 """Most fragments that a join fetches at a time."""
-PEERS_ASKED = 2
-"""Islands that are asked for an anchor before the coordinator is."""
-
-
-def order_of_peers(offering: Sequence[str], own: str, fragment: int) -> list[str]:
-    """Return the islands that a joining one asks for a fragment's anchor, first to
-    last, at most `PEERS_ASKED`.
-
-    Each joining island asks others first, for each fragment (rendezvous hashing), so
-    that many joins at once spread over all that offer.
-    """
-
-    def place(name: str) -> bytes:
-        return hashlib.blake2b(f"{own}/{fragment}/{name}".encode()).digest()
-
-    return sorted(offering, key=place)[:PEERS_ASKED]
 
 
 class Fetch(NamedTuple):

@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
-from diloco_jax.coordinator.engine import AnyEffect, Engine
+from diloco_jax.coordinator.engine import AnyEffect, Engine, Sessions
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
-from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.protocol.coordinator import anchors, members, search, terms
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,

@@ -373,11 +373,12 @@ class Monitor(Facts):
                 return who is not None and (*who, *span) in self._grants
             case TakeRequest(tick=tick):
                 return tick <= log.through[0]
-            case Published(fragment=fragment) | TakeVerdict(fragment=fragment):
+            case Published(fragment=fragment, verdict=verdict):
+                is_durable = verdict is None or self._is_durable(who, verdict)
+                return is_durable and message.version == log.versions[fragment]
+            case TakeVerdict(fragment=fragment):
                 key = (*who, fragment, message.tick) if who is not None else None
-                merged = message.verdict != "merged" or key in self.merged
-                is_take = isinstance(message, TakeVerdict)
-                return merged and (is_take or message.version == log.versions[fragment])
+                return message.verdict != "merged" or key in self.merged
             case Stop():
                 return Stopping in log.kinds
             case Finished():

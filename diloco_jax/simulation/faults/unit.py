@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, terms, workers
+from diloco_jax.protocol.coordinator import recovery, terms
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.holding import deal
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator, VirtualGatherer
@@ -139,6 +140,7 @@ class Unit:
             keep,
             functools.partial(self._found_lost, state, lost),
             term=state.term + 1,
+            last_name=state.term_name,
             known={f: terms.versions_known(state.fragments[f], {}) for f in lost},
         )
 
@@ -192,7 +194,7 @@ class Unit:
         """Kill a worker, and the lead once it notices; return how long it lasts."""
         lead, config = self.lead, self._world.config
         assert lead is not None
-        dealt = workers.deal(config.fragment_sizes, config.workers)
+        dealt = deal(config.fragment_sizes, config.workers)
         fragments = [f for f, of in enumerate(dealt) if of == worker % config.workers]
         lasts_s = noticed_s + down_s
         if lead.dead_fragments.issuperset(fragments):

@@ -51,7 +51,7 @@ from diloco_jax.data.batches import BatchReader, LeasedPositions
 from diloco_jax.data.loading import load_data
 from diloco_jax.files import require_writable
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.observability.tape import TapeError

@@ -44,8 +44,8 @@ from diloco_jax.island.device.build import (
 from diloco_jax.island.device.mesh import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.protocol.values import Version
@@ -237,9 +237,7 @@ class Copies:
             config, *begun = arguments
             island = msgspec.convert(config, IslandConfig)
             # Islands that compute alike share compiled programs.
-            alike = dataclasses.replace(
-                island, step_seconds=0.0, stands_for="", offers=""
-            )
+            alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
             self._copies[who] = _Copy(self._run, *self._trainer_of(alike), *begun)
         elif method == "end":
             del self._copies[who]
@@ -249,7 +247,7 @@ class Copies:
 
     def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:
         """Compile on all hosts before one of them runs the program, as in
-        `island/parts.py`.
+        `island/main.py`.
         """
         model, trainer = build_trainer(self._run, island)
         if self._hosts is not None:

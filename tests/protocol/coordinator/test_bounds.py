@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from bounds_support import give_up, patient, together
-from kit import merged_islands, notes, of, only, persisted
+from bounds_support import patient, together
+from kit import merged_islands, notes, of, only
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.quarantine import Usual
 from diloco_jax.protocol.coordinator.schedule import Fleet
-from diloco_jax.protocol.coordinator.state import Take, with_account, with_island
+from diloco_jax.protocol.coordinator.state import with_account, with_island
 from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import TakeVerdict
 
@@ -23,22 +23,6 @@ def test_a_delta_ten_times_as_long_is_refused_with_the_reason_and_the_lengths():
     (note,) = notes(effects, "refused")
     assert (note["reason"], note["norm"], note["most"]) == ("out_of_bounds", 10.0, 6.0)
     assert of(effects, Drop)[0].island == "c"
-
-
-def test_its_steps_are_lost_under_that_reason_and_it_is_merged_again():
-    d = patient("a", "b", "c")
-    together(d, a=1.0, b=1.0, c=10.0)
-    give_up(d, "c")
-    assert d.totals("c").lost == {"out_of_bounds": 40}
-    effects = together(d, a=1.0, b=1.0, c=1.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
-
-
-def test_the_length_is_on_the_record_of_the_merge():
-    d = patient("a", "b", "c")
-    effects = together(d, a=1.0, b=1.5, c=2.0)
-    (merged,) = persisted(effects, "merged")
-    assert [c["norm"] for c in merged["contributions"]] == [1.0, 1.5, 2.0]
 
 
 def lengths(*norms: float) -> dict[str, float]:
@@ -70,16 +54,6 @@ def test_who_is_merged_by_the_lengths(
     for norms in cycles:
         effects = together(d, **lengths(*norms))
     assert merged_islands(only(effects, Merge)) == list(merged)
-
-
-def test_a_delta_of_many_steps_may_be_as_much_longer():
-    d = patient("a", "b", "c")
-    d.reports(a=4, b=4, c=4)
-    d.take("a", 0, 1, norm=1.0)
-    d.take("b", 0, 1, norm=1.0)
-    d.report("c", 100)
-    effects = d.take("c", 0, 100, norm=100.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
 
 
 def test_a_refused_delta_does_not_count_to_the_quorum():
@@ -121,18 +95,6 @@ def test_the_lengths_survive_a_crash():
     assert (after.last.norm, after.last.start, after.last.end) == (1.0, 8, 12)
     # Two islands' first two merges, of four steps each, are in its base.
     assert (after.last, after.base_tokens) == (before.last, 2 * 2 * 40)
-
-
-def test_lengths_of_others_are_by_their_steps_since_their_last_delta():
-    d = patient("a", "b", "c")
-    together(d, a=1.0, b=1.0, c=1.0)
-    steps = d.state.islands["a"].steps
-    for name in "ab":
-        d.report(name, steps + 4)
-        d.take(name, 0, steps + 4, norm=1.0)
-    d.report("c", steps + 100)
-    effects = d.take("c", 0, steps + 100, norm=100.0)
-    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
 
 
 def _rates(start: int, end: int) -> float:
@@ -177,16 +139,6 @@ def test_an_island_is_held_to_what_its_rates_are_worth(
         d.take(name, 0, steps, norm=norm, rate_sum=rate_sum)
     refused = notes(d.effects, "refused")
     assert [n["most"] for n in refused] == pytest.approx(most)
-
-
-def test_rates_may_rise_from_nothing_as_a_run_begins():
-    d = patient("a", "b", "c", grace=0.0)
-    together(d, a=0.01, b=0.01, c=0.01, rate_sum=0.04)
-    assert d.fragment(0).merges == 1
-    steps = d.state.islands["a"].steps + 4
-    d.reports(a=steps, b=steps, c=steps)
-    effects = d.take("a", 0, steps, norm=1.0, rate_sum=4.0)
-    assert merged_islands(only(effects, Merge))[0] == "a"
 
 
 COURSE = {"rates": (0.0, 1.0, 1.0, 0.5, 0.0), "total_tokens": 400}
@@ -250,13 +202,6 @@ def test_rates_before_the_base_of_the_last_merge_are_not_believed(
     assert usual.most("b", claimed) == pytest.approx(most)
 
 
-def test_a_length_is_a_measure_once_the_steps_are_known():
-    d = patient("a", "b", grace=0.0)
-    d.reports(a=4, b=4)
-    d.arrive("a", 0, norm=1.0)
-    assert merged_islands(only(d.take("b", 0, 4, norm=1.0), Merge)) == ["b"]
-
-
 @pytest.mark.parametrize(
     ("change", "most"),
     [
@@ -294,29 +239,3 @@ def test_the_tokens_of_a_base_are_those_before_the_merges_since():
     assert (late.base_tokens, fresh.base_tokens) == (0, 80)
     d.crash()
     assert (d.account("c", 0).base_tokens, d.account("a", 0).base_tokens) == (0, 80)
-
-
-def test_a_refused_delta_is_no_measure():
-    d = patient("a", "b", "c")
-    together(d, a=1.0, b=2.0, c=1.0)
-    take = Take(tick=d.state.tick + 1, end=4, arrived=True, norm=1.0, rate_sum=4.0)
-    delta = d.account("b", 0).last
-    assert delta is not None
-    for refused, most in (("", 5.0), ("out_of_bounds", 10.0)):
-        account = replace(d.account("c", 0), last=None)
-        account = replace(account, take=replace(take, refused=refused))
-        fragment = with_account(d.fragment(0), "c", account)
-        usual = Usual(d.config, fragment, Fleet(d.config, d.state))
-        assert usual.most("b", delta) == most
-
-
-def test_the_rates_of_a_take_of_before_a_crash_come_with_the_hello():
-    d = patient("a", "b")
-    d.reports(a=4, b=4)
-    d.take("a", 0, 4, arrive=False, rate_sum=0.7)
-    held = replace(d.held("a", 0, 0, 4), rate_sum=0.7)
-    d.crash()
-    d.hello("a", steps=4, outstanding=(held,))
-    take = d.account("a", 0).take
-    assert take is not None
-    assert take.rate_sum == 0.7

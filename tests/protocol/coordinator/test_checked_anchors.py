@@ -157,10 +157,37 @@ def test_two_that_differ_wait_for_a_third_which_decides() -> None:
 def test_a_person_may_say_who_is_believed(trusted: str) -> None:
     g, effects = torn(trusted=trusted)
     if trusted == "b":
-        assert "island 'b' has another one" in texts(effects)
+        assert "it is not confirmed by 'b'" in texts(effects)
         g.arrive("b", 1, 5)
         g.arrive("b", 0, 5)
     assert g.state.got[0].island == trusted
+
+
+@pytest.mark.parametrize(
+    "numbers", [(5 + MERGES_APART + 1, 5), (5 + MERGES_APART + 1, 5, 5)]
+)
+def test_whom_a_person_trusts_confirms_what_counts(numbers: tuple[int, ...]) -> None:
+    g = offering(*numbers, trusted="b")
+    effects = g.arrive("a", 0, numbers[0])
+    assert "it is not confirmed by 'b'" in texts(effects)
+    g.arrive("b", 0, 5)
+    assert g.state.got[0].island == "b"
+
+
+def test_where_three_islands_are_of_three_terms_a_person_has_to_say() -> None:
+    """An anchor of another term confirms none, unless it is the same."""
+    g = Searching("abc")
+    for name, term in (("a", 1), ("b", 2), ("c", 3)):
+        versions = (Version(term, 5 + term),) * 2
+        g.offer(name, term=term, versions=versions)
+    effects = list[Effect]()
+    for name, term in (("c", 3), ("b", 2), ("a", 1)):
+        effects = g.arrive(name, 0, 5 + term, term=term)
+    (end,) = of(effects, GiveUp)
+    assert end.torn
+    assert "fragment 0 has no anchor that counts" in end.message
+    assert "'b' at (2, 7): it is not confirmed by 'a'; 'c'" in end.message
+    assert "again with --trust and the island whose values" in end.message
 
 
 def test_where_nobody_decides_the_coordinator_ends_and_names_both() -> None:
@@ -203,9 +230,48 @@ def test_another_process_votes_anew_and_a_ballot_of_the_one_before_is_nothing() 
     g.says = {"b": None, "c": None}  # type: ignore[dict-item]
     g.arrive("a", 0, 5)
     effects = g.offer("b", 5, 5, incarnation=2)
-    assert asked(effects, ballots=True) == [("b", 0), ("b", 0)][:1]
+    assert asked(effects, ballots=True) == [("b", 0)]
+    (awaited,) = (e for e in of(effects, AwaitAnchor) if e.sample)
+    assert (awaited.island, awaited.incarnation) == ("b", 2), "its holder takes it in"
     g.vote("b", 0, incarnation=1, equal=False)
     assert not g.state.claims[0].votes
+
+
+def test_who_voted_votes_anew_as_another_process() -> None:
+    g = offering(5, 5, 5)
+    g.says = {"c": None}  # type: ignore[dict-item]
+    g.arrive("a", 0, 5)
+    g.says["b"] = None  # type: ignore[assignment]
+    assert asked(g.offer("b", 5, 5, incarnation=2), ballots=True) == [("b", 0)]
+    assert not g.state.claims[0].votes
+
+
+def test_who_lost_its_connection_as_the_claim_came_votes_once_it_is_back() -> None:
+    """Else a liar would count that sends while the others blink."""
+    g = offering(5, 5, 5)
+    for name in "bc":
+        g.says[name] = {"equal": False}
+        g.lose(name)
+    effects = g.arrive("a", 0, 5)
+    assert 0 not in g.state.got
+    for name in "bc":
+        effects = g.offer(name, 5, 5)
+    assert "not confirmed by 'b'; 'c'" in texts(effects)
+    g = offering(5, 5, 5)
+    g.lose("b")
+    g.lose("c")
+    g.arrive("a", 0, 5)
+    g.pass_time(CONFIG.lease_s, "a")
+    assert g.state.unchecked == {"a"}, "they are gone"
+
+
+def test_who_claims_an_anchor_says_not_how_long_changes_are() -> None:
+    g = Searching("abc")
+    g.offer("a", 6, 6, changes=(1e9, 1e9))
+    g.offer("b", 5, 5, changes=(CHANGE, CHANGE))
+    g.offer("c", 5, 5)
+    g.says = {name: {"apart": 1e6} for name in "bc"}
+    assert "not confirmed by 'b'; 'c'" in texts(g.arrive("a", 0, 6))
 
 
 # ---- with a log ------------------------------------------------------------------
@@ -213,13 +279,13 @@ def test_another_process_votes_anew_and_a_ballot_of_the_one_before_is_nothing() 
 KNOWN = {0: {Version(1, 4): "", Version(1, 5): "digest of 5", Version(1, 6): ""}}
 
 
-def lost(*numbers: int) -> Searching:
+def lost(*numbers: int, **aim: Any) -> Searching:
     """Fragment 0 is lost at version (1, 6), in term 1 of the run."""
-    names = "abcd"[: len(numbers)]
-    g = Searching(names, run_id="run-1", term=2, known=KNOWN)
+    names = "abcd"[: len(numbers)] or "a"
+    g = Searching(names, run_id="run-1", term=2, known=KNOWN, **aim)
     g.aim = replace(g.aim, lacking=(0,))
     g.state = anchors.begin(g.config, g.aim, g.now)
-    for name, number in zip(names, numbers, strict=True):
+    for name, number in zip(names, numbers, strict=False):
         g.offer(name, number, 9)
     return g
 
@@ -247,9 +313,19 @@ def test_only_versions_after_which_the_log_knows_all_merges_are_gathered() -> No
     assert "on an empty --workdir" in end.message
 
 
+def test_an_island_of_this_term_of_another_coordinator_has_other_values() -> None:
+    g = lost(last_name="n")
+    effects = g.offer("a", 6, 9, term_name="other")
+    assert "in term 1 'other', and this coordinator's log in term 1 'n'" in (
+        texts(effects)
+    )
+    assert not g.state.members
+    g.offer("a", 6, 9, term_name="n")
+    assert g.state.members
+
+
 def test_an_island_of_a_later_term_shows_that_this_state_is_an_old_one() -> None:
-    g = lost(6)
-    g = Searching("a", run_id="run-1", term=2, known=KNOWN)
+    g = lost()
     effects = g.offer("a", 6, 9, term=2)
     assert "log ends in term 1: its state is an old one" in texts(effects)
     assert not g.state.members

@@ -57,13 +57,6 @@ def test_more_steps_than_were_leased_are_not_believed(believed: int) -> None:
     put_out(d, effects, f"{LEASED + 1} steps of 1", f"{LEASED} were leased to it")
 
 
-def test_steps_of_several_sequences_count_as_many() -> None:
-    d = Driver()
-    d.hello("a", sequences_per_step=4)
-    effects = d.report("a", LEASED + 1, step_seconds=0)
-    put_out(d, effects, f"of 4 sequences, but {4 * LEASED} were leased to it")
-
-
 def record(**fields: Any) -> Record:
     return Record(**{"seq": 1, "kind": "took", "fragment": 0, "step": 0, **fields})
 
@@ -89,14 +82,6 @@ def test_a_record_of_steps_that_were_not_made_is_not_believed(
     message = only(effects, Refused).message
     assert re.search(shown, message), message
     put_out(d, effects)
-
-
-def test_a_hello_that_claims_too_much_is_put_out() -> None:
-    d = Driver()
-    d.hello("a")
-    effects = d.hello("a", steps=LEASED + 1, phase="training")
-    assert of(effects, Welcome) == []
-    put_out(d, effects, f"{LEASED + 1} steps")
 
 
 def test_a_hello_with_a_take_of_steps_to_come_is_put_out() -> None:
@@ -204,15 +189,6 @@ def test_bytes_are_wanted_from_the_request_to_the_merge() -> None:
     assert awaited(d, "a", 1), "repeated"
     d.take("b", 0, 2)
     d.computed(0)
-    assert not awaited(d, "a", 1)
-
-
-def test_bytes_of_a_refused_take_are_not_wanted() -> None:
-    d = Driver()
-    d.join("a")
-    d.report("a", 2)
-    d.take("a", 0, 2, arrive=False)
-    d.arrive("a", 0, refusal="non_finite")
     assert not awaited(d, "a", 1)
 
 

@@ -21,7 +21,7 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import initial
-from diloco_jax.protocol.holding import Commit, CycleKept, KeepFragment, Merge
+from diloco_jax.protocol.holding import CycleKept, KeepFragment, Merge
 from diloco_jax.protocol.messages import Report, Watch
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version
@@ -51,42 +51,6 @@ def test_a_fragment_is_kept_as_soon_as_its_version_is_sure() -> None:
     assert d.state.unkept == ()
     d.feed(CycleKept(cycle=1))
     assert not d.state.keeping
-
-
-def test_a_merge_of_the_next_cycle_is_not_in_it() -> None:
-    """Fragment 1 is slow: 0 is in its next cycle, and merged, before 1 is kept."""
-    d = training()
-    d.report("a", 2)
-    d.feed(KeepAsked())
-    d.merge(0, a=2)
-    d.report("a", 4)
-    effects = d.report("a", 6)
-    d.take("a", 0, 6)
-    d.computed(0)
-    assert d.fragment(0).version == Version(1, 2)
-    d.take("a", 1, 6)
-    effects = d.computed(1)
-    assert kept(effects) == {1: (1, Version(1, 1))}
-    assert kept(d.effects) == {0: (1, Version(1, 1)), 1: (1, Version(1, 1))}
-    order = [
-        e for e in d.effects if isinstance(e, KeepFragment | Commit) and e.fragment == 0
-    ]
-    assert [type(e) for e in order] == [Commit, KeepFragment, Commit]
-
-
-def test_a_fragment_without_a_merge_in_the_cycle_is_there_as_it_is() -> None:
-    d = training(quorum=2)
-    d.feed(KeepAsked())
-    d.join("b")
-    d.disconnect("b")
-    d.report("a", 20)
-    d.join("c")
-    assert kept(d.effects) == {}
-    d.reports(c=2, a=22)
-    d.take("a", 0, 22, arrive=False)
-    d.disconnect("c")
-    # One that answers too late is skipped.
-    assert d.fragment(0).phase in ("open", "idle")
 
 
 def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
@@ -124,54 +88,6 @@ def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
     assert d.state.keeping, "that was another one"
 
 
-def test_a_cycle_that_is_due_begins_with_its_first_tick() -> None:
-    d = training(export_every=2)
-    for fragment, step in ((0, 2), (1, 4)):
-        d.report("a", step)
-        d.merge(fragment, a=step)
-    assert not d.state.keeping
-    d.report("a", 6)
-    assert (d.state.keeping, d.state.kept_cycle) == (True, 2)
-
-
-def test_who_asks_while_one_is_kept_gets_that_one() -> None:
-    d = training()
-    d.feed(KeepAsked())
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 4)
-    d.report("a", 6)
-    assert cycles.present(d.config, d.state) == 2
-    before = d.state
-    assert d.feed(KeepAsked()) == []
-    assert d.state == before
-    assert (d.state.kept_cycle, d.state.unkept) == (1, (1,))
-
-
-def test_nothing_is_kept_by_itself() -> None:
-    d = training()
-    for step in (2, 4, 6, 8):
-        d.report("a", step)
-        d.merge((step // 2 - 1) % 2, a=step)
-    assert of(d.effects, KeepFragment) == []
-
-
-def test_the_end_of_a_run_ends_the_cycle() -> None:
-    d = training(total_tokens=30)
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.feed(KeepAsked())
-    d.report("a", 3)
-    d.report("a", 3, phase="stopped")
-    for fragment in (0, 1):
-        d.take("a", fragment, 3)
-        d.computed(fragment)
-    assert d.state.phase == "done"
-    # The flush merged both, after their turns: it is of no cycle.
-    assert kept(d.effects) == {0: (1, Version(1, 1)), 1: (1, Version(1, 0))}
-    assert d.fragment(0).version == Version(1, 2)
-
-
 def test_no_cycle_begins_once_the_run_has_stopped() -> None:
     """The flush gives a fragment a tick after its turn of the cycle that is present."""
     d = training(total_tokens=30, export_every=1)
@@ -185,8 +101,11 @@ def test_no_cycle_begins_once_the_run_has_stopped() -> None:
     assert (d.state.kept_cycle, d.state.keeping) == (1, False)
     before = len(d.effects)
     d.feed(KeepAsked())
-    again = recover(d.config, initial(d.config), d.log, d.now)
-    assert not cycles.ask(d.config, again)[0].keeping
+    running, again = d.state, recover(d.config, initial(d.config), d.log, d.now)
+    d.state = again
+    assert kept(d.feed(KeepAsked())) == {}
+    assert not d.state.keeping
+    d.state = running
     for fragment in (0, 1):
         d.take("a", fragment, 3)
         d.computed(fragment)
@@ -247,16 +166,6 @@ def test_so_are_those_up_to_an_extension() -> None:
     d.feed(RunExtended())
     assert d.state.ticks_reserved >= d.state.tick
     assert recover(d.config, initial(d.config), d.log, d.now).tick >= d.state.tick
-
-
-def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:
-    d = training()
-    before = replace(d.state, phase="flushing", keeping=True, kept_cycle=1)
-    before = replace(before, unkept=(0, 1))
-    done = tuple(replace(f, phase="done") for f in before.fragments)
-    state, effects = cycles.advance(d.config, before, replace(before, fragments=done))
-    assert kept(effects) == {0: (1, Version()), 1: (1, Version())}
-    assert state.unkept == ()
 
 
 def test_a_crash_forgets_the_cycle_under_way() -> None:
@@ -442,25 +351,6 @@ def test_a_crash_of_the_coordinator_gives_the_turn_up() -> None:
     before = d.state
     d.crash(before)
     assert d.state.unwatched == ()
-
-
-def test_without_the_setting_nobody_is_asked() -> None:
-    d = Able()
-    d.join("a")
-    assert run(d, 16) == []
-
-
-def test_a_turn_is_given_in_the_step_in_which_its_cycle_begins() -> None:
-    d = Able(watch_every=1)
-    d.join("a")
-    given = []
-    for step in range(2, 13, 2):
-        d.report("a", step)
-        given.append(d.state.watched_cycle)
-        d.merge((step // 2 - 1) % 2, a=step)
-        assert d.state.watched_cycle == given[-1], "no merge gives one"
-    assert given == sorted(given)
-    assert given[-1] > given[0]
 
 
 def test_no_turn_begins_once_the_run_has_stopped() -> None:

@@ -54,23 +54,6 @@ def test_nothing_new_begins_once_the_run_stops() -> None:
     assert of(d.report("a", 10**7), TakeRequest) == []
 
 
-def test_the_flush_begins_when_all_have_stopped() -> None:
-    d = stopping("a", "b")
-    assert asked(stop(d, "a")) == {}
-    assert asked(stop(d, "b")) == {0: ["a", "b"], 1: ["a", "b"]}
-    assert d.state.phase == "flushing"
-
-
-def test_the_flush_does_not_wait_for_ever_for_islands_to_stop() -> None:
-    d = stopping("a", "b")
-    stop(d, "a")
-    assert decide.next_deadline(d.state, d.now) == d.now + d.config.lease_s
-    d.now += 60
-    d.report("a")
-    d.report("b")
-    assert asked(d.wait(40)) == {0: ["a", "b"], 1: ["a", "b"]}
-
-
 def test_who_slept_for_hardly_longer_than_a_lease_still_hears_the_last_steps() -> None:
     d = stopping("a", "b")
     assert asked(d.wait(1.02 * d.config.lease_s)) == {}
@@ -116,16 +99,6 @@ def test_the_flush_merges_everything_and_finishes() -> None:
     for name in "ab":
         totals = d.totals(name)
         assert (totals.merged, totals.lost, totals.in_flight) == (100, {}, 0)
-
-
-def test_the_flush_is_exempt_from_quorum() -> None:
-    d = stopping("a", "b", quorum=2, fragment_sizes=(4,))
-    stop(d, "a")
-    d.goodbye("b")
-    merge = only(d.take("a", 0, 10), Merge)
-    assert merge.final
-    assert [c.island for c in merge.contributions] == ["a"]
-    assert persisted(d.computed(0), "finished")
 
 
 def test_the_flush_waits_for_all_live_islands_whatever_the_grace() -> None:
@@ -250,32 +223,6 @@ def test_the_flush_merges_a_fragment_once() -> None:
     assert persisted(d.computed(0), "finished")
 
 
-def test_of_what_is_pending_a_quorum_is_enough() -> None:
-    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=100)
-    d.reports(b=1, a=4)
-    d.take("b", 0, 1, arrive=False)
-    d.merge(0, a=4)
-    d.reports(b=3, a=7)
-    stop(d, "a", "b")
-    first = only(d.arrive("b", 0), Merge)
-    assert (first.final, whose(first)) == (False, [("b", 0, 1)])
-    assert asked(d.computed(0)) == {0: ["a", "b"]}
-
-
-def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:
-    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
-    d.reports(b=1, a=4)
-    d.take("b", 0, 1, arrive=False)
-    d.merge(0, a=4)
-    d.report("a", 7)
-    stop(d, "a")
-    assert asked(stop(d, "b")) == {0: ["a"]}
-    assert of(d.arrive("b", 0), Merge) == []
-    merge = only(d.take("a", 0, 7), Merge)
-    assert (merge.final, whose(merge)) == (True, [("a", 4, 7), ("b", 0, 1)])
-    assert persisted(d.computed(0), "finished")
-
-
 def test_who_has_not_answered_a_refusal_keeps_nobody_waiting() -> None:
     d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=110)
     d.reports(b=1, a=4)
@@ -312,14 +259,6 @@ def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
     assert (merge.final, whose(merge)) == (True, [("a", 0, 4)])
     d.computed(0)
     assert persisted(d.wait(d.config.flush_s), "finished")
-
-
-def test_at_the_deadline_what_is_pending_is_merged() -> None:
-    d = pending(quorum=1)
-    d.arrive("b", 0)
-    merge = only(d.wait(d.config.flush_s), Merge)
-    assert (merge.final, whose(merge)) == (True, [("b", 0, 1)])
-    assert persisted(d.computed(0), "finished")
 
 
 def test_a_take_refused_in_the_flush_is_taken_once_more() -> None:
@@ -455,36 +394,6 @@ def test_a_merge_about_to_end_is_waited_for_if_more_is_open_behind_it() -> None:
     assert d.totals("a").lost == {}
 
 
-def test_every_island_may_leave_at_once() -> None:
-    d = joined("a", "b", quorum=2)
-    for name in "ab":
-        d.report(name, 3, phase="stopped")
-    ticks = [ask.tick for ask in of(d.effects, TakeRequest) if ask.island == "b"]
-    assert len(ticks) == 2
-    for name in "ab":
-        d.take(name, 0, 3)
-        assert only(d.take(name, 1, 3), MayLeave).island == name
-        d.goodbye(name, "preempted")
-    for name in "ab":
-        d.hello(name, incarnation=2)
-        d.report(name, 0)
-    d.reports(a=2, b=2)
-    for name in "ab":
-        last = d.take(name, 0, 2)
-    parts = [(c.island, c.incarnation) for c in only(last, Merge).contributions]
-    assert parts == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
-
-
-def test_a_refused_take_is_asked_for_once_more() -> None:
-    d = noticed()
-    d.take("a", 0, 2)
-    d.take("a", 1, 2, arrive=False)
-    assert of(d.arrive("a", 1, refusal="non_finite"), MayLeave) == []
-    reopened = d.record("a", "reopened", 2, fragment=1, tick=d.tick_of("a", 1))
-    assert asked(d.report("a", 2, reopened)) == {1: ["a"]}
-    assert only(d.take("a", 1, 2), MayLeave)
-
-
 def test_who_has_nothing_open_may_go_at_once() -> None:
     d = joined("a", "b")
     assert only(d.report("a", 0, phase="stopped"), MayLeave).island == "a"
@@ -534,13 +443,6 @@ def test_the_next_fragment_is_opened_once_one_is_merged() -> None:
     assert d.totals("a").lost == d.totals("b").lost == {}
 
 
-def test_islands_that_are_away_need_no_room() -> None:
-    d = stopping("a", "b", fragment_sizes=(4,) * 3, room_each=10, merge_buffer_bytes=20)
-    d.goodbye("b")
-    stop(d, "a")
-    assert opened(d) == [0, 1]
-
-
 def test_every_worker_has_its_own_room() -> None:
     d = crowded(1, workers=2)
     assert opened(d) == [0, 1]
@@ -562,31 +464,3 @@ def test_an_island_that_hangs_keeps_no_fragment_from_the_others() -> None:
             assert opened(d) == list(range(index + 1))
             d.wait(0.001)
     assert [m.fragment for m in of(d.wait(d.config.flush_s), Merge)] == [0, 1, 2, 3]
-
-
-def test_no_more_is_opened_while_deltas_come() -> None:
-    d = crowded(2, fragments=8)
-    for index in (0, 1):
-        d.wait(5)
-        d.take("a", index, 10)
-    assert opened(d) == [0, 1]
-    d.wait(6.25)
-    assert opened(d) == [0, 1, 2]
-    d.wait(1)
-    assert opened(d) == [0, 1, 2], "each of them has its time"
-
-
-def test_after_the_deadline_no_fragment_waits_for_room() -> None:
-    d = stopping(
-        "a",
-        "b",
-        fragment_sizes=(4, 4),
-        room_each=10,
-        merge_buffer_bytes=20,
-        steps=10,
-    )
-    stop(d, "a", "b")
-    assert opened(d) == [0]
-    d.now += d.config.flush_s
-    d.wait(0)
-    assert [f.phase for f in d.state.fragments] == ["done", "done"]

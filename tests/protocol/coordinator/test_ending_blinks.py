@@ -53,20 +53,6 @@ def test_a_blink_of_one_link_costs_a_second_merge() -> None:
     assert d.totals("b").lost == {}
 
 
-def test_who_is_not_back_within_its_lease_is_not_waited_for() -> None:
-    d = stopping("a", "b", fragment_sizes=(4,), flush_s=200.0)
-    stop(d, "a", "b")
-    d.take("a", 0, 10)
-    d.disconnect("b")
-    d.computed(0)
-    until = d.state.islands["b"].lease_until
-    d.now = until - 1
-    assert not persisted(d.report("a", 10), "finished")
-    assert decide.next_deadline(d.state, d.now) == until
-    assert persisted(d.wait(1), "finished")
-    assert d.totals("b").lost == {"absent": 100}
-
-
 def test_what_hangs_keeps_nobody_elses_last_steps_out() -> None:
     """b's delta of before the stop does not come."""
     d = pending(quorum=1)

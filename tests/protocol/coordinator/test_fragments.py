@@ -1,6 +1,10 @@
 """One fragment: quorum, grace, what is late, and what a merge publishes."""
 
+from collections.abc import Sequence
+
+import pytest
 from kit import (
+    TOKENS_PER_STEP,
     Driver,
     asked,
     joined,
@@ -13,7 +17,8 @@ from kit import (
     verdicts,
 )
 
-from diloco_jax.protocol.coordinator.events import Alert, Persist
+from diloco_jax.protocol.coordinator.events import Alert, Effect, Persist
+from diloco_jax.protocol.coordinator.state import MISSED_MERGES
 from diloco_jax.protocol.holding import Commit, Drop, Merge
 from diloco_jax.protocol.messages import Published, TakeRequest
 from diloco_jax.protocol.values import Version
@@ -77,17 +82,6 @@ def test_a_cycle_later_who_came_back_is_asked_too() -> None:
     assert asked(d.report("a", 4)) == {0: ["c"]}
     merge = only(d.take("c", 0, 2), Merge)
     assert merged_islands(merge) == ["a", "c"]
-
-
-def test_a_tick_changes_nothing_of_a_merge_under_way() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    only(d.take("a", 0, 2), Merge)
-    before = d.state.fragments[0]
-    effects = d.report("a", 4)
-    assert notes(effects, "skipped")[0]["why"] == "merging"
-    assert of(effects, TakeRequest) == []
-    assert d.state.fragments[0] is before
 
 
 def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:
@@ -169,15 +163,6 @@ def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
     assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a", "c"]
 
 
-def test_a_newcomer_is_not_asked_while_quorum_is_in_sight() -> None:
-    d = joined("a", "b", "e", quorum=2)
-    d.reports(a=2, b=2, e=2)
-    d.take("a", 0, 2)
-    d.hello("c")
-    assert asked(d.report("c", 0)) == {}
-    assert merged_islands(only(d.take("b", 0, 2), Merge)) == ["a", "b"]
-
-
 def test_persist_comes_before_publish() -> None:
     d = joined("a")
     d.report("a", 2)
@@ -191,15 +176,6 @@ def test_persist_comes_before_publish() -> None:
     assert record["verdicts"] == {"a": [1, "merged", ""]}
 
 
-def test_a_merge_is_done_once() -> None:
-    d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
-    assert of(d.computed(0), Published)
-    assert d.computed(0) == [], "nothing is being merged"
-    assert d.fragment(0).merges == 1
-
-
 def test_a_merge_by_one_of_several_raises_an_alert() -> None:
     d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     alerts = []
@@ -210,21 +186,6 @@ def test_a_merge_by_one_of_several_raises_an_alert() -> None:
     assert alerts == [0, 0, 1, 0]
 
 
-def test_a_merge_of_several_ends_a_row_of_lonely_ones() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    alerts = []
-    for step in range(2, 14, 2):
-        d.report("a", step)
-        closed = d.take("a", 0, step)
-        if step == 4:
-            d.report("b", 3)
-            d.take("b", 0, 3)  # Pending: it is in the next one.
-        if step == 6:
-            assert merged_islands(only(closed, Merge)) == ["a", "b"]
-        alerts.append(len(of(d.computed(0), Alert)))
-    assert alerts == [0, 0, 0, 0, 0, 1]
-
-
 def test_islands_that_are_merged_in_turns_raise_an_alert() -> None:
     d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
     for step in range(2, 22, 2):
@@ -233,15 +194,6 @@ def test_islands_that_are_merged_in_turns_raise_an_alert() -> None:
         d.computed(0)
     texts = [alert.text for alert in of(d.effects, Alert)]
     assert any("of 2 islands of about one speed, b were in 0%" in t for t in texts)
-
-
-def test_a_lone_island_raises_no_alert() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    for step in (2, 4, 6, 8):
-        d.report("a", step)
-        d.take("a", 0, step)
-        d.computed(0)
-    assert of(d.effects, Alert) == []
 
 
 def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> None:
@@ -261,11 +213,86 @@ def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> Non
     assert len(of(d.effects, TakeRequest)) == 3, "b is not asked while a take is open"
 
 
-def test_participation_counts_merges_while_alive() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+# ---- the size of a merge that some live islands are not in ----
+
+
+def turns_driver(**changes: object) -> Driver:
+    """One fragment; b computes three times as many tokens per second as a, and c as
+    many as both. Nobody is waited for."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, **changes)
+    for name, factor in (("a", 1), ("b", 3), ("c", 4)):
+        d.hello(name, tokens_per_step=factor * TOKENS_PER_STEP)
+    d.reports(a=0, b=0, c=0)
+    return d
+
+
+def share_of(effects: Sequence[Effect]) -> float:
+    return only(effects, Merge).share
+
+
+def test_a_merge_counts_as_the_share_of_all_tokens_per_second_that_is_in_it() -> None:
+    d = turns_driver()
     d.report("a", 2)
-    d.merge(0, a=2)
-    account = d.account("b", 0)
-    assert (account.merges_in, account.merges_alive) == (0, 1)
-    account = d.account("a", 0)
-    assert (account.merges_in, account.merges_alive) == (1, 1)
+    assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 8)
+    d.takes(0, b=2, c=2)
+    (record,) = persisted(d.computed(0), "merged")
+    assert record["share"] == pytest.approx(1 / 8)
+    assert asked(d.report("a", 4)) == {0: ["a"]}
+    assert share_of(d.take("a", 0, 4)) == 1
+    assert persisted(d.computed(0), "merged")[0]["share"] == 1
+
+
+def test_twice_as_slow_is_half_as_many_tokens_per_second() -> None:
+    d = turns_driver()
+    d.report("c", 2, step_seconds=2.0)
+    assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize("away", ["goodbye", "disconnect"])
+def test_who_is_not_there_is_no_share_of_it(away: str) -> None:
+    d = turns_driver()
+    d.report("a", 2)
+    getattr(d, away)("b")
+    assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 5)
+    d.computed(0)
+    getattr(d, away)("c")
+    d.report("a", 4)
+    assert share_of(d.take("a", 0, 4)) == 1
+
+
+def test_who_misses_many_merges_in_a_row_is_not_counted_on() -> None:
+    d = turns_driver()
+    d.goodbye("b")
+    shares = []
+    for steps in range(2, 2 * MISSED_MERGES + 6, 2):
+        d.report("a", steps)
+        shares.append(share_of(d.take("a", 0, steps)))
+        d.computed(0)
+    assert shares == [pytest.approx(1 / 5)] * MISSED_MERGES + [1.0] * 2
+
+
+def test_a_merge_is_whole_if_the_config_says_so() -> None:
+    d = turns_driver(partial_merges="full")
+    d.report("a", 2)
+    assert share_of(d.take("a", 0, 2)) == 1
+
+
+def test_who_left_a_delta_and_has_no_speed_yet_is_in_the_share() -> None:
+    d = joined("a", "b", "c", "e", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.reports(a=2, b=2, c=2, e=2)
+    d.take("b", 0, 2)
+    d.goodbye("b")
+    d.hello("b", 2)
+    d.take("a", 0, 2)
+    # a, c, and what b left, of these and e, which are equally fast.
+    assert share_of(d.take("c", 0, 2)) == pytest.approx(3 / 4)
+
+
+def test_a_merge_of_islands_without_a_speed_is_whole() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.hello("a")
+    d.report("a", 2, step_seconds=0.0)
+    fields = {"tick": d.tick_of("a", 0), "version": d.fragment(0).version, "start": 0}
+    took = d.record("a", "took", 2, fragment=0, **fields)
+    d.report("a", 2, took, step_seconds=0.0)
+    assert share_of(d.arrive("a", 0)) == 1

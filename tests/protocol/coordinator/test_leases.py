@@ -113,20 +113,6 @@ def test_positions_in_a_merge_under_way_are_not_free() -> None:
     assert spans(d.hello("a", 2))[0].start == first.start + 5
 
 
-def test_an_absent_island_keeps_its_data() -> None:
-    d = joined("a")
-    (first,) = spans(d.effects)
-    d.disconnect("a")
-    assert spans(d.hello("b"))[0].start == first.stop
-
-
-def test_free_spans_that_touch_become_one() -> None:
-    d = joined("a", "b")
-    d.goodbye("a")
-    d.goodbye("b")
-    assert d.state.free_spans == (Span(0, d.state.next_position),)
-
-
 def test_what_an_island_holds_at_most_is_twice_an_outage_budget() -> None:
     d = Driver(outage_budget_s=30.0)
     d.hello("a", sequences_per_step=2, step_seconds=1.0)
@@ -134,13 +120,6 @@ def test_what_an_island_holds_at_most_is_twice_an_outage_budget() -> None:
     assert first == Span(0, 2 * 31 * 2), "30 steps and one, twice, of 2 sequences"
     assert spans(d.report("a", 31)) == [], "just a half is left"
     assert spans(d.report("a", 32)) == [Span(124, 124 + 64)], "and is filled up"
-
-
-def test_a_free_span_that_is_one_too_short_is_filled_up() -> None:
-    d = Driver(outage_budget_s=30.0)
-    d.state = replace(d.state, free_spans=(Span(0, 123),), next_position=500)
-    effects = d.hello("a", sequences_per_step=2, step_seconds=1.0)
-    assert spans(effects) == [Span(0, 123), Span(500, 501)]
 
 
 @pytest.mark.parametrize("step_seconds", [1e-300, 5e-324])
@@ -151,43 +130,6 @@ def test_no_step_time_gives_a_lease_without_bound(step_seconds) -> None:
     assert first == Span(0, 2 * 300_001 * 2), "as of steps of 0.1 ms"
 
 
-def test_only_steps_of_no_merge_are_free_whichever_lease_they_are_of() -> None:
-    d = Driver()
-    d.hello("a", sequences_per_step=2)
-    (first,) = d.state.islands["a"].leases
-    for start in (1000, 2000):
-        d.state = leases.granted(d.state, "a", Span(start, start + 8))
-    inside = first.span.stop - first.span.start + 6
-    state = leases.release(d.state, "a", (Span(0, inside // 2),))
-    assert state.free_spans == (Span(1006, 1008), Span(2000, 2008))
-    state = leases.release(d.state, "a", ())
-    assert state.free_spans == (first.span, Span(1000, 1008), Span(2000, 2008))
-    amid = (Span(0, 2), Span(3, inside // 2))
-    assert leases.release(d.state, "a", amid).free_spans[0] == Span(4, 6)
-
-
-def test_steps_that_every_merge_lacks_come_again_though_later_ones_are_merged() -> None:
-    d = joined("a", fragment_sizes=(4,), quorum=1)
-    d.report("a", 4)
-    d.merge(0, a=4)
-    d.report("a", 8)
-    d.take("a", 0, 8, start=6)  # Steps 4 and 5 were overwritten.
-    d.computed(0)
-    d.goodbye("a")
-    assert [*d.state.free_spans[0]] == [4, 6]
-    assert d.state.free_spans[1].start == 8
-    assert d.state.departed == ()
-
-
-def test_what_is_left_of_a_free_span_stays_free() -> None:
-    d = joined("a", "b", outage_budget_s=30.0)
-    d.goodbye("a")
-    (free,) = d.state.free_spans
-    (granted,) = spans(d.hello("c", step_seconds=100.0))
-    assert granted == Span(free.start, free.start + 4)
-    assert d.state.free_spans == (Span(granted.stop, free.stop),)
-
-
 def test_a_grant_is_made_of_as_many_free_spans_as_it_takes() -> None:
     d = Driver(outage_budget_s=30.0)
     free = (Span(0, 10), Span(100, 140), Span(500, 600))
@@ -195,30 +137,6 @@ def test_a_grant_is_made_of_as_many_free_spans_as_it_takes() -> None:
     d.hello("a", step_seconds=1.0)
     assert spans(d.effects) == [Span(0, 10), Span(100, 140), Span(500, 512)]
     assert d.state.free_spans == (Span(512, 600),)
-
-
-def test_data_is_granted_in_order_if_it_can_be() -> None:
-    d = Driver(outage_budget_s=30.0)
-    d.state = replace(
-        d.state, free_spans=(Span(0, 100), Span(500, 600)), next_position=600
-    )
-    d.hello("a", step_seconds=1.0)
-    assert spans(d.effects) == [Span(0, 62)]
-    assert d.state.free_spans == (Span(62, 100), Span(500, 600))
-
-
-def test_what_others_have_in_a_merge_keeps_no_data_of_an_island() -> None:
-    d = Driver()
-    d.hello("a")
-    d.report("a", 0)
-    (first,) = spans(d.effects)
-    d.join("b")
-    d.report("b", 5)
-    d.take("b", 0, 5)
-    assert d.fragment(0).phase == "merging"
-    d.report("a", 5)
-    d.goodbye("a")
-    assert d.state.free_spans[0].start == first.start
 
 
 def test_leases_whose_steps_are_all_merged_are_forgotten() -> None:
@@ -236,11 +154,6 @@ def test_leases_whose_steps_are_all_merged_are_forgotten() -> None:
     kept = d.state.islands["a"].leases
     assert lease not in kept
     assert len(kept) == 2
-
-
-def test_what_nobody_holds_and_is_not_free_was_trained_on() -> None:
-    state = replace(Driver().state, next_position=7, free_spans=(Span(2, 3),))
-    assert leases.trained(state) == [Span(0, 2), Span(3, 7)]
 
 
 def test_what_was_trained_on_is_neither_free_nor_still_to_come() -> None:

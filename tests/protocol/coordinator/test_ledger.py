@@ -1,14 +1,10 @@
 """The books: what the totals are, and that errors in them are found."""
 
-import pytest
 from kit import Driver, joined
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import (
-    AVERAGE_KEPT,
-    Account,
-    averaged,
     with_account,
     with_fragment,
 )
@@ -34,16 +30,6 @@ def test_totals_are_weighted_by_parameters_and_floored() -> None:
     assert totals.merged == 7 * 20 // 10
     assert totals.lost == {"died": (7 * 30 + 3 * 50) // 10}
     assert totals.in_flight == 90 - 14 - 36
-
-
-def test_less_than_a_token_is_no_loss() -> None:
-    d = joined("a", fragment_sizes=(1, 99))
-    for fragment in (0, 1):
-        d.report("a", 2 * fragment + 2)
-        d.merge(fragment, a=2 * fragment + 2)
-    d.goodbye("a")
-    assert d.account("a", 0).lost_tokens == {"stopped": 20}
-    assert d.totals("a").lost == {}
 
 
 def test_totals_balance_exactly() -> None:
@@ -108,12 +94,6 @@ def test_a_tally_follows_the_books_and_adds_only_what_changed(monkeypatch) -> No
     assert tally.of(d.config, d.state)["a"].lost["died"] > 0
 
 
-def test_the_parameters_are_trained_on_what_is_merged() -> None:
-    d = worked()
-    merged = ledger.run_totals(d.config, d.state).merged
-    assert ledger.trained_tokens(d.config, d.state) == merged > 0
-
-
 def test_progress_counts_what_is_computed_and_not_lost() -> None:
     d = worked()
     assert ledger.progress_tokens(d.config, d.state) == 120 - 36
@@ -150,14 +130,3 @@ def test_check_finds_books_that_do_not_balance() -> None:
     ahead = replace(account, start=9, merged_tokens=90)
     state = with_fragment(d.state, with_account(fragment, "b", ahead))
     assert "settled to step 9 of 3" in ledger.check(state)[0]
-
-
-def test_a_single_token_can_be_lost() -> None:
-    account = Account(incarnation=1, session="a1", tokens_per_step=1)
-    assert account.lose_tokens(1, "died").lost_tokens == {"died": 1}
-    assert account.lose_tokens(0, "died") is account
-
-
-def test_a_running_average_keeps_most_of_what_it_was() -> None:
-    assert averaged(0.0, 3.0) == 3.0
-    assert averaged(2.0, 3.0) == pytest.approx(2.0 + (1 - AVERAGE_KEPT))

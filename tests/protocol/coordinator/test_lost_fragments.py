@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from kit import Driver, of, only, persisted
+from search_support import anchor
 
 from diloco_jax.protocol.coordinator import terms
 from diloco_jax.protocol.coordinator.state import MERGES_KNOWN
-from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.messages import Refused, ResendRequest, TakeVerdict, Welcome
 from diloco_jax.protocol.records import line
 from diloco_jax.protocol.values import STALE, Outstanding, Version
@@ -40,13 +41,12 @@ class Merging(Driver):
     def lose(self, number: int) -> dict[str, Any]:
         """The lead starts again; fragment 0 is gathered at that version of term 1."""
         self.crash()
-        version = Version(TERM, number)
-        anchor = Gathered(0, "a", 1, Version(1, number), version, "digest")
+        kept = anchor(0, "a", number, TERM)
         found = FoundTerm(
             run_id=self.config.run_id,
             term=TERM,
             name="n",
-            anchors=(anchor,),
+            anchors=(kept,),
             tokens=0,
             next_position=0,
         )

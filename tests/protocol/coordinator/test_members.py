@@ -3,7 +3,7 @@
 import pytest
 from kit import Driver, asked, joined, kinds, notes, of, only, persisted, verdicts
 
-from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator import decide, members
 from diloco_jax.protocol.coordinator.events import (
     Alert,
     Effect,
@@ -83,16 +83,6 @@ def test_a_silent_island_is_absent_and_loses_nothing() -> None:
     assert persisted(d.effects, "left") == []
     d.report("b", 6)
     assert status(d, "b") == "live"
-
-
-def test_the_next_deadline_is_that_of_the_first_island_to_go_silent() -> None:
-    d = joined("a", "b")
-    d.now += 10
-    d.report("b", 1)
-    assert decide.next_deadline(d.state, d.now) == d.now + 90
-    d.wait(90)
-    assert status(d, "a") == "absent"
-    assert decide.next_deadline(d.state, d.now) == d.now + 10
 
 
 @pytest.mark.parametrize("phase", ["joining", "compiling"])
@@ -209,20 +199,6 @@ def test_an_island_fenced_while_its_merge_is_under_way() -> None:
     assert (totals.computed, totals.merged, totals.lost) == (50, 15, lost)
 
 
-def test_an_island_gone_while_its_merge_is_under_way() -> None:
-    d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
-    d.report("a", 5)
-    d.goodbye("a", "failed")
-    d.computed(0)
-    totals = d.totals("a")
-    assert (totals.computed, totals.merged) == (50, 15)
-    assert totals.lost == {"failed": (30 * 30 + 10 * 50) // 40}
-    d.hello("a", 2)
-    assert d.totals("a") == totals
-
-
 @pytest.mark.parametrize(
     ("fields", "code", "words"),
     [
@@ -249,15 +225,6 @@ def test_refusals_name_both_sides(
 def test_a_first_join_does_not_know_the_run_id() -> None:
     d = Driver()
     assert of(d.hello("a", run_id=""), Welcome)
-
-
-def test_an_ended_incarnation_does_not_come_back() -> None:
-    d = joined("a")
-    d.goodbye("a")
-    refuse = only(d.hello("a"), Refused)
-    assert refuse.code == "fenced"
-    assert "incarnation 2" in refuse.message
-    assert of(d.hello("a", 2), Welcome)
 
 
 # ---- coming back ------------------------------------------------------------------
@@ -291,15 +258,6 @@ def test_bytes_that_got_lost_are_asked_for(asked_a: Driver) -> None:
     assert only(effects, ResendRequest).tick == held.tick
 
 
-def test_bytes_that_are_here_are_not_asked_for(asked_a: Driver) -> None:
-    d = asked_a
-    held = d.held("a", 0, 0, 2)
-    d.take("a", 0, 2)
-    effects = back(d, held)
-    assert not of(effects, ResendRequest)
-    assert not of(effects, TakeRequest)
-
-
 def test_bytes_that_came_before_the_record_are_kept(asked_a: Driver) -> None:
     d = asked_a
     d.take("b", 0, 2)
@@ -327,15 +285,6 @@ def test_a_merge_that_was_not_heard_of_is_told_with_the_next_request(
     assert ask.tick == d.tick_of("a", 0) > held.tick
 
 
-def test_a_refusal_that_was_not_heard_of_is_told_again(asked_a: Driver) -> None:
-    d = asked_a
-    held = d.held("a", 0, 0, 2)
-    d.take("a", 0, 2, arrive=False)
-    d.arrive("a", 0, refusal="non_finite")
-    verdict = only(back(d, held), TakeVerdict)
-    assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
-
-
 def test_a_refusal_is_told_again_with_its_reason_after_it_was_answered(
     asked_a: Driver,
 ) -> None:
@@ -347,14 +296,6 @@ def test_a_refusal_is_told_again_with_its_reason_after_it_was_answered(
     d.report("a", 2, answer)
     verdict = only(back(d, held), TakeVerdict)
     assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
-
-
-def test_a_refusal_before_the_record_is_told_again(asked_a: Driver) -> None:
-    d = asked_a
-    held = d.held("a", 0, 0, 2)
-    d.arrive("a", 0, refusal="non_finite")
-    verdict = only(back(d, held), TakeVerdict)
-    assert verdict.reason == "non_finite"
 
 
 def test_a_take_unknown_after_a_crash_is_sent_again_and_merged(asked_a: Driver) -> None:
@@ -426,3 +367,75 @@ def test_a_take_from_before_the_last_verdict_is_neither_judged_nor_asked_for() -
     assert not of(effects, ResendRequest)
     assert not of(effects, TakeVerdict)
     assert d.account("a", 0).take is None
+
+
+# ---- an island that never makes a step is let in no more, so that ----
+
+
+def fail(d: Driver, incarnation: int) -> None:
+    """One start that fails before its first step, and says so."""
+    assert only(d.hello("a", incarnation), Welcome)
+    d.report("a", 0, phase="compiling")
+    d.goodbye("a", "failed")
+
+
+def test_failures_in_a_row_without_a_step_end_the_island() -> None:
+    d = Driver(fruitless_starts=3)
+    for incarnation in (1, 2, 3):
+        fail(d, incarnation)
+    refused = only(d.hello("a", 4), Refused)
+    assert refused.code == "no_progress"
+    assert "failed 3 times in a row" in refused.message
+    assert "placement.fruitless_starts = 3" in refused.message
+    assert only(d.hello("b"), Welcome)  # The others go on.
+
+
+def test_a_crash_that_nobody_heard_counts() -> None:
+    d = Driver(fruitless_starts=3)
+    for incarnation in (1, 2, 3):
+        assert only(d.hello("a", incarnation), Welcome)
+    assert only(d.hello("a", 4), Refused).code == "no_progress"
+    # The last one may return: only a further start is refused.
+    assert only(d.hello("a", 3), Welcome)
+
+
+def test_a_step_ends_the_row() -> None:
+    d = Driver(fruitless_starts=2)
+    fail(d, 1)
+    d.hello("a", 2)
+    d.report("a", 1)
+    d.goodbye("a", "failed")
+    fail(d, 3)
+    assert only(d.hello("a", 4), Welcome)
+    d.goodbye("a", "failed")
+    assert only(d.hello("a", 5), Refused).code == "no_progress"
+
+
+@pytest.mark.parametrize("reason", ["stopped", "preempted"])
+def test_an_island_that_was_asked_to_end_has_not_failed(reason) -> None:
+    d = Driver(fruitless_starts=2)
+    for incarnation in range(1, 6):
+        assert only(d.hello("a", incarnation), Welcome)
+        d.goodbye("a", reason)
+
+
+def test_a_crash_of_the_coordinator_does_not_start_the_row_anew() -> None:
+    d = Driver(fruitless_starts=3)
+    fail(d, 1)
+    snapshot = d.state
+    logged = len(d.log)
+    fail(d, 2)
+    fail(d, 3)
+    d.crash(snapshot, skip=logged)
+    assert of(d.hello("a", 4), Refused)[0].code == "no_progress"
+
+
+def test_incarnations_that_have_ended_are_fenced() -> None:
+    d = Driver(workers=2)
+    d.join("a", "b")
+    d.hello("b", 3)
+    d.goodbye("a", "preempted")
+    assert [(fence.island, fence.before) for fence in members.fences(d.state)] == [
+        ("a", 2),
+        ("b", 3),
+    ]

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 from msgspec.structs import replace
+from search_support import anchor
 
 from diloco_jax.protocol.coordinator import ledger, members, terms
 from diloco_jax.protocol.coordinator.events import Alert, Effect, Outdated, SaidAhead
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import Fragments
-from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
+from diloco_jax.protocol.coordinator.terms import FoundTerm
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
@@ -43,10 +44,7 @@ def second_term(offered: tuple[str, ...] = (), **changes: Any) -> Driver:
         run_id=d.config.run_id,
         term=2,
         name="",
-        anchors=(
-            Gathered(0, "a", 1, Version(1, 5), Version(2, 5), ""),
-            Gathered(1, "a", 1, Version(1, 4), Version(2, 4), ""),
-        ),
+        anchors=(anchor(0, "a", 5, 2), anchor(1, "a", 4, 2)),
         tokens=TOKENS,
         next_position=POSITION,
         offered=offered,
@@ -165,17 +163,6 @@ def test_it_can_be_asked_at_once_and_takes_after_what_is_carried() -> None:
     (merge,) = of(d.take("a", 0, 10, start=6), Merge)
     assert merge.version == Version(2, 6)
     assert [(c.start, c.end) for c in merge.contributions] == [(6, 10)]
-
-
-def test_a_take_against_an_anchor_of_the_earlier_term_is_stale() -> None:
-    d = second_term()
-    come_back(d, "a", 7)
-    carry(d, "a", 7, 7, 7)
-    d.report("a", 9)
-    d.take("a", 0, 9, start=7, base=Version(1, 5))
-    take = d.account("a", 0).take
-    assert take is not None
-    assert take.refused == "stale"
 
 
 def test_progress_goes_on_where_it_was() -> None:

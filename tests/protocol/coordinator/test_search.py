@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from search_support import CONFIG, PATIENCE_S, Searching, asked, found, of
+from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found, of
 
 from diloco_jax.protocol.coordinator import anchors, terms
-from diloco_jax.protocol.coordinator.believed import MERGES_AHEAD, may_have_become
 from diloco_jax.protocol.coordinator.events import Alert, Tell
 from diloco_jax.protocol.coordinator.leases import most_unheard
-from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
-from diloco_jax.protocol.coordinator.terms import FoundTerm, Gathered
-from diloco_jax.protocol.holding import AwaitAnchor
-from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
+from diloco_jax.protocol.coordinator.search import (
+    MERGES_AHEAD,
+    Effect,
+    GiveUp,
+    Postpone,
+    may_have_become,
+)
+from diloco_jax.protocol.coordinator.terms import FoundTerm
+from diloco_jax.protocol.messages import Refused, Welcome
 from diloco_jax.protocol.values import Version
 
 
@@ -44,8 +48,8 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
         term=2,
         name="n",
         anchors=(
-            Gathered(0, "b", 1, Version(1, 6), Version(2, 6), "digest of 6"),
-            Gathered(1, "a", 1, Version(1, 7), Version(2, 7), "digest of 7"),
+            anchor(0, "b", 6, 2),
+            anchor(1, "a", 7, 2),
         ),
         tokens=300,
         next_position=44 + unheard,
@@ -53,21 +57,6 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
     )
     assert unheard > 0
     assert g.wait(10 * PATIENCE_S) == []
-
-
-def test_an_island_sends_one_fragment_at_a_time() -> None:
-    g = Searching("a")
-    assert asked(g.offer("a", 1, 1)) == [("a", 0)]
-    assert asked(g.arrive("a", 0, 1)) == [("a", 1)]
-    assert of(g.arrive("a", 1, 1), FoundTerm)
-
-
-def test_a_version_that_was_adopted_meanwhile_is_taken_as_what_it_is() -> None:
-    g = Searching("a")
-    g.offer("a", 1, 1)
-    g.arrive("a", 0, 2)
-    opened = found(g.arrive("a", 1, 1))
-    assert versions(opened) == (Version(2, 2), Version(2, 1))
 
 
 def test_offers_are_awaited_from_the_first_one_on() -> None:
@@ -92,6 +81,14 @@ def test_without_an_offer_there_is_no_term() -> None:
     assert g.wait(PATIENCE_S) == []
 
 
+def test_where_the_config_names_nobody_offers_are_awaited_all_the_same() -> None:
+    g = Searching("")
+    assert not of(g.offer("a"), GiveUp), "a join has none"
+    assert asked(g.offer("b", 1, 1)) == []
+    g.now += PATIENCE_S
+    assert asked(g.hear("b")) == [("b", 0)]
+
+
 def test_who_comes_when_the_others_are_asked_is_asked_for_the_rest() -> None:
     g = Searching()
     g.offer("a", 1, 1)
@@ -111,27 +108,6 @@ def test_a_connection_that_breaks_is_waited_for() -> None:
     assert isinstance(of(effects, Tell)[0].message, Welcome)
     assert asked(effects) == [("a", 0)], "the request may be lost"
     assert g.wait(CONFIG.lease_s * 0.2) == []
-
-
-def test_a_silent_holder_is_given_up_after_a_lease() -> None:
-    g = Searching()
-    g.offer("b", 1, 3)
-    g.offer("a", 2, 3)
-    g.arrive("b", 1, 3)
-    g.now += 0.6 * CONFIG.lease_s
-    g.hear("b")
-    assert g.hear("nobody") == []
-    awaited, ask = g.wait(0.4 * CONFIG.lease_s)
-    assert awaited == AwaitAnchor(fragment=0, island="b", incarnation=1, term=2)
-    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0, term=2))
-
-
-def test_whoever_is_silent_is_not_here() -> None:
-    g = Searching()
-    g.offer("a", 1, 1)
-    g.now += CONFIG.lease_s
-    assert asked(g.offer("b", 1, 1)) == []
-    assert asked(g.hear("a")) == [("a", 0), ("b", 1)]
 
 
 def test_all_who_offered_may_be_gone_at_the_deadline() -> None:
@@ -243,37 +219,21 @@ def test_the_state_of_the_new_term() -> None:
         run_id="run-1",
         term=3,
         name="n",
-        anchors=tuple(
-            Gathered(f, "a", 1, Version(1, n), Version(3, n), "")
-            for f, n in enumerate((6, 7, 0))
-        ),
+        anchors=tuple(anchor(f, "a", n, 3) for f, n in enumerate((6, 7, 0))),
         tokens=500,
         next_position=77,
     )
     config = replace(CONFIG, fragment_sizes=(1, 1, 1))
     state = terms.first_state(config, opened)
     assert [f.version for f in state.fragments] == list(versions(opened))
-    for fragment, anchor in zip(state.fragments, opened.anchors, strict=True):
+    for fragment, begun in zip(state.fragments, opened.anchors, strict=True):
         known = terms.versions_known(fragment, {})
-        assert list(known) == [anchor.replaced, anchor.version], "islands have both"
+        assert list(known) == [begun.replaced, begun.version], "islands have both"
     assert (state.term, state.term_name, state.books) == (3, "n", 3)
     assert (state.tick, state.ticks_reserved) == (2_000_000_001,) * 2
     assert state.tick % 3 == 0, "the first tick is fragment 0's"
     assert (state.progress_tokens, state.next_position) == (500, 77)
     assert (state.islands, state.phase) == ({}, "running")
-
-
-def test_who_lost_its_connection_is_not_asked_before_it_is_back() -> None:
-    g = Searching("abc")
-    g.offer("a", 2, 1)
-    g.offer("b", 1, 1)
-    g.lose("a")
-    assert asked(g.offer("c", 1, 1)) == [], "not all are here"
-    g.now += 0.9 * CONFIG.lease_s
-    for name in "bc":
-        g.hear(name)
-    g.offer("a", 2, 1)
-    assert ("a", 0) in asked(g.effects)
 
 
 def tell_refused(effects: Sequence[Effect]) -> list[tuple[str, str]]:
@@ -349,15 +309,6 @@ def test_first_grants_which_go_by_no_speed_may_be_the_largest() -> None:
     g.arrive("a", 0, 1)
     opened = found(g.arrive("a", 1, 1))
     assert opened.next_position == 8 + 2 * (2 * 64 * 2)
-
-
-def test_what_an_island_heard_of_another_run_does_not_count() -> None:
-    g = Searching()
-    g.offer("a", 1, 1, run_id="run-2", tokens=400, next_position=90)
-    g.offer("a", 1, 1, incarnation=2, tokens=20, next_position=8)
-    g.offer("b", 1, 1, tokens=30, next_position=6)
-    assert g.state.heard["a"].known.tokens == 20
-    assert g.state.heard["a"].known.next_position == 8
 
 
 @pytest.mark.parametrize(

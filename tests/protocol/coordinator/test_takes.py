@@ -9,7 +9,6 @@ from kit import (
     Driver,
     asked,
     joined,
-    make_config,
     notes,
     of,
     only,
@@ -24,7 +23,6 @@ from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
     Published,
     ResendRequest,
-    TakeRequest,
     TakeVerdict,
 )
 from diloco_jax.protocol.values import DeltaKey, Outstanding, Record, Version
@@ -36,13 +34,6 @@ def open_for_a() -> Driver:
     d = joined("a", "b", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
     d.reports(a=2, b=2)
     return d
-
-
-def test_a_delta_is_ready_when_record_and_bytes_are_here(open_for_a: Driver) -> None:
-    d = open_for_a
-    d.take("b", 0, 2)
-    assert of(d.take("a", 0, 2, arrive=False), Merge) == []
-    assert of(d.arrive("a", 0), Merge)
 
 
 def test_bytes_may_come_before_the_record(open_for_a: Driver) -> None:
@@ -80,16 +71,6 @@ def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
     assert of(effects, TakeVerdict) == []
     assert d.account("a", 0).take is None
     assert asked(d.report("a", 4)) == {0: ["a"]}
-
-
-def test_at_most_one_take_is_outstanding() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("b", 1)
-    for step in range(2, 12, 2):
-        d.report("a", step)
-        d.take("a", 0, step)
-        d.computed(0)
-    assert len([e for e in of(d.effects, TakeRequest) if e.island == "b"]) == 1
 
 
 def test_bytes_of_an_unknown_take_are_dropped(open_for_a: Driver) -> None:
@@ -247,13 +228,6 @@ def test_reopened_steps_are_in_the_next_delta() -> None:
     assert d.totals("a").lost == {}
 
 
-def test_dropped_steps_are_lost_by_their_reason() -> None:
-    d = refused_take()
-    d.report("a", 3, answer(d, "dropped", 3))
-    assert d.account("a", 0).start == 2
-    assert d.totals("a").lost == {"non_finite": 20}
-
-
 def unfit(d: Driver, step: int) -> list[str]:
     """Return the alerts when a's delta up to this step is not finite and given up."""
     d.report("a", step)
@@ -272,19 +246,6 @@ def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
     assert f"{UNFIT_DELTAS} deltas of fragment 0" in text
     assert "'a'" in text
     assert "inner.learning_rate" in text
-
-
-def test_a_merge_ends_a_row_of_deltas_that_are_not_finite() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    steps = iter(range(2, 6 * UNFIT_DELTAS, 2))
-    for _ in range(UNFIT_DELTAS - 1):
-        assert unfit(d, next(steps)) == []
-    step = next(steps)
-    d.report("a", step)
-    d.take("a", 0, step)
-    d.computed(0)
-    said = [unfit(d, next(steps)) for _ in range(UNFIT_DELTAS)]
-    assert [len(texts) for texts in said] == [0] * (UNFIT_DELTAS - 1) + [1]
 
 
 def test_bytes_that_prove_unfit_before_the_record() -> None:
@@ -352,18 +313,6 @@ def test_a_take_that_was_asked_for_before_a_crash_is_sent_again() -> None:
     d.report("a", 4)
     d.report("a", 6)
     assert d.account("a", 0).take is not None
-
-
-def test_transfer_times_shorten_the_grace_window() -> None:
-    d = Driver(make_config(grace=1.0, overlap_steps=10))
-    d.join("a", "b")
-    d.report("a", 2)
-    d.take("a", 0, 2, arrive=False)
-    d.now += 4
-    d.arrive("a", 0)
-    assert d.fragment(0).transfer_seconds == pytest.approx(4)
-    # 10 s of overlap, 4 until quorum, 4 for a transfer.
-    assert d.fragment(0).closes_at == pytest.approx(d.now + 2)
 
 
 def test_only_bytes_after_their_record_that_are_merged_tell_of_transfer_times(

@@ -28,15 +28,6 @@ def is_in(d: Driver, name: str = "a") -> bool:
     return d.state.islands[name].status == "live"
 
 
-def test_older_time_and_steps_count_for_less_alike() -> None:
-    before = WallTime(heard_at=7.0, training_s=10.0, steps=5.0)
-    known = before.heard(27.0, 9.0, 4, shortest_s=0.5, memory_s=60.0)
-    assert (known.training_s, known.steps) == (10 * 0.75 + 20, 5 * 0.75 + 4)
-    assert (known.heard_at, known.unused_s) == (27.0, 9.0 - 4 * 0.5 / FASTER)
-    idle = before.heard(27.0, 9.0, 4, shortest_s=0.5, memory_s=0.0)
-    assert (idle.training_s, idle.steps) == (10.0, 5.0), "none of it in training"
-
-
 # ---- the end of the run -----------------------------------------------------------
 
 
@@ -186,18 +177,6 @@ def test_time_that_was_none_in_training_makes_no_step_longer(away: str) -> None:
 # ---- the weight in a merge --------------------------------------------------------
 
 
-@pytest.mark.parametrize("least", [{}, PLANNED])
-def test_a_liar_does_not_own_a_merge(least: dict[str, float]) -> None:
-    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2, least_seconds=least)
-    d.join("a", "b")
-    d.report("a", 0, step_seconds=LIE_S)
-    d.now += 2.0
-    d.report("b", 2)
-    d.report("a", 100_000, step_seconds=LIE_S)
-    assert not is_in(d)
-    assert d.fragment(0).accounts["a"].take is None
-
-
 def test_a_liar_outweighs_an_island_at_its_peak_by_the_margin_alone() -> None:
     d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=8, least_seconds=PLANNED)
     d.join("a", "b", step_seconds=LEAST_S)
@@ -239,18 +218,6 @@ def test_an_idle_liar_does_not_cut_the_others_share() -> None:
         Driver(fragment_sizes=(5,), steps_per_cycle=2, least_seconds=PLANNED), LIE_S
     )
     assert min(found) == pytest.approx(1 / 2)
-
-
-def test_a_liar_that_comes_again_and_again_cuts_it_no_further_than_the_config() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, least_seconds=PLANNED)
-    d.join("a")
-    for steps in range(2, 22, 2):
-        d.hello("b", steps)
-        d.report("b", 0, step_seconds=LIE_S)
-        d.now += 2.0
-        d.report("a", steps)
-        assert only(d.take("a", 0, steps), Merge).share >= 1 / 3
-        d.computed(0)
 
 
 @pytest.mark.parametrize("how", ["compiles for a moment", "comes as another one"])

@@ -125,13 +125,6 @@ def test_a_version_that_is_not_newer_is_left_out():
 # ---- takes that are put off -------------------------------------------------------
 
 
-def test_what_came_in_is_acted_upon_at_once():
-    island = Island()
-    says.take(island.told, 1, 5)
-    assert island.at(0) == [("take", 1, 5)]
-    assert island.at(1) == []
-
-
 def test_a_take_that_is_put_off_comes_as_many_steps_later():
     island = Island()
     says.take(island.told, 1, 5, after=2)
@@ -166,31 +159,12 @@ def test_a_take_is_put_off_by_a_cycle_at_most(after):
     assert [s for s in range(3, 30) if island.at(s)] == [3 + 6]
 
 
-def test_each_take_is_put_off_by_its_own_steps():
-    """Both requests came between the same two boundaries."""
-    island = Island()
-    says.take(island.told, 0, 4, after=2)
-    says.take(island.told, 1, 5, after=1)
-    says.take(island.told, 2, 6)
-    assert island.at(3) == [("take", 2, 6)]
-    assert island.at(4) == [("take", 1, 5)]
-    assert island.at(5) == [("take", 0, 4)]
-
-
 def test_a_take_that_is_put_off_comes_at_once_when_no_steps_follow():
     island = Island()
     says.take(island.told, 1, 5, after=2)
     assert island.at(3) == []
     says.progress(island.told, 970)
     assert island.at(3) == [("take", 1, 5)]
-
-
-def test_a_take_that_is_put_off_comes_with_the_order_to_stop():
-    island = Island()
-    says.take(island.told, 1, 6, after=2)
-    assert island.at(4) == []
-    says.stop(island.told)
-    assert island.at(4) == [("take", 1, 6)]
 
 
 def test_takes_that_are_put_off_end_with_their_term():

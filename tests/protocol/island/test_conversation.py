@@ -51,17 +51,6 @@ def test_an_older_request_for_a_take_comes_too_late(told):
     assert takes_of(told.decide()) == {0: 4}
 
 
-def test_each_request_keeps_its_own_boundaries(told):
-    says.take(told, 0, 4, after=3)
-    says.take(told, 1, 5)
-    says.take(told, 2, 6, after=1)
-    assert [(t.fragment, t.after) for t in told.decide().takes] == [
-        (0, 3),
-        (1, 0),
-        (2, 1),
-    ]
-
-
 def test_the_newest_version_that_is_here_is_adopted(told):
     told.arrived(0, Version(1, 1), 1)
     told.arrived(3, Version(1, 7), 1)
@@ -93,9 +82,10 @@ def test_bulk_work_is_left_to_the_shell(told):
         ResendRequest(fragment=2, tick=5),
     )
     version = Version(1, 9)
-    published = Published(fragment=2, version=version, tick=5, verdict="merged")
+    verdict = says.verdict(2, 5, "merged", "", version)
+    published = Published(fragment=2, version=version, verdict=verdict)
     assert told.receive(published) == (Wanted(2, version),)
-    assert told.decide().verdicts == (says.verdict(2, 5, "merged", "", version),)
+    assert told.decide().verdicts == (verdict,)
     assert says.welcome(told, 1, (version, Version(1, 8))) == (
         Wanted(0, version),
         Wanted(1, Version(1, 8)),

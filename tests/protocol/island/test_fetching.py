@@ -4,11 +4,9 @@ import pytest
 
 from diloco_jax.protocol.island.fetching import (
     JOIN_FETCHES,
-    PEERS_ASKED,
     Fetching,
     Part,
     agreed,
-    order_of_peers,
 )
 from diloco_jax.protocol.values import Version
 
@@ -116,25 +114,3 @@ def part(outcome="done", chain=None):
 def test_hosts_adopt_together_or_fetch_again(parts, outcome):
     assert agreed(parts) == outcome
     assert agreed(parts[::-1]) == outcome
-
-
-def test_each_joining_island_asks_other_peers_first():
-    peers = [f"island-{number}" for number in range(6)]
-    orders = [order_of_peers(peers, "new", fragment) for fragment in range(60)]
-    assert {len(set(order)) for order in orders} == {PEERS_ASKED}
-    assert {order[0] for order in orders} == set(peers)
-    assert orders == [order_of_peers(peers, "new", f) for f in range(60)]
-    assert orders != [order_of_peers(peers, "newer", f) for f in range(60)]
-
-
-def test_joins_at_once_spread_over_all_that_offer():
-    offering = [f"i{n}" for n in range(8)]
-    first = [
-        order_of_peers(offering, f"new{join}", fragment)[0]
-        for join in range(10)
-        for fragment in range(24)
-    ]
-    counts = [first.count(name) for name in offering]
-    assert min(counts) > 15
-    assert max(counts) < 50
-    assert len(order_of_peers(offering, "new", 0)) == PEERS_ASKED

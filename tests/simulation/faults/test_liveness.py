@@ -96,7 +96,7 @@ def test_a_fault_that_awaits_the_end_keeps_nobody_from_looking_until_then() -> N
     schedule = replace(schedule, total_tokens=4 * schedule.total_tokens)
     played = play(schedule)
     assert (played.wrong, played.world.struck["clock_jump"]) == (None, 1)
-    with mock.patch.object(fragments, "settle", lambda config, at, *_, **__: (at, [])):
+    with mock.patch.object(fragments, "settle", lambda turn, at, *_, **__: at):
         wrong = play(schedule).wrong
     assert wrong is not None
     assert "no merges of fragments" in wrong.what

@@ -15,7 +15,7 @@ its number and is still there; then all begin together, within seconds.
 
 Messages go through the key-value store that the world has anyway, so no collective is
 added to the step and no port is opened. Host 0 leads: it alone talks to the coordinator
-about decisions, and the others follow (`following.py`). A world never spans islands:
+about decisions, and the others follow (`hosts.py`). A world never spans islands:
 when a host dies, only the others of its island end too.
 """
 
@@ -27,7 +27,6 @@ import functools
 import logging
 import os
 import re
-import selectors
 import socket
 import struct
 import time
@@ -220,17 +219,15 @@ def _attribute(environment: Mapping[str, str]) -> Lookup:
     host = next((environment[n] for n in known if n in environment), METADATA_HOST)
 
     def attribute(name: str) -> str:
-        # While a machine boots, its server may not answer yet.
-        for _ in range(TRIES - 1):
+        for left in reversed(range(TRIES)):
             try:
                 return ask_metadata(f"attributes/{name}", host)[0]
-            except urllib.error.HTTPError as error:
-                if error.code == NOT_FOUND:
+            except OSError as error:
+                if not left or getattr(error, "code", None) == NOT_FOUND:
                     raise
-            except OSError:
-                pass
+            # While a machine boots, its server may not answer yet.
             time.sleep(METADATA_AGAIN_S)
-        return ask_metadata(f"attributes/{name}", host)[0]
+        raise AssertionError("TRIES is above 0")
 
     return attribute
 
@@ -241,47 +238,62 @@ def await_all(place: WorldAddress, count: int, patience_s: float) -> str:
     if host 0 cannot listen there."""
     host, port = parse_address(place.address, "the meeting place of the hosts")
     deadline = time.monotonic() + patience_s
-    if place.index:
-        missing, here = _come(host, port, place.index, deadline)
-    else:
-        missing, here = _wait(port, count, deadline)
-    if missing:
+    try:
+        if place.index:
+            return _come(host, port, place.index, deadline)
+        return _wait(port, count, deadline)
+    except TimeoutError as missing:
         raise TimeoutError(
             f"{missing} at {place.address} within {patience_s:g} s; look into the log "
             f"of the host that is missing, or raise placement.hosts_budget_s"
-        )
-    return here
+        ) from None
 
 
-def _wait(port: int, count: int, deadline: float) -> tuple[str, str]:
-    """Listen as host 0; return which hosts did not come, or nothing, and the address at
-    which they reached it."""
+def _wait(port: int, count: int, deadline: float) -> str:
+    """Listen as host 0 until all have come; return the address at which they reached
+    it. Raise TimeoutError with those that did not."""
     came: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as opened:
         server = opened.enter_context(_listen(port))
-        looks = opened.enter_context(selectors.DefaultSelector())
-        looks.register(server, selectors.EVENT_READ)
+        server.settimeout(AGAIN_S)
         while len(came) < count - 1:
             if time.monotonic() >= deadline:
                 absent = [str(n) for n in range(1, count) if n not in came]
-                return f"hosts {', '.join(absent)} of this island did not come", ""
-            for key, _ in looks.select(AGAIN_S):
-                if key.fileobj is not server:
-                    # It says nothing more: it is gone, and comes again.
-                    looks.unregister(key.fileobj)
-                    del came[key.data]
-                    continue
+                raise TimeoutError(
+                    f"hosts {', '.join(absent)} of this island did not come"
+                )
+            with contextlib.suppress(TimeoutError):
                 peer = opened.enter_context(server.accept()[0])
                 index = _number_of(peer)
-                if index is None or not 0 < index < count:
+                if index is not None and 0 < index < count:
+                    came[index] = peer
+                else:
                     peer.close()
-                    continue
-                if index in came:
-                    looks.unregister(came.pop(index))
-                came[index] = peer
-                looks.register(peer, selectors.EVENT_READ, index)
-        _release(came)
-        return "", _address_here(*came.values())
+            # One that is gone comes again.
+            came = {n: peer for n, peer in came.items() if _is_there(peer)}
+        for peer in came.values():
+            with contextlib.suppress(OSError):
+                peer.sendall(GO)
+        for peer in came.values():
+            with contextlib.suppress(OSError):
+                # The end that closes first keeps the port for a while, and host 0
+                # needs it.
+                peer.recv(1)
+        return _address_here(*came.values())
+
+
+def _is_there(peer: socket.socket) -> bool:
+    """Tell if a host that has said its number still waits. It says nothing more."""
+    peer.setblocking(False)
+    try:
+        peer.recv(1)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    finally:
+        peer.settimeout(ANSWER_S)
+    return False
 
 
 def _address_here(*peers: socket.socket) -> str:
@@ -309,19 +321,9 @@ def _number_of(peer: socket.socket) -> int | None:
     return int(index) if greeting == GREETING else None
 
 
-def _release(came: Mapping[int, socket.socket]) -> None:
-    for peer in came.values():
-        with contextlib.suppress(OSError):
-            peer.sendall(GO)
-    for peer in came.values():
-        with contextlib.suppress(OSError):
-            # The end that closes first keeps the port for a while, and host 0 needs it.
-            peer.recv(1)
-
-
-def _come(host: str, port: int, index: int, deadline: float) -> tuple[str, str]:
-    """Say this host's number to host 0 until it says go; return why it did not, and the
-    address from which it was reached."""
+def _come(host: str, port: int, index: int, deadline: float) -> str:
+    """Say this host's number to host 0 until it says go; return the address from which
+    it was reached. Raise TimeoutError that says why it did not."""
     why = "no answer"
     while (left_s := deadline - time.monotonic()) > 0:
         try:
@@ -329,11 +331,11 @@ def _come(host: str, port: int, index: int, deadline: float) -> tuple[str, str]:
                 peer.sendall(HERE.pack(GREETING, index))
                 peer.settimeout(left_s)
                 if peer.recv(len(GO), socket.MSG_WAITALL) == GO:
-                    return "", _address_here(peer)
+                    return _address_here(peer)
         except OSError as error:
             why = str(error)
         time.sleep(min(AGAIN_S, max(0.0, deadline - time.monotonic())))
-    return f"host 0 of this island did not let host {index} in ({why})", ""
+    raise TimeoutError(f"host 0 of this island did not let host {index} in ({why})")
 
 
 class HostsError(Exception):
@@ -344,7 +346,8 @@ class Hosts:
     """One host's view of the key-value store that the hosts of an island share.
 
     Values are bytes, and a key is set once. folder: prefix of every key, needed if the
-    world serves others too.
+    world serves others too. client: None for a host that is alone, whose words go
+    nowhere.
     """
 
     def __init__(self, client: Any, index: int, count: int, folder: str = "") -> None:
@@ -372,6 +375,24 @@ class Hosts:
             raise HostsError(_lost(error)) from error
         return heard
 
+    def look(self, key: str) -> bytes | None:
+        """Return the value of a key; None if it is not set."""
+        try:
+            found: bytes = self._client.key_value_try_get_bytes(self._folder + key)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise HostsError(_lost(error)) from error
+        return found
+
+    def require(self, key: str, timeout_s: float, missing: str) -> bytes:
+        """Return the value of a key; raise HostsError with this text if it is not set
+        in time."""
+        heard = self.hear(key, timeout_s)
+        if heard is None:
+            raise HostsError(missing)
+        return heard
+
     def meet(
         self, what: str, timeout_s: float, given_up: Callable[[], bool], field: str
     ) -> None:
@@ -390,7 +411,7 @@ class Hosts:
         """
         self.tell(f"{what}/{self.index}", b"")
         deadline = time.monotonic() + timeout_s
-        for host in range(self.count):
+        for host in set(range(self.count)) - {self.index}:
             while self.hear(f"{what}/{host}", MEETING_POLL_S) is None:
                 if time.monotonic() >= deadline or given_up():
                     raise HostsError(
@@ -405,9 +426,14 @@ class Hosts:
 
     def _call(self, method: str, *arguments: Any) -> None:
         try:
-            getattr(self._client, method)(*arguments)
+            if self._client is not None:
+                getattr(self._client, method)(*arguments)
         except jax.errors.JaxRuntimeError as error:
             raise HostsError(_lost(error)) from error
+
+
+ALONE = Hosts(None, 0, 1)
+"""The only host of its island."""
 
 
 def join_world(
@@ -468,12 +494,12 @@ def _have_gloo_listen(address: str) -> None:
         module.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
-def hosts_here(folder: str) -> Hosts | None:
-    """Return the hosts of the world that this process is in already; None if it is
-    alone. folder: the prefix of the keys under which they exchange values."""
+def hosts_here(folder: str) -> Hosts:
+    """Return the hosts of the world that this process is in already. folder: the prefix
+    of the keys under which they exchange values."""
     count = jax.process_count()
     if count == 1:
-        return None
+        return ALONE
     return Hosts(_store(), jax.process_index(), count, folder)
 
 

@@ -5,9 +5,9 @@ boundaries ahead, which is more than steps are dispatched ahead, so no host wait
 it. An adoption is decided only once every host has its part of the bytes: host 0 sends
 orders to fetch as soon as it hears of a version, and the hosts answer.
 
-Keys: `begin`, `joined`; `decision/N`, `passed/N/HOST`; `order/N`, `answer/N/HOST`;
-`leave`, `left`; `compiled/HOST`, `restored/HOST`, `ready/HOST`, where `parts.py` has
-them meet. Keys under `folder/` belong to `checkpoints.py`.
+Keys: `begin`, `joined`, `refused/HOST`; `decision/N`, `passed/N/HOST`; `order/N`,
+`answer/N/HOST`; `leave`, `left`; `compiled/HOST`, `restored/HOST`, `ready/HOST`, where
+`host.py` has them meet. Keys under `folder/` belong to `checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox
+from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox, NetworkThreads
+from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
+from diloco_jax.protocol.island.reporting import Introduction
 from diloco_jax.protocol.messages import ResendRequest, Short
-from diloco_jax.wire.errors import (
-    ConnectionLost,
-    Refused,
-    VersionGone,
-    WireError,
-)
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -41,27 +37,30 @@ BATCH = 32
 forgotten."""
 
 
-class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Facts that host 0 knows and the others need before they build anything."""
 
+    who: Introduction
     run_id: str
-    incarnation: int
-    session: str
-    fingerprint: str
-    plan: str
-    island: dict[str, Any]
-    """The IslandConfig as builtins."""
     lead: int
     """Boundaries between the publication of a decision and its time."""
-    gives: bool = False
+    gives: bool
     """The island gives the run's first parameters."""
-    workers: tuple[str, ...] = ()
+    versions: tuple[Version, ...]
+    """Those that are published, as host 0 says hello."""
+    workers: tuple[str, ...]
     """`Welcome.workers`."""
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """The coordinator's reason for refusing the island, which host 0 tells the
-    others.
+class HostJoined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Host 0 has its part of every fragment, at these versions."""
+
+    versions: tuple[Version, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator's reason for refusing the island, which host 0 tells the others
+    in place of `Begin` or `HostJoined`.
     """
 
     code: str
@@ -90,22 +89,43 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Disk or memory, where its machine is short of it."""
 
 
+def tell_refused(hosts: Hosts, key: str, refused: Refused, patience_s: float) -> bool:
+    """Tell the other hosts of a refusal under the key that they wait for, so that they
+    end as this host does. Return True once all have heard."""
+    refusal = Refusal(code=refused.code, message=refused.message)
+    with contextlib.suppress(HostsError):
+        hosts.tell(key, msgspec.msgpack.encode(refusal))
+        heard = [hosts.hear(f"refused/{host}", patience_s) for host in hosts.others]
+        return None not in heard
+    return False
+
+
 class LeadDecisions:
     """Decide as host 0: a source's decision takes effect `lead` boundaries later, and
-    is told to the others.
+    is told to the others. If one of them is asked to end, as before a preemption, the
+    island ends: `asked_to_end` is called with the reason.
 
     Raises HostsError from `at` if another host is BATCH boundaries behind and does not
     come on within `patience_s`.
     """
 
     def __init__(
-        self, source: Decisions, hosts: Hosts, lead: int, patience_s: float
+        self,
+        source: Decisions,
+        hosts: Hosts,
+        lead: int,
+        patience_s: float,
+        asked_to_end: Callable[[str], None],
     ) -> None:
         self._source, self._hosts, self._patience_s = source, hosts, patience_s
+        self._asked_to_end: Callable[[str], None] | None = asked_to_end
         self._ahead = Ahead(lead)
         self._numbers = itertools.count(lead)
 
     def at(self, step: int, *, stepping: bool) -> Decision:
+        if self._asked_to_end and (reason := self._hosts.look("leave")) is not None:
+            self._asked_to_end(reason.decode())
+            self._asked_to_end = None
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
         self._hosts.tell(f"decision/{number}", msgspec.msgpack.encode(fresh))
         if number % BATCH == 0:
@@ -123,12 +143,13 @@ class LeadDecisions:
             return
         for host in self._hosts.others:
             key = f"passed/{start + BATCH}/{host}"
-            if self._hosts.hear(key, self._patience_s) is None:
-                raise HostsError(
-                    f"host {host} is {BATCH} boundaries behind at step {step}, and did "
-                    f"not come on within {self._patience_s:g} s; all hosts of this "
-                    f"island start again together"
-                )
+            self._hosts.require(
+                key,
+                self._patience_s,
+                f"host {host} is {BATCH} boundaries behind at step {step}, and did not "
+                f"come on within {self._patience_s:g} s; all hosts of this island "
+                f"start again together",
+            )
             self._hosts.forget(key)
         for number in range(start, start + BATCH):
             self._hosts.forget(f"decision/{number}")
@@ -154,12 +175,12 @@ class FollowDecisions:
         number = next(self._numbers)
         if number < self._lead:
             return Decision()
-        heard = self._hosts.hear(f"decision/{number}", self._patience_s)
-        if heard is None:
-            raise HostsError(
-                f"host 0 said nothing for {self._patience_s:g} s at step {step}; all "
-                f"hosts of this island start again together"
-            )
+        heard = self._hosts.require(
+            f"decision/{number}",
+            self._patience_s,
+            f"host 0 said nothing for {self._patience_s:g} s at step {step}; all hosts "
+            f"of this island start again together",
+        )
         if number % BATCH == 0:
             self._hosts.tell(f"passed/{number}/{self._hosts.index}", b"")
         # Host 0 reports for all.
@@ -199,16 +220,19 @@ class Orders:
             parts[0] = Part(outcome="done", chain=arrival.chain)
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
-            heard = self._hosts.hear(key, self._patience_s)
-            if heard is None:
-                raise HostsError(
-                    f"host {host} did not fetch its part within {self._patience_s:g} s"
-                )
+            missing = (
+                f"host {host} did not fetch its part within {self._patience_s:g} s"
+            )
+            heard = self._hosts.require(key, self._patience_s, missing)
             self._hosts.forget(key)
             answer = msgspec.msgpack.decode(heard, type=Answer)
             self._mailbox.count_of(host, answer.traffic, answer.short)
             parts[host] = answer.part
-        self._forget_through(number)
+        # Orders are done in turn: a host that answers one has read all before it.
+        with self._lock:
+            for read in range(self._forgotten, number + 1):
+                self._hosts.forget(f"order/{read}")
+            self._forgotten = max(self._forgotten, number + 1)
         outcome = agreed(list(parts.values()))
         if outcome == "gone":
             got = {host: part.chain for host, part in parts.items()}
@@ -219,50 +243,8 @@ class Orders:
         if outcome == "lost":
             raise ConnectionLost("a host of this island lost the coordinator")
 
-    def _forget_through(self, number: int) -> None:
-        """Forget the keys of old orders. Orders are done in turn: a host that answers
-        one has read all before it."""
-        with self._lock:
-            for read in range(self._forgotten, number + 1):
-                self._hosts.forget(f"order/{read}")
-            self._forgotten = max(self._forgotten, number + 1)
 
-
-class LeaveWatch:
-    """Host 0's watch for another host that was asked to end, as before a preemption:
-    the island ends too."""
-
-    def __init__(
-        self, hosts: Hosts, asked_to_end: Callable[[str], None], deadlines: Deadlines
-    ) -> None:
-        self._hosts, self._asked_to_end = hosts, asked_to_end
-        self._deadlines = deadlines
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="leaves", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def close(self, timeout_s: float) -> None:
-        """Wake the thread and wait for its end. A thread that waits in jax as
-        Python ends aborts the process; a joined process lives on until its train loop
-        ends."""
-        self._closing.set()
-        with contextlib.suppress(HostsError):  # Another host has set the key.
-            self._hosts.tell("leave", b"")
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        reason = None
-        with contextlib.suppress(HostsError):
-            while reason is None and not self._closing.is_set():
-                reason = self._hosts.hear("leave", self._deadlines.budget_s)
-        if reason is not None and not self._closing.is_set():
-            self._asked_to_end(reason.decode())
-
-
-class OrderThread:
+class OrderThread(NetworkThreads):
     """A follower's end: do the orders one by one, on a thread of its own."""
 
     def __init__(
@@ -274,58 +256,41 @@ class OrderThread:
         moved: Callable[[tuple[str, ...]], None],
         deadlines: Deadlines,
     ) -> None:
-        self._hosts, self._mailbox, self._deadlines = hosts, mailbox, deadlines
+        super().__init__(mailbox, f"following of host {hosts.index}", self._run)
+        self._hosts, self._deadlines = hosts, deadlines
         self._fetch, self._resend, self._moved = fetch, resend, moved
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def close(self, timeout_s: float) -> None:
-        """End it; an order under way may go on until the process ends."""
-        self._closing.set()
-        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         decode: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
-        try:
-            for number in itertools.count():
-                heard = None
-                while heard is None:
-                    if self._closing.is_set():
-                        return
-                    heard = self._hosts.hear(
-                        f"order/{number}", self._deadlines.report_s
-                    )
-                self._do(number, decode(heard))
-        except Exception as error:
-            if not self._closing.is_set():
-                logger.exception("host %d cannot follow", self._hosts.index)
-                self._mailbox.end(1, f"host {self._hosts.index}: {error}")
+        for number in itertools.count():
+            heard = None
+            while heard is None:
+                if self._closing.is_set():
+                    return
+                heard = self._hosts.hear(f"order/{number}", self._deadlines.report_s)
+            match decode(heard):
+                case Fetch() as fetch:
+                    part = self._fetched(fetch)
+                    traffic, short = self._mailbox.counted()
+                    answer = Answer(part=part, traffic=traffic, short=short)
+                    key = f"answer/{number}/{self._hosts.index}"
+                    self._hosts.tell(key, msgspec.msgpack.encode(answer))
+                case ResendRequest() as request:
+                    self._resend(request)
+                case Moved(workers=workers):
+                    self._moved(workers)
 
-    def _do(self, number: int, order: Order) -> None:
-        if isinstance(order, ResendRequest):
-            self._resend(order)
-            return
-        if isinstance(order, Moved):
-            self._moved(order.workers)
-            return
+    def _fetched(self, fetch: Fetch) -> Part:
+        """Fetch this host's part; return what became of it."""
         try:
-            arrival = self._fetch(order)
+            arrival = self._fetch(fetch)
         except VersionGone:
-            part = Part(outcome="gone")
+            return Part(outcome="gone")
         except Refused:
             raise
         except WireError as error:
-            logger.debug("fragment %d not fetched: %s", order.fragment, error)
-            part = Part(outcome="lost")
-        else:
-            self._mailbox.arrivals.drop_after(order.fragment, order.accepted)
-            self._mailbox.arrivals.put(arrival)
-            part = Part(outcome="done", chain=arrival.chain)
-        mailbox = self._mailbox
-        answer = Answer(part=part, traffic=mailbox.traffic(), short=mailbox.short)
-        key = f"answer/{number}/{self._hosts.index}"
-        self._hosts.tell(key, msgspec.msgpack.encode(answer))
+            logger.debug("fragment %d not fetched: %s", fetch.fragment, error)
+            return Part(outcome="lost")
+        self._mailbox.arrivals.drop_after(fetch.fragment, fetch.accepted)
+        self._mailbox.arrivals.put(arrival)
+        return Part(outcome="done", chain=arrival.chain)

@@ -1,1 +1,0 @@
-"""Several host processes that act as one island."""

@@ -1,1 +1,0 @@
-"""The island's sending and fetching, on threads that its train loop never waits for."""
