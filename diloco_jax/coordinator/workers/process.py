@@ -498,7 +498,8 @@ class HoldingWorker(Handlers):
             try:
                 self.holder.keep_house(time.monotonic())
             except Exception as error:
-                self.fail(error)
+                if not self._closing.is_set():
+                    self.fail(error)
 
     def _theta(self, fragment: int) -> tuple[Version, list[Any]]:
         version, arrays = self._store.current(fragment)
