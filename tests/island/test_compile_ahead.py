@@ -11,8 +11,9 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island import parts
 from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
+from diloco_jax.island.main import TrainingHost
+from diloco_jax.island.world import ALONE, Hosts
 
 
 class Refused:
@@ -55,7 +56,7 @@ def test_a_refusal_names_the_flags_in_force(monkeypatch):
 
 @pytest.mark.parametrize(
     ("platform", "hosts", "ahead"),
-    [("tpu", None, True), ("cpu", None, False), ("cpu", "several", True)],
+    [("tpu", ALONE, True), ("cpu", ALONE, False), ("cpu", Hosts(None, 0, 2), True)],
 )
 def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
     monkeypatch, platform, hosts, ahead
@@ -68,16 +69,17 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
         raise RunsError
 
     here = SimpleNamespace(
-        _hosts=hosts,
+        hosts=hosts,
+        exchange=SimpleNamespace(lower_all=lambda params: [], warm=warm),
+        meet_compiled=lambda: None,
         _trainer=Refused(),
-        _exchange=SimpleNamespace(lower_all=lambda params: [], warm=warm),
         _zeros={},
         _watched=None,
         config=Config(),
     )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with pytest.raises(ConfigError if ahead else RunsError):
-        parts.Host.compile(here)
+        TrainingHost.compile(here)
 
 
 PATIENCE_S = 60.0
