@@ -27,12 +27,13 @@ from typing import Any, Generic, Literal, TypeVar
 import jax
 import msgspec
 
-from diloco_jax import before_jax, compilation, restart_time, run_files
+from diloco_jax import before_jax, compilation, run_files
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults, parse_faults
+from diloco_jax.hardware.machines import lasting
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import LentParams, Restored
 from diloco_jax.island.hosts import (
@@ -137,7 +138,7 @@ class Host(abc.ABC, Generic[L]):
           incarnation: number of the attempt, from 1; that of host 0 counts.
           hosts: those of the island, of which this is one.
         """
-        config = restart_time.lasting(config, plan.total)
+        config = lasting(config, plan.total)
         placement = config.placement
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
@@ -191,7 +192,7 @@ class Host(abc.ABC, Generic[L]):
         self,
         anchors: dict[int, tuple[jax.Array, ...]] | None,
         restored: Restored | None,
-    ) -> LentParams[Any]:
+    ) -> LentParams:
         """Make the model copy, which begins at these anchors, by fragment. None: at
         parameters of the island's own, which it gives."""
 

@@ -281,7 +281,7 @@ class TrainingHost(Host[Loop]):
         self,
         anchors: dict[int, tuple[jax.Array, ...]] | None,
         restored: Restored | None,
-    ) -> LentParams[Any]:
+    ) -> LentParams:
         """Make the replica."""
         trainer, exchange = self._trainer, self.exchange
         if anchors is None:

@@ -11,8 +11,9 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island import main as island_main
 from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
+from diloco_jax.island.main import TrainingHost
+from diloco_jax.island.world import ALONE, Hosts
 
 
 class Refused:
@@ -55,7 +56,7 @@ def test_a_refusal_names_the_flags_in_force(monkeypatch):
 
 @pytest.mark.parametrize(
     ("platform", "hosts", "ahead"),
-    [("tpu", None, True), ("cpu", None, False), ("cpu", "several", True)],
+    [("tpu", ALONE, True), ("cpu", ALONE, False), ("cpu", Hosts(None, 0, 2), True)],
 )
 def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
     monkeypatch, platform, hosts, ahead
@@ -68,7 +69,8 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
         raise LowersError
 
     here = SimpleNamespace(
-        hosts=SimpleNamespace(others=hosts),
+        hosts=hosts,
+        meet_compiled=lambda: None,
         _trainer=SimpleNamespace(lower_all=lambda length: []),
         exchange=SimpleNamespace(lower_all=lower_all),
         _zeros={},
@@ -77,7 +79,7 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
     )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with pytest.raises(LowersError):
-        island_main.TrainingHost.compile(here)
+        TrainingHost.compile(here)
 
 
 PATIENCE_S = 60.0

@@ -10,7 +10,7 @@ import pytest
 from runtime_support import coordinator, make_config, placed
 
 from diloco_jax.errors import EXIT_CONFIG, EXIT_FAILED
-from diloco_jax.island import main, parts
+from diloco_jax.island import main
 from diloco_jax.island.device.build import compile_programs
 
 pytestmark = [pytest.mark.dist]
@@ -31,9 +31,8 @@ def test_a_compilation_that_fails_gives_the_slice_back_only_for_good(
         def compile(self):
             raise jax.errors.JaxRuntimeError(said)
 
-    monkeypatch.setattr(
-        parts.Host, "compile", lambda host: compile_programs([Program()])
-    )
+    fails = lambda host: compile_programs([Program()])  # noqa: E731
+    monkeypatch.setattr(main.TrainingHost, "compile", fails)
     config = make_config(text)
     with coordinator(config, tmp_path / "run") as service:
         assert main.run(config, "a", service.address, tmp_path / "a", 1) == code

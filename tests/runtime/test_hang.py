@@ -24,12 +24,12 @@ from diloco_jax.config.loading import read_config_json
 from diloco_jax.island.options import prepare_island
 config, address, workdir = read_config_json(Path(sys.argv[1])), *sys.argv[2:]
 prepare_island(config.island("a"))
-from diloco_jax.island import main, parts
+from diloco_jax.island import main
 from diloco_jax.observability.logs import setup_logging
 def where_it_hangs(host):
     threading.Event().wait(600)
 setup_logging()
-parts.Host.compile = where_it_hangs
+main.TrainingHost.compile = where_it_hangs
 sys.exit(main.run(config, "a", address, Path(workdir), 1))
 """
 
