@@ -169,7 +169,7 @@ class Claiming(SyntheticIsland):
         """Find the largest lead with which it is let in."""
         for self.lead in (2**16, 2):
             with contextlib.suppress(Refused):
-                if isinstance(self._link._try_to_connect(), Welcome):
+                if isinstance(self._link._open(), Welcome):
                     break
         print("says a lead of", self.lead, flush=True)
 
