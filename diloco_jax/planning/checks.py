@@ -284,7 +284,8 @@ def _egress(terms: Terms, needs: Needs) -> Check:
     """Count what the coordinator sends: publishes to all islands, and to its disk."""
     machine, plan = _machine(terms), needs.coordinator
     fetched = plan.share_served * sum(n.down.mean for n in needs.networks.values())
-    needed = fetched + 8e-9 * DISK_EGRESS * plan.busiest_disk.bytes_per_s
+    written = max(disk.bytes_per_s for disk in plan.disks)
+    needed = fetched + 8e-9 * DISK_EGRESS * written
     has = machine.egress_gbit_per_s or math.inf
     return Check(
         "egress",
@@ -398,9 +399,11 @@ def _merging(terms: Terms, needs: Needs) -> Check:
 
 def _disk_bytes(terms: Terms, needs: Needs) -> Check:
     has, plan = terms.config.launch.coordinator_disk_gb, needs.coordinator
-    disk = plan.fullest_disk if terms.steps_known else plan.fullest_disk_at_least
-    needed, held = disk.bytes, disk.expected
-    if not terms.steps_known:
+    if terms.steps_known:
+        disk = max(plan.disks, key=lambda disk: disk.bytes)
+        needed, held = disk.bytes, disk.expected
+    else:
+        disk = max(plan.disks, key=lambda disk: disk.least)
         needed, held = disk.least, disk.least - disk.deltas - disk.spared
     enough = terms.config.placement.merge_buffer_bytes + plan.disk.deltas
     left = MOST_MEMORY * _machine(terms).memory - (plan.memory - plan.merge_buffer)
@@ -417,7 +420,8 @@ def _disk_bytes(terms: Terms, needs: Needs) -> Check:
 
 
 def _disk_speed(terms: Terms, needs: Needs) -> Check:
-    disk, rate = needs.coordinator.busiest_disk, terms.disk_bytes_per_s
+    disk = max(needs.coordinator.disks, key=lambda disk: disk.bytes_per_s)
+    rate = terms.disk_bytes_per_s
     size, has = terms.config.launch.coordinator_disk_gb, MOST_DISK * rate
     left, rarer = has - disk.log_bytes_per_s, list[Change]()
     if left > 0 and not disk.in_bucket:

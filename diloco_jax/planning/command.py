@@ -240,7 +240,7 @@ def _expected(run: RunPlan, goodput: ExpectedGoodput) -> Iterator[str]:
 
 def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
     disks = [("its disk", plan.disk)]
-    if plan.disks:
+    if plan.workers:
         largest = max(plan.disks[1:], key=lambda disk: disk.bytes)
         disks = [("the lead's disk", plan.disks[0]), ("a worker's, at most", largest)]
     workers: tuple[str, ...] = ()

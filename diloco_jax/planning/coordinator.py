@@ -332,7 +332,7 @@ class CoordinatorPlan:
     workers: tuple[WorkerPlan, ...]
     """Empty if the coordinator is one process. What they take is in the sums above."""
     disks: tuple[DiskPlan, ...]
-    """The lead's disk and those of workers, if there are any; else empty."""
+    """The lead's disk and those of workers, if there are any; else the only one."""
     merges: MergePlan
     disk: DiskPlan
     """As if one machine had all."""
@@ -366,24 +366,8 @@ class CoordinatorPlan:
     @property
     def machine_cores(self) -> int:
         """Cores that the machine needs, or the one that needs most."""
-        if not self.workers:
-            return self.cores
-        return max(1, *(math.ceil(worker.cores) for worker in self.workers))
-
-    @property
-    def fullest_disk(self) -> DiskPlan:
-        """The disk of the machine that must have the most room."""
-        return max(self.disks or (self.disk,), key=lambda disk: disk.bytes)
-
-    @property
-    def fullest_disk_at_least(self) -> DiskPlan:
-        """The same by what does not depend on steps."""
-        return max(self.disks or (self.disk,), key=lambda disk: disk.least)
-
-    @property
-    def busiest_disk(self) -> DiskPlan:
-        """The disk to which most is written per second."""
-        return max(self.disks or (self.disk,), key=lambda disk: disk.bytes_per_s)
+        each = [math.ceil(worker.cores) for worker in self.workers]
+        return max(1, *each) if each else self.cores
 
     @property
     def share_served(self) -> float:
@@ -469,7 +453,7 @@ def plan_coordinator(
     busy = wire + merge_cores + disk_cores
     dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
     needed = math.ceil(busy) if not dealt else 0
-    disks: tuple[DiskPlan, ...] = ()
+    disks: tuple[DiskPlan, ...] = (disk,)
     if dealt:
         lead = disk_of(plan.total, len(plan.fragments), "lead")
         disks = (lead, *(disk_of(w.params, w.fragments, "worker") for w in dealt))

@@ -130,7 +130,7 @@ def test_workers_on_machines_of_their_own_need_only_their_share():
     assert plan.memory > 32 * plan.machine_memory
     # The largest worker has one fragment of 48, and some have none.
     assert plan.share_served < 1 / 16
-    assert plan.busiest_disk.bytes_per_s < plan.disk.bytes_per_s / 16
+    assert max(d.bytes_per_s for d in plan.disks) < plan.disk.bytes_per_s / 16
 
 
 def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
@@ -148,8 +148,7 @@ def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
     assert 0 < sum(w.log for w in workers) < plan.disk.log
     rounds = sum(w.round_seconds for w in workers)
     assert rounds >= plan.disk.round_seconds * (1 - 1e-9)
-    assert plan.fullest_disk.bytes == max(d.bytes for d in plan.disks)
-    assert plan.fullest_disk.bytes < plan.disk.bytes
+    assert max(d.bytes for d in plan.disks) < plan.disk.bytes
 
 
 def test_deltas_that_wait_on_a_small_disk_had_better_wait_in_memory():
