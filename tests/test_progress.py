@@ -3,6 +3,7 @@ left: a bar on a terminal, without colours if they are not wanted, else plain li
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections.abc import Callable
@@ -153,9 +154,14 @@ def test_a_run_says_whether_it_is_healthy_and_how_far_it_is(ran):
     assert "\x1b" not in said
 
 
-@pytest.mark.parametrize("where", TERMINALS)
 @pytest.mark.parametrize(
-    "name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.dist) for name in OF_RUN)]
+    ("name", "where"),
+    [
+        *((name, "elsewhere") for name in SHOWN),
+        *(pytest.param(name, "elsewhere", marks=pytest.mark.dist) for name in OF_RUN),
+        # One bar is that of all.
+        *itertools.product(("plan", "simulate faults"), ("terminal", "no colour")),
+    ],
 )
 def test_how_far_it_is_and_how_long_it_takes(
     name, where, request, tmp_path, monkeypatch, capsys
