@@ -214,7 +214,8 @@ class _Turn(OneStep[Search]):
             why = "this coordinator has no state yet, and the island no anchors to "
             self._come_again(offer, f"{why}offer")
             return
-        if before is not None and before.offer.incarnation < offer.incarnation:
+        anew = before is not None and before.offer.incarnation < offer.incarnation
+        if anew:
             self._forget(name)
         if not self.state.members and self.state.phase == "waiting":
             self.state = _awaiting(self.config, self.state, self.now)
@@ -233,7 +234,8 @@ class _Turn(OneStep[Search]):
                 self._request(offer, fragment)
         for fragment, claim in self.state.claims.items():
             if name in claim.asked and name not in claim.votes:
-                self._request(offer, fragment, claim)
+                ask = self._await if anew else self._request
+                ask(offer, fragment, claim)
 
     def heard(self, event: Said | Disconnected) -> None:
         """Note a sign of life of an island that offers, or that it lost its

@@ -174,10 +174,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return self.anchor.island
 
     def without(self, name: str) -> Claim:
-        """Return it as before an island was asked for its ballot."""
-        asked = {other: until for other, until in self.asked.items() if other != name}
+        """Return it without the vote of an island, whose deadline stays."""
         votes = {other: vote for other, vote in self.votes.items() if other != name}
-        return replace(self, asked=asked, votes=votes)
+        return replace(self, votes=votes)
 
     @property
     def total(self) -> int:

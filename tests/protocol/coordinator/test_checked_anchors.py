@@ -236,6 +236,16 @@ def test_another_process_votes_anew_and_a_ballot_of_the_one_before_is_nothing() 
     assert not g.state.claims[0].votes
 
 
+def test_who_comes_again_and_again_keeps_nobody_waiting() -> None:
+    g = offering(5, 5, 5)
+    g.says = {"b": None, "c": None}  # type: ignore[dict-item]
+    g.arrive("a", 0, 5)
+    for incarnation in range(2, 8):
+        g.pass_time(CONFIG.outage_budget_s / 5, "ac")
+        g.offer("b", 5, 5, incarnation=incarnation)
+    assert 0 in g.state.got
+
+
 def test_who_voted_votes_anew_as_another_process() -> None:
     g = offering(5, 5, 5)
     g.says = {"c": None}  # type: ignore[dict-item]
