@@ -232,7 +232,8 @@ class _Turn(OneStep[Search]):
             if asked.island == name:
                 self._request(offer, fragment)
         for fragment, claim in self.state.claims.items():
-            if name in claim.asked and name not in claim.votes:
+            waits = name in claim.asked and name not in claim.again
+            if waits and name not in claim.votes:
                 self._request(offer, fragment, claim)
 
     def heard(self, event: Said | Disconnected) -> None:
@@ -529,10 +530,15 @@ class _Turn(OneStep[Search]):
         """Ask those who offer, and have not been asked, for their ballots."""
         for name, member in sorted(self.state.members.items()):
             able = member.connected and self._may_come(name)
-            if able and name != claim.island and name not in claim.asked:
+            new = name not in claim.asked or name in claim.again
+            if able and name != claim.island and new:
                 self._await(member.offer, claim.anchor.fragment, claim)
-                until = self.now + self._patience_s
-                claim = replace(claim, asked={**claim.asked, name: until})
+                until = claim.asked.get(name, self.now + self._patience_s)
+                claim = replace(
+                    claim,
+                    asked={**claim.asked, name: until},
+                    again=claim.again - {name},
+                )
         self._put(claim)
         return claim
 

@@ -164,6 +164,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     anchor: AnchorKept
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
     """The deadline of each island that votes."""
+    again: frozenset[str] = frozenset()
+    """Those of which another process has come, which was not asked yet."""
     votes: Mapping[str, Vote] = msgspec.field(default_factory=dict)
     waits_until: float = 0.0
     """The end of the wait for a third island, once two differ."""
@@ -174,10 +176,10 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return self.anchor.island
 
     def without(self, name: str) -> Claim:
-        """Return it as before an island was asked for its ballot."""
-        asked = {other: until for other, until in self.asked.items() if other != name}
+        """Return it without the ballot of an island that is to be asked again. Its
+        deadline stays: one that began anew again and again would hold all up."""
         votes = {other: vote for other, vote in self.votes.items() if other != name}
-        return replace(self, asked=asked, votes=votes)
+        return replace(self, votes=votes, again=self.again | {name})
 
     @property
     def total(self) -> int:
