@@ -212,6 +212,16 @@ def test_who_sends_no_ballot_is_not_counted() -> None:
     assert g.state.unchecked == {"a", "b"}
 
 
+def test_who_begins_anew_again_and_again_holds_nobody_up() -> None:
+    g = offering(5, 5, 5)
+    g.says = {"b": None, "c": None}  # type: ignore[dict-item]
+    g.arrive("a", 0, 5)
+    for incarnation in range(2, 7):
+        g.pass_time(CONFIG.outage_budget_s / 4, "abc")
+        g.offer("c", 5, 5, incarnation=incarnation)
+    assert g.state.got[0].island == "a"
+
+
 def test_a_sample_is_drawn_once_the_claim_is_there() -> None:
     drawn = set()
     for digest in ("x", "y"):
