@@ -240,10 +240,12 @@ def launch_command(arguments: Sequence[str]) -> int:
 
 def plan_command(arguments: Sequence[str]) -> int:
     """Run `diloco plan CONFIG`."""
-    from diloco_jax.planning.command import run
     from diloco_jax.planning.options import PlanOptions
 
     path, config, options = _config_and_options("plan", arguments, PlanOptions())
+    # It imports jax, which no help needs.
+    from diloco_jax.planning.command import run
+
     return run(config, path, options)
 
 
