@@ -20,14 +20,13 @@ import numpy as np
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.models.layers import (
     Rotations,
-    apply_layer,
     frequencies,
     rms_norm,
     rotations,
     run_layers,
 )
 from diloco_jax.models.model import Params
-from diloco_jax.models.transformer import embedded
+from diloco_jax.models.transformer import embedded, layer_of
 
 
 class Cache(NamedTuple):
@@ -95,9 +94,8 @@ def make_decode(config: ModelConfig) -> Decode:
                     query, kept.keys, kept.values, mask=mask
                 )
 
-            turned = turns[windowed]
-            x = apply_layer(config, weights, x, turned, attend, lambda x, names: x)
-            return x, kept
+            module = layer_of(config, weights)
+            return module(x, turns[windowed], attend, lambda x, names: x), kept
 
         x = embedded(config, params["embedding"][tokens], dtype)
         x, cache = run_layers(config, x, (params["layers"], cache), layer)

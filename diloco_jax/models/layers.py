@@ -1,8 +1,9 @@
-"""The layers of the bundled model, and the loop over all of them.
+"""The layers of the bundled model, in flax nnx, and the loop over all of them.
 
 A layer has RMSNorm before each half, rotary positions, grouped-query attention, and a
 gated MLP; by the config also norms of queries and keys and after each half, and biases.
-`layer_tensors` describes its parameters; the values come from outside.
+Every parameter carries its logical axis names and mean and standard deviation at the
+start; the values come from outside.
 
 In the loop, parameters are stacked on a leading axis. Layers of the same place in a
 period (see `ModelConfig.layer_period`) are of one kind: an iteration is one period, and
@@ -22,12 +23,13 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from flax import nnx
 
 from diloco_jax.config import ModelConfig
 from diloco_jax.models.attention import Mix
@@ -83,119 +85,115 @@ def rotate(x: jax.Array, turns: Rotations) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-class Tensor(NamedTuple):
-    """A parameter: its shape, its axes' names, and mean and standard deviation at the
-    start."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    std: float
-    start: float = 0.0
-
-
-def layer_tensors(config: ModelConfig) -> dict[str, Any]:
-    """Describe the parameters of one layer."""
-    d, f, h = config.d_model, config.mlp_dim, config.head_dim
-    n, k = config.num_heads, config.num_kv_heads
-    # The residual stream keeps its size over two additions per layer.
-    added = (2 * config.num_layers) ** -0.5
-    heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
-
-    def norm(size: int, axis: str) -> dict[str, Tensor]:
-        return {"scale": Tensor((size,), (axis,), 0.0, first_scale(config))}
-
-    attention: dict[str, Any] = {
-        "query": Tensor((d, n, h), ("embed", *heads), d**-0.5),
-        "key": Tensor((d, k, h), ("embed", *kv_heads), d**-0.5),
-        "value": Tensor((d, k, h), ("embed", *kv_heads), d**-0.5),
-        "output": Tensor((n, h, d), (*heads, "embed"), (n * h) ** -0.5 * added),
-    }
-    mlp = {
-        "gate": Tensor((d, f), ("embed", "mlp"), d**-0.5),
-        "up": Tensor((d, f), ("embed", "mlp"), d**-0.5),
-        "down": Tensor((f, d), ("mlp", "embed"), f**-0.5 * added),
-    }
-    # Biases are vectors, which do not decay.
-    if config.attention_bias != "none":
-        attention["query_bias"] = Tensor((n * h,), ("heads",), 0.0)
-        attention["key_bias"] = Tensor((k * h,), ("kv_heads",), 0.0)
-        attention["value_bias"] = Tensor((k * h,), ("kv_heads",), 0.0)
-    if config.attention_bias == "qkvo":
-        attention["output_bias"] = Tensor((d,), ("embed",), 0.0)
-    if config.qk_norm:
-        attention["query_norm"] = norm(h, "head_dim")
-        attention["key_norm"] = norm(h, "head_dim")
-    if config.mlp_bias:
-        mlp["gate_bias"] = mlp["up_bias"] = Tensor((f,), ("mlp",), 0.0)
-        mlp["down_bias"] = Tensor((d,), ("embed",), 0.0)
-    norms = ["attention_norm", "mlp_norm"]
-    if config.post_norms:
-        norms += ["attention_post_norm", "mlp_post_norm"]
-    own = {name: norm(d, "embed") for name in norms}
-    return {"attention": attention, "mlp": mlp, **own}
-
-
 HEADS = ("batch", None, "heads", None)
 KV_HEADS = ("batch", None, "kv_heads", None)
 
 Constrain = Callable[[jax.Array, Names], jax.Array]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": nnx.silu,
+    "gelu_tanh": functools.partial(nnx.gelu, approximate=True),
 }
 
 
-def apply_layer(
-    config: ModelConfig,
-    weights: Any,
-    x: jax.Array,
-    turns: Rotations,
-    attend: Mix,
-    constrain: Constrain,
-) -> jax.Array:
-    """Return the residual stream, [B, T, D], after a layer of these weights."""
+class Layer(nnx.Module):
+    """One layer on the residual stream, [B, T, D]."""
 
-    def norm(x: jax.Array, name: str) -> jax.Array:
-        return rms_norm(config, x, weights[name]["scale"])
+    def __init__(self, config: ModelConfig):
+        self.attention_norm = Norm(config, config.d_model, "embed")
+        self.attention = Attention(config)
+        self.mlp_norm = Norm(config, config.d_model, "embed")
+        self.mlp = Mlp(config)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.attention_post_norm = Norm(config, config.d_model, "embed")
+            self.mlp_post_norm = Norm(config, config.d_model, "embed")
 
-    x_normed = norm(x, "attention_norm")
-    added = _attention(config, weights["attention"], x_normed, turns, attend, constrain)
-    x = x + (norm(added, "attention_post_norm") if config.post_norms else added)
-    added = _mlp(config, weights["mlp"], norm(x, "mlp_norm"), constrain)
-    return x + (norm(added, "mlp_post_norm") if config.post_norms else added)
-
-
-def _attention(
-    config: ModelConfig,
-    w: Any,
-    x: jax.Array,
-    turns: Rotations,
-    attend: Mix,
-    constrain: Constrain,
-) -> jax.Array:
-    query = constrain(project(x, w["query"]), HEADS)
-    key = constrain(project(x, w["key"]), KV_HEADS)
-    value = constrain(project(x, w["value"]), KV_HEADS)
-    if "query_bias" in w:
-        query += w["query_bias"].reshape(query.shape[2:])
-        key += w["key_bias"].reshape(key.shape[2:])
-        value += w["value_bias"].reshape(value.shape[2:])
-    if config.qk_norm:
-        query = rms_norm(config, query, w["query_norm"]["scale"])
-        key = rms_norm(config, key, w["key_norm"]["scale"])
-    mixed = attend(rotate(query, turns), rotate(key, turns), value)  # B T N H
-    added = project(mixed, w["output"], axes=2)
-    return added + w["output_bias"] if "output_bias" in w else added
+    def __call__(
+        self, x: jax.Array, turns: Rotations, attend: Mix, constrain: Constrain
+    ) -> jax.Array:
+        added = self.attention(self.attention_norm(x), turns, attend, constrain)
+        x = x + (self.attention_post_norm(added) if self.post_norms else added)
+        added = self.mlp(self.mlp_norm(x), constrain)
+        return x + (self.mlp_post_norm(added) if self.post_norms else added)
 
 
-def _mlp(config: ModelConfig, w: Any, x: jax.Array, constrain: Constrain) -> jax.Array:
-    """Return down(activation(gate(x)) * up(x))."""
-    gate, up = project(x, w["gate"]), project(x, w["up"])  # B T F
-    if config.mlp_bias:
-        gate, up = gate + w["gate_bias"], up + w["up_bias"]
-    hidden = ACTIVATIONS[config.activation](gate) * up
-    added = project(constrain(hidden, ("batch", None, "mlp")), w["down"])
-    return added + w["down_bias"] if config.mlp_bias else added
+class Norm(nnx.Module):
+    """RMSNorm over the last axis, in f32."""
+
+    def __init__(self, config: ModelConfig, size: int, axis: str):
+        self.config = config
+        self.scale = _weight((size,), (axis,), 0.0, first_scale(config))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(self.config, x, self.scale[...])
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig):
+        d, n = config.d_model, config.num_heads
+        k, h = config.num_kv_heads, config.head_dim
+        std, out = d**-0.5, (n * h) ** -0.5 * _residual_scale(config)
+        self.query = _weight((d, n, h), ("embed", "heads", "head_dim"), std)
+        self.key = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
+        self.value = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
+        self.output = _weight((n, h, d), ("heads", "head_dim", "embed"), out)
+        # Biases are vectors, which do not decay.
+        self.biases, self.output_biased = config.attention_bias != "none", False
+        if self.biases:
+            self.query_bias = _weight((n * h,), ("heads",), 0.0)
+            self.key_bias = _weight((k * h,), ("kv_heads",), 0.0)
+            self.value_bias = _weight((k * h,), ("kv_heads",), 0.0)
+        if config.attention_bias == "qkvo":
+            self.output_biased = True
+            self.output_bias = _weight((d,), ("embed",), 0.0)
+        self.normed = config.qk_norm
+        if config.qk_norm:
+            self.query_norm = Norm(config, h, "head_dim")
+            self.key_norm = Norm(config, h, "head_dim")
+
+    def __call__(
+        self, x: jax.Array, turns: Rotations, attend: Mix, constrain: Constrain
+    ) -> jax.Array:
+        query = constrain(project(x, self.query[...]), HEADS)
+        key = constrain(project(x, self.key[...]), KV_HEADS)
+        value = constrain(project(x, self.value[...]), KV_HEADS)
+        if self.biases:
+            query += self.query_bias[...].reshape(query.shape[2:])
+            key += self.key_bias[...].reshape(key.shape[2:])
+            value += self.value_bias[...].reshape(value.shape[2:])
+        if self.normed:
+            query, key = self.query_norm(query), self.key_norm(key)
+        mixed = attend(rotate(query, turns), rotate(key, turns), value)  # B T N H
+        added = project(mixed, self.output[...], axes=2)
+        return added + self.output_bias[...] if self.output_biased else added
+
+
+class Mlp(nnx.Module):
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        d, f = config.d_model, config.mlp_dim
+        self.gate = _weight((d, f), ("embed", "mlp"), d**-0.5)
+        self.up = _weight((d, f), ("embed", "mlp"), d**-0.5)
+        out = f**-0.5 * _residual_scale(config)
+        self.down = _weight((f, d), ("mlp", "embed"), out)
+        self.activation = config.activation
+        self.biases = config.mlp_bias
+        if config.mlp_bias:
+            self.gate_bias = _weight((f,), ("mlp",), 0.0)
+            self.up_bias = _weight((f,), ("mlp",), 0.0)
+            self.down_bias = _weight((d,), ("embed",), 0.0)
+
+    def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
+        gate, up = project(x, self.gate[...]), project(x, self.up[...])  # B T F
+        if self.biases:
+            gate, up = gate + self.gate_bias[...], up + self.up_bias[...]
+        hidden = ACTIVATIONS[self.activation](gate) * up
+        hidden = constrain(hidden, ("batch", None, "mlp"))
+        added = project(hidden, self.down[...])
+        return added + self.down_bias[...] if self.biases else added
 
 
 def rms_norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -223,6 +221,18 @@ def project(x: jax.Array, weight: jax.Array, axes: int = 1) -> jax.Array:
     lead, size = x.shape[: x.ndim - axes], math.prod(weight.shape[:axes])
     y = x.reshape(-1, size) @ weight.reshape(size, -1)
     return y.reshape(*lead, *weight.shape[axes:])
+
+
+def _weight(
+    shape: tuple[int, ...], axes: tuple[str, ...], std: float, start: float = 0.0
+) -> nnx.Param[jax.Array]:
+    return nnx.Param(jnp.zeros(shape), axes=axes, std=std, start=start)
+
+
+def _residual_scale(config: ModelConfig) -> float:
+    """Return the factor that keeps the residual stream's size over two additions per
+    layer."""
+    return float((2 * config.num_layers) ** -0.5)
 
 
 Apply = Callable[[jax.Array, Any, bool], tuple[jax.Array, Any]]

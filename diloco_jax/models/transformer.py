@@ -1,8 +1,8 @@
 """The bundled model: a decoder-only transformer, with low-rank adapters if the config
 asks for them.
 
-The parameters of all layers are stacked on a leading axis (`layers.py`). The config's
-switches make the families.
+A layer is a flax nnx module; its parameters leave as a plain nested dict, all layers
+stacked on a leading axis (`layers.py`). The config's switches make the families.
 
 First values are drawn a block at a time: `jax.random.normal` holds four arrays of the
 size of its result while it draws, which would be the coordinator's peak of memory at
@@ -27,12 +27,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.extend.random import threefry2x32_p
 
 from diloco_jax.config import ConfigError, ModelConfig
@@ -40,11 +41,9 @@ from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers import VOCAB_SIZE
 from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import (
-    Tensor,
-    apply_layer,
+    Layer,
     first_scale,
     frequencies,
-    layer_tensors,
     restarted,
     rms_norm,
     rotations,
@@ -60,6 +59,17 @@ from diloco_jax.models.model import (
     split_batch,
     weighted_loss,
 )
+
+
+class Tensor(NamedTuple):
+    """A parameter: its shape, its axes' names, and mean and standard deviation at the
+    start."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    std: float
+    start: float = 0.0
+
 
 NOISE_BLOCK = 1 << 20
 """Values drawn at a time; a power of two, so that the low half of a counter never
@@ -324,9 +334,8 @@ def build(
             )
 
         def layer(x: jax.Array, weights: Any, windowed: bool) -> tuple[jax.Array, None]:
-            turned, attend = turns[windowed], kinds[windowed]
-            whole = whole_layer(weights)
-            x = apply_layer(config, whole, x, turned, attend, layout.constrain)
+            module = layer_of(config, whole_layer(weights))
+            x = module(x, turns[windowed], kinds[windowed], layout.constrain)
             return layout.constrain(x, STREAM), None
 
         return run_layers(config, x, stacked, wrap(layer), per_iteration)[0]
@@ -353,6 +362,12 @@ def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:
     return (
         x * jnp.asarray(config.d_model**0.5, dtype) if config.scaled_embeddings else x
     )
+
+
+def layer_of(config: ModelConfig, weights: Params) -> Layer:
+    """Return the module of a layer with these parameters."""
+    module: Layer = nnx.merge(_layer_graph(config)[0], nnx.State(weights))
+    return module
 
 
 def layers_per_iteration(num_layers: int, layout: Layout) -> int:
@@ -387,14 +402,16 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
 def _tensors(config: ModelConfig) -> dict[str, Any]:
     """Describe all parameters; init and axes both follow from this."""
 
-    def stacked(own: Tensor) -> Tensor:
-        shape, axes = (config.num_layers, *own.shape), ("layers", *own.axes)
-        return own._replace(shape=shape, axes=axes)
+    def stacked(variable: Any) -> Tensor:
+        metadata = variable.get_metadata()
+        shape = (config.num_layers, *variable.get_value().shape)
+        names = ("layers", *metadata["axes"])
+        return Tensor(shape, names, metadata["std"], metadata["start"])
 
     d, v = config.d_model, config.vocab_size
     tensors = {
         "embedding": Tensor((v, d), ("vocab", "embed"), EMBEDDING_STD),
-        "layers": jax.tree.map(stacked, layer_tensors(config), is_leaf=_is_tensor),
+        "layers": nnx.to_pure_dict(_layer_graph(config)[1], extract_fn=stacked),
         "norm": Tensor((d,), ("embed",), 0.0, first_scale(config)),
     }
     if not config.tied_embeddings:
@@ -404,6 +421,11 @@ def _tensors(config: ModelConfig) -> dict[str, Any]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def _layer_graph(config: ModelConfig) -> tuple[Any, Any]:
+    """Return a layer's structure and its abstract state."""
+    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
 
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
