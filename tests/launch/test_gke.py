@@ -263,3 +263,18 @@ def test_signals_and_codes_pass_through_a_limit(config, shell):
         process = shell(script, "exit 3")
         process.communicate(timeout=WAIT_S)
         assert process.returncode == 3
+
+
+def test_sigterm_reaches_the_island_itself(config, shell):
+    island = shell(scripts(config)[1], UNTIL_TERM % ("goodbye", 1))
+    assert island.stdout.readline() == "up\n"
+    island.send_signal(signal.SIGTERM)
+    assert island.communicate(timeout=WAIT_S)[0] == "goodbye\n"
+    assert island.returncode == 1
+
+
+def test_a_host_name_of_a_coordinator_is_no_address_of_its_balancer(config):
+    named = rendered(config, **{**ELSEWHERE, "coordinator_address": "here.example"})
+    service = named["Service", "two-coordinator"]["spec"]
+    assert service["type"] == "LoadBalancer"
+    assert "loadBalancerIP" not in service

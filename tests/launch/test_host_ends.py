@@ -2,6 +2,8 @@
 itself back."""
 
 import dataclasses
+import fcntl
+import os
 import time
 
 import pytest
@@ -192,3 +194,21 @@ def test_a_coordinator_of_sky_registers_its_address(tmp_path, config):
     (made.tools / "broken").write_text("record-sets describe")
     assert made.start("run") == 0, made.errors
     assert any("record-sets create" in call for call in made.calls)
+
+
+def test_a_full_disk_hides_no_reason(tmp_path, config):
+    """The file is written in place: it takes neither more room nor less."""
+    made = prepared(tmp_path, few(config, 3), "two-v5p.sh", data="gs://bucket/text")
+    (made.tools / "broken").write_text("rsync")
+    assert made.start("run") == 1
+    path = made.root / "var/lib/diloco/begun"
+    held = os.memfd_create("begun", os.MFD_ALLOW_SEALING)
+    try:
+        os.write(held, path.read_bytes())
+        fcntl.fcntl(held, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        path.unlink()
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{held}")
+        assert serve(made)[0] == 2
+    finally:
+        os.close(held)
+    assert made.said.rstrip().endswith("copy of gs://bucket/text")

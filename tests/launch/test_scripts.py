@@ -77,6 +77,13 @@ def test_local_starts_the_quickstart_with_its_arguments(installed):
     assert started.stdout == "diloco run configs/quickstart.py --total-tokens 100\n"
 
 
+def test_another_folder_than_venv_may_be_named(installed):
+    (installed / ".venv").rename(installed / "other")
+    started = bash(installed, "launch/local.sh", venv="other")
+    assert (started.returncode, started.stderr) == (0, "")
+    assert started.stdout == "diloco run configs/quickstart.py\n"
+
+
 def test_test_runs_every_check(installed):
     started = bash(installed, "launch/test.sh")
     assert (started.returncode, started.stderr) == (0, "")
@@ -147,6 +154,23 @@ def test_the_probe_knows_an_old_python(checkout):
     )
     probed = bash(checkout, "-c", probe)
     assert (probed.returncode, probed.stdout) == (3, "3.10.9")
+
+
+def test_no_python_at_all_is_named_with_the_remedy(checkout):
+    refused = bash(checkout, "launch/local.sh", python="no-such-python")
+    assert refused.returncode == 2
+    assert "no 'no-such-python' found; Python 3.11 or newer" in refused.stderr
+
+
+def test_other_requirements_are_installed_again(installed):
+    """With a Python that cannot make a .venv, so that it ends there."""
+    with (installed / "setup.cfg").open("a") as file:
+        file.write("# changed\n")
+    script = f'[[ $2 == *ensurepip* ]] && exit 1; exec "{sys.executable}" "$@"'
+    without = executable(installed / "python3", f"#!/bin/bash\n{script}\n")
+    refused = bash(installed, "launch/local.sh", python=without)
+    assert refused.returncode == 2
+    assert "has no venv module: install it" in refused.stderr
 
 
 def test_the_images_allocator_is_that_of_diloco_run() -> None:

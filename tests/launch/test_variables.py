@@ -11,6 +11,7 @@ from diloco_jax.config import ConfigError
 from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.command import LaunchOptions, run
 from diloco_jax.launch.spec import make_spec
+from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm
 from diloco_jax.launch.variables import OF_THE_LAUNCH, flag_notes
 from diloco_jax.planning.compiling import environment_of, flags_of
 
@@ -122,3 +123,11 @@ def test_the_plan_compiles_with_the_launchs_flags(given, monkeypatch):
     assert told[:2] == [OFF, "--xla_two=2"]
     assert before_jax.SPARSE_CORE[0] in told
     assert OFF.replace("false", "true") not in told
+
+
+@pytest.mark.parametrize("name", ["two-v5p.sh", "coordinator.sh"])
+def test_values_of_secrets_are_in_no_file(given, name):
+    spec = make_spec(given, "two.py", "tpu_vm")
+    text = on_tpu_vm(spec, "certificates", "folder", 1).files[name]
+    assert "'--env=HF_HOME=/var/lib/diloco/run/hf cache'" in text
+    assert "SECRETS=(HF_TOKEN hub-token" in text
