@@ -311,6 +311,7 @@ class LostFragments:
             ours = ballot_of(tiles, awaited.sample)
             same, apart = compare_ballots(ours, theirs, grid.elements)
             equal, squares = equal and same, squares + apart
+        arriving.inbox = self._deltas.beside(self._ballots)  # Frees the bytes.
         compared = AnchorCompared(
             fragment=fragment,
             island=awaited.island,
