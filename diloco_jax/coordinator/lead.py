@@ -189,7 +189,8 @@ class EngineThread(Generic[S, E]):
 
 
 class Lead(EngineThread[State, Event]):
-    """Decide for one run. Merges are computed on a thread of their own."""
+    """Decide for one run. Its holder computes merges, on threads of its own or at
+    workers."""
 
     def __init__(
         self,

@@ -500,7 +500,7 @@ def make_holder(
     rooms = Rooms(
         placement.merge_buffer_bytes // placement.workers,
         workdir,
-        SPARED_BYTES_EACH * plan.total,
+        SPARED_BYTES_EACH * sum(plan.sizes[fragment] for fragment in fragments),
     )
     folder = checkpoint.snapshots_folder(placement, workdir)
     publishes = Publishes(workdir / run_files.PUBLISHES, fragments)

@@ -154,7 +154,7 @@ class Outgoing(Protocol):
 
 
 class LeasedData(Protocol):
-    """`data.stream.LeasedStream`, or its `LeasedPositions` alone."""
+    """`data.batches.LeasedStream`, or its `LeasedPositions` alone."""
 
     def grant(self, span: Span) -> None:
         """Add positions after those granted before."""
