@@ -84,10 +84,18 @@ def test_one_island_may_send_those_of_several(holder: Holder) -> None:
     assert holder.told[0].digest != holder.told[1].digest
 
 
-def test_a_later_version_replaces_what_came_of_an_earlier_one(holder: Holder) -> None:
+@pytest.mark.parametrize("number", [3, 4])
+def test_what_has_come_whole_is_not_replaced(holder: Holder, number: int) -> None:
+    """It is what the others vote on, and what counts then."""
     holder.send(0, "a", 0.5, number=3)
-    holder.send(0, "a", 0.75, number=4)
-    assert [kept.replaced.number for kept in holder.told] == [3, 4]
+    with pytest.raises(Refused, match="is not replaced"):
+        holder.send(0, "a", 0.75, number=number)
+    assert [kept.replaced.number for kept in holder.told] == [3]
+    holder.expect(0, "b", SAMPLE)
+    holder.send(0, "b", 0.5, sample=SAMPLE)
+    assert holder.told[-1].equal
+    with pytest.raises(Refused, match="is not replaced"):
+        holder.send(0, "b", 0.75, sample=SAMPLE)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -95,6 +95,8 @@ class _Arriving:
     awaited: AwaitAnchor
     inbox: Inbox
     version: Version | None = None
+    complete: bool = False
+    """All of it has come: what is checked now stays as it is."""
 
     def payload(self, start: bulk.UploadStart) -> Buffer:
         """Return the bytes that have arrived."""
@@ -188,9 +190,16 @@ class LostFragments:
 
     def begin(self, start: bulk.UploadStart) -> memoryview:
         """Return the place of a stripe of an awaited anchor; see `Inbox.begin`. One at
-        another version begins anew."""
+        another version begins anew, but not once all of it is here: it is checked, and
+        what counts is what was checked."""
         arriving = self._of(start)
         with self._begins:
+            if arriving.complete:
+                raise Refused(
+                    "anchor",
+                    f"what island {start.island!r} sent of fragment {start.fragment} "
+                    f"at {arriving.version} is here, and is not replaced",
+                )
             if arriving.version is None or arriving.version != start.version:
                 layouts = self._ballots if start.sample else self._layouts
                 arriving.version = start.version
@@ -208,6 +217,10 @@ class LostFragments:
             inbox = arriving.inbox
         if not inbox.end(start, place):
             return False
+        with self._begins:
+            if arriving.inbox is not inbox:
+                return False
+            arriving.complete = True
         act = self._compare if start.sample else self._keep
         self._submit(lambda: self._one_by_one(act, arriving, start))
         return True

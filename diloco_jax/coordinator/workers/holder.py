@@ -305,7 +305,8 @@ class LedWorker:
                 case WorkerAlive():
                     self.alive = message
                 case AllSaved():
-                    self._saved.set_result(message)
+                    if not self._saved.done():  # It may be asked again: a full disk.
+                        self._saved.set_result(message)
                 case WorkerFailed(text=text):
                     why = f"it failed: {text}; see its log"
                 case WorkerRefused(code="config", text=text):
@@ -362,6 +363,8 @@ class WorkersHolder(FragmentHolder):
         self._uncompiled = set(range(count))
         """Workers that have not said that they have compiled."""
         self._lock, self._begun = threading.Lock(), threading.Event()
+        self._broken: BaseException | None = None
+        """Error of the first line that broke."""
         # Layouts and shapes, without arrays.
         self._store = make_store(config, plan)
         self._layouts = layouts_of(plan.fragments)
@@ -413,6 +416,8 @@ class WorkersHolder(FragmentHolder):
         called with the error of a worker whose line broke."""
         super().answer(tell, failed)
         self._begun.set()
+        if self._broken is not None:  # Whoever was told before has ended since.
+            failed(self._broken)
 
     def hold(self, message: ToHolder) -> None:
         """Pass a message to its fragment's worker; see `engine.Holder`."""
@@ -533,6 +538,7 @@ class WorkersHolder(FragmentHolder):
         self._tell(message)
 
     def _fail(self, error: BaseException) -> None:
+        self._broken = self._broken or error
         self._begun.wait()
         self._failed(error)
 

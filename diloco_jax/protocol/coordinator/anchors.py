@@ -229,12 +229,12 @@ class _Turn(OneStep[Search]):
         welcome = Welcome(run_id=run_id, term=0, resumed=not first, versions=())
         self.tell(offer.session, welcome)
         # Requests may be lost with the old connection.
+        ask = self._await if anew else self._request
         for fragment, asked in self.state.asked.items():
             if asked.island == name:
-                self._request(offer, fragment)
+                ask(offer, fragment)
         for fragment, claim in self.state.claims.items():
             if name in claim.asked and name not in claim.votes:
-                ask = self._await if anew else self._request
                 ask(offer, fragment, claim)
 
     def heard(self, event: Said | Disconnected) -> None:
@@ -264,18 +264,15 @@ class _Turn(OneStep[Search]):
             self.set(term=known.term + 1, asked={}, claims={}, got={})
 
     def _forget(self, name: str) -> None:
-        """Forget what an island was asked for, since another process of it has come: it
-        is asked anew, and for first parameters for all that it gave."""
+        """Forget what an island has sent, since another process of it has come: it is
+        asked anew, and for first parameters for all that it gave. The deadlines of what
+        has not come stay: one that came again and again would hold all up."""
         if self.state.aim.first:
             self.state = begin(self.config, self.state.aim, self.now)
             return
-        asked, found = self.state.asked.items(), self.state.claims.items()
-        self.set(
-            asked={f: awaited for f, awaited in asked if awaited.island != name},
-            claims={
-                f: claim.without(name) for f, claim in found if claim.island != name
-            },
-        )
+        found = self.state.claims.items()
+        claims = {f: claim.without(name) for f, claim in found if claim.island != name}
+        self.set(claims=claims)
 
     def _come_again(self, offer: Hello, why: str) -> None:
         again = Postpone(session=offer.session, message=f"{why}; come again")

@@ -222,6 +222,16 @@ def test_who_begins_anew_again_and_again_holds_nobody_up() -> None:
     assert g.state.got[0].island == "a"
 
 
+def test_a_source_that_comes_again_and_again_gives_way_to_the_next() -> None:
+    """It has the highest version, and sends nothing."""
+    g = offering(9, 5, 5)
+    assert g.state.asked[0].island == "a"
+    for incarnation in range(2, 7):
+        g.pass_time(CONFIG.outage_budget_s / 4, "abc")
+        g.offer("a", 9, 9, incarnation=incarnation)
+    assert g.state.asked[0].island != "a"
+
+
 def test_a_sample_is_drawn_once_the_claim_is_there() -> None:
     drawn = set()
     for digest in ("x", "y"):
