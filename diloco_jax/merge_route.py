@@ -89,15 +89,16 @@ def route_of(passes: Passes | None) -> Route:
 def _passes() -> Passes:
     """Load the library; compile it if it is not there, or cannot be loaded because a
     machine stopped while it was written. Raises NativeError."""
-    pool = ThreadPoolExecutor(machine.cores(), "diloco-merge-tiles")
+    cores = machine.cores()
+    pool = ThreadPoolExecutor(cores, "diloco-merge-tiles")
 
     def each(function: Callable[[slice], Any], parts: Iterable[slice]) -> Iterable[Any]:
-        """Work of one part goes without threads."""
+        """Work of one part, or of one core, goes without threads."""
         given = list(parts)
-        return (map if len(given) == 1 else pool.map)(function, given)
+        return (map if 1 in (len(given), cores) else pool.map)(function, given)
 
-    path = cache_home() / "merge" / f"{_key()}.so"
     try:
+        path = cache_home() / "merge" / f"{_key()}.so"
         with contextlib.suppress(OSError):
             return Passes(path, each)
         _compile(path)

@@ -207,15 +207,19 @@ class Checkpoints:
             "versions": [list(version) for version in versions],
             "outstanding": list(outstanding),
         }
-        self._number += 1
-        self._saved = (steps, set(outstanding))
-        self._writing = threading.Thread(
+        writing = threading.Thread(
             target=self._write,
-            args=(self._writing, self._number, copies, facts),
+            args=(self._writing, self._number + 1, copies, facts),
             name="checkpoints",
             daemon=True,
         )
-        self._writing.start()
+        try:
+            writing.start()
+        except RuntimeError as error:  # There is no thread to be had just now.
+            logger.error("no checkpoint was written: %s; the next is tried", error)
+            return
+        self._number += 1
+        self._saved, self._writing = (steps, set(outstanding)), writing
 
     def close(self, timeout_s: float) -> None:
         """Wait for the final checkpoint, if there is one, for at most `timeout_s`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -41,6 +42,7 @@ from diloco_jax.island.hosts import (
     FollowDecisions,
     JoinVersions,
     LeadDecisions,
+    LeaveWatch,
     Moved,
     Orders,
     OrderThread,
@@ -143,9 +145,7 @@ class Host(abc.ABC, Generic[L]):
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
         self.hosts = hosts
-        self._who = introduction(
-            config, name, plan, incarnation, uuid.uuid4().hex, own_data=self.own_data
-        )
+        self._incarnation = incarnation
         self.watched: Callable[[str, float, str], None] = lambda *part: None
         """Called as each part of the start begins; see `HangWatch.begin`."""
         self.traces = Path(run_files.PROFILES)
@@ -171,6 +171,18 @@ class Host(abc.ABC, Generic[L]):
         """To be closed as it ends, first to last."""
         self._loop: L | None = None
         self._refused = False
+
+    @functools.cached_property
+    def _who(self) -> Introduction:
+        """What this host says of itself; jax finds its devices for that."""
+        return introduction(
+            self.config,
+            self.name,
+            self.plan,
+            self._incarnation,
+            uuid.uuid4().hex,
+            own_data=self.own_data,
+        )
 
     # ---- the steps --------------------------------------------------------------
 
@@ -353,7 +365,7 @@ class Host(abc.ABC, Generic[L]):
         )
         if not self.hosts.others:
             return source
-        return LeadDecisions(source, self.hosts, lead, budget_s, self.asked_to_end)
+        return LeadDecisions(source, self.hosts, lead, budget_s)
 
     def _send_anchor(self, request: AnchorRequest, version: Version) -> None:
         fragment = request.fragment
@@ -389,6 +401,10 @@ class Host(abc.ABC, Generic[L]):
             workers=self.lanes.addresses,
         )
         self.hosts.tell("begin", msgspec.msgpack.encode(begin))
+        if self.hosts.others:
+            watch = LeaveWatch(self.hosts, self.mailbox, self.asked_to_end)
+            self._network.append(watch)
+            watch.start()
         return begin
 
     def _lead(self, versions: Sequence[Version]) -> Sequence[Version]:

@@ -100,32 +100,45 @@ def tell_refused(hosts: Hosts, key: str, refused: Refused, patience_s: float) ->
     return False
 
 
+LOOK_S = 1.0
+"""Seconds between two looks of host 0 whether another host is asked to end."""
+
+
+class LeaveWatch(NetworkThreads):
+    """Sees, on host 0, that another host is asked to end, as before a preemption: the
+    island ends with it, wherever host 0 is."""
+
+    def __init__(
+        self, hosts: Hosts, mailbox: Mailbox, asked_to_end: Callable[[str], None]
+    ) -> None:
+        """asked_to_end: called with that host's reason."""
+        super().__init__(mailbox, "watch of the other hosts", self._watch)
+        self._hosts, self._asked_to_end = hosts, asked_to_end
+
+    def _watch(self) -> None:
+        with contextlib.suppress(HostsError):  # Whoever waits for that host says so.
+            while not self._closing.wait(LOOK_S):
+                if (reason := self._hosts.look("leave")) is not None:
+                    self._asked_to_end(reason.decode())
+                    return
+
+
 class LeadDecisions:
     """Decide as host 0: a source's decision takes effect `lead` boundaries later, and
-    is told to the others. If one of them is asked to end, as before a preemption, the
-    island ends: `asked_to_end` is called with the reason.
+    is told to the others.
 
     Raises HostsError from `at` if another host is BATCH boundaries behind and does not
     come on within `patience_s`.
     """
 
     def __init__(
-        self,
-        source: Decisions,
-        hosts: Hosts,
-        lead: int,
-        patience_s: float,
-        asked_to_end: Callable[[str], None],
+        self, source: Decisions, hosts: Hosts, lead: int, patience_s: float
     ) -> None:
         self._source, self._hosts, self._patience_s = source, hosts, patience_s
-        self._asked_to_end: Callable[[str], None] | None = asked_to_end
         self._ahead = Ahead(lead)
         self._numbers = itertools.count(lead)
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        if self._asked_to_end and (reason := self._hosts.look("leave")) is not None:
-            self._asked_to_end(reason.decode())
-            self._asked_to_end = None
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
         self._hosts.tell(f"decision/{number}", msgspec.msgpack.encode(fresh))
         if number % BATCH == 0:

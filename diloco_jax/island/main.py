@@ -29,7 +29,6 @@ from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
     compile_ahead,
-    compile_programs,
     join,
 )
 from diloco_jax.island.device.exchange import Exchange
@@ -253,13 +252,15 @@ class TrainingHost(Host[Loop]):
             compile_ahead(trainer, exchange, length, watched)
             self.meet_compiled()
         else:
-            compile_programs(exchange.lower_all(seldom=False))
+            for program in exchange.lower_all(seldom=False):
+                program.compile()  # What fails here may be the machine's.
         params, self._zeros = self._zeros, {}
         batch = self._validation[0]
         if placement.evaluate_every_steps:
             float(trainer.eval_step(params, batch)[0])
         if watched is not None:
-            compile_programs(watched.lower_all())
+            for program in watched.lower_all():
+                program.compile()
             float(trainer.eval_step(watched.params, batch)[0])
         state = TrainState(params, trainer.init_inner(params))
         training = {name: batch[name] for name in trainer.fields}

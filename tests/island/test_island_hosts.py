@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,17 +13,18 @@ import pytest
 from link_support import Store
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.island import hosts as hosts_module
 from diloco_jax.island import world as island_hosts
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts import (
-    LeadDecisions,
+    LeaveWatch,
     Moved,
     Orders,
     OrderThread,
 )
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.world import Hosts, HostsError
-from diloco_jax.protocol.island.boundary import Decision, Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
@@ -92,17 +94,17 @@ def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
     assert ended == [2]
 
 
-def test_host_0_hears_that_another_host_is_to_end():
-    store, asked = Store(), []
-    script = SimpleNamespace(at=lambda step, stepping: Decision())
-    hosts = Hosts(store, 0, 2)
-    decisions = LeadDecisions(script, hosts, 0, PATIENCE_S, asked.append)
-    decisions.at(0, stepping=True)
-    assert asked == []
+def test_host_0_hears_that_another_host_is_to_end(monkeypatch):
+    monkeypatch.setattr(hosts_module, "LOOK_S", 0.01)
+    store, asked = Store(), queue.Queue()
+    watch = LeaveWatch(Hosts(store, 0, 2), Mailbox(), asked.put)
+    watch.start()
+    with pytest.raises(queue.Empty):
+        asked.get(timeout=0.1)
     Hosts(store, 1, 2).tell("leave", b"host 1: preempted")
-    for step in (1, 2):
-        decisions.at(step, stepping=True)
-    assert asked == ["host 1: preempted"]
+    assert asked.get(timeout=PATIENCE_S) == "host 1: preempted"
+    watch.close(PATIENCE_S)
+    assert asked.empty()
 
 
 class Asked:

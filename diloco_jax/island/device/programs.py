@@ -282,7 +282,8 @@ class PiecePrograms:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the programs, for `lower`."""
-        return (*OFTEN, *SELDOM) if self.moved else (*OFTEN[1:], *SELDOM)
+        stacked = ("unstack",) if self.rows > 1 else ()
+        return (*(OFTEN if self.moved else OFTEN[1:]), *SELDOM, *stacked)
 
     def lower(self, name: str, dtype: npt.DTypeLike = np.float32) -> jax.stages.Lowered:
         """Lower one of `names` without arrays, as `Trainer.lower` does. dtype: of the
@@ -314,6 +315,7 @@ class PiecePrograms:
             "adopt": (leaf, index, value, value, alpha),
             "move": (value, value, value),
             "whole": (value,),
+            "unstack": (value,),
         }
         lowered: jax.stages.Lowered = getattr(self, name).lower(*given[name])
         return lowered
