@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 INDEX = "docs/index"
+RESULTS = "docs/results/raw/index"
 MADE = {
     "Reference": (
         ("configuration", "configuration", "every field of a config"),
@@ -54,7 +55,10 @@ def write_sections(index: Path, folder: Path) -> None:
 
 def divide_index(app: Any, page: str, source: list[str]) -> None:
     """Leave of the index what is above its sections, and a line for each of them; lead
-    links to a section of it to that section's page."""
+    links to a section of it to that section's page. The index of raw results has these
+    as its contents."""
+    if page == RESULTS:
+        source[0] += f"\n{_contents(_pages(source[0]))}"
     if page != INDEX:
         home = posixpath.relpath("guide", posixpath.dirname(page) or ".")
         source[0] = re.sub(
