@@ -1,5 +1,7 @@
 """A coordinator with workers under the deltas of 64 islands.
 
+**Measured before lead and workers were one unit. To be measured anew.**
+
 Question: 64 islands of 1 B parameters send int8 deltas to a real coordinator with two
 workers, over mutual TLS, and fetch what it publishes. Are all islands in all merges?
 What does a merged byte cost lead and workers, and what does the plan say of it? What

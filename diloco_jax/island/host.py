@@ -174,7 +174,7 @@ class Host(abc.ABC, Generic[L]):
 
     @functools.cached_property
     def _who(self) -> Introduction:
-        """What this host says of itself; jax finds its devices for that."""
+        """Introduction of this host; jax finds its devices for it."""
         return introduction(
             self.config,
             self.name,

@@ -128,7 +128,7 @@ class Curves:
 MOST_WAITING = 100_000
 """Lines that may wait for space on a full disk; beyond it, the oldest are left out."""
 MEASURES = ("norm", "pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio")
-"""What a merge says of its deltas, as every line of one has it."""
+"""Measures of a merge's deltas, which every line of a merge has."""
 CURVES = {
     "island": (
         *("loss", "loss_by_source", "eval_loss", "learning_rate"),
