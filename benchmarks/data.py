@@ -35,10 +35,10 @@ import numpy as np
 import support
 
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig
-from diloco_jax.data.batches import BatchReader, LeasedStream
 from diloco_jax.data.examples import Reader
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.prepare import Recipe, prepare
+from diloco_jax.data.reader import BatchReader, LeasedStream
 from diloco_jax.data.tokenizers import Placed, Tokenizer
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.options import Assumptions

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from diloco_jax.config import Config
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Params
 from diloco_jax.weights.first import first_params

@@ -52,8 +52,8 @@ from pinned import pinned_run
 
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.files import write_json
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState

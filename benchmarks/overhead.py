@@ -371,8 +371,8 @@ def alone_here(size: str, batch_size: int, file: Path) -> NoReturn:
     write the end of each into `file`."""
     import numpy as np
 
-    from diloco_jax.data.batches import BatchReader
     from diloco_jax.data.loading import load_data
+    from diloco_jax.data.reader import BatchReader
     from diloco_jax.island.device.build import build_trainer
     from diloco_jax.island.device.step import TrainState
 

@@ -26,7 +26,7 @@ from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.data.batches import LeasedPositions
+from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.hardware.machines import lasting
 from diloco_jax.island.link import Link

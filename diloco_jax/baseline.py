@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.evaluation import as_json, whole_validation
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState

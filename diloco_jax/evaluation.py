@@ -17,8 +17,8 @@ from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.data.batches import ValidationBatches
 from diloco_jax.data.loading import Data, load_data
+from diloco_jax.data.reader import ValidationBatches
 from diloco_jax.data.source import Source
 from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer

@@ -10,8 +10,8 @@ import oracle
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.build import build_plan
 from diloco_jax.simulation.bodies import trainer_of

@@ -14,7 +14,7 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.data.batches import LeasedPositions
+from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     anchors,

@@ -20,9 +20,9 @@ import numpy as np
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.core.members import load, said
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.corpus import ValidationWindows, Windows, load_checked_corpus
 from diloco_jax.data.prepared import are_prepared, open_folders, tokenizer_of
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import (
     Fields,
     Numbered,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from diloco_jax.data.batches import ValidationBatches
+from diloco_jax.data.reader import ValidationBatches
 from diloco_jax.island.device.replica import WatchedModel
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.timing import Timing, mean

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.data.batches import LeasedPositions
+from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import require_own, restored_state, saved_state

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from diloco_jax.config import Config
-from diloco_jax.data.batches import LeasedStream
+from diloco_jax.data.reader import LeasedStream
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints

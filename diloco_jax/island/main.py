@@ -18,8 +18,8 @@ import jax
 from diloco_jax import before_jax, checkpoint, compilation, machine, run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import with_model_of
-from diloco_jax.data.batches import BatchReader, LeasedStream, ValidationBatches
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader, LeasedStream, ValidationBatches
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults
 from diloco_jax.hardware.tpus import generation_here

@@ -24,7 +24,7 @@ from diloco_jax.config import DataConfig, IslandConfig, RunConfig
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.data.batches import BatchReader
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import Trainer

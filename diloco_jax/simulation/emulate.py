@@ -36,8 +36,8 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import Params
-from diloco_jax.data.batches import BatchReader, ValidationBatches
 from diloco_jax.data.loading import Data, GlobalIndex, load_data
+from diloco_jax.data.reader import BatchReader, ValidationBatches
 from diloco_jax.data.source import Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults

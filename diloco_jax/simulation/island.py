@@ -16,7 +16,7 @@ import numpy as np
 
 from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.data.batches import LeasedPositions
+from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.observability.logs import log_refused

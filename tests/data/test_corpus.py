@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.data.batches import ValidationBatches
 from diloco_jax.data.corpus import (
     ValidationWindows,
     Windows,
@@ -17,6 +16,7 @@ from diloco_jax.data.corpus import (
     load_corpus,
 )
 from diloco_jax.data.loading import GlobalIndex
+from diloco_jax.data.reader import ValidationBatches
 from diloco_jax.data.source import TOKENS, RowRange
 from diloco_jax.data.tokenizers import decode_bytes, encode_bytes
 

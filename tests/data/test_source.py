@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.data.batches import BatchReader, ValidationBatches
 from diloco_jax.data.loading import Data, GlobalIndex, require_vocabulary
+from diloco_jax.data.reader import BatchReader, ValidationBatches
 from diloco_jax.data.source import (
     SEGMENTS,
     TOKENS,

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from diloco_jax.config import IslandConfig
-from diloco_jax.data.batches import ValidationBatches
 from diloco_jax.data.corpus import ValidationWindows
+from diloco_jax.data.reader import ValidationBatches
 from diloco_jax.data.source import SEGMENTS, TOKENS
 from diloco_jax.island.device.mesh import make_mesh
 from diloco_jax.island.device.step import Trainer

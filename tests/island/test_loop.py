@@ -13,9 +13,9 @@ from diloco_jax.config import InnerConfig, RunConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece, plan_fragments
-from diloco_jax.data.batches import BatchReader, LeasedStream, ValidationBatches
 from diloco_jax.data.corpus import ValidationWindows, Windows
 from diloco_jax.data.loading import GlobalIndex
+from diloco_jax.data.reader import BatchReader, LeasedStream, ValidationBatches
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import Replica

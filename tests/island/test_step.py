@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.inner import make_inner
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.corpus import Windows, load_corpus
 from diloco_jax.data.loading import GlobalIndex
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import TOKENS, Field
 from diloco_jax.island.device.mesh import (
     MESH_AXES,

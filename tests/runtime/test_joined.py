@@ -32,8 +32,8 @@ from test_oracle import CYCLES, positions_by_island
 import diloco_jax
 from diloco_jax import IslandEndedError
 from diloco_jax.config import ConfigError
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.world import Hosts

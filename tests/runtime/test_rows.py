@@ -18,10 +18,10 @@ import tape_checks
 
 from diloco_jax.config import DataConfig, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.examples import Reader
 from diloco_jax.data.loading import Data, load_data
 from diloco_jax.data.prepare import Recipe, prepare
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import Shares
 from diloco_jax.data.tokenizers import Bytes
 from diloco_jax.protocol import records

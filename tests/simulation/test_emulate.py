@@ -20,8 +20,8 @@ from diloco_jax.config import (
     DataConfig,
     IslandConfig,
 )
-from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import Data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
 from diloco_jax.simulation.bodies import TrainedBody
 from diloco_jax.simulation.clock import LineSpeed

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.config import check_batch
 from diloco_jax.core.inner import by_source
-from diloco_jax.data.batches import Batch, OwnRows
+from diloco_jax.data.reader import Batch, OwnRows
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.island.device.mesh import (
     abstract,

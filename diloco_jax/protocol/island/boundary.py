@@ -154,7 +154,7 @@ class Outgoing(Protocol):
 
 
 class LeasedData(Protocol):
-    """`data.batches.LeasedStream`, or its `LeasedPositions` alone."""
+    """`data.reader.LeasedStream`, or its `LeasedPositions` alone."""
 
     def grant(self, span: Span) -> None:
         """Add positions after those granted before."""

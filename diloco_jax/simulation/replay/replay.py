@@ -47,8 +47,8 @@ from diloco_jax.core.fragment_merge import Arrays, MergeResult
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.core.kernels import Passes
 from diloco_jax.core.payload import Buffer
-from diloco_jax.data.batches import BatchReader, LeasedPositions
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader, LeasedPositions
 from diloco_jax.files import require_writable
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.timing import Pace, goal_of

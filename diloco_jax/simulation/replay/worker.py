@@ -34,7 +34,7 @@ from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.journal import Environment
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.data.batches import Arrays
+from diloco_jax.data.reader import Arrays
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from diloco_jax.data import batches as data_stream
-from diloco_jax.data.batches import BatchReader, LeasedStream
+from diloco_jax.data import reader as batch_reader
 from diloco_jax.data.corpus import Windows
 from diloco_jax.data.loading import GlobalIndex
+from diloco_jax.data.reader import BatchReader, LeasedStream
 from diloco_jax.data.source import TOKENS, Field
 from diloco_jax.protocol.values import Span
 
@@ -95,7 +95,7 @@ def test_a_batch_that_cannot_be_read_is_an_error(stream, source, monkeypatch):
 def test_as_many_batches_are_read_ahead_as_memory_affords(
     reader, megabytes, ahead, monkeypatch
 ):
-    monkeypatch.setattr(data_stream, "AHEAD_BYTES", int(megabytes * 2**20))
+    monkeypatch.setattr(batch_reader, "AHEAD_BYTES", int(megabytes * 2**20))
     stream = LeasedStream(reader, sequences_per_step=4)
     stream.grant(Span(0, 400))
     stream.next_batch(WAIT_S)
@@ -126,8 +126,8 @@ def test_a_host_reads_its_own_rows_alone(source, reader, monkeypatch):
 
 
 def test_rows_of_one_batch_are_read_side_by_side(source, reader, monkeypatch):
-    monkeypatch.setattr(data_stream, "ROWS_AT_ONCE", 1)
-    monkeypatch.setattr(data_stream.machine, "cores", lambda: 4)
+    monkeypatch.setattr(batch_reader, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(batch_reader.machine, "cores", lambda: 4)
     together, whole = threading.Barrier(4), source.read
 
     def wait_and_read(row):
