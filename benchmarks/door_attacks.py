@@ -24,7 +24,7 @@ from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Hello, Welcome
 from diloco_jax.wire import addresses, bulk, encoding, frames, principal
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import Refused, WireError
+from diloco_jax.wire.errors import LocalProtocolError, Refused, WireError
 from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Transfers
@@ -168,7 +168,7 @@ class Claiming(SyntheticIsland):
     def find_lead(self) -> None:
         """Find the largest lead with which it is let in."""
         for self.lead in (2**16, 2):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(Refused, LocalProtocolError):
                 if isinstance(self._link._open(), Welcome):
                     break
         print("says a lead of", self.lead, flush=True)
