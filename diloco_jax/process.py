@@ -9,6 +9,8 @@ Either way a second request ends the work at once. A process whose threads may b
 C++ is ended by `end_process`. `HangDetector` notices that a thread which says regularly
 that it goes on has stopped saying so; `crashes_in_a_row` limits the restarts of a
 process that crashes.
+
+The logs of all processes have one format (`setup_logging`).
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from types import FrameType
 from typing import Any, NoReturn, Self, TextIO, cast
 
 from diloco_jax.errors import EXIT_FAILED
+from diloco_jax.protocol.island.boundary import RefusedTake
 
 logger = logging.getLogger(__name__)
 
@@ -440,3 +443,33 @@ def crashes_in_a_row(before: int, ran_s: float) -> int:
       ran_s: seconds for which the process ran; a long life starts the count anew.
     """
     return 1 if ran_s >= STEADY_S else before + 1
+
+
+def setup_logging(level: str = "INFO") -> None:
+    """Send the package's log to standard error, times in UTC; others' from WARNING on.
+
+    Calling it again replaces what it did before.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    formatter = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("diloco_jax").setLevel(level)
+
+
+def log_refused(takes: Iterable[RefusedTake]) -> None:
+    """Log each refused take, with the reason and the outcome for its steps."""
+    for take in takes:
+        # A take without steps is no news: the island was asked twice within a step.
+        logger.log(
+            logging.DEBUG if take.reason == "empty" else logging.WARNING,
+            "take of fragment %d at tick %d was refused (%s): its steps are %s",
+            take.fragment,
+            take.tick,
+            take.reason,
+            "open again" if take.outcome == "reopened" else "lost",
+        )

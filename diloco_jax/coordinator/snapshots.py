@@ -26,7 +26,7 @@ from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.journal import RecordLog
 from diloco_jax.files import TEMPORARY, StorageAway, is_bucket
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, restored

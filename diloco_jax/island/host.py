@@ -35,8 +35,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.hardware.machines import lasting
-from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.replica import LentParams, Restored
+from diloco_jax.island.device.exchange import Exchange, LentParams, Restored
 from diloco_jax.island.hosts import (
     Begin,
     FollowDecisions,
@@ -57,8 +56,13 @@ from diloco_jax.island.transfers import Fetcher, Lanes, Receiver, Sender
 from diloco_jax.island.watches import leave, trace_steps
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.models.build import other_model
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Ending, LeasedData, Watching
+from diloco_jax.protocol.island.boundary import (
+    Books,
+    Boundary,
+    Ending,
+    LeasedData,
+    Watching,
+)
 from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (

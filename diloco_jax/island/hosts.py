@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox, NetworkThreads
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.protocol.island.boundary import Ahead, Decision
-from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
+from diloco_jax.protocol.island.conversation import Fetch, Part, agreed
 from diloco_jax.protocol.island.reporting import Introduction
 from diloco_jax.protocol.messages import ResendRequest, Short
 from diloco_jax.protocol.values import Version

@@ -307,7 +307,7 @@ class Arrival:
 
     Either `anchor` is A_v in full, or `publishes` lead to it from the version before:
     encoded, oldest first. Both are by piece, in the plan's order, as they have landed
-    on this host (`device/spread.py`).
+    on this host (`device/mesh.py`).
     """
 
     fragment: int

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from diloco_jax import compilation, merge_route, run_files
+from diloco_jax import compilation, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.config import require_section
 from diloco_jax.config.resolving import resolve
@@ -42,7 +42,7 @@ from diloco_jax.data.source import Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
-from diloco_jax.island.evaluate import Evaluator
+from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan
 from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.terminal import Dashboard, closing_report
@@ -407,7 +407,7 @@ class _Emulator:
         )
         plan = build_plan(run, model)
         deadlines = placement.deadlines
-        passes = merge_route.passes_of(placement.merge_route)
+        passes = compilation.passes_of(placement.merge_route)
         require_repeatable(placement, "emulation")
         first = first_pieces(run, model)
         self._store = Store(run, plan, first, deadlines.pin_s, passes)

@@ -30,7 +30,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
-from diloco_jax.config.family_fields import check_member
+from diloco_jax.config.config import check_member
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     LONGEST_S,

@@ -19,13 +19,11 @@ from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.island.timing import Pace, goal_of
-from diloco_jax.observability.logs import log_refused
+from diloco_jax.process import log_refused
 from diloco_jax.protocol.coordinator.events import Event, Said
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.island.books import Books, Outcome
-from diloco_jax.protocol.island.boundary import Ahead, Arrays, Boundary
-from diloco_jax.protocol.island.conversation import Conversation, Wanted
-from diloco_jax.protocol.island.fetching import Fetching
+from diloco_jax.protocol.island.boundary import Ahead, Arrays, Books, Boundary, Outcome
+from diloco_jax.protocol.island.conversation import Conversation, Fetching, Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import (
     AnchorRequest,

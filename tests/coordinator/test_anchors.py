@@ -10,7 +10,7 @@ import pytest
 from door_support import PLAN, AnchorHolder, Rooms
 
 from diloco_jax.coordinator.holding.anchors import layouts_of
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.core.tiles import TileGrid, ballot_of
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.values import Version

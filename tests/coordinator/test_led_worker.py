@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.coordinator.workers import holder
-from diloco_jax.coordinator.workers.holder import LedWorker
-from diloco_jax.coordinator.workers.line import read_frame, write_frame
-from diloco_jax.coordinator.workers.process import sign_of_life
+from diloco_jax.coordinator.worker import sign_of_life
+from diloco_jax.coordinator.workers import LedWorker, holder
 from diloco_jax.protocol.holding import (
     AllSaved,
     BeginWorker,
@@ -32,6 +30,7 @@ from diloco_jax.protocol.holding import (
     WorkerServes,
     to_worker,
 )
+from diloco_jax.wire.duplex import read_frame, write_frame
 from diloco_jax.wire.errors import ConnectionLost, Refused
 
 PATIENCE_S = 60.0

@@ -25,8 +25,7 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
 from diloco_jax.coordinator.holding.inbox import Inbox
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import Piece, digest_arrays
-from diloco_jax.core.payload import Buffer, PayloadLayout
+from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece, digest_arrays
 from diloco_jax.core.tiles import TileGrid, ballot_of, compare_ballots
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (

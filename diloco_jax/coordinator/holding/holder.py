@@ -31,13 +31,14 @@ from diloco_jax.config import Config
 from diloco_jax.coordinator.holding.anchors import LostFragments, repeat
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
+    KeptCycles,
     Publishes,
     load_first,
     restore,
+    telling,
 )
 from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.kept import KeptCycles, telling
 from diloco_jax.coordinator.watchdog import given_up
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import Params, digest_arrays

@@ -21,7 +21,6 @@ from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
-    alerts,
     claims,
     fragments,
     leases,
@@ -311,7 +310,7 @@ def ahead(turn: Turn, event: SaidAhead) -> None:
     if event.island in turn.state.ahead:
         return
     turn.set(ahead=(*turn.state.ahead, event.island))
-    alerts.after_ahead(turn, event.island, event.how)
+    _alert_of_ahead(turn, event.island, event.how)
     known = turn.config.admitted or turn.state.islands
     names = [name for name in turn.state.ahead if name in known]
     if 2 * len(names) > len(known):
@@ -363,7 +362,7 @@ def goodbye(turn: Turn, event: Said, said: Goodbye) -> None:
         return
     leave(turn, event.island, said.reason, said.text)
     if said.reason == "failed":
-        alerts.after_failure(turn, event.island, said.text)
+        _alert_of_failure(turn, event.island, said.text)
 
 
 def expire(turn: Turn, late_s: float) -> None:
@@ -627,3 +626,24 @@ def _welcome(turn: Turn, event: Hello, *, resumed: bool) -> None:
         next_position=state.next_position,
     )
     turn.tell(event.session, welcome)
+
+
+def _alert_of_failure(turn: Turn, name: str, said: str) -> None:
+    """Raise the alert for an island that said goodbye because it failed: its device,
+    its step, its disk."""
+    turn.alert(
+        f"island {name!r} failed, and says: {said or 'nothing'}; look at its log and "
+        f"at its devices (diloco doctor); its supervisor starts it again",
+        name,
+    )
+
+
+def _alert_of_ahead(turn: Turn, name: str, how: str) -> None:
+    """Raise the alert for an island that knows of a later state of the run."""
+    turn.alert(
+        f"island {name!r} is {how}: either this coordinator's state is an old one, or "
+        f"that island lies; it is told to come again. If other islands say so too, "
+        f"start the coordinator that has the newest state; if none does, revoke its "
+        f"key",
+        name,
+    )

@@ -16,8 +16,8 @@ from diloco_jax.protocol.coordinator import (
     leases,
     ledger,
     members,
-    quarantine,
     schedule,
+    takes,
 )
 from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY
 from diloco_jax.protocol.coordinator.search import FoundTerm
@@ -135,7 +135,7 @@ def _replayed(state: State, record: records.Durable) -> State:
             )
         case records.Quarantined() | records.Released():
             quarantined = isinstance(record, records.Quarantined)
-            return quarantine.moved(state, record.island, quarantined=quarantined)
+            return takes.quarantine_moved(state, record.island, quarantined=quarantined)
         case records.Admitted() | records.Removed():
             admitted = isinstance(record, records.Admitted)
             return members.with_admitted(state, record.island, admitted=admitted)

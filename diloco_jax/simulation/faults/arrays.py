@@ -19,7 +19,7 @@ import numpy as np
 from diloco_jax.coordinator.holding.store import RETAINED_PUBLISHES
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.island.books import AdoptTraits, Outcome
+from diloco_jax.protocol.island.boundary import AdoptTraits, Outcome
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
     NON_FINITE,

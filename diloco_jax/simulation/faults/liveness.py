@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.simulation.clock import Clock

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from diloco_jax.config import ConfigError, GraceWindow, Placement, RunConfig, SyncConfig
-from diloco_jax.config.family_fields import check_member
+from diloco_jax.config.config import check_member
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     BELOW_1,
@@ -21,7 +21,7 @@ from diloco_jax.config.fields import (
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.island.books import AdoptTraits
+from diloco_jax.protocol.island.boundary import AdoptTraits
 from diloco_jax.simulation.faults.faults import (
     LEASE_S,
     AnyFault,

@@ -2,12 +2,7 @@
 
 import pytest
 
-from diloco_jax.protocol.island.fetching import (
-    JOIN_FETCHES,
-    Fetching,
-    Part,
-    agreed,
-)
+from diloco_jax.protocol.island.conversation import JOIN_FETCHES, Fetching, Part, agreed
 from diloco_jax.protocol.values import Version
 
 V = [Version(1, n) for n in range(20)]
