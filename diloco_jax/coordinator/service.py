@@ -289,7 +289,8 @@ class Service(Handlers):
                 "cycle",
                 f"cycle {cycle} is not kept, and no other than the run's present one, "
                 f"{now}, can be any more; kept are {describe_cycles(kept)}. Leave "
-                f"--cycle out, or set placement.export_every (see `diloco status` for alerts)",
+                f"--cycle out, or set placement.export_every (see `diloco status` for "
+                f"alerts)",
             )
         lacking = len(state.unkept) / self._lead.config.fragments
         return {"cycle": cycle, "files": [], "share": 1 - lacking}
