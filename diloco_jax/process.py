@@ -31,12 +31,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from types import FrameType
 from typing import Any, NoReturn, Self, TextIO, cast
 
 from diloco_jax.errors import EXIT_FAILED
-from diloco_jax.protocol.island.boundary import RefusedTake
 
 logger = logging.getLogger(__name__)
 
@@ -459,17 +458,3 @@ def setup_logging(level: str = "INFO") -> None:
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("diloco_jax").setLevel(level)
-
-
-def log_refused(takes: Iterable[RefusedTake]) -> None:
-    """Log each refused take, with the reason and the outcome for its steps."""
-    for take in takes:
-        # A take without steps is no news: the island was asked twice within a step.
-        logger.log(
-            logging.DEBUG if take.reason == "empty" else logging.WARNING,
-            "take of fragment %d at tick %d was refused (%s): its steps are %s",
-            take.fragment,
-            take.tick,
-            take.reason,
-            "open again" if take.outcome == "reopened" else "lost",
-        )

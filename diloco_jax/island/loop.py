@@ -31,10 +31,9 @@ from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.exchange import Replica, WatchedModel
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.mailbox import Decisions, Mailbox
+from diloco_jax.island.mailbox import Decisions, Mailbox, log_refused
 from diloco_jax.island.timing import Pace, Timing, mean
 from diloco_jax.models.model import Metrics, Params
-from diloco_jax.process import log_refused
 from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending, Watching
 from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.values import Version

@@ -17,9 +17,8 @@ import numpy as np
 from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.reader import LeasedPositions
-from diloco_jax.island.mailbox import Arrival, Arrivals
+from diloco_jax.island.mailbox import Arrival, Arrivals, log_refused
 from diloco_jax.island.timing import Pace, goal_of
-from diloco_jax.process import log_refused
 from diloco_jax.protocol.coordinator.events import Event, Said
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.island.boundary import Ahead, Arrays, Books, Boundary, Outcome

@@ -42,12 +42,11 @@ from diloco_jax.core.tiles import Passes
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader, LeasedPositions
 from diloco_jax.files import require_writable
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.mailbox import Arrival, log_refused
 from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
-from diloco_jax.process import log_refused
 from diloco_jax.protocol.island import boundary
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
