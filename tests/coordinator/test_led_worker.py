@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator import workers
 from diloco_jax.coordinator.worker import sign_of_life
-from diloco_jax.coordinator.workers import LedWorker, holder
+from diloco_jax.coordinator.workers import LedWorker
 from diloco_jax.protocol.holding import (
     AllSaved,
     BeginWorker,
@@ -88,7 +89,7 @@ def dialled(monkeypatch) -> Iterator[Callable[..., Led]]:
             threading.Thread(target=run, daemon=True).start()
             return own
 
-        monkeypatch.setattr(holder, "dial_worker", dial)
+        monkeypatch.setattr(workers, "dial_worker", dial)
         made.append(Led(**placement))
         made[-1].worker.start(first)
         return made[-1]

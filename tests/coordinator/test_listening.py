@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.coordinator import worker
+from diloco_jax.coordinator import worker, workers
 from diloco_jax.coordinator.going_on import WorkerOptions
 from diloco_jax.coordinator.worker import HoldingWorker, Listening, facts_of
-from diloco_jax.coordinator.workers import LedWorker, holder
+from diloco_jax.coordinator.workers import LedWorker
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.holding import (
     AwaitedTakes,
@@ -157,7 +157,7 @@ def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
 ):
     serve(config)
     island = TlsFiles.load(config.placement.certificates, principal.island("a"))
-    monkeypatch.setattr(holder, "own_tls", lambda _: island)
+    monkeypatch.setattr(workers, "own_tls", lambda _: island)
     why = "this is for the coordinator, .* is that of island a"
     with pytest.raises(Refused, match=why):
         lead().restored()
@@ -175,7 +175,7 @@ def test_a_dial_between_the_renewal_of_a_key_and_of_its_certificate_gets_through
     made.restored()
     (own / "coordinator.key").write_bytes((new / "coordinator.key").read_bytes())
     address = config.placement.worker_addresses[0]
-    holder.dial_worker(address, 0, made._tls, config.placement.deadlines).close()
+    workers.dial_worker(address, 0, made._tls, config.placement.deadlines).close()
 
 
 def test_a_worker_needs_a_key_of_its_own_and_tls_beyond_loopback(config, tmp_path):
