@@ -18,14 +18,13 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from diloco_jax import files, machine, run_files
 from diloco_jax.config.placement import MergeRoute
-from diloco_jax.core.tiles import FLAGS, SOURCES, Passes
+from diloco_jax.core.tiles import FLAGS, SOURCES, Each, Passes
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import is_bucket, of_home
 
@@ -264,11 +263,7 @@ def _passes() -> Passes:
     machine stopped while it was written. Raises NativeError."""
     cores = machine.cores()
     pool = ThreadPoolExecutor(cores, "diloco-merge-tiles")
-
-    def each(function: Callable[[slice], Any], parts: Iterable[slice]) -> Iterable[Any]:
-        """Work of one part, or of one core, goes without threads."""
-        given = list(parts)
-        return (map if 1 in (len(given), cores) else pool.map)(function, given)
+    each: Each = map if cores == 1 else pool.map
 
     try:
         path = cache_home() / "merge" / f"{_key()}.so"

@@ -400,8 +400,7 @@ class Passes:
                 _at(encoded[rows], np.uint8, (tiles, tile_bytes(codec, elements))),
             )
 
-        for _ in self.each(of, blocks(*theta.shape)):
-            pass
+        self._over_blocks(of, *theta.shape)
 
     def _by_tile(
         self,
@@ -418,8 +417,15 @@ class Passes:
             found: list[float] = halved.sum(axis=1).tolist()
             return found
 
-        found = self.each(summed, blocks(tiles, elements))
+        found = self._over_blocks(summed, tiles, elements)
         return [value for block in found for value in block]
+
+    def _over_blocks(
+        self, function: Callable[[slice], Any], tiles: int, elements: int
+    ) -> list[Any]:
+        """Call the function for every block; a single one needs no other thread."""
+        given = list(blocks(tiles, elements))
+        return list((map if len(given) == 1 else self.each)(function, given))
 
     def _call(self, function: Any, *arguments: Any) -> None:
         if function(*arguments):

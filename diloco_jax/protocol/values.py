@@ -55,6 +55,17 @@ class Version(NamedTuple):
         """Return the version that the next merge makes."""
         return Version(self.term, self.number + 1)
 
+    @property
+    def name(self) -> str:
+        """The name of the version in a file's name."""
+        return f"{self.term}-{self.number}"
+
+    @staticmethod
+    def named(name: str) -> Version:
+        """Return the version of this name."""
+        term, number = name.split("-")
+        return Version(int(term), int(number))
+
 
 FIRST_VERSION = Version()
 NOTHING = Version(0, 0)

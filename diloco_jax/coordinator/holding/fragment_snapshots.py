@@ -28,7 +28,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,6 @@ from diloco_jax.coordinator.snapshots import (
     empty,
     flat,
     fragment_path,
-    name_of,
-    version_of,
     versions,
 )
 from diloco_jax.core.fragments import Buffer, FragmentPlan, Params, get_piece
@@ -66,7 +64,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
 )
 from diloco_jax.protocol.values import FIRST_VERSION, NOTHING, Prepared, Version
-from diloco_jax.wire.errors import WireError
+from diloco_jax.wire.errors import Busy, Refused, WireError
 from diloco_jax.wire.limits import DaemonPool
 
 logger = logging.getLogger(__name__)
@@ -156,7 +154,7 @@ class Publishes:
     def versions(self, fragment: int) -> list[Version]:
         """Return the versions that are on disk, oldest first."""
         found = self.path(fragment, Version()).parent.glob("*.publish")
-        return sorted(version_of(path.stem) for path in found)
+        return sorted(Version.named(path.stem) for path in found)
 
     def forget(self, fragment: int, through: Version) -> None:
         """Delete the publishes up to a version: that of the oldest kept snapshot."""
@@ -177,7 +175,7 @@ class Publishes:
 
     def path(self, fragment: int, version: Version) -> Path:
         """Return the path of a publish."""
-        return self._folder / f"{fragment:05d}" / f"{name_of(version)}.publish"
+        return self._folder / f"{fragment:05d}" / f"{version.name}.publish"
 
 
 def require_space(folder: Path, nbytes: int) -> None:
@@ -200,6 +198,35 @@ def _damaged(fragment: int, version: Version, what: str) -> durable.DurableError
         f"the publish of fragment {fragment}, version {tuple(version)}, was committed "
         f"and cannot be read: {what}; restore the workdir from a copy"
     )
+
+
+WRITE_AGAIN_S = 2.0
+"""Pause before what could not be written is tried again, in seconds."""
+T = TypeVar("T")
+
+
+def repeat(
+    write: Callable[[], T],
+    trouble: Callable[[OSError], str],
+    ends: Callable[[float], bool],
+    tell: Callable[[HolderTroubled], None],
+) -> T | None:
+    """Return the result of a write, which is repeated while it raises OSError.
+
+    trouble: says to people what is wrong, once; raises an error to give up. ends:
+    pauses for some seconds; True: nobody wants it any more, and None is returned.
+    """
+    told = False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            text = trouble(error)
+            if not told:
+                tell(HolderTroubled(text=text))
+            told = True
+        if ends(WRITE_AGAIN_S):
+            return None
 
 
 class FragmentSnapshots(Snapshots):
@@ -227,6 +254,24 @@ class FragmentSnapshots(Snapshots):
         self.writer = SnapshotWriter(
             folder, placement.snapshot_every_s, turns, "folder of publishes"
         )
+
+    def require_here(self, fragment: int) -> None:
+        """Raise Busy for a fragment that is lost."""
+        if fragment in self.lost:
+            raise Busy(
+                f"fragment {fragment} was lost here, and is gathered from islands; "
+                f"come again"
+            )
+
+    def require_no_delta(self, fragment: int) -> None:
+        """Raise Refused for a fragment that is lost. No delta that islands have now can
+        enter its next term, and anchors must not wait for them."""
+        if fragment in self.lost:
+            raise Refused(
+                "lost",
+                f"fragment {fragment} was lost here, and begins a new term; the "
+                f"coordinator asks for deltas in that term",
+            )
 
     def load(
         self, fragment: int, through: Version, like: Arrays

@@ -28,12 +28,13 @@ from msgspec.structs import replace
 
 from diloco_jax import checkpoint, machine, run_files
 from diloco_jax.config import Config
-from diloco_jax.coordinator.holding.anchors import LostFragments, repeat
+from diloco_jax.coordinator.holding.anchors import LostFragments
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     KeptCycles,
     Publishes,
     load_first,
+    repeat,
     restore,
     telling,
 )
@@ -306,7 +307,7 @@ class StoreHolder(FragmentHolder):
         """See `FragmentHolder`, and `Inbox.begin`."""
         if start.version is not None:
             return self.lost.begin(start)
-        self.lost.require_no_delta(start.fragment)
+        self._snapshots.require_no_delta(start.fragment)
         return self._inbox.begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
@@ -347,7 +348,7 @@ class StoreHolder(FragmentHolder):
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """See `FragmentHolder`."""
-        self.lost.require_here(request.fragment)
+        self._snapshots.require_here(request.fragment)
         try:
             return self.store.fetch(
                 request.fragment, request.want, request.have, request.part

@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import leases, ledger, takes
+from diloco_jax.protocol.coordinator import ledger, takes
 from diloco_jax.protocol.coordinator.schedule import LONGER_TRANSFER, Fleet
 from diloco_jax.protocol.coordinator.state import (
     FRAGMENT,
@@ -381,7 +381,7 @@ def prepared(turn: Turn, event: MergePrepared) -> None:
     fragment, verdicts = computed(turn, before, live)
     refusals = turn.effects[first:]
     del turn.effects[first:]
-    turn.state = leases.contributed(with_fragment(turn.state, fragment), merged)
+    turn.state = ledger.contributed(with_fragment(turn.state, fragment), merged)
     turn.persist(
         records.Merged(
             fragment=event.fragment,

@@ -147,7 +147,7 @@ def _replayed(state: State, record: records.Durable) -> State:
             )
             state = replace(state, tick=max(state.tick, record.tick))
             state = with_fragment(state, fragment)
-            return leases.contributed(state, record.contributions)
+            return ledger.contributed(state, record.contributions)
         case records.TermBegun():
             return fragment_begun(state, record)
         case records.Ticks(through=through):

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
-from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
+from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
 from diloco_jax.coordinator.lead import AnyEffect, Engine, Sessions
 from diloco_jax.protocol.coordinator import anchors, members, recovery, search
 from diloco_jax.protocol.coordinator.events import (
