@@ -167,15 +167,15 @@ class Claiming(SyntheticIsland):
 
     def find_lead(self) -> None:
         """Find the largest lead with which it is let in."""
-        for self.lead in (2**16, 2):
+        for self.lookahead in (2**16, 2):
             with contextlib.suppress(Refused):
                 if isinstance(self._link._open(), Welcome):
                     break
-        print("says a lead of", self.lead, flush=True)
+        print("says a lookahead of", self.lookahead, flush=True)
 
     def _hello(self, status: Status) -> Hello:
         said = super()._hello(status)
-        return replace(said, lead=self.lead, step_seconds=self.claimed_s)
+        return replace(said, lookahead=self.lookahead, step_seconds=self.claimed_s)
 
     def _post(self) -> None:
         self._step_s = self.claimed_s
@@ -186,7 +186,7 @@ def claim(config: settings.Config, address: str, how: str) -> None:
     """Be island a, which makes others wait by its lead, or by its steps."""
     island = made(Claiming, config, address, ATTACKER)
     if how == "slow":
-        island.lead, island.claimed_s = 2, CLAIMED_S
+        island.lookahead, island.claimed_s = 2, CLAIMED_S
     else:
         island.find_lead()
     try:

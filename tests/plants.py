@@ -291,7 +291,7 @@ PLANTS = {
     ),
     "recovery_reads_no_log": Plant("adopted", recovery, "recover", _reads_no_log),
     "a_publish_is_skipped": Plant("anchors", Arrival, "followed_by", _argument(1)),
-    "a_cycle_is_kept_at_once": Plant("cycles", schedule, "is_at", _always(True)),
+    "a_cycle_is_kept_at_once": Plant("cycles", schedule, "is_at_cycle", _always(True)),
     "deltas_outlive_their_worker": Plant(
         "held", recovery, "recover", _keeps_what_a_worker_had
     ),
@@ -318,7 +318,7 @@ PLANTS = {
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
     "merged_deltas_are_kept": Plant("kept", Books, "adopt", _keeps_what_is_merged),
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
-    "one_less_than_quorum": Plant("quorum", fragments, "settle", _needs_one_less),
+    "one_less_than_quorum": Plant("quorum", fragments, "close_if_due", _needs_one_less),
     "takes_are_not_on_the_tape": Plant(
         "recorded", decide, "_record", _tapes_no("took")
     ),

@@ -404,7 +404,7 @@ class Journal:
         self._slow_s, self._slow_told = slow_s, -math.inf
 
     def persist(self, record: records.Durable) -> None:
-        """See engine.Log."""
+        """See `lead.Log`."""
         if isinstance(record, records.Merged) and self._merges > self._found:
             # Not for the first one: the life before may have ended at this fault.
             self._faults.fire(self._merges + 1, prepared=True)
@@ -417,7 +417,7 @@ class Journal:
             self._faults.fire(self._merges)
 
     def note(self, record: Note | records.Durable | records.Noted) -> None:
-        """See engine.Log; also writes the coordinator's own notes."""
+        """See `lead.Log`; also writes the coordinator's own notes."""
         if isinstance(record, records.TurnedAway):
             logger.info(
                 "island %s refused (%s): %s", record.island, record.code, record.message
@@ -425,7 +425,7 @@ class Journal:
         self._tape.append(dated(record))
 
     def ignored(self, ignored: Ignored) -> None:
-        """See engine.Log."""
+        """See `lead.Log`."""
         what = f"{ignored.message} of a {ignored.machine} that is {ignored.state}"
         self.ignored_messages[what] += 1
         if not ignored.expected and self.ignored_messages[what] == 1:
@@ -440,7 +440,7 @@ class Journal:
         return [text for _, text in self._alerts]
 
     def alert(self, text: str, island: str = "") -> None:
-        """See engine.Log."""
+        """See `lead.Log`."""
         logger.warning("%s", text)
         same = [alert for alert in self._alerts if alert[0] == island]
         if island and len(same) == ALERTS_EACH:

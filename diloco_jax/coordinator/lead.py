@@ -66,6 +66,9 @@ from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcom
 from diloco_jax.protocol.records import Durable, Noted, TurnedAway
 from diloco_jax.wire import errors
 
+logger = logging.getLogger(__name__)
+
+
 S = TypeVar("S")
 """State of the deciding half."""
 E = TypeVar("E")
@@ -242,11 +245,11 @@ class Sessions:
             for streams in (self._waiting, self._serving):
                 other = streams.get(session.hello.session)
                 if other is not None and other.hello.island != session.hello.island:
-                    raise errors.Refused("session", taken(session.hello))
+                    raise errors.Refused("session", session_in_use(session.hello))
             self._waiting[session.hello.session] = session
 
     def tell(self, session: str, message: FromCoordinator) -> None:
-        """Send a message to a session; see `engine.Messenger`.
+        """Send a message to a session; see `lead.Messenger`.
 
         A Welcome makes the session's newest stream serve it; a Refused ends all its
         streams.
@@ -317,15 +320,13 @@ def _as_it_is(hello: Hello, message: FromCoordinator) -> FromCoordinator:
     return message
 
 
-def taken(hello: Hello) -> str:
+def session_in_use(hello: Hello) -> str:
     """Return the message for an island whose session name another island has."""
     return (
         f"the session of island {hello.island!r} is that of another island; start it "
         f"again, since each process draws a session of its own"
     )
 
-
-logger = logging.getLogger(__name__)
 
 EVENTS_WAITING = 10_000
 """Events that may wait; beyond it, `post` blocks."""

@@ -224,12 +224,12 @@ class AnchorSearch(Handlers):
     # ---- what was decided, on one thread -------------------------------------------
 
     def alert(self, text: str, island: str = "") -> None:
-        """See engine.Searcher."""
+        """See `lead.Searcher`."""
         # Two processes of one island may come in turn, each with another config.
         self._lines.log(logger, logging.WARNING, "what people should see", text)
 
     def hold(self, message: ToHolder) -> None:
-        """Pass a message to the holder; see engine.Holder."""
+        """Pass a message to the holder; see `lead.Holder`."""
         if self._holder is None:
             state = self._thread.state
             self._holder = self._holder_of(state.run_id, state.term)
@@ -238,7 +238,7 @@ class AnchorSearch(Handlers):
         self._holder.hold(message)
 
     def over(self, end: FoundTerm | GiveUp) -> None:
-        """See engine.Searcher."""
+        """See `lead.Searcher`."""
         if isinstance(end, FoundTerm):
             self._found = end
             self._thread.stop()

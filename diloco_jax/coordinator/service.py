@@ -23,7 +23,7 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     mapped,
 )
 from diloco_jax.coordinator.holding.holder import FragmentHolder
-from diloco_jax.coordinator.lead import Lead, Sessions, taken
+from diloco_jax.coordinator.lead import Lead, Sessions, session_in_use
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import json_number
@@ -186,7 +186,7 @@ class Service(Handlers):
             )
         for other in self._lead.state.islands.values():
             if other.session == hello.session and other.name != hello.island:
-                raise Refused("session", taken(hello))
+                raise Refused("session", session_in_use(hello))
         self._sessions.arrived(session)
 
         def introduce() -> None:

@@ -420,7 +420,7 @@ class WorkersHolder(FragmentHolder):
             failed(self._broken)
 
     def hold(self, message: ToHolder) -> None:
-        """Pass a message to its fragment's worker; see `engine.Holder`."""
+        """Pass a message to its fragment's worker; see `lead.Holder`."""
         match message:
             case Forget():
                 for worker in self._workers:

@@ -38,6 +38,8 @@ from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending, Watc
 from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.values import Version
 
+logger = logging.getLogger(__name__)
+
 
 class Evaluation(NamedTuple):
     """Losses of a validation, `loss` in nats per token.
@@ -135,8 +137,6 @@ def evaluate_all(
     per_byte = loss / math.log(2) / per_token if per_token else None
     return Evaluation(loss, per_byte, {name: mean(s) for name, s in sums.items()})
 
-
-logger = logging.getLogger(__name__)
 
 DATA_POLL_S = 0.05
 """Longest wait for data in seconds before the mailbox is looked at again."""

@@ -35,14 +35,14 @@ CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 Rate = Annotated[float, Meta(ge=0, le=1e9)]
 Term = Annotated[int, Meta(ge=0, le=2**20)]
 
-LEAD = 2
+LOOKAHEAD = 2
 """Boundaries between a decision and its time, where several hosts must have it; more
 than the steps dispatched ahead, so that no host waits."""
 
 
-def lead_of(hosts: int) -> int:
+def lookahead_of(hosts: int) -> int:
     """Return the boundaries between a decision of an island and its time."""
-    return LEAD if hosts > 1 else 0
+    return LOOKAHEAD if hosts > 1 else 0
 
 
 class Version(NamedTuple):

@@ -48,7 +48,7 @@ from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.process import crashes_in_a_row
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.values import DeltaKey, lead_of
+from diloco_jax.protocol.values import DeltaKey, lookahead_of
 from diloco_jax.simulation.bodies import (
     Diary,
     StoreMerging,
@@ -171,7 +171,7 @@ class Attendance:
                 step_seconds=functools.partial(self._step_seconds, name, seconds),
                 join_seconds=options.join_seconds,
                 bytes_up=self._bytes_up,
-                lead=lead_of(island.hosts),
+                lookahead=lookahead_of(island.hosts),
             )
         )
 

@@ -29,6 +29,9 @@ from typing import Any
 
 from diloco_jax.wire.errors import Busy, WireError
 
+logger = logging.getLogger(__name__)
+
+
 KEPT_IDLE = 8
 """Threads of a pool that wait for tasks; one that is done when there are as many ends.
 A thread that is started again costs far less than a transfer."""
@@ -253,8 +256,6 @@ class DaemonPool(futures.Executor):
             task()
             del task  # an idle thread would hold its arguments, a whole payload
 
-
-logger = logging.getLogger(__name__)
 
 AT_ONCE = 20
 """Lines about one peer in a row."""

@@ -354,6 +354,6 @@ def hello_fields(name: str, **changed: Any) -> dict[str, Any]:
         "tokens": 0,
         "own_tokens": 0,
         "next_position": 0,
-        "lead": 0,
+        "lookahead": 0,
         **changed,
     }

@@ -96,7 +96,7 @@ class FragmentHolder(ABC):
 
     @abstractmethod
     def hold(self, message: ToHolder) -> None:
-        """See `engine.Holder`."""
+        """See `lead.Holder`."""
 
     @abstractmethod
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
@@ -247,7 +247,7 @@ class StoreHolder(FragmentHolder):
     # ---- what the lead says ---------------------------------------------------------
 
     def hold(self, message: ToHolder) -> None:
-        """See `engine.Holder`."""
+        """See `lead.Holder`."""
         match message:
             case Merge():
                 self._merge(message)

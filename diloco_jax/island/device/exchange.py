@@ -61,7 +61,7 @@ from diloco_jax.island.device.programs import OFTEN, Index, PiecePrograms, bits_
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Params
-from diloco_jax.protocol.island.boundary import Outcome
+from diloco_jax.protocol.island.boundary import TakeOutcome
 
 SMALL = 2**16
 """Elements of the largest tensor that is stacked. An adoption makes such a leaf anew
@@ -532,7 +532,7 @@ class LentParams:
         """Take over a published fragment in place."""
         self.params = self._exchange.adopt(arrival, self.params, keep=keep)
 
-    def judge(self, fragment: int, outcome: Outcome) -> None:
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         """Carry out the verdict on the outstanding take."""
         match outcome:
             case "settled":
@@ -622,7 +622,7 @@ class LentBeside(LentParams):
         adopt = super().adopt
         self._together(arrival.fragment, lambda: adopt(arrival, keep=keep))
 
-    def judge(self, fragment: int, outcome: Outcome) -> None:
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         """Carry out the verdict on the outstanding take."""
         judge = super().judge
         if outcome == "reset":

@@ -280,7 +280,7 @@ def _settle(turn: Turn, moving: list[Fragment]) -> None:
         over = fragment.phase == "open" and ending.is_over(
             turn.state, fragment, turn.now
         )
-        settled = fragments.settle(turn, fragment, fleet, hurry=over)
+        settled = fragments.close_if_due(turn, fragment, fleet, hurry=over)
         if settled is not fragment:
             turn.put(settled)
         if was_open and flushing and settled.phase == "idle":

@@ -104,7 +104,7 @@ def busy_tick(
     return ask(turn, fragment, fleet, fresh, tick)
 
 
-def settle(
+def close_if_due(
     turn: Turn, fragment: Fragment, fleet: Fleet, *, hurry: bool = False
 ) -> Fragment:
     """Close an open fragment if it is time. `hurry`: nothing more is waited for, as the
@@ -140,7 +140,7 @@ def settle(
     judged = takes.refuse_long(turn, fragment, fleet)
     if judged is not fragment:
         # Without the refused deltas, there may be no quorum.
-        return settle(turn, judged, fleet, hurry=hurry)
+        return close_if_due(turn, judged, fleet, hurry=hurry)
     return _close(turn, fragment, fleet)
 
 
@@ -209,7 +209,7 @@ def _taken_at(fragment: Fragment, names: Iterable[str]) -> list[float]:
     ]
 
 
-def computed(
+def _book_merge(
     turn: Turn, fragment: Fragment, live: tuple[str, ...]
 ) -> tuple[Fragment, Verdicts]:
     """Book the finished merge. Return the fragment and the verdicts by island."""
@@ -378,7 +378,7 @@ def prepared(turn: Turn, event: MergePrepared) -> None:
         return
     live, merged = turn.state.islands.standing.counted, before.merging
     first = len(turn.effects)
-    fragment, verdicts = computed(turn, before, live)
+    fragment, verdicts = _book_merge(turn, before, live)
     refusals = turn.effects[first:]
     del turn.effects[first:]
     turn.state = ledger.contributed(with_fragment(turn.state, fragment), merged)

@@ -51,12 +51,12 @@ from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.values import (
     BEGINNING,
     FAILURES,
-    LEAD,
+    LOOKAHEAD,
     DeltaKey,
     EndReason,
     Outstanding,
     Span,
-    lead_of,
+    lookahead_of,
 )
 
 
@@ -94,7 +94,7 @@ def _refusal(
         )
     if message := unknown(config, name, state.admitted):
         return "unknown_island", message
-    if message := _other_batch(config, event) or _other_lead(config, event):
+    if message := _other_batch(config, event) or _other_lookahead(config, event):
         return "config", message
     if known is not None and event.incarnation < known.incarnation:
         return "fenced", (
@@ -195,18 +195,18 @@ def _other_batch(config: PolicyConfig, event: Hello) -> str:
     )
 
 
-def _other_lead(config: PolicyConfig, event: Hello) -> str:
+def _other_lookahead(config: PolicyConfig, event: Hello) -> str:
     hosts = config.hosts.get(event.island)
-    if hosts is None and event.lead in (0, LEAD):
+    if hosts is None and event.lookahead in (0, LOOKAHEAD):
         return ""  # The config does not say how many hosts it has.
-    lead = lead_of(hosts or 1)
-    if event.lead == lead:
+    lookahead = lookahead_of(hosts or 1)
+    if event.lookahead == lookahead:
         return ""
     return (
-        f"island {event.island!r} says that its takes come {event.lead} boundaries "
-        f"late, but it has {hosts or 1} hosts in the coordinator's config "
-        f"(islands.{event.island}.hosts), with which that is {lead}; start both with "
-        f"one config"
+        f"island {event.island!r} says that its takes come {event.lookahead} "
+        f"boundaries late, but it has {hosts or 1} hosts in the coordinator's config "
+        f"(islands.{event.island}.hosts), with which that is {lookahead}; start both "
+        f"with one config"
     )
 
 
@@ -542,7 +542,7 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
     island = replace(
         island,
         step_seconds=claims.believed_step_s(config, event),
-        lead=event.lead,
+        lookahead=event.lookahead,
         phase=event.phase,
         wall_time=claims.joining(config, island, before, turn.now, carrying=carrying),
         steps_at_tick=event.steps if carrying else 0,
@@ -580,7 +580,7 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
     island = replace(
         known,
         phase=phase,
-        lead=event.lead,
+        lookahead=event.lookahead,
         # A restarted coordinator does not know which records are on its tape.
         records_through=max(known.records_through, event.records_through),
     )

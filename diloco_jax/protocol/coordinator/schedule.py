@@ -167,11 +167,11 @@ class Fleet:
         An island that could take at once waits for islands of about the pacing speed
         that take some boundaries later: otherwise it would be merged without them. It
         waits for a cycle at most."""
-        island, latest_s = self._state.islands[name], self.longest_lead_s
+        island, latest_s = self._state.islands[name], self.longest_lookahead_s
         step_s = island.believed_step_s
         if not (latest_s and island.counted and step_s):
             return 0
-        after = round((latest_s - island.lead_seconds) / step_s)
+        after = round((latest_s - island.lookahead_seconds) / step_s)
         return max(0, min(after, self._config.steps_per_cycle))
 
     def step_seconds(self) -> float:
@@ -192,13 +192,13 @@ class Fleet:
         steps_s = [self._state.islands[name].believed_step_s for name in fit]
         if not any(steps_s):
             return 0.0
-        return self.longest_lead_s + LONGER_STEP * max(steps_s)
+        return self.longest_lookahead_s + LONGER_STEP * max(steps_s)
 
     @functools.cached_property
-    def longest_lead_s(self) -> float:
-        """Longest lead of islands of about the pacing speed, in seconds."""
-        leads = (island.lead_seconds for island in self.alike().values())
-        return max(leads, default=0.0)
+    def longest_lookahead_s(self) -> float:
+        """Longest lookahead of islands of about the pacing speed, in seconds."""
+        lookaheads = (island.lookahead_seconds for island in self.alike().values())
+        return max(lookaheads, default=0.0)
 
     def _counted(self) -> Iterable[Island]:
         islands = self._state.islands

@@ -65,7 +65,7 @@ from diloco_jax.protocol.values import (
 RESTARTS = (NON_FINITE, OUT_OF_BOUNDS, QUARANTINED, FUTURE)
 """Reasons of a refusal after which the fragment restarts from the anchor."""
 
-Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
+TakeOutcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 """The consequence of a verdict for the arrays of the fragment.
 
 none: nothing. settled: the delta is merged, and its residual stays. reopened: the take
@@ -207,7 +207,7 @@ class Books:
         reason: str,
         step: int,
         version: Version = FIRST_VERSION,
-    ) -> Outcome:
+    ) -> TakeOutcome:
         """Note the verdict on a take, sent at that version of the fragment; return
         "none" unless the verdict ends the outstanding take."""
         account = self._accounts[fragment]
@@ -344,11 +344,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Ahead:
-    """Decisions that take effect `lead` boundaries later, when all hosts of the island
-    have them."""
+    """Decisions that take effect `lookahead` boundaries later, when all hosts of the
+    island have them."""
 
-    def __init__(self, lead: int) -> None:
-        self._decided = collections.deque([Decision()] * lead)
+    def __init__(self, lookahead: int) -> None:
+        self._decided = collections.deque([Decision()] * lookahead)
         self._now = Decision()
 
     def next(self, fresh: Decision) -> Decision:
@@ -364,7 +364,7 @@ class Ahead:
 
 
 class Arrays(Protocol):
-    """The boundary's view of a model copy; see `replica.Replica`."""
+    """The boundary's view of a model copy; see `exchange.Replica`."""
 
     def take(self, fragment: int) -> Any:
         """Return the fragment's encoded delta."""
@@ -373,7 +373,7 @@ class Arrays(Protocol):
         """Adopt a published fragment. keep: the last take is not in it, and stays in
         the local values."""
 
-    def judge(self, fragment: int, outcome: Outcome) -> None:
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         """Apply the outcome of the outstanding take: merged (settled), undone
         (reopened), lost (dropped), or lost with the local values, which return to the
         anchor (reset)."""
@@ -411,7 +411,7 @@ class RefusedTake(NamedTuple):
     fragment: int
     tick: int
     reason: str
-    outcome: Outcome
+    outcome: TakeOutcome
 
 
 class _Due(NamedTuple):

@@ -317,19 +317,19 @@ class Fetch(NamedTuple):
     """The newest version that all hosts have; publishes after it must not be used."""
 
 
-Outcome = Literal["done", "gone", "lost"]
+FetchOutcome = Literal["done", "gone", "lost"]
 """gone: the version is not kept any more; lost: the connection is lost."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class HostFetch(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a fetch on one host."""
 
-    outcome: Outcome
+    outcome: FetchOutcome
     chain: int | None = None
     """Publishes that came, if it is done; None: the anchor in full."""
 
 
-def agreed(parts: Sequence[Part]) -> Outcome:
+def agreed(parts: Sequence[HostFetch]) -> FetchOutcome:
     """Return what became of a fetch on the island, whose hosts adopt together.
 
     If the coordinator drops publishes while hosts fetch them, some get the anchor in

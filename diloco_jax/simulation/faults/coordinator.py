@@ -341,7 +341,7 @@ class VirtualGatherer:
     # ---- what was decided -------------------------------------------------------
 
     def hold(self, message: ToHolder) -> None:
-        """See engine.Holder."""
+        """See `lead.Holder`."""
         assert isinstance(message, AwaitAnchor)
         if not message.sample:
             others = {
@@ -351,10 +351,10 @@ class VirtualGatherer:
         self._awaited[message.fragment, message.island] = message
 
     def alert(self, text: str, island: str = "") -> None:
-        """See engine.Searcher. Nobody reads it."""
+        """See `lead.Searcher`. Nobody reads it."""
 
     def over(self, end: search.FoundTerm | search.GiveUp) -> None:
-        """See engine.Searcher."""
+        """See `lead.Searcher`."""
         if isinstance(end, search.GiveUp):
             self._done(None)
             return

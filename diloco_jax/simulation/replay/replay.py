@@ -555,7 +555,7 @@ class ReplayedIsland:
         fragment, version = arrival.fragment, arrival.version
         self.send("adopt", fragment, version, payloads, whole, keep)
 
-    def judge(self, fragment: int, outcome: boundary.Outcome) -> None:
+    def judge(self, fragment: int, outcome: boundary.TakeOutcome) -> None:
         self.send("judge", fragment, outcome)
 
     def put(self, fragment: int, tick: int, encoded: bytes) -> None:

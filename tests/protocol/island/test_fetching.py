@@ -2,7 +2,12 @@
 
 import pytest
 
-from diloco_jax.protocol.island.conversation import JOIN_FETCHES, Fetching, Part, agreed
+from diloco_jax.protocol.island.conversation import (
+    JOIN_FETCHES,
+    Fetching,
+    HostFetch,
+    agreed,
+)
 from diloco_jax.protocol.values import Version
 
 V = [Version(1, n) for n in range(20)]
@@ -89,7 +94,7 @@ def test_what_failed_or_was_cut_off_comes_again():
 
 
 def part(outcome="done", chain=None):
-    return Part(outcome=outcome, chain=chain)
+    return HostFetch(outcome=outcome, chain=chain)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_it_says_what_it_holds_and_what_is_acknowledged() -> None:
         fingerprint="f",
         tokens_per_step=64,
         sequences_per_step=4,
-        lead=2,
+        lookahead=2,
         plan="p",
         run={"seed": 1},
         island_config={"batch_size": 4},
