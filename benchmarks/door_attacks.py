@@ -25,7 +25,7 @@ from diloco_jax.protocol.messages import Hello, Welcome
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import Refused, WireError
+from diloco_jax.wire.errors import LocalProtocolError, Refused, WireError
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Transfers
 from diloco_jax.workdir import read_config
@@ -168,7 +168,7 @@ class Claiming(SyntheticIsland):
     def find_lead(self) -> None:
         """Find the largest lead with which it is let in."""
         for self.lookahead in (2**16, 2):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(Refused, LocalProtocolError):
                 if isinstance(self._link._open(), Welcome):
                     break
         print("says a lookahead of", self.lookahead, flush=True)
