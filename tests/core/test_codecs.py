@@ -200,7 +200,13 @@ def test_bytes_per_parameter(shape: tuple[int, ...]) -> None:
     size = int(np.prod(shape))
     if size < 32768:
         shape, size = (*shape, 32768), size * 32768
-    for name, limit in (("f32", 4), ("bf16", 2), ("int8", 1.03), ("int4", 0.60), ("int2", 0.33)):
+    for name, limit in (
+        ("f32", 4),
+        ("bf16", 2),
+        ("int8", 1.03),
+        ("int4", 0.60),
+        ("int2", 0.33),
+    ):
         total = np.prod([float(n) for n in get_codec(name).encoded_shape(shape)])
         assert total / size <= limit
 

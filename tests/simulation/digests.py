@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".json")
 BESIDE_S = 600.0
 ADOPT = ("keep", "rebase", "overwrite", "blend")
-CODECS = ("f32", "bf16", "int8", "int4", "int2")
+CODECS = ("f32", "bf16", "int8", "int4")
 MERGES = ("rda", "mean", "trimmed_mean", "clipped_mean")
 WEIGHTINGS = ("tokens", "tokens_times_rate", "uniform")
 
