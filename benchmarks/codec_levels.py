@@ -27,7 +27,7 @@ from quality_rows import rows
 
 from diloco_jax import emulate
 from diloco_jax.core.fragment_merge import FragmentMerge
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import Piece
 
 Values = npt.NDArray[Any]
 Series = list[list[Values]]
@@ -59,15 +59,14 @@ def main() -> int:
 
 def sent(row: str) -> Series:
     """Emulate a row of `quality.py` with f32 on the wire; return an island's deltas."""
-    found: dict[tuple[int, ...], Series] = {}
+    found: dict[tuple[Piece, ...], Series] = {}
     merge = FragmentMerge.merge
 
-    def heard(self: FragmentMerge, state: Any, payloads: Any, *rest: Any, **more: Any):
-        layout: PayloadLayout = self.layout_up
-        own = found.setdefault(tuple(map(id, self.pieces)), [[] for _ in self.pieces])
-        for kept, octets in zip(own, layout.unpack(payloads[0]), strict=True):
+    def heard(of: Any, state: Any, payloads: Any, *rest: Any, **more: Any) -> Any:
+        own = found.setdefault(of.pieces, [[] for _ in of.pieces])
+        for kept, octets in zip(own, of.layout_up.unpack(payloads[0]), strict=True):
             kept.append(octets.reshape(-1, octets.shape[-1]).view(np.float32).copy())
-        return merge(self, state, payloads, *rest, **more)
+        return merge(of, state, payloads, *rest, **more)
 
     config, options = next(
         (r.config, r.options) for r in rows(SIZES["0.04m"]) if r.name == row
@@ -104,7 +103,7 @@ def _coded(code: Callable[[Values], Values], block: int, tiles: Values) -> Value
     elements = tiles.shape[-1]
     padded = np.pad(tiles, ((0, 0), (0, -elements % block)))
     blocks = padded.reshape(len(tiles), -1, block)
-    coded = np.where(np.any(blocks, -1, keepdims=True), code(blocks + 1e-30), 0.0)
+    coded = np.where(np.any(blocks, -1, keepdims=True), code(blocks), 0.0)
     return coded.reshape(len(tiles), -1)[:, :elements]
 
 
@@ -133,6 +132,7 @@ def scheme(
 
     def code(x: Values) -> Values:
         scale = first(x)
+        scale = np.where(scale, scale, 1.0)
         for _ in range(rounds):
             near = levels(x, scale)
             fitted = (x * near).sum(-1, keepdims=True)
