@@ -7,13 +7,14 @@ import math
 import numpy as np
 import plan_support
 import pytest
+from diloco_jax.wire.frames import chunks
 from plan_support import CONFIG
 
 from diloco_jax.config import OuterConfig, Placement
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.settings import payload_bytes
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.planning.compiling import ExchangePlan
 from diloco_jax.planning.coordinator import (
     PROCESS_BYTES,
@@ -22,7 +23,6 @@ from diloco_jax.planning.coordinator import (
 )
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
-from diloco_jax.wire.frames import chunks
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 """One second of each island's chips."""
