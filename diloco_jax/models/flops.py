@@ -110,7 +110,7 @@ def _convolution(params: Params, image: Shape, kernel: Shape, result: Shape) -> 
     sizes = [image[axis] for axis in numbers.lhs_spec[2:]]
     _, of_group, *taps = (kernel[axis] for axis in numbers.rhs_spec)
     rows, features, *places = (result[axis] for axis in numbers.out_spec)
-    met = rows * features * of_group
+    met: int = rows * features * of_group
     names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
     axes = zip(sizes, taps, places, *(params[name] for name in names), strict=True)
     for size, tap, place, stride, (before, _), between, hole in axes:
@@ -119,7 +119,7 @@ def _convolution(params: Params, image: Shape, kernel: Shape, result: Shape) -> 
         here = 0
         for at in fewer:
             own, rest = np.divmod(at + more, between)
-            here += np.count_nonzero((rest == 0) & (own >= 0) & (own < size))
+            here += int(np.sum((rest == 0) & (own >= 0) & (own < size)))
         met *= here
     return met
 
