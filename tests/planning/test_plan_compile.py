@@ -27,6 +27,8 @@ pytestmark = [
 
 NAMES = ("v5p", "v6e")
 CUT_NAMES = ("v6e_cut",)
+of_toy = pytest.mark.xdist_group("toy")
+"""In one process, so that it is planned once."""
 
 
 def run_plan(config, *options, timeout_s=280, **environment):
@@ -73,6 +75,7 @@ def kinds_of(island):
     return {c["kind"]: c for c in island["collectives"]}
 
 
+@of_toy
 @pytest.mark.parametrize("name", [*NAMES, *CUT_NAMES])
 def test_a_step_has_the_collectives_of_its_mesh_and_no_others(toy, name):
     island = toy["islands"][name]["compiled"]
@@ -86,6 +89,7 @@ def test_a_step_has_the_collectives_of_its_mesh_and_no_others(toy, name):
     assert all(c["largest_group"] <= island["chips"] for c in kinds.values())
 
 
+@of_toy
 @pytest.mark.parametrize("name", NAMES)
 def test_gathers_run_beside_matrix_products(toy, name):
     # With the flags of the generation and libtpu; with none, no gather does.
@@ -95,6 +99,7 @@ def test_gathers_run_beside_matrix_products(toy, name):
     assert gathers["count"] == 2 * 7 * 4 + 2
 
 
+@of_toy
 @pytest.mark.parametrize("name", [*NAMES, *CUT_NAMES])
 def test_takes_and_adoptions_are_local(toy, name):
     exchange = toy["islands"][name]["compiled"]["exchange"]
@@ -104,6 +109,7 @@ def test_takes_and_adoptions_are_local(toy, name):
         assert kind["collectives"] == {}
 
 
+@of_toy
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_are_those_of_shapes_and_formulas(toy, name):
     island = toy["islands"][name]["compiled"]
