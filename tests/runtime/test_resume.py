@@ -355,40 +355,9 @@ def test_rows_of_each_folder_are_those_that_were_trained_on(resumed):
     assert abs(numbers - 2 * letters) <= 3 * max(ROWS.values())
 
 
-def test_no_row_is_trained_on_twice_in_an_epoch(resumed):
-    """Over several epochs of each folder, with islands that are killed, come and go.
-    The tape says which positions were trained on; the data, which rows those are."""
-    positions = [p for some in trained(resumed.tape).values() for p in some]
-    rows, shares = load_data(resumed.config.run), Shares(WEIGHTS)
-    mixture = rows.index(resumed.config.run.seed)
-    seen: dict[tuple[int, int], list[bytes]] = {}
-    for position in positions:
-        source, draw = shares.draw(position)
-        epoch = draw // len(rows.mixed[source])
-        row = mixture[position]["tokens"].tobytes()
-        seen.setdefault((source, epoch), []).append(row)
-    for source, part in enumerate(rows.mixed):
-        epochs = [found for (s, _), found in seen.items() if s == source]
-        assert len(epochs) > 2
-        known = {part[row]["tokens"].tobytes() for row in range(len(part))}
-        assert len(known) == len(part)
-        assert any(len(found) == len(part) for found in epochs)
-        for found in epochs:
-            assert len(set(found)) == len(found)
-            assert set(found) <= known
-
-
-def test_what_was_leased_twice_had_come_back(resumed):
-    tape, held = resumed.tape, collections.defaultdict(list)
-    for key, positions in leased(tape).items():
-        for position in positions:
-            held[position].append(key)
-    twice = {position for position, keys in held.items() if len(keys) > 1}
-    assert twice  # Whoever was killed held a lease.
-    used = trained(tape)
-    for position in twice:
-        *before, _ = held[position]
-        assert not any(position in used.get(key, ()) for key in before)
+def test_no_position_is_leased_while_somebody_may_have_it(resumed):
+    """Which rows those are, and that each is settled once: test_rows.py."""
+    assert tape_checks.row_problems(resumed.tape) == []
 
 
 # ---- what cannot go on ------------------------------------------------------------
