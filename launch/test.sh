@@ -40,14 +40,14 @@ if [ "$checks" = yes ]; then
 fi
 # One process more than cores, since many tests wait for processes of their own.
 cores=$(python -c 'import os; print(os.cpu_count())')
-share=(--numprocesses $((cores < 3 ? cores + 1 : 4)) --no-loadscope-reorder)
+share=(--numprocesses $((cores < 3 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder)
 quick=""
 for flag in --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false; do
   # jax 0.12 has not the second one any more, and XLA ends who gives it an unknown one.
   asks='from jaxlib import xla_client; xla_client.CompileOptions()'
   if { XLA_FLAGS=$flag python -c "$asks"; } 2>/dev/null; then quick+="$flag "; fi
 done
-most=(env XLA_FLAGS="$quick${XLA_FLAGS:-}" pytest "${share[@]}" --dist loadfile)
+most=(env XLA_FLAGS="$quick${XLA_FLAGS:-}" pytest "${share[@]}")
 case "${1:-}" in
   --fast | --measure) exec "${most[@]}" "$@" ;;
 esac
@@ -63,7 +63,6 @@ if [ "$checks" = yes ]; then
   wait "$!" || { cat "$seconds/types.log" && exit 1; }
   cat "$seconds/types.log"
 fi
-# Few files take long here: their tests are shared out one by one, or by group.
 pytest -m "(optimized or tpu_compile) and not (timing or nightly)" "${share[@]}" \
-  --dist loadgroup --junitxml "$seconds/compiled.xml" $(marked "optimized|tpu_compile")
+  --junitxml "$seconds/compiled.xml" $(marked "optimized|tpu_compile")
 pytest -m "timing and not nightly" --junitxml "$seconds/timing.xml" $(marked timing)

@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None, reason="needs libtpu"
     ),
-    pytest.mark.xdist_group("spread"),
 ]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
