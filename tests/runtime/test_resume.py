@@ -53,7 +53,7 @@ pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 240.0
 MERGES = 16
-TOTAL, MORE = 1600 * SEQUENCE_LENGTH, 800 * SEQUENCE_LENGTH
+TOTAL, MORE = 1600 * SEQUENCE_LENGTH, 1200 * SEQUENCE_LENGTH
 """Far more tokens than the first two islands have made when they are killed."""
 DOCUMENTS = 24
 WEIGHTS = (2.0, 1.0)
