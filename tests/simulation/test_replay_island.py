@@ -87,8 +87,8 @@ def test_the_first_merge_that_differs_is_named_and_what_was_before_it_saved(
     outcome = replay.run(changed, Console(file=io.StringIO()), saved)
     assert (outcome.merges, outcome.identical) == (3, False)
     found = outcome.first_mismatch
-    assert (found.merge, found.line) == (4, fourth.line)
-    assert found.digest_on_tape == "feed" != found.digest
+    assert (found["merge"], found["line"]) == (4, fourth.line)
+    assert found["digest_on_tape"] == "feed" != found["digest"]
     assert f"merge 4 (line {fourth.line}" in str(outcome)
     early = evaluate(recording.config, saved)
     assert (early["eval_merges"], early["eval_loss"] > 0) == (3, True)
