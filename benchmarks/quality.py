@@ -59,7 +59,7 @@ from typing import Any
 
 import quality_report
 import support
-from machine import machine_facts, processor
+from machine import machine_facts, processor, provenance
 from quality_configs import HEADLINE_SEEDS, MIN_SEEDS, SIZES, Row
 from quality_rows import rates, rows, same_runs
 
@@ -84,7 +84,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--only", nargs="*", default=[], help="these rows alone, in this order"
+        "--only", nargs="*", default=[], help="these rows, or groups of rows, alone"
     )
     parser.add_argument(
         "--rates", action="store_true", help="the sweep of learning rates alone"
@@ -151,6 +151,8 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
             "tokens": summary["tokens_merged"],
             "lost": sum(summary["tokens_lost"].values()),
             "merges": summary["merges"],
+            "bytes_up": summary["bytes_up"],
+            "bytes_down": summary["bytes_down"],
             "goodput": summary["goodput"],
             "participation": min(i["participation"] for i in islands),
             "restarts": sum(i["joins"] - 1 for i in islands),
@@ -161,6 +163,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
         result["processor"] = processor()
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
+    result |= provenance(row.config, row.options, row.plain)
     return {"size": size, "row": name, "seed": seed, **result}
 
 
@@ -178,13 +181,16 @@ def _wanted(options: Any) -> Iterator[tuple[Row, int]]:
     size = SIZES[options.size]
     found, swept = list(rows(size)), list(rates(size))
     if only := options.only:
-        by_name = {row.name: row for row in (*found, *swept)}
-        unknown = [name for name in only if name not in by_name]
+        named: dict[str, list[Row]] = {}
+        for row in (*found, *swept):
+            named.setdefault(row.group, []).append(row)
+        named |= {row.name: [row] for row in (*found, *swept)}
+        unknown = [name for name in only if name not in named]
         if unknown:
-            raise SystemExit(f"--only: no rows {unknown}; there are {list(by_name)}")
+            raise SystemExit(f"--only: no rows {unknown}; there are {list(named)}")
         first = options.first_seed
         for seed in range(first, first + options.seeds):
-            yield from ((by_name[name], seed) for name in only)
+            yield from ((row, seed) for name in only for row in named[name])
         return
     chosen = [(row, 0) for row in swept]
     for seed in range(0 if options.rates else options.seeds):
