@@ -101,6 +101,15 @@ def without_paths(words: Sequence[str]) -> list[str]:
     return found
 
 
+def device() -> dict[str, str]:
+    """Return the kind of the device that this process computes on, and the processor if
+    it is that."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    return {"device": kind} | ({"processor": processor()} if kind == "cpu" else {})
+
+
 def processor() -> str:
     """Return the processor's name."""
     models = [

@@ -59,7 +59,7 @@ from typing import Any
 
 import quality_report
 import support
-from machine import machine_facts, processor, provenance
+from machine import device, machine_facts, provenance
 from quality_configs import HEADLINE_SEEDS, MIN_SEEDS, SIZES, Row
 from quality_rows import rates, rows, same_runs
 
@@ -123,8 +123,6 @@ def main() -> int:
 
 def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     """Do one run in this process, on this text."""
-    import jax
-
     from diloco_jax import compilation
 
     size, name, seed = job
@@ -158,9 +156,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
             "restarts": sum(i["joins"] - 1 for i in islands),
         }
     result["seconds"] = round(time.monotonic() - began, 1)
-    result["device"] = jax.devices()[0].device_kind
-    if result["device"] == "cpu":
-        result["processor"] = processor()
+    result |= device()
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
     result |= provenance(row.config, row.options, row.plain)

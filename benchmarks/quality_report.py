@@ -50,6 +50,12 @@ COLORS = {2: "C0", 4: "C1", 8: "C2"}
 BOUNDS = (
     # Row, as the check calls it, against, upper end of the interval in percent.
     (
+        "decoupled, 8 islands",
+        "decoupled, 8 equal islands",
+        "synchronous DiLoCo, 8 islands",
+        0.5,
+    ),
+    (
         "decoupled, 4 fast + 4 slow islands",
         "decoupled, 4 fast + 4 slow islands",
         "synchronous DiLoCo, 8 islands",
@@ -263,6 +269,7 @@ def _plot_islands(axes: Any, runs: Runs) -> None:
 def _plot_sizes(axes: Any, runs: Runs) -> None:
     """Plot our gaps beside the published lines; points are hollow where a parameter had
     many tokens."""
+    drawn: dict[str, Size] = {}
     for order, (count, color) in enumerate(COLORS.items()):
         published = [(n, gaps[count]) for n, gaps in PUBLISHED_GAPS.items()]
         label = f"published, {count} islands, synchronous"
@@ -285,7 +292,8 @@ def _plot_sizes(axes: Any, runs: Runs) -> None:
                 elinewidth=1,
                 fillstyle="none" if _many(about) else "full",
             )
-    for about in SIZES.values():
+            drawn[size] = about
+    for about in drawn.values():
         per = round(about.tokens / parameters_of(about) / 5) * 5
         fill = "none" if _many(about) else "full"
         label = f"ours, about {per} tokens per parameter"
