@@ -32,6 +32,10 @@ At 2 M the best of three for data-parallel is the highest. Muon inside has the b
 what was tried on one seed, two rates for islands. 8 M tokens have the rates of 2 M.
 The seed of the sweep is one of the pairs at 0.1 M and 2 M tokens.
 
+Raw runs say their commit, a digest of their settings, device, text and learning rate
+from 2026-11-30 on. Of the 924 before, none has the first two, 456 have neither device
+nor text, and 518 no learning rate.
+
 Command: `python benchmarks/quality.py --size 0.1m --minutes 60`; with a text of one's
 own and a GPU `--size 2m --text FOLDER --platform cuda --jobs 8`, `--rates` for the
 sweep alone, `--add FILE` for the raw results of another machine. Cost: about a minute
