@@ -55,15 +55,21 @@ def machine_facts() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str:
-    """Return the commit of this code, with a + if tracked files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"]
-    try:
-        found = subprocess.run(
+    """Return the commit of this code, with a + if package or benchmarks differ from it;
+    "unknown" outside of a git clone."""
+
+    def git(*words: str) -> str:
+        command = ["git", *words]
+        return subprocess.run(
             command, cwd=ROOT, check=True, capture_output=True, text=True
-        )
+        ).stdout.strip()
+
+    try:
+        code = ("--", "diloco_jax", "benchmarks")
+        changed = git("diff", "--name-only", "HEAD", *code)
+        return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()
 
 
 def provenance(*settings: object) -> dict[str, str]:
