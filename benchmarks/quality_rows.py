@@ -28,6 +28,7 @@ from quality_configs import (
     plain,
     unequal,
 )
+from quality_levers import levers
 from quality_schedules import batches, schedules, tokens
 from quality_trouble import trouble
 from quality_variants import GENTLE, PRESET, by_name
@@ -79,6 +80,7 @@ def rows(size: Size) -> Iterator[Row]:
         *tokens(size),
         *batches(size),
         *trouble(size),
+        *levers(size),
     ]
     found = [*headlines, *variants.presets(by_name([*headlines, *others]))]
     found += variants.defaults(by_name(found))

@@ -318,7 +318,7 @@ class SyncConfig:
         "tokens",
         code=True,
         help='Weight of a delta in its merge: "tokens", those behind it; '
-        '"tokens_times_rate", the same times the island\'s tokens per second (as '
+        '"tokens_times_rate", the same times the island\'s tokens per step (as '
         'published); "uniform". This option, merge, adopt and the codecs also take '
         'a member of your own as "path/to/file.py:name" (docs/extending.md).',
     )
