@@ -44,7 +44,7 @@ def be_process(how: str, workdir: str, address: str, *words: str) -> int:
     if how == "fetches":
         flood(config, address)
         return 0
-    if how in ("lead", "slow"):
+    if how in ("lookahead", "slow"):
         claim(config, address, how)
         return 0
     ends = time.monotonic() + float(words[1])
@@ -163,10 +163,10 @@ def flood(config: settings.Config, address: str) -> None:
 class Claiming(SyntheticIsland):
     """Island a, which says what makes others wait for it."""
 
-    lead, claimed_s = 0, STEP_S
+    lookahead, claimed_s = 0, STEP_S
 
-    def find_lead(self) -> None:
-        """Find the largest lead with which it is let in."""
+    def find_lookahead(self) -> None:
+        """Find the largest lookahead with which it is let in."""
         for self.lookahead in (2**16, 2):
             with contextlib.suppress(Refused, LocalProtocolError):
                 if isinstance(self._link._open(), Welcome):
@@ -183,12 +183,12 @@ class Claiming(SyntheticIsland):
 
 
 def claim(config: settings.Config, address: str, how: str) -> None:
-    """Be island a, which makes others wait by its lead, or by its steps."""
+    """Be island a, which makes others wait by its lookahead, or by its steps."""
     island = made(Claiming, config, address, ATTACKER)
     if how == "slow":
         island.lookahead, island.claimed_s = 2, CLAIMED_S
     else:
-        island.find_lead()
+        island.find_lookahead()
     try:
         print(train([island], STEP_S), flush=True)
     except Refused as refused:

@@ -14,10 +14,11 @@ and dial nothing.
   keep what is not closed. *hold*: one of them, with three bytes of a header.
 - *garbage*: four processes send random bytes in the place of requests.
 - *fetches*: 64 threads fetch whole anchors without pause.
-- *lead*: island a says hello with the largest lead that is let in. *slow*: with a lead
-  of 2, and in hello and reports a step takes it 9e8 seconds.
+- *lookahead*: island a, of two hosts, says hello with the largest lookahead that is let
+  in, which is what an island of two hosts has. *slow*: with that, and in hello and
+  reports a step takes it 9e8 seconds.
 
-In *fetches*, *lead* and *slow* island a takes part as well, in the control honestly.
+In *fetches*, *lookahead* and *slow* island a takes part, in the control honestly.
 Rates are merges per second; a fetch is one of b or c; files, threads and memory are the
 most that the coordinator had. Figures in brackets are the control's.
 
@@ -27,6 +28,7 @@ Command: `python -m benchmarks.hostile_door`. Cost: 20 minutes for each attack.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -45,8 +47,8 @@ from diloco_jax import config as settings
 from diloco_jax.wire.certificates import make_certificates
 
 HONEST = ("b", "c")
-PROCESSES = {"one byte": 4, "hold": 1, "garbage": 4, "fetches": 1, "lead": 1, "slow": 1}
-TAKES_PART = ("fetches", "lead", "slow")
+TAKES_PART = ("fetches", "lookahead", "slow")
+PROCESSES = {"one byte": 4, "hold": 1, "garbage": 4} | dict.fromkeys(TAKES_PART, 1)
 SIDE, FRAGMENTS, CYCLE = 256, 4, 24
 WARM_S, START_S = 10.0, 120.0
 RATE_MIN, FETCH_MORE_S, FILES_MAX, THREADS_MAX = 0.95, 1.0, 1024, 300
@@ -95,7 +97,10 @@ def config_of(certificates: Path) -> settings.Config:
             sequence_length=16,
             total_tokens=10**9,
         ),
-        islands=dict.fromkeys((ATTACKER, *HONEST), island),
+        islands={
+            ATTACKER: dataclasses.replace(island, batch_size=2, hosts=2, mesh_fsdp=2),
+            **dict.fromkeys(HONEST, island),
+        },
         placement=settings.Placement(
             time_budget_s=60.0, evaluate_every_steps=0, certificates=str(certificates)
         ),

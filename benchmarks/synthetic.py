@@ -41,6 +41,7 @@ from diloco_jax.protocol.messages import (
     ProfileRequest,
     ResendRequest,
 )
+from diloco_jax.protocol.values import lookahead_of
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
@@ -259,6 +260,7 @@ class SyntheticIsland:
                 island_config=dataclasses.asdict(island),
                 tokens_per_step=island.batch_size * run.sequence_length,
                 sequences_per_step=island.batch_size,
+                lookahead=lookahead_of(island.hosts),
             ),
             status,
         )
