@@ -7,7 +7,6 @@ import math
 import numpy as np
 import plan_support
 import pytest
-from diloco_jax.wire.frames import chunks
 from plan_support import CONFIG
 
 from diloco_jax.config import OuterConfig, Placement
@@ -23,6 +22,7 @@ from diloco_jax.planning.coordinator import (
 )
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
+from diloco_jax.wire.bulk import chunks
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 """One second of each island's chips."""
