@@ -155,7 +155,7 @@ class Coordinator:
             store,
             self.inbox,
             Publishes(folder / f"publishes-{time.monotonic_ns()}"),
-            cast(Any, SimpleNamespace(fragments=(0, 1), lost=set())),
+            snapshots_of(set()),
             cast(Any, None),
             write_within_s=math.inf,
         )
@@ -214,15 +214,20 @@ class Coordinator:
             self.lead._turn()
 
 
+def snapshots_of(lost: set[int]) -> FragmentSnapshots:
+    """Snapshots whose checks are real, of which none is written."""
+    made = FragmentSnapshots.__new__(FragmentSnapshots)
+    made.fragments, made.lost = (0, 1), lost
+    cast(Any, made).begin = lambda *_: None
+    return made
+
+
 class AnchorHolder:
     """The real places of anchors; they are kept on no disk."""
 
     def __init__(self, rooms: Rooms) -> None:
         self.inbox = Inbox(LAYOUTS, rooms)
-        # Its checks are real; nothing is written.
-        self.snapshots = FragmentSnapshots.__new__(FragmentSnapshots)
-        self.snapshots.lost = {0, 1}
-        cast(Any, self.snapshots).begin = lambda *_: None
+        self.snapshots = snapshots_of({0, 1})
         self.lost = LostFragments(
             cast(Any, SimpleNamespace(plan=PLAN, first=self._first)),
             self.snapshots,

@@ -37,7 +37,9 @@ def test_a_planted_fault_is_found_by_its_invariant(name: str) -> None:
     assert seed is not None
     if REGENERATE:
         KNOWN[name] = seed
-        lines = [f"  {json.dumps(each)}: {KNOWN[each]}" for each in PLANTS]
+        lines = [
+            f"  {json.dumps(each)}: {KNOWN[each]}" for each in PLANTS if each in KNOWN
+        ]
         TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     assert play_seed(seed).wrong is None, "it is not the plant that was found"
 
