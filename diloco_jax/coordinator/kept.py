@@ -150,7 +150,6 @@ class KeptCycles:
             "tokens": tokens // sum(self._sizes),
         }
         write_json(facts, scratch / FACTS)
-        sync_path(scratch)
         final = path_of(self._folder, self._cycle)
         if final.exists():  # After a crash ticks, and with them cycles, go on later.
             shutil.rmtree(final)
