@@ -20,14 +20,20 @@ from typing import TypeVar
 
 from diloco_jax.config import Config, Placement
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.deadlines import Backoff, Deadlines
+from diloco_jax.config.placement import Backoff, Deadlines
 from diloco_jax.errors import EXIT_DONE, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox, NetworkThreads
 from diloco_jax.island.transfers import Lanes
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status
-from diloco_jax.protocol.messages import MAX_TEXT, Goodbye, Hello, Welcome
+from diloco_jax.protocol.messages import (
+    MAX_TEXT,
+    AnchorRequest,
+    Goodbye,
+    Hello,
+    Welcome,
+)
 from diloco_jax.wire import principal
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import (
@@ -219,6 +225,8 @@ class Link(NetworkThreads):
                 elif not self._closing.is_set() and not self._given_up(error):
                     self._reconnect(error)
                 continue
+            if isinstance(message, AnchorRequest):
+                self._lanes.use(message.workers)
             if message is not None:
                 self._mailbox.receive(message)
 

@@ -33,10 +33,10 @@ from worker_support import (
 
 from diloco_jax import cli, run_files, storage
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import kept as kept_cycles
 from diloco_jax.coordinator import snapshots
+from diloco_jax.coordinator.holding import fragment_snapshots as kept_cycles
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
-from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import (
@@ -48,7 +48,7 @@ from diloco_jax.protocol.holding import (
     Forget,
     RestoreFragments,
 )
-from diloco_jax.protocol.messages import TakeRequest
+from diloco_jax.protocol.messages import AnchorRequest, TakeRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import FetchRequest
@@ -92,13 +92,13 @@ def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
     """The cycles that came from workers have the bits of the merges."""
     store = make_store(config, build_plan(config.run, build(config.run)))
     folder = workdir / run_files.KEPT
-    assert kept_cycles.numbers(folder)
-    for cycle in kept_cycles.numbers(folder):
+    assert kept_cycles.cycle_numbers(folder)
+    for cycle in kept_cycles.cycle_numbers(folder):
         for fragment in range(2):
             theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
-            name = kept_cycles.fragment_name(fragment)
+            name = kept_cycles.kept_name(fragment)
             header, _ = storage.read_sealed(
-                kept_cycles.path_of(folder, cycle) / name, theta
+                kept_cycles.cycle_path(folder, cycle) / name, theta
             )
             key = (fragment, *header["version"])
             if key[-1]:
@@ -168,7 +168,10 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
                 time.sleep(0.2)
                 assert not sent.done(), "it is busy until the lead awaits the take"
                 take = TakeRequest(fragment=0, tick=1)
-                assert workers.completed(hello(config, incarnation=1), take) == take
+                of_a = hello(config, incarnation=1)
+                assert workers.completed(of_a, take) == take
+                asked = workers.completed(of_a, AnchorRequest(fragment=0))
+                assert asked.workers[own] == address, "the Welcome may not have had it"
                 sent.result(PATIENCE_S)
             assert ask.await_(DeltaArrived).refusal == ""
             assert ask.prepare(0) == wanted[0]
