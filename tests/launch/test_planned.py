@@ -18,8 +18,8 @@ from diloco_jax.models.presets import preset
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIXED = CONFIGS / "mixed_12b.py"
 GIVEN = (
-    "--launch.project my-project --launch.image r.example/image:1 --launch.coordinator-zone "
-    "us-east5-b --dry-run --on "
+    "--launch.project my-project --launch.image r.example/image:1 "
+    "--launch.coordinator-zone us-east5-b --dry-run --on "
 )
 SKY = "sky --launch.coordinator-address c.example --launch.dns-zone z"
 GKE = "gke --launch.cluster c --launch.location us-east5"
