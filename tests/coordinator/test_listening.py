@@ -137,6 +137,26 @@ def test_the_lead_that_was_started_last_is_obeyed_also_after_a_restart(
     assert (facts["run_id"], facts["term"], facts["start"]) == ("r", 2, 1)
 
 
+def test_a_life_that_begins_forgets_no_newer_lead(config, serve, tmp_path, monkeypatch):
+    """One comes while the file is being written for the life before it."""
+    made, write, ends = serve(config), worker.write_json, socket.socketpair()
+    coming = threading.Thread(target=made._obey, args=(ends[0], begun(config), "peer"))
+
+    def slowly(facts, path):
+        if "life" in facts and coming.ident is None:
+            coming.start()
+            coming.join(0.2)
+        write(facts, path)
+
+    monkeypatch.setattr(worker, "write_json", slowly)
+    assert worker._next_life(tmp_path / "there", 0) == 1
+    coming.join(PATIENCE_S)
+    for end in ends:
+        end.close()
+    facts = facts_of(tmp_path / "there", 0)
+    assert (facts["life"], facts["start"]) == (1, 7)
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
