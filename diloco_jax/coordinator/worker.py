@@ -426,11 +426,20 @@ class HoldingWorker(Handlers):
         os._exit(EXIT_FAILED)
 
     def close(self) -> None:
-        """End service, and the merge under way."""
+        """End service, the merge under way, and the snapshot: the next life reads the
+        same folder. If it hangs, so would that life, and this process ends."""
         self._closing.set()
         if self._server is not None:
             self._server.stop(0.0)
         self.holder.close()
+        patience_s = self._config.placement.outage_budget_s
+        if not self.holder.wait(lambda: patience_s):
+            self.fail(
+                TimeoutError(
+                    f"a snapshot has not ended within {patience_s:g} s (placement."
+                    f"outage_budget_s); look at that disk, and start the worker again"
+                )
+            )
 
     # ---- what the lead says ---------------------------------------------------------
 

@@ -307,3 +307,18 @@ def test_the_lead_gets_the_last_version_beside_one_of_a_kept_cycle(config):
     assert fetched(last) == (last, "newest")
     with pytest.raises(VersionGone, match=r"\(1, 4\) of fragment 0 is not kept here"):
         fetched(Version(1, 4))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_life_ends_after_its_snapshot_or_with_its_process(config, monkeypatch, ends):
+    """Otherwise the next one would read the folder while this one changes it."""
+    done = []
+    life = object.__new__(HoldingWorker)
+    life._config, life._closing, life._server = config, threading.Event(), None
+    life.holder = SimpleNamespace(
+        close=lambda: done.append("closed"),
+        wait=lambda patience: done.append(patience()) or ends,
+    )
+    monkeypatch.setattr(life, "fail", lambda error: done.append(str(error)[:10]))
+    life.close()
+    assert done == ["closed", PATIENCE_S, *([] if ends else ["a snapshot"])]
