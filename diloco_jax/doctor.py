@@ -98,14 +98,21 @@ def check_jax(folder: Path) -> Answer:
 
 
 def check_libtpu(folder: Path) -> Answer:
-    """Look for what compiles for TPUs."""
-    if here := before_jax.libtpu_version():
-        return Level.OK, f"libtpu {here}", ""
-    return (
-        Level.NOTE,
-        "not installed: no TPU is used, and diloco plan compiles nothing",
-        f"pip install '{PACKAGE}[tpu]', if that is wanted",
-    )
+    """Look for what compiles for TPUs, in a version that this jax asks for."""
+    here = before_jax.libtpu_version()
+    if not here:
+        return (
+            Level.NOTE,
+            "not installed: no TPU is used, and diloco plan compiles nothing",
+            f"pip install '{PACKAGE}[tpu]', if that is wanted",
+        )
+    asked = map(Requirement, metadata.requires("jax") or [])
+    found = (_wrong(r) for r in asked if r.name == "libtpu")
+    if wrong := ", ".join(filter(None, found)):
+        jax = metadata.version("jax")
+        remedy = f"pip install --upgrade 'jax[tpu]=={jax}', if a TPU is to be used"
+        return Level.NOTE, f"{wrong}, which jax {jax} asks for", remedy
+    return Level.OK, f"libtpu {here}", ""
 
 
 ANSWERS_WITHIN_S = 120.0

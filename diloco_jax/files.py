@@ -163,14 +163,15 @@ def write_text(text: str, path: Path) -> None:
 def whole(path: Path) -> Iterator[Path]:
     """Yield the name of a file beside this one, to be written in the block.
 
-    At its end the file has its name, in place of one that had it, and is on the disk. A
-    failure leaves nothing of it."""
+    At its end the file has its name, in place of one that had it, and both are on the
+    disk. A failure leaves nothing of it."""
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
     try:
         with naming(path):
             yield scratch
             sync_path(scratch)
             scratch.replace(path)
+            sync_path(path.parent)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise

@@ -27,7 +27,7 @@ from etils.epath import Path as Folder
 from xxhash import xxh3_64_intdigest, xxh3_128
 
 from diloco_jax.errors import ConfigError
-from diloco_jax.files import S3, StorageAway, is_bucket, sync_path, whole
+from diloco_jax.files import S3, StorageAway, is_bucket, whole
 
 _HEAD = struct.Struct("<8sIQ")
 _MAGIC = b"diloco-1"
@@ -56,9 +56,7 @@ def write_sealed(
         with epath.Path(path).open("wb") as file:
             return _write_all(file, header, buffers)
     with whole(Path(path)) as scratch, scratch.open("wb") as file:
-        digest = _write_all(file, header, buffers)
-    sync_path(Path(path).parent)
-    return digest
+        return _write_all(file, header, buffers)
 
 
 def read_sealed_header(path: Folder | Path) -> dict[str, Any]:

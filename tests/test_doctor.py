@@ -60,6 +60,14 @@ def no_libtpu(monkeypatch, folder):
     return "not installed"
 
 
+def other_libtpu(monkeypatch, folder):
+    versions = {"jax": "0.10.2", "libtpu": "0.0.17"}
+    asked = ['libtpu==0.0.42.*; extra == "tpu"', "numpy>=9999"]
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(metadata, "requires", {"jax": asked}.__getitem__)
+    return "libtpu 0.0.17 is not ==0.0.42.*, which jax 0.10.2 asks for"
+
+
 def bulk_port(monkeypatch, folder):
     reach, reached = socket.create_connection, []
 
@@ -201,6 +209,7 @@ def no_locks(monkeypatch, folder):
         ("packages", packages, PROBLEM, "pip install --upgrade diloco-jax"),
         ("jax", jaxlib, PROBLEM, "pip install --upgrade jax==0.10.2"),
         ("libtpu", no_libtpu, NOTE, "diloco-jax[tpu]"),
+        ("libtpu", other_libtpu, NOTE, "pip install --upgrade 'jax[tpu]==0.10.2'"),
         ("ports", bulk_port, PROBLEM, "loopback"),
         ("devices", silent, PROBLEM, "end other processes"),
         ("devices", ends, PROBLEM, "line of packages"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from diloco_jax import storage
+from diloco_jax import files, storage
 
 ARRAYS = [np.arange(7, dtype=np.float32).reshape(7, 1), np.arange(5, dtype=np.int8)]
 
@@ -55,8 +55,15 @@ def test_arrays_of_other_sizes_are_found(tmp_path):
             storage.read_sealed(tmp_path / "a", others)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: storage.write_sealed(path, {}, ARRAYS),
+        lambda path: files.write_text("a lead's number", path),
+    ],
+)
 def test_it_is_on_disk_before_it_has_its_name_and_its_name_is_too(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, write
 ):
     path, synced = tmp_path / "a", []
 
@@ -64,7 +71,7 @@ def test_it_is_on_disk_before_it_has_its_name_and_its_name_is_too(
         synced.append((os.fstat(descriptor).st_ino, path.exists()))
 
     monkeypatch.setattr("os.fsync", fsync)
-    storage.write_sealed(path, {}, ARRAYS)
+    write(path)
     inodes = [file.stat().st_ino for file in (path, tmp_path)]
     assert synced == [(inodes[0], False), (inodes[1], True)]
 

@@ -436,7 +436,7 @@ class Searched(NamedTuple):
     found: FoundTerm
     holder: FragmentHolder
     unheard: Sequence[FromHolder]
-    """The holder's messages that are for the lead."""
+    """The holder's messages that are for the lead, and what people have to see."""
 
 
 class TornError(WireError):
@@ -463,6 +463,8 @@ class AnchorSearch(Handlers):
         self._holder: FragmentHolder | None = None
         self._found: FoundTerm | None = None
         self._unheard: list[FromHolder] = []
+        self._alerts: list[str] = []
+        """The last ones, oldest first."""
         engine: Engine[Search, Event] = Engine(
             anchors.step,
             config,
@@ -484,7 +486,8 @@ class AnchorSearch(Handlers):
         self._thread.run()
         assert self._found is not None
         assert self._holder is not None
-        return Searched(self._found, self._holder, self._unheard)
+        alerts = [HolderTroubled(text=text) for text in self._alerts]
+        return Searched(self._found, self._holder, [*self._unheard, *alerts])
 
     # ---- calls of islands, on many threads ----------------------------------------
 
@@ -548,7 +551,9 @@ class AnchorSearch(Handlers):
             "progress": 0.0,
             "merges": 0,
             "goodput": 0.0,
-            "alerts": [self._waits, *anchors.notices(state)],
+            "alerts": list(
+                dict.fromkeys([self._waits, *anchors.notices(state), *self._alerts])
+            ),
             "versions": [],
             "islands": {
                 name: {
@@ -578,6 +583,7 @@ class AnchorSearch(Handlers):
         """See `lead.Searcher`."""
         # Two processes of one island may come in turn, each with another config.
         self._lines.log(logger, logging.WARNING, "what people should see", text)
+        self._alerts = [*self._alerts, text][-journal.ALERTS_KEPT :]
 
     def hold(self, message: ToHolder) -> None:
         """Pass a message to the holder; see `lead.Holder`."""

@@ -253,7 +253,7 @@ class Listening:
             )
         config = self._fitted(begin)
         path = facts_path(self._workdir, self._index)
-        with self._admitting:
+        with self._admitting, _FACTS:
             facts = facts_of(self._workdir, self._index)
             own = {field: facts[field] for field in Obeyed._fields if field in facts}
             if refusal := Obeyed(**own).refusal(begin, str(path)):
@@ -321,6 +321,11 @@ def _is_probe(connection: socket.socket) -> bool:
 # ---- what a worker keeps on its disk ------------------------------------------------
 
 
+_FACTS = threading.Lock()
+"""Held from the reading of these facts to their writing: a lead comes on a thread of
+its own, while the life for the one before begins."""
+
+
 def facts_path(workdir: Path, worker: int) -> Path:
     """Return the path of the file in which a worker keeps facts about itself."""
     return workdir / run_files.WORKERS / f"{worker}.json"
@@ -338,9 +343,10 @@ def facts_of(workdir: Path, worker: int) -> dict[str, Any]:
 
 def _next_life(workdir: Path, worker: int) -> int:
     """Return the number of the life that begins, and keep it."""
-    facts = facts_of(workdir, worker)
-    life = int(facts.get("life", 0)) + 1
-    write_json({**facts, "life": life}, facts_path(workdir, worker))
+    with _FACTS:
+        facts = facts_of(workdir, worker)
+        life = int(facts.get("life", 0)) + 1
+        write_json({**facts, "life": life}, facts_path(workdir, worker))
     return life
 
 
@@ -420,11 +426,20 @@ class HoldingWorker(Handlers):
         os._exit(EXIT_FAILED)
 
     def close(self) -> None:
-        """End service, and the merge under way."""
+        """End service, the merge under way, and the snapshot: the next life reads the
+        same folder. If it hangs, so would that life, and this process ends."""
         self._closing.set()
         if self._server is not None:
             self._server.stop(0.0)
         self.holder.close()
+        patience_s = self._config.placement.outage_budget_s
+        if not self.holder.wait(lambda: patience_s):
+            self.fail(
+                TimeoutError(
+                    f"a snapshot has not ended within {patience_s:g} s (placement."
+                    f"outage_budget_s); look at that disk, and start the worker again"
+                )
+            )
 
     # ---- what the lead says ---------------------------------------------------------
 

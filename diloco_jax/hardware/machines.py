@@ -263,15 +263,15 @@ CONSTANTS = MachineRates(
     rules=RULES_OF_PACKAGE["xla"],
     replay_core_seconds={"f32": 5.7, "int8": 5.7},
     merge_route="xla",
-    upload_core_seconds=0.73,
-    fetch_core_seconds=0.44,
+    upload_core_seconds=0.81,
+    fetch_core_seconds=0.84,
     write_core_seconds=0.6,
     copy_bytes_per_s=8.4e9,
     merge="rda",
     outer="nesterov",
     merges_from="constant: `python benchmarks/merging.py`, 2 cores, Intel Xeon, "
     "2026-11-26",
-    wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-25",
+    wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-29",
 )
 """Merges: the line through 2 to 16 deltas of docs/results/raw/merging.md, by the route
 that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC,

@@ -59,6 +59,8 @@ TIME_BUDGET_STEPS = 100
 coordinator sees at once that a dead island's connection broke.
 """
 PROGRESS_CALLS = 200
+MOST_LOSSES = 100
+"""Losses of an island, on average, for which the end of a run is waited for."""
 PARAMS = Bound(0, 1e15, above=True)
 FRAGMENTS = Bound(1, 100_000)
 GBIT_PER_S = Bound(1e-6, 1e6)
@@ -417,7 +419,8 @@ def run_fleet(
 
     The run is then ended as if it had its tokens: islands end their steps and open
     fragments are merged, in seconds that do not count. Only the tokens of that time
-    count, and the step that was under way.
+    count, and the step that was under way. Islands that are lost before they ever make
+    a step never end a run, so `MOST_LOSSES` bounds the wait.
 
     sync: of the run; cycle, fragments and overlap as in `exchange`.
     step_seconds: seconds of a usual step; the time budget follows from it.
@@ -447,7 +450,11 @@ def run_fleet(
             clock.after(takes, lambda: lose(name))
         return takes
 
+    losses = 0
+
     def lose(name: str) -> None:
+        nonlocal losses
+        losses += 1
         world.kill(name)
         clock.at(capacities[name].back_at(clock.now), lambda: start(name))
 
@@ -461,7 +468,8 @@ def run_fleet(
     now, coordinator = clock.now, world.coordinator
     fragments, tokens = coordinator.state.fragments, coordinator.state.progress_tokens
     coordinator.config = replace(config, total_tokens=max(1, tokens))
-    world.run()
+    most = losses + MOST_LOSSES * len(machines)
+    clock.run(done=lambda: coordinator.finished or losses >= most)
     state = coordinator.state
     islands = {}
     for name, machine in machines.items():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from door_support import PLAN, AnchorHolder, Rooms
 
+from diloco_jax.coordinator.holding import anchors
 from diloco_jax.coordinator.holding.anchors import layouts_of
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.core.tiles import TileGrid, ballot_of
@@ -120,6 +121,25 @@ def test_a_ballot_is_compared_with_the_anchor_that_is_here(
     (compared,) = (told for told in holder.told if isinstance(told, AnchorCompared))
     assert (compared.island, compared.equal) == ("b", equal)
     assert compared.apart == pytest.approx(apart * math.sqrt(elements))
+
+
+def test_a_ballot_may_be_compared_while_the_anchor_is_given_up(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it comes to is said before the next anchor, so it counts for none."""
+    payload = anchors._Arriving.payload
+
+    def given_up(arriving: Any, start: UploadStart) -> Any:
+        if start.sample:
+            holder.expect(0, "c")
+        return payload(arriving, start)
+
+    holder.send(0, "a", 0.5)
+    holder.expect(0, "b", SAMPLE)
+    monkeypatch.setattr(anchors._Arriving, "payload", given_up)
+    holder.send(0, "b", 0.5, sample=SAMPLE)
+    holder.send(0, "c", 0.75)
+    assert [told.island for told in holder.told] == ["a", "b", "c"]
 
 
 def test_a_ballot_that_is_not_finite_is_infinitely_far(holder: Holder) -> None:

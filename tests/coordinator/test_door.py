@@ -9,9 +9,11 @@ from typing import Any, cast
 import pytest
 from door_support import Coordinator, Gathering, Peer
 
+from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.events import Disconnected, Said
 from diloco_jax.protocol.coordinator.search import Offered
+from diloco_jax.protocol.holding import HolderTroubled
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.limits import AT_ONCE
 
@@ -133,3 +135,19 @@ def test_offers_that_come_again_and_again_fill_no_log(caplog) -> None:
     assert "in run old" in lines[0]
     assert "in run new" in lines[1]
     assert any("in run new" in alert for alert in made.handlers.status()["alerts"])
+
+
+def test_what_a_search_tells_people_reaches_status_and_the_runs_alerts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Gathering()
+    text = "the anchor (1, 5) of fragment 0 of island 'a' does not count"
+    made.handlers.alert(text, "a")
+    assert text in made.handlers.status()["alerts"]
+    for number in range(100):
+        made.handlers.alert(str(number))
+    monkeypatch.setattr(made.thread, "run", lambda: None)
+    made.handlers._found = made.handlers._holder = cast(Any, object())
+    heard = made.handlers.search().unheard
+    assert heard[-1] == HolderTroubled(text="99")
+    assert len(heard) == ALERTS_KEPT

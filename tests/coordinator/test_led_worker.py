@@ -10,13 +10,17 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
+from tiny import MODEL, SEQUENCE_LENGTH
 
-from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
+from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.coordinator import workers
 from diloco_jax.coordinator.worker import sign_of_life
-from diloco_jax.coordinator.workers import LedWorker
+from diloco_jax.coordinator.workers import LedWorker, WorkersHolder
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import (
     AllSaved,
     BeginWorker,
@@ -191,3 +195,20 @@ def test_one_that_did_not_hear_it_is_dialled_to_be_told(dialled):
     assert dialled(ends, first=RunOver()).worker.tell_over()
     silent = dialled(outage_budget_s=0.2, time_budget_s=1.0, first=RunOver())
     assert not silent.worker.tell_over()
+
+
+def test_a_line_that_broke_ends_also_the_lead_that_begins_after_it(tmp_path):
+    """As after a search for anchors, which was told and has ended since."""
+    run = RunConfig(model=MODEL, sequence_length=SEQUENCE_LENGTH)
+    placement = Placement(workers=2, worker_addresses=("host:7070", "host:7072"))
+    islands = {"a": IslandConfig()}
+    config = resolve_outer(Config(run=run, islands=islands, placement=placement))
+    plan = build_plan(run, build(run))
+    holder = WorkersHolder(config, tmp_path, "r", plan, cast(Any, None), 1)
+    broke, told = ConnectionLost("it is gone"), []
+    holder.answer(lambda message: None, lambda error: told.append(("search", error)))
+    holder._fail(broke)
+    holder._fail(ConnectionLost("and another one"))
+    holder.answer(lambda message: None, lambda error: told.append(("lead", error)))
+    assert told[0] == ("search", broke)
+    assert told[-1] == ("lead", broke)

@@ -137,6 +137,26 @@ def test_the_lead_that_was_started_last_is_obeyed_also_after_a_restart(
     assert (facts["run_id"], facts["term"], facts["start"]) == ("r", 2, 1)
 
 
+def test_a_life_that_begins_forgets_no_newer_lead(config, serve, tmp_path, monkeypatch):
+    """One comes while the file is being written for the life before it."""
+    made, write, ends = serve(config), worker.write_json, socket.socketpair()
+    coming = threading.Thread(target=made._obey, args=(ends[0], begun(config), "peer"))
+
+    def slowly(facts, path):
+        if "life" in facts and coming.ident is None:
+            coming.start()
+            coming.join(0.2)
+        write(facts, path)
+
+    monkeypatch.setattr(worker, "write_json", slowly)
+    assert worker._next_life(tmp_path / "there", 0) == 1
+    coming.join(PATIENCE_S)
+    for end in ends:
+        end.close()
+    facts = facts_of(tmp_path / "there", 0)
+    assert (facts["life"], facts["start"]) == (1, 7)
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -287,3 +307,18 @@ def test_the_lead_gets_the_last_version_beside_one_of_a_kept_cycle(config):
     assert fetched(last) == (last, "newest")
     with pytest.raises(VersionGone, match=r"\(1, 4\) of fragment 0 is not kept here"):
         fetched(Version(1, 4))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_life_ends_after_its_snapshot_or_with_its_process(config, monkeypatch, ends):
+    """Otherwise the next one would read the folder while this one changes it."""
+    done = []
+    life = object.__new__(HoldingWorker)
+    life._config, life._closing, life._server = config, threading.Event(), None
+    life.holder = SimpleNamespace(
+        close=lambda: done.append("closed"),
+        wait=lambda patience: done.append(patience()) or ends,
+    )
+    monkeypatch.setattr(life, "fail", lambda error: done.append(str(error)[:10]))
+    life.close()
+    assert done == ["closed", PATIENCE_S, *([] if ends else ["a snapshot"])]

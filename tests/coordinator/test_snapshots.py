@@ -131,10 +131,10 @@ def test_an_old_one_goes_once_the_new_one_is_on_disk(
     save_first(snapshots, store)
     there = []
     monkeypatch.setattr(
-        "diloco_jax.storage.sync_path", lambda _: there.append(versions(folder, 0))
+        "diloco_jax.files.sync_path", lambda _: there.append(versions(folder, 0))
     )
     snapshots.save(0, Version(1, 1), store.arrays(0))
-    assert there == [[Version(), Version(1, 1)]]
+    assert there == [[Version()], [Version(), Version(1, 1)]]
 
 
 def test_where_nothing_can_be_removed_only_the_newest_count(

@@ -290,8 +290,11 @@ def test_a_permit_is_neither_lost_nor_given_twice_by_a_start_that_is_cut_off(
     assert (coordinator.tools / "permit").read_text() == "DESTROYED\n"
 
 
-def test_signals_reach_diloco(island):
-    """The script becomes `docker run`: systemd's SIGTERM goes there."""
+@pytest.mark.parametrize("max_hours", [0.0, 2.0])
+def test_signals_reach_diloco(island, config, max_hours):
+    """The script becomes `docker run`: systemd's SIGTERM goes there. With a last hour
+    it becomes `timeout`, which passes it on."""
+    island.render(config, "two-v6e-b.sh", int(time.time()), max_hours=max_hours)
     docker = island.tools / "docker"
     docker.write_text(
         DOCKER.replace(
@@ -312,6 +315,21 @@ def test_signals_reach_diloco(island):
 
 
 # ---- containers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("broken", "driver"), [("", "gcplogs"), ("--entrypoint true", "none")]
+)
+def test_a_machine_that_may_not_write_to_the_clouds_log_runs_without(
+    island, broken, driver
+):
+    if broken:
+        (island.tools / "broken").write_text(broken)
+    assert island.start("run") == 0, island.errors
+    *_, last = island.calls
+    assert "--name diloco " in last
+    assert f" --log-driver {driver} " in last
+    assert ("--label diloco-run=two" in last) == (driver == "gcplogs")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A launch whose coordinator cannot carry the run is refused before it costs."""
+"""A launch whose coordinator cannot carry the run is refused before it costs; configs
+of this project that are planned can be launched as they are."""
 
 from __future__ import annotations
 
@@ -9,11 +10,43 @@ from typing import Any
 import pytest
 from config_support import load_config
 
+from diloco_jax import cli
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.launch.command import LaunchOptions, require_planned, run
 from diloco_jax.models.presets import preset
 
-MIXED = Path(__file__).parents[2] / "configs/mixed_12b.py"
+CONFIGS = Path(__file__).parents[2] / "configs"
+MIXED = CONFIGS / "mixed_12b.py"
+GIVEN = (
+    "--launch.project my-project --launch.image r.example/image:1 "
+    "--launch.coordinator-zone us-east5-b --dry-run --on "
+)
+SKY = "sky --launch.coordinator-address c.example --launch.dns-zone z"
+GKE = "gke --launch.cluster c --launch.location us-east5"
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "code", "said"),
+    [
+        ("mixed_toy", SKY, 0, "mixed-toy"),
+        ("mixed_toy", GKE, 0, "mixed-toy"),
+        ("mixed_12b", SKY, 0, "mixed-12b"),
+        # A thousand kilometres apart, and so not of one cluster.
+        ("mixed_12b", GKE, 2, "launch.zones.v6e = 'us-central1-b'"),
+    ],
+)
+def test_a_planned_config_is_launchable(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    on: str,
+    code: int,
+    said: str,
+) -> None:
+    command = ["launch", str(CONFIGS / f"{name}.py"), "--workdir", str(tmp_path)]
+    assert cli.main([*command, *(GIVEN + on).split()]) == code
+    shown = capsys.readouterr()
+    assert said in (shown.err if code else shown.out)
 
 
 def mixed(config: Config, **launch: Any) -> Config:

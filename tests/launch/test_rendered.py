@@ -48,9 +48,10 @@ LAUNCHES = {
 
 ISLANDS = {
     "gke_workers_apart": {"v6e.b": {"hosts": 4}},
-    # A shape without an accelerator type.
+    # A shape without an accelerator type; and one host, which needs no rule.
     "tpu_vm_all": {
-        "v5p": {"topology": "v5p:4x4x12", "mesh_fsdp": 192, "batch_size": 192}
+        "v5p": {"topology": "v5p:4x4x12", "mesh_fsdp": 192, "batch_size": 192},
+        "v6e.b": {"topology": "v6e:2x2", "mesh_fsdp": 4, "batch_size": 4},
     },
 }
 

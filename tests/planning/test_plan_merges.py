@@ -27,7 +27,7 @@ from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
 
 ROOT = Path(__file__).parents[2]
-RAW = ROOT / "docs" / "results" / "raw" / "merging.json"
+RAW = ROOT / "docs" / "results" / "raw"
 MIXED = ROOT / "configs" / "mixed_12b.py"
 OWN = """
 from diloco_jax.core.families import Elementwise
@@ -81,7 +81,7 @@ def merges_of(sync, rates=NATIVE, deltas=64, **changes):
 
 
 def measured():
-    raw = json.loads(RAW.read_bytes())
+    raw = json.loads((RAW / "merging.json").read_bytes())
     return [*raw["time"], *raw["beyond"]]
 
 
@@ -95,6 +95,20 @@ def test_the_constants_are_those_of_the_page(row):
     found = merges_of(sync, rates, row["islands"])
     assert found.known
     assert 0.75 < found.core_seconds / row["seconds_per_1e9_parameters"] < 1.33
+
+
+@pytest.mark.parametrize(
+    ("way", "constant"),
+    [
+        ("upload", CONSTANTS.upload_core_seconds),
+        ("fetch", CONSTANTS.fetch_core_seconds),
+    ],
+)
+def test_the_constants_of_the_wire_are_those_of_its_page(way, constant):
+    checks = json.loads((RAW / "wire.json").read_bytes())["checks"]
+    what = f"{way}, tls: core s per GB, coordinator, median"
+    (row,) = (check for check in checks if check["what"] == what)
+    assert 0.75 < constant / float(row["measured"]) < 1.33
 
 
 def test_a_rule_costs_its_points_and_a_power_between_them():
@@ -221,11 +235,11 @@ def test_each_rate_is_shown_with_where_it_is_from(capsys):
     plan = ["plan", str(CONFIG), "--arithmetic"]
     assert cli.main(plan) == 0
     said = capsys.readouterr().err
-    assert "0.73 up, 0.44 down [constant: `python benchmarks/wire.py`" in said
+    assert "0.81 up, 0.84 down [constant: `python benchmarks/wire.py`" in said
     assert "this plan took" in said.splitlines()[-1]
     assert cli.main([*plan, "--json"]) == 0
     found = msgspec.json.decode(capsys.readouterr().out)
-    assert found["run"]["rates"]["upload_core_seconds"] == 0.73
+    assert found["run"]["rates"]["upload_core_seconds"] == 0.81
 
 
 def test_a_rule_of_its_own_rates_has_a_line_where_it_is_used():

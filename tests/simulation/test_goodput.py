@@ -9,7 +9,11 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
+from diloco_jax.simulation.fleet import (
+    SECONDS_PER_YEAR,
+    ExchangeTerms,
+    FailureModel,
+)
 from diloco_jax.simulation.goodput import (
     GoodputConfig,
     points,
@@ -100,6 +104,13 @@ def test_fewer_interruptions_and_more_islands_help():
     one = simulate_goodput(dataclasses.replace(SHORT, islands=1)).mean
     assert one.compute_goodput < compute_goodput() - 0.2
     assert one.uptime < 0.7
+
+
+def test_islands_that_are_lost_before_they_step_leave_nothing():
+    often = FailureModel(slice_chips=1, mtbi_years=5 / SECONDS_PER_YEAR)
+    never = dataclasses.replace(SHORT, chips=2, islands=2, failures=often)
+    mean = simulate_goodput(never).mean
+    assert (mean.goodput, mean.uptime, mean.merges) == (0, 0, 0)
 
 
 def test_spread_makes_one_program_wait_but_not_islands():

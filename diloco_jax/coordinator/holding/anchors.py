@@ -266,11 +266,12 @@ class LostFragments:
     ) -> None:
         """Compare a ballot with the anchor that is here."""
         fragment, awaited = start.fragment, arriving.awaited
-        if fragment not in self._prepared:
+        found = self._prepared.get(fragment)
+        if found is None:  # Another island's anchor is awaited meanwhile.
             return
         layout = self._ballots[fragment]
         ballots = layout.unpack(arriving.payload(start))
-        anchors = self._prepared[fragment][1]["anchor"]
+        anchors = found[1]["anchor"]
         equal, squares = True, 0.0
         for placed, theirs, anchor in zip(layout.placed, ballots, anchors, strict=True):
             grid = TileGrid.of(placed.piece.shape)

@@ -604,7 +604,6 @@ class KeptCycles:
             "tokens": tokens // sum(self._sizes),
         }
         write_json(facts, scratch / CYCLE_FACTS)
-        sync_path(scratch)
         final = cycle_path(self._folder, self._cycle)
         if final.exists():  # After a crash ticks, and with them cycles, go on later.
             shutil.rmtree(final)

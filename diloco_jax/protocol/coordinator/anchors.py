@@ -2,10 +2,10 @@
 
 One search serves three losses, which differ in its `Aim`:
 
-| lost | who is believed | a misfit | the source starts again |
+| lost | who is believed | a misfit | the source restarts: anew is |
 |---|---|---|---|
-| the run | islands of the run of most, by what most claim | is put off | its anchor |
-| fragments | those at versions that the log goes on from | is put off | its anchor |
+| the run | islands of the run of most, by what most claim | is put off | what lacks |
+| fragments | those at versions that the log goes on from | is put off | what lacks |
 | first parameters | the one island that gives them | is refused | all that it gave |
 
 waiting -> fetching -> over. Islands offer their anchors until the deadline, or until
@@ -264,15 +264,15 @@ class _Turn(OneStep[Search]):
             self.set(term=known.term + 1, asked={}, claims={}, got={})
 
     def _forget(self, name: str) -> None:
-        """Forget what an island has sent, since another process of it has come: it is
-        asked anew, and for first parameters for all that it gave. The deadlines of what
-        has not come stay: one that came again and again would hold all up."""
+        """Forget how an island voted, since another process of it has come: it is asked
+        anew, and for first parameters for all that it gave. An anchor that has come
+        whole stays, and so do the deadlines of what has not: one that came again and
+        again would hold all up."""
         if self.state.aim.first:
             self.state = begin(self.config, self.state.aim, self.now)
             return
         found = self.state.claims.items()
-        claims = {f: claim.without(name) for f, claim in found if claim.island != name}
-        self.set(claims=claims)
+        self.set(claims={f: claim.without(name) for f, claim in found})
 
     def _come_again(self, offer: Hello, why: str) -> None:
         again = Postpone(session=offer.session, message=f"{why}; come again")

@@ -232,6 +232,20 @@ def test_a_source_that_comes_again_and_again_gives_way_to_the_next() -> None:
     assert g.state.asked[0].island != "a"
 
 
+def test_an_anchor_that_has_come_stays_when_its_source_comes_again() -> None:
+    """Who sends it anew, each time before the others have voted, holds nobody up."""
+    g = offering(5, 5, 5)
+    g.says = {"b": None, "c": None}  # type: ignore[dict-item]
+    g.arrive("a", 0, 5)
+    for incarnation in range(2, 8):
+        g.pass_time(CONFIG.outage_budget_s / 5, "abc")
+        effects = g.offer("a", 5, 5, incarnation=incarnation)
+        assert ("a", 0) not in asked(effects)
+        if 0 in g.state.asked:
+            g.arrive("a", 0, 5, incarnation=incarnation)
+    assert g.state.got[0].incarnation == 1
+
+
 def test_a_sample_is_drawn_once_the_claim_is_there() -> None:
     drawn = set()
     for digest in ("x", "y"):
