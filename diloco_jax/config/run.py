@@ -354,7 +354,10 @@ class SyncConfig:
         0.5, SHARE, help='Share of the local value that adopt = "blend" keeps.'
     )
     codec_up: str = setting(
-        "int8", code=True, help='Encoding of deltas: "f32", "bf16", "int8" or "int4".'
+        "int8",
+        code=True,
+        help='Encoding of deltas: "f32", "bf16", "int8", "int4" or "int2" '
+        "(docs/design/codecs.md).",
     )
     codec_down: str = setting(
         "int8", code=True, help="Encoding of merged fragments: the same choices."
