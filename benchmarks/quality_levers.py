@@ -15,6 +15,10 @@ one seed of int4 at H = 12 (-3.0 %) and of int8 there (-2.7 %) was known: int4 a
 -2.3 %, with tau = 1 -2.8 %; tau = 1 alone -0.5 %. Nesterov 0.4 / 0.6 over an outer step
 of 1, in 586 steps: +0.8 % at H = 24, +0.5 % at H = 14, 0 at H = 4, +4 % at H = 2.
 
+Seen, 2026-11-30: int4 at H = 14 -2.1, -1.9 and -1.6 % at 0.93 of the counted bytes;
+Nesterov at H = 24 +1.1 % (one pair). The runs of five pairs, of tau = 1 at H = 14, of
+int8 at H = 12 and of H = 4 and 2 are still to be made.
+
 Command: `python benchmarks/quality.py --size "0.1m, short" --only data-parallel levers
 --seeds 2`. Cost: a minute of one core per run, up to three at H = 2.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 import re
@@ -118,8 +119,7 @@ def told(template: Path, runs: Runs) -> str:
     def fill(match: re.Match[str]) -> str:
         words = match[1].split("; ")
         size, name, *rest = words[1:] if words[0] == BYTES else words
-        known = (*rows(SIZES[size]), *rates(SIZES[size])) if size in SIZES else ()
-        by_name = {row.name: row for row in known}
+        by_name = _by_name(size) if size in SIZES else {}
         if unknown := {name, *rest} - by_name.keys():
             raise SystemExit(f"{template.name}: {match[0]}: no {unknown} at {size!r}")
         against = rest[0] if rest else by_name[name].against
@@ -134,6 +134,12 @@ def told(template: Path, runs: Runs) -> str:
 
     text = re.sub(r"\{([^{}]+)\}", fill, template.read_text())
     return support.wrapped(text)
+
+
+@functools.cache
+def _by_name(size: str) -> dict[str, Row]:
+    """Return all rows of a size, the sweep's too, by name."""
+    return {row.name: row for row in (*rows(SIZES[size]), *rates(SIZES[size]))}
 
 
 def _ratio(found: dict[str, dict[int, float]], name: str, against: str) -> str:
