@@ -242,6 +242,8 @@ class Trial:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Try them once all tests are collected."""
+        if session.testsfailed:  # Not all are.
+            return True
         self._session = session
         seconds: dict[str, float] = json.loads(
             (ROOT / "tests" / "seconds.json").read_bytes()
