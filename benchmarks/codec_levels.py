@@ -18,6 +18,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -75,11 +76,8 @@ def sent(row: str) -> Series:
         config.run.sync, codec_up="f32", codec_down="f32", steps_per_cycle=24
     )
     config = config.replace("sync", sync).replace("total_tokens", TOKENS)
-    FragmentMerge.merge = heard  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(FragmentMerge, "merge", heard):
         emulate(config, options=options)
-    finally:
-        FragmentMerge.merge = merge  # type: ignore[method-assign]
     return [piece for fragment in found.values() for piece in fragment]
 
 
@@ -103,16 +101,18 @@ def _coded(code: Callable[[Values], Values], block: int, tiles: Values) -> Value
     elements = tiles.shape[-1]
     padded = np.pad(tiles, ((0, 0), (0, -elements % block)))
     blocks = padded.reshape(len(tiles), -1, block)
-    coded = np.where(np.any(blocks, -1, keepdims=True), code(blocks), 0.0)
+    coded: Values = np.where(np.any(blocks, -1, keepdims=True), code(blocks), 0.0)
     return coded.reshape(len(tiles), -1)[:, :elements]
 
 
 def _largest(x: Values) -> Values:
-    return np.abs(x).max(-1, keepdims=True)
+    largest: Values = np.abs(x).max(-1, keepdims=True)
+    return largest
 
 
 def _extreme(x: Values) -> Values:
-    return np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
+    found: Values = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
+    return found
 
 
 def _nearest(least: int, most: int) -> Callable[[Values, Values], Values]:
@@ -120,7 +120,8 @@ def _nearest(least: int, most: int) -> Callable[[Values, Values], Values]:
 
 
 def _odd(x: Values, scale: Values) -> Values:
-    return np.clip(2 * np.floor(x / scale / 2) + 1, -3, 3)
+    odd: Values = np.clip(2 * np.floor(x / scale / 2) + 1, -3, 3)
+    return odd
 
 
 def scheme(

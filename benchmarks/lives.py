@@ -3,11 +3,12 @@
 Question: three islands train while what merges for them is struck at random instants.
 Does it come back each time? Does an island notice? Are the books exact?
 
-- *kills*: the coordinator is killed (SIGKILL) 50 times, 1 to 6 s apart: while it
-  starts, recovers, merges, writes or waits.
+- *kills*: the coordinator is killed (SIGKILL) 50 times: while it merges, writes or
+  waits, and every second time 1 to 6 s after the kill before, while it starts or
+  recovers.
 - *unit*: a lead and two workers at addresses of their own, over TLS; one of the three,
-  drawn at random, is killed 20 times, 3 to 9 s apart. Whatever ends with it is started
-  again.
+  drawn at random, is killed 20 times in the same way, after 3 to 9 s. Whatever ends
+  with it is started again.
 - *replaced*: ten times the coordinator is killed and its folder is gone. Another one
   begins at its address, and gathers the islands' anchors; after MERGES_MIN merges of
   its own it is the next.
@@ -65,12 +66,12 @@ STEP_SECONDS = 0.4
 TIMES = {"kills": 50, "unit": 20, "replaced": 10}
 GAPS_S = {"kills": (1.0, 6.0), "unit": (3.0, 9.0)}
 MERGES_MIN = 12
-LIFE_S = 25.0
-"""Seconds of training for each life of *replaced*."""
+RECOVERY_S, LIFE_S = 5.0, 25.0
+"""Seconds of training for each strike, and for each life of *replaced*."""
 TAIL_S = 30.0
 """Seconds of training after the last strike."""
 START_S, END_S = 120.0, 300.0
-POLL_S = 0.1
+POLL_S = 0.25
 
 
 def main() -> int:
@@ -108,7 +109,7 @@ class Lives:
         self.wipes = {times // 2: WIPED}
         if part == "unit":
             self.wipes[times // 4] = "worker-0"
-        seconds = sum(self.gaps) if part in GAPS_S else times * LIFE_S
+        seconds = sum(self.gaps) + times * (RECOVERY_S if part in GAPS_S else LIFE_S)
         self.config = config_of(seconds + TAIL_S, folder, part == "unit")
         self.struck: list[tuple[float, str]] = []
         """Unix seconds, and who."""
@@ -146,7 +147,10 @@ class Lives:
             if name := self.wipes.get(number):
                 self._kill(name)
                 shutil.rmtree(self.folder / name)
+            before = self._recovered()
             self._kill(self.random.choice([COORDINATOR, *self._names_of_workers()]))
+            if number % 2:
+                self._until(lambda before=before: self._recovered() > before, START_S)
             until = time.monotonic() + gap
             self._until(lambda until=until: time.monotonic() >= until, gap + 1)
         self._until(self._over, END_S)
@@ -186,6 +190,9 @@ class Lives:
 
     def _merges(self) -> int:
         return kinds_of(self.workdir)["merged"]
+
+    def _recovered(self) -> int:
+        return kinds_of(self.workdir)["recovered"]
 
     def _over(self) -> bool:
         return all(process.poll() == 0 for process in self._running.values())
