@@ -242,6 +242,8 @@ class Trial:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Try them once all tests are collected."""
+        if session.testsfailed:  # Not all are.
+            return True
         self._session = session
         seconds: dict[str, float] = json.loads(
             (ROOT / "tests" / "seconds.json").read_bytes()
@@ -386,7 +388,8 @@ def _try_all(trial: Trial, options: Any) -> int:
     everything = [m for m in everything if m.key in drawn or m.key in known]
     settled = {key for key, by in known.items() if by} | explained().keys()
     found = {m.key: known[m.key] for m in everything if m.key in known.keys() & settled}
-    missing = [mutant for mutant in everything if mutant.key not in found]
+    # In the lottery's order, so that a part of them is a sample too.
+    missing = sorted((m for m in everything if m.key not in found), key=_lot)
     for mutant, noticed in trial.outcomes(missing):
         found[mutant.key] = noticed
         write_json({"caught_by": found}, path)
