@@ -16,13 +16,6 @@ from diloco_jax.config import IslandConfig
 from diloco_jax.simulation import laboratory
 
 ROOT = Path(__file__).parents[2]
-COVERING = (
-    "rda,int8,int8,keep",
-    "mean,bf16,int4,rebase",
-    "trimmed_mean,int4,f32,overwrite",
-    "clipped_mean,f32,bf16,blend",
-)
-"""Each merge rule, codec and adopt rule once; `benchmarks/laboratory.py` has all."""
 OPTIONS = EmulationOptions(merge_seconds=1.5, evaluate_every_tokens=400)
 
 
@@ -42,12 +35,12 @@ def leaves(run):
 
 
 def test_in_float64_theta_is_that_of_emulate():
-    command = [sys.executable, "benchmarks/float64.py", *COVERING]
+    command = [sys.executable, "benchmarks/float64.py", "covering"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert json.loads(done.stdout).keys() == set(COVERING)
+    assert len(json.loads(done.stdout)) == 4
 
 
 def test_books_and_history_are_those_of_emulate(text, found):
