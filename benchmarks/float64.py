@@ -62,7 +62,8 @@ def widen() -> None:
 
 
 def model(run: Any, island: Any, layout: Any) -> Any:
-    """A model of bytes with an embedding, stacked layers and vectors."""
+    """A model of bytes with an embedding, stacked layers and vectors, one of which never
+    moves: its deltas have no direction."""
     import jax
     import jax.numpy as jnp
 
@@ -76,6 +77,7 @@ def model(run: Any, island: Any, layout: Any) -> Any:
 
         return {
             "bytes": drawn(256, WIDTH),
+            "idle": jnp.zeros((WIDTH,), jnp.float64),
             "mix": drawn(2, WIDTH, WIDTH),
             "out": drawn(WIDTH, 256),
             "scale": jnp.ones((WIDTH,), jnp.float64),
@@ -94,6 +96,7 @@ def model(run: Any, island: Any, layout: Any) -> Any:
 
     axes = {
         "bytes": ("vocab", "embed"),
+        "idle": ("embed",),
         "mix": ("layers", None, "embed"),
         "out": ("embed", "vocab"),
         "scale": ("embed",),
@@ -155,7 +158,7 @@ def difference(text: str, rule: str, up: str, down: str, adopt: str) -> float:
     apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one, runs[1].params)
     assert {leaf.dtype for leaf in jax.tree.leaves(one)} == {np.dtype("float64")}
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one, runs[0].params)
-    assert min(jax.tree.leaves(moved)) > 1e-4, "two seeds are one"
+    assert max(jax.tree.leaves(moved)) > 1e-3, "two seeds are one"
     return max(jax.tree.leaves(apart))
 
 

@@ -68,9 +68,9 @@ def test_books_and_history_are_those_of_emulate(text, found):
 
 
 def test_a_seed_does_not_depend_on_the_others(text, found):
-    (alone,) = laboratory.run(equal_islands(text), seeds=(3,), options=OPTIONS).runs
-    for here, there in zip(leaves(alone), leaves(found.runs[0]), strict=True):
-        assert here == pytest.approx(there, abs=2e-3)
+    again, _ = laboratory.run(equal_islands(text), seeds=(0, 5), options=OPTIONS).runs
+    for here, there in zip(leaves(again), leaves(found.runs[1]), strict=True):
+        np.testing.assert_array_equal(here, there)
     assert abs(found.losses[0] - found.losses[1]) > 1e-3
 
 
