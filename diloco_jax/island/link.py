@@ -27,7 +27,13 @@ from diloco_jax.island.transfers import Lanes
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status
-from diloco_jax.protocol.messages import MAX_TEXT, Goodbye, Hello, Welcome
+from diloco_jax.protocol.messages import (
+    MAX_TEXT,
+    AnchorRequest,
+    Goodbye,
+    Hello,
+    Welcome,
+)
 from diloco_jax.wire import principal
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import (
@@ -219,6 +225,8 @@ class Link(NetworkThreads):
                 elif not self._closing.is_set() and not self._given_up(error):
                     self._reconnect(error)
                 continue
+            if isinstance(message, AnchorRequest):
+                self._lanes.use(message.workers)
             if message is not None:
                 self._mailbox.receive(message)
 

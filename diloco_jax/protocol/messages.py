@@ -297,6 +297,8 @@ class AnchorRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=
     """Term of the fragment that the anchor begins."""
     sample: Count = 0
     """As in `AwaitAnchor`."""
+    workers: tuple[str, ...] = ()
+    """As in `Welcome`, which may have come before workers were there."""
 
 
 class Watch(Message, frozen=True, kw_only=True, tag=True):

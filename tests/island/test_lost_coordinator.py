@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from link_support import (
     DEADLINES,
+    SIZES,
     WAIT_S,
     Coordinator,
     encoded,
@@ -21,7 +22,9 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.errors import EXIT_REFUSED
 from diloco_jax.island import link as link_module
 from diloco_jax.island.link import Link
+from diloco_jax.island.transfers import Lanes
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Welcome
 from diloco_jax.protocol.values import Record, Version
@@ -310,3 +313,21 @@ def test_what_went_on_a_lost_stream_is_said_again_on_the_next(mailbox):
     link._closing.set()
     reporting.join(WAIT_S)
     assert streams.records == [[1], [1, 2]]
+
+
+def test_an_anchor_goes_to_its_worker_of_which_the_welcome_did_not_know(
+    coordinator, client, mailbox, stack
+):
+    """Workers may be there only once most islands have offered theirs."""
+    lanes = Lanes(client, SIZES)
+    link = Link(lanes, hello, mailbox, DEADLINES)
+    link.connect(WAIT_S)
+    link.start()
+    stack.callback(link.leave, Ending(0, "end of test", "stopped"), 5.0)
+    coordinator.hellos.get(timeout=WAIT_S)
+    assert lanes.addresses == ()
+    at = ("127.0.0.1:7301", "127.0.0.1:7302")
+    coordinator.session.send(messages.AnchorRequest(fragment=1, workers=at))
+    assert wait_for_news(mailbox).anchors[0].fragment == 1
+    assert lanes.addresses == at
+    assert lanes.of(1) is not client.transfers

@@ -27,7 +27,7 @@ from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire.errors import ConnectionLost
 
-pytestmark = [pytest.mark.dist, pytest.mark.nightly]
+pytestmark = pytest.mark.dist
 
 CYCLES = 10_000
 """More than the test takes."""

@@ -48,7 +48,7 @@ from diloco_jax.protocol.holding import (
     Forget,
     RestoreFragments,
 )
-from diloco_jax.protocol.messages import TakeRequest
+from diloco_jax.protocol.messages import AnchorRequest, TakeRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import FetchRequest
@@ -168,7 +168,10 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
                 time.sleep(0.2)
                 assert not sent.done(), "it is busy until the lead awaits the take"
                 take = TakeRequest(fragment=0, tick=1)
-                assert workers.completed(hello(config, incarnation=1), take) == take
+                of_a = hello(config, incarnation=1)
+                assert workers.completed(of_a, take) == take
+                asked = workers.completed(of_a, AnchorRequest(fragment=0))
+                assert asked.workers[own] == address, "the Welcome may not have had it"
                 sent.result(PATIENCE_S)
             assert ask.await_(DeltaArrived).refusal == ""
             assert ask.prepare(0) == wanted[0]

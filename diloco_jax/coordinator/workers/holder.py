@@ -65,6 +65,7 @@ from diloco_jax.protocol.holding import (
     next_start,
 )
 from diloco_jax.protocol.messages import (
+    AnchorRequest,
     FromCoordinator,
     Hello,
     ResendRequest,
@@ -392,10 +393,11 @@ class WorkersHolder(FragmentHolder):
         return tuple(f for f, own in enumerate(self._dealt) if own == worker)
 
     def completed(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
-        """Complete a Welcome with the addresses at which workers serve, for the island
-        that said hello; tell the worker first which delta the island is asked for."""
+        """Complete a Welcome, and a request for an anchor, with the addresses at which
+        workers serve, for the island that said hello; tell the worker first which delta
+        the island is asked for."""
         match message:
-            case Welcome():
+            case Welcome() | AnchorRequest():
                 at = tuple(worker.address for worker in self._workers)
                 return replace(message, workers=at)
             case TakeRequest() | ResendRequest():
