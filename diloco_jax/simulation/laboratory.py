@@ -165,6 +165,8 @@ def require_equal(config: Config, options: EmulationOptions) -> None:
 
 
 class _Laboratory:
+    """One call of `run`."""
+
     def __init__(
         self,
         config: Config,
@@ -215,24 +217,22 @@ class _Laboratory:
             act = acts[number]
             if act.kind == "train":
                 self._waiting.append(act)
-                if len(self._waiting) < MOST_STEPS:
-                    continue
-            self._train()
-            if act.kind == "train":
+                if len(self._waiting) == MOST_STEPS:
+                    self._train()
                 continue
+            self._train()
             self._do(act)
-            merges = len(self._merges.norms)
             if act.kind != "commit":
                 continue
-            now, tokens = time.monotonic(), act.own[1]
+            merges, tokens = len(self._merges.norms), act.own[1]
             if compiled is None and merges >= first + fragments:
                 jax.block_until_ready(self._islands.params)  # type: ignore[no-untyped-call]
                 compiled = time.monotonic(), tokens
             if save is not None and merges % every == 0:
                 self._save(save, number + 1)
-            if now >= next_show:
+            if time.monotonic() >= next_show:
                 self._show(self._line(merges, tokens, compiled))
-                next_show = now + SHOW_EVERY_S
+                next_show = time.monotonic() + SHOW_EVERY_S
         self._train()
         jax.block_until_ready(self._islands.params)  # type: ignore[no-untyped-call]
         total = self._config.run.total_tokens
