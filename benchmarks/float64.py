@@ -70,7 +70,7 @@ def model(run: Any, island: Any, layout: Any) -> Any:
     from diloco_jax.models.model import Model, split_batch, weighted_loss
 
     def init(key: Any) -> Any:
-        keys = iter(jax.random.split(key, 3))
+        keys = iter(jax.random.split(key, 2))
 
         def drawn(*shape: int) -> Any:
             return 0.3 * jax.random.normal(next(keys), shape, jnp.float64)
@@ -79,7 +79,6 @@ def model(run: Any, island: Any, layout: Any) -> Any:
             "bytes": drawn(256, WIDTH),
             "idle": jnp.zeros((WIDTH,), jnp.float64),
             "mix": drawn(2, WIDTH, WIDTH),
-            "out": drawn(WIDTH, 256),
             "scale": jnp.ones((WIDTH,), jnp.float64),
             "shift": jnp.zeros((WIDTH,), jnp.float64),
         }
@@ -90,7 +89,7 @@ def model(run: Any, island: Any, layout: Any) -> Any:
         for layer in range(2):
             x = x + jnp.tanh(x @ params["mix"][layer])
         x = x * params["scale"] + params["shift"]
-        logits = jax.nn.log_softmax(x @ params["out"])
+        logits = jax.nn.log_softmax(x @ params["bytes"].T)
         losses = -jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return weighted_loss(losses, weights.astype(jnp.float64))
 
@@ -98,7 +97,6 @@ def model(run: Any, island: Any, layout: Any) -> Any:
         "bytes": ("vocab", "embed"),
         "idle": ("embed",),
         "mix": ("layers", None, "embed"),
-        "out": ("embed", "vocab"),
         "scale": ("embed",),
         "shift": ("embed",),
     }
