@@ -50,9 +50,9 @@ from machine import free_bytes, resident
 from merge_rate import contributions, encoded_delta, store_of
 
 from diloco_jax.cluster.cluster import coordinator_environment
+from diloco_jax.compilation import passes_of
 from diloco_jax.config import OuterConfig, RunConfig
 from diloco_jax.machine import give_memory_back
-from diloco_jax.merge_route import passes_of
 from diloco_jax.protocol.values import Version
 
 RUN = RunConfig(

@@ -22,10 +22,10 @@ from diloco_jax import config as settings
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Hello, Welcome
-from diloco_jax.wire import addresses, bulk, encoding, frames, principal
+from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import Refused, WireError
-from diloco_jax.wire.frames import BulkConnection
+from diloco_jax.wire.errors import LocalProtocolError, Refused, WireError
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Transfers
 from diloco_jax.workdir import read_config
@@ -129,10 +129,10 @@ def garble(connection: socket.socket, rng: random.Random) -> None:
     """Send what is no request, and hear what the coordinator says to that."""
     raw = rng.randbytes(rng.randrange(64, 2000))
     if rng.random() < 0.5:  # A message as it should be, around nonsense.
-        raw = frames.message_header(len(raw)) + raw
+        raw = bulk.message_header(len(raw)) + raw
     connection.sendall(raw)
     connection.settimeout(REPLY_S)
-    BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+    BulkConnection(connection, "coordinator").receive(bulk.bulk_reply)
 
 
 def flood(config: settings.Config, address: str) -> None:
@@ -167,15 +167,15 @@ class Claiming(SyntheticIsland):
 
     def find_lead(self) -> None:
         """Find the largest lead with which it is let in."""
-        for self.lead in (2**16, 2):
-            with contextlib.suppress(Refused):
+        for self.lookahead in (2**16, 2):
+            with contextlib.suppress(Refused, LocalProtocolError):
                 if isinstance(self._link._open(), Welcome):
                     break
-        print("says a lead of", self.lead, flush=True)
+        print("says a lookahead of", self.lookahead, flush=True)
 
     def _hello(self, status: Status) -> Hello:
         said = super()._hello(status)
-        return replace(said, lead=self.lead, step_seconds=self.claimed_s)
+        return replace(said, lookahead=self.lookahead, step_seconds=self.claimed_s)
 
     def _post(self) -> None:
         self._step_s = self.claimed_s
@@ -186,7 +186,7 @@ def claim(config: settings.Config, address: str, how: str) -> None:
     """Be island a, which makes others wait by its lead, or by its steps."""
     island = made(Claiming, config, address, ATTACKER)
     if how == "slow":
-        island.lead, island.claimed_s = 2, CLAIMED_S
+        island.lookahead, island.claimed_s = 2, CLAIMED_S
     else:
         island.find_lead()
     try:

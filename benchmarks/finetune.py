@@ -50,7 +50,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
-from diloco_jax.coordinator import kept
+from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Params
 from diloco_jax.weights import adapted
@@ -144,7 +144,7 @@ def measure_run(
         return held_out.bits(model, whole(run_config, params))
 
     curve = [point(held_out, 0, first := first_bits(run_config, held_out))]
-    for cycle in kept.numbers(run.workdir / "exports"):
+    for cycle in fragment_snapshots.cycle_numbers(run.workdir / "exports"):
         tokens = evaluation.kept_facts(run.workdir, cycle)["tokens"]
         curve.append(point(held_out, tokens, bits(cycle)))
     curve.append(point(held_out, run.summary["tokens_merged"], last := bits()))

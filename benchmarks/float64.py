@@ -62,7 +62,7 @@ def widen() -> None:
 
 
 def model(run: Any, island: Any, layout: Any) -> Any:
-    """A model of bytes with an embedding, stacked layers and vectors, one of which never
+    """A model of bytes with an embedding, stacked layers and vectors. One of these never
     moves: its deltas have no direction."""
     import jax
     import jax.numpy as jnp

@@ -42,7 +42,7 @@ from quality_configs import SIZES, config, equal, network, unequal
 from diloco_jax.config import SyncConfig
 from diloco_jax.core.fragment_merge import is_fit, length
 from diloco_jax.files import write_json
-from diloco_jax.protocol.coordinator import quarantine
+from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.simulation import bodies
 from diloco_jax.simulation.coordinator import Received
@@ -185,7 +185,7 @@ def lied(values: np.ndarray, lie: str, rng: np.random.Generator) -> np.ndarray:
 @contextlib.contextmanager
 def measured(ratios: list[float], *, honest: bool) -> Iterator[None]:
     """Collect the lengths of the deltas that are judged, over what is usual."""
-    original = quarantine.Usual.most
+    original = takes.Usual.most
 
     def most(usual: Any, name: str, delta: Any) -> float:
         found = original(usual, name, delta)
@@ -193,7 +193,7 @@ def measured(ratios: list[float], *, honest: bool) -> Iterator[None]:
             ratios.append(delta.norm / found * SyncConfig().delta_bound)
         return found
 
-    with mock.patch.object(quarantine.Usual, "most", most):
+    with mock.patch.object(takes.Usual, "most", most):
         yield
 
 

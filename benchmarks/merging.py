@@ -62,10 +62,10 @@ from merge_rate import (
 )
 
 from diloco_jax.cluster.cluster import coordinator_environment
+from diloco_jax.compilation import Route, passes_of
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.machine import give_memory_back
-from diloco_jax.merge_route import Route, passes_of
 from diloco_jax.protocol.values import Version
 
 RUN = RunConfig(

@@ -23,8 +23,7 @@ import numpy.typing as npt
 from diloco_jax.config import Config, shared_fields
 from diloco_jax.core.codecs import Codec, get_codec
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.payload import Part, PayloadLayout
+from diloco_jax.core.fragments import FragmentPlan, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
@@ -33,8 +32,7 @@ from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.timing import goal_of
 from diloco_jax.island.transfers import Fetcher, Lanes, Receiver, Sender
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Ending
+from diloco_jax.protocol.island.boundary import Books, Boundary, Ending
 from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (

@@ -61,7 +61,7 @@ from typing import Any
 import support
 
 from diloco_jax.cluster.cluster import ALLOCATOR
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses
 from diloco_jax.wire.bulk import FetchRequest, FetchSource, UploadStart

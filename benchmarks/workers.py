@@ -137,11 +137,12 @@ def workers_config(options: Any) -> Config:
 
 
 def at_addresses(config: Config, certificates: Path) -> Config:
-    """Return the config with ports and keys for all."""
+    """Return the config with ports and keys for all, its workers included."""
+    workers = config.placement.workers if config.placement.workers > 1 else 0
     make_certificates(
-        certificates, [], 1, islands=list(config.islands), workers=WORKERS
+        certificates, [], 1, islands=list(config.islands), workers=workers
     )
-    ports = [f"127.0.0.1:{free_port()}" for _ in range(WORKERS + 1)]
+    ports = [f"127.0.0.1:{free_port()}" for _ in range(workers + 1)]
     placement = dataclasses.replace(
         config.placement,
         bind=ports[0],

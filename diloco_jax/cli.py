@@ -359,7 +359,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "what is installed here, what jax finds, what the machine gives a run",
     ),
     "certs": (
-        _of("diloco_jax.wire.certs_command", "certs_command"),
+        _of("diloco_jax.wire.certificates", "certs_command"),
         "DIR --hosts NAME... [--add]",
         "certificates for mutual TLS",
     ),

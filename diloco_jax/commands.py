@@ -119,7 +119,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         from diloco_jax.config.resolving import resolve
         from diloco_jax.coordinator import going_on
         from diloco_jax.coordinator.main import run
-        from diloco_jax.observability.logs import setup_logging
+        from diloco_jax.process import setup_logging
 
     setup_logging()
     options.check_run()
@@ -152,8 +152,8 @@ def worker_command(arguments: Sequence[str]) -> int:
     fit_threads()
     require_flags()
     with gc_pause():
-        from diloco_jax.coordinator.workers.process import run
-        from diloco_jax.observability.logs import setup_logging
+        from diloco_jax.coordinator.worker import run
+        from diloco_jax.process import setup_logging
 
     setup_logging()
     code: int = run(config, options.index, workdir, bind)
@@ -181,7 +181,7 @@ def island_command(arguments: Sequence[str]) -> int:
         from diloco_jax.config.resolving import resolve
         from diloco_jax.island.main import run, with_model_of_run
         from diloco_jax.island.world import WorldAddress
-        from diloco_jax.observability.logs import setup_logging
+        from diloco_jax.process import setup_logging
 
     incarnation = options.incarnation
     if not incarnation:
@@ -340,7 +340,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax.
     skip_absent_tpu()
     fit_threads()
-    from diloco_jax.observability.logs import setup_logging
+    from diloco_jax.process import setup_logging
 
     setup_logging()
     if options.tasks and options.lm_eval:

@@ -13,7 +13,8 @@ from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, run_files, storage
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.coordinator import kept, snapshots
+from diloco_jax.coordinator import snapshots
+from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
 from diloco_jax.core.tiles import TileGrid
@@ -23,7 +24,7 @@ from diloco_jax.data.source import Source
 from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.evaluate import Evaluation, evaluate_all
+from diloco_jax.island.loop import Evaluation, evaluate_all
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Model
 from diloco_jax.protocol.values import Version
@@ -160,7 +161,9 @@ def newest_pieces(
     # A replay that was saved has no state of a coordinator.
     state = facts.get("state", {"phase": "", "fragments": ()})
     versions = [Version(*of_fragment["version"]) for of_fragment in state["fragments"]]
-    cycles = kept.describe(kept.numbers(workdir / run_files.KEPT))
+    cycles = fragment_snapshots.describe_cycles(
+        fragment_snapshots.cycle_numbers(workdir / run_files.KEPT)
+    )
     for fragment, last in enumerate(versions):
         newest = found[fragment][-1]
         if state["phase"] == "done" and newest < last:
@@ -191,7 +194,7 @@ def kept_pieces(
     )
     store = Store(config.run, plan, None, pin_s=0.0)
     for fragment, of_fragment in enumerate(plan.fragments):
-        path = folder / kept.fragment_name(fragment)
+        path = folder / fragment_snapshots.kept_name(fragment)
         like = {"theta": store.like(fragment)["theta"]}
         yield from _pieces(path, of_fragment, like)
 
@@ -212,18 +215,19 @@ def _pieces(
 def kept_folder(workdir: Path, cycle: int) -> Path:
     """Return the folder of a kept cycle; raise ConfigError if it is not kept."""
     folder = workdir / run_files.KEPT
-    if cycle not in (found := kept.numbers(folder)):
+    if cycle not in (found := fragment_snapshots.cycle_numbers(folder)):
         raise ConfigError(
             f"--cycle {cycle}: {workdir} does not keep it; kept are "
-            f"{kept.describe(found)}. placement.export_every keeps cycles, and `diloco "
-            f"export HOST:PORT` keeps the present one of a run that goes on"
+            f"{fragment_snapshots.describe_cycles(found)}. placement.export_every "
+            f"keeps cycles, and `diloco export HOST:PORT` keeps the present one of a "
+            f"run that goes on"
         )
-    return kept.path_of(folder, cycle)
+    return fragment_snapshots.cycle_path(folder, cycle)
 
 
 def kept_facts(workdir: Path, cycle: int) -> Mapping[str, Any]:
     """Return the facts of a kept cycle: its run and model, merges and tokens."""
-    path = kept_folder(workdir, cycle) / kept.FACTS
+    path = kept_folder(workdir, cycle) / fragment_snapshots.CYCLE_FACTS
     try:
         facts: Mapping[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

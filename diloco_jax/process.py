@@ -9,6 +9,8 @@ Either way a second request ends the work at once. A process whose threads may b
 C++ is ended by `end_process`. `HangDetector` notices that a thread which says regularly
 that it goes on has stopped saying so; `crashes_in_a_row` limits the restarts of a
 process that crashes.
+
+The logs of all processes have one format (`setup_logging`).
 """
 
 from __future__ import annotations
@@ -440,3 +442,19 @@ def crashes_in_a_row(before: int, ran_s: float) -> int:
       ran_s: seconds for which the process ran; a long life starts the count anew.
     """
     return 1 if ran_s >= STEADY_S else before + 1
+
+
+def setup_logging(level: str = "INFO") -> None:
+    """Send the package's log to standard error, times in UTC; others' from WARNING on.
+
+    Calling it again replaces what it did before.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    formatter = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("diloco_jax").setLevel(level)

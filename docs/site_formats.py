@@ -19,7 +19,7 @@ from diloco_jax.config.options import paragraph
 from diloco_jax.coordinator import journal
 from diloco_jax.observability.tape import SEGMENT_BYTES
 from diloco_jax.protocol import messages, records
-from diloco_jax.wire import bulk, encoding, errors, frames
+from diloco_jax.wire import bulk, errors
 from diloco_jax.wire.server import SERVICE
 
 METHODS: dict[str, tuple[str, str, str]] = {
@@ -126,8 +126,8 @@ def wire() -> str:
         The service is `{SERVICE}`. Messages are MessagePack maps; `type` holds the
         name that stands as a heading here. Unknown types, missing fields and values
         out of range end the session. A message to the coordinator has at most
-        {encoding.MAX_CONTROL_BYTES >> 10} KiB, any answer at most
-        {encoding.MAX_ANSWER_BYTES >> 20} MiB. What one island may send in a second:
+        {bulk.MAX_CONTROL_BYTES >> 10} KiB, any answer at most
+        {bulk.MAX_ANSWER_BYTES >> 20} MiB. What one island may send in a second:
         [security](../docs/security.md).
 
         {rows("method", "request", "answer", "who may ask", of=_methods())}
@@ -239,16 +239,16 @@ def _frames() -> list[tuple[str, ...]]:
     return [
         (
             "message",
-            f"`{frames.MESSAGE_MAGIC.decode()}`",
-            f"{frames.MESSAGE_HEADER_BYTES} bytes: magic, length u32",
-            f"MessagePack, at most {frames.MAX_MESSAGE_BYTES >> 20} MiB",
+            f"`{bulk.MESSAGE_MAGIC.decode()}`",
+            f"{bulk.MESSAGE_HEADER_BYTES} bytes: magic, length u32",
+            f"MessagePack, at most {bulk.MAX_MESSAGE_BYTES >> 20} MiB",
         ),
         (
             "chunk",
-            f"`{frames.MAGIC.decode()}`",
-            f"{frames.HEADER_BYTES} bytes: magic, XXH3-64 of its bytes u64, "
+            f"`{bulk.MAGIC.decode()}`",
+            f"{bulk.HEADER_BYTES} bytes: magic, XXH3-64 of its bytes u64, "
             f"their offset in the whole payload u64, length u32",
-            f"at most {frames.CHUNK_BYTES >> 20} MiB of payload",
+            f"at most {bulk.CHUNK_BYTES >> 20} MiB of payload",
         ),
     ]
 

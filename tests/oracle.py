@@ -22,11 +22,15 @@ from pieces import merge_deltas, publish, set_piece
 from diloco_jax.core.changes import adopt, apply_publish, delta
 from diloco_jax.core.codecs import encode_with_feedback, get_codec
 from diloco_jax.core.families import ADOPT_RULES, MERGE_RULES, WEIGHTINGS
-from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece
-from diloco_jax.core.merge_rules import weight
-from diloco_jax.core.merging import rule_for
+from diloco_jax.core.fragments import (
+    FragmentPlan,
+    Params,
+    PayloadLayout,
+    Piece,
+    get_piece,
+)
+from diloco_jax.core.merging import rule_for, weight
 from diloco_jax.core.outer import OuterSettings, make_outer, outer_step
-from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.storage import digest_of
 
 

@@ -19,14 +19,12 @@ from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     anchors,
     claims,
-    cycles,
     decide,
     ending,
     fragments,
     leases,
     ledger,
     members,
-    quarantine,
     recovery,
     schedule,
     steering,
@@ -35,7 +33,7 @@ from diloco_jax.protocol.coordinator import (
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_account, with_fragment
 from diloco_jax.protocol.holding import MergePrepared
-from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Books
 from diloco_jax.protocol.messages import Granted, Progress
 from diloco_jax.protocol.records import Left, Merged, Removed
 from diloco_jax.protocol.values import Version
@@ -293,7 +291,7 @@ PLANTS = {
     ),
     "recovery_reads_no_log": Plant("adopted", recovery, "recover", _reads_no_log),
     "a_publish_is_skipped": Plant("anchors", Arrival, "followed_by", _argument(1)),
-    "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", _always(True)),
+    "a_cycle_is_kept_at_once": Plant("cycles", schedule, "is_at_cycle", _always(True)),
     "deltas_outlive_their_worker": Plant(
         "held", recovery, "recover", _keeps_what_a_worker_had
     ),
@@ -320,7 +318,7 @@ PLANTS = {
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
     "merged_deltas_are_kept": Plant("kept", Books, "adopt", _keeps_what_is_merged),
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
-    "one_less_than_quorum": Plant("quorum", fragments, "settle", _needs_one_less),
+    "one_less_than_quorum": Plant("quorum", fragments, "close_if_due", _needs_one_less),
     "takes_are_not_on_the_tape": Plant(
         "recorded", decide, "_record", _tapes_no("took")
     ),
@@ -346,7 +344,7 @@ PLANTS = {
     "two_processes_share_an_incarnation": Plant(
         "durable", members, "entry_refusal", _lets_a_second_process_in
     ),
-    "long_deltas_are_merged": Plant("bounds", quarantine, "refuse_long", _argument(1)),
+    "long_deltas_are_merged": Plant("bounds", takes, "refuse_long", _argument(1)),
     "any_rates_are_believed": Plant(
         "bounds", schedule.Fleet, "highest_rate", _always(math.inf)
     ),
@@ -354,7 +352,7 @@ PLANTS = {
         "honest", Books, "stepped", lambda stepped: lambda books, _: stepped(books, 1.0)
     ),
     "quarantined_deltas_are_merged": Plant(
-        "quarantine", quarantine, "turn_away", _always(None)
+        "quarantine", takes, "turn_away", _always(None)
     ),
     "whoever_comes_is_let_in": Plant("door", members, "unknown", _always("")),
     "who_was_removed_stays": Plant("door", steering, "_remove", _lets_the_removed_stay),

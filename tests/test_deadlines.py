@@ -1,6 +1,6 @@
 """Pauses between attempts."""
 
-from diloco_jax.deadlines import Backoff, Deadlines
+from diloco_jax.config.placement import Backoff, Deadlines
 
 DEADLINES = Deadlines(100.0)
 

@@ -17,7 +17,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.snapshots import fragment_path, state_path
-from diloco_jax.island.evaluate import Evaluation
+from diloco_jax.island.loop import Evaluation
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.values import Version
 

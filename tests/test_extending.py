@@ -14,7 +14,7 @@ from pieces import merge_deltas
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import cli
-from diloco_jax.config.family_fields import FIELDS
+from diloco_jax.config.config import FIELDS
 from diloco_jax.config.loading import read_config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs import Codec, encode_with_feedback

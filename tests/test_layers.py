@@ -125,22 +125,22 @@ def test_the_check_sees_circles() -> None:
     assert circles(through_a_package) == [["p.c", "p.q"]]
 
 
-def drawn_rooms() -> dict[str, set[str]]:
-    """The rooms that each room imports by the table of architecture.md."""
+def drawn_packages() -> dict[str, set[str]]:
+    """The packages that each package imports by the table of architecture.md."""
     page = PACKAGE.parent / "docs" / "design" / "architecture.md"
     rows = re.findall(r"^\| `(\w+)/` \| ([\w, ]*)\| .*\|$", page.read_text(), re.M)
-    return {room: set(re.findall(r"\w+", others)) for room, others in rows}
+    return {name: set(re.findall(r"\w+", others)) for name, others in rows}
 
 
-def test_rooms_import_those_that_the_architecture_names() -> None:
-    drawn, sources = drawn_rooms(), package_sources()
-    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    found: dict[str, set[str]] = {room: set() for room in rooms}
+def test_packages_import_those_that_the_architecture_names() -> None:
+    drawn, sources = drawn_packages(), package_sources()
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    found: dict[str, set[str]] = {package: set() for package in packages}
     for name in sources:
-        room = name.partition(".")[2].partition(".")[0]
-        if room in found:
+        package = name.partition(".")[2].partition(".")[0]
+        if package in found:
             others = {module.split(".")[1] for module in imports_among(name, sources)}
-            found[room] |= (others & rooms) - {room}
+            found[package] |= (others & packages) - {package}
     assert found == drawn
 
 

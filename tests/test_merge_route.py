@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from diloco_jax import merge_route
+from diloco_jax import compilation
+from diloco_jax.compilation import passes_of, route_of
 from diloco_jax.errors import ConfigError
-from diloco_jax.merge_route import passes_of, route_of
 
 
 @pytest.fixture(autouse=True)
@@ -14,14 +14,14 @@ def fresh(tmp_path, monkeypatch):
     """An empty cache, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    merge_route._passes.cache_clear()
+    compilation._passes.cache_clear()
     yield
-    merge_route._passes.cache_clear()
+    compilation._passes.cache_clear()
 
 
 @pytest.fixture
 def no_compiler(monkeypatch) -> None:
-    monkeypatch.setattr(merge_route, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
 
 
 def library(tmp_path):
@@ -55,15 +55,15 @@ def test_without_a_compiler_native_is_refused(no_compiler) -> None:
 
 def test_a_compiled_library_needs_no_compiler(tmp_path, monkeypatch) -> None:
     passes_of("native")
-    merge_route._passes.cache_clear()
-    monkeypatch.setattr(merge_route, "COMPILERS", ("no-such-compiler",))
+    compilation._passes.cache_clear()
+    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
     assert route_of(passes_of("native")) == "native"
 
 
 def test_a_library_cut_off_by_a_crash_is_compiled_anew(tmp_path) -> None:
     folder = tmp_path / "diloco_jax" / "merge"
     folder.mkdir(parents=True)
-    (folder / f"{merge_route._key()}.so").write_bytes(b"\x7fELF\x02\x01\x01")
+    (folder / f"{compilation._key()}.so").write_bytes(b"\x7fELF\x02\x01\x01")
     assert route_of(passes_of("native")) == "native"
     assert library(tmp_path).stat().st_size > 1000
 
@@ -79,9 +79,9 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch) -> None:
 
 
 def test_source_flags_and_processor_name_the_library(monkeypatch) -> None:
-    names = [merge_route._key()]
+    names = [compilation._key()]
     monkeypatch.setattr("diloco_jax.machine.instructions", lambda: "fpu vme")
-    names.append(merge_route._key())
-    monkeypatch.setattr(merge_route, "FLAGS", ("-O1",))
-    names.append(merge_route._key())
+    names.append(compilation._key())
+    monkeypatch.setattr(compilation, "FLAGS", ("-O1",))
+    names.append(compilation._key())
     assert len(set(names)) == 3

@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from diloco_jax import compilation, merge_route
+from diloco_jax import compilation
 from diloco_jax.cluster import cluster
+from diloco_jax.compilation import passes_of
 from diloco_jax.config import ConfigError, ModelConfig, RunConfig, loading
 from diloco_jax.files import of_home
-from diloco_jax.merge_route import passes_of
 
 VARIABLES = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "JAX_COMPILATION_CACHE_DIR")
 RUN = RunConfig(model=ModelConfig(factory="theirs.py:make"))
@@ -53,7 +53,7 @@ def test_no_cache_is_used_but_one_that_is_given(tmp_path: Path) -> None:
 
 
 def test_merges_go_by_xla(caplog) -> None:
-    merge_route._passes.cache_clear()
+    compilation._passes.cache_clear()
     assert passes_of("auto") is None
     assert "Set HOME or XDG_CACHE_HOME" in caplog.text
     with pytest.raises(ConfigError, match="Set HOME or XDG_CACHE_HOME"):

@@ -23,7 +23,7 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.processes import next_attempt
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
-from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     Publishes,

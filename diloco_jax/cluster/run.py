@@ -42,7 +42,7 @@ from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
 from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.journal import Recovered
-from diloco_jax.core.learning_rate import learning_rate
+from diloco_jax.core.inner import learning_rate
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import is_bucket, write_json

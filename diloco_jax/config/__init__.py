@@ -12,9 +12,12 @@ Bounds and help stand on the field (`fields.setting`), rules between fields in
 
 from diloco_jax.config.config import Config
 from diloco_jax.config.fields import own_code
-from diloco_jax.config.island import AnchorMemory, IslandConfig
-from diloco_jax.config.launch import LaunchConfig
-from diloco_jax.config.placement import Placement
+from diloco_jax.config.placement import (
+    AnchorMemory,
+    IslandConfig,
+    LaunchConfig,
+    Placement,
+)
 from diloco_jax.config.run import (
     DataConfig,
     FragmentBy,

@@ -1,10 +1,14 @@
-"""The placement of a run: where processes run, how long they wait, which faults to
-inject."""
+"""Where a run's processes run: its placement, its islands, and machines of the cloud.
+
+`Placement` says how long processes wait, too: every deadline follows from its one time
+budget. `LaunchConfig` is the part of a config that only `diloco launch` reads.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from diloco_jax.config.fields import (
     AT_LEAST_1,
@@ -13,7 +17,337 @@ from diloco_jax.config.fields import (
     SOME_SECONDS,
     setting,
 )
-from diloco_jax.deadlines import Deadlines
+
+AnchorMemory = Literal["device", "pinned_host"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IslandConfig:
+    """Mesh, batch and kernels of one island. Islands may differ in all of them.
+
+    Example:
+      >>> from diloco_jax import IslandConfig
+      >>> IslandConfig(batch_size=16, mesh_data=2, mesh_fsdp=4).devices
+      8
+    """
+
+    batch_size: int = setting(
+        8,
+        AT_LEAST_1,
+        help="Sequences per step, over all devices and accumulation rounds.",
+    )
+    accumulation: int = setting(
+        1, AT_LEAST_1, help="Rounds of gradient accumulation that a batch is cut into."
+    )
+    mesh_data: int = setting(
+        1,
+        AT_LEAST_1,
+        help="Devices over which sequences are spread, each with its own parameters.",
+    )
+    mesh_fsdp: int = setting(
+        1, AT_LEAST_1, help="Devices over which sequences and parameters are spread."
+    )
+    mesh_tensor: int = setting(
+        1, AT_LEAST_1, help="Devices over which the work on a sequence is spread."
+    )
+    hosts: int = setting(
+        1,
+        AT_LEAST_1,
+        help="Host processes of the island, each with an equal share of its devices.",
+    )
+    remat: Literal["none", "full", "dots", "attention"] = setting(
+        "none",
+        help="Rematerialization, what the backward pass computes again of a layer: "
+        "nothing, all, all but the products with weights, all but attention.",
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", help="Type in which the model computes; parameters stay float32."
+    )
+    attention: Literal["auto", "dot_product", "splash"] = setting(
+        "auto",
+        help='Attention kernel; "splash" is one for TPUs, which "auto" takes there.',
+    )
+    loss_chunk: int | None = setting(
+        None,
+        NOT_NEGATIVE,
+        help="Tokens of each sequence whose logits are in memory at a time; 0 = all, "
+        "None = as many as the vocabulary allows.",
+    )
+    anchor_memory: AnchorMemory = setting(
+        "device",
+        help="Memory that holds anchors, bases and residuals between takes and "
+        "adoptions.",
+    )
+    step_seconds: float = setting(
+        0.0,
+        SECONDS,
+        help="Emulated step time: a step takes at least this long, and the coordinator "
+        "believes no island that says it is twice as fast; 0 = as fast as it goes.",
+    )
+    stands_for: str = setting(
+        "", help='What this island stands in for, for people to read: "v6e-16".'
+    )
+    topology: str = setting(
+        "",
+        help='TPU slice it runs on: "v5p:4x4x4", "v6e:16x16"; empty = the devices of '
+        "this machine.",
+    )
+
+    @property
+    def devices(self) -> int:
+        """Devices of the island's mesh."""
+        return self.mesh_data * self.mesh_fsdp * self.mesh_tensor
+
+    @property
+    def batch_multiple(self) -> int:
+        """The number that `batch_size` must be a multiple of: each device has as many
+        sequences in each round of accumulation."""
+        return self.mesh_data * self.mesh_fsdp * self.accumulation
+
+
+SLOWEST_LINK_BITS_PER_S = 1e8
+"""Rate below which a link counts as broken."""
+FIRST_RETRY_S = 0.5
+"""Longest first pause: an island that starts beside its coordinator is often the first
+of the two, whatever the budget is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """Deadlines in seconds. A peer counts as gone after a silence of `budget_s`."""
+
+    budget_s: float
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise ValueError(
+                f"placement.time_budget_s = {self.budget_s}; it must be above 0"
+            )
+
+    @property
+    def report_s(self) -> float:
+        """Longest time between two signs of life of an island."""
+        return self.budget_s / 10
+
+    @property
+    def lease_s(self) -> float:
+        """Silence after which an island's lease is over."""
+        return self.budget_s
+
+    @property
+    def connect_s(self) -> float:
+        """Time for one attempt to connect, hello and welcome included."""
+        return self.budget_s / 2
+
+    @property
+    def idle_s(self) -> float:
+        """Time without a single byte after which a transfer is broken off."""
+        return self.budget_s
+
+    @property
+    def rest_s(self) -> float:
+        """Time after which a connection that no transfer needed is closed."""
+        return 3 * self.budget_s
+
+    @property
+    def retry_min_s(self) -> float:
+        """First pause before an attempt is repeated (`Backoff`)."""
+        return min(FIRST_RETRY_S, self.budget_s / 100)
+
+    @property
+    def retry_max_s(self) -> float:
+        """Longest pause between attempts."""
+        return self.budget_s / 10
+
+    @property
+    def reunion_s(self) -> float:
+        """Time within which islands that were cut off together are all back: the
+        longest pause, and as long again to get through. Anchors that were being fetched
+        are kept for as long."""
+        return 2 * self.retry_max_s
+
+    @property
+    def another_key_s(self) -> float:
+        """Time for which an island whose key was revoked waits for another one."""
+        return 3 * self.budget_s
+
+    @property
+    def stop_s(self) -> float:
+        """Time after which a process that was asked to end is killed."""
+        return self.budget_s
+
+    @property
+    def flush_s(self) -> float:
+        """Time for which the flush at the end of a run waits for deltas."""
+        return 3 * self.budget_s
+
+    @property
+    def pin_s(self) -> float:
+        """Time within which one fetch must end."""
+        return 6 * self.budget_s
+
+    def join_s(self, octets: int) -> float:
+        """Time within which a join that fetches so many bytes is done."""
+        return self.pin_s + 8 * octets / SLOWEST_LINK_BITS_PER_S
+
+
+class Backoff:
+    """Pauses between attempts: first `retry_min_s`, then doubled each time up to
+    `retry_max_s`."""
+
+    def __init__(self, deadlines: Deadlines, failures: int = 0) -> None:
+        """failures: attempts that failed before these."""
+        self._deadlines = deadlines
+        self._pause_s = deadlines.retry_min_s
+        for _ in range(failures):
+            self.next_s()
+
+    def next_s(self) -> float:
+        """Return the seconds until the next attempt."""
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
+        return pause_s
+
+    def reset(self) -> None:
+        """Begin again with the shortest pause, since an attempt got through."""
+        self._pause_s = self._deadlines.retry_min_s
+
+
+WhenDone = Literal["delete", "keep"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Settings of diloco launch: places of the run and purchase of its machines."""
+
+    project: str = setting("", help="Project id of the cloud.")
+    name: str = setting(
+        "",
+        help="Beginning of the name of everything that is made; empty = the name of "
+        "the configs file.",
+    )
+    image: str = setting(
+        "",
+        help="Container image of this package that all machines run: "
+        "REGISTRY/PATH:TAG.",
+    )
+    zones: dict[str, str] = setting(
+        {},
+        help='Zone by island: "us-east5-a", or several, "us-east5-a,us-east5-b", of '
+        "which each is tried if those before it have no machines (not on tpu_vm).",
+    )
+    purchase: dict[str, str] = setting(
+        {},
+        help='How an island\'s machines are bought: "on_demand" (if it is not named '
+        'here), "spot", "reserved", or "reserved:NAME" of one reservation.',
+    )
+    network: str = setting("default", help="Network of all machines.")
+    subnetwork: str = setting(
+        "", help="Subnetwork, of the same name in every region; empty = the network's."
+    )
+    internal_ips: bool = setting(
+        False,
+        help="Give machines no external address; needs Cloud NAT or Private Google "
+        "Access.",
+    )
+    service_account: str = setting(
+        "",
+        help="E-mail address that machines run as; empty = the project's default "
+        "account.",
+    )
+    coordinator_account: str = setting(
+        "", help="The same for the coordinator, if it is another one than the islands'."
+    )
+    when_done: WhenDone = setting(
+        "delete",
+        help='What becomes of machines whose process has ended for good: "delete" = '
+        'they are given back, the coordinator\'s disk excepted, "keep" = they stay '
+        "until --action delete.",
+    )
+    max_hours: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        help="Hours after a create or run at which every process that it started ends "
+        "in any case, merged or not; 0 = no end.",
+    )
+    linger_hours: float = setting(
+        24.0,
+        NOT_NEGATIVE,
+        help="Hours after the end of the run for which the coordinator tells islands "
+        "that get their machines then that it is over.",
+    )
+    data: str = setting(
+        "",
+        help="gs://BUCKET/FOLDER of text or tokens that every machine copies; empty = "
+        "the Python standard library of the image.",
+    )
+    environment: dict[str, str] = setting(
+        {},
+        help="Environment variables of every process, such as XLA_FLAGS, "
+        "LIBTPU_INIT_ARGS or HF_HOME; ISLAND:NAME is one island's.",
+    )
+    secrets: dict[str, str] = setting(
+        {},
+        help="Environment variables whose values are secrets, and the secrets' names: "
+        "of Secret Manager, or on GKE of the namespace, with the variable's name as "
+        "key.",
+    )
+    cloud_image: str = setting(
+        "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim",
+        help="Image with `gcloud`, for what machines ask of the cloud.",
+    )
+    coordinator_zone: str = setting("", help="Zone of the coordinator.")
+    coordinator_machine: str = setting(
+        "n2-highmem-16", help="Machine type of the coordinator."
+    )
+    coordinator_disk_gb: int = setting(
+        500, AT_LEAST_1, help="Gigabytes of the disk with the coordinator's workdir."
+    )
+    coordinator_address: str = setting(
+        "",
+        help="Host name or internal address at which islands reach the coordinator "
+        "from outside its GKE cluster, or on sky; empty = its name in the cluster.",
+    )
+    dns_zone: str = setting(
+        "",
+        help="Managed zone of Cloud DNS in which, on sky, the coordinator registers "
+        "coordinator_address.",
+    )
+    cluster: str = setting("", help="GKE cluster of the coordinator, and of islands.")
+    location: str = setting("", help="Region or zone of that cluster.")
+    clusters: dict[str, str] = setting(
+        {},
+        help='Other clusters by island: "us-central1/tpus", or with a project before.',
+    )
+    queue: str = setting(
+        "", help="Kueue's local queue in which islands wait; empty = none."
+    )
+    namespace: str = setting("default", help="Kubernetes namespace.")
+
+
+class Variables(NamedTuple):
+    """The variables of one part of the run. Both are by the variable's name."""
+
+    plain: Mapping[str, str]
+    secret: Mapping[str, str]
+    """Names of secrets."""
+
+
+def variables_of(settings: LaunchConfig, owner: str) -> Variables:
+    """Return the variables of an island, or of the coordinator: its own, named
+    OWNER:NAME, count before those of every process."""
+    return Variables(_of(settings.environment, owner), _of(settings.secrets, owner))
+
+
+def _of(given: Mapping[str, str], owner: str) -> dict[str, str]:
+    everybodys = {name: value for name, value in given.items() if ":" not in name}
+    own = {
+        name.rpartition(":")[2]: value
+        for name, value in given.items()
+        if name.rpartition(":")[0] == owner
+    }
+    return everybodys | own
+
 
 MergeRoute = Literal["auto", "native", "xla"]
 

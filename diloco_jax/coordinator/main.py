@@ -21,13 +21,11 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import going_on, origin, summary
-from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.anchor_search import AnchorSearch, Searched
-from diloco_jax.coordinator.engine import Sessions
+from diloco_jax.coordinator import journal as durable
+from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
 from diloco_jax.coordinator.holding.holder import FragmentHolder
-from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.origin import StateMaker
+from diloco_jax.coordinator.lead import Lead, Sessions
+from diloco_jax.coordinator.origin import AnchorSearch, Searched, StateMaker
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import AfterEndHandlers, Likeness, Service
 from diloco_jax.coordinator.settings import (

@@ -17,17 +17,20 @@ from typing import Any, NoReturn
 from diloco_jax import run_files
 from diloco_jax.config import RunConfig, differences, shared_fields
 from diloco_jax.coordinator import journal
-from diloco_jax.coordinator.engine import Sessions, taken
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    KeptCycles,
+    describe_cycles,
+    mapped,
+)
 from diloco_jax.coordinator.holding.holder import FragmentHolder
-from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
-from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.lead import Lead, Sessions, session_in_use
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import json_number
 from diloco_jax.models.build import other_model
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import cycles, members, steering, takes
+from diloco_jax.protocol.coordinator import members, schedule, steering, takes
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     KeepAsked,
@@ -183,7 +186,7 @@ class Service(Handlers):
             )
         for other in self._lead.state.islands.values():
             if other.session == hello.session and other.name != hello.island:
-                raise Refused("session", taken(hello))
+                raise Refused("session", session_in_use(hello))
         self._sessions.arrived(session)
 
         def introduce() -> None:
@@ -265,7 +268,7 @@ class Service(Handlers):
         until it is complete) and the share that is kept so far (`share`). Raises
         Refused for a cycle that is not kept and can no longer be.
         """
-        now = cycles.present(self._lead.config, self._lead.state)
+        now = schedule.present_cycle(self._lead.config, self._lead.state)
         if not cycle and now in self._kept.numbers():
             cycle = now
         if not cycle:
@@ -275,18 +278,19 @@ class Service(Handlers):
         if cycle in kept:
             return {"cycle": cycle, "files": self._kept.files(cycle)}
         if not (state.keeping and state.kept_cycle == cycle):
-            if not cycles.can_begin(state):
+            if not schedule.can_keep_cycle(state):
                 raise Refused(
                     "cycle",
                     f"the run is {state.phase}: no cycle begins to be kept any more; "
-                    f"kept are {describe(kept)}. Export its last version when it has "
-                    f"ended",
+                    f"kept are {describe_cycles(kept)}. Export its last version when "
+                    f"it has ended",
                 )
             raise Refused(
                 "cycle",
                 f"cycle {cycle} is not kept, and no other than the run's present one, "
-                f"{now}, can be any more; kept are {describe(kept)}. Leave --cycle "
-                f"out, or set placement.export_every (see `diloco status` for alerts)",
+                f"{now}, can be any more; kept are {describe_cycles(kept)}. Leave "
+                f"--cycle out, or set placement.export_every (see `diloco status` for "
+                f"alerts)",
             )
         lacking = len(state.unkept) / self._lead.config.fragments
         return {"cycle": cycle, "files": [], "share": 1 - lacking}
@@ -336,7 +340,8 @@ class Service(Handlers):
             raise Refused(
                 "cycle",
                 f"cycle {cycle} has no file {name!r}, or is not kept any more; kept "
-                f"are {describe(self._kept.numbers())}; raise placement.exports_kept",
+                f"are {describe_cycles(self._kept.numbers())}; raise "
+                f"placement.exports_kept",
             )
         return mapped(path)
 

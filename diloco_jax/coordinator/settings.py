@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diloco_jax import merge_route
+from diloco_jax import compilation
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -26,10 +26,9 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.learning_rate import learning_rate
+from diloco_jax.core.fragments import FragmentPlan, PayloadLayout
+from diloco_jax.core.inner import learning_rate
 from diloco_jax.core.outer import OuterSettings, make_outer
-from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.hardware.tpus import find_slice
 from diloco_jax.models.flops import least_sequence_flops
@@ -188,7 +187,7 @@ def require_merging(placement: Placement) -> None:
             f"is empty: name there where each `diloco worker` runs, or leave "
             f"placement.workers out, and this process merges"
         )
-    merge_route.require(placement.merge_route)
+    compilation.require(placement.merge_route)
 
 
 def own_tls(placement: Placement) -> TlsFiles | None:

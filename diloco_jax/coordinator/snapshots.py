@@ -26,7 +26,7 @@ from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.journal import RecordLog
 from diloco_jax.files import TEMPORARY, StorageAway, is_bucket
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, restored
@@ -192,17 +192,6 @@ class SnapshotWriter:
         return self._thread is not None and self._thread.is_alive()
 
 
-def name_of(version: Version) -> str:
-    """Return the name of a version in a file's name."""
-    return f"{version.term}-{version.number}"
-
-
-def version_of(name: str) -> Version:
-    """Return the version that `name_of` named."""
-    term, number = name.split("-")
-    return Version(int(term), int(number))
-
-
 def states(folder: Folder) -> list[int]:
     """Return the numbers of the snapshots of the state in a folder, oldest first."""
     names = (path.name for path in folder.glob(f"state-*{SUFFIX}"))
@@ -215,7 +204,7 @@ def versions(folder: Folder, fragment: int) -> list[Version]:
     if not own.exists():
         return []
     names = (path.name for path in own.glob(f"*{SUFFIX}"))
-    return sorted(version_of(name.removesuffix(SUFFIX)) for name in names)
+    return sorted(Version.named(name.removesuffix(SUFFIX)) for name in names)
 
 
 def state_path(folder: Folder, number: int) -> Folder:
@@ -225,7 +214,7 @@ def state_path(folder: Folder, number: int) -> Folder:
 
 def fragment_path(folder: Folder, fragment: int, version: Version) -> Folder:
     """Return the path of a snapshot of a fragment."""
-    return folder / f"{fragment:05d}" / f"{name_of(version)}{SUFFIX}"
+    return folder / f"{fragment:05d}" / f"{version.name}{SUFFIX}"
 
 
 def flat(arrays: Arrays) -> list[Any]:

@@ -40,9 +40,9 @@ class Weighting(Protocol):
 WEIGHTINGS: Family[Weighting] = Family(
     kind="weighting",
     table={
-        "tokens": "diloco_jax.core.merge_rules:tokens",
-        "tokens_times_rate": "diloco_jax.core.merge_rules:tokens_times_rate",
-        "uniform": "diloco_jax.core.merge_rules:uniform",
+        "tokens": "diloco_jax.core.merging:tokens",
+        "tokens_times_rate": "diloco_jax.core.merging:tokens_times_rate",
+        "uniform": "diloco_jax.core.merging:uniform",
     },
     checker="diloco_jax.core.contracts:check_weighting",
 )
@@ -165,10 +165,10 @@ MergeRule = WeightedSum | Fold | Elementwise | Whole
 MERGE_RULES: Family[MergeRule] = Family(
     kind="merge rule",
     table={
-        "rda": "diloco_jax.core.merge_rules:RDA",
-        "mean": "diloco_jax.core.merge_rules:MEAN",
-        "clipped_mean": "diloco_jax.core.merge_rules:CLIPPED_MEAN",
-        "trimmed_mean": "diloco_jax.core.merge_rules:TRIMMED_MEAN",
+        "rda": "diloco_jax.core.merging:RDA",
+        "mean": "diloco_jax.core.merging:MEAN",
+        "clipped_mean": "diloco_jax.core.merging:CLIPPED_MEAN",
+        "trimmed_mean": "diloco_jax.core.merging:TRIMMED_MEAN",
     },
     checker="diloco_jax.core.contracts:check_merge_rule",
 )
@@ -260,7 +260,7 @@ class OuterOptimizer(Protocol):
     determines its merged delta may have `delta_of(updates, state, momentum)`, which
     returns the delta from which it makes these updates in that state: it keeps its
     state through a crash of the coordinator up to the last merge.
-    `native_step` names the step of `core/kernels.py` that computes an optimizer of the
+    `native_step` names the step of `core/tiles.py` that computes an optimizer of the
     package.
     """
 

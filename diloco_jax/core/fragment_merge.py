@@ -29,15 +29,15 @@ from diloco_jax.core import merging, outer
 from diloco_jax.core.changes import apply_to_tiles, publish_tiles
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule
-from diloco_jax.core.fragments import Piece
-from diloco_jax.core.kernels import Passes, Step
+from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece
 from diloco_jax.core.merging import Encoded, MergedPiece, merge_piece, rule_for
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
-from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.core.tiles import (
     MOST_ELEMENTS,
     ArrayLike,
     Empty,
+    Passes,
+    Step,
     TileGrid,
     blocks,
 )

@@ -1,18 +1,23 @@
-"""The inner step of an island: its optimizer, and its losses by source of a mixture.
+"""The inner step of an island: optimizer, learning rate, losses by source of a mixture.
 
 The optimizer is one of optax or optax.contrib, by its name there, at learning rate 1;
-its updates are multiplied by the rate of `learning_rate.py`, which follows the run. So
+its updates are multiplied by the `learning_rate`, which follows the run. So
 an optimizer fits if its learning rate is only a factor of its updates, and if an update
 needs only gradients, state and parameters. `check_fit` tries both on small arrays.
 
 Axis names decide which parameters decay and which Muon orthogonalises: a stack of
 vectors is not a matrix.
+
+The learning rate follows the progress of the whole run. Progress (tokens of all islands
+/ tokens of the run) is not a count of local steps, so a late or returned island is in
+step with the others.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -305,3 +310,33 @@ def by_source(
     # A product of matrices would round to bf16 on a TPU.
     own = sources[:, None] == jnp.arange(count)[None]
     return jnp.sum(jnp.where(own[..., None], rows[:, None, :], 0.0), axis=0)
+
+
+def learning_rate(settings: Any, progress: float, rewarm: float = 1.0) -> float:
+    """Return the rate at a point of the run: linear from 0, then by the schedule.
+
+    Args:
+      settings: an `InnerConfig`: learning_rate after the warm-up over warmup_fraction
+        of the run; schedule "cosine" ends at final_fraction of it, "constant" stays.
+      progress: share of the run that is done; clipped to [0, 1].
+      rewarm: share in [0, 1] that an island with fresh moments may use.
+
+    Raises:
+      ValueError: unknown schedule.
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    warmup, final = settings.warmup_fraction, settings.final_fraction
+    peak: float = settings.learning_rate
+    share: float
+    if progress < warmup:
+        share = progress / warmup
+    elif settings.schedule == "constant":
+        share = 1.0
+    elif settings.schedule == "cosine":
+        done = (progress - warmup) / max(1 - warmup, 1e-9)
+        share = final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+    else:
+        raise ValueError(
+            f"inner.schedule = {settings.schedule!r}; choose 'cosine' or 'constant'"
+        )
+    return peak * share * min(max(rewarm, 0.0), 1.0)

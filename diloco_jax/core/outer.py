@@ -22,8 +22,7 @@ import optax
 
 from diloco_jax.core import inner
 from diloco_jax.core.families import OUTER_OPTIMIZERS, Arrays, OuterOptimizer
-from diloco_jax.core.kernels import Step, StepKind, Values
-from diloco_jax.core.tiles import Empty, compiled, tile_squares
+from diloco_jax.core.tiles import Empty, Step, StepKind, Values, compiled, tile_squares
 
 
 class Sgd:
@@ -271,7 +270,7 @@ def _learning_rate(settings: OuterSettings) -> optax.Schedule:
 
 
 class NativeStep(NamedTuple):
-    """An outer step of one piece by the merge route "native" (`core/kernels.py`)."""
+    """An outer step of one piece by the merge route "native" (`core/tiles.py`)."""
 
     step: Step
     trace: Values | None = None

@@ -39,7 +39,7 @@ from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco_jax.merge_route import Route
+    from diloco_jax.compilation import Route
 
 
 GIB = 1 << 30

@@ -33,9 +33,8 @@ from etils.epath import Path as Folder
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.exchange import Exchange, Restored
 from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.world import Hosts
 from diloco_jax.models.model import named

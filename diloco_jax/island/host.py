@@ -35,8 +35,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.hardware.machines import lasting
-from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.replica import LentParams, Restored
+from diloco_jax.island.device.exchange import Exchange, LentParams, Restored
 from diloco_jax.island.hosts import (
     Begin,
     FollowDecisions,
@@ -57,8 +56,13 @@ from diloco_jax.island.transfers import Fetcher, Lanes, Receiver, Sender
 from diloco_jax.island.watches import leave, trace_steps
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.models.build import other_model
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Ending, LeasedData, Watching
+from diloco_jax.protocol.island.boundary import (
+    Books,
+    Boundary,
+    Ending,
+    LeasedData,
+    Watching,
+)
 from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (
@@ -67,7 +71,7 @@ from diloco_jax.protocol.messages import (
     ProfileRequest,
     ResendRequest,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, Version, lead_of
+from diloco_jax.protocol.values import FIRST_VERSION, Version, lookahead_of
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
@@ -103,7 +107,7 @@ def introduction(
         environment={**before_jax.describe_environment(), OWN_DATA: own_data},
         tokens_per_step=island.batch_size * run.sequence_length,
         sequences_per_step=island.batch_size,
-        lead=lead_of(island.hosts),
+        lookahead=lookahead_of(island.hosts),
     )
 
 
@@ -266,7 +270,7 @@ class Host(abc.ABC, Generic[L]):
         self._begin("restoring")
         self._loop = self._place(
             versions,
-            self._decisions(script, begin.lead),
+            self._decisions(script, begin.lookahead),
             faults.for_who(self.name, incarnation, self.hosts.index),
         )
         self.sender.start()
@@ -356,16 +360,16 @@ class Host(abc.ABC, Generic[L]):
             f"placement.{field}_budget_s",
         )
 
-    def _decisions(self, script: Decisions | None, lead: int) -> Decisions:
+    def _decisions(self, script: Decisions | None, lookahead: int) -> Decisions:
         budget_s = self.deadlines.budget_s
         if self.follows:
-            return FollowDecisions(self.hosts, self.mailbox, lead, budget_s)
+            return FollowDecisions(self.hosts, self.mailbox, lookahead, budget_s)
         source = script or LiveDecisions(
             self.mailbox, self.save_due, self.deadlines.stop_s
         )
         if not self.hosts.others:
             return source
-        return LeadDecisions(source, self.hosts, lead, budget_s)
+        return LeadDecisions(source, self.hosts, lookahead, budget_s)
 
     def _send_anchor(self, request: AnchorRequest, version: Version) -> None:
         fragment = request.fragment
@@ -394,7 +398,7 @@ class Host(abc.ABC, Generic[L]):
         begin = Begin(
             who=self._who,
             run_id=welcome.run_id,
-            lead=self._who.lead if live else 0,
+            lookahead=self._who.lookahead if live else 0,
             # Without versions it is not to fetch the first ones, but to give them.
             gives=not welcome.versions,
             versions=welcome.versions or (FIRST_VERSION,) * len(self.plan.fragments),

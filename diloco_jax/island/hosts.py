@@ -1,9 +1,9 @@
 """Keep the hosts of an island alike: host 0 decides, the others follow.
 
-Decision n is what happens at the n-th boundary, on every host. Host 0 publishes it LEAD
-boundaries ahead, which is more than steps are dispatched ahead, so no host waits for
-it. An adoption is decided only once every host has its part of the bytes: host 0 sends
-orders to fetch as soon as it hears of a version, and the hosts answer.
+Decision n is what happens at the n-th boundary, on every host. Host 0 publishes it
+LOOKAHEAD boundaries ahead, which is more than steps are dispatched ahead, so no host
+waits for it. An adoption is decided only once every host has its part of the bytes:
+host 0 sends orders to fetch as soon as it hears of a version, and the hosts answer.
 
 Keys: `begin`, `joined`, `refused/HOST`; `decision/N`, `passed/N/HOST`; `order/N`,
 `answer/N/HOST`; `leave`, `left`; `compiled/HOST`, `restored/HOST`, `ready/HOST`, where
@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox, NetworkThreads
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.protocol.island.boundary import Ahead, Decision
-from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
+from diloco_jax.protocol.island.conversation import Fetch, HostFetch, agreed
 from diloco_jax.protocol.island.reporting import Introduction
 from diloco_jax.protocol.messages import ResendRequest, Short
 from diloco_jax.protocol.values import Version
@@ -42,7 +42,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     who: Introduction
     run_id: str
-    lead: int
+    lookahead: int
     """Boundaries between the publication of a decision and its time."""
     gives: bool
     """The island gives the run's first parameters."""
@@ -82,7 +82,7 @@ whom it is done."""
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Result of an order to fetch."""
 
-    part: Part
+    part: HostFetch
     traffic: dict[str, int]
     """Bytes that this host counted since it started."""
     short: tuple[Short, ...] = ()
@@ -124,19 +124,19 @@ class LeaveWatch(NetworkThreads):
 
 
 class LeadDecisions:
-    """Decide as host 0: a source's decision takes effect `lead` boundaries later, and
-    is told to the others.
+    """Decide as host 0: a source's decision takes effect `lookahead` boundaries later,
+    and is told to the others.
 
     Raises HostsError from `at` if another host is BATCH boundaries behind and does not
     come on within `patience_s`.
     """
 
     def __init__(
-        self, source: Decisions, hosts: Hosts, lead: int, patience_s: float
+        self, source: Decisions, hosts: Hosts, lookahead: int, patience_s: float
     ) -> None:
         self._source, self._hosts, self._patience_s = source, hosts, patience_s
-        self._ahead = Ahead(lead)
-        self._numbers = itertools.count(lead)
+        self._ahead = Ahead(lookahead)
+        self._numbers = itertools.count(lookahead)
 
     def at(self, step: int, *, stepping: bool) -> Decision:
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
@@ -175,10 +175,10 @@ class FollowDecisions:
     """
 
     def __init__(
-        self, hosts: Hosts, mailbox: Mailbox, lead: int, patience_s: float
+        self, hosts: Hosts, mailbox: Mailbox, lookahead: int, patience_s: float
     ) -> None:
         self._hosts, self._mailbox = hosts, mailbox
-        self._lead, self._patience_s = lead, patience_s
+        self._lookahead, self._patience_s = lookahead, patience_s
         self._numbers = itertools.count()
         self._decode = msgspec.msgpack.Decoder(Decision).decode
 
@@ -186,7 +186,7 @@ class FollowDecisions:
         if (ending := self._mailbox.ending) is not None:
             raise HostsError(ending.text)
         number = next(self._numbers)
-        if number < self._lead:
+        if number < self._lookahead:
             return Decision()
         heard = self._hosts.require(
             f"decision/{number}",
@@ -230,7 +230,7 @@ class Orders:
         """
         parts = {}
         if arrival is not None:
-            parts[0] = Part(outcome="done", chain=arrival.chain)
+            parts[0] = HostFetch(outcome="done", chain=arrival.chain)
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
             missing = (
@@ -293,17 +293,17 @@ class OrderThread(NetworkThreads):
                 case Moved(workers=workers):
                     self._moved(workers)
 
-    def _fetched(self, fetch: Fetch) -> Part:
+    def _fetched(self, fetch: Fetch) -> HostFetch:
         """Fetch this host's part; return what became of it."""
         try:
             arrival = self._fetch(fetch)
         except VersionGone:
-            return Part(outcome="gone")
+            return HostFetch(outcome="gone")
         except Refused:
             raise
         except WireError as error:
             logger.debug("fragment %d not fetched: %s", fetch.fragment, error)
-            return Part(outcome="lost")
+            return HostFetch(outcome="lost")
         self._mailbox.arrivals.drop_after(fetch.fragment, fetch.accepted)
         self._mailbox.arrivals.put(arrival)
-        return Part(outcome="done", chain=arrival.chain)
+        return HostFetch(outcome="done", chain=arrival.chain)

@@ -26,9 +26,8 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import require_own, restored_state, saved_state
 from diloco_jax.island.device.build import at_anchors, compile_programs
-from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.exchange import Exchange, LentBeside, Restored
 from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.island.device.replica import LentBeside, Restored
 from diloco_jax.island.host import Host
 from diloco_jax.island.link import ask_config, ending_of
 from diloco_jax.island.loop import Stepping

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from diloco_jax.config import Config, Placement
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.deadlines import Backoff, Deadlines
+from diloco_jax.config.placement import Backoff, Deadlines
 from diloco_jax.errors import EXIT_DONE, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox, NetworkThreads
 from diloco_jax.island.transfers import Lanes

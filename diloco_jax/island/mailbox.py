@@ -18,13 +18,13 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
 from diloco_jax.errors import EXIT_FAILED
-from diloco_jax.protocol.island.boundary import Decision, Ending
+from diloco_jax.protocol.island.boundary import Decision, Ending, RefusedTake
 from diloco_jax.protocol.island.conversation import Conversation
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import FromCoordinator, Short
@@ -307,7 +307,7 @@ class Arrival:
 
     Either `anchor` is A_v in full, or `publishes` lead to it from the version before:
     encoded, oldest first. Both are by piece, in the plan's order, as they have landed
-    on this host (`device/spread.py`).
+    on this host (`device/mesh.py`).
     """
 
     fragment: int
@@ -362,3 +362,17 @@ class Arrivals:
                 f"this host has {[tuple(a.version) for a in due]}"
             )
         return functools.reduce(Arrival.followed_by, due)
+
+
+def log_refused(takes: Iterable[RefusedTake]) -> None:
+    """Log each refused take, with the reason and the outcome for its steps."""
+    for take in takes:
+        # A take without steps is no news: the island was asked twice within a step.
+        logger.log(
+            logging.DEBUG if take.reason == "empty" else logging.WARNING,
+            "take of fragment %d at tick %d was refused (%s): its steps are %s",
+            take.fragment,
+            take.tick,
+            take.reason,
+            "open again" if take.outcome == "reopened" else "lost",
+        )

@@ -31,14 +31,17 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
-from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.exchange import (
+    Exchange,
+    LentParams,
+    Restored,
+    WatchedModel,
+)
 from diloco_jax.island.device.mesh import require_accelerator
-from diloco_jax.island.device.replica import LentParams, Restored, WatchedModel
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.island.evaluate import Evaluator, Watcher
 from diloco_jax.island.host import Host
 from diloco_jax.island.link import ask_config, ending_of
-from diloco_jax.island.loop import Loop
+from diloco_jax.island.loop import Evaluator, Loop, Watcher
 from diloco_jax.island.mailbox import NotHereError
 from diloco_jax.island.options import prepare_island
 from diloco_jax.island.watches import (

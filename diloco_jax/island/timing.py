@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from diloco_jax.config import RunConfig
-from diloco_jax.core.learning_rate import learning_rate
+from diloco_jax.core.inner import learning_rate
 from diloco_jax.protocol.island.boundary import Goal
 from diloco_jax.protocol.messages import Measures
 

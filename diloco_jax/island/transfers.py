@@ -6,7 +6,7 @@ until its verdict is final, so that it can be sent again when the coordinator lo
 There is at most one per fragment, so a model's worth of encoded bytes is the bound.
 
 Wire -> host -> device: a receiver fetches in the order of
-`protocol/island/fetching.py`.
+`protocol/island/conversation.py`.
 
 A lane goes to the worker of a fragment, or to the coordinator itself. Each has a thread
 of either, so that none waits for another.
@@ -26,16 +26,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.payload import Buffer, Part, PayloadLayout
+from diloco_jax.config.placement import Backoff, Deadlines
+from diloco_jax.core.fragments import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import ballot_of
-from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import held
 from diloco_jax.island.hosts import Orders
 from diloco_jax.island.mailbox import Arrival, Mailbox, NetworkThreads
 from diloco_jax.protocol.holding import deal
-from diloco_jax.protocol.island.conversation import MAX_CHAIN, Wanted
-from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
+from diloco_jax.protocol.island.conversation import (
+    JOIN_FETCHES,
+    MAX_CHAIN,
+    Fetch,
+    Fetching,
+    Wanted,
+)
 from diloco_jax.protocol.messages import Hello, ResendRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Identity, UploadStart

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from diloco_jax.config.launch import variables_of
+from diloco_jax.config.placement import variables_of
 from diloco_jax.hardware.machines import GIB, machine_of
 from diloco_jax.hardware.tpus import HOST_MACHINES
 from diloco_jax.launch.spec import (

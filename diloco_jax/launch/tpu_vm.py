@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from diloco_jax.config.launch import variables_of
+from diloco_jax.config.placement import variables_of
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.spec import (
     COORDINATOR,

@@ -12,7 +12,7 @@ import re
 from diloco_jax import before_jax
 from diloco_jax.before_jax import FLAG_LISTS, HOST_DEVICES, MULTI_SLICE
 from diloco_jax.config import Config, ConfigError, suggest
-from diloco_jax.config.launch import variables_of
+from diloco_jax.config.placement import variables_of
 from diloco_jax.faults import COORDINATOR
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

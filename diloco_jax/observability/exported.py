@@ -1,7 +1,7 @@
 """The numbers of a run that Prometheus collects: their names, units and meanings.
 
 `METRICS` is their one source. The coordinator's metrics port exposes it
-(`coordinator/exporter.py`), docs/prometheus.md is written from it, and the queries of
+(`coordinator/summary.py`), docs/prometheus.md is written from it, and the queries of
 the dashboard for Grafana may name nothing else.
 """
 

@@ -47,8 +47,8 @@ from diloco_jax.before_jax import (
     set_libtpu_flags,
 )
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig, SyncConfig
-from diloco_jax.config.launch import variables_of
 from diloco_jax.config.loading import read_config, write_config_json
+from diloco_jax.config.placement import variables_of
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.core.members import importable

@@ -32,8 +32,7 @@ from diloco_jax.coordinator.settings import payload_bytes, state_sizes
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.families import MERGE_RULES
-from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import FragmentPlan, PayloadLayout
 from diloco_jax.files import is_bucket
 from diloco_jax.hardware.machines import (
     CONSTANTS,

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from diloco_jax.protocol.values import (
     ISLAND_NAME,
-    LEAD,
+    LOOKAHEAD,
     MOST_POSITION,
     Count,
     EndReason,
@@ -117,9 +117,9 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     changes: Annotated[tuple[Rate, ...], Meta(max_length=MAX_RECORDS)] = ()
     """Median length of the change that a merge makes, by fragment, as far as the island
     has heard of merges; 0: of none."""
-    lead: Annotated[int, Meta(ge=0, le=LEAD)] = 0
+    lookahead: Annotated[int, Meta(ge=0, le=LOOKAHEAD)] = 0
     """Boundaries from a request to its take, for the island's hosts to agree on it: see
-    `values.lead_of`."""
+    `values.lookahead_of`."""
 
 
 Short = Literal["disk", "memory"]

@@ -35,14 +35,14 @@ CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 Rate = Annotated[float, Meta(ge=0, le=1e9)]
 Term = Annotated[int, Meta(ge=0, le=2**20)]
 
-LEAD = 2
+LOOKAHEAD = 2
 """Boundaries between a decision and its time, where several hosts must have it; more
 than the steps dispatched ahead, so that no host waits."""
 
 
-def lead_of(hosts: int) -> int:
+def lookahead_of(hosts: int) -> int:
     """Return the boundaries between a decision of an island and its time."""
-    return LEAD if hosts > 1 else 0
+    return LOOKAHEAD if hosts > 1 else 0
 
 
 class Version(NamedTuple):
@@ -54,6 +54,17 @@ class Version(NamedTuple):
     def next(self) -> Version:
         """Return the version that the next merge makes."""
         return Version(self.term, self.number + 1)
+
+    @property
+    def name(self) -> str:
+        """The name of the version in a file's name."""
+        return f"{self.term}-{self.number}"
+
+    @staticmethod
+    def named(name: str) -> Version:
+        """Return the version of this name."""
+        term, number = name.split("-")
+        return Version(int(term), int(number))
 
 
 FIRST_VERSION = Version()

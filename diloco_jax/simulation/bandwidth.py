@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.config.family_fields import check_member
+from diloco_jax.config.config import check_member
 from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS

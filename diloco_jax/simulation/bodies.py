@@ -23,10 +23,10 @@ from jax.sharding import Mesh
 from diloco_jax.config import DataConfig, IslandConfig, RunConfig
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
-from diloco_jax.island.device.replica import Replica
+from diloco_jax.island.device.exchange import Replica
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.timing import LOSS_STEPS
@@ -34,7 +34,7 @@ from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
 from diloco_jax.observability.history import History, of_rows
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.island.books import Outcome
+from diloco_jax.protocol.island.boundary import TakeOutcome
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.protocol.values import NON_FINITE, DeltaKey, Prepared, Version
 from diloco_jax.simulation.clock import Clock
@@ -229,7 +229,7 @@ class TrainedBody:
         self._diary.adoptions.append(adopted)
         self._replica.adopt(arrival, keep=keep)
 
-    def judge(self, fragment: int, outcome: Outcome) -> None:
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         self._replica.judge(fragment, outcome)
 
     def _anchor(self, fragment: int, published: SharedFetch) -> tuple[jax.Array, ...]:

@@ -21,9 +21,9 @@ from diloco_jax.config.fields import setting
 from diloco_jax.config.options import WorkdirOptions, parse
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
 from diloco_jax.files import require_writable
-from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
+from diloco_jax.process import setup_logging
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.goodput import GoodputResult

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from diloco_jax.coordinator.engine import Engine, Sessions
-from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
+from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
+from diloco_jax.coordinator.lead import Engine, Sessions
 from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.events import Disconnected, Event, Ignored, Timer
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State

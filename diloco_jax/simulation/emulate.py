@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from diloco_jax import compilation, merge_route, run_files
+from diloco_jax import compilation, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.config import require_section
 from diloco_jax.config.resolving import resolve
@@ -42,13 +42,13 @@ from diloco_jax.data.source import Fields, Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
-from diloco_jax.island.evaluate import Evaluator
+from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan
 from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.process import crashes_in_a_row
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.values import DeltaKey, lead_of
+from diloco_jax.protocol.values import DeltaKey, lookahead_of
 from diloco_jax.simulation.bodies import (
     Diary,
     StoreMerging,
@@ -171,7 +171,7 @@ class Attendance:
                 step_seconds=functools.partial(self._step_seconds, name, seconds),
                 join_seconds=options.join_seconds,
                 bytes_up=self._bytes_up,
-                lead=lead_of(island.hosts),
+                lookahead=lookahead_of(island.hosts),
             )
         )
 
@@ -394,7 +394,7 @@ class _Emulator:
         model = self._judge.model
         plan = build_plan(run, model)
         deadlines = placement.deadlines
-        passes = merge_route.passes_of(placement.merge_route)
+        passes = compilation.passes_of(placement.merge_route)
         require_repeatable(placement, "emulation")
         first = first_pieces(run, model)
         self._store = Store(run, plan, first, deadlines.pin_s, passes)

@@ -30,7 +30,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
-from diloco_jax.config.family_fields import check_member
+from diloco_jax.config.config import check_member
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     LONGEST_S,
@@ -388,7 +388,7 @@ class FleetIsland(NamedTuple):
     """Seconds of each step on all chips."""
     life: Iterator[Segment]
     """Life of the island's chips, on the fleet's clock."""
-    lead: int = 0
+    lookahead: int = 0
     """See `IslandSpec`."""
 
 
@@ -434,7 +434,7 @@ def run_fleet(
             step_seconds=lambda _: step(name),
             join_seconds=exchange.join_seconds,
             bytes_up=bytes_up,
-            lead=machines[name].lead,
+            lookahead=machines[name].lookahead,
         )
         world.start(spec)
 

@@ -17,15 +17,18 @@ import numpy as np
 from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.reader import LeasedPositions
-from diloco_jax.island.mailbox import Arrival, Arrivals
+from diloco_jax.island.mailbox import Arrival, Arrivals, log_refused
 from diloco_jax.island.timing import Pace, goal_of
-from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.coordinator.events import Event, Said
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.island.books import Books, Outcome
-from diloco_jax.protocol.island.boundary import Ahead, Arrays, Boundary
-from diloco_jax.protocol.island.conversation import Conversation, Wanted
-from diloco_jax.protocol.island.fetching import Fetching
+from diloco_jax.protocol.island.boundary import (
+    Ahead,
+    Arrays,
+    Books,
+    Boundary,
+    TakeOutcome,
+)
+from diloco_jax.protocol.island.conversation import Conversation, Fetching, Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import (
     AnchorRequest,
@@ -79,7 +82,7 @@ class NoBody:
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None: ...
 
-    def judge(self, fragment: int, outcome: Outcome) -> None: ...
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None: ...
 
 
 class VirtualService(Protocol):
@@ -147,7 +150,7 @@ class IslandSpec:
     """Seconds from its welcome to its first step: compilation, without fetches."""
     bytes_up: tuple[int, ...] = ()
     """Bytes of an encoded delta, by fragment."""
-    lead: int = 0
+    lookahead: int = 0
     """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
 
 
@@ -198,7 +201,7 @@ class VirtualIsland:
         self._waiting: Arrival | None = None
         """Version that was fetched and has no room so far."""
         self._outgoing: dict[tuple[int, int], Any] = {}
-        self._ahead = Ahead(spec.lead)
+        self._ahead = Ahead(spec.lookahead)
         self._compiled = self._stepping = False
         self._measures = Measures()
         self._next: Due | None = None
@@ -219,7 +222,7 @@ class VirtualIsland:
             fingerprint=coordinator.config.fingerprint,
             tokens_per_step=self._goal.tokens_per_step,
             sequences_per_step=self.spec.batch_size,
-            lead=self.spec.lead,
+            lookahead=self.spec.lookahead,
         )
         said = self._hello(who)
         self.peer = peer = Connection(self, line, said)

@@ -35,7 +35,7 @@ from diloco_jax.config.resolving import resolve
 from diloco_jax.core.fragment_merge import MergeMeasures
 from diloco_jax.data.loading import load_data
 from diloco_jax.island.device.build import at_anchors
-from diloco_jax.island.device.replica import LentParams
+from diloco_jax.island.device.exchange import LentParams
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.build import build_plan

@@ -20,7 +20,7 @@ from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.island.books import Outcome
+from diloco_jax.protocol.island.boundary import TakeOutcome
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.bodies import Diary
 from diloco_jax.simulation.clock import Clock
@@ -76,7 +76,7 @@ class TapedBody:
         self._diary.adoptions.append((fragment, number, self._clock.now))
         self._note(Act("adopt", fragment, (number, keep)))
 
-    def judge(self, fragment: int, outcome: Outcome) -> None:
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         self._note(Act("judge", fragment, outcome))
 
     def _note(self, act: Act) -> None:

@@ -25,8 +25,7 @@ from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule, Shape
 from diloco_jax.core.fragment_merge import FragmentState, is_fit, length
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
-from diloco_jax.core.merge_rules import MEAN
-from diloco_jax.core.merging import rule_for
+from diloco_jax.core.merging import MEAN, rule_for
 from diloco_jax.core.tiles import TileGrid, halved_squares
 from diloco_jax.island.device.exchange import ByPiece, Exchange
 from diloco_jax.island.device.programs import PiecePrograms

@@ -23,7 +23,7 @@ import numpy as np
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator import kept
+from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.core.fragments import LAYERS, Piece, from_pieces
 from diloco_jax.data.tokenizers import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
@@ -278,7 +278,7 @@ class LiveRun:
                 break
             report(f"cycle {cycle} is being kept", float(answer["share"]))
             time.sleep(POLL_S)
-        folder = kept.path_of(workdir / run_files.KEPT, cycle)
+        folder = fragment_snapshots.cycle_path(workdir / run_files.KEPT, cycle)
         for done, name in enumerate(files):
             report(f"cycle {cycle} comes", done / len(files))
             if Path(name).is_absolute() or ".." in Path(name).parts:

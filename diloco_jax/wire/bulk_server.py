@@ -27,12 +27,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.errors import OUT_OF_FILES
-from diloco_jax.wire import addresses, bulk, encoding, errors, limits
+from diloco_jax.wire import addresses, bulk, errors, limits
+from diloco_jax.wire.bulk import BulkConnection, prepare
 from diloco_jax.wire.errors import Busy, ConnectionLost, RemoteProtocolError, WireError
-from diloco_jax.wire.frames import BulkConnection, prepare
-from diloco_jax.wire.limits import Quota, RateLimitedLog, TransferSlots
+from diloco_jax.wire.limits import (
+    DaemonPool,
+    Guard,
+    IdleWatch,
+    Quota,
+    RateLimitedLog,
+    TransferSlots,
+)
 from diloco_jax.wire.principal import (
     COORDINATOR,
     OPERATOR,
@@ -42,7 +49,6 @@ from diloco_jax.wire.principal import (
     require,
 )
 from diloco_jax.wire.session import Handlers, log_about
-from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -446,7 +452,7 @@ class BulkServer:
             fresh = limits.requests_quota(who, self._each)
             time.sleep(self._quotas.setdefault(who, fresh).wait_s(1))
         with self._watch.guard(self._deadlines.connect_s, connection.cut):
-            request = connection.receive(encoding.bulk_request)
+            request = connection.receive(bulk.bulk_request)
         guard = held.enter_context(
             self._watch.guard(self._deadlines.idle_s, connection.cut)
         )

@@ -6,23 +6,32 @@ island (`island.NAME`), of readers and of operators. EC P-256 throughout. `revok
 lists what is shut out, and `issued.txt` what was signed: serial number in hex, end and
 principal on each line. A certificate may be renewed and its file overwritten, yet
 whoever copied the old one with its key gets in until it is revoked.
+
+The command is `diloco certs DIR --hosts HOST... --islands NAME... [--add | --revoke
+WHO...]`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import ipaddress
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from diloco_jax.config.config import check_name
+from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
+from diloco_jax.config.options import parse
+from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import whole, write_text
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.wire.principal import (
@@ -354,3 +363,111 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CertsOptions:
+    """The options of `diloco certs`."""
+
+    folder: Path = positional(metavar="DIR", help="Folder of the certificates.")
+    hosts: tuple[str, ...] = setting(
+        (),
+        help="Names and addresses at which islands reach the coordinator, besides "
+        "localhost; without any, only its own machine reaches it.",
+    )
+    islands: tuple[str, ...] = setting(
+        (),
+        help="Names of islands, as the config has them: each gets a key of its own. "
+        "With --add, those that have one get another.",
+    )
+    workers: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Workers of the coordinator (placement.workers) that get a key of their "
+        "own.",
+    )
+    revoke: tuple[str, ...] = setting(
+        (),
+        metavar="[WHO [WHO ...]]",
+        help="Shut out whoever has these certificates, by the names of their files "
+        "(island.v6e): the coordinator reads DIR's revoked.txt while it runs.",
+    )
+    days: int = setting(365, help="Days for which the certificates are valid.")
+    add: bool = setting(False, help="Add hosts or islands to DIR's authority.")
+    replace: bool = setting(False, help="Replace DIR's authority.")
+
+
+def certs_command(arguments: Sequence[str]) -> int:
+    """Make a run's authority and certificates, or add to them."""
+    (options,) = parse(
+        [CertsOptions],
+        arguments,
+        "diloco certs",
+        "Make a run's authority and certificates for mutual TLS.",
+    )
+    if options.add + options.replace + bool(options.revoke) > 1:
+        raise ConfigError("--add, --replace and --revoke: choose one of them")
+
+    folder, limit = options.folder, CA_DAYS
+    if not 1 <= options.days <= limit:
+        raise ConfigError(
+            f"--days {options.days}: certificates are valid for 1 day to the "
+            f"authority's own {limit} days; choose from these"
+        )
+    for name in options.islands:
+        check_name(name)
+    try:
+        if options.revoke:
+            _revoke(folder, options.revoke)
+            return 0
+        named: dict[str, Any] = {
+            "islands": options.islands,
+            "workers": options.workers,
+        }
+        if options.add:
+            add(folder, options.hosts, options.days, **named)
+        else:
+            make_certificates(
+                folder, options.hosts, options.days, replace=options.replace, **named
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write certificates to {folder}: {error.strerror}; give a folder "
+            f"that is writable"
+        ) from error
+    names = ", ".join(coordinator_names(folder))
+    here = principals(folder)
+    islands = ", ".join(who.name for who in here if who.role == "island")
+    print(
+        f"certificates in {folder}, of a coordinator called {names}, and of "
+        f"{f'islands {islands}' if islands else 'no island (--add --islands NAME)'}. "
+        f"Give each machine, as --certificates, a folder with ca.pem and its own "
+        f".pem and .key: coordinator.* and worker.*, island.NAME.*, or "
+        f"reader.* to look on; ca.key to none",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _revoke(folder: Path, stems: Sequence[str]) -> None:
+    """Revoke certificates, all of which must be known."""
+    from diloco_jax.wire.principal import REVOKED, of_stem
+
+    here = {one.stem for one in issued(folder)}
+    for stem in stems:
+        if stem not in here:
+            known = ", ".join(sorted(here)) or "none"
+            raise ConfigError(
+                f"--revoke {stem}: {folder} has no certificate of that name"
+                f"{suggest(stem, here)}; it has {known}"
+            )
+    for stem in dict.fromkeys(stems):
+        who = of_stem(stem)
+        assert who is not None
+        numbers = ", ".join(f"{serial:x}" for serial in revoke(folder, who))
+        print(
+            f"{who}: serial numbers in hex {numbers}, in {folder / REVOKED}; a "
+            f"coordinator whose folder that is shuts them out within seconds, others "
+            f"need the file beside their coordinator.pem",
+            file=sys.stderr,
+        )

@@ -16,11 +16,10 @@ from typing import Any
 
 import grpc
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import messages
-from diloco_jax.wire import addresses, encoding, errors
-from diloco_jax.wire.bulk import CycleRequest
-from diloco_jax.wire.encoding import QUEUED_CONTROL_BYTES, decoded, encode
+from diloco_jax.wire import addresses, bulk, errors
+from diloco_jax.wire.bulk import QUEUED_CONTROL_BYTES, CycleRequest, decoded, encode
 from diloco_jax.wire.errors import (
     ConnectionLost,
     LocalProtocolError,
@@ -28,9 +27,9 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     WireError,
 )
+from diloco_jax.wire.limits import ByteQueue, IdleWatch, QueueClosed
 from diloco_jax.wire.principal import worker
 from diloco_jax.wire.server import SERVICE, keepalive_options
-from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain, large_lost
 from diloco_jax.wire.transfers import Connections, Transfers
 
@@ -84,11 +83,11 @@ class ControlStream:
         Raises LocalProtocolError if it is too large; ConnectionLost if the stream is
         dead, or if the queue is full because the coordinator reads too slowly.
         """
-        raw = encoding.encode(message)
-        if len(raw) > encoding.MAX_CONTROL_BYTES:
+        raw = bulk.encode(message)
+        if len(raw) > bulk.MAX_CONTROL_BYTES:
             raise LocalProtocolError(
                 f"{type(message).__name__} to {self._peer} has {len(raw)} bytes, the "
-                f"limit is {encoding.MAX_CONTROL_BYTES}; send it in parts"
+                f"limit is {bulk.MAX_CONTROL_BYTES}; send it in parts"
             )
         try:
             stored = self._outbox.put(raw)
@@ -114,7 +113,7 @@ class ControlStream:
         if raw is None:
             return None
         message: messages.FromCoordinator = decoded(
-            encoding.from_coordinator, raw, self._peer
+            bulk.from_coordinator, raw, self._peer
         )
         if isinstance(message, messages.Refused):
             raise Refused(message.code, message.message)

@@ -17,12 +17,14 @@ from typing import Any
 
 import grpc
 
-from diloco_jax.deadlines import Deadlines
-from diloco_jax.wire import addresses, encoding, errors
+from diloco_jax.config.placement import Deadlines
+from diloco_jax.wire import addresses, bulk, errors
+from diloco_jax.wire.bulk import Decoded, decoded
 from diloco_jax.wire.bulk_server import BulkServer
-from diloco_jax.wire.encoding import Decoded, decoded
 from diloco_jax.wire.errors import Busy
 from diloco_jax.wire.limits import (
+    DaemonPool,
+    IdleWatch,
     Quota,
     RateLimitedLog,
     TransferSlots,
@@ -30,7 +32,6 @@ from diloco_jax.wire.limits import (
 )
 from diloco_jax.wire.principal import OPERATOR, Peers, Principal, require
 from diloco_jax.wire.session import Handlers, Session, log_about
-from diloco_jax.wire.threads import DaemonPool, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -168,13 +169,11 @@ class Server:
             "Status": self._call(lambda request, caller, peer: self._status()),
             "Config": self._call(lambda request, caller, peer: self._config),
             "Keep": self._order(
-                encoding.cycle_request, lambda order: self._handlers.keep(order.cycle)
+                bulk.cycle_request, lambda order: self._handlers.keep(order.cycle)
             ),
-            "Steer": self._order(
-                encoding.steer, lambda order: self._handlers.steer(order)
-            ),
+            "Steer": self._order(bulk.steer, lambda order: self._handlers.steer(order)),
             "Profile": self._order(
-                encoding.profile_order, lambda order: self._handlers.profile(order)
+                bulk.profile_order, lambda order: self._handlers.profile(order)
             ),
         }
 
@@ -292,7 +291,7 @@ def keepalive_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
     """Return the options of both ends: sizes, and keepalive within the time budget."""
     half_budget_ms = int(deadlines.budget_s * 500)
     return [
-        *encoding.SIZE_OPTIONS,
+        *bulk.SIZE_OPTIONS,
         ("grpc.keepalive_time_ms", half_budget_ms),
         ("grpc.keepalive_timeout_ms", half_budget_ms),
         # Without it, a peer that is stopped and not gone is noticed after a minute.

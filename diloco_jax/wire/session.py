@@ -17,14 +17,20 @@ from typing import Any, NoReturn
 
 import grpc
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import messages
-from diloco_jax.wire import bulk, encoding, errors
-from diloco_jax.wire.encoding import QUEUED_CONTROL_BYTES, decoded
+from diloco_jax.wire import bulk, errors
+from diloco_jax.wire.bulk import QUEUED_CONTROL_BYTES, decoded
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError, WireError
-from diloco_jax.wire.limits import HELLO_BYTES, Quota, RateLimitedLog
+from diloco_jax.wire.limits import (
+    HELLO_BYTES,
+    ByteQueue,
+    IdleWatch,
+    QueueClosed,
+    Quota,
+    RateLimitedLog,
+)
 from diloco_jax.wire.principal import Principal, island, require
-from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +69,7 @@ class Session:
         session ends, and it may come back.
         """
         try:
-            stored = self._outbox.put(encoding.encode(message))
+            stored = self._outbox.put(bulk.encode(message))
         except QueueClosed:
             return
         if not stored:
@@ -123,12 +129,12 @@ class Session:
         Raises RemoteProtocolError if it cannot be understood or is out of order,
         Refused or SecurityError if the peer may not say it, and what a handler raises.
         """
-        if len(raw) > encoding.MAX_CONTROL_BYTES:
+        if len(raw) > bulk.MAX_CONTROL_BYTES:
             raise RemoteProtocolError(
                 f"message of {len(raw)} bytes from {self.peer}, the limit is "
-                f"{encoding.MAX_CONTROL_BYTES}; send it in parts"
+                f"{bulk.MAX_CONTROL_BYTES}; send it in parts"
             )
-        message: messages.FromIsland = decoded(encoding.from_island, raw, self.peer)
+        message: messages.FromIsland = decoded(bulk.from_island, raw, self.peer)
         who = self._identify()
         if self.connected:
             if isinstance(message, messages.Hello):

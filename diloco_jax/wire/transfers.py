@@ -28,9 +28,10 @@ import numpy.typing as npt
 from cryptography import x509
 from msgspec.structs import replace
 
-from diloco_jax.deadlines import Backoff, Deadlines
+from diloco_jax.config.placement import Backoff, Deadlines
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, bulk, encoding, errors, frames, principal
+from diloco_jax.wire import addresses, bulk, errors, principal
+from diloco_jax.wire.bulk import PROGRESS_BYTES, BulkConnection, prepare
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -40,9 +41,8 @@ from diloco_jax.wire.errors import (
     VersionGone,
     WireError,
 )
-from diloco_jax.wire.frames import PROGRESS_BYTES, BulkConnection, prepare
+from diloco_jax.wire.limits import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.principal import Principal
-from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain
 
 
@@ -163,7 +163,7 @@ def asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answe
 
 def answer(connection: BulkConnection, kind: type[Answer]) -> Answer:
     """Receive an answer of this kind; raise the error that comes instead."""
-    reply = connection.receive(encoding.bulk_reply)
+    reply = connection.receive(bulk.bulk_reply)
     if isinstance(reply, errors.Failure):
         raise errors.from_failure(reply, connection.peer)
     if not isinstance(reply, kind):
@@ -324,7 +324,7 @@ class Transfers:
         Each is valid until the next. Raises Refused, ConnectionLost, or
         RemoteProtocolError.
         """
-        place = memoryview(bytearray(frames.CHUNK_BYTES))
+        place = memoryview(bytearray(bulk.CHUNK_BYTES))
         with self.call(self._begin()) as (connection, guard):
             start = asked(connection, request, bulk.KeptStart)
             position = 0

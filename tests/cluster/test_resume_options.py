@@ -24,7 +24,7 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.core.learning_rate import learning_rate
+from diloco_jax.core.inner import learning_rate
 
 
 @pytest.fixture

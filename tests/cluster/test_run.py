@@ -21,8 +21,8 @@ from diloco_jax.config import (
     Placement,
     RunConfig,
 )
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.errors import SecurityError

@@ -23,7 +23,7 @@ from diloco_jax.config import (
     ModelConfig,
     Placement,
     RunConfig,
-    family_fields,
+    config,
     loading,
 )
 from diloco_jax.config.loading import read_config_json, write_config_json
@@ -136,7 +136,7 @@ def workdir(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def test_all_fields_that_name_code_are_sealed() -> None:
     run = RunConfig()
     assert loading.named_code(run) == {}, "members of the package are no such code"
-    for field in (*family_fields.FIELDS, "model.factory", "data.factory"):
+    for field in (*config.FIELDS, "model.factory", "data.factory"):
         section, name = field.split(".")
         part = dataclasses.replace(getattr(run, section), **{name: "a.py:b"})
         changed = dataclasses.replace(run, **{section: part})

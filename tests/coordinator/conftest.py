@@ -14,14 +14,14 @@ from etils import epath
 from diloco_jax.config import OuterConfig, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
+    KeptCycles,
     Publishes,
 )
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.journal import RecordLog
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics

@@ -24,13 +24,12 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.coordinator import summary
-from diloco_jax.coordinator.anchor_search import AnchorSearch
-from diloco_jax.coordinator.engine import Sessions
 from diloco_jax.coordinator.holding.anchors import LostFragments
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
-from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.lead import Lead, Sessions
+from diloco_jax.coordinator.origin import AnchorSearch
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Likeness, Service
 from diloco_jax.coordinator.settings import policy_config
@@ -41,8 +40,7 @@ from diloco_jax.core.fragment_merge import (
     MergeResult,
     Squares,
 )
-from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout, plan_fragments
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
@@ -52,9 +50,8 @@ from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial, restored
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import encoding
-from diloco_jax.wire.bulk import FetchSource
-from diloco_jax.wire.encoding import decoded
+from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk import FetchSource, decoded
 from diloco_jax.wire.errors import Refused, WireError
 
 SHAPES = {"w": (4, 4), "v": (4, 2)}
@@ -88,7 +85,7 @@ class Stream:
         self.refused: list[Refused] = []
 
     def send(self, message: messages.FromCoordinator) -> None:
-        encoding.from_coordinator(encoding.encode(message))
+        bulk.from_coordinator(bulk.encode(message))
 
     def close(self, refused: Refused | None = None) -> None:
         self.refused += [refused] if refused else []
@@ -318,13 +315,13 @@ class Peer:
         total = LAYOUTS[0].total_bytes
         default = {**self.identity(), "tick": 1, "offset": 0, "length": total}
         fields = {**default, "total": total, **changed}
-        start = decoded(encoding.bulk_request, raw("UploadStart", fields), "p")
+        start = decoded(bulk.bulk_request, raw("UploadStart", fields), "p")
         place = self.made.handlers.upload_begin(start)
         place[:] = bytes(len(place))
         self.made.handlers.upload_end(start, place)
 
     def decode(self, kind: str, fields: dict[str, Any]) -> Any:
-        return decoded(encoding.from_island, raw(kind, fields), "p")
+        return decoded(bulk.from_island, raw(kind, fields), "p")
 
 
 def raw(kind: str, fields: dict[str, Any]) -> bytes:
@@ -357,6 +354,6 @@ def hello_fields(name: str, **changed: Any) -> dict[str, Any]:
         "tokens": 0,
         "own_tokens": 0,
         "next_position": 0,
-        "lead": 0,
+        "lookahead": 0,
         **changed,
     }

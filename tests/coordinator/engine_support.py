@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from diloco_jax.coordinator.log import read
+from diloco_jax.coordinator.journal import read
 from diloco_jax.protocol import holding, messages
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.holding import DeltaArrived

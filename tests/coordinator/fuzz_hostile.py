@@ -153,7 +153,9 @@ class Hostile:
             versions=[version] * 2 if offers else [],
             own_tokens=self.random.randrange(100),
             next_position=self.world.state.next_position,
-            lead=LARGEST["lead"] if self.holds_up else self.random.randrange(3),
+            lookahead=LARGEST["lookahead"]
+            if self.holds_up
+            else self.random.randrange(3),
         )
 
     def _report(self, name: str, records: int = 0) -> dict[str, Any]:

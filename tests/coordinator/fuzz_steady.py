@@ -9,10 +9,10 @@ import numpy as np
 from door_support import ADMITTED, LAYOUTS, PLAN, STEP_S, hello_fields, raw
 from fuzz_support import UNIX, Move, World
 
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.core.tiles import TileGrid, ballot_of
 from diloco_jax.protocol import messages
-from diloco_jax.wire import frames
+from diloco_jax.wire import bulk
 
 FIRST = int(UNIX)
 """The first incarnation, counted as launchers do."""
@@ -233,5 +233,5 @@ class Steady:
 
 def chunked(data: bytes, begin: int = 0) -> tuple[bytes, ...]:
     """The chunks of a stripe that begins there, as they are sent."""
-    cut = frames.chunks((data,), 0, len(data), begin)
+    cut = bulk.chunks((data,), 0, len(data), begin)
     return tuple(header + part for header, part in cut)

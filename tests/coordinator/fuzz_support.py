@@ -20,22 +20,21 @@ import msgspec
 from door_support import ADMITTED, CONFIG, LAYOUTS, Coordinator, searching
 from msgspec.structs import replace
 
-from diloco_jax.coordinator import anchor_search as gathering_shell
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator import lead as engine_thread
+from diloco_jax.coordinator import origin as gathering_shell
 from diloco_jax.coordinator import service as answers
-from diloco_jax.coordinator.anchor_search import AnchorSearch
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.coordinator.origin import AnchorSearch
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import State, initial
-from diloco_jax.wire import encoding, frames, principal
+from diloco_jax.wire import bulk, principal
+from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.errors import ConnectionLost, Failure, WireError
-from diloco_jax.wire.frames import BulkConnection
-from diloco_jax.wire.limits import Quota, RateLimitedLog
+from diloco_jax.wire.limits import IdleWatch, QueueClosed, Quota, RateLimitedLog
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Session
-from diloco_jax.wire.threads import IdleWatch, QueueClosed
 
 CHECK_EVERY = 250
 """Moves between two looks at books and memory."""
@@ -122,7 +121,7 @@ class Fed(BulkConnection):
         self.peer, self._who = f"peer {who}", who
         self.sent_bytes = self.received_bytes = 0
         self.between, self.parted = True, False
-        self._head = memoryview(bytearray(frames.HEADER_BYTES))
+        self._head = memoryview(bytearray(bulk.HEADER_BYTES))
         self.unread, self.said = memoryview(octets), bytearray()
 
     def certificate(self) -> bytes:
@@ -133,8 +132,8 @@ class Fed(BulkConnection):
 
     def part(self, message: Any) -> None:
         self.between, self.parted = False, True
-        raw = encoding.encode(message)
-        self._send(frames.message_header(len(raw)) + raw)
+        raw = bulk.encode(message)
+        self._send(bulk.message_header(len(raw)) + raw)
 
     def drain(self, place: bytearray) -> bool:
         """Nothing more comes."""
@@ -234,7 +233,7 @@ class World:
             self._server._bulk.answer(fed)
             if fed.said:
                 heard = Fed("coordinator", bytes(fed.said))
-                reply = heard.receive(encoding.bulk_reply)
+                reply = heard.receive(bulk.bulk_reply)
                 if isinstance(reply, Failure) and FAILED in reply.message:
                     raise Defect(f"a transfer failed: {reply.message}")
                 self.answers[type(reply).__name__] += 1
@@ -400,7 +399,7 @@ class World:
                 return
             if raw is None:
                 return
-            heard.append(encoding.from_coordinator(raw))
+            heard.append(bulk.from_coordinator(raw))
 
 
 def require(holds: bool, what: str = "") -> None:
@@ -411,4 +410,4 @@ def require(holds: bool, what: str = "") -> None:
 def carried(move: Move) -> bytes:
     """Return the bytes that a connection carries for an upload or a fetch."""
     request, *chunks = move.frames
-    return b"".join((frames.message_header(len(request)), request, *chunks))
+    return b"".join((bulk.message_header(len(request)), request, *chunks))

@@ -1,8 +1,7 @@
 """Stripes of deltas of two fragments, for an inbox."""
 
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout, plan_fragments
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire.bulk import UploadStart
 

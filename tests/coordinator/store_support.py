@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.values import Contribution, Version
 

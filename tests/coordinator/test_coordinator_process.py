@@ -13,7 +13,7 @@ from diloco_jax import checkpoint, cli, run_files
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve
-from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator import main
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.coordinator.snapshots import states

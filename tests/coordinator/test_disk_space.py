@@ -14,7 +14,7 @@ from tiny import MODEL
 from diloco_jax.config import Config, OuterConfig, RunConfig, SyncConfig
 from diloco_jax.coordinator import watchdog
 from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
-from diloco_jax.coordinator.log import RecordLog, read
+from diloco_jax.coordinator.journal import RecordLog, read
 from diloco_jax.coordinator.settings import state_sizes
 from diloco_jax.coordinator.watchdog import DiskNeed, DiskWait
 from diloco_jax.models.build import build, build_plan
@@ -155,7 +155,7 @@ def test_a_record_that_fits_in_part_is_in_the_log_once(disk, no_space, tmp_path)
 
 def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypatch):
     """An empty later segment would make damage of an unfinished record."""
-    from diloco_jax.coordinator import log as durable
+    from diloco_jax.coordinator import journal as durable
 
     log = RecordLog(tmp_path)
     log.append({"n": 0})

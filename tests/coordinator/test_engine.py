@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from engine_support import hello, report
 
+from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator import lead as lead_module
-from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
-from diloco_jax.coordinator.log import RecordLog, read
+from diloco_jax.coordinator.journal import RecordLog, read
 from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from diloco_jax.coordinator import exporter as exporter_module
-from diloco_jax.coordinator.exporter import Exporter
+from diloco_jax.coordinator import summary as exporter_module
+from diloco_jax.coordinator.summary import Exporter
 from diloco_jax.errors import ConfigError
 from diloco_jax.observability.exported import Readings, Snapshot
 from diloco_jax.wire import principal

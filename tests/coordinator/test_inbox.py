@@ -15,7 +15,7 @@ import pytest
 from inbox_support import KEY, LAYOUTS, layout, put, start
 
 from diloco_jax.coordinator.holding.inbox import SPAN_S, TOLD_S, Inbox, Rooms
-from diloco_jax.core.payload import Box
+from diloco_jax.core.fragments import Box
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from diloco_jax import run_files, storage
-from diloco_jax.coordinator import kept
-from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.holding import fragment_snapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import ConnectionLost
@@ -72,7 +72,9 @@ def test_a_cycle_appears_when_all_of_it_is_on_disk(cycles, tmp_path):
     folder = tmp_path / run_files.KEPT / "cycle-000003"
     for fragment in (0, 1):
         read = [np.empty(SIZES[fragment], np.float32)]
-        header, _ = storage.read_sealed(folder / kept.fragment_name(fragment), read)
+        header, _ = storage.read_sealed(
+            folder / fragment_snapshots.kept_name(fragment), read
+        )
         np.testing.assert_array_equal(read[0], theta(fragment, 3)[0])
         assert header["version"] == [1, 3]
         assert (header["cycle"], header["run_id"]) == (3, "r")

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.coordinator.workers import holder
-from diloco_jax.coordinator.workers.holder import LedWorker
-from diloco_jax.coordinator.workers.line import read_frame, write_frame
-from diloco_jax.coordinator.workers.process import sign_of_life
+from diloco_jax.coordinator import workers
+from diloco_jax.coordinator.worker import sign_of_life
+from diloco_jax.coordinator.workers import LedWorker
 from diloco_jax.protocol.holding import (
     AllSaved,
     BeginWorker,
@@ -32,6 +31,7 @@ from diloco_jax.protocol.holding import (
     WorkerServes,
     to_worker,
 )
+from diloco_jax.wire.duplex import read_frame, write_frame
 from diloco_jax.wire.errors import ConnectionLost, Refused
 
 PATIENCE_S = 60.0
@@ -89,7 +89,7 @@ def dialled(monkeypatch) -> Iterator[Callable[..., Led]]:
             threading.Thread(target=run, daemon=True).start()
             return own
 
-        monkeypatch.setattr(holder, "dial_worker", dial)
+        monkeypatch.setattr(workers, "dial_worker", dial)
         made.append(Led(**placement))
         made[-1].worker.start(first)
         return made[-1]

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator import worker, workers
 from diloco_jax.coordinator.going_on import WorkerOptions
-from diloco_jax.coordinator.workers import holder, process
-from diloco_jax.coordinator.workers.holder import LedWorker
-from diloco_jax.coordinator.workers.process import HoldingWorker, Listening, facts_of
+from diloco_jax.coordinator.worker import HoldingWorker, Listening, facts_of
+from diloco_jax.coordinator.workers import LedWorker
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.holding import (
     AwaitedTakes,
@@ -75,7 +75,7 @@ def serve(tmp_path, monkeypatch):
         came.line.close()
         return False
 
-    monkeypatch.setattr(process, "serve_lead", hold)
+    monkeypatch.setattr(worker, "serve_lead", hold)
     with contextlib.ExitStack() as stack:
 
         def start(config: Config, index: int = 0, name: str = "there") -> Listening:
@@ -157,7 +157,7 @@ def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
 ):
     serve(config)
     island = TlsFiles.load(config.placement.certificates, principal.island("a"))
-    monkeypatch.setattr(holder, "own_tls", lambda _: island)
+    monkeypatch.setattr(workers, "own_tls", lambda _: island)
     why = "this is for the coordinator, .* is that of island a"
     with pytest.raises(Refused, match=why):
         lead().restored()
@@ -175,7 +175,7 @@ def test_a_dial_between_the_renewal_of_a_key_and_of_its_certificate_gets_through
     made.restored()
     (own / "coordinator.key").write_bytes((new / "coordinator.key").read_bytes())
     address = config.placement.worker_addresses[0]
-    holder.dial_worker(address, 0, made._tls, config.placement.deadlines).close()
+    workers.dial_worker(address, 0, made._tls, config.placement.deadlines).close()
 
 
 def test_a_worker_needs_a_key_of_its_own_and_tls_beyond_loopback(config, tmp_path):
@@ -197,7 +197,7 @@ def test_two_processes_never_have_one_workdir(config, serve):
 
 
 def test_strangers_that_say_nothing_hold_nobody_up(config, serve, monkeypatch):
-    monkeypatch.setattr(process, "CONNECTIONS", 2)
+    monkeypatch.setattr(worker, "CONNECTIONS", 2)
     made = serve(placed(config, time_budget_s=1.0))
     host, _, port = made.address.rpartition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(2)]
@@ -261,9 +261,9 @@ def test_options_that_do_not_fit_are_refused(config, options, changes, why):
 def test_a_worker_to_which_no_lead_comes_ends_and_says_so(
     config, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(process, "FIRST_S", 0.1)
+    monkeypatch.setattr(worker, "FIRST_S", 0.1)
     bind = config.placement.worker_addresses[0]
-    assert process.run(config, 0, tmp_path / "w", bind) == EXIT_FAILED
+    assert worker.run(config, 0, tmp_path / "w", bind) == EXIT_FAILED
     assert "no coordinator came for 0.1 s" in caplog.text
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from diloco_jax.coordinator.log import DurableError, RecordLog, read
+from diloco_jax.coordinator.journal import DurableError, RecordLog, read
 
 
 def filled(folder, segments=1):

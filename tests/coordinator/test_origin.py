@@ -28,7 +28,7 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     make_store,
     restore,
 )
-from diloco_jax.coordinator.log import DurableError, RecordLog
+from diloco_jax.coordinator.journal import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import (
     StateSnapshots,

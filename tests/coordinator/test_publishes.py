@@ -9,7 +9,7 @@ import pytest
 from diloco_jax import files, storage
 from diloco_jax.coordinator.holding import fragment_snapshots as module
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
-from diloco_jax.coordinator.log import DurableError
+from diloco_jax.coordinator.journal import DurableError
 from diloco_jax.protocol.values import Version
 
 

@@ -66,7 +66,7 @@ def hello(**changes: Any) -> messages.Hello:
         sequences_granted=40,
         records_through=12,
         term=1,
-        lead=2,
+        lookahead=2,
     )
     return msgspec.structs.replace(whole, **changes)
 

@@ -22,8 +22,7 @@ from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.merge_rules import RDA
-from diloco_jax.core.merging import rule_for
+from diloco_jax.core.merging import RDA, rule_for
 from diloco_jax.core.outer import make_outer, outer_step
 from diloco_jax.protocol.values import Version
 

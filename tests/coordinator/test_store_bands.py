@@ -16,9 +16,8 @@ from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import MERGE_RULES
-from diloco_jax.core.fragments import get_piece, plan_fragments
+from diloco_jax.core.fragments import PayloadLayout, get_piece, plan_fragments
 from diloco_jax.core.merging import may_cut
-from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.values import Version
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from diloco_jax.coordinator.workers.line import WorkerLine
 from diloco_jax.protocol.holding import LeadAlive, WorkerServes, from_worker, to_worker
+from diloco_jax.wire.duplex import WorkerLine
 
 SILENCE_S = 60.0
 MANY = 4000

@@ -78,7 +78,7 @@ def test_an_unfit_member_is_refused_with_field_and_line(
 CLAIMS = """\
 import jax.numpy as jnp
 
-from diloco_jax.core.merge_rules import Rda
+from diloco_jax.core.merging import Rda
 from diloco_jax.core.families import Elementwise, Fold, WeightedSum
 
 

@@ -21,8 +21,7 @@ from diloco_jax.core.fragments import (
     get_piece,
     plan_fragments,
 )
-from diloco_jax.core.merge_rules import MEAN
-from diloco_jax.core.merging import may_cut
+from diloco_jax.core.merging import MEAN, may_cut
 
 SHAPES = {
     "embed": (256, 8),

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.core.inner import by_source, make_inner
-from diloco_jax.core.learning_rate import learning_rate
+from diloco_jax.core.inner import by_source, learning_rate, make_inner
 
 AXES = {
     "embed": ("vocab", "embed"),

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merges import assert_same, merged, merger, same_bits
 
+from diloco_jax.compilation import passes_of
 from diloco_jax.core import outer, tiles
 from diloco_jax.core.changes import publish_tiles
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import CODECS
-from diloco_jax.core.kernels import CODECS as KNOWN
-from diloco_jax.core.kernels import Passes, Step, tile_bytes
 from diloco_jax.core.merging import Encoded
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
-from diloco_jax.merge_route import passes_of
+from diloco_jax.core.tiles import CODECS as KNOWN
+from diloco_jax.core.tiles import Passes, Step, tile_bytes
 
 pytestmark = pytest.mark.optimized
 

@@ -22,15 +22,18 @@ from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.contracts import merges_bands_alike
 from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS, MergeRule
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge_rules import (
+from diloco_jax.core.merging import (
     MEAN,
     RDA,
     TRIMMED_MEAN,
+    Encoded,
     capped,
     comparators,
+    merge_piece,
+    rule_for,
+    start,
     weight,
 )
-from diloco_jax.core.merging import Encoded, merge_piece, rule_for, start
 
 SHAPE = (6, 5)
 NAMES = names(MERGE_RULES, "merge")

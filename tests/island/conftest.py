@@ -16,7 +16,7 @@ from link_support import (
 )
 
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.transfers import Lanes, Sender

@@ -7,9 +7,9 @@ import threading
 import jax
 import numpy as np
 
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Piece
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity

@@ -18,10 +18,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import get_piece
-from diloco_jax.core.payload import tiles_of
+from diloco_jax.core.fragments import get_piece, tiles_of
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.device import mesh, spread
+from diloco_jax.island.device import mesh
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
@@ -243,8 +242,8 @@ def spread_over_hosts(shape: str, hosts: int) -> list[str]:
     pieces that then are not the whole."""
     config, wrong = dataclasses.replace(island(shape), batch_size=24), []
     per_host = config.devices // hosts
-    spread.host_of = lambda device: device.id // per_host
-    spread.spread_of.cache_clear()
+    mesh.host_of = lambda device: device.id // per_host
+    mesh.spread_of.cache_clear()
     model, trainer = build_trainer(RUN, config)
     state, plan = trainer.abstract_state(), build_plan(RUN, model)
     codec, random = get_codec(RUN.sync.codec_down), np.random.default_rng(0)
@@ -256,7 +255,7 @@ def spread_over_hosts(shape: str, hosts: int) -> list[str]:
     for pieces in plan.fragments:
         kinds = [kind(piece) for piece in pieces]
         spreads = [(k.spread, p.shape) for k, p in zip(kinds, pieces, strict=True)]
-        parts = spread.parts_by_host(spreads)
+        parts = mesh.parts_by_host(spreads)
         for number, (piece, own) in enumerate(zip(pieces, kinds, strict=True)):
             value = random.normal(size=piece.shape).astype("<f4")
             tiles = np.array(codec.encode(value))

@@ -13,7 +13,7 @@ from diloco_jax.data.reader import ValidationBatches
 from diloco_jax.data.source import SEGMENTS, TOKENS
 from diloco_jax.island.device.mesh import make_mesh
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.evaluate import Evaluator, evaluate_all
+from diloco_jax.island.loop import Evaluator, evaluate_all
 from diloco_jax.models.model import Model, split_batch, weighted_loss
 
 TEXT = np.random.default_rng(0).integers(0, 256, 103).astype(np.uint8)

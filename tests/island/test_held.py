@@ -12,10 +12,14 @@ from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device import exchange as exchange_module
 from diloco_jax.island.device.build import compile_programs
-from diloco_jax.island.device.exchange import Exchange, rows_of
+from diloco_jax.island.device.exchange import (
+    Exchange,
+    LentBeside,
+    WatchedModel,
+    rows_of,
+)
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.programs import OFTEN, SELDOM
-from diloco_jax.island.device.replica import LentBeside, WatchedModel
 from diloco_jax.island.mailbox import Arrival
 
 P = 4

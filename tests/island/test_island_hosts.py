@@ -12,7 +12,7 @@ import jax
 import pytest
 from link_support import Store
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.island import hosts as hosts_module
 from diloco_jax.island import world as island_hosts
 from diloco_jax.island.host import Host
@@ -25,7 +25,7 @@ from diloco_jax.island.hosts import (
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.island.fetching import Fetch
+from diloco_jax.protocol.island.conversation import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import VersionGone

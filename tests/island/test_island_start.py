@@ -11,8 +11,8 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, IslandConfig, ModelConfig, Placement, RunConfig
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.island import link, main
 from diloco_jax.island.host import introduction
 from diloco_jax.island.options import prepare_island

@@ -21,9 +21,9 @@ from link_support import (
     wait_for_news,
 )
 
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.island.link import Link
 from diloco_jax.island.transfers import TOLD_FROM, Fetcher, Lanes, Receiver
 from diloco_jax.protocol import messages

@@ -17,15 +17,12 @@ from diloco_jax.data.corpus import ValidationWindows, Windows
 from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.data.reader import BatchReader, LeasedStream, ValidationBatches
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.replica import Replica
+from diloco_jax.island.device.exchange import Exchange, Replica
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.island.evaluate import Evaluator
-from diloco_jax.island.loop import Loop
+from diloco_jax.island.loop import Evaluator, Loop
 from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
 from diloco_jax.island.timing import Pace, Timing, goal_of
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Goal
+from diloco_jax.protocol.island.boundary import Books, Boundary, Goal
 from diloco_jax.protocol.values import Span, Version
 
 STEPS, BATCH, LENGTH = 12, 2, 16

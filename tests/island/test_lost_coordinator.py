@@ -18,7 +18,7 @@ from link_support import (
     wait_for_news,
 )
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.errors import EXIT_REFUSED
 from diloco_jax.island import link as link_module
 from diloco_jax.island.link import Link

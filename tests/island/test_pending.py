@@ -12,12 +12,16 @@ from diloco_jax.config import IslandConfig, SyncConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.exchange import Exchange, LentParams
 from diloco_jax.island.device.mesh import make_mesh, replicated
-from diloco_jax.island.device.replica import LentParams
 from diloco_jax.island.mailbox import Arrival, Arrivals
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision, Goal
+from diloco_jax.protocol.island.boundary import (
+    Adoption,
+    Books,
+    Boundary,
+    Decision,
+    Goal,
+)
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Version
 

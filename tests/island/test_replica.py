@@ -9,8 +9,8 @@ import pytest
 from test_exchange import PLAN, V1, full_payload, place, random_params, start
 
 from diloco_jax.config import SyncConfig
+from diloco_jax.island.device.exchange import LentBeside
 from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.island.device.replica import LentBeside
 from diloco_jax.island.mailbox import Arrival
 
 

@@ -16,11 +16,15 @@ import pytest
 from diloco_jax.config import IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import read_config
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import FragmentPlan, Piece
-from diloco_jax.core.payload import Coverage, Part, PayloadLayout
-from diloco_jax.island.device.mesh import LARGE, abstract, make_mesh, param_shardings
+from diloco_jax.core.fragments import Coverage, FragmentPlan, Part, PayloadLayout, Piece
+from diloco_jax.island.device.mesh import (
+    LARGE,
+    abstract,
+    make_mesh,
+    param_shardings,
+    parts_by_host,
+)
 from diloco_jax.island.device.programs import PiecePrograms
-from diloco_jax.island.device.spread import parts_by_host
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.presets import preset
 

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
-from diloco_jax.config.launch import variables_of
+from diloco_jax.config.placement import variables_of
 from diloco_jax.launch.command import LaunchOptions, run
 from diloco_jax.launch.spec import make_spec
 from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm

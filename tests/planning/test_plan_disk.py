@@ -19,7 +19,7 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     Publishes,
 )
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.journal import RecordLog
 from diloco_jax.coordinator.settings import payload_bytes, policy_config
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.models.build import build

@@ -12,7 +12,7 @@ from diloco_jax.config import OuterConfig, Placement
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.settings import payload_bytes
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.planning.compiling import ExchangePlan
 from diloco_jax.planning.coordinator import (
     PROCESS_BYTES,

@@ -37,7 +37,7 @@ def main(
     prepare_island(config.island(name))
     from diloco_jax.island import main as island_main
     from diloco_jax.island.world import WorldAddress
-    from diloco_jax.observability.logs import setup_logging
+    from diloco_jax.process import setup_logging
 
     setup_logging()
     note_adoptions(Path(workdir) / f"{name}.{index}.adopted")
@@ -67,7 +67,7 @@ def note_adoptions(path: Path) -> None:
     import jax
     import numpy as np
 
-    from diloco_jax.island.device.replica import Replica
+    from diloco_jax.island.device.exchange import Replica
 
     adopt = Replica.adopt
 

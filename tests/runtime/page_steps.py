@@ -151,7 +151,7 @@ def main(
     from host_process import script
 
     from diloco_jax.island.device import mesh as meshes
-    from diloco_jax.island.device.replica import Replica
+    from diloco_jax.island.device.exchange import Replica
     from diloco_jax.island.joined import JoinedHost
     from diloco_jax.island.main import TrainingHost
     from diloco_jax.island.world import WorldAddress, join_world, leave_world

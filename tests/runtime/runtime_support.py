@@ -23,9 +23,9 @@ from diloco_jax.config import (
     SyncConfig,
     shared_fields,
 )
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.host import Host
 from diloco_jax.island.joined import JoinedHost

@@ -15,7 +15,7 @@ from runtime_support import PATIENCE_S, coordinator, make_config
 from diloco_jax.config import Config
 from diloco_jax.coordinator import going_on, main
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.journal import RecordLog
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.summary import Announcer

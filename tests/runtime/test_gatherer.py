@@ -27,13 +27,12 @@ from runtime_support import (
 )
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator.anchor_search import TornError
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.coordinator.origin import TornError
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import get_piece
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout, get_piece
 from diloco_jax.core.tiles import ballot_of
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.observability.tape import read_tape

@@ -25,7 +25,7 @@ from diloco_jax.island.options import prepare_island
 config, address, workdir = read_config_json(Path(sys.argv[1])), *sys.argv[2:]
 prepare_island(config.island("a"))
 from diloco_jax.island import main
-from diloco_jax.observability.logs import setup_logging
+from diloco_jax.process import setup_logging
 def where_it_hangs(host):
     threading.Event().wait(600)
 setup_logging()

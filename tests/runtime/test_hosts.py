@@ -41,7 +41,7 @@ from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.models import transformer
 from diloco_jax.models.build import build_plan
 from diloco_jax.observability.metrics import read_metrics

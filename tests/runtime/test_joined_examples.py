@@ -26,7 +26,7 @@ from runtime_support import (
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.island.device.replica import Replica
+from diloco_jax.island.device.exchange import Replica
 from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist

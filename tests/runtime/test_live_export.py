@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 from diloco_jax import run_files, storage
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
-from diloco_jax.coordinator import kept, snapshots
+from diloco_jax.coordinator import snapshots
+from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.evaluation import kept_facts
@@ -87,9 +88,9 @@ def over(text, tmp_path_factory):
         for thread in threads:
             thread.join(TIMEOUT_S)
         refused = done.pop("none")
-        while len(kept.numbers(workdir / run_files.KEPT)) < CYCLES or (
-            len({line["island"] for line in curve_of(workdir)}) < 2
-        ):
+        while len(
+            fragment_snapshots.cycle_numbers(workdir / run_files.KEPT)
+        ) < CYCLES or (len({line["island"] for line in curve_of(workdir)}) < 2):
             assert run.poll() is None, (folder / "log").read_text()[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -126,15 +127,17 @@ def test_kept_cycles_are_of_one_moment_and_have_the_merges_bits(over):
     plan = build_plan(run, build(run))
     store = Store(run, plan, None, 0.0)
     digests, ticks = of_tape(workdir)
-    cycles = kept.numbers(workdir / run_files.KEPT)
+    cycles = fragment_snapshots.cycle_numbers(workdir / run_files.KEPT)
     assert len(cycles) >= CYCLES
     checked = 0
     for cycle in cycles:
         for fragment in range(3):
             like = {"theta": store.like(fragment)["theta"]}
             theta = snapshots.empty(like)["theta"]
-            path = kept.path_of(workdir / run_files.KEPT, cycle)
-            header, _ = storage.read_sealed(path / kept.fragment_name(fragment), theta)
+            path = fragment_snapshots.cycle_path(workdir / run_files.KEPT, cycle)
+            header, _ = storage.read_sealed(
+                path / fragment_snapshots.kept_name(fragment), theta
+            )
             term, number = header["version"]
             turn = (cycle - 1) * 3 + fragment + 1
             upto = [
@@ -173,7 +176,9 @@ def test_the_curve_of_the_merged_model_is_that_of_the_kept_cycles(over):
     curve = {line["cycle"]: line["eval_loss"] for line in lines}
     assert len(curve) == len(lines) >= 2
     assert {line["island"] for line in lines} == {"a", "b"}, "they take turns"
-    shared = sorted(curve.keys() & set(kept.numbers(workdir / run_files.KEPT)))
+    shared = sorted(
+        curve.keys() & set(fragment_snapshots.cycle_numbers(workdir / run_files.KEPT))
+    )
     assert len(shared) >= len(curve) - 1, "both are of every third cycle"
     found = {c: evaluate(config, workdir, c)["eval_loss"] for c in shared}
     assert {c: curve[c] for c in shared} == pytest.approx(found, rel=1e-5)

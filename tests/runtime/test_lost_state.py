@@ -27,7 +27,7 @@ from diloco_jax.cluster import cluster
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError

@@ -13,7 +13,7 @@ from pods_support import Pods
 from runtime_support import PATIENCE_S, client, hello, make_config, placed
 
 from diloco_jax.config import Config, LaunchConfig
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.wire import principal
 from diloco_jax.wire.tls import TlsFiles

@@ -26,7 +26,7 @@ from runtime_support import make_config, placed, with_run
 
 from diloco_jax import LocalCluster, run_files
 from diloco_jax.config import IslandConfig
-from diloco_jax.coordinator.exporter import Exporter
+from diloco_jax.coordinator.summary import Exporter
 from diloco_jax.observability.exported import Readings, Snapshot
 from diloco_jax.wire import principal
 from diloco_jax.wire.certificates import make_certificates

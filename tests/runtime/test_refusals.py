@@ -37,7 +37,8 @@ from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record
-from diloco_jax.wire import addresses, bulk, encoding, frames, principal
+from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import ControlStream
 from diloco_jax.wire.errors import (
@@ -45,7 +46,6 @@ from diloco_jax.wire.errors import (
     Refused,
     SecurityError,
 )
-from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.tls import TlsFiles
 
 INCARNATION = 3
@@ -273,17 +273,17 @@ def answer_to(address: str, *parts: bytes) -> bulk.Failure:
     host, port = addresses.parse_address(addresses.bulk_address(address))
     with socket.create_connection((host, port), PATIENCE_S) as connection:
         connection.sendall(b"".join(parts))
-        answer = BulkConnection(connection, address).receive(encoding.bulk_reply)
+        answer = BulkConnection(connection, address).receive(bulk.bulk_reply)
     assert isinstance(answer, bulk.Failure)
     return answer
 
 
 def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(served, start):
     address = served.service.address
-    raw, chunk = encoding.encode(start), bytearray(start.total)
-    header = frames.chunk_header(memoryview(chunk), 0)
+    raw, chunk = bulk.encode(start), bytearray(start.total)
+    header = bulk.chunk_header(memoryview(chunk), 0)
     chunk[-1] ^= 1
-    error = answer_to(address, frames.message_header(len(raw)), raw, header, chunk)
+    error = answer_to(address, bulk.message_header(len(raw)), raw, header, chunk)
     assert error.kind == "LocalProtocolError"
     assert re.search(
         r"at byte 0 is damaged: checksum (\w{16}), expected (?!\1)\w{16}; send the "

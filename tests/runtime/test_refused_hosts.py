@@ -11,7 +11,7 @@ from test_hosts import HOST
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.server import Server
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from runtime_support import coordinator, make_config, placed, with_run
 
-from diloco_jax import cli, merge_route
+from diloco_jax import cli, compilation
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.wire.errors import SecurityError
 
@@ -53,9 +53,9 @@ def test_a_port_in_use_is_refused_before_a_run_is_begun(config, used, tmp_path):
 
 def test_a_merge_route_that_is_not_to_be_had_is_refused(config, tmp_path, monkeypatch):
     def absent():
-        raise merge_route.NativeError("no C compiler")
+        raise compilation.NativeError("no C compiler")
 
-    monkeypatch.setattr(merge_route, "_passes", absent)
+    monkeypatch.setattr(compilation, "_passes", absent)
     native = placed(config, merge_route="native")
     message = refused_start(native, tmp_path / "run", init=True)
     assert 'placement.merge_route = "native", and merges go by "xla" here' in message

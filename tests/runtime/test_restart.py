@@ -17,7 +17,7 @@ from runtime_support import (
 )
 
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.protocol import messages
 
 

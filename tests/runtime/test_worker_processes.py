@@ -33,10 +33,10 @@ from worker_support import (
 
 from diloco_jax import cli, run_files, storage
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import kept as kept_cycles
 from diloco_jax.coordinator import snapshots
+from diloco_jax.coordinator.holding import fragment_snapshots as kept_cycles
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
-from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import (
@@ -92,13 +92,13 @@ def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
     """The cycles that came from workers have the bits of the merges."""
     store = make_store(config, build_plan(config.run, build(config.run)))
     folder = workdir / run_files.KEPT
-    assert kept_cycles.numbers(folder)
-    for cycle in kept_cycles.numbers(folder):
+    assert kept_cycles.cycle_numbers(folder)
+    for cycle in kept_cycles.cycle_numbers(folder):
         for fragment in range(2):
             theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
-            name = kept_cycles.fragment_name(fragment)
+            name = kept_cycles.kept_name(fragment)
             header, _ = storage.read_sealed(
-                kept_cycles.path_of(folder, cycle) / name, theta
+                kept_cycles.cycle_path(folder, cycle) / name, theta
             )
             key = (fragment, *header["version"])
             if key[-1]:

@@ -16,11 +16,10 @@ import numpy as np
 from diloco_jax import checkpoint
 from diloco_jax.cluster.cluster import DILOCO, free_port
 from diloco_jax.config import Config
-from diloco_jax.coordinator.holding.fragment_snapshots import make_store
+from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles, make_store
 from diloco_jax.coordinator.holding.holder import StoreHolder, make_holder
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import (
     Commit,

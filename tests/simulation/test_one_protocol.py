@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
@@ -23,10 +23,8 @@ from diloco_jax.island.transfers import Receiver
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island import reporting
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Ending, Goal
-from diloco_jax.protocol.island.conversation import Wanted
-from diloco_jax.protocol.island.fetching import Fetching
+from diloco_jax.protocol.island.boundary import Books, Boundary, Ending, Goal
+from diloco_jax.protocol.island.conversation import Fetching, Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import Granted, Published, Report, Welcome
 from diloco_jax.protocol.values import Record, Span, Version

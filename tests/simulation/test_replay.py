@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from diloco_jax import before_jax, load_params, merge_route, storage
+from diloco_jax import before_jax, compilation, load_params, storage
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -130,9 +130,9 @@ def test_each_life_of_the_coordinator_has_its_route(recording):
 @pytest.mark.parametrize("route", ["native", "of tomorrow"])
 def test_a_route_that_is_not_to_be_had_is_refused(recording, route, monkeypatch):
     def absent():
-        raise merge_route.NativeError("no C compiler")
+        raise compilation.NativeError("no C compiler")
 
-    monkeypatch.setattr(merge_route, "_passes", absent)
+    monkeypatch.setattr(compilation, "_passes", absent)
     there = {**recording.coordinators[0], "merge_route": route}
     recording = dataclasses.replace(recording, coordinators=(there,))
     with pytest.raises(ConfigError, match=f"by the route '{route}', here it .*\"xla\""):

@@ -39,14 +39,14 @@ def make_world(total_tokens: int, **sync) -> World:
     return World(run, config, merging, report_s=6.0, line_speed=speed)
 
 
-def spec(name: str, step_seconds: float = 1.0, lead: int = 0) -> IslandSpec:
+def spec(name: str, step_seconds: float = 1.0, lookahead: int = 0) -> IslandSpec:
     return IslandSpec(
         name=name,
         batch_size=BATCH,
         step_seconds=lambda step: step_seconds,
         join_seconds=2.0,
         bytes_up=(100, 100),
-        lead=lead,
+        lookahead=lookahead,
     )
 
 
@@ -101,7 +101,7 @@ def test_an_island_whose_hosts_agree_first_is_merged_with_the_others(
 ) -> None:
     world = make_world(400 * PER_STEP, grace=0.8, steps_per_cycle=12)
     world.start(spec("a"))
-    world.start(spec("b", seconds, lead=2))
+    world.start(spec("b", seconds, lookahead=2))
     world.run(1000)
     assert world.coordinator.finished
     assert totals(world).computed == totals(world).merged

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from diloco_jax import checkpoint, cli
 from diloco_jax.config import Config, ConfigError, SyncConfig
+from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build, build_plan

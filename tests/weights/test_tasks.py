@@ -14,8 +14,8 @@ import reference_forward as reference
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.generation import make_decode

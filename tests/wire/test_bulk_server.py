@@ -30,20 +30,11 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.wire import (
-    addresses,
-    bulk_server,
-    encoding,
-    limits,
-    principal,
-    session,
-    threads,
-)
+from diloco_jax.wire import addresses, bulk, bulk_server, limits, principal, session
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import server as server_module
-from diloco_jax.wire.bulk import UploadDone
+from diloco_jax.wire.bulk import BulkConnection, UploadDone
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
-from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.tls import TlsFiles
 
@@ -114,9 +105,9 @@ def test_a_peer_that_is_slow_is_served_as_long_as_something_moves(
     serve, handlers, dial, clock, monkeypatch
 ):
     server, address = serve(deadlines=deadlines(idle_s=1.0))
-    touched, touch = threading.Semaphore(0), threads.Guard.touch
+    touched, touch = threading.Semaphore(0), limits.Guard.touch
     monkeypatch.setattr(
-        threads.Guard, "touch", lambda guard: (touch(guard), touched.release())
+        limits.Guard, "touch", lambda guard: (touch(guard), touched.release())
     )
     connection = dial(address)
     connection.sendall(framed(upload_start(4)))
@@ -128,7 +119,7 @@ def test_a_peer_that_is_slow_is_served_as_long_as_something_moves(
             clock.now += 0.6
             tick(clock, server._bulk._watch)
             assert seen.wait(WAIT_S)
-    reply = BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+    reply = BulkConnection(connection, "coordinator").receive(bulk.bulk_reply)
     assert reply == UploadDone(complete=True)
 
 
@@ -136,7 +127,7 @@ def test_a_peer_that_does_not_hang_up_is_closed_and_holds_no_thread(serve, dial,
     server, address = serve()
     connection = dial(address)
     connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    reply = BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+    reply = BulkConnection(connection, "coordinator").receive(bulk.bulk_reply)
     assert reply.kind == "LocalProtocolError"
     until(lambda: not server._bulk._serving)
     connection.sendall(bytes(MIB))
@@ -282,7 +273,7 @@ def test_a_request_that_came_with_another_is_answered_too(serve, handlers, dial,
         secured.sendall(2 * framed(fetch_request()))
         peer = BulkConnection(secured, "coordinator")
         for _ in range(2):
-            assert peer.receive(encoding.bulk_reply).total == 0
+            assert peer.receive(bulk.bulk_reply).total == 0
 
 
 def test_who_speaks_during_a_fetch_ends_it(serve, handlers, dial):
@@ -290,7 +281,7 @@ def test_who_speaks_during_a_fetch_ends_it(serve, handlers, dial):
     handlers.published = b"12345678"
     connection = dial(address)
     connection.sendall(2 * framed(fetch_request()))
-    reply = BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+    reply = BulkConnection(connection, "coordinator").receive(bulk.bulk_reply)
     assert reply.total == 8
     with contextlib.suppress(ConnectionResetError):
         assert not connection.recv(1)
@@ -445,7 +436,7 @@ def serving() -> int:
 
 def said_to(connection: socket.socket):
     connection.settimeout(WAIT_S)
-    return BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+    return BulkConnection(connection, "coordinator").receive(bulk.bulk_reply)
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_answers_that_do_not_come_from_a_port_that_is_there_may_be_too_large(
 
 def test_a_process_that_forgets_to_close_ends_quietly():
     code = """
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Handlers

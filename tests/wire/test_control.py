@@ -14,10 +14,10 @@ import grpc
 import pytest
 from wire_support import BUDGET_S, WAIT_S, deadlines, hello, report
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import encoding
+from diloco_jax.wire import bulk
 from diloco_jax.wire.client import Client, channel_options
 from diloco_jax.wire.errors import (
     Busy,
@@ -89,12 +89,12 @@ def test_refusal_in_mid_session_comes_after_what_was_queued(serve, connect, hand
     ("raw", "cause"),
     [
         (b"\xc1", "cannot be understood"),
-        (encoding.encode({"type": "Nonsense"}), "Nonsense"),
-        (encoding.encode({"type": "Hello", "island": 7}), "Hello|island|field"),
-        (encoding.encode(report(1)), "is Report, expected Hello"),
-        (encoding.encode(hello(sequences_per_step=2**60)), "sequences_per_step"),
-        (encoding.encode(hello(step_seconds=float("inf"))), "step_seconds"),
-        (encoding.encode(hello(next_position=-1)), "next_position"),
+        (bulk.encode({"type": "Nonsense"}), "Nonsense"),
+        (bulk.encode({"type": "Hello", "island": 7}), "Hello|island|field"),
+        (bulk.encode(report(1)), "is Report, expected Hello"),
+        (bulk.encode(hello(sequences_per_step=2**60)), "sequences_per_step"),
+        (bulk.encode(hello(step_seconds=float("inf"))), "step_seconds"),
+        (bulk.encode(hello(next_position=-1)), "next_position"),
     ],
 )
 def test_a_broken_peer_is_told_and_disturbs_nobody(
@@ -137,13 +137,13 @@ def test_oversized_control_message_is_refused_here_and_there(
 ):
     _, address = serve()
     stream = connect(address).open_control(hello())
-    text = "x" * encoding.MAX_CONTROL_BYTES
+    text = "x" * bulk.MAX_CONTROL_BYTES
     too_large = messages.Goodbye(reason="failed", text=text)
     with pytest.raises(LocalProtocolError, match=r"Goodbye.*262144"):
         stream.send(too_large)
     call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")
     with pytest.raises(grpc.RpcError, match="the limit is 262144"):
-        list(call(iter([encoding.encode(too_large)]), timeout=WAIT_S))
+        list(call(iter([bulk.encode(too_large)]), timeout=WAIT_S))
     stream.send(report(1))
 
 
@@ -153,7 +153,7 @@ def test_peer_that_does_not_read_is_put_out_and_memory_stays_bounded(
     _, address = serve(deadlines=Deadlines(10 * WAIT_S))
     open_end = threading.Event()
     call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")(
-        (part for part in [encoding.encode(hello()), None] if part or open_end.wait()),
+        (part for part in [bulk.encode(hello()), None] if part or open_end.wait()),
         timeout=10 * WAIT_S,
     )
     _, session = handlers.next("connect")
@@ -169,9 +169,9 @@ def test_peer_that_does_not_read_is_put_out_and_memory_stays_bounded(
     while handlers.events.empty() and time.monotonic() - began < WAIT_S:
         session.send(word)
         sent += 1
-        assert session._outbox.held_bytes <= encoding.QUEUED_CONTROL_BYTES
+        assert session._outbox.held_bytes <= bulk.QUEUED_CONTROL_BYTES
     handlers.next("disconnect")  # well before all deadlines
-    assert sent >= encoding.QUEUED_CONTROL_BYTES >> 20
+    assert sent >= bulk.QUEUED_CONTROL_BYTES >> 20
     open_end.set()
     call.cancel()
 
@@ -275,7 +275,7 @@ SERVE = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from wire_support import Recorder
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.wire.server import Server
 server = Server(
     "127.0.0.1:0", Recorder(), tls=None, deadlines=Deadlines({STOPPED_BUDGET_S}),

@@ -10,8 +10,8 @@ from wire_support import hello, report
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Record
-from diloco_jax.wire import encoding
-from diloco_jax.wire.encoding import decoded
+from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk import decoded
 from diloco_jax.wire.errors import RemoteProtocolError
 
 NAN, INF = float("nan"), float("inf")
@@ -19,7 +19,7 @@ NAN, INF = float("nan"), float("inf")
 
 def decode(message: messages.Message, **changed: Any) -> Any:
     fields = {**msgspec.to_builtins(message), **changed}
-    return decoded(encoding.from_island, msgspec.msgpack.encode(fields), "p")
+    return decoded(bulk.from_island, msgspec.msgpack.encode(fields), "p")
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_the_longest_report_fits_a_control_message() -> None:
     longest = msgspec.structs.replace(
         report(large), records=(record,) * messages.MAX_RECORDS
     )
-    assert len(encoding.encode(longest)) < encoding.MAX_CONTROL_BYTES
+    assert len(bulk.encode(longest)) < bulk.MAX_CONTROL_BYTES

@@ -18,8 +18,8 @@ from wire_support import Recorder, hello, report, upload_start
 
 from diloco_jax.chaos.relay import Direction, Relay
 from diloco_jax.config import Placement
-from diloco_jax.wire import frames
-from diloco_jax.wire.frames import PROGRESS_BYTES, UNSENT_BYTES, BulkConnection
+from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk import PROGRESS_BYTES, UNSENT_BYTES, BulkConnection
 
 DEADLINES = Placement().deadlines
 BYTES_PER_S = 10e6 / 8
@@ -119,20 +119,20 @@ def test_a_chunk_counts_as_moving_long_before_all_of_it_has() -> None:
     """Stripes that share 2 Mbit/s need 17 s for a chunk each, and the budget is 10."""
     one, other = socket.socketpair()
     sent, received = Touched(), Touched()
-    payload = bytes(frames.CHUNK_BYTES)
+    payload = bytes(bulk.CHUNK_BYTES)
     with one, other:
         source, sink = BulkConnection(one, "a"), BulkConnection(other, "b")
-        place = memoryview(bytearray(frames.CHUNK_BYTES))
+        place = memoryview(bytearray(bulk.CHUNK_BYTES))
         work = threading.Thread(target=sink.receive_chunk, args=(place, 0, received))
         work.start()
         assert source.send_payload([payload], 0, len(payload), sent)
         work.join()
-    assert sent.times == received.times == frames.CHUNK_BYTES // PROGRESS_BYTES
+    assert sent.times == received.times == bulk.CHUNK_BYTES // PROGRESS_BYTES
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="not this system")
 def test_the_kernel_takes_few_bytes_that_it_does_not_send() -> None:
     with socket.socket() as one:
-        frames.prepare(one, DEADLINES)
+        bulk.prepare(one, DEADLINES)
         found = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
     assert found == UNSENT_BYTES

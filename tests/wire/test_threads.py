@@ -6,9 +6,9 @@ import weakref
 import pytest
 from wire_support import WAIT_S, until
 
-from diloco_jax.wire import threads
+from diloco_jax.wire import limits
 from diloco_jax.wire.errors import ConnectionLost
-from diloco_jax.wire.threads import ByteQueue, DaemonPool, IdleWatch, QueueClosed
+from diloco_jax.wire.limits import ByteQueue, DaemonPool, IdleWatch, QueueClosed
 
 SOON_S, LATE_S = 0.05, WAIT_S
 
@@ -211,7 +211,7 @@ def test_threads_of_a_burst_are_given_back():
     all_run.wait(LATE_S)
     for one in running:
         one.result(LATE_S)
-    until(lambda: len(pool._threads) <= threads.KEPT_IDLE)
+    until(lambda: len(pool._threads) <= limits.KEPT_IDLE)
     assert pool.submit(int).result(LATE_S) == 0
     pool.close(LATE_S)
 

@@ -24,7 +24,7 @@ from wire_support import (
 )
 
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import frames, transfers
+from diloco_jax.wire import bulk, transfers
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -86,7 +86,7 @@ def test_what_lies_scattered_in_memory_is_fetched_row_by_row(serve, connect, han
     [
         (lambda f: f[:-1] + bytes([f[-1] ^ 1]), r"checksum \w{16}, expected \w{16}"),
         (lambda f: b"HTTP" + f[4:], "begins with b'HTTP', expected b'DLC2'"),
-        (lambda f: framed_chunk(f[frames.HEADER_BYTES :], 5), "offset 5, expected 0"),
+        (lambda f: framed_chunk(f[bulk.HEADER_BYTES :], 5), "offset 5, expected 0"),
         (lambda f: framed_chunk(bytes(MIB)), "announces 1048576 .* expected 1 to 1000"),
         (lambda f: framed_chunk(b""), "announces 0 bytes, expected 1 to 1000"),
     ],
@@ -120,8 +120,8 @@ def test_broken_chunk_is_refused_and_others_go_on(
             "`int` >= 0 - at `.*length",
         ),
         ([b"GET / HTTP/1.1\r\n"], "begins with b'GET ', expected b'DLM1'; .* version"),
-        ([frames.message_header(MIB + 1)], "announces 1048577 bytes, expected 1 to"),
-        ([frames.message_header(0)], "announces 0 bytes, expected 1 to"),
+        ([bulk.message_header(MIB + 1)], "announces 1048577 bytes, expected 1 to"),
+        ([bulk.message_header(0)], "announces 0 bytes, expected 1 to"),
         ([framed(hello())], "cannot be understood"),
         ([framed(fetch_request(offset=1))], "-1 bytes from 1 on, of a payload of 0"),
     ],
@@ -271,7 +271,7 @@ def test_fetch_resumes_at_the_byte_after_the_server_comes_back(
         daemon=True,
     )
     dribble = Dribble(good=2)
-    monkeypatch.setattr("diloco_jax.wire.frames.chunks", dribble.chunks)
+    monkeypatch.setattr("diloco_jax.wire.bulk.chunks", dribble.chunks)
     fetching.start()
     for _ in range(4):  # each of the four stripes of 5 MiB
         assert dribble.reached.acquire(timeout=WAIT_S)
@@ -405,7 +405,7 @@ def test_close_ends_running_transfers(serve, connect, handlers, monkeypatch):
     _, address = serve()
     handlers.published = bytes(12 * MIB)
     dribble = Dribble(good=1)
-    monkeypatch.setattr("diloco_jax.wire.frames.chunks", dribble.chunks)
+    monkeypatch.setattr("diloco_jax.wire.bulk.chunks", dribble.chunks)
     client = connect(address)
     errors = []
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, bulk, encoding, frames
+from diloco_jax.wire import addresses, bulk
+from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.errors import VersionGone, WireError
-from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.session import Handlers, Session
 
 WAIT_S = 45.0
@@ -184,12 +184,12 @@ def random_bytes(size: int) -> bytes:
 
 def framed(message: Any) -> bytes:
     """A message, or raw bytes in its stead, as the bulk port takes it."""
-    raw = message if isinstance(message, bytes) else encoding.encode(message)
-    return frames.message_header(len(raw)) + raw
+    raw = message if isinstance(message, bytes) else bulk.encode(message)
+    return bulk.message_header(len(raw)) + raw
 
 
 def framed_chunk(payload: bytes, offset: int = 0) -> bytes:
-    return frames.chunk_header(memoryview(payload), offset) + payload
+    return bulk.chunk_header(memoryview(payload), offset) + payload
 
 
 def answer_to(address: str, *parts: bytes) -> Any:
@@ -198,7 +198,7 @@ def answer_to(address: str, *parts: bytes) -> Any:
     with socket.create_connection((host, port), WAIT_S) as connection:
         connection.sendall(b"".join(parts))
         connection.shutdown(socket.SHUT_WR)
-        return BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+        return BulkConnection(connection, "coordinator").receive(bulk.bulk_reply)
 
 
 class Dribble:
@@ -207,7 +207,7 @@ class Dribble:
     def __init__(self, good: int) -> None:
         self.reached = threading.Semaphore(0)
         self.gone = threading.Event()
-        self._good, self._chunks = good, frames.chunks
+        self._good, self._chunks = good, bulk.chunks
 
     def chunks(self, *arguments):
         for number, frame in enumerate(self._chunks(*arguments)):

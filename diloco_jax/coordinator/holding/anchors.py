@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     Publishes,
+    repeat,
 )
 from diloco_jax.coordinator.holding.inbox import Inbox
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import Piece, digest_arrays
-from diloco_jax.core.payload import Buffer, PayloadLayout
+from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece, digest_arrays
 from diloco_jax.core.tiles import TileGrid, ballot_of, compare_ballots
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
@@ -38,40 +38,12 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.wire import bulk
-from diloco_jax.wire.errors import Busy, Refused
+from diloco_jax.wire.errors import Refused
 
 logger = logging.getLogger(__name__)
 
-WRITE_AGAIN_S = 2.0
-"""Pause before what could not be written is tried again, in seconds."""
 CODEC = "f32"
 """Anchors travel as they are."""
-
-T = TypeVar("T")
-
-
-def repeat(
-    write: Callable[[], T],
-    trouble: Callable[[OSError], str],
-    ends: Callable[[float], bool],
-    tell: Callable[[HolderTroubled], None],
-) -> T | None:
-    """Return the result of a write, which is repeated while it raises OSError.
-
-    trouble: says to people what is wrong, once; raises an error to give up. ends:
-    pauses for some seconds; True: nobody wants it any more, and None is returned.
-    """
-    told = False
-    while True:
-        try:
-            return write()
-        except OSError as error:
-            text = trouble(error)
-            if not told:
-                tell(HolderTroubled(text=text))
-            told = True
-        if ends(WRITE_AGAIN_S):
-            return None
 
 
 def layouts_of(fragments: Sequence[Sequence[Piece]]) -> list[PayloadLayout]:
@@ -170,24 +142,6 @@ class LostFragments:
 
     # ---- islands' bytes -------------------------------------------------------------
 
-    def require_here(self, fragment: int) -> None:
-        """Raise Busy for a fragment that is lost."""
-        if fragment in self._lost:
-            raise Busy(
-                f"fragment {fragment} was lost here, and is gathered from islands; "
-                f"come again"
-            )
-
-    def require_no_delta(self, fragment: int) -> None:
-        """Raise Refused for a fragment that is lost. No delta that islands have now can
-        enter its next term, and anchors must not wait for them."""
-        if fragment in self._lost:
-            raise Refused(
-                "lost",
-                f"fragment {fragment} was lost here, and begins a new term; the "
-                f"coordinator asks for deltas in that term",
-            )
-
     def begin(self, start: bulk.UploadStart) -> memoryview:
         """Return the place of a stripe of an awaited anchor; see `Inbox.begin`. One at
         another version begins anew, but not once all of it is here: it is checked, and
@@ -234,7 +188,7 @@ class LostFragments:
             asked = (awaited.incarnation, awaited.sample)
             if asked == (start.incarnation, start.sample):
                 return found
-        self.require_here(start.fragment)
+        self._snapshots.require_here(start.fragment)
         raise Refused(
             "anchor", f"nobody asked for the anchor of fragment {start.fragment}"
         )

@@ -1,4 +1,4 @@
-"""Fragments on a holder's disk: publishes, and snapshots that are written in turns.
+"""Fragments on a holder's disk: publishes, snapshots by turns, and kept cycles.
 
 There is a file for each publish, the encoded change from one version to the next. A
 merge is *prepared* once its publish is whole on disk, and *committed* by its small
@@ -12,6 +12,10 @@ store, so each snapshot is of one; publishes that it makes superfluous are delet
 
 After a crash a holder makes its fragments of them and the publishes (`restore`);
 for a new run it makes them of parameters (`load_first`).
+
+A kept cycle is the global parameters of one cycle as a folder of the workdir.
+`exports/cycle-N` has a sealed file for each fragment, cycle.json, and the small files
+of the weights that the run started from. It gets its name when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -19,20 +23,21 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import mmap
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from etils.epath import Path as Folder
 from rich.console import Console
 
-from diloco_jax import files, merge_route, storage
+from diloco_jax import compilation, files, run_files, storage
 from diloco_jax.config import Config, Placement
-from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.snapshots import (
     Arrays,
@@ -41,23 +46,26 @@ from diloco_jax.coordinator.snapshots import (
     empty,
     flat,
     fragment_path,
-    name_of,
-    version_of,
     versions,
 )
-from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
-from diloco_jax.core.payload import Buffer
-from diloco_jax.files import is_bucket
+from diloco_jax.core.fragments import Buffer, FragmentPlan, Params, get_piece
+from diloco_jax.files import is_bucket, sync_path, write_json
 from diloco_jax.machine import give_memory_back
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.holding import (
     Committed,
+    CycleKept,
     FragmentsRestored,
+    FromHolder,
+    HolderTroubled,
+    KeepFragment,
     LostFragment,
     RestoredFragment,
     RestoreFragments,
 )
 from diloco_jax.protocol.values import FIRST_VERSION, NOTHING, Prepared, Version
+from diloco_jax.wire.errors import Busy, Refused, WireError
+from diloco_jax.wire.limits import DaemonPool
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +154,7 @@ class Publishes:
     def versions(self, fragment: int) -> list[Version]:
         """Return the versions that are on disk, oldest first."""
         found = self.path(fragment, Version()).parent.glob("*.publish")
-        return sorted(version_of(path.stem) for path in found)
+        return sorted(Version.named(path.stem) for path in found)
 
     def forget(self, fragment: int, through: Version) -> None:
         """Delete the publishes up to a version: that of the oldest kept snapshot."""
@@ -167,7 +175,7 @@ class Publishes:
 
     def path(self, fragment: int, version: Version) -> Path:
         """Return the path of a publish."""
-        return self._folder / f"{fragment:05d}" / f"{name_of(version)}.publish"
+        return self._folder / f"{fragment:05d}" / f"{version.name}.publish"
 
 
 def require_space(folder: Path, nbytes: int) -> None:
@@ -190,6 +198,35 @@ def _damaged(fragment: int, version: Version, what: str) -> durable.DurableError
         f"the publish of fragment {fragment}, version {tuple(version)}, was committed "
         f"and cannot be read: {what}; restore the workdir from a copy"
     )
+
+
+WRITE_AGAIN_S = 2.0
+"""Pause before what could not be written is tried again, in seconds."""
+T = TypeVar("T")
+
+
+def repeat(
+    write: Callable[[], T],
+    trouble: Callable[[OSError], str],
+    ends: Callable[[float], bool],
+    tell: Callable[[HolderTroubled], None],
+) -> T | None:
+    """Return the result of a write, which is repeated while it raises OSError.
+
+    trouble: says to people what is wrong, once; raises an error to give up. ends:
+    pauses for some seconds; True: nobody wants it any more, and None is returned.
+    """
+    told = False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            text = trouble(error)
+            if not told:
+                tell(HolderTroubled(text=text))
+            told = True
+        if ends(WRITE_AGAIN_S):
+            return None
 
 
 class FragmentSnapshots(Snapshots):
@@ -217,6 +254,24 @@ class FragmentSnapshots(Snapshots):
         self.writer = SnapshotWriter(
             folder, placement.snapshot_every_s, turns, "folder of publishes"
         )
+
+    def require_here(self, fragment: int) -> None:
+        """Raise Busy for a fragment that is lost."""
+        if fragment in self.lost:
+            raise Busy(
+                f"fragment {fragment} was lost here, and is gathered from islands; "
+                f"come again"
+            )
+
+    def require_no_delta(self, fragment: int) -> None:
+        """Raise Refused for a fragment that is lost. No delta that islands have now can
+        enter its next term, and anchors must not wait for them."""
+        if fragment in self.lost:
+            raise Refused(
+                "lost",
+                f"fragment {fragment} was lost here, and begins a new term; the "
+                f"coordinator asks for deltas in that term",
+            )
 
     def load(
         self, fragment: int, through: Version, like: Arrays
@@ -342,7 +397,7 @@ class FragmentSnapshots(Snapshots):
 def make_store(config: Config, plan: FragmentPlan) -> Store:
     """Return the store of a coordinator's holder, without arrays; see `Store`."""
     placement = config.placement
-    passes = merge_route.passes_of(placement.merge_route)
+    passes = compilation.passes_of(placement.merge_route)
     return Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
 
 
@@ -426,3 +481,178 @@ def _restored(
         moved=moved,
         digest=store.digest_of(fragment),
     )
+
+
+NAME, TEMPORARY = "cycle-", ".tmp"
+CYCLE_FACTS = "cycle.json"
+KEPT_SUFFIX = ".fragment"
+
+Done = Callable[[int, str], None]
+"""Called once a cycle is kept or given up, with the reason for the latter."""
+Theta = Callable[[], list[Any]]
+"""Returns the arrays of a fragment, on the writer's thread; a worker's are fetched."""
+
+
+class _NotFetched(Exception):  # noqa: N818
+    """A fragment did not come from its worker."""
+
+
+class KeptCycles:
+    """The kept cycles of one run. They are written on a thread of their own, one at a
+    time; a fragment's arrays are held until they are on disk."""
+
+    def __init__(
+        self, workdir: Path, keep: int, whose: dict[str, Any], sizes: Sequence[int]
+    ) -> None:
+        """keep: newest cycles that are kept. whose: facts of the run, see `checkpoint`.
+        sizes: parameters by fragment."""
+        self._folder = workdir / run_files.KEPT
+        self._source = workdir / run_files.SOURCE
+        self._keep, self._whose, self._sizes = keep, whose, sizes
+        # A coordinator that has ended must not stay for a disk that hangs.
+        self._writer = DaemonPool(1, "diloco-keep")
+        self._cycle, self._given_up = -1, False
+        """The cycle that is being written."""
+        self._written: dict[int, KeepFragment] = {}
+        """Its fragments that are on disk."""
+        self._remove_torn()
+
+    def keep(self, keep: KeepFragment, theta: Theta, done: Done) -> None:
+        """Write a fragment of a cycle, later; `done` follows its last one, on the
+        writer's thread."""
+        self._writer.submit(self._write, keep, theta, done)
+
+    def numbers(self) -> list[int]:
+        """Return the cycles that are kept, oldest first."""
+        return cycle_numbers(self._folder)
+
+    def files(self, cycle: int) -> list[str]:
+        """Return the names of a kept cycle's files, below its folder."""
+        folder = cycle_path(self._folder, cycle)
+        found = (path for path in folder.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(folder)) for path in found)
+
+    def path(self, cycle: int, name: str) -> Path | None:
+        """Return the path of one of the files; None if there is no such file."""
+        if cycle not in self.numbers() or name not in self.files(cycle):
+            return None
+        return cycle_path(self._folder, cycle) / name
+
+    def close(self, patience_s: float) -> None:
+        """Accept no more fragments, and wait at most `patience_s` for those under
+        way.
+        """
+        self._writer.close(patience_s)
+
+    def _write(self, keep: KeepFragment, theta: Theta, done: Done) -> None:
+        if keep.cycle > self._cycle:
+            self._remove_torn()
+            self._cycle, self._given_up, self._written = keep.cycle, False, {}
+        if self._given_up or keep.cycle < self._cycle:
+            return
+        scratch = cycle_path(self._folder, keep.cycle, TEMPORARY)
+        try:
+            self._write_fragment(scratch, keep, theta)
+            self._written[keep.fragment] = keep
+            if len(self._written) < len(self._sizes):
+                return
+            self._finish(scratch)
+        except Exception as error:
+            # Not the run's business: it goes on, and somebody is told.
+            logger.error("cycle %d is not kept: %s", keep.cycle, error)
+            self._given_up = True
+            shutil.rmtree(scratch, ignore_errors=True)
+            why = str(error)
+            if not isinstance(error, _NotFetched):
+                why = (
+                    f"it cannot be written to {self._folder} ({error}); free some "
+                    f"space there"
+                )
+            done(keep.cycle, f"cycle {keep.cycle} is not kept: {why}")
+            return
+        logger.info("cycle %d is kept", keep.cycle)
+        done(keep.cycle, "")
+
+    def _write_fragment(self, scratch: Path, keep: KeepFragment, theta: Theta) -> None:
+        try:
+            arrays = [np.asarray(array) for array in theta()]
+        except WireError as error:
+            raise _NotFetched(
+                f"fragment {keep.fragment} did not come from its worker: {error}"
+            ) from error
+        scratch.mkdir(parents=True, exist_ok=True)
+        require_space(scratch, sum(array.nbytes for array in arrays))
+        facts = {
+            **self._whose,
+            "cycle": keep.cycle,
+            "fragment": keep.fragment,
+            "version": list(keep.version),
+        }
+        storage.write_sealed(scratch / kept_name(keep.fragment), facts, arrays)
+
+    def _finish(self, scratch: Path) -> None:
+        if self._source.is_dir():
+            (scratch / run_files.SOURCE).mkdir(exist_ok=True)
+            for path in self._source.iterdir():
+                shutil.copyfile(path, scratch / run_files.SOURCE / path.name)
+        kept = self._written.values()
+        tokens = sum(k.tokens * self._sizes[k.fragment] for k in kept)
+        facts = {
+            **self._whose,
+            "cycle": self._cycle,
+            "merges": sum(k.merges for k in kept),
+            "tokens": tokens // sum(self._sizes),
+        }
+        write_json(facts, scratch / CYCLE_FACTS)
+        sync_path(scratch)
+        final = cycle_path(self._folder, self._cycle)
+        if final.exists():  # After a crash ticks, and with them cycles, go on later.
+            shutil.rmtree(final)
+        scratch.rename(final)
+        sync_path(self._folder)
+        for old in self.numbers()[: -self._keep]:
+            shutil.rmtree(cycle_path(self._folder, old), ignore_errors=True)
+
+    def _remove_torn(self) -> None:
+        for torn in self._folder.glob(f"{NAME}*{TEMPORARY}"):
+            shutil.rmtree(torn, ignore_errors=True)
+
+
+def telling(tell: Callable[[FromHolder], None]) -> Done:
+    """Return a function that tells the lead what becomes of a cycle."""
+
+    def done(cycle: int, trouble: str) -> None:
+        if trouble:
+            tell(HolderTroubled(text=trouble))
+        tell(CycleKept(cycle=cycle))
+
+    return done
+
+
+def cycle_numbers(folder: Path) -> list[int]:
+    """Return the cycles that are kept in a folder, oldest first."""
+    names = (path.name.removeprefix(NAME) for path in folder.glob(f"{NAME}*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def cycle_path(folder: Path, cycle: int, suffix: str = "") -> Path:
+    """Return the folder of a cycle. suffix: of one that is not whole."""
+    return folder / f"{NAME}{cycle:06d}{suffix}"
+
+
+def kept_name(fragment: int) -> str:
+    """Return the name of a fragment's file."""
+    return f"{fragment:05d}{KEPT_SUFFIX}"
+
+
+def mapped(path: Path) -> memoryview:
+    """Map a file; its bytes stay readable after the file is deleted."""
+    if not path.stat().st_size:
+        return memoryview(b"")
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def describe_cycles(cycles: Iterable[int]) -> str:
+    """Return the numbers of cycles for people."""
+    return ", ".join(map(str, cycles)) or "none"

@@ -28,16 +28,18 @@ from msgspec.structs import replace
 
 from diloco_jax import checkpoint, machine, run_files
 from diloco_jax.config import Config
-from diloco_jax.coordinator.holding.anchors import LostFragments, repeat
+from diloco_jax.coordinator.holding.anchors import LostFragments
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
+    KeptCycles,
     Publishes,
     load_first,
+    repeat,
     restore,
+    telling,
 )
 from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.kept import KeptCycles, telling
 from diloco_jax.coordinator.watchdog import given_up
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import Params, digest_arrays
@@ -94,7 +96,7 @@ class FragmentHolder(ABC):
 
     @abstractmethod
     def hold(self, message: ToHolder) -> None:
-        """See `engine.Holder`."""
+        """See `lead.Holder`."""
 
     @abstractmethod
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
@@ -245,7 +247,7 @@ class StoreHolder(FragmentHolder):
     # ---- what the lead says ---------------------------------------------------------
 
     def hold(self, message: ToHolder) -> None:
-        """See `engine.Holder`."""
+        """See `lead.Holder`."""
         match message:
             case Merge():
                 self._merge(message)
@@ -305,7 +307,7 @@ class StoreHolder(FragmentHolder):
         """See `FragmentHolder`, and `Inbox.begin`."""
         if start.version is not None:
             return self.lost.begin(start)
-        self.lost.require_no_delta(start.fragment)
+        self._snapshots.require_no_delta(start.fragment)
         return self._inbox.begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
@@ -346,7 +348,7 @@ class StoreHolder(FragmentHolder):
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """See `FragmentHolder`."""
-        self.lost.require_here(request.fragment)
+        self._snapshots.require_here(request.fragment)
         try:
             return self.store.fetch(
                 request.fragment, request.want, request.have, request.part

@@ -28,9 +28,9 @@ import numpy.typing as npt
 from diloco_jax import machine
 from diloco_jax.coordinator.holding.store import Spares
 from diloco_jax.core.fragment_merge import Squares
-from diloco_jax.core.payload import Coverage, Part, PayloadLayout
+from diloco_jax.core.fragments import Coverage, Part, PayloadLayout
 from diloco_jax.protocol.values import DeltaKey
-from diloco_jax.wire import frames
+from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
@@ -436,7 +436,7 @@ def _whose(key: DeltaKey) -> tuple[str, int]:
 
 def _nowhere(start: UploadStart) -> memoryview:
     """Return a place for a stripe that has arrived before."""
-    return memoryview(bytearray(min(start.length, frames.CHUNK_BYTES)))
+    return memoryview(bytearray(min(start.length, bulk.CHUNK_BYTES)))
 
 
 def _is_released(place: memoryview) -> bool:

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import before_jax, merge_route
+from diloco_jax import before_jax, compilation
 from diloco_jax.config import RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core.codecs import get_codec
@@ -43,18 +43,18 @@ from diloco_jax.core.fragment_merge import (
     sampled,
 )
 from diloco_jax.core.fragments import (
+    Buffer,
     FragmentPlan,
     Params,
+    Part,
+    PayloadLayout,
     digest_all,
     digest_arrays,
     from_pieces,
     get_piece,
 )
-from diloco_jax.core.kernels import Passes
-from diloco_jax.core.merge_rules import capped, tokens, weight
-from diloco_jax.core.merging import Encoded, rule_for
-from diloco_jax.core.payload import Buffer, Part, PayloadLayout
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.merging import Encoded, capped, rule_for, tokens, weight
+from diloco_jax.core.tiles import Passes, TileGrid
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.bulk import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
@@ -269,7 +269,7 @@ class Store:
         passes = self._merges[0].passes
         return {
             **before_jax.describe_environment(),
-            "merge_route": merge_route.route_of(passes),
+            "merge_route": compilation.route_of(passes),
         }
 
     @property

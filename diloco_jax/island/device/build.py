@@ -18,9 +18,14 @@ import jax
 from diloco_jax.before_jax import libtpu_flags_in_force
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.island.device.exchange import ByPiece, Exchange
+from diloco_jax.island.device.exchange import (
+    ByPiece,
+    Exchange,
+    Replica,
+    Restored,
+    WatchedModel,
+)
 from diloco_jax.island.device.mesh import layout, make_mesh
-from diloco_jax.island.device.replica import Replica, Restored, WatchedModel
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_inner, build_plan

@@ -1,4 +1,4 @@
-"""Takes and adoptions on the device: the island's end of the data's path.
+"""Takes and adoptions on the device, and the model copies that they change.
 
 Per piece it holds the anchor, the base, and with error feedback the residual. The base
 is a copy of the local values at a take; it is kept until a version takes the delta's
@@ -14,6 +14,15 @@ whatever their size. A loop of hundreds of small tensors would pay for these alo
 small whole tensors of a fragment that are of one kind share their anchor, base and
 residual, stacked, and one program. What comes and goes stays apart, piece by piece: the
 bytes of messages and checkpoints do not depend on it.
+
+A replica is the only holder of its train state: a step and an adoption donate its
+arrays. If the train loop is the user's, that loop holds its own moments and lends the
+parameters for the time of a boundary, with trees beside them: an average, or a copy in
+bf16. An adoption moves the parameters in one step, which an average would follow only
+slowly. So each piece of such a tree is moved by the same change, and keeps its distance
+from the local values.
+
+An island that evaluates the merged model while it trains has a copy of it too.
 """
 
 from __future__ import annotations
@@ -22,20 +31,37 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import FragmentPlan, Params, Piece
-from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
-from diloco_jax.island.device.mesh import abstract, in_turn, land, zeros
+from diloco_jax.core.fragments import (
+    Box,
+    Buffer,
+    FragmentPlan,
+    Part,
+    PayloadLayout,
+    Piece,
+)
+from diloco_jax.island.device.mesh import (
+    Spreads,
+    Tiles,
+    abstract,
+    in_turn,
+    land,
+    parts_by_host,
+    zeros,
+)
 from diloco_jax.island.device.programs import OFTEN, Index, PiecePrograms, bits_shape
-from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
+from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.models.model import Metrics, Params
+from diloco_jax.protocol.island.boundary import TakeOutcome
 
 SMALL = 2**16
 """Elements of the largest tensor that is stacked. An adoption makes such a leaf anew
@@ -483,3 +509,141 @@ def _put(params: Tree, values: Iterable[tuple[PieceState, Any]]) -> Tree:
 
 def _layouts(plan: FragmentPlan, codec: str) -> tuple[PayloadLayout, ...]:
     return tuple(PayloadLayout.of(get_codec(codec), p) for p in plan.fragments)
+
+
+class LentParams:
+    """`boundary.Arrays` with real arrays: parameters and their anchors."""
+
+    def __init__(self, exchange: Exchange, params: Any) -> None:
+        """params: as an exchange takes them."""
+        self._exchange = exchange
+        self.params = params
+        """Local parameters, until the next step or adoption."""
+
+    def trees(self) -> dict[str, Any]:
+        """Return the arrays that a checkpoint holds, until the next adoption."""
+        return {"params": self.params, **self._exchange.trees()}
+
+    def take(self, fragment: int) -> ByPiece:
+        """Return the fragment's encoded delta by piece."""
+        return self._exchange.take(fragment, self.params)
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        """Take over a published fragment in place."""
+        self.params = self._exchange.adopt(arrival, self.params, keep=keep)
+
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None:
+        """Carry out the verdict on the outstanding take."""
+        match outcome:
+            case "settled":
+                self._exchange.settle(fragment)
+            case "reopened":
+                self._exchange.reopen(fragment)
+            case "dropped":
+                self._exchange.drop(fragment)
+            case "reset":
+                self.params = self._exchange.reset(fragment, self.params)
+
+
+class Replica(LentParams):
+    """Parameters with their moments, and the inner step between boundaries."""
+
+    def __init__(self, trainer: Trainer, exchange: Exchange, state: TrainState) -> None:
+        super().__init__(exchange, state.params)
+        self._trainer, self._moments = trainer, state.opt_state
+
+    def trees(self) -> dict[str, Any]:
+        """Return the arrays that a checkpoint holds, until the next step or
+        adoption."""
+        return {**super().trees(), "moments": jax.tree.leaves(self._moments)}
+
+    def step(self, batch: Any, learning_rate: float) -> Metrics:
+        """Run one inner step on a batch of host arrays; return before it is done."""
+        placed = self._trainer.put_batch(batch)
+        state = TrainState(self.params, self._moments)
+        state, metrics = self._trainer.step(state, placed, learning_rate)
+        self.params, self._moments = state
+        return metrics
+
+    def spoil(self, factor: float) -> None:
+        """Multiply all parameters, as a fault that was asked for does."""
+        self.params = jax.tree.map(lambda value: value * factor, self.params)
+
+
+class Restored(NamedTuple):
+    """Part of a checkpoint that a returned island begins with."""
+
+    incarnation: int
+    """Incarnation that wrote the checkpoint."""
+    steps: int
+    """Steps of that incarnation that its moments have seen."""
+    moments: Any
+    """State of the inner optimizer."""
+    residuals: dict[int, ByPiece]
+    """Residuals by fragment, as they are held."""
+
+
+class WatchedModel:
+    """A copy of the anchors of one cycle, laid out as the local parameters are."""
+
+    def __init__(self, exchange: Exchange, like: Params, dtype: str) -> None:
+        """like: the local parameters, or arrays that lie alike. dtype: the compute
+        dtype."""
+        self._exchange = exchange
+        self.params: Params = jax.tree.map(
+            lambda leaf: zeros(leaf.shape, jnp.dtype(dtype), leaf.sharding), like
+        )
+
+    def copy(self, fragment: int) -> None:
+        """Copy the fragment's anchor into the parameters. All hosts of the island call
+        it.
+        """
+        self.params = self._exchange.at_anchor(fragment, in_turn(self.params))
+
+    def lower_all(self) -> Iterator[jax.stages.Lowered]:
+        """Lower what `copy` executes, to be compiled."""
+        dtype = jax.tree.leaves(self.params)[0].dtype
+        for state in self._exchange.one_of_each():
+            yield state.programs.lower("put", dtype)
+
+
+class LentBeside(LentParams):
+    """Parameters and the trees beside them; an adoption changes all alike."""
+
+    def __init__(self, exchange: Exchange, params: list[Any]) -> None:
+        """params: the leaves of the parameters, in the order of their names."""
+        super().__init__(exchange, params)
+        self.beside: list[list[Any]] = []
+        """Leaves of trees whose leaves lie as the parameters do, of any floating
+        dtype."""
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        """Take over a published fragment in place."""
+        adopt = super().adopt
+        self._together(arrival.fragment, lambda: adopt(arrival, keep=keep))
+
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None:
+        """Carry out the verdict on the outstanding take."""
+        judge = super().judge
+        if outcome == "reset":
+            self._together(fragment, lambda: judge(fragment, outcome))
+        else:
+            judge(fragment, outcome)
+
+    def warm(self) -> None:
+        """Compile the programs that move the present trees; leave these as they are."""
+        for fragment in {state.fragment for state in self._exchange.one_of_each()}:
+            self._together(fragment, lambda: None)
+
+    def _together(self, fragment: int, change: Callable[[], None]) -> None:
+        """Move the fragment of every tree as `change` moves the local values."""
+        if not self.beside:
+            change()
+            return
+        before = self._exchange.values(fragment, self.params)
+        change()
+        for leaves in self.beside:
+            for state, old in zip(self._exchange.held(fragment), before, strict=True):
+                own, local = state.leaf(leaves), state.leaf(self.params)
+                moved = state.programs.follow(own, state.index, old, local)
+                state.write(leaves, moved)

@@ -30,8 +30,14 @@ from diloco_jax.core.codecs import encode_with_feedback, get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import Bands, Piece
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.device.mesh import abstract, in_turn, place, tile_spec
-from diloco_jax.island.device.spread import Spread, spread_of
+from diloco_jax.island.device.mesh import (
+    Spread,
+    abstract,
+    in_turn,
+    place,
+    spread_of,
+    tile_spec,
+)
 
 Index = tuple[Any, Any]
 """Layer of a stacked tensor, or None; number of a band, or None. Each is an int32 on

@@ -12,26 +12,24 @@ extended.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator import (
-    alerts,
     claims,
-    cycles,
     ending,
     events,
     fragments,
     leases,
     ledger,
     members,
-    quarantine,
     schedule,
     steering,
     takes,
 )
-from diloco_jax.protocol.coordinator.islands import Island
+from diloco_jax.protocol.coordinator.islands import NOBODY, Absences, Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     RUN,
@@ -43,6 +41,9 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import CycleKept, DeltaArrived, MergePrepared
 from diloco_jax.protocol.values import BEGINNING, Record
 
+NAMED = 8
+"""Islands that one alert names; it counts those beyond."""
+
 
 def step(
     config: PolicyConfig, state: State, event: events.Event, now: float
@@ -53,12 +54,12 @@ def step(
     before = turn.state
     _handle(turn, event)
     members.expire(turn, ending.late_s(config, turn.state))
-    quarantine.turn_away(turn)
+    takes.turn_away(turn)
     _advance(turn, before)
-    quarantine.advance(turn)
-    cycles.advance(turn, before)
-    cycles.watch(turn, before)
-    alerts.of_absences(turn)
+    takes.advance_quarantine(turn)
+    schedule.keep_cycles(turn, before)
+    schedule.watch_cycles(turn, before)
+    _tell_absences(turn)
     return turn.state, turn.effects
 
 
@@ -82,9 +83,9 @@ def _handle(turn: Turn, event: events.Event) -> None:
         case messages.Steer():
             steering.steer(turn, event)
         case events.KeepAsked():
-            cycles.ask(turn)
+            schedule.ask_for_cycle(turn)
         case CycleKept():
-            cycles.kept(turn, event)
+            schedule.cycle_kept(turn, event)
         case DeltaArrived():
             _arrived(turn, event)
         case MergePrepared():
@@ -101,7 +102,7 @@ def next_deadline(state: State, now: float) -> float | None:
     """Return the next time at which time alone may change something: an expiry, the end
     of a grace window or of a flush, an absence to tell of. `now` is the time of the
     last step, which handled everything due until then."""
-    soonest = alerts.next_of_absences(state, now)
+    soonest = _next_of_absences(state, now)
     expiry = state.islands.expiry
     if now < expiry < soonest:
         soonest = expiry
@@ -279,8 +280,85 @@ def _settle(turn: Turn, moving: list[Fragment]) -> None:
         over = fragment.phase == "open" and ending.is_over(
             turn.state, fragment, turn.now
         )
-        settled = fragments.settle(turn, fragment, fleet, hurry=over)
+        settled = fragments.close_if_due(turn, fragment, fleet, hurry=over)
         if settled is not fragment:
             turn.put(settled)
         if was_open and flushing and settled.phase == "idle":
             moving.append(settled)  # Given up: its next tick need not wait.
+
+
+def _next_of_absences(state: State, now: float) -> float:
+    """Return the next time at which there is an absence to tell of, or infinity."""
+    known = state.absences
+    if known is NOBODY:
+        return math.inf
+    times = [at for name, at in known.due.items() if name not in known.told]
+    times += [at for at in (known.back_due, known.none_due) if at is not None]
+    return min((at for at in times if at > now), default=math.inf)
+
+
+def _tell_absences(turn: Turn) -> None:
+    """Tell people of absences that have lasted, and of islands that are back."""
+    known, islands, now = turn.state.absences, turn.state.islands, turn.now
+    live, absent = islands.standing.live, islands.standing.absent
+    if turn.state.phase != "running":
+        if known is not NOBODY:
+            turn.set(absences=NOBODY)
+        return
+    if known is NOBODY and len(live) == len(islands):
+        return
+    lasts_s, reunion_s = turn.config.lease_s, turn.config.reunion_s
+    due = {name: known.due.get(name, now + lasts_s) for name in absent}
+    known = replace(known, due=due)
+    left = f"{len(live)} of {len(islands)} islands are left"
+    if live and known.none_told:
+        assert known.none_due is not None
+        away_s = now - known.none_due + lasts_s
+        turn.alert(
+            f"{_names(live)} {_are(live)} back: for {away_s:.0f} s no island was left; "
+            f"{left}"
+        )
+        # Those that are still absent are told of, if they stay so.
+        turn.set(absences=Absences(due=dict.fromkeys(absent, now + lasts_s)))
+        return
+    if live:
+        known = replace(known, none_due=None)
+    elif known.none_due is None:
+        known = replace(known, none_due=now + lasts_s)
+    if known.none_due is not None and now >= known.none_due and not known.none_told:
+        known = replace(known, none_told=True, told=tuple(sorted({*known.told, *due})))
+        turn.alert(
+            f"no island is left: for {lasts_s:g} s each of {_names(islands)} has been "
+            f"absent or gone, and nothing is computed; look at their machines and at "
+            f"the network between them and the coordinator"
+        )
+    untold = {name: at for name, at in due.items() if name not in known.told}
+    if any(at <= now for at in untold.values()):
+        found = [name for name, at in untold.items() if at <= now + reunion_s]
+        known = replace(known, told=tuple(sorted({*known.told, *found})))
+        turn.alert(
+            f"{_names(found)} {_are(found)} absent: no sign of life for {lasts_s:g} s "
+            f"or more; {left}; look at the machines, and at the network between them "
+            f"and the coordinator; an island that is back goes on where it was",
+            found[0],
+        )
+    back = sorted({*known.told} & {*live})
+    back_due = (known.back_due or now + reunion_s) if back else None
+    if back_due is not None and (now >= back_due or len(back) == len(known.told)):
+        told = tuple(name for name in known.told if name not in back)
+        known, back_due = replace(known, told=told), None
+        turn.alert(f"{_names(back)} {_are(back)} back; {left}", back[0])
+    known = replace(known, back_due=back_due)
+    turn.set(absences=NOBODY if known == NOBODY else known)
+
+
+def _names(islands: Iterable[str]) -> str:
+    names = sorted(islands)
+    beyond = len(names) - NAMED
+    shown = ", ".join(map(repr, names[:NAMED]))
+    more = f" and {beyond} more" if beyond > 0 else ""
+    return f"island{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def _are(islands: Iterable[str]) -> str:
+    return "are" if len(list(islands)) > 1 else "is"

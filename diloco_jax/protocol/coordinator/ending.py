@@ -23,7 +23,7 @@ import math
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import alerts, fragments, members, schedule
+from diloco_jax.protocol.coordinator import fragments, members, schedule
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
@@ -243,7 +243,7 @@ def _went_on(island: Island, account: Account) -> bool:
 
 def finish(turn: Turn) -> None:
     """End the run after its last merge: end all incarnations and tell the islands."""
-    alerts.at_end(turn)
+    _alert_at_end(turn)
     left = [i for i in turn.state.islands.values() if i.status != "gone"]
     for island in left:
         reason: EndReason = "finished" if island.status == "live" else "absent"
@@ -311,3 +311,24 @@ def _is_awaited(fragment: Fragment, name: str, steps: int) -> bool:
     if take.end is None or not take.ready:
         return True
     return fragment.phase == "merging" and take.end < steps
+
+
+def _alert_at_end(turn: Turn) -> None:
+    """Report islands that were live when the run ended and have unmerged steps.
+
+    To be called at the end of the flush, before open steps are booked as lost.
+    """
+    open_steps = {
+        name
+        for name, island in turn.state.islands.items()
+        if island.status == "live"
+        for fragment in turn.state.fragments
+        if fragment.accounts[name].start < island.steps
+    }
+    if open_steps:
+        turn.alert(
+            f"the run ended without all that {', '.join(sorted(open_steps))} computed: "
+            f"for {turn.config.flush_s:g} s no delta came, and the open steps are lost "
+            f"(finished); look at their logs and links; a longer "
+            f"placement.time_budget_s waits longer"
+        )

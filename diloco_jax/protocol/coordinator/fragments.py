@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import alerts, leases, ledger, quarantine, takes
+from diloco_jax.protocol.coordinator import ledger, takes
 from diloco_jax.protocol.coordinator.schedule import LONGER_TRANSFER, Fleet
 from diloco_jax.protocol.coordinator.state import (
     FRAGMENT,
@@ -35,6 +35,13 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import Commit, Merge, MergePrepared
 from diloco_jax.protocol.messages import Published, TakeRequest
 from diloco_jax.protocol.values import Contribution, Verdict
+
+SOLO_MERGES = 3
+"""Consecutive merges of one fragment from the same one of several live islands."""
+WATCHED_MERGES = (10, 100, 1000)
+"""Merge counts of a fragment at which each island's share in them is checked."""
+MOST_MERGES = 0.75
+"""Share of the merges that should include each island of about the pacing speed."""
 
 Verdicts = dict[str, tuple[int, Verdict, str]]
 """(tick, verdict, reason) of outstanding takes, by island."""
@@ -97,7 +104,7 @@ def busy_tick(
     return ask(turn, fragment, fleet, fresh, tick)
 
 
-def settle(
+def close_if_due(
     turn: Turn, fragment: Fragment, fleet: Fleet, *, hurry: bool = False
 ) -> Fragment:
     """Close an open fragment if it is time. `hurry`: nothing more is waited for, as the
@@ -130,10 +137,10 @@ def settle(
         fragment = _open_window(turn, fragment, fleet, others)
         if others and not hurry and _window_is_open(fragment, turn.now):
             return fragment
-    judged = quarantine.refuse_long(turn, fragment, fleet)
+    judged = takes.refuse_long(turn, fragment, fleet)
     if judged is not fragment:
         # Without the refused deltas, there may be no quorum.
-        return settle(turn, judged, fleet, hurry=hurry)
+        return close_if_due(turn, judged, fleet, hurry=hurry)
     return _close(turn, fragment, fleet)
 
 
@@ -202,7 +209,7 @@ def _taken_at(fragment: Fragment, names: Iterable[str]) -> list[float]:
     ]
 
 
-def computed(
+def _book_merge(
     turn: Turn, fragment: Fragment, live: tuple[str, ...]
 ) -> tuple[Fragment, Verdicts]:
     """Book the finished merge. Return the fragment and the verdicts by island."""
@@ -371,10 +378,10 @@ def prepared(turn: Turn, event: MergePrepared) -> None:
         return
     live, merged = turn.state.islands.standing.counted, before.merging
     first = len(turn.effects)
-    fragment, verdicts = computed(turn, before, live)
+    fragment, verdicts = _book_merge(turn, before, live)
     refusals = turn.effects[first:]
     del turn.effects[first:]
-    turn.state = leases.contributed(with_fragment(turn.state, fragment), merged)
+    turn.state = ledger.contributed(with_fragment(turn.state, fragment), merged)
     turn.persist(
         records.Merged(
             fragment=event.fragment,
@@ -400,5 +407,70 @@ def prepared(turn: Turn, event: MergePrepared) -> None:
             )
             turn.tell(island.session, published)
     turn.effects += refusals
-    alerts.after_merge(turn, fragment, merged, live)
-    alerts.in_turns(turn, fragment)
+    alert_of_merge(turn, fragment, merged, live)
+    alert_in_turns(turn, fragment)
+
+
+def alert_of_merge(
+    turn: Turn,
+    fragment: Fragment,
+    contributions: tuple[Contribution, ...],
+    live: tuple[str, ...],
+) -> None:
+    """Raise the alerts of this merge; each is raised once per streak."""
+    if fragment.solo_merges == SOLO_MERGES:
+        turn.alert(
+            f"fragment {fragment.index} was merged {SOLO_MERGES} times in a row from "
+            f"{contributions[0].island!r} alone, with {len(live)} islands training: "
+            f"they drift apart; for the next run, raise sync.quorum, sync.grace or "
+            f"sync.overlap_steps"
+        )
+    for name in live:
+        if fragment.accounts[name].missed_merges == MISSED_MERGES:
+            turn.alert(
+                f"island {name!r} is alive, but was in none of the last "
+                f"{MISSED_MERGES} merges of fragment {fragment.index}: its work goes "
+                f"stale; look at its log and its network, or, for the next run, raise "
+                f"sync.grace or sync.max_staleness",
+                name,
+            )
+
+
+def alert_in_turns(turn: Turn, fragment: Fragment) -> None:
+    """Report islands of about the pacing island's speed that are seldom merged.
+
+    The first fragment stands for all: they are about equally large.
+    """
+    if fragment.index != 0 or fragment.merges not in WATCHED_MERGES:
+        return
+    config, fleet = turn.config, Fleet(turn.config, turn.state)
+    pace = fleet.step_seconds()
+    alike = {
+        name: fragment.accounts[name]
+        for name, island in sorted(fleet.alike().items())
+        if island.step_seconds
+    }
+    seldom = {
+        name: account
+        for name, account in alike.items()
+        if account.merges_in < MOST_MERGES * account.merges_alive
+    }
+    if len(alike) < 2 or not seldom:
+        return
+    could = sum(account.merges_alive for account in seldom.values())
+    were = sum(account.merges_in for account in seldom.values())
+    spent = fragment.quorum_seconds + fragment.merge_seconds + fragment.transfer_seconds
+    wanted = max(math.ceil(2 * spent / pace), config.overlap_steps + 1)
+    remedy = f"raise sync.overlap_steps from {config.overlap_steps} to {wanted}"
+    if not config.grace:
+        remedy = "raise sync.grace from 0"
+    elif config.grace_window == "overlap":
+        remedy = 'leave sync.grace_window at "alike"'
+    turn.alert(
+        f"of {len(alike)} islands of about one speed, {', '.join(seldom)} were in "
+        f"{were / could:.0%} of the merges since they joined: they are merged in turns "
+        f"with the others, and learn worse for it. "
+        f"Quorum, merging and sending take {spent:.3g} s of an overlap of "
+        f"{config.overlap_steps} steps of {pace:.3g} s, and what is left is too short "
+        f"to wait for the others; for the next run, {remedy}"
+    )

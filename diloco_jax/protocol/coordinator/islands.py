@@ -173,7 +173,7 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     steps_at_tick: int = 0
     step_seconds: float = 0.0
     """As the island says; see `believed_step_s`."""
-    lead: int = 0
+    lookahead: int = 0
     """Boundaries from a request to its take."""
     records_through: int = 0
     quarantined: bool = False
@@ -218,9 +218,9 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.step_seconds, self.wall_time.most_step_s)
 
     @property
-    def lead_seconds(self) -> float:
+    def lookahead_seconds(self) -> float:
         """Seconds from a request to its take, without the rest of the current step."""
-        return self.lead * self.believed_step_s
+        return self.lookahead * self.believed_step_s
 
     @property
     def answers(self) -> bool:

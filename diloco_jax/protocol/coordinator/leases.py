@@ -28,7 +28,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_island,
 )
 from diloco_jax.protocol.messages import Granted
-from diloco_jax.protocol.values import Contribution, Span
+from diloco_jax.protocol.values import Span
 
 RATE_MARGIN = 4
 """Steps per second that are believed, as a multiple of what the island's step time
@@ -133,21 +133,6 @@ def granted(state: State, name: str, span: Span) -> State:
             sequences_granted=island.sequences_granted + span.stop - span.start,
         ),
     )
-
-
-def contributed(state: State, contributions: Iterable[Contribution]) -> State:
-    """Return the state with the steps of a finished merge in it; recovery applies it
-    too."""
-    merged, departed = dict(state.in_merges), list(state.departed)
-    for c in contributions:
-        steps = Span(c.start, c.end)
-        if state.islands[c.island].incarnation == c.incarnation:
-            merged[c.island] = values.join_spans((*merged[c.island], steps))
-        for index, ended in enumerate(departed):
-            if (ended.island, ended.incarnation) == (c.island, c.incarnation):
-                of = values.join_spans((*ended.in_merges, steps))
-                departed[index] = replace(ended, in_merges=of)
-    return replace(state, in_merges=merged, departed=tuple(departed))
 
 
 def perhaps_merged(state: State, island: Island) -> tuple[Span, ...]:

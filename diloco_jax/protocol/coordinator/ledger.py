@@ -28,8 +28,10 @@ from diloco_jax.protocol.values import (
     Contribution,
     EndReason,
     LossReason,
+    Span,
     Told,
     Version,
+    join_spans,
 )
 
 
@@ -362,3 +364,18 @@ def lose_missing(state: State, fragment: Fragment, reason: LossReason) -> Fragme
             account = account.lose_tokens(missing, reason)
             fragment = with_account(fragment, name, account)
     return fragment
+
+
+def contributed(state: State, contributions: Iterable[Contribution]) -> State:
+    """Return the state with the steps of a finished merge in it; recovery applies it
+    too."""
+    merged, departed = dict(state.in_merges), list(state.departed)
+    for c in contributions:
+        steps = Span(c.start, c.end)
+        if state.islands[c.island].incarnation == c.incarnation:
+            merged[c.island] = join_spans((*merged[c.island], steps))
+        for index, ended in enumerate(departed):
+            if (ended.island, ended.incarnation) == (c.island, c.incarnation):
+                of = join_spans((*ended.in_merges, steps))
+                departed[index] = replace(ended, in_merges=of)
+    return replace(state, in_merges=merged, departed=tuple(departed))

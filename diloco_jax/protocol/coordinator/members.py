@@ -21,7 +21,6 @@ from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
-    alerts,
     claims,
     fragments,
     leases,
@@ -52,12 +51,12 @@ from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.values import (
     BEGINNING,
     FAILURES,
-    LEAD,
+    LOOKAHEAD,
     DeltaKey,
     EndReason,
     Outstanding,
     Span,
-    lead_of,
+    lookahead_of,
 )
 
 
@@ -95,7 +94,7 @@ def _refusal(
         )
     if message := unknown(config, name, state.admitted):
         return "unknown_island", message
-    if message := _other_batch(config, event) or _other_lead(config, event):
+    if message := _other_batch(config, event) or _other_lookahead(config, event):
         return "config", message
     if known is not None and event.incarnation < known.incarnation:
         return "fenced", (
@@ -196,18 +195,18 @@ def _other_batch(config: PolicyConfig, event: Hello) -> str:
     )
 
 
-def _other_lead(config: PolicyConfig, event: Hello) -> str:
+def _other_lookahead(config: PolicyConfig, event: Hello) -> str:
     hosts = config.hosts.get(event.island)
-    if hosts is None and event.lead in (0, LEAD):
+    if hosts is None and event.lookahead in (0, LOOKAHEAD):
         return ""  # The config does not say how many hosts it has.
-    lead = lead_of(hosts or 1)
-    if event.lead == lead:
+    lookahead = lookahead_of(hosts or 1)
+    if event.lookahead == lookahead:
         return ""
     return (
-        f"island {event.island!r} says that its takes come {event.lead} boundaries "
-        f"late, but it has {hosts or 1} hosts in the coordinator's config "
-        f"(islands.{event.island}.hosts), with which that is {lead}; start both with "
-        f"one config"
+        f"island {event.island!r} says that its takes come {event.lookahead} "
+        f"boundaries late, but it has {hosts or 1} hosts in the coordinator's config "
+        f"(islands.{event.island}.hosts), with which that is {lookahead}; start both "
+        f"with one config"
     )
 
 
@@ -311,7 +310,7 @@ def ahead(turn: Turn, event: SaidAhead) -> None:
     if event.island in turn.state.ahead:
         return
     turn.set(ahead=(*turn.state.ahead, event.island))
-    alerts.after_ahead(turn, event.island, event.how)
+    _alert_of_ahead(turn, event.island, event.how)
     known = turn.config.admitted or turn.state.islands
     names = [name for name in turn.state.ahead if name in known]
     if 2 * len(names) > len(known):
@@ -363,7 +362,7 @@ def goodbye(turn: Turn, event: Said, said: Goodbye) -> None:
         return
     leave(turn, event.island, said.reason, said.text)
     if said.reason == "failed":
-        alerts.after_failure(turn, event.island, said.text)
+        _alert_of_failure(turn, event.island, said.text)
 
 
 def expire(turn: Turn, late_s: float) -> None:
@@ -543,7 +542,7 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
     island = replace(
         island,
         step_seconds=claims.believed_step_s(config, event),
-        lead=event.lead,
+        lookahead=event.lookahead,
         phase=event.phase,
         wall_time=claims.joining(config, island, before, turn.now, carrying=carrying),
         steps_at_tick=event.steps if carrying else 0,
@@ -581,7 +580,7 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
     island = replace(
         known,
         phase=phase,
-        lead=event.lead,
+        lookahead=event.lookahead,
         # A restarted coordinator does not know which records are on its tape.
         records_through=max(known.records_through, event.records_through),
     )
@@ -627,3 +626,24 @@ def _welcome(turn: Turn, event: Hello, *, resumed: bool) -> None:
         next_position=state.next_position,
     )
     turn.tell(event.session, welcome)
+
+
+def _alert_of_failure(turn: Turn, name: str, said: str) -> None:
+    """Raise the alert for an island that said goodbye because it failed: its device,
+    its step, its disk."""
+    turn.alert(
+        f"island {name!r} failed, and says: {said or 'nothing'}; look at its log and "
+        f"at its devices (diloco doctor); its supervisor starts it again",
+        name,
+    )
+
+
+def _alert_of_ahead(turn: Turn, name: str, how: str) -> None:
+    """Raise the alert for an island that knows of a later state of the run."""
+    turn.alert(
+        f"island {name!r} is {how}: either this coordinator's state is an old one, or "
+        f"that island lies; it is told to come again. If other islands say so too, "
+        f"start the coordinator that has the newest state; if none does, revoke its "
+        f"key",
+        name,
+    )

@@ -16,8 +16,8 @@ from diloco_jax.protocol.coordinator import (
     leases,
     ledger,
     members,
-    quarantine,
     schedule,
+    takes,
 )
 from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY
 from diloco_jax.protocol.coordinator.search import FoundTerm
@@ -135,7 +135,7 @@ def _replayed(state: State, record: records.Durable) -> State:
             )
         case records.Quarantined() | records.Released():
             quarantined = isinstance(record, records.Quarantined)
-            return quarantine.moved(state, record.island, quarantined=quarantined)
+            return takes.quarantine_moved(state, record.island, quarantined=quarantined)
         case records.Admitted() | records.Removed():
             admitted = isinstance(record, records.Admitted)
             return members.with_admitted(state, record.island, admitted=admitted)
@@ -147,7 +147,7 @@ def _replayed(state: State, record: records.Durable) -> State:
             )
             state = replace(state, tick=max(state.tick, record.tick))
             state = with_fragment(state, fragment)
-            return leases.contributed(state, record.contributions)
+            return ledger.contributed(state, record.contributions)
         case records.TermBegun():
             return fragment_begun(state, record)
         case records.Ticks(through=through):

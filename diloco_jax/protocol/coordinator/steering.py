@@ -8,7 +8,7 @@ of its steps, on which nothing of the run depends.
 from __future__ import annotations
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import members, quarantine
+from diloco_jax.protocol.coordinator import members, takes
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, Turn
 from diloco_jax.protocol.messages import ProfileOrder, Refused, Steer
 
@@ -81,7 +81,7 @@ def steer(turn: Turn, event: Steer) -> None:
         case "remove" if name in state.admitted:
             _remove(turn, name)
         case "release" if known is not None and known.quarantined:
-            quarantine.release(turn, known, asked=True)
+            takes.release(turn, known, asked=True)
 
 
 def _remove(turn: Turn, name: str) -> None:

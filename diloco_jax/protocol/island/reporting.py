@@ -64,7 +64,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     tokens_per_step: int
     sequences_per_step: int
-    lead: int = 0
+    lookahead: int = 0
     plan: str = ""
     run: dict[str, Any] = msgspec.field(default_factory=dict)
     island_config: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -19,7 +19,7 @@ import numpy as np
 from diloco_jax.coordinator.holding.store import RETAINED_PUBLISHES
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.island.books import AdoptTraits, Outcome
+from diloco_jax.protocol.island.boundary import AdoptTraits, TakeOutcome
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
     NON_FINITE,
@@ -208,7 +208,7 @@ class DigestBody:
             local.start_before = local.start
         self._adopted(arrival.fragment, local.anchor, kept=keep)
 
-    def judge(self, fragment: int, outcome: Outcome) -> None:
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         local = self._locals[fragment]
         if outcome == "reopened":
             local.start = local.start_before

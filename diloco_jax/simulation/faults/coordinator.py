@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
-from diloco_jax.coordinator.engine import AnyEffect, Engine, Sessions
-from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
+from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
+from diloco_jax.coordinator.lead import AnyEffect, Engine, Sessions
 from diloco_jax.protocol.coordinator import anchors, members, recovery, search
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
@@ -341,7 +341,7 @@ class VirtualGatherer:
     # ---- what was decided -------------------------------------------------------
 
     def hold(self, message: ToHolder) -> None:
-        """See engine.Holder."""
+        """See `lead.Holder`."""
         assert isinstance(message, AwaitAnchor)
         if not message.sample:
             others = {
@@ -351,10 +351,10 @@ class VirtualGatherer:
         self._awaited[message.fragment, message.island] = message
 
     def alert(self, text: str, island: str = "") -> None:
-        """See engine.Searcher. Nobody reads it."""
+        """See `lead.Searcher`. Nobody reads it."""
 
     def over(self, end: search.FoundTerm | search.GiveUp) -> None:
-        """See engine.Searcher."""
+        """See `lead.Searcher`."""
         if isinstance(end, search.GiveUp):
             self._done(None)
             return

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import journal as durable
 from diloco_jax.protocol.coordinator.state import State, restored
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from diloco_jax.config import GraceWindow
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.protocol.values import LEAD
+from diloco_jax.protocol.values import LOOKAHEAD
 from diloco_jax.simulation.faults.faults import (
     CRASHES,
     JOIN_S,
@@ -154,7 +154,7 @@ def _draw_run(rng: random.Random, generator: Any) -> Schedule:
                 step_s=rng.choice([0.8, 1.0, 1.0, 1.5, 2.5]),
                 batch_size=rng.randint(1, 3),
                 join_s=round(rng.uniform(0, JOIN_S), 1),
-                lead=hosts.choice([0, 0, 0, LEAD]),
+                lookahead=hosts.choice([0, 0, 0, LOOKAHEAD]),
             )
             for name in names
         },

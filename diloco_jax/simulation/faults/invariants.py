@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.coordinator.lead import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
@@ -24,7 +24,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
 )
 from diloco_jax.protocol.holding import Commit, KeepFragment, Merge
-from diloco_jax.protocol.island.books import RESTARTS
+from diloco_jax.protocol.island.boundary import RESTARTS
 from diloco_jax.protocol.messages import (
     Finished,
     FromCoordinator,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.simulation.clock import Clock
@@ -119,7 +119,7 @@ def over_within_s(schedule: Schedule, total_tokens: int) -> float:
 
 def _agreed_s(schedule: Schedule) -> float:
     """Return the time in which hosts of an island agree on a take and an adoption."""
-    return 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
+    return 2 * max(p.lookahead for p in schedule.islands.values()) * schedule.slowest_s
 
 
 def _merged_s(schedule: Schedule) -> float:

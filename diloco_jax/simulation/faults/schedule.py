@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from diloco_jax.config import ConfigError, GraceWindow, Placement, RunConfig, SyncConfig
-from diloco_jax.config.family_fields import check_member
+from diloco_jax.config.config import check_member
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     BELOW_1,
@@ -21,7 +21,7 @@ from diloco_jax.config.fields import (
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.island.books import AdoptTraits
+from diloco_jax.protocol.island.boundary import AdoptTraits
 from diloco_jax.simulation.faults.faults import (
     LEASE_S,
     AnyFault,
@@ -47,7 +47,7 @@ MOST_STEPS = 10_000
 length has far fewer calls than `world.MOST_CALLS`.
 """
 BATCH_SIZE = Bound(1, 1000)
-LEAD = Bound(0, 100)
+LOOKAHEAD = Bound(0, 100)
 
 
 class DrawnIsland(Drawn, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class DrawnIsland(Drawn, frozen=True, kw_only=True):
     batch_size: int = 1
     join_s: float = 1.0
     """Seconds from its welcome to its first step."""
-    lead: int = 0
+    lookahead: int = 0
     """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
 
 
@@ -221,7 +221,7 @@ def _check_values(schedule: Schedule) -> None:
         within(plan, SOME_SECONDS, "step_s")
         within(plan, BATCH_SIZE, "batch_size")
         within(plan, SECONDS, "join_s")
-        within(plan, LEAD, "lead")
+        within(plan, LOOKAHEAD, "lookahead")
     _check_length(schedule)
     for fault in schedule.faults:
         check(fault)

@@ -523,7 +523,7 @@ class FaultyWorld:
             batch_size=plan.batch_size,
             step_seconds=lambda step: plan.step_s * self.slowness[name],
             join_seconds=plan.join_s,
-            lead=plan.lead,
+            lookahead=plan.lookahead,
         )
         island = FaultyIsland(self, spec, incarnation)
         self.processes = [p for p in self.processes if p.ended is None]

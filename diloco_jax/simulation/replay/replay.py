@@ -28,14 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from diloco_jax import (
-    before_jax,
-    checkpoint,
-    compilation,
-    merge_route,
-    run_files,
-    storage,
-)
+from diloco_jax import before_jax, checkpoint, compilation, run_files, storage
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
@@ -44,19 +37,17 @@ from diloco_jax.coordinator.journal import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragment_merge import Arrays, MergeResult
-from diloco_jax.core.fragments import digest_arrays
-from diloco_jax.core.kernels import Passes
-from diloco_jax.core.payload import Buffer
+from diloco_jax.core.fragments import Buffer, digest_arrays
+from diloco_jax.core.tiles import Passes
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader, LeasedPositions
 from diloco_jax.files import require_writable
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.mailbox import Arrival, log_refused
 from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.observability.logs import log_refused
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
-from diloco_jax.protocol.island import books
+from diloco_jax.protocol.island import boundary
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import (
@@ -382,7 +373,7 @@ def passes_like(recorded: Environment) -> Passes | None:
     route, why = recorded.get("merge_route"), "it is not known here"
     try:
         if route in ("xla", "native"):
-            return merge_route.passes_of(route)
+            return compilation.passes_of(route)
     except ConfigError as error:
         why = str(error)
     raise ConfigError(
@@ -502,7 +493,7 @@ class ReplayedIsland:
         versions = life.begins()
         self._life, self._reader, self._used = life, reader, used
         self._moments: dict[int, list[npt.NDArray[Any]]] = {}
-        self._books = books.Books(versions, ADOPT_RULES.find(run.sync.adopt))
+        self._books = boundary.Books(versions, ADOPT_RULES.find(run.sync.adopt))
         self._books.begin()
         anchors = [self._anchor(f, version) for f, version in enumerate(versions)]
         moments, residuals = None, None
@@ -564,7 +555,7 @@ class ReplayedIsland:
         fragment, version = arrival.fragment, arrival.version
         self.send("adopt", fragment, version, payloads, whole, keep)
 
-    def judge(self, fragment: int, outcome: books.Outcome) -> None:
+    def judge(self, fragment: int, outcome: boundary.TakeOutcome) -> None:
         self.send("judge", fragment, outcome)
 
     def put(self, fragment: int, tick: int, encoded: bytes) -> None:

@@ -41,8 +41,8 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
+from diloco_jax.island.device.exchange import Restored
 from diloco_jax.island.device.mesh import place
-from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.world import Hosts, WorldAddress, join_world, leave_world

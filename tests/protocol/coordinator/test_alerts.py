@@ -5,14 +5,14 @@ from kit import joined, make_config, of
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.alerts import (
+from diloco_jax.protocol.coordinator.events import Alert
+from diloco_jax.protocol.coordinator.fragments import (
     MISSED_MERGES,
     SOLO_MERGES,
     WATCHED_MERGES,
-    after_merge,
-    in_turns,
+    alert_in_turns,
+    alert_of_merge,
 )
-from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.coordinator.islands import Island, Islands
 from diloco_jax.protocol.coordinator.state import (
     Account,
@@ -44,7 +44,7 @@ def raised(merged, live):
     """Return the alerts that a merge of a delta of "a" alone raises."""
     config = make_config()
     turn = Turn(config, initial(config), 0.0)
-    after_merge(turn, merged, ALONE, live)
+    alert_of_merge(turn, merged, ALONE, live)
     return [alert.text for alert in turn.effects]
 
 
@@ -102,7 +102,7 @@ def merged_in_turns(
         transfer_seconds=0.3,
     )
     turn = Turn(config, replace(initial(config), islands=islands), 0.0)
-    in_turns(turn, fragment)
+    alert_in_turns(turn, fragment)
     return [alert.text for alert in turn.effects]
 
 

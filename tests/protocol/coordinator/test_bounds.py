@@ -7,9 +7,9 @@ from bounds_support import patient, together
 from kit import merged_islands, notes, of, only
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.quarantine import Usual
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import with_account, with_island
+from diloco_jax.protocol.coordinator.takes import Usual
 from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import TakeVerdict
 

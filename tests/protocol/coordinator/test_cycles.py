@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit import Driver, joined, of
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import cycles
+from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.protocol.coordinator.events import (
     Effect,
     KeepAsked,
@@ -176,7 +176,7 @@ def test_a_crash_forgets_the_cycle_under_way() -> None:
     again = recover(d.config, d.state, d.log[len(d.log) :], d.now)
     assert not again.keeping
     assert again.unkept == ()
-    assert cycles.present(d.config, again) > d.state.kept_cycle
+    assert schedule.present_cycle(d.config, again) > d.state.kept_cycle
 
 
 def version_at(d: Driver, fragment: int, cycle: int) -> Version:

@@ -7,7 +7,7 @@ from ending_support import pending, stop, stopping, whose
 from kit import Driver, asked, joined, kinds, notes, of, only, persisted
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import decide, quarantine
+from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import ResendRequest, Welcome
@@ -151,7 +151,7 @@ def test_what_hangs_is_waited_for_where_nobody_needs_another_merge() -> None:
 
 def test_one_that_is_quarantined_opens_nothing_while_its_delta_is_awaited() -> None:
     d = stopping("a", "b", "c", fragment_sizes=(4,))
-    d.state = quarantine.moved(d.state, "c", quarantined=True)
+    d.state = takes.quarantine_moved(d.state, "c", quarantined=True)
     stop(d, "a", "b", "c")
     d.takes(0, a=10, b=10)
     d.computed(0)

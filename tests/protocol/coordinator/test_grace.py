@@ -111,11 +111,13 @@ def test_a_quorum_that_took_minutes_does_not_cost_the_next_merges_their_grace() 
     assert d.fragment(0).quorum_seconds == pytest.approx(0.8 * 10)
 
 
-def late_driver(step_seconds: float = 1.0, lead: int = 0, **changes: Any) -> Driver:
+def late_driver(
+    step_seconds: float = 1.0, lookahead: int = 0, **changes: Any
+) -> Driver:
     """a and b are asked, a took at once and its delta was 5 s on its way: nothing is
     left of the overlap. Steps of a take 1 s."""
     d = joined("a", **{"grace": 1.0, "overlap_steps": 1, **changes})
-    d.hello("b", lead=lead)
+    d.hello("b", lookahead=lookahead)
     d.report("b", 0, step_seconds=step_seconds)
     d.report("a", 2)
     d.take("a", 0, 2, arrive=False)
@@ -123,7 +125,7 @@ def late_driver(step_seconds: float = 1.0, lead: int = 0, **changes: Any) -> Dri
     return d
 
 
-@pytest.mark.parametrize(("step_seconds", "lead"), [(1.0, 0), (1.5, 0), (1.2, 2)])
+@pytest.mark.parametrize(("step_seconds", "lookahead"), [(1.0, 0), (1.5, 0), (1.2, 2)])
 def test_those_of_about_the_pacing_ones_speed_are_waited_for_without_slack(
     step_seconds, lead
 ) -> None:

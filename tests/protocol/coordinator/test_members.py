@@ -41,7 +41,7 @@ def test_a_join_is_durable_before_it_is_visible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lead", "hosts"),
+    ("name", "lookahead", "hosts"),
     [
         ("one", 0, ""),
         ("one", 1, "1 hosts"),
@@ -57,17 +57,17 @@ def test_a_join_is_durable_before_it_is_visible() -> None:
     ],
 )
 def test_a_lead_is_that_of_the_hosts_that_the_config_has(
-    name: str, lead: int, hosts: str
+    name: str, lookahead: int, hosts: str
 ) -> None:
     d = Driver(hosts={"one": 1, "two": 2})
-    effects = d.hello(name, lead=lead)
+    effects = d.hello(name, lookahead=lookahead)
     if not hosts:
         assert only(effects, Welcome)
-        assert d.state.islands[name].lead == lead
+        assert d.state.islands[name].lookahead == lookahead
         return
     refused = only(effects, Refused)
     assert refused.code == "config"
-    assert f"{lead} boundaries late, but it has {hosts}" in refused.message
+    assert f"{lookahead} boundaries late, but it has {hosts}" in refused.message
     assert f"islands.{name}.hosts" in refused.message
 
 

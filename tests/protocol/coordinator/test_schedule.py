@@ -139,16 +139,16 @@ def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
         return {ask.island: ask.after for ask in asks}
 
     d = Driver(quorum=3)
-    for name, lead in {"a": 0, "b": 2, "c": 2}.items():
-        d.hello(name, lead=lead)
+    for name, lookahead in {"a": 0, "b": 2, "c": 2}.items():
+        d.hello(name, lookahead=lookahead)
     d.reports(a=0, b=0, c=0)
     assert puts_off(d, 2) == {"a": 2, "b": 0, "c": 0}
     d.disconnect("a")
-    back = only(d.hello("a", steps=2, phase="training", lead=0), TakeRequest)
+    back = only(d.hello("a", steps=2, phase="training", lookahead=0), TakeRequest)
     assert back.after == 2, "a request that is repeated is put off, too"
     alike = Driver(quorum=3)
     for name in "abc":
-        alike.hello(name, lead=2)
+        alike.hello(name, lookahead=2)
     alike.reports(a=0, b=0, c=0)
     assert puts_off(alike, 2) == {"a": 0, "b": 0, "c": 0}
 
@@ -169,7 +169,7 @@ def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
 ) -> None:
     d = Driver(quorum=1)
     d.hello("a")
-    d.hello("b", lead=2)
+    d.hello("b", lookahead=2)
     d.report("a", 0, step_seconds=own_s)
     d.report("b", 0, step_seconds=leads_s)
     effects = d.report("a", 2, step_seconds=own_s)
@@ -195,7 +195,7 @@ def beside_a_slow_one(said_s: float, *, cycle: int = 1000, ticks: int = 3) -> Dr
         lease_s=1e4,
     )
     d.hello("a")
-    d.hello("b", lead=2)
+    d.hello("b", lookahead=2)
     d.report("a", 0)
     d.report("b", 0, step_seconds=said_s)
     for tick in range(1, ticks + 1):
@@ -237,7 +237,7 @@ def test_takes_that_were_put_off_are_asked_for_again_once_their_cause_is_gone(
 ) -> None:
     d = Driver(quorum=2, steps_per_cycle=100, lease_s=10.0)
     d.hello("a")
-    d.hello("b", lead=2)
+    d.hello("b", lookahead=2)
     d.hello("c")
     for steps in (0, 50):
         d.reports(a=steps, c=steps)
@@ -261,7 +261,7 @@ def test_takes_are_asked_for_again_once_a_slow_one_proves_faster() -> None:
     """Nothing is known of b as fragment 0 is asked for; at the next tick it is."""
     d = Driver(quorum=2, steps_per_cycle=40)
     d.hello("a")
-    d.hello("b", lead=2)
+    d.hello("b", lookahead=2)
     for steps in (0, 20):
         d.report("a", steps)
         d.report("b", steps, step_seconds=1e9)

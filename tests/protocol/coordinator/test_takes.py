@@ -17,8 +17,8 @@ from kit import (
     verdicts,
 )
 
-from diloco_jax.protocol.coordinator.alerts import UNFIT_DELTAS
 from diloco_jax.protocol.coordinator.events import Alert, Effect
+from diloco_jax.protocol.coordinator.takes import UNFIT_DELTAS
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
     Published,

@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import (
     Adoption,
     Ahead,
+    Books,
     Boundary,
     Decision,
     Ending,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from diloco_jax.protocol.island.fetching import (
+from diloco_jax.protocol.island.conversation import (
     JOIN_FETCHES,
     Fetching,
-    Part,
+    HostFetch,
     agreed,
 )
 from diloco_jax.protocol.values import Version
@@ -94,7 +94,7 @@ def test_what_failed_or_was_cut_off_comes_again():
 
 
 def part(outcome="done", chain=None):
-    return Part(outcome=outcome, chain=chain)
+    return HostFetch(outcome=outcome, chain=chain)
 
 
 @pytest.mark.parametrize(

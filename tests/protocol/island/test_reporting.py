@@ -4,7 +4,7 @@ from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.protocol.values import MOST_POSITION, Outstanding, Record, Version
-from diloco_jax.wire import encoding
+from diloco_jax.wire import bulk
 
 
 def records(*numbers):
@@ -76,7 +76,7 @@ def test_a_position_that_a_lie_put_far_away_keeps_no_island_out():
         sequences_per_step=2,
     )
     far = Status(next_position=MOST_POSITION + 1000)
-    said = encoding.from_island(encoding.encode(reporting.hello(who, far)))
+    said = bulk.from_island(bulk.encode(reporting.hello(who, far)))
     assert said.next_position == MOST_POSITION
 
 
@@ -91,7 +91,7 @@ def test_it_says_what_it_holds_and_what_is_acknowledged() -> None:
         fingerprint="f",
         tokens_per_step=64,
         sequences_per_step=4,
-        lead=2,
+        lookahead=2,
         plan="p",
         run={"seed": 1},
         island_config={"batch_size": 4},

@@ -23,7 +23,10 @@ from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 
 FOUND = {
     "the end costs steps: a crash amid effects": Schedule(
-        islands={"a": DrawnIsland(join_s=0.1, lead=2), "c": DrawnIsland(join_s=0.4)},
+        islands={
+            "a": DrawnIsland(join_s=0.1, lookahead=2),
+            "c": DrawnIsland(join_s=0.4),
+        },
         faults=(
             JoinCrash(at_s=0.43, island="a", down_s=2.2, joining_s=0.39),
             CoordinatorCrash(
@@ -90,7 +93,7 @@ FOUND = {
     "the last fault ends while all processes start again (seed 121726)": Schedule(
         islands={
             "a": DrawnIsland(join_s=0.4),
-            "b": DrawnIsland(step_s=2.5, batch_size=3, join_s=0.6, lead=2),
+            "b": DrawnIsland(step_s=2.5, batch_size=3, join_s=0.6, lookahead=2),
             "c": DrawnIsland(step_s=1.5, batch_size=2, join_s=0.2),
         },
         faults=(
@@ -112,9 +115,9 @@ FOUND = {
     ),
     "one island alone has a term's lost anchor (seed 452)": Schedule(
         islands={
-            "a": DrawnIsland(step_s=1.5, batch_size=3, join_s=0.2, lead=2),
-            "b": DrawnIsland(step_s=2.5, join_s=1.8, lead=2),
-            "c": DrawnIsland(step_s=2.5, join_s=0.3, lead=2),
+            "a": DrawnIsland(step_s=1.5, batch_size=3, join_s=0.2, lookahead=2),
+            "b": DrawnIsland(step_s=2.5, join_s=1.8, lookahead=2),
+            "c": DrawnIsland(step_s=2.5, join_s=0.3, lookahead=2),
             "d": DrawnIsland(join_s=0.7),
         },
         faults=(
@@ -145,9 +148,9 @@ FOUND = {
     ),
     "two islands have not adopted in a term that is lost (seed 911)": Schedule(
         islands={
-            "a": DrawnIsland(join_s=0.2, lead=2),
-            "b": DrawnIsland(step_s=0.8, batch_size=2, join_s=0.6, lead=2),
-            "c": DrawnIsland(batch_size=3, join_s=1.5, lead=2),
+            "a": DrawnIsland(join_s=0.2, lookahead=2),
+            "b": DrawnIsland(step_s=0.8, batch_size=2, join_s=0.6, lookahead=2),
+            "c": DrawnIsland(batch_size=3, join_s=1.5, lookahead=2),
         },
         faults=(
             DiskLost(

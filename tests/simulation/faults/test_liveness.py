@@ -59,8 +59,8 @@ def test_a_quorum_that_needs_an_island_in_quarantine_waits_for_its_release() -> 
     schedule = Schedule(
         islands={
             "a": DrawnIsland(step_s=0.8, batch_size=2, join_s=0.1),
-            "b": DrawnIsland(batch_size=3, join_s=1.3, lead=2),
-            "c": DrawnIsland(join_s=1.8, lead=2),
+            "b": DrawnIsland(batch_size=3, join_s=1.3, lookahead=2),
+            "c": DrawnIsland(join_s=1.8, lookahead=2),
             "d": DrawnIsland(batch_size=2, join_s=1.1),
         },
         faults=(
@@ -96,7 +96,7 @@ def test_a_fault_that_awaits_the_end_keeps_nobody_from_looking_until_then() -> N
     schedule = replace(schedule, total_tokens=4 * schedule.total_tokens)
     played = play(schedule)
     assert (played.wrong, played.world.struck["clock_jump"]) == (None, 1)
-    with mock.patch.object(fragments, "settle", lambda turn, at, *_, **__: at):
+    with mock.patch.object(fragments, "close_if_due", lambda turn, at, *_, **__: at):
         wrong = play(schedule).wrong
     assert wrong is not None
     assert "no merges of fragments" in wrong.what

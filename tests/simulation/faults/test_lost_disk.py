@@ -199,7 +199,7 @@ def test_what_a_term_granted_that_nobody_heard_of_is_lost_with_it() -> None:
         Replacement(at_s=26.18, island="c"),
         DiskLost(at_s=31.9, restart=Restart(down_s=2.65)),
         islands={
-            "a": DrawnIsland(step_s=1.5, batch_size=2, join_s=1.5, lead=2),
+            "a": DrawnIsland(step_s=1.5, batch_size=2, join_s=1.5, lookahead=2),
             "b": DrawnIsland(join_s=0.7),
             "c": DrawnIsland(step_s=1.5, batch_size=2, join_s=1.6),
         },

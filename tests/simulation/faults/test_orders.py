@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from msgspec.structs import replace
 
-from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.coordinator.lead import AnyEffect
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.faults import (

@@ -32,7 +32,6 @@ from diloco_jax.config.loading import from_builtins, named_code
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.coordinator.holding.holder import make_holder
 from diloco_jax.coordinator.settings import bulk_server_of, faults_of
-from diloco_jax.coordinator.workers.line import WorkerLine, read_frame, write_frame
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import worker_name
 from diloco_jax.files import is_bucket, write_json
@@ -62,14 +61,13 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.wire.bulk import prepare
 from diloco_jax.wire.bulk_server import BulkServer
-from diloco_jax.wire.duplex import End, TlsEnd
+from diloco_jax.wire.duplex import End, TlsEnd, WorkerLine, read_frame, write_frame
 from diloco_jax.wire.errors import Busy, Refused, SecurityError, VersionGone
-from diloco_jax.wire.frames import prepare
-from diloco_jax.wire.limits import RateLimitedLog, allow_connections
+from diloco_jax.wire.limits import IdleWatch, RateLimitedLog, allow_connections
 from diloco_jax.wire.principal import Peers
 from diloco_jax.wire.session import Handlers
-from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import held, make_workdir
 

@@ -23,17 +23,17 @@ from msgspec.structs import replace
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.placement import Backoff
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
+    KeptCycles,
     make_store,
+    telling,
 )
 from diloco_jax.coordinator.holding.holder import FragmentHolder, Tell
-from diloco_jax.coordinator.kept import KeptCycles, telling
 from diloco_jax.coordinator.settings import own_tls
-from diloco_jax.coordinator.workers.line import WorkerLine
 from diloco_jax.core.fragments import FragmentPlan, digest_all, digest_arrays
-from diloco_jax.deadlines import Backoff
 from diloco_jax.files import is_bucket, write_json
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
@@ -74,7 +74,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.wire import addresses, bulk
-from diloco_jax.wire.duplex import dial_worker
+from diloco_jax.wire.duplex import WorkerLine, dial_worker
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -82,8 +82,8 @@ from diloco_jax.wire.errors import (
     SecurityError,
     WireError,
 )
+from diloco_jax.wire.limits import IdleWatch
 from diloco_jax.wire.principal import worker as worker_principal
-from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import Renewed, TlsFiles
 from diloco_jax.wire.transfers import Connections, Transfers
 
@@ -422,7 +422,7 @@ class WorkersHolder(FragmentHolder):
             failed(self._broken)
 
     def hold(self, message: ToHolder) -> None:
-        """Pass a message to its fragment's worker; see `engine.Holder`."""
+        """Pass a message to its fragment's worker; see `lead.Holder`."""
         match message:
             case Forget():
                 for worker in self._workers:

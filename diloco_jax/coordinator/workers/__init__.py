@@ -1,1 +1,0 @@
-"""Processes that hold fragments for the lead, on its machine and on others."""
