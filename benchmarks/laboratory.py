@@ -4,7 +4,7 @@ Question: does a laboratory, which has all seeds and islands in one program, lea
 `emulate` learns, and how fast is it beside that and beside the products of matrices
 alone?
 
-Theta is compared in float64 (`float64.py`) after three cycles of four islands, for
+Theta is compared in float64 (`float64.py`) after six cycles of four islands, for
 every merge rule, codec up, codec down and adopt rule. Losses are compared in float32,
 seed by seed, after a whole run of 8 equal islands with H = P = 12 (`quality.py`'s
 `0.04m`). Speeds are tokens per second of all seeds together: of a laboratory without
