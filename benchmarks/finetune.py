@@ -14,15 +14,19 @@ neither its start nor its compilation.
 
 ![Held-out bits per byte](../../figures/finetune.svg)
 
+There is one run of each part, so nothing here tells how far another run of it would be
+from this one: the upper ends below are those over the held-out files.
+
 Four parts, each run alone, join into one page. Command, with the folder of
 `benchmarks/smollm2.py`: `export SMOLLM2=FOLDER`, then `python benchmarks/finetune.py`
-with nothing, `--twin`, `--lora`, `--lora --twin`. Cost: about 15 minutes each on two
-cores, 14 GiB of memory and 8 GiB of disk.
+with nothing, `--twin`, `--lora`, `--lora --twin`; `--again` writes the page from raw
+results. Cost: about 15 minutes each on two cores, 14 GiB of memory and 8 GiB of disk.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import os
 import subprocess
@@ -34,9 +38,9 @@ import finetune_twin
 import jax
 import numpy as np
 import support
-from finetune_page import write_page
+from finetune_page import add_part, write_again
 from finetune_text import HeldOut, prepare
-from machine import Pinned
+from machine import Pinned, device, provenance
 
 from diloco_jax import evaluation
 from diloco_jax.config import (
@@ -51,6 +55,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator.holding import fragment_snapshots
+from diloco_jax.data.loading import load_data
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Params
 from diloco_jax.weights import adapted
@@ -84,7 +89,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=0, help="of the run")
     parser.add_argument("--rate", type=float, default=0.0, help="peak learning rate")
     parser.add_argument("--keep", type=Path, help="new folder for the run and exports")
+    parser.add_argument("--again", action="store_true", help="from raw results")
     options = parser.parse_args()
+    if options.again:
+        return write_again(options.out, __doc__)
     if not Path(options.weights, "config.json").is_file():
         parser.error(f"--weights {options.weights!r} or $SMOLLM2 must be a folder")
     part = " ".join(["lora"] * options.lora + ["twin"] * options.twin) or "run"
@@ -96,11 +104,13 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         weights = Path(options.weights).resolve()
         config = fine_tune(weights, prepare(work, weights, SEQUENCE), options)
+        text = load_data(config.run).digest
         held_out = HeldOut.read(weights, 8 if options.quick else 64, SEQUENCE)
         measure = measure_twin if options.twin else measure_run
         found = measure(config, held_out, work, options)
-    found["quick"] = options.quick
-    return write_page(options.out, __doc__, part, found)
+    found |= {"quick": options.quick, "text": text}
+    found |= device() | provenance(without_folders(config))
+    return add_part(options.out, __doc__, part, found)
 
 
 def fine_tune(weights: Path, rows: Path, options: Any) -> Config:
@@ -127,6 +137,13 @@ def fine_tune(weights: Path, rows: Path, options: Any) -> Config:
     )
     config = Config(run=run, islands=islands, placement=placement)
     return started_from(config, f"hf:{weights}").validate()
+
+
+def without_folders(config: Config) -> Config:
+    """Return the config without the folders of this machine, which say nothing."""
+    model = dataclasses.replace(config.run.model, weights="")
+    run = dataclasses.replace(config.run, model=model, data=DataConfig())
+    return dataclasses.replace(config, run=run)
 
 
 def measure_run(

@@ -225,9 +225,11 @@ def within(what: str, ratio: float) -> support.Check:
     )
 
 
-def replay(workdir: Path) -> list[str]:
-    """Return what is wrong with a replay of the run, if anything."""
+def replay(workdir: Path, until: int | None = None) -> list[str]:
+    """Return what is wrong with a replay of the run, if anything. until: merges of one
+    that is not over."""
     command = [*support.DILOCO, "replay", str(workdir), "--json"]
+    command += [] if until is None else ["--until", str(until)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:
         return [f"exit code {done.returncode}: {done.stderr[-500:]}"]

@@ -19,28 +19,32 @@ an eighth of the time that an island may train on meanwhile.
 *Equal tokens*: both runs have as many tokens that are not lost, so that the run with
 faults takes longer. *Equal time*: the run with faults ends when the one without them
 does, with fewer tokens, and its learning rate has fallen by then. Differences are
-paired by seed; the bound is on their mean.
+paired by seed; the bound is on their mean, and on the upper end of the 95 % interval.
 
 Prediction, for ten minutes: below 0.3 % at equal tokens; 0.5 to 1 % at equal time,
 since a twentieth of the tokens is missing and the loss still falls at this length.
 
-Seen, 2026-11-27: both means are within the bound. The 95 % intervals of five pairs are
-wider than it, ± 1.7 % and ± 2.5 %, and pairs lie on both sides of 0: an effect of less
-than a percent does not show in runs so short. (At 2 M tokens rounding alone moves a run
-of this model by 0.6 %: docs/results/quality.md.) At equal time the run with faults has
-4.3 % fewer tokens. A first series, in which islands returned with fresh moments and a
-rate that rises again, had +0.5 % (± 1.2) at equal tokens and +1.1 % (± 1.2) at equal
-time, above the bound. Returns were made like the soak's, from checkpoints, after that.
+Seen, 2026-11-27: both means are within the bound, and neither upper end is: five pairs
+so short show that faults cost at most 1.70 % at equal tokens, 3.25 % at equal time,
+and not that they cost at most 1 %. Pairs lie on both sides of 0. (At 2 M tokens
+rounding alone moves a run of this model by 0.6 %: docs/results/quality.md.) At equal
+time the run with faults has 4.3 % fewer tokens. A first series, in which islands
+returned with fresh moments and a rate that rises again, had +0.5 % (± 1.2) at equal
+tokens and +1.1 % (± 1.2) at equal time, above the bound by its mean, too. Returns were
+made like the soak's, from checkpoints, after that. The bound on the upper end was set
+after the runs.
 
 What an emulation leaves out: a restart that takes longer than others, and what Theta
 has beyond the anchors, which a killed coordinator has as of its last snapshot.
 
 Command: `python -m benchmarks.loss_under_faults`, ten minutes unless `--minutes` says
-otherwise. Cost: 13 minutes on two cores that other work had, too.
+otherwise; with `--again` it writes the page from raw results. Cost: 13 minutes on two
+cores that other work had, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import json
@@ -55,6 +59,7 @@ from typing import Any
 import moments
 import soak
 import support
+from machine import device, provenance
 from quality_configs import SIZES
 from quality_report import difference
 
@@ -63,6 +68,7 @@ from diloco_jax.config import Config
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.simulation.emulation_options import EmulationOptions
 
+NAME = "loss_under_faults"
 SEEDS = 5
 MINUTES = 10.0
 WITHIN = 1.0
@@ -89,7 +95,11 @@ def main() -> int:
     parser = support.quick_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of each run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--again", action="store_true", help="from raw results")
     options = parser.parse_args()
+    if options.again:
+        raw = json.loads((options.out / "raw" / f"{NAME}.json").read_bytes())
+        return told(options, raw, support.measured_before(raw))
     seeds, minutes = SEEDS, options.minutes
     if options.quick:
         seeds, minutes = 1, 1.0
@@ -106,23 +116,31 @@ def main() -> int:
             for seed in range(seeds)
         ]
         found = [job.result() for job in jobs]
+    about = {"times": dataclasses.asdict(times), "minutes": minutes}
+    return told(options, {**about, "seeds": found}, None)
+
+
+def told(
+    options: argparse.Namespace, raw: dict[str, Any], facts: dict[str, str] | None
+) -> int:
+    """Write the page of these runs; return 1 if a bound is broken. facts: None if they
+    were made now."""
+    found = raw["seeds"]
     checks = [
         support.none_of(
             "strikes that met nobody", [p for f in found for p in missed(f)]
         )
     ]
-    checks += [
-        support.at_most(
-            f"loss over none's, {kind}, mean of {seeds} seeds, %",
-            statistics.fmean(over(found, kind)),
-            WITHIN,
-            "+.2f",
-        )
-        for kind in (TOKENS, TIME)
-    ]
+    for kind in (TOKENS, TIME):
+        mean, half, pairs = compared(found, kind)
+        what = f"loss over none's, {kind}"
+        checks += [
+            support.at_most(f"{what}, {figure} of {pairs} seeds, %", at, WITHIN, "+.2f")
+            for figure, at in (("mean", mean), ("upper end", mean + half))
+        ]
     return support.deliver(
         options,
-        "loss_under_faults",
+        NAME,
         __doc__,
         {
             "The loss with faults over that without": list(summaries(found)),
@@ -130,7 +148,8 @@ def main() -> int:
             "Faults": [fault_row(each) for each in found],
         },
         checks,
-        {"times": dataclasses.asdict(times), "minutes": minutes, "seeds": found},
+        {key: raw[key] for key in ("times", "minutes", "seeds")},
+        facts,
     )
 
 
@@ -258,7 +277,8 @@ def emulated(config: Config, seed: int, times: Times) -> dict[str, Any]:
     began = time.monotonic()
     every = round(soak.CHECKPOINT_S / soak.STEP_SECONDS)
     with moments.keeping(moments.SAVED, every):
-        summary = emulate(config, options=options).summary
+        result = emulate(config, options=options)
+    summary = result.summary
     return {
         "loss": summary["eval_loss"],
         "seconds": summary["wall_seconds"],
@@ -268,6 +288,9 @@ def emulated(config: Config, seed: int, times: Times) -> dict[str, Any]:
         "lost": summary["tokens_lost"],
         "joins": {n: island["joins"] for n, island in summary["islands"].items()},
         "took_s": round(time.monotonic() - began, 1),
+        "text": result.config.run.data.digest,
+        **device(),
+        **provenance(config, options),
     }
 
 
@@ -295,16 +318,22 @@ def over(found: Sequence[dict[str, Any]], kind: str) -> list[float]:
     ]
 
 
+def compared(found: Sequence[dict[str, Any]], kind: str) -> tuple[float, float, int]:
+    """Return the mean, half of the 95 % interval and the number of what `over` finds;
+    with one pair the interval is infinite."""
+    losses = {
+        which: {f["seed"]: f["runs"][which]["loss"] for f in found}
+        for which in (NONE, kind)
+    }
+    result = difference(losses, kind, NONE)
+    assert result is not None
+    return result
+
+
 def summaries(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, str]]:
     """Yield a row for each way to compare."""
-    losses = {
-        kind: {f["seed"]: f["runs"][kind]["loss"] for f in found}
-        for kind in (NONE, TOKENS, TIME)
-    }
     for kind in (TOKENS, TIME):
-        compared = difference(losses, kind, NONE)
-        assert compared is not None
-        mean, half, pairs = compared
+        mean, half, pairs = compared(found, kind)
         low, high = min(over(found, kind)), max(over(found, kind))
         yield {
             "compared at": kind,

@@ -1,33 +1,39 @@
-"""The machine of a benchmark, and what a run's processes use of it (Linux)."""
+"""The machine and the code of a benchmark, and what a run's processes use (Linux)."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from diloco_jax import run_files
+from diloco_jax.storage import digest_of
+
+ROOT = Path(__file__).resolve().parents[1]
 
 NOT_COUNTED = (run_files.CACHE, run_files.LOGS)
 """Folders of a workdir whose size is no property of the run."""
-FACTS = ("command", "date", "machine", "load", "versions")
+FACTS = ("command", "date", "commit", "machine", "load", "versions")
 """Names of what `machine_facts` returns, in raw results and on pages."""
 CpuSamples = dict[tuple[str, int], list[tuple[float, float]]]
 """(unix time, CPU seconds so far), by process: (island or "coordinator", pid)."""
 
 
 def machine_facts() -> dict[str, str]:
-    """Return command, date, machine and versions."""
+    """Return command, date, commit, machine and versions."""
     script = Path(sys.argv[0])
     command = [Path(sys.executable).name, f"benchmarks/{script.name}"]
     if script.name == "__main__.py":
@@ -37,6 +43,7 @@ def machine_facts() -> dict[str, str]:
     return {
         "command": f"`{shlex.join([*command, *without_paths(sys.argv[1:])])}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
         "machine": f"{cores} cores, {processor()}, {memory:.0f} GiB",
         "load": "{:.1f}, {:.1f} and {:.1f} over 1, 5 and 15 minutes, at the end".format(
             *os.getloadavg()
@@ -44,6 +51,40 @@ def machine_facts() -> dict[str, str]:
         "versions": f"jax {importlib.metadata.version('jax')}, "
         f"Python {platform.python_version()}",
     }
+
+
+@functools.cache
+def commit() -> str:
+    """Return the commit of this code, with a + if package or benchmarks differ from it;
+    "unknown" outside of a git clone."""
+
+    def git(*words: str) -> str:
+        command = ["git", *words]
+        return subprocess.run(
+            command, cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    try:
+        code = ("--", "diloco_jax", "benchmarks")
+        changed = git("diff", "--name-only", "HEAD", *code)
+        return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def provenance(*settings: object) -> dict[str, str]:
+    """Return what made a run: the commit, and a digest of its settings, which are
+    dataclasses or JSON values. Paths into this repository count from its root."""
+    told = json.dumps(settings, default=_as_json, sort_keys=True)
+    return {
+        "commit": commit(),
+        "config": digest_of(told.replace(f"{ROOT}/", "").encode())[:16],
+    }
+
+
+def _as_json(value: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON. Raises TypeError for anything else."""
+    return dataclasses.asdict(value)
 
 
 def without_paths(words: Sequence[str]) -> list[str]:
@@ -64,6 +105,15 @@ def without_paths(words: Sequence[str]) -> list[str]:
             word = f"{option}{equals}{place}"
         found.append(word)
     return found
+
+
+def device() -> dict[str, str]:
+    """Return the kind of the device that this process computes on, and the processor if
+    it is that."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    return {"device": kind} | ({"processor": processor()} if kind == "cpu" else {})
 
 
 def processor() -> str:

@@ -32,6 +32,10 @@ At 2 M the best of three for data-parallel is the highest. Muon inside has the b
 what was tried on one seed, two rates for islands. 8 M tokens have the rates of 2 M.
 The seed of the sweep is one of the pairs at 0.1 M and 2 M tokens.
 
+Raw runs say their commit, a digest of their settings, device, text and learning rate
+from 2026-11-30 on. Of the 924 before, none has the first two, 456 have neither device
+nor text, and 518 no learning rate.
+
 Command: `python benchmarks/quality.py --size 0.1m --minutes 60`; with a text of one's
 own and a GPU `--size 2m --text FOLDER --platform cuda --jobs 8`, `--rates` for the
 sweep alone, `--add FILE` for the raw results of another machine. Cost: about a minute
@@ -59,7 +63,7 @@ from typing import Any
 
 import quality_report
 import support
-from machine import machine_facts, processor
+from machine import device, machine_facts, provenance
 from quality_configs import HEADLINE_SEEDS, MIN_SEEDS, SIZES, Row
 from quality_rows import rates, rows, same_runs
 
@@ -84,7 +88,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--only", nargs="*", default=[], help="these rows alone, in this order"
+        "--only", nargs="*", default=[], help="these rows, or groups of rows, alone"
     )
     parser.add_argument(
         "--rates", action="store_true", help="the sweep of learning rates alone"
@@ -123,8 +127,6 @@ def main() -> int:
 
 def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     """Do one run in this process, on this text."""
-    import jax
-
     from diloco_jax import compilation
 
     size, name, seed = job
@@ -151,16 +153,17 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
             "tokens": summary["tokens_merged"],
             "lost": sum(summary["tokens_lost"].values()),
             "merges": summary["merges"],
+            "bytes_up": summary["bytes_up"],
+            "bytes_down": summary["bytes_down"],
             "goodput": summary["goodput"],
             "participation": min(i["participation"] for i in islands),
             "restarts": sum(i["joins"] - 1 for i in islands),
         }
     result["seconds"] = round(time.monotonic() - began, 1)
-    result["device"] = jax.devices()[0].device_kind
-    if result["device"] == "cpu":
-        result["processor"] = processor()
+    result |= device()
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
+    result |= provenance(row.config, row.options, row.plain)
     return {"size": size, "row": name, "seed": seed, **result}
 
 
@@ -178,13 +181,16 @@ def _wanted(options: Any) -> Iterator[tuple[Row, int]]:
     size = SIZES[options.size]
     found, swept = list(rows(size)), list(rates(size))
     if only := options.only:
-        by_name = {row.name: row for row in (*found, *swept)}
-        unknown = [name for name in only if name not in by_name]
+        named: dict[str, list[Row]] = {}
+        for row in (*found, *swept):
+            named.setdefault(row.group, []).append(row)
+        named |= {row.name: [row] for row in (*found, *swept)}
+        unknown = [name for name in only if name not in named]
         if unknown:
-            raise SystemExit(f"--only: no rows {unknown}; there are {list(by_name)}")
+            raise SystemExit(f"--only: no rows {unknown}; there are {list(named)}")
         first = options.first_seed
         for seed in range(first, first + options.seeds):
-            yield from ((by_name[name], seed) for name in only)
+            yield from ((row, seed) for name in only for row in named[name])
         return
     chosen = [(row, 0) for row in swept]
     for seed in range(0 if options.rates else options.seeds):

@@ -55,6 +55,8 @@ SIZES = {
         rates=((0, 16e-3),),
     ),
     "0.1m": Size(model=TINY, tokens=2_000_000, rates=((0, 8e-3), (2, 4e-3))),
+    # Where levers are screened, in small batches: `quality_levers.py`.
+    "0.1m, short": Size(model=TINY, tokens=1_200_000, rates=((0, 4e-3),), sequences=16),
     # Past the steep part of the curve, where seeds are far apart: by more tokens, or by
     # more steps on as many.
     "0.1m, long": Size(model=TINY, tokens=8_000_000, rates=((0, 8e-3), (2, 4e-3))),

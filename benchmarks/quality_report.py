@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,16 @@ MANY_TOKENS = 40
 NUDGE = 1.035
 """Factor of x between lines, so that no interval hides another."""
 COLORS = {2: "C0", 4: "C1", 8: "C2"}
+BYTES = "bytes"
+"""In a template, before the rows whose bytes are compared."""
 BOUNDS = (
     # Row, as the check calls it, against, upper end of the interval in percent.
+    (
+        "decoupled, 8 islands",
+        "decoupled, 8 equal islands",
+        "synchronous DiLoCo, 8 islands",
+        0.5,
+    ),
     (
         "decoupled, 4 fast + 4 slow islands",
         "decoupled, 4 fast + 4 slow islands",
@@ -103,16 +112,19 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
 
 def told(template: Path, runs: Runs) -> str:
     """The text with `{size; row; against}` replaced by what was found, and wrapped;
-    `against` is the row's own if it is left out. Raises SystemExit naming one that is
-    no row."""
+    `against` is the row's own if it is left out. After `{bytes; ` stand the bytes of
+    payloads over those of `against`. Raises SystemExit naming one that is no row."""
 
     def fill(match: re.Match[str]) -> str:
-        size, name, *rest = match[1].split("; ")
+        words = match[1].split("; ")
+        size, name, *rest = words[1:] if words[0] == BYTES else words
         known = (*rows(SIZES[size]), *rates(SIZES[size])) if size in SIZES else ()
         by_name = {row.name: row for row in known}
         if unknown := {name, *rest} - by_name.keys():
             raise SystemExit(f"{template.name}: {match[0]}: no {unknown} at {size!r}")
         against = rest[0] if rest else by_name[name].against
+        if words[0] == BYTES:
+            return _ratio(_found(runs, size, _bytes), name, against)
         compared = difference(_losses(runs, size), name, against)
         if compared is None:
             return "not run"
@@ -122,6 +134,13 @@ def told(template: Path, runs: Runs) -> str:
 
     text = re.sub(r"\{([^{}]+)\}", fill, template.read_text())
     return support.wrapped(text)
+
+
+def _ratio(found: dict[str, dict[int, float]], name: str, against: str) -> str:
+    """Return the mean ratio of the pairs of two rows."""
+    own, others = found.get(name, {}), found.get(against, {})
+    ratios = [own[seed] / others[seed] for seed in own if others.get(seed)]
+    return f"{statistics.fmean(ratios):.2f}" if ratios else "not run"
 
 
 def _done(runs: Runs, size: str) -> str:
@@ -156,11 +175,23 @@ def difference(
 
 def _losses(runs: Runs, size: str) -> dict[str, dict[int, float]]:
     """Return the losses of all rows that were run, under any name, by seed."""
+    return _found(runs, size, operator.itemgetter("loss"))
+
+
+def _bytes(run: dict[str, Any]) -> float:
+    """Return the bytes of a run's payloads both ways; 0 if it did not count them."""
+    return float(run.get("bytes_up", 0) + run.get("bytes_down", 0))
+
+
+def _found(
+    runs: Runs, size: str, figure: Callable[[dict[str, Any]], float]
+) -> dict[str, dict[int, float]]:
+    """Return a figure of all rows that were run, under any name, by seed."""
     same = same_runs(size)
     done: dict[str, dict[int, float]] = {}
     for run in runs:
         if run["size"] == size:
-            done.setdefault(same[run["row"]], {})[run["seed"]] = run["loss"]
+            done.setdefault(same[run["row"]], {})[run["seed"]] = figure(run)
     return {name: done[first] for name, first in same.items() if first in done}
 
 
@@ -263,6 +294,7 @@ def _plot_islands(axes: Any, runs: Runs) -> None:
 def _plot_sizes(axes: Any, runs: Runs) -> None:
     """Plot our gaps beside the published lines; points are hollow where a parameter had
     many tokens."""
+    drawn: dict[str, Size] = {}
     for order, (count, color) in enumerate(COLORS.items()):
         published = [(n, gaps[count]) for n, gaps in PUBLISHED_GAPS.items()]
         label = f"published, {count} islands, synchronous"
@@ -285,7 +317,8 @@ def _plot_sizes(axes: Any, runs: Runs) -> None:
                 elinewidth=1,
                 fillstyle="none" if _many(about) else "full",
             )
-    for about in SIZES.values():
+            drawn[size] = about
+    for about in drawn.values():
         per = round(about.tokens / parameters_of(about) / 5) * 5
         fill = "none" if _many(about) else "full"
         label = f"ours, about {per} tokens per parameter"

@@ -28,6 +28,7 @@ from quality_configs import (
     plain,
     unequal,
 )
+from quality_levers import levers
 from quality_schedules import batches, schedules, tokens
 from quality_trouble import trouble
 from quality_variants import GENTLE, PRESET, by_name
@@ -63,6 +64,7 @@ SYNCHRONOUS: dict[str, Any] = {
     "codec_down": "bf16",
 }
 """All islands merge everything at once, and wait for it."""
+INT2: dict[str, Any] = {"codec_up": "int2", "codec_down": "int2"}
 
 
 def rows(size: Size) -> Iterator[Row]:
@@ -78,6 +80,7 @@ def rows(size: Size) -> Iterator[Row]:
         *tokens(size),
         *batches(size),
         *trouble(size),
+        *levers(size),
     ]
     found = [*headlines, *variants.presets(by_name([*headlines, *others]))]
     found += variants.defaults(by_name(found))
@@ -248,6 +251,17 @@ def _codecs(size: Size) -> Iterator[Row]:
             config=config(size, **sync),
             options=network(2),
         )
+    for name, sync in (
+        ("int2 both ways", INT2),
+        ("int2 without feedback", {**INT2, "error_feedback": False}),
+    ):
+        yield Row(
+            name=name,
+            group="codecs",
+            against="decoupled, 8 islands",
+            config=config(size, **sync),
+            options=network(2),
+        )
 
 
 def _adoption(size: Size) -> Iterator[Row]:
@@ -275,6 +289,7 @@ def _muon(size: Size) -> Iterator[Row]:
     for name, sync, outer, against in (
         ("synchronous DiLoCo", SYNCHRONOUS, None, "Muon inside, data-parallel"),
         ("", {}, None, "Muon inside, synchronous DiLoCo"),
+        ("int2 both ways", INT2, None, "Muon inside"),
         ("H = 4", {"steps_per_cycle": 4, "fragments": 4}, None, "Muon inside"),
         ("Nesterov 0.4 / 0.6", {}, GENTLE, "Muon inside"),
         (

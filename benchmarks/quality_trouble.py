@@ -38,6 +38,14 @@ def trouble(size: Size) -> Iterator[Row]:
             options=network(2, out_of_phase=True, merge_seconds=merge_seconds),
         )
     yield from _varying(size)
+    # What rows on unlike islands and failures have besides: their network.
+    yield Row(
+        name="decoupled, 8 islands, out of phase",
+        group="trouble",
+        against="decoupled, 8 islands",
+        config=config(size),
+        options=network(2, out_of_phase=True),
+    )
     slow = dict(equal(8, size.sequences))
     # As many tokens per second as each of the others.
     slow["i0"] = IslandConfig(

@@ -261,8 +261,8 @@ def write_results(
 
 
 def measured_before(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return the machine facts of raw results."""
-    return {fact: raw[fact] for fact in FACTS}
+    """Return the machine facts of raw results; older ones have no commit."""
+    return {fact: raw[fact] for fact in FACTS if fact in raw}
 
 
 def markdown_table(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv if need be and runs all checks: format, lint, types, tests. Those that hold
-# times to bounds come last and one by one, the others share the cores; those of many
-# minutes (`nightly`) run when they are asked for. Most are compiled without XLA's
-# optimization, which would take longer than their programs run. Those that compare
-# bits with compiled C need it (`optimized`). Arguments go to one pytest instead:
+# times to bounds come last and one by one, the others share the cores, with the check of
+# types beside them; those of many minutes (`nightly`) run when they are asked for. Most
+# are compiled without XLA's optimization, which would take longer than their programs
+# run. Those that compare bits with compiled C need it (`optimized`). Arguments go to one
+# pytest instead:
 #
 #   bash launch/test.sh tests/core -x
 #   bash launch/test.sh -m "not dist"
@@ -20,12 +21,22 @@ ensure_environment test
 export PATH="$PWD/$VENV/bin:$PATH"
 checks=${CHECKS:-yes}
 unset CHECKS
-if [ "$checks" = yes ]; then
-  ruff format --check .
-  ruff check .
+
+types() {
   mypy diloco_jax benchmarks/members benchmarks/peers
   # These are modules by their file names alone, as they find each other.
   mypy --explicit-package-bases benchmarks/*.py
+}
+
+# The files with tests of a marker: to collect all files takes as long as some phases.
+marked() { grep -lrE "mark\.($1)\b" tests --include='test_*.py' || true; }
+
+seconds=build/tests
+mkdir -p "$seconds"
+if [ "$checks" = yes ]; then
+  ruff format --check .
+  ruff check .
+  if [ $# -gt 0 ]; then types; else types >"$seconds/types.log" 2>&1 & fi
 fi
 # One process more than cores, since many tests wait for processes of their own.
 cores=$(python -c 'import os; print(os.cpu_count())')
@@ -37,11 +48,9 @@ for flag in --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=fal
   if { XLA_FLAGS=$flag python -c "$asks"; } 2>/dev/null; then quick+="$flag "; fi
 done
 most=(env XLA_FLAGS="$quick${XLA_FLAGS:-}" pytest "${share[@]}")
-seconds=build/tests
 case "${1:-}" in
   --fast | --measure) exec "${most[@]}" "$@" ;;
 esac
-mkdir -p "$seconds"
 trap 'python tests/durations.py "$seconds"' EXIT
 if [ $# -gt 0 ]; then
   pytest --junitxml "$seconds/asked.xml" "$@"
@@ -50,6 +59,10 @@ fi
 rm -f "$seconds"/{most,compiled,timing}.xml
 "${most[@]}" -m "not (optimized or tpu_compile or timing or nightly)" \
   --junitxml "$seconds/most.xml"
+if [ "$checks" = yes ]; then
+  wait "$!" || { cat "$seconds/types.log" && exit 1; }
+  cat "$seconds/types.log"
+fi
 pytest -m "(optimized or tpu_compile) and not (timing or nightly)" "${share[@]}" \
-  --junitxml "$seconds/compiled.xml"
-pytest -m "timing and not nightly" --junitxml "$seconds/timing.xml"
+  --junitxml "$seconds/compiled.xml" $(marked "optimized|tpu_compile")
+pytest -m "timing and not nightly" --junitxml "$seconds/timing.xml" $(marked timing)

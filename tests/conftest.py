@@ -1,6 +1,8 @@
 """For all tests: what one process of the suite compiled, the others load."""
 
+import functools
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -43,9 +45,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that no worker has one left when others end."""
-    long = ("notebook", "tpu_compile", "dist")
+    """Run the longest tests first, so that no worker has one left when others end.
+
+    Raises pytest.UsageError if `launch/test.sh` would not find the file of a test that
+    has a phase of its own.
+    """
+    for item, name in itertools.product(items, ("optimized", "tpu_compile", "timing")):
+        if item.get_closest_marker(name) and f"mark.{name}" not in text_of(item.path):
+            raise pytest.UsageError(f"{item.path}: write pytest.mark.{name} there")
+    long = ("notebook", "tpu_compile", "optimized", "dist")
     items.sort(key=lambda item: not any(map(item.get_closest_marker, long)))
+
+
+@functools.cache
+def text_of(path: Path) -> str:
+    """Return what a file of tests holds."""
+    return path.read_text()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -285,6 +285,25 @@ def _counts_what_was_prepared(restore: Callable[..., Any]) -> Callable[..., Any]
     return broken
 
 
+def _finds_what_is_lost(restore: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(disk: Any, committed: Any) -> Any:
+        merging, _ = restore(disk, committed)
+        return merging, set()
+
+    return broken
+
+
+def _leaves_the_last_publish_out(restore: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(disk: Any, committed: Any) -> Any:
+        behind = [
+            max([*disk.saved(f)[:1], Version(v.term, v.number - 1)])
+            for f, v in enumerate(committed)
+        ]
+        return restore(disk, behind)
+
+    return broken
+
+
 PLANTS = {
     "recovery_forgets_a_merge": Plant(
         "versions", recovery, "recover", _forgets_the_last_merge
@@ -389,6 +408,12 @@ PLANTS = {
     ),
     "a_prepared_merge_is_restored": Plant(
         "restored", Disk, "restore", _counts_what_was_prepared
+    ),
+    "an_empty_disk_counts_as_whole": Plant(
+        "restored", Disk, "restore", _finds_what_is_lost
+    ),
+    "a_holder_serves_before_it_has_caught_up": Plant(
+        "restored", Disk, "restore", _leaves_the_last_publish_out
     ),
     "grants_have_a_gap": Plant(
         "unbroken", leases, "_grant", _changes_effects(_leaves_a_gap)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.config import Config
 from diloco_jax.models.build import build, build_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +87,16 @@ def test_every_row_can_be_run_and_compared(size):
         plans[sync.fragments, sync.fragment_by] = row.config.run
     for run in plans.values():
         build_plan(run, build(run))
+
+
+def test_a_run_is_told_by_its_settings_wherever_the_repository_lies():
+    from machine import ROOT, commit, provenance
+
+    plain, other = Config(), Config().replace("seed", 1)
+    assert provenance(plain) == provenance(Config())
+    assert provenance(plain)["config"] != provenance(other)["config"]
+    assert provenance(plain)["commit"] == commit()
+    assert provenance(f"{ROOT}/rule.py:rule") == provenance("rule.py:rule")
 
 
 def test_the_page_on_quality_says_what_its_raw_results_hold():

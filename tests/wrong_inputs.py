@@ -169,12 +169,12 @@ VALUES = [
         "run two.py --sync.codec-up int3",
         "sync.codec_up = 'int3'",
         "did you mean 'int8'",
-        "choose from f32, bf16, int8, int4",
+        "choose from f32, bf16, int8, int4, int2",
     ),
     wrong(
         "run two.py --sync.codec-down gzip",
         "sync.codec_down = 'gzip'",
-        "choose from f32, bf16, int8, int4",
+        "choose from f32, bf16, int8, int4, int2",
     ),
     wrong(
         "run two.py --sync.merge men",

@@ -318,7 +318,7 @@ class SyncConfig:
         "tokens",
         code=True,
         help='Weight of a delta in its merge: "tokens", those behind it; '
-        '"tokens_times_rate", the same times the island\'s tokens per second (as '
+        '"tokens_times_rate", the same times the island\'s tokens per step (as '
         'published); "uniform". This option, merge, adopt and the codecs also take '
         'a member of your own as "path/to/file.py:name" (docs/extending.md).',
     )
@@ -354,7 +354,10 @@ class SyncConfig:
         0.5, SHARE, help='Share of the local value that adopt = "blend" keeps.'
     )
     codec_up: str = setting(
-        "int8", code=True, help='Encoding of deltas: "f32", "bf16", "int8" or "int4".'
+        "int8",
+        code=True,
+        help='Encoding of deltas: "f32", "bf16", "int8", "int4" or "int2" '
+        "(docs/design/codecs.md).",
     )
     codec_down: str = setting(
         "int8", code=True, help="Encoding of merged fragments: the same choices."

@@ -3,9 +3,8 @@
 Every change of a run goes through the queue of this thread, so decisions need no lock.
 
 There is one engine for every clock. Three shells construct it: the lead, a coordinator
-in virtual time, and
-one that searches islands for lost anchors. They give it different deciding
-halves of the protocol, and different logs, messengers and holders.
+in virtual time, and one that searches islands for lost anchors. They give it different
+deciding halves of the protocol, and different logs, messengers and holders.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from diloco_jax.coordinator.watchdog import DiskWait, TurnWatch
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.hardware.machines import lasting
-from diloco_jax.models.build import build, build_inner, build_plan
+from diloco_jax.models.build import build, build_inner, build_plan, inner_note
 from diloco_jax.observability import sinks
 from diloco_jax.observability.measures import ENDING
 from diloco_jax.observability.metrics import Metrics
@@ -135,6 +135,8 @@ class Coordinator:
         self.config = config = lasting(config, self._plan.total)
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, model)
+        if note := inner_note(config.run, model):
+            logger.info(note)
         require_room(config, self._plan)
         require_merging(placement)
         self._facts = going_on.facts_of(config, workdir, init=init, resume=resume)

@@ -13,10 +13,10 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define CHUNK 2048 /* Elements in hand at a time: whole blocks of every codec. */
-#define BLOCK8 256 /* Elements that share a scale: int8, int4. */
+#define BLOCK8 256 /* Elements that share a scale: int8; int4 and int2. */
 #define BLOCK4 32
 
-enum { F32, BF16, INT8, INT4 };
+enum { F32, BF16, INT8, INT4, INT2 };
 enum { STORE, ADD };
 
 /* ---- small parts ------------------------------------------------------------------ */
@@ -85,24 +85,33 @@ INLINE uint32_t rounded(uint32_t bits) {
 
 /* ---- decode ----------------------------------------------------------------------- */
 
+/* Bits of an integer of int8, int4 or int2, and elements that share its scale. */
+INLINE int bits_of_codec(int codec) { return codec == INT8 ? 8 : codec == INT4 ? 4 : 2; }
+
+INLINE int64_t block_of(int bits) { return bits == 8 ? BLOCK8 : BLOCK4; }
+
+/* Bytes of a tile's integers: element i is integer i / width_of of byte i % width_of. */
+INLINE int64_t width_of(int bits, int64_t n) { return (n * bits + 7) / 8; }
+
 INLINE int64_t tile_bytes(int codec, int64_t n) {
-  switch (codec) {
-  case F32: return 4 * n;
-  case BF16: return 2 * n;
-  case INT8: return n + 2 * ((n + BLOCK8 - 1) / BLOCK8);
-  default: return (n + 1) / 2 + 2 * ((n + BLOCK4 - 1) / BLOCK4);
-  }
+  if (codec == F32) return 4 * n;
+  if (codec == BF16) return 2 * n;
+  int bits = bits_of_codec(codec);
+  int64_t block = block_of(bits);
+  return width_of(bits, n) + 2 * ((n + block - 1) / block);
 }
 
 INLINE void put(int op, float factor, float value, float *to) {
   *to = op == ADD ? __builtin_fmaf(factor, value, *to) : value;
 }
 
-/* Decode `count` elements of one block of int4, all low or all high nibbles. */
-INLINE void put_nibbles(int op, float factor, const uint8_t *from, int shift,
-                        float scale, int64_t count, float *to) {
+/* Decode `count` elements of one block, all from the same bits of their bytes. */
+INLINE void put_integers(int bits, int op, float factor, const uint8_t *from, int shift,
+                         float scale, int64_t count, float *to) {
+  int sign = 1 << (bits - 1);
   for (int64_t i = 0; i < count; i++) {
-    int quantized = (int)(((from[i] >> shift) & 0xf) ^ 8) - 8;
+    int quantized = (int8_t)from[i];
+    if (bits < 8) quantized = (((from[i] >> shift) & (2 * sign - 1)) ^ sign) - sign;
     put(op, factor, (float)quantized * scale, to + i);
   }
 }
@@ -117,34 +126,20 @@ INLINE void decode(int codec, int op, const uint8_t *tile, int64_t n, int64_t st
   } else if (codec == BF16) {
     for (int64_t i = 0; i < count; i++)
       put(op, factor, flushed(load_bf16(tile + 2 * (start + i))), to + i);
-  } else if (codec == INT8) {
-    const int8_t *from = (const int8_t *)tile + start;
-    const uint8_t *scales = tile + n + 2 * (start / BLOCK8);
-    int64_t i = 0;
-    for (; i + BLOCK8 <= count; i += BLOCK8, scales += 2) {
-      float scale = flushed(load_bf16(scales));
-      for (int64_t j = 0; j < BLOCK8; j++)
-        put(op, factor, (float)from[i + j] * scale, to + i + j);
-    }
-    if (i < count) {
-      float scale = flushed(load_bf16(scales));
-      for (; i < count; i++) put(op, factor, (float)from[i] * scale, to + i);
-    }
   } else {
-    int64_t half = (n + 1) / 2;
-    const uint8_t *scales = tile + half + 2 * (start / BLOCK4);
-    for (int64_t i = 0; i < count; i += BLOCK4, scales += 2) {
-      float scale = flushed(load_bf16(scales));
-      int64_t at = start + i, size = count - i < BLOCK4 ? count - i : BLOCK4;
-      if (size == BLOCK4 && at + BLOCK4 <= half) {
-        put_nibbles(op, factor, tile + at, 0, scale, BLOCK4, to + i);
-      } else if (size == BLOCK4 && at >= half) {
-        put_nibbles(op, factor, tile + at - half, 4, scale, BLOCK4, to + i);
-      } else {
-        int64_t low = at >= half ? 0 : half - at < size ? half - at : size;
-        put_nibbles(op, factor, tile + at, 0, scale, low, to + i);
-        put_nibbles(op, factor, tile + at + low - half, 4, scale, size - low,
-                    to + i + low);
+    int bits = bits_of_codec(codec);
+    int64_t block = block_of(bits), width = width_of(bits, n), end = start + count;
+    for (int p = 0; p < 8 / bits; p++) {
+      int64_t low = p * width, high = low + width < end ? low + width : end;
+      for (int64_t at = low > start ? low : start, here; at < high; at += here) {
+        float scale = flushed(load_bf16(tile + width + 2 * (at / block)));
+        here = block - at % block < high - at ? block - at % block : high - at;
+        if (here == block)
+          put_integers(bits, op, factor, tile + at - low, p * bits, scale, block,
+                       to + at - start);
+        else
+          put_integers(bits, op, factor, tile + at - low, p * bits, scale, here,
+                       to + at - start);
       }
     }
   }
@@ -154,9 +149,10 @@ INLINE void decode(int codec, int op, const uint8_t *tile, int64_t n, int64_t st
 
 /* Encode one block of `count` changes into int8, and return its scale; 0 or a NaN goes
 with zeros. */
-INLINE uint32_t quantize(int peak, const float *restrict change, int64_t count,
+INLINE uint32_t quantize(int bits, const float *restrict change, int64_t count,
                          int8_t *restrict to) {
-  uint32_t largest = 0;
+  float most = (float)((1 << (bits - 1)) - 1), least = bits == 2 ? -2 : -most;
+  uint32_t largest = 0, below = 0;
   for (int64_t i = 0; i < count; i++) {
     uint32_t size = bits_of(change[i]) & 0x7fffffffu;
     largest = size > largest ? size : largest;
@@ -165,29 +161,35 @@ INLINE uint32_t quantize(int peak, const float *restrict change, int64_t count,
     memset(to, 0, count);
     return 0x7fc00000u;
   }
-  uint32_t scale = rounded(bits_of(flushed(float_of(largest) * (1.0f / peak))));
+  float by = float_of(largest) * (1.0f / most);
+  if (bits == 2) {
+    for (int64_t i = 0; i < count; i++) below |= change[i] == -float_of(largest);
+    by = float_of(largest) * (below ? 0.5f : -0.5f);
+  }
+  uint32_t scale = rounded(bits_of(flushed(by)));
   if (scale == 0) {
     memset(to, 0, count);
     return 0;
   }
-  float by = 1.0f / float_of(scale), most = (float)peak;
+  by = 1.0f / float_of(scale);
   for (int64_t i = 0; i < count; i++) {
     float near = __builtin_rintf(change[i] * by);
     near = near > most ? most : near;
-    near = near < -most ? -most : near;
+    near = near < least ? least : near;
     to[i] = (int8_t)near;
   }
   return scale;
 }
 
-INLINE void publish_blocks(int block, int peak, const float *change, int64_t start,
+INLINE void publish_blocks(int bits, const float *change, int64_t start,
                            int64_t count, int8_t *quantized, uint8_t *scales,
                            const float *anchor, float *moved) {
+  int64_t block = block_of(bits);
   for (int64_t i = 0; i < count; i += block) {
     int64_t size = count - i < block ? count - i : block;
     int8_t *own = quantized + start + i;
-    uint32_t scale = size == block ? quantize(peak, change + i, block, own)
-                                   : quantize(peak, change + i, size, own);
+    uint32_t scale = size == block ? quantize(bits, change + i, block, own)
+                                   : quantize(bits, change + i, size, own);
     uint16_t half = (uint16_t)(scale >> 16);
     memcpy(scales + 2 * ((start + i) / block), &half, 2);
     float by = float_of(scale);

@@ -154,18 +154,22 @@ class Floats:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A `TileCodec` of integers from -peak to peak, with a scale per block of a tile.
+    """A `TileCodec` of integers of few bits, with a scale per block of a tile.
 
     An encoded tile is its integers and then one bf16 scale per block of consecutive
     elements. An integer times a bf16 scale is exact in f32, so all machines decode the
     same bits, fused or not. A block with a NaN or an infinity has a NaN scale.
 
-    An integer is a byte, or half of one: element i of n is the low half of byte i,
-    element i + ceil(n / 2) the high one.
+    Integers of 8 and 4 bits go from -peak to peak, of 2 bits from -2 to 1: their scale
+    has the sign with which the largest magnitude of the block is -2, so that no level
+    is lost and nothing larger than the others is cut off (docs/design/codecs.md).
+
+    A byte holds 8 / bits integers. Element i is integer i // w of byte i % w, the
+    lowest bits first, where w is the number of bytes.
     """
 
     bits: int
-    """Bits of an integer: 8 or 4."""
+    """Bits of an integer: 8, 4 or 2."""
     block: int
     """Number of elements that share one scale."""
 
@@ -184,17 +188,23 @@ class Blocks:
         blocks = self._to_blocks(tiles)
         # NaNs are made infinite: a compiled maximum may pass over a NaN.
         magnitude = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf)
-        scale = jnp.max(magnitude, axis=-1, keepdims=True) * (1.0 / self.peak)
+        largest, least = jnp.max(magnitude, axis=-1, keepdims=True), -self.peak
+        scale = largest * (1.0 / self.peak)
+        if self.bits == 2:
+            below = jnp.any(blocks == -largest, axis=-1, keepdims=True)
+            scale, least = jnp.where(below, largest, -largest) * 0.5, -2
         scale = round_to_bf16(flush_subnormals(scale))
-        usable = jnp.isfinite(scale) & (scale > 0)
+        usable = jnp.isfinite(scale) & (scale != 0)
         quantized = jnp.round(blocks / jnp.where(usable, scale, 1.0))
-        clipped = jnp.clip(quantized, -self.peak, self.peak)
+        clipped = jnp.clip(quantized, least, self.peak)
         quantized = jnp.where(usable, clipped, 0.0)
         flat = quantized.astype(jnp.int8).reshape(*tiles.shape[:-1], -1)[..., :elements]
         payload = lax.bitcast_convert_type(flat, jnp.uint8)
-        if self.bits == 4:
-            low, high = jnp.split(_padded(payload, 2), 2, axis=-1)
-            payload = (low & 0xF) | (high << 4)
+        if self.bits < 8:
+            planes = jnp.split(_padded(payload, self._planes), self._planes, axis=-1)
+            payload = planes[0] & self._mask
+            for number, plane in enumerate(planes[1:], 1):
+                payload |= (plane & self._mask) << (number * self.bits)
         scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)[..., 0]
         return jnp.concatenate([payload, to_octets(scale, jnp.bfloat16)], axis=-1)
 
@@ -203,19 +213,31 @@ class Blocks:
         cut = self._payload_bytes(elements)
         scale = from_octets(octets[..., cut:], jnp.bfloat16)
         payload = octets[..., :cut]
-        if self.bits == 4:
-            nibbles = jnp.concatenate([payload & 0xF, payload >> 4], axis=-1)
-            payload = ((nibbles ^ 8) - 8)[..., :elements]  # Signs are extended.
+        if self.bits < 8:
+            shifts = range(0, 8, self.bits)
+            planes = [(payload >> shift) & self._mask for shift in shifts]
+            sign = 1 << (self.bits - 1)
+            payload = (jnp.concatenate(planes, axis=-1) ^ sign) - sign  # Extended.
+            payload = payload[..., :elements]
         quantized = lax.bitcast_convert_type(payload, jnp.int8).astype(jnp.float32)
         blocks = self._to_blocks(quantized) * scale[..., None]
         return blocks.reshape(*octets.shape[:-1], -1)[..., :elements]
 
     def largest_error(self, tiles: jax.Array) -> jax.Array:
-        """Return half a scale, or slightly more because the scale is rounded."""
+        """Return half a scale, or slightly more because the scale is rounded; of 2 bits
+        a scale, which may cut off as much as that."""
         blocks = jnp.abs(self._to_blocks(tiles))
         largest = jnp.max(blocks, axis=-1, keepdims=True) / self.peak * 0.51
         spread = jnp.broadcast_to(largest, blocks.shape)
         return spread.reshape(*tiles.shape[:-1], -1)[..., : tiles.shape[-1]]
+
+    @property
+    def _planes(self) -> int:
+        return 8 // self.bits
+
+    @property
+    def _mask(self) -> int:
+        return (1 << self.bits) - 1
 
     def _payload_bytes(self, elements: int) -> int:
         return -(-elements * self.bits // 8)
@@ -232,3 +254,4 @@ def _padded(x: jax.Array, to: int) -> jax.Array:
 
 F32, BF16 = Floats(jnp.float32), Floats(jnp.bfloat16)
 INT8, INT4 = Blocks(bits=8, block=256), Blocks(bits=4, block=32)
+INT2 = Blocks(bits=2, block=32)

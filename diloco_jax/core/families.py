@@ -242,6 +242,7 @@ CODECS: Family[TileCodec] = Family(
         "bf16": "diloco_jax.core.codecs:BF16",
         "int8": "diloco_jax.core.codecs:INT8",
         "int4": "diloco_jax.core.codecs:INT4",
+        "int2": "diloco_jax.core.codecs:INT2",
     },
     checker="diloco_jax.core.contracts:check_codec",
 )

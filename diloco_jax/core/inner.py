@@ -6,7 +6,7 @@ an optimizer fits if its learning rate is only a factor of its updates, and if a
 needs only gradients, state and parameters. `check_fit` tries both on small arrays.
 
 Axis names decide which parameters decay and which Muon orthogonalises: a stack of
-vectors is not a matrix.
+vectors is not a matrix, and a stack of matrices is as many matrices.
 
 The learning rate follows the progress of the whole run. Progress (tokens of all islands
 / tokens of the run) is not a count of local steps, so a late or returned island is in
@@ -47,6 +47,8 @@ OURS = {
 }
 """Setting that gives the value, by the parameter of an optax function."""
 MASKS = ("mask", "weight_decay_mask")
+STACKS = (LAYERS, "expert")
+"""Names of the axes that stack arrays, where they lead: layers, and experts in them."""
 
 AXES = {"matrix": (LAYERS, "embed", "mlp"), "vector": ("embed",)}
 SHAPES = {"matrix": (3, 4, 6), "vector": (4,)}
@@ -228,14 +230,14 @@ def make_inner(
 
     Args:
       name: one in NAMES, or any in optax or optax.contrib that fits.
-        "sgd" ignores the betas. "muon" orthogonalises the matrices (two axes besides
-        "layers", none of them "vocab"), layer by layer, with momentum beta1; all else
-        goes through Adam with Nesterov momentum. Anything that optax computes per
-        tensor, such as a trust ratio, is per stack of layers.
+        "sgd" ignores the betas. "muon" orthogonalises the matrices (two axes after
+        those of STACKS, none of them "vocab"), each of a stack for itself, with
+        momentum beta1; all else goes through Adam with Nesterov momentum. Anything that
+        optax computes per tensor, such as a trust ratio, is per stack.
       axes: nested like the parameters; leaves are tuples of logical axis names.
       arguments: further arguments of optax's function.
       moment_dtype: dtype of the first moment, or of Muon's momentum.
-      weight_decay: decay of parameters with at least two axes besides "layers".
+      weight_decay: decay of parameters with at least two axes after those of STACKS.
       clip_norm: longest global gradient norm; 0 = any.
 
     Raises:
@@ -278,12 +280,24 @@ def make_inner(
     return optimizer
 
 
+def left_to_adam(axes: Mapping[str, Any]) -> list[str]:
+    """Return the names of arrays that decay and that Muon leaves to Adam."""
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, names in jax.tree_util.tree_leaves_with_path(
+            axes, is_leaf=lambda x: isinstance(x, tuple)
+        )
+        if len(_matrix_axes(names)) >= 2 and not _muon_numbers(names)
+    ]
+
+
 def _map_axes(function: Any, axes: Mapping[str, Any]) -> Any:
     return jax.tree.map(function, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def _matrix_axes(names: tuple[str | None, ...]) -> tuple[int, ...]:
-    return tuple(i for i, name in enumerate(names) if name != LAYERS)
+    first = next((i for i, name in enumerate(names) if name not in STACKS), len(names))
+    return tuple(range(first, len(names)))
 
 
 def _muon_numbers(

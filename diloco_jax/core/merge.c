@@ -105,7 +105,7 @@ int merge_squares(int codec, int64_t tiles, int64_t n, const uint8_t *encoded,
   case CODEC:                                                                          \
     failed = squares_of(CODEC, tiles, n, encoded, out);                                \
     break;
-  switch (codec) { SQUARES(F32) SQUARES(BF16) SQUARES(INT8) SQUARES(INT4) }
+  switch (codec) { SQUARES(F32) SQUARES(BF16) SQUARES(INT8) SQUARES(INT4) SQUARES(INT2) }
   restore(before);
   return failed;
 }
@@ -175,7 +175,7 @@ int merge_sum(int codec, int64_t deltas, int64_t tiles, int64_t n,
   case CODEC:                                                                          \
     failed = sum_of(CODEC, deltas, tiles, n, encoded, factors, total, squares);        \
     break;
-  switch (codec) { SUM(F32) SUM(BF16) SUM(INT8) SUM(INT4) }
+  switch (codec) { SUM(F32) SUM(BF16) SUM(INT8) SUM(INT4) SUM(INT2) }
   restore(before);
   return failed;
 }
@@ -222,10 +222,12 @@ INLINE int finish_of(int codec, int kind, Step step, int64_t tiles, int64_t n,
                      const float *old, const float *trace, const float *anchor,
                      float *theta, float *new_trace, float *new_anchor,
                      uint8_t *encoded) {
-  int64_t bytes = tile_bytes(codec, n), half = (n + 1) / 2;
+  int bits = bits_of_codec(codec), planes = 8 / bits;
+  int64_t bytes = tile_bytes(codec, n), width = width_of(bits, n);
   int traced = kind == NESTEROV || kind == GUARDED_NESTEROV;
-  int8_t *nibbles = codec == INT4 ? calloc(2 * half, 1) : NULL;
-  if (codec == INT4 && !nibbles) return 1;
+  int packed = codec == INT4 || codec == INT2;
+  int8_t *integers = packed ? calloc(planes * width, 1) : NULL;
+  if (packed && !integers) return 1;
   for (int64_t t = 0; t < tiles; t++, encoded += bytes) {
     for (int64_t start = 0; start < n; start += CHUNK) {
       int64_t count = n - start < CHUNK ? n - start : CHUNK, at = t * n + start;
@@ -236,11 +238,9 @@ INLINE int finish_of(int codec, int kind, Step step, int64_t tiles, int64_t n,
                   traced ? new_trace + at : NULL);
       for (int64_t i = 0; i < count; i++)
         change[i] = flushed(theta[at + i] - anchor[at + i]);
-      if (codec == INT8) {
-        publish_blocks(BLOCK8, 127, change, start, count, (int8_t *)encoded,
-                       encoded + n, anchor + at, new_anchor + at);
-      } else if (codec == INT4) {
-        publish_blocks(BLOCK4, 7, change, start, count, nibbles, encoded + half,
+      if (codec == INT8 || packed) {
+        publish_blocks(bits, change, start, count,
+                       packed ? integers : (int8_t *)encoded, encoded + width,
                        anchor + at, new_anchor + at);
       } else {
         if (codec == BF16) {
@@ -257,11 +257,14 @@ INLINE int finish_of(int codec, int kind, Step step, int64_t tiles, int64_t n,
           new_anchor[at + i] = flushed(anchor[at + i] + change[i]);
       }
     }
-    if (codec == INT4)
-      for (int64_t i = 0; i < half; i++)
-        encoded[i] = (uint8_t)((nibbles[i] & 0xf) | (nibbles[half + i] << 4));
+    for (int64_t i = 0; packed && i < width; i++) {
+      int octet = 0;
+      for (int p = 0; p < planes; p++)
+        octet |= (integers[p * width + i] & ((1 << bits) - 1)) << (p * bits);
+      encoded[i] = (uint8_t)octet;
+    }
   }
-  free(nibbles);
+  free(integers);
   return 0;
 }
 
@@ -279,7 +282,7 @@ int merge_finish(int codec, int kind, float factor, float guard, float momentum,
     failed = finish_of(CODEC, kind, step, tiles, n, old, trace, anchor, theta,         \
                        new_trace, new_anchor, encoded);                                \
     break;
-  switch (codec) { FINISH(F32) FINISH(BF16) FINISH(INT8) FINISH(INT4) }
+  switch (codec) { FINISH(F32) FINISH(BF16) FINISH(INT8) FINISH(INT4) FINISH(INT2) }
   restore(before);
   return failed;
 }

@@ -254,7 +254,7 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in ("merge.c", "codec.h"
 """The file to compile, and what it includes."""
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 """Flags of the compiler on which the bits depend, and the speed."""
-CODECS = ("f32", "bf16", "int8", "int4")
+CODECS = ("f32", "bf16", "int8", "int4", "int2")
 """Codecs that the functions know, as `codec.h` numbers them."""
 STEPS = ("keep", "flush", "sgd", "nesterov", "guarded_nesterov")
 """Outer steps, as `merge.c` numbers them. "keep": none."""
@@ -437,9 +437,8 @@ def tile_bytes(codec: str, elements: int) -> int:
     whole = {"f32": 4 * elements, "bf16": 2 * elements}
     if codec in whole:
         return whole[codec]
-    if codec == "int8":
-        return elements - 2 * (-elements // 256)
-    return -(-elements // 2) - 2 * (-elements // 32)
+    bits, block = {"int8": (8, 256), "int4": (4, 32), "int2": (2, 32)}[codec]
+    return -(-elements * bits // 8) + 2 * -(-elements // block)
 
 
 def _at(array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -> int:

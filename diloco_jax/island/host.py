@@ -40,12 +40,12 @@ from diloco_jax.island.hosts import (
     Begin,
     FollowDecisions,
     JoinVersions,
-    LeadDecisions,
     LeaveWatch,
     Moved,
     Orders,
     OrderThread,
     Refusal,
+    SharedDecisions,
     tell_refused,
 )
 from diloco_jax.island.link import Link
@@ -265,7 +265,7 @@ class Host(abc.ABC, Generic[L]):
             self.deadlines,
         )
         self._network.append(self.sender)
-        versions = self._follow() if self.follows else self._lead(begin.versions)
+        versions = self._follow() if self.follows else self._join(begin.versions)
         faults = parse_faults(placement.faults, config.islands, placement.workers)
         self._begin("restoring")
         self._loop = self._place(
@@ -369,7 +369,7 @@ class Host(abc.ABC, Generic[L]):
         )
         if not self.hosts.others:
             return source
-        return LeadDecisions(source, self.hosts, lookahead, budget_s)
+        return SharedDecisions(source, self.hosts, lookahead, budget_s)
 
     def _send_anchor(self, request: AnchorRequest, version: Version) -> None:
         fragment = request.fragment
@@ -411,7 +411,7 @@ class Host(abc.ABC, Generic[L]):
             watch.start()
         return begin
 
-    def _lead(self, versions: Sequence[Version]) -> Sequence[Version]:
+    def _join(self, versions: Sequence[Version]) -> Sequence[Version]:
         """Compile and fetch every fragment, while reports go on; return the versions.
         An island that gives the first parameters sends them from its loop, when it is
         asked."""

@@ -123,7 +123,7 @@ class LeaveWatch(NetworkThreads):
                     return
 
 
-class LeadDecisions:
+class SharedDecisions:
     """Decide as host 0: a source's decision takes effect `lookahead` boundaries later,
     and is told to the others.
 

@@ -14,9 +14,9 @@ host. So host 0 listens at the meeting place first, until each of the others has
 its number and is still there; then all begin together, within seconds.
 
 Messages go through the key-value store that the world has anyway, so no collective is
-added to the step and no port is opened. Host 0 leads: it alone talks to the coordinator
-about decisions, and the others follow (`hosts.py`). A world never spans islands:
-when a host dies, only the others of its island end too.
+added to the step and no port is opened. Host 0 decides: it alone talks to the
+coordinator about decisions, and the others follow (`hosts.py`). A world never spans
+islands: when a host dies, only the others of its island end too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core import merging
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan, Piece, plan_fragments
-from diloco_jax.core.inner import make_inner
+from diloco_jax.core.inner import left_to_adam, make_inner
 from diloco_jax.core.members import load, said
 from diloco_jax.core.outer import is_elementwise
 from diloco_jax.data.source import WEIGHTS
@@ -42,6 +42,18 @@ def build_inner(run: RunConfig, model: Model) -> optax.GradientTransformation:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def inner_note(run: RunConfig, model: Model | None = None) -> str:
+    """Say which arrays Muon leaves to Adam; "" of any other optimizer. model: that of
+    the run, if it is built. Raises ConfigError: see `build`."""
+    if run.inner.optimizer != "muon":
+        return ""
+    named = left_to_adam((model or build(run)).axes)
+    return (
+        f"inner.optimizer = 'muon' leaves to Adam: "
+        f"{', '.join(['all vectors', *named])} (docs/models.md, An optimizer)"
+    )
 
 
 def other_model(here: str, there: str) -> list[str]:

@@ -1,11 +1,12 @@
 """Floating-point operations of a step, counted in the program and by the formula.
 
-The count covers the matrix products of the traced program, before any compiler, with
-the body of a loop once per iteration; `Compiled.cost_analysis` counts a loop's body
-once. Attention of the bundled model counts by the plain formula over the whole square
-of positions: the TPU kernel leaves out masked scores, and computes scores twice more in
-the backward pass, which about cancels. That is too much for layers with a window, whose
-kernel leaves out more. Elementwise operations are left out.
+The count covers the matrix products and convolutions of the traced program, before any
+compiler, with the body of a loop once per iteration. `cost_analysis` of jax counts a
+loop's body once, and on CPU a ragged product once per group. Attention of the bundled
+model counts by the plain formula over the whole square of positions: the TPU kernel
+leaves out masked scores, and computes scores twice more in the backward pass, which
+about cancels. That is too much for layers with a window, whose kernel leaves out more.
+Elementwise operations are left out.
 
 The formula goes by the sizes of the bundled model, of which nothing is traced; a test
 holds both together.
@@ -16,10 +17,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig
 from diloco_jax.models.model import abstract_batch
@@ -57,27 +59,81 @@ def layer_weights(model: ModelConfig) -> int:
 
 
 def product_flops(jaxpr: Any) -> float:
-    """Count 2 operations for each multiplication and addition of matrix products.
+    """Count 2 operations for each multiplication and addition of matrix products and
+    convolutions.
 
-    The body of a scan counts once per iteration, the body of a loop of unknown length
-    once, and of the branches of a condition only the most expensive one.
+    The body of a scan counts once per iteration, that of a Pallas kernel once per place
+    of its grid, the body of a loop of unknown length once, and of the branches of a
+    condition only the most expensive one.
     """
     total = 0.0
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            depth = math.prod(shape[axis] for axis in contracted)
-            total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
+        if count := COUNTED.get(equation.primitive.name):
+            shapes = [v.aval.shape for v in (*equation.invars[:2], *equation.outvars)]
+            total += 2.0 * count(equation.params, *shapes)
         inside = [product_flops(inner) for inner in _programs(equation.params)]
         if equation.primitive.name == "cond":
             total += max(inside)
         else:
-            total += equation.params.get("length", 1) * sum(inside)
+            grid = getattr(equation.params.get("grid_mapping"), "grid", ())
+            known = [places for places in grid if isinstance(places, int)]
+            times = equation.params.get("length", 1) * math.prod(known)
+            total += times * sum(inside)
     return total
 
 
-def _programs(params: dict[str, Any]) -> Iterator[Any]:
+Params = Mapping[str, Any]
+Shape = tuple[int, ...]
+
+
+def _matrix_product(params: Params, left: Shape, right: Shape, _: Shape) -> int:
+    """Count a matrix product: each element on the left meets the right's free axes.
+
+    In a ragged one, whichever axis is ragged, a row is in one group: the number of
+    groups costs nothing. Their sizes are values, so rows beyond the last group count.
+    """
+    groups: Shape = ()
+    if ragged := params.get("ragged_dot_dimension_numbers"):
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    else:
+        numbers = params["dimension_numbers"]
+    (_, contracted), (_, batch) = numbers
+    bound = {*contracted, *batch, *groups}
+    free = (size for axis, size in enumerate(right) if axis not in bound)
+    return math.prod(left) * math.prod(free)
+
+
+def _convolution(params: Params, image: Shape, kernel: Shape, result: Shape) -> int:
+    """Count what meets an element of the image: neither padding nor the holes that
+    dilation makes between elements. So each gradient counts as much as the result."""
+    numbers = params["dimension_numbers"]
+    sizes = [image[axis] for axis in numbers.lhs_spec[2:]]
+    _, of_group, *taps = (kernel[axis] for axis in numbers.rhs_spec)
+    rows, features, *places = (result[axis] for axis in numbers.out_spec)
+    met: int = rows * features * of_group
+    names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
+    axes = zip(sizes, taps, places, *(params[name] for name in names), strict=True)
+    for size, tap, place, stride, (before, _), between, hole in axes:
+        begins, offsets = stride * np.arange(place) - before, hole * np.arange(tap)
+        fewer, more = sorted((begins, offsets), key=len)
+        here = 0
+        for at in fewer:
+            own, rest = np.divmod(at + more, between)
+            here += int(np.sum((rest == 0) & (own >= 0) & (own < size)))
+        met *= here
+    return met
+
+
+COUNTED = {
+    "dot_general": _matrix_product,
+    "ragged_dot_general": _matrix_product,
+    "conv_general_dilated": _convolution,
+}
+"""Counts of multiplications by the primitive's parameters and the shapes of its two
+operands and result."""
+
+
+def _programs(params: Params) -> Iterator[Any]:
     for value in params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             program = getattr(part, "jaxpr", part)

@@ -77,8 +77,8 @@ class Model(NamedTuple):
     [B, T], 0 where a prediction does not count (`split_batch`); in a mixture also
     "source_number", that of each row's source, int32 [B].
     `axes`: the structure of params with a tuple of logical names for each array:
-    "layers" (leading, of stacked tensors), "vocab", "embed", "heads", "kv_heads",
-    "head_dim", "mlp".
+    "layers" (leading, of stacked tensors), "expert" (leading or after it, likewise),
+    "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp".
     """
 
     init: Callable[[jax.Array], Params]

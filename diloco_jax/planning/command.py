@@ -19,6 +19,7 @@ from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.hardware.machines import machine_of
 from diloco_jax.hardware.tpus import slice_of
+from diloco_jax.models.build import inner_note
 from diloco_jax.observability.terminal import bar
 from diloco_jax.planning import plan as planning
 from diloco_jax.planning.compiling import (
@@ -56,6 +57,9 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     console = Console(stderr=True, markup=False)
     with console.status("cutting the model into fragments"):
         fragments = planning.fragments_of(config)
+        note = inner_note(config.run)
+    if note:
+        console.print(note, highlight=False, soft_wrap=True)
     try:
         with ExitStack() as shown:
             if options.arithmetic:

@@ -43,7 +43,7 @@ from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.island.loop import Evaluator
-from diloco_jax.models.build import build_plan
+from diloco_jax.models.build import build_plan, inner_note
 from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.process import crashes_in_a_row
@@ -354,6 +354,8 @@ def run(
             config = begun.create()
         dashboard = whole.enter_context(Dashboard(console))
         try:
+            if note := inner_note(config.run):
+                console.print(note, highlight=False, soft_wrap=True)
             result = emulate(
                 config,
                 options=options,

@@ -25,7 +25,10 @@ from diloco_jax.config import (
 )
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.holding.anchors import LostFragments
-from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    Publishes,
+)
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead, Sessions
@@ -216,9 +219,13 @@ class AnchorHolder:
 
     def __init__(self, rooms: Rooms) -> None:
         self.inbox = Inbox(LAYOUTS, rooms)
+        # Its checks are real; nothing is written.
+        self.snapshots = FragmentSnapshots.__new__(FragmentSnapshots)
+        self.snapshots.lost = {0, 1}
+        cast(Any, self.snapshots).begin = lambda *_: None
         self.lost = LostFragments(
             cast(Any, SimpleNamespace(plan=PLAN, first=self._first)),
-            cast(Any, SimpleNamespace(lost={0, 1}, begin=lambda *_: None)),
+            self.snapshots,
             cast(Any, None),
             self.inbox,
             threading.Event(),

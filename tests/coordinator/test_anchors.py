@@ -131,7 +131,7 @@ def test_a_ballot_that_is_not_finite_is_infinitely_far(holder: Holder) -> None:
 
 def test_what_nobody_awaits_waits_or_is_refused(holder: Holder) -> None:
     with pytest.raises(Refused, match="fragment 1 was lost here"):
-        holder._snapshots.require_no_delta(1)
+        holder.snapshots.require_no_delta(1)
     with pytest.raises(Busy, match="come again"):
         holder.send(0, "b", 0.5)
     with pytest.raises(Busy, match="come again"):

@@ -12,7 +12,7 @@ from door_support import Coordinator, Gathering, Peer
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.events import Disconnected, Said
 from diloco_jax.protocol.coordinator.search import Offered
-from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.limits import AT_ONCE
 
 OFFERED = {"term": 1, "run_id": "r", "versions": [(1, 1), (1, 2)]}
@@ -94,6 +94,16 @@ def test_a_gatherer_does_not_wait_for_strangers() -> None:
         Peer("d", made).hello({})
     made.run()
     assert made.thread.state.members == {}
+
+
+@pytest.mark.parametrize("call", ["fetch", "keep", "kept", "profile", "steer"])
+def test_a_gatherer_answers_nothing_that_needs_a_state(call: str) -> None:
+    made = Gathering()
+    Peer("a", made).hello(OFFERED)
+    made.run()
+    asked = (0, "a file") if call == "kept" else (cast(Any, None),)
+    with pytest.raises(Busy, match=r"has lost its state .* come again"):
+        getattr(made.handlers, call)(*asked)
 
 
 def test_an_anchor_is_taken_of_the_session_that_was_asked() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from engine_support import WAIT_S, hello, report
 
-from diloco_jax.coordinator.holding import anchors, holder
+from diloco_jax.coordinator.holding import fragment_snapshots, holder
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.journal import read
 from diloco_jax.faults import Fault
@@ -97,7 +97,7 @@ def test_a_publish_that_cannot_be_written_keeps_its_merge_and_nothing_else_waits
     make_engine, island, tmp_path, monkeypatch
 ):
     """The disk is full until the alert is there and another island is let in."""
-    monkeypatch.setattr(anchors, "WRITE_AGAIN_S", 0.01)
+    monkeypatch.setattr(fragment_snapshots, "WRITE_AGAIN_S", 0.01)
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7))
     steps = []
@@ -125,7 +125,7 @@ def test_a_publish_that_cannot_be_written_in_time_ends_the_coordinator_by_name(
     make_engine, island, tmp_path, monkeypatch
 ):
     """Whatever is wrong with the disk. People were told before."""
-    monkeypatch.setattr(anchors, "WRITE_AGAIN_S", 0.01)
+    monkeypatch.setattr(fragment_snapshots, "WRITE_AGAIN_S", 0.01)
     now = [0.0]
     monkeypatch.setattr(holder, "time", SimpleNamespace(monotonic=lambda: now[0]))
 

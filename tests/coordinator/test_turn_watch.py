@@ -121,7 +121,7 @@ def test_a_process_that_hangs_ends_with_1_even_if_its_log_is_what_hangs(hangs):
 
 def test_a_process_that_is_stopped_for_longer_goes_on():
     """SIGSTOP, as of a debugger or a suspended container."""
-    limit_s = 2.0
+    limit_s = 1.0
     with process(limit_s) as turning:
         assert turning.stdout is not None
         assert turning.stdout.readline() == "turn\n"

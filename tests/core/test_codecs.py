@@ -20,8 +20,8 @@ from diloco_jax.core.tiles import TileGrid
 NAMES = names(CODECS, "codecs")
 SHAPES = [(40, 100), (257,), (1,), (7, 13, 5), (64, 2048)]
 SHAPE = SHAPES[0]  # tiles of (20, 50): 1000 elements, the last block is cut
-BLOCK = {"int8": 256, "int4": 32}
-PEAK = {"int8": 127, "int4": 7}
+BLOCK = {"int8": 256, "int4": 32, "int2": 32}
+PEAK = {"int8": 127, "int4": 7, "int2": 1}
 seeds, exponents = st.integers(0, 1000), st.floats(-30, 30)
 some = settings(max_examples=15, deadline=None)
 
@@ -170,6 +170,15 @@ def test_planes_and_scales_lie_as_documented() -> None:
     assert encoded[0] == 0x90 | 0x07  # element 32 is -7 = 0x9, element 0 is 7
     assert encoded[1] == 0x30  # element 33 is 6 / 2
     assert encoded[32:].view(np.uint16).tolist() == [0x3F80, 0x4000]  # 1 and 2 in bf16
+    x = np.zeros(66, np.float32)
+    x[[0, 17, 33]] = -2.0, 1.0, 1.0  # The scale is 1, and -1: the largest is -2.
+    x[34:] = 6.0
+    encoded = np.asarray(get_codec("int2").encode(x))[0]
+    assert encoded.shape == (17 + 2 * 3,)
+    # Elements 0, 17, 34 and 51 share the first byte: -2, 1, and twice -2.
+    assert encoded[0] == 2 | 1 << 2 | 2 << 4 | 2 << 6
+    assert encoded[16] == 0 | 0 << 2 | 2 << 4 | 0 << 6
+    assert encoded[17:].view(np.uint16).tolist() == [0x3F80, 0xC040, 0xC040]
     x = np.zeros(257, np.float32)
     x[0], x[256] = 127.0, -254.0
     encoded = np.asarray(get_codec("int8").encode(x))[0]
@@ -178,12 +187,26 @@ def test_planes_and_scales_lie_as_documented() -> None:
     assert encoded[257:].view(np.uint16).tolist() == [0x3F80, 0x4000]
 
 
+def test_the_largest_of_a_block_is_kept_by_two_bits() -> None:
+    """So nothing waits in the residual until it has grown over the others."""
+    x = sample(4, 0.0)
+    maxima, once = block_maxima("int2", x), roundtrip(get_codec("int2"), x)
+    largest = (np.abs(x) == maxima) & (maxima > 0)
+    np.testing.assert_allclose(once[largest], x[largest], rtol=2.0**-8)
+
+
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=3).map(tuple))
 def test_bytes_per_parameter(shape: tuple[int, ...]) -> None:
     size = int(np.prod(shape))
     if size < 32768:
         shape, size = (*shape, 32768), size * 32768
-    for name, limit in (("f32", 4), ("bf16", 2), ("int8", 1.03), ("int4", 0.60)):
+    for name, limit in (
+        ("f32", 4),
+        ("bf16", 2),
+        ("int8", 1.03),
+        ("int4", 0.60),
+        ("int2", 0.33),
+    ):
         total = np.prod([float(n) for n in get_codec(name).encoded_shape(shape)])
         assert total / size <= limit
 

@@ -9,7 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.core.inner import by_source, learning_rate, make_inner
+from diloco_jax.core.inner import (
+    by_source,
+    learning_rate,
+    left_to_adam,
+    make_inner,
+)
 
 AXES = {
     "embed": ("vocab", "embed"),
@@ -58,6 +63,73 @@ def test_muon_orthogonalises_every_layer_for_itself() -> None:
     spectrum = np.linalg.svd(together, compute_uv=False)
     assert float(spectrum.max() / spectrum.min()) < 2.5
     np.testing.assert_allclose(embed, embed[0, 0], rtol=1e-3)  # Adam's first step
+
+
+EXPERTS, TALL = (2, 3, 4, 6), (2, 3, 6, 4)
+"""Layers, experts in each, and their matrices."""
+
+
+def stacks() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(1)
+    shapes = {"up": EXPERTS, "down": TALL, "bias": EXPERTS[:3], "unnamed": EXPERTS[1:]}
+    return {
+        n: jnp.asarray(rng.standard_normal(s), jnp.float32) for n, s in shapes.items()
+    }
+
+
+def test_muon_takes_a_stack_of_experts_as_so_many_matrices() -> None:
+    """Three updates of two stacks are those of their matrices one by one."""
+    values = stacks()
+    axes = {
+        "up": ("layers", "expert", "embed", "mlp"),
+        "down": ("layers", "expert", "mlp", "embed"),
+    }
+    whole = {name: values[name] for name in axes}
+    parts = {
+        f"{name}-{layer}-{expert}": value[layer, expert]
+        for name, value in whole.items()
+        for layer, expert in np.ndindex(value.shape[:2])
+    }
+
+    def train(tree: dict[str, jax.Array], axes: dict) -> dict[str, jax.Array]:
+        tx = make_inner("muon", axes=axes, weight_decay=0.1)
+        state, update = tx.init(tree), jax.jit(tx.update)
+        for power in (1, 2, 3):
+            grads = jax.tree.map(lambda p, n=power: p**n, tree)
+            moved, state = update(grads, state, tree)
+            tree = jax.tree.map(lambda p, u: p + 0.1 * u, tree, moved)
+        return tree
+
+    together = train(whole, axes)
+    alone = train(parts, dict.fromkeys(parts, ("embed", "mlp")))
+    for name, value in together.items():
+        one_by_one = [alone[f"{name}-{i}-{j}"] for i, j in np.ndindex(value.shape[:2])]
+        expected = np.reshape(one_by_one, value.shape)
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_muon_leaves_to_adam_is_named_and_an_experts_vectors_do_not_decay() -> (
+    None
+):
+    axes = {
+        "layers": {
+            "up": ("layers", "expert", "embed", "mlp"),
+            "bias": ("layers", "expert", "mlp"),
+            "router": ("layers", "embed", "expert"),
+            "query": ("layers", "embed", "heads", "head_dim"),
+        },
+        "unnamed": (None, "embed", "mlp"),
+        "embedding": ("vocab", "embed"),
+    }
+    assert left_to_adam(axes) == ["embedding", "layers/query", "unnamed"]
+    values = {name: stacks()[name] for name in ("bias", "unnamed")}
+    named = {"bias": axes["layers"]["bias"], "unnamed": axes["unnamed"]}
+    for name in ("muon", "sgd"):
+        tx = make_inner(name, axes=named, weight_decay=0.1)
+        zeros = jax.tree.map(jnp.zeros_like, values)
+        moved = tx.update(zeros, tx.init(values), values)[0]
+        np.testing.assert_array_equal(moved["bias"], 0)
+        np.testing.assert_allclose(moved["unnamed"], -0.1 * values["unnamed"], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])

@@ -32,7 +32,7 @@ sizes, codecs, seeds = (
     st.sampled_from(KNOWN),
     st.integers(0, 2**32 - 1),
 )
-some = settings(max_examples=40, deadline=None)
+some = settings(max_examples=25, deadline=None)
 
 
 @pytest.fixture(scope="module")

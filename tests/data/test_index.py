@@ -61,10 +61,10 @@ def test_shares_are_those_of_the_weights(weights, data):
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=3),
     st.integers(0, 99),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_each_row_is_drawn_once_in_each_epoch_of_its_source(sources, seed):
     weights, rows = zip(*sources, strict=True)
     shares = Shares(weights)

@@ -326,7 +326,7 @@ def test_any_number_of_workers_makes_the_same_files(tmp_path, tokenizers, monkey
 
 @pytest.mark.dist
 def test_a_killed_command_goes_on_where_it_was(tmp_path):
-    many(tmp_path, 3000)
+    many(tmp_path, 1000)
     program = (
         "import sys, time; from diloco_jax import cli; "
         "from diloco_jax.data import prepare; "

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
-from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.codecs import Codec, encode_with_feedback, get_codec
+from diloco_jax.core.families import CODECS
 from diloco_jax.core.fragments import get_piece, tiles_of
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device import mesh
@@ -37,7 +38,8 @@ from diloco_jax.models.presets import preset
 from diloco_jax.planning.program import group_size
 from diloco_jax.protocol.values import Version
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "core")]
+import family_members
 import test_held
 from test_exchange import anchors_of
 
@@ -223,6 +225,7 @@ def run_all() -> dict[str, object]:
         )
     found["splash"] = splash_on_a_mesh()
     found["stacks"] = stacks_on_a_mesh()
+    found["codecs"] = codecs_on_a_mesh()
     found["spread"] = {
         f"{shape} on {hosts}": spread_over_hosts(shape, hosts)
         for shape, hosts in (
@@ -299,6 +302,24 @@ def stacks_on_a_mesh() -> list[bool]:
         test_held.everything(sync, place=how) for how in (test_held.anywhere, place)
     )
     return [np.array_equal(a, b) for a, b in zip(one, four, strict=True)]
+
+
+def codecs_on_a_mesh() -> dict[str, bool]:
+    """Tell of each codec if a mesh that cuts between tiles gives the bytes and the
+    residual of one device, and if no chip needs anything of another."""
+    grid = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2)
+    where = NamedSharding(grid, PartitionSpec("x", "y"))
+    random, found = np.random.default_rng(0), {}
+    pair = [random.normal(size=(64, 2048)).astype("<f4") for _ in range(2)]
+    for name in family_members.names(CODECS, "codecs"):
+        encode = functools.partial(encode_with_feedback, Codec(name))
+        cut = [jax.device_put(value, where) for value in pair]
+        program = jax.jit(encode, out_shardings=where).lower(*cut).compile()
+        same = map(np.array_equal, encode(*pair), program(*cut))
+        found[family_members.brief(name)] = all(same) and not collectives(
+            program.as_text()
+        )
+    return found
 
 
 def splash_on_a_mesh() -> list[float]:

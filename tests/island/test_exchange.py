@@ -79,7 +79,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     ("rule", "codec"),
-    [("rebase", "f32"), ("rebase", "int8"), ("overwrite", "bf16"), ("blend", "int4")],
+    [("rebase", "f32"), ("rebase", "int8"), ("overwrite", "bf16"), ("blend", "int2")],
 )
 def test_take_and_adopt_are_those_of_core(rule, codec):
     sync = SyncConfig(

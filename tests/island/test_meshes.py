@@ -52,6 +52,11 @@ def test_stacks_of_small_tensors_have_the_same_bits_on_a_mesh(found):
     assert all(found["stacks"])
 
 
+def test_every_codec_has_the_same_bits_on_a_mesh_and_needs_no_other_chip(found):
+    assert len(found["codecs"]) > 5
+    assert [name for name, same in found["codecs"].items() if not same] == []
+
+
 @pytest.mark.parametrize("mesh", ["1x1x1", *MESHES])
 def test_nothing_compiles_after_what_is_compiled_ahead(found, mesh):
     assert found[mesh]["compiled_late"] == 0

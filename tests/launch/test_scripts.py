@@ -87,14 +87,24 @@ def test_another_folder_than_venv_may_be_named(installed):
 def test_test_runs_every_check(installed):
     started = bash(installed, "launch/test.sh")
     assert (started.returncode, started.stderr) == (0, "")
-    checks = started.stdout.splitlines()
-    assert checks[:4] == CHECKED
-    assert "-m not (optimized or tpu_compile or timing or nightly)" in checks[4]
-    assert "-m (optimized or tpu_compile) and not (timing or nightly)" in checks[5]
-    (last,) = checks[6:]
+    said = started.stdout.splitlines()
+    assert set(CHECKED) <= set(said), "types are checked beside the first tests"
+    most, compiled, last = (line for line in said if line.startswith("pytest"))
+    assert "-m not (optimized or tpu_compile or timing or nightly)" in most
+    assert "-m (optimized or tpu_compile) and not (timing or nightly)" in compiled
     assert last.startswith("pytest -m timing and not nightly ")
     # Each leaves the seconds of its tests.
-    assert len({line.partition("--junitxml ")[2] for line in checks[4:]} - {""}) == 3
+    for line, name in ((most, "most"), (compiled, "compiled"), (last, "timing")):
+        assert f"--junitxml build/tests/{name}.xml" in line
+
+
+def test_a_wrong_type_ends_the_checks_after_the_tests_beside_them(installed):
+    says = f'{SAYS}[[ $1 == diloco_jax ]] && echo "error: a type" && exit 1\n'
+    executable(installed / ".venv" / "bin" / "mypy", says)
+    started = bash(installed, "launch/test.sh")
+    assert started.returncode == 1
+    assert "error: a type" in started.stdout
+    assert "timing" not in started.stdout.replace("or timing", "")
 
 
 def test_test_gives_its_arguments_to_pytest(installed):

@@ -80,7 +80,7 @@ MOST_BYTES = 700_000
         pytest.param(
             path,
             id=path.stem,
-            marks=pytest.mark.timing if path.stem in ALWAYS else pytest.mark.nightly,
+            marks=() if path.stem in ALWAYS else pytest.mark.nightly,
         )
         for path in NOTEBOOKS
     ],

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import plan_support
 import pytest
+from diloco_jax.wire.frames import chunks
 from plan_support import CONFIG
 
 from diloco_jax.config import OuterConfig, Placement
@@ -54,6 +56,20 @@ def test_the_pace_sets_the_cycle_and_the_network_follows(calm):
     # The largest fragment in one of the two steps of the overlap.
     share = max(fragments.sizes) / fragments.total
     assert up.peak == pytest.approx(20 * share * up.mean, rel=0.01)
+
+
+def test_the_rates_are_those_of_the_bytes_that_are_sent():
+    """Scales, parts of blocks and headers of chunks included."""
+    codec, sync, sent = get_codec("int2"), CONFIG.run.sync, 0
+    sync = dataclasses.replace(sync, codec_up=codec.name, codec_down=codec.name)
+    for pieces in fragments_of(CONFIG).fragments:
+        encoded = [codec.encode(np.ones(p.shape, np.float32)) for p in pieces]
+        payload = PayloadLayout.of(codec, pieces).pack(encoded)
+        for header, part in chunks([payload], 0, len(payload)):
+            sent += len(header) + len(part)
+    network = planned(CONFIG.replace("sync", sync)).islands["small"].network
+    for way in (network.up, network.down):
+        assert way.mean == pytest.approx(8e-9 * sent / 20 / 0.99, rel=0.02)
 
 
 def test_nothing_is_lost_where_nothing_happens(calm):

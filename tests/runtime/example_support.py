@@ -50,6 +50,12 @@ class Example:
             time.sleep(0.1)
         return served
 
+    def kill(self, served: subprocess.Popen) -> None:
+        """Kill the coordinator."""
+        served.kill()
+        served.wait(PATIENCE_S)
+        (self.workdir / "coordinator.address").unlink()
+
     def train(self, name: str, attempt: int, pause_s: float) -> subprocess.Popen:
         return self.loop("train.py", name, attempt, pause_s)
 

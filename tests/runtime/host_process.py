@@ -123,7 +123,7 @@ def be_late(rng: random.Random) -> None:
     late(transfers.Fetcher, "fetch")
     late(transfers.Sender, "_send")
     late(hosts.FollowDecisions, "at")
-    late(hosts.LeadDecisions, "at")
+    late(hosts.SharedDecisions, "at")
 
 
 def end_last(index: int) -> None:

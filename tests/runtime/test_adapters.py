@@ -33,7 +33,7 @@ pytestmark = pytest.mark.dist
 
 FAMILIES = Path(__file__).parents[1] / "models" / "families"
 TIMEOUT_S = 240
-BATCH, STEPS = 2, 40
+BATCH, STEPS = 2, 28
 
 
 @pytest.fixture(scope="module")

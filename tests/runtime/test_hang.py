@@ -88,6 +88,7 @@ def test_a_step_that_hangs_is_noticed_named_and_ended(text, tmp_path):
         assert "in strike" in log, "the stack says where"
 
 
+@pytest.mark.nightly
 def test_a_coordinator_that_decides_nothing_any_more_is_started_again(text, tmp_path):
     """Its thread of decisions hangs once a merge is committed, and others go on."""
     config = with_run(make_config(text, quorum=1), total_tokens=10**9)

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import jax
@@ -30,8 +31,9 @@ from runtime_support import (
 from test_oracle import CYCLES, positions_by_island
 
 import diloco_jax
-from diloco_jax import IslandEndedError
-from diloco_jax.config import ConfigError
+from diloco_jax import IslandEndedError, cli
+from diloco_jax.cluster.status import read_status
+from diloco_jax.config import ConfigError, Placement
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_trainer
@@ -79,28 +81,69 @@ def test_a_loop_that_joins_gives_the_oracles_bits(own, text, tmp_path):
 # ---- the example of the page ---------------------------------------------------------
 
 
-def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator(
-    tmp_path,
-):
+OWN_SEED = 7
+SAYS = """
+    params = island.params
+    began = sum(float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(params))
+    print(f"began {began!r}")
+"""
+
+
+def await_status(example, condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition(found := read_status(str(example.workdir), Placement())):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+def sizes_of(example, *seeds):
+    """The sums of the absolute values of the page's parameters."""
+    code = (
+        f"import jax, run, numpy as np\nfor seed in {seeds}:\n"
+        "    leaves = jax.tree.leaves(run.parameters(jax.random.key(seed)))\n"
+        "    print(sum(float(np.abs(leaf).sum()) for leaf in leaves))"
+    )
+    said = subprocess.check_output(
+        [sys.executable, "-c", code],
+        cwd=example.folder,
+        env=example.environment,
+        timeout=TIMEOUT_S,
+    )
+    return map(float, said.split())
+
+
+def test_the_loops_of_the_page_begin_a_run_and_survive_kills(tmp_path, capsys):
+    """The run begins with what `fast` has, and is visible once that is complete,
+    whoever dies before. Later the other loop is killed, and the coordinator."""
     example = Example(tmp_path)
-    served = example.serve("--init")
-    processes = [served]
+    loop = (tmp_path / "train.py").read_text()
+    loop = loop.replace("\n    params = island.params\n", SAYS)
+    own = loop.replace("jax.random.key(0)", f"jax.random.key({OWN_SEED})")
+    (tmp_path / "own.py").write_text(own)
+    kept = example.folder / "kept"
+    processes = [served := example.serve("--init", "from-island:fast")]
     try:
-        fast, slow = example.train("fast", 1, 0.1), example.keep("slow", 1, 0.25)
-        processes += [fast, slow]
-        kept = example.folder / "kept"
+        slow = example.keep("slow", 1, 0.25)
+        fast = example.loop("own.py", "fast", 1, 0.1)
+        processes += [slow, fast]
+        shown = await_status(example, lambda s: s["islands"])
+        assert shown["phase"] == "gathering"
+        assert "island 'fast', of which 0 of 3" in shown["alerts"][0]
+        assert "slow" not in shown["islands"]
+        fast.send_signal(signal.SIGKILL)
+        example.kill(served)
+        assert not (example.workdir / "log").exists()
+        processes.append(served := example.serve())
+        processes.append(fast := example.loop("own.py", "fast", 2, 0.1))
         example.until(
             lambda tape: merges_of(tape, "slow", 1) >= 3 and (kept / "1").is_dir()
         )
         slow.send_signal(signal.SIGKILL)
-        slow = example.keep("slow", 2, 0.25)
-        processes.append(slow)
+        processes.append(slow := example.keep("slow", 2, 0.25))
         example.until(lambda tape: merges_of(tape, "slow", 2) >= 2)
-        served.send_signal(signal.SIGKILL)
-        served.wait(PATIENCE_S)
-        (example.workdir / "coordinator.address").unlink()
-        served = example.serve()
-        processes.append(served)
+        example.kill(served)
+        processes.append(served := example.serve())
         printed = [p.communicate(timeout=TIMEOUT_S)[0].decode() for p in (fast, slow)]
         assert (fast.returncode, slow.returncode) == (0, 0), printed
         assert served.wait(PATIENCE_S) == 0
@@ -110,8 +153,13 @@ def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator
             process.communicate()
     learnt = [re.search(r"learnt (\S+)$", text.strip())[1] for text in printed]
     assert learnt[0] == learnt[1], "both have the flushed parameters"
+    began = float(re.search(r"^began (\S+)$", printed[0], re.M)[1])
+    given, drawn = sizes_of(example, OWN_SEED, 0)
+    assert began == pytest.approx(given, rel=1e-6)
+    assert abs(given - drawn) > 1e-3 * given
     summary = json.loads((example.workdir / "summary.json").read_bytes())
     tape = list(read_tape(example.workdir / "tape.jsonl"))
+    assert tape[0]["first_from"] == "fast"
     assert {n: i["joins"] for n, i in summary["islands"].items()} == {
         "fast": 1,
         "slow": 2,
@@ -126,16 +174,8 @@ def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator
     restored = [r for r in told if r["record"]["kind"] == "restored"]
     of = {(r["island"], r["incarnation"], r["record"]["start"]) for r in restored}
     assert of == {("slow", 2, 1)}, "its moments are those of its checkpoint"
-    replayed = subprocess.run(
-        [*support.DILOCO, "replay", str(example.workdir), "--trust-code"],
-        env=example.environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert replayed.returncode == 2
-    assert "gives no loss" in replayed.stderr, "only the loops know their steps"
+    assert cli.main(["replay", str(example.workdir), "--trust-code"]) == 2
+    assert "gives no loss" in capsys.readouterr().err, "only loops know their steps"
 
 
 # ---- a line that is cut --------------------------------------------------------------

@@ -201,33 +201,3 @@ def test_replay_gives_the_bits_of_every_merge(run, workdir):
     outcome = json.loads(printed)
     assert outcome["identical"]
     assert outcome["merges"] == outcome["merges_on_tape"] == run.summary["merges"]
-
-
-def test_replay_names_the_first_merge_that_differs(run, workdir):
-    tape = [dict(record) for record in run.tape]
-    fourth = [n for n, r in enumerate(tape) if r["kind"] == "merged"][3]
-    tape[fourth]["digest"] = "feed"
-    write_tape(workdir, tape)
-    saved = workdir / "saved"
-    code, printed, errors = replay(workdir, "--json", "--save", str(saved))
-    assert code == 1, errors
-    outcome = json.loads(printed)
-    assert (outcome["merges"], outcome["identical"]) == (3, False)
-    found = outcome["first_mismatch"]
-    assert (found["merge"], found["line"]) == (4, fourth + 1)
-    assert found["digest_on_tape"] == "feed" != found["digest"]
-    assert f"merge 4 (line {fourth + 1}" in errors
-    evaluate = [*support.DILOCO, "eval", str(saved), "--json"]
-    evaluated = json.loads(subprocess.check_output(evaluate, timeout=TIMEOUT_S))
-    assert evaluated["eval_loss"] > run.summary["eval_loss"], "an early state"
-    assert evaluated["eval_merges"] == 3
-    assert 0 < evaluated["eval_tokens"] < run.summary["tokens"]
-
-
-def test_replay_refuses_a_tape_with_a_line_missing(workdir):
-    path = workdir / "tape.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:30] + lines[31:]))
-    code, printed, errors = replay(workdir, "--json")
-    assert (code, printed) == (2, "")
-    assert "tape.jsonl, line 31" in errors

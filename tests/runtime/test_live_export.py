@@ -15,7 +15,7 @@ import support
 from runtime_support import make_config, placed, with_run
 from safetensors.numpy import load_file
 
-from diloco_jax import run_files, storage
+from diloco_jax import cli, run_files, storage
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.coordinator import snapshots
@@ -159,7 +159,8 @@ def test_an_export_of_the_live_run_is_that_of_its_cycle(over):
         assert found.returncode == 0, found.stderr[-3000:]
         cycle = int(found.stderr.split(" of cycle ")[1].split(" in ")[0])
         again = folder / f"{name}-again"
-        assert diloco("export", folder / "run", again, "--cycle", cycle).returncode == 0
+        whole = ["export", folder / "run", again, "--cycle", cycle]
+        assert cli.main([*map(str, whole)]) == 0
         ours = load_file(again / "model.safetensors")
         theirs = load_file(folder / name / "model.safetensors")
         assert theirs.keys() == ours.keys()
@@ -188,14 +189,15 @@ def test_the_curve_of_the_merged_model_is_that_of_the_kept_cycles(over):
     assert sum(i["eval_seconds"] for i in summary["islands"].values()) > 0
 
 
-def test_a_cycle_that_cannot_be_had_is_refused_by_name(over):
+def test_a_cycle_that_cannot_be_had_is_refused_by_name(over, capsys):
     folder, _, refused = over
     assert refused.returncode == 3
     assert "cycle 1000000 is not kept" in refused.stderr
     assert not (folder / "none").exists()
-    missing = diloco("export", folder / "run", folder / "none", "--cycle", 10**6)
-    assert missing.returncode == 2
-    assert "does not keep it; kept are " in " ".join(missing.stderr.split())
+    missing = ["export", folder / "run", folder / "none", "--cycle", 10**6]
+    assert cli.main([*map(str, missing)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "does not keep it; kept are " in said
     assert not (folder / "none").exists()
 
 

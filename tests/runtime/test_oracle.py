@@ -33,7 +33,7 @@ def positions_by_island(tape) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "sync",
     [
-        {"codec_up": "int8", "codec_down": "int8", "adopt": "rebase"},
+        # "rebase": test_joined.py, where another loop trains beside the product's.
         {"codec_up": "f32", "codec_down": "f32", "adopt": "overwrite"},
         {"codec_up": "int4", "codec_down": "bf16", "adopt": "blend", "merge": "mean"},
         # Both embeddings are cut into bands.

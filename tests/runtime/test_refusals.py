@@ -6,8 +6,6 @@ import dataclasses
 import logging
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -31,8 +29,9 @@ from runtime_support import (
 )
 
 from diloco_jax.config import Config
-from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.errors import EXIT_REFUSED
+from diloco_jax.island import main
 from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
@@ -191,16 +190,10 @@ def test_a_hello_is_refused_for_good(undisturbed, case):
         assert text in refused.value.message
 
 
-@pytest.mark.dist
-def test_a_refused_island_process_ends_with_code_3(undisturbed, tmp_path):
-    path = tmp_path / "config.json"
-    write_config_json(with_run(undisturbed.config, seed=1), path)
-    done = diloco(
-        *("island", str(path), "--name", "a", "--workdir", str(tmp_path)),
-        *("--coordinator", undisturbed.service.address),
-    )
-    assert done.returncode == 3, done.stderr
-    assert "seed: 0 here, 1 there" in done.stderr
+def test_a_refused_island_ends_with_code_3(undisturbed, tmp_path, caplog):
+    config, address = with_run(undisturbed.config, seed=1), undisturbed.service.address
+    assert main.run(config, "a", address, tmp_path, 1) == EXIT_REFUSED
+    assert "seed: 0 here, 1 there" in caplog.text
 
 
 def test_a_record_of_no_fragment_ends_only_its_session(served):
@@ -376,14 +369,3 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
         stream.send(report(0))
         await_message(stream, messages.Progress)
         assert set(service.lead.state.islands) == {"a"}
-
-
-def diloco(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command as a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "diloco_jax.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )

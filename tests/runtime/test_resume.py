@@ -53,11 +53,11 @@ pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 240.0
 MERGES = 16
-TOTAL = 3200 * SEQUENCE_LENGTH
+TOTAL, MORE = 1600 * SEQUENCE_LENGTH, 1200 * SEQUENCE_LENGTH
 """Far more tokens than the first two islands have made when they are killed."""
 DOCUMENTS = 24
 WEIGHTS = (2.0, 1.0)
-ROWS = {("a", 1): 2, "b": 2, "a": 64, "c": 2}
+ROWS = {("a", 1): 2, "b": 2, "a": 32, "c": 2}
 """Rows of a step, by island; of the first incarnation of a, fewer."""
 
 
@@ -168,7 +168,7 @@ def resumed(tmp_path_factory) -> Resumed:
     """Island b was killed after 8 steps, and later everything; a on two hosts and c
     went on."""
     folder = tmp_path_factory.mktemp("resume")
-    island = IslandConfig(batch_size=2, step_seconds=0.15)
+    island = IslandConfig(batch_size=2, step_seconds=0.3)
     config = Config(
         run=RunConfig(
             model=MODEL,
@@ -206,7 +206,7 @@ def resumed(tmp_path_factory) -> Resumed:
         reached = [list(f.version) for f in service.lead.state.fragments]
     others = {
         # About 50 steps to the end: whichever begins first, the other is in time.
-        "a": IslandConfig(batch_size=64, hosts=2, mesh_fsdp=2, step_seconds=0.3),
+        "a": IslandConfig(batch_size=32, hosts=2, mesh_fsdp=2, step_seconds=0.3),
         "c": IslandConfig(batch_size=2, step_seconds=0.3),
     }
     placement = dataclasses.replace(config.placement, faults=())
@@ -217,7 +217,7 @@ def resumed(tmp_path_factory) -> Resumed:
     stopped = read_facts(workdir).stopped_seconds
     ended = (workdir / "summary.json").stat().st_mtime
     seconds = ended - read_facts(folder / "copy").begun_unix - stopped
-    shown = diloco("run", "--resume", workdir, "--total-tokens", 2 * TOTAL)
+    shown = diloco("run", "--resume", workdir, "--total-tokens", TOTAL + MORE)
     return Resumed(
         folder, config, digest, reached, torn, first, seconds, stopped, shown
     )
@@ -273,23 +273,23 @@ def test_an_island_takes_its_moments_to_another_mesh_and_host_count(resumed):
 def test_the_extension_ends_with_all_its_tokens(resumed):
     first, summary = resumed.first, resumed.summary
     config = read_config_json(resumed.workdir / "config.json")
-    assert config.run.total_tokens == 2 * TOTAL
+    assert config.run.total_tokens == TOTAL + MORE
     assert summary["phase"] == "done"
-    assert first["tokens"] < 2 * TOTAL <= summary["tokens"]
+    assert first["tokens"] < TOTAL + MORE <= summary["tokens"]
     assert summary["merges"] > first["merges"]
     kinds = [r["kind"] for r in resumed.tape]
     assert kinds.count("extended") == 1
     assert kinds.count("finished") == 2
     _, recovered = (r for r in resumed.tape if r["kind"] == "recovered")
     assert recovered["parameters_digest"] == first["parameters_digest"]
-    goes_on = learning_rate(config.run.inner, first["tokens"] / (2 * TOTAL))
+    goes_on = learning_rate(config.run.inner, first["tokens"] / (TOTAL + MORE))
     assert f"which ended at 0.001, goes on from {goes_on:.3g}\n" in resumed.shown
-    assert goes_on > 0.005
+    assert goes_on > 0.002
 
 
 def test_replay_repeats_all_parts_bit_for_bit(resumed):
     lives = read_recording(resumed.workdir).lives.values()
-    assert {life.total_tokens for life in lives} == {TOTAL, 2 * TOTAL}
+    assert {life.total_tokens for life in lives} == {TOTAL, TOTAL + MORE}
     found = json.loads(diloco("replay", resumed.workdir, "--json").splitlines()[0])
     assert found["identical"]
     assert found["merges"] == found["merges_on_tape"] == resumed.summary["merges"]
@@ -355,40 +355,9 @@ def test_rows_of_each_folder_are_those_that_were_trained_on(resumed):
     assert abs(numbers - 2 * letters) <= 3 * max(ROWS.values())
 
 
-def test_no_row_is_trained_on_twice_in_an_epoch(resumed):
-    """Over several epochs of each folder, with islands that are killed, come and go.
-    The tape says which positions were trained on; the data, which rows those are."""
-    positions = [p for some in trained(resumed.tape).values() for p in some]
-    rows, shares = load_data(resumed.config.run), Shares(WEIGHTS)
-    mixture = rows.index(resumed.config.run.seed)
-    seen: dict[tuple[int, int], list[bytes]] = {}
-    for position in positions:
-        source, draw = shares.draw(position)
-        epoch = draw // len(rows.mixed[source])
-        row = mixture[position]["tokens"].tobytes()
-        seen.setdefault((source, epoch), []).append(row)
-    for source, part in enumerate(rows.mixed):
-        epochs = [found for (s, _), found in seen.items() if s == source]
-        assert len(epochs) > 2
-        known = {part[row]["tokens"].tobytes() for row in range(len(part))}
-        assert len(known) == len(part)
-        assert any(len(found) == len(part) for found in epochs)
-        for found in epochs:
-            assert len(set(found)) == len(found)
-            assert set(found) <= known
-
-
-def test_what_was_leased_twice_had_come_back(resumed):
-    tape, held = resumed.tape, collections.defaultdict(list)
-    for key, positions in leased(tape).items():
-        for position in positions:
-            held[position].append(key)
-    twice = {position for position, keys in held.items() if len(keys) > 1}
-    assert twice  # Whoever was killed held a lease.
-    used = trained(tape)
-    for position in twice:
-        *before, _ = held[position]
-        assert not any(position in used.get(key, ()) for key in before)
+def test_no_position_is_leased_while_somebody_may_have_it(resumed):
+    """Which rows those are, and that each is settled once: test_rows.py."""
+    assert tape_checks.row_problems(resumed.tape) == []
 
 
 # ---- what cannot go on ------------------------------------------------------------

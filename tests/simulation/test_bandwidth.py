@@ -27,6 +27,7 @@ PLAIN = BandwidthConfig(
         (BandwidthConfig(), {"data_parallel_gbit_per_s": 196.0 / 0.99}),
         (BandwidthConfig(codec="int4"), {"bytes_per_parameter": 0.5 + 2 / 32}),
         (BandwidthConfig(codec="int8"), {"bytes_per_parameter": 1 + 2 / 256}),
+        (BandwidthConfig(codec="int2"), {"bytes_per_parameter": 0.25 + 2 / 32}),
         # Every parameter once in a cycle of 20 s.
         (PLAIN, {"decoupled_gbit_per_s": 0.8, "coordinator_gbit_per_s": 6.4}),
         # 1.6 Gbit in two of the four steps of 2 s.
@@ -55,6 +56,11 @@ def test_figures_are_those_worked_out_by_hand(config, expected):
         assert getattr(result, name) == pytest.approx(value), name
     ratio = result.data_parallel_step_seconds / result.decoupled_step_seconds
     assert result.speedup == ratio
+
+
+def test_two_bits_need_no_more_than_was_published() -> None:
+    rate = simulate_bandwidth(BandwidthConfig(codec="int2")).decoupled_gbit_per_s
+    assert rate <= PUBLISHED_DECOUPLED_GBIT_PER_S
 
 
 @pytest.mark.parametrize("codec", ["int4", "int8", "bf16"])

@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import io
 
 import numpy as np
 import pytest
 from emulate_support import make_config, record, with_placement
 from msgspec.structs import replace
+from rich.console import Console
 
 from diloco_jax import EmulationOptions, before_jax
+from diloco_jax.evaluation import run as evaluate
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay import replay
@@ -71,6 +74,25 @@ def test_every_merge_has_the_same_bits(recordings, rule):
         for merge, found in repeated.merges():
             assert found.publish == merge.made.digest, merge
     assert repeated.steps > 50
+
+
+def test_the_first_merge_that_differs_is_named_and_what_was_before_it_saved(
+    recordings, tmp_path
+):
+    recording, saved = recordings["keep"], tmp_path / "saved"
+    merges = list(recording.merges)
+    fourth = merges[3]
+    merges[3] = fourth._replace(made=replace(fourth.made, digest="feed"))
+    changed = dataclasses.replace(recording, merges=tuple(merges))
+    outcome = replay.run(changed, Console(file=io.StringIO()), saved)
+    assert (outcome.merges, outcome.identical) == (3, False)
+    found = outcome.first_mismatch
+    assert (found["merge"], found["line"]) == (4, fourth.line)
+    assert found["digest_on_tape"] == "feed" != found["digest"]
+    assert f"merge 4 (line {fourth.line}" in str(outcome)
+    early = evaluate(recording.config, saved)
+    assert (early["eval_merges"], early["eval_loss"] > 0) == (3, True)
+    assert 0 < early["eval_tokens"] < recording.config.run.total_tokens
 
 
 def test_all_kinds_of_records_were_repeated(recordings):

@@ -1,8 +1,8 @@
 """The coordinator's half: its decisions, as one pure function of events and time.
 
 `step(config, state, event, now) -> (state, effects)`; the service and the virtual-time
-simulator both drive it. `next_deadline` says when a `Timer` is due;
-`recovery.recover` rebuilds the state from durable records.
+simulator both drive it. `next_deadline` says when a `Timer` is due; `recovery.recover`
+rebuilds the state from durable records.
 
 Phases of a run: running -> stopping (islands end their steps) -> flushing (open steps
 are merged without a quorum, until a deadline) -> done, and running again if the run is

@@ -127,13 +127,13 @@ def late_driver(
 
 @pytest.mark.parametrize(("step_seconds", "lookahead"), [(1.0, 0), (1.5, 0), (1.2, 2)])
 def test_those_of_about_the_pacing_ones_speed_are_waited_for_without_slack(
-    step_seconds, lead
+    step_seconds, lookahead
 ) -> None:
     """They take within a step and a quarter, several hosts some steps later, and their
     delta comes as long after that as others' do."""
-    d = late_driver(step_seconds, lead)
+    d = late_driver(step_seconds, lookahead)
     assert of(d.arrive("a", 0), Merge) == []
-    waits_s = (1.25 + lead) * step_seconds
+    waits_s = (1.25 + lookahead) * step_seconds
     assert d.fragment(0).closes_at == pytest.approx(d.now + waits_s)
     assert merged_islands(only(d.take("b", 0, 2), Merge)) == ["a", "b"]
 

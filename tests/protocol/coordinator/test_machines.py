@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from kit import joined
 
+from diloco_jax.protocol.coordinator.events import Disconnected, Said
 from diloco_jax.protocol.coordinator.state import (
     EXPECTED,
     FRAGMENT,
@@ -18,6 +19,7 @@ from diloco_jax.protocol.coordinator.state import (
     Take,
     take_state,
 )
+from diloco_jax.protocol.messages import Goodbye
 
 PAGE = Path(__file__).parents[3] / "docs" / "design" / "architecture.md"
 
@@ -67,6 +69,26 @@ def test_what_a_lossy_wire_brings_is_expected_and_anything_else_is_not() -> None
     d.computed(0)
     assert d.state == before
     assert (d.ignored[-1].machine, d.ignored[-1].expected) == ("fragment", False)
+
+
+def test_what_comes_for_those_that_are_gone_is_counted() -> None:
+    d = joined("a", "b")
+    d.arrive("a", 0, 7)
+    d.hello("a", 2, session="again")
+    late = Goodbye(reason="stopped", text="bye")
+    d.feed(Said(island="a", session="a1", message=late))
+    d.feed(Disconnected(island="a", session="a1"))
+    d.goodbye("b")
+    d.arrive("b", 0, 7)
+    d.disconnect("b")
+    assert [(i.machine, i.state, i.message) for i in d.ignored] == [
+        ("take", "none", "bytes"),
+        ("island", "replaced", "goodbye"),
+        ("island", "replaced", "disconnect"),
+        ("island", "gone", "bytes"),
+        ("island", "gone", "disconnect"),
+    ]
+    assert all(i.expected for i in d.ignored)
 
 
 def test_every_expectation_has_its_reason() -> None:

@@ -59,6 +59,20 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
     assert g.wait(10 * PATIENCE_S) == []
 
 
+def test_people_are_told_what_it_waits_for() -> None:
+    g = Searching()
+    g.offer("a", 5, 7)
+    g.offer("b", 6, 7)
+    assert "has lost its state" in anchors.waits_for(g.state)
+    assert "0 of 2 fragments have arrived" in anchors.waits_for(g.state)
+    g.arrive("b", 0, 6)
+    assert "1 of 2 fragments have arrived" in anchors.waits_for(g.state)
+    lost = Searching(run_id="run-1", term=2, known={0: {}, 1: {}})
+    assert "fragments [0, 1] are lost" in anchors.waits_for(lost.state)
+    first = Searching("a", run_id="run-1", first=True)
+    assert "with the parameters of island 'a'" in anchors.waits_for(first.state)
+
+
 def test_offers_are_awaited_from_the_first_one_on() -> None:
     g = Searching()
     g.now += 0.9 * PATIENCE_S
