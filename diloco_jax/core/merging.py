@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -304,7 +304,7 @@ class Encoded:
         for rows in blocks(*out.shape):
             block = jnp.zeros(out[rows].shape, jnp.float32)
             for island, factor in enumerate(factors):
-                block = _added(block, self.tiles(island, rows), np.float32(factor))
+                block = added(block, self.tiles(island, rows), np.float32(factor))
                 # Otherwise all deltas would be decoded ahead of the sum, into memory.
                 jax.block_until_ready(block)  # type: ignore[no-untyped-call]
             out[rows] = block
@@ -343,7 +343,8 @@ class Encoded:
 
 
 @compiled(donates=(0,))
-def _added(total: jax.Array, delta: ArrayLike, factor: np.float32) -> jax.Array:
+def added(total: jax.Array, delta: ArrayLike, factor: Any) -> jax.Array:
+    """Return a sum with one more delta, times its factor. The sum is donated."""
     return total + factor * delta
 
 
@@ -496,7 +497,7 @@ def _by_blocks(
 ) -> MergedPiece:
     for rows in blocks(len(out), out.shape[1], arrays=len(deltas)):
         stacked = jnp.stack([deltas.tiles(i, rows) for i in range(len(deltas))])
-        out[rows] = _merge_block(rule, stacked, jnp.asarray(weights), share)
+        out[rows] = merge_block(rule, stacked, jnp.asarray(weights), share)
     return MergedPiece(deltas.shape, out, 1.0, math.fsum(tile_squares(out)), (), None)
 
 
@@ -509,18 +510,31 @@ def _by_pieces(
     out: npt.NDArray[np.float32],
 ) -> MergedPiece:
     if rule.needs == "fold":
-        sums = _init(rule, deltas.shape)
-        for island, weight in enumerate(weights):
-            sums = _add(rule, sums, deltas[island], weight, state)
-            # Otherwise all deltas would be decoded ahead of the sums, into memory.
-            jax.block_until_ready(sums)  # type: ignore[no-untyped-call]
-        merged, after = _finish(rule, deltas.shape, sums, share, state)
+        each = (deltas[island] for island in range(len(deltas)))
+        merged, after = fold(rule, deltas.shape, each, weights, share, state)
     else:
         stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
-        merged, after = _merge_whole(rule, stacked, jnp.asarray(weights), share, state)
+        merged, after = merge_whole(rule, stacked, jnp.asarray(weights), share, state)
     out[...] = TileGrid.of(deltas.shape).to_tiles(np.asarray(merged))
     square = math.fsum(tile_squares(out))
     return MergedPiece(deltas.shape, out, 1.0, square, after, None)
+
+
+def fold(
+    rule: Fold,
+    shape: Shape,
+    deltas: Iterable[Any],
+    weights: Iterable[Any],
+    share: Any,
+    state: State,
+) -> Any:
+    """Merge deltas one by one, f32[shape] each, into (f32[shape], next state)."""
+    sums = _init(rule, shape)
+    for delta, weight in zip(deltas, weights, strict=True):
+        sums = _add(rule, sums, delta, weight, state)
+        # Otherwise all deltas would be decoded ahead of the sums, into memory.
+        jax.block_until_ready(sums)  # type: ignore[no-untyped-call]
+    return _finish(rule, shape, sums, share, state)
 
 
 @compiled(0, 1)
@@ -541,14 +555,16 @@ def _finish(rule: Fold, shape: Shape, sums: Any, share: Any, state: State) -> An
 
 
 @compiled(0)
-def _merge_block(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax.Array:
+def merge_block(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax.Array:
+    """Merge the same elements of all deltas, f32[M, ...], f32[M] -> f32[...]."""
     return _required(rule.merge(deltas, weights, share), deltas.shape[1:])
 
 
 @compiled(0)
-def _merge_whole(
+def merge_whole(
     rule: Whole, deltas: Any, weights: Any, share: Any, state: State
 ) -> Any:
+    """Merge whole deltas, f32[M, *shape], f32[M] -> (f32[shape], next state)."""
     merged, after = rule.merge(deltas, weights, share, state)
     return _required(merged, deltas.shape[1:]), after
 

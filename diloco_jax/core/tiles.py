@@ -156,13 +156,13 @@ def tile_squares(tiles: ArrayLike) -> list[float]:
     for rows in blocks(*tiles.shape):
         part = tiles if rows.stop - rows.start == len(tiles) else tiles[rows]
         with jax.enable_x64(True):
-            halved: npt.NDArray[np.float64] = np.asarray(_halved_squares(part))
+            halved: npt.NDArray[np.float64] = np.asarray(halved_squares(part))
         found += halved.sum(axis=1).tolist()
     return found
 
 
 @jax.jit
-def _halved_squares(tiles: jax.Array) -> jax.Array:
+def halved_squares(tiles: jax.Array) -> jax.Array:
     """Return f64[n, an odd number]: the squares, one half added to the other again and
     again. So the order of the sum is given, and vectors add it.
 

@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import Params
 from diloco_jax.data.loading import Data, GlobalIndex, load_data
 from diloco_jax.data.reader import BatchReader, ValidationBatches
-from diloco_jax.data.source import Rows
+from diloco_jax.data.source import Fields, Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
@@ -57,9 +57,9 @@ from diloco_jax.simulation.bodies import (
     trainer_of,
 )
 from diloco_jax.simulation.clock import durations
-from diloco_jax.simulation.coordinator import VirtualCoordinator
+from diloco_jax.simulation.coordinator import Merging, VirtualCoordinator
 from diloco_jax.simulation.emulation_options import EmulationOptions
-from diloco_jax.simulation.island import IslandSpec
+from diloco_jax.simulation.island import Body, IslandSpec
 from diloco_jax.simulation.world import World
 from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
@@ -390,23 +390,10 @@ class _Emulator:
     def __init__(self, config: Config, options: EmulationOptions, show: Show) -> None:
         run, placement = config.run, config.placement
         self._config, self._options, self._show = config, options, show
-        data = self._data = load_data(run)
-        model, self._judge = trainer_of(run, IslandConfig(batch_size=BATCH_SIZE))
-        fields, length = self._judge.fields, run.sequence_length
-        self._readers = {
-            name: BatchReader(rows, fields, length)
-            for name, rows in _rows(config, data, options.unlike_shards).items()
-        }
-        validation = ValidationBatches(
-            data.validation,
-            BATCH_SIZE,
-            fields,
-            length,
-            bytes_per_token=data.bytes_per_token,
-        )
-        self._evaluator = Evaluator(
-            self._judge, validation, 1, placement.evaluate_batches
-        )
+        data = load_data(run)
+        self._judge = Judge(config, data)
+        self._readers = readers(config, data, self._judge.trainer.fields, options)
+        model = self._judge.model
         plan = build_plan(run, model)
         deadlines = placement.deadlines
         passes = compilation.passes_of(placement.merge_route)
@@ -414,24 +401,13 @@ class _Emulator:
         first = first_pieces(run, model)
         self._store = Store(run, plan, first, deadlines.pin_s, passes)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
-        chance = np.random.default_rng(options.chance_seed)
-        merging = durations(options.merge_seconds, options.merge_spread, chance)
-        self._world = World(
-            run,
-            policy_config(run, placement, RUN_ID, plan.sizes),
+        self._world = world_of(
+            config,
+            options,
+            plan.sizes,
             StoreMerging(self._store, self._arrived, self._committed),
-            report_s=deadlines.report_s,
-            line_speed=options.line,
-            make_body=self._make_body,
-            alert=self._alerts.append,
-            merge_seconds=lambda merge: next(merging),
-            outages={
-                fault.step: options.down_seconds
-                if fault.pause_s is None
-                else fault.pause_s
-                for fault in parse_faults(placement.faults, config.islands).faults
-                if fault.who == COORDINATOR
-            },
+            self._make_body,
+            self._alerts.append,
         )
         self._clock = self._world.clock
         bytes_up = tuple(layout.total_bytes for layout in self._store.layouts_up)
@@ -458,29 +434,16 @@ class _Emulator:
                 f"total_tokens"
             )
         self._attendance.close()
-        roster = self._attendance.roster()
         self._show({**self._status(), "phase": "evaluating"})
         params = self._store.params()
-        placed = self._judge.place_params(params)
-        length = self._config.run.sequence_length
-        evaluation = of_data(self._data, length, self._judge, placed)
-        result = summary.summary(
-            coordinator.config,
-            coordinator.state,
-            roster,
-            wall_seconds=now,
-            alerts=[*self._alerts, *summary.missing(self._config, roster)],
-            now=now,
-        )
-        return Emulation(
-            config=self._config,
-            history=collect(self._attendance.diaries, self._merges, self._evaluations),
-            summary={
-                **result,
-                **summary.rows_by_source(self._config.run.data, coordinator.state),
-                **as_json(evaluation),
-            },
-            params=params,
+        return emulation(
+            self._config,
+            self._world,
+            self._attendance,
+            self._alerts,
+            collect(self._attendance.diaries, self._merges, self._evaluations),
+            self._judge,
+            params,
         )
 
     @property
@@ -522,16 +485,11 @@ class _Emulator:
         every = self._options.evaluate_every_tokens
         if every and tokens >= self._evaluate_at_tokens:
             self._evaluate_at_tokens = tokens - tokens % every + every
-            self._evaluations.append((now, tokens, self._evaluate()))
+            loss = self._judge.loss(self._store.params())
+            self._evaluations.append((now, tokens, loss))
         if time.monotonic() >= self._next_show_s:
             self._show(self._status())
             self._next_show_s = time.monotonic() + SHOW_EVERY_S
-
-    def _evaluate(self) -> float:
-        params = self._judge.place_params(self._store.params())
-        while (loss := self._evaluator.advance(params)) is None:
-            pass
-        return loss
 
     def _status(self) -> dict[str, Any]:
         return summary.status(
@@ -544,13 +502,109 @@ class _Emulator:
         )
 
 
-def _rows(config: Config, data: Data, unlike: bool) -> dict[str, Rows]:
-    """Return the rows of each island by position: of all data, or of a part of its
-    own."""
+class Judge:
+    """Evaluates global parameters on the run's validation data."""
+
+    def __init__(self, config: Config, data: Data) -> None:
+        run, self._data = config.run, data
+        self.model, self.trainer = trainer_of(run, IslandConfig(batch_size=BATCH_SIZE))
+        self._length = run.sequence_length
+        validation = ValidationBatches(
+            data.validation,
+            BATCH_SIZE,
+            self.trainer.fields,
+            self._length,
+            bytes_per_token=data.bytes_per_token,
+        )
+        batches = config.placement.evaluate_batches
+        self._evaluator = Evaluator(self.trainer, validation, 1, batches)
+
+    def loss(self, params: Params) -> float:
+        """Return the loss on `placement.evaluate_batches` batches, in nats per
+        token."""
+        placed = self.trainer.place_params(params)
+        while (loss := self._evaluator.advance(placed)) is None:
+            pass
+        return loss
+
+    def evaluation(self, params: Params) -> dict[str, Any]:
+        """Return what a summary says of these parameters, by all of the data."""
+        placed = self.trainer.place_params(params)
+        return as_json(of_data(self._data, self._length, self.trainer, placed))
+
+
+def readers(
+    config: Config, data: Data, fields: Fields, options: EmulationOptions
+) -> dict[str, BatchReader]:
+    """Return the rows of each island by position, in batches: of all data, or of a part
+    of its own."""
     names, seed = sorted(config.islands), config.run.seed
-    if not unlike:
-        return dict.fromkeys(names, data.index(seed))
-    return {
-        name: GlobalIndex(part, seed)
-        for name, part in zip(names, data.parts(len(names)), strict=True)
-    }
+    rows: dict[str, Rows]
+    if options.unlike_shards:
+        parts = zip(names, data.parts(len(names)), strict=True)
+        rows = {name: GlobalIndex(part, seed) for name, part in parts}
+    else:
+        rows = dict.fromkeys(names, data.index(seed))
+    length = config.run.sequence_length
+    return {name: BatchReader(own, fields, length) for name, own in rows.items()}
+
+
+def world_of(
+    config: Config,
+    options: EmulationOptions,
+    sizes: tuple[int, ...],
+    merging: Merging,
+    make_body: Callable[[str], Body],
+    alert: Callable[[str], None],
+) -> World:
+    """Return the world of an emulation, before an island starts. sizes: parameters by
+    fragment; see `World` for the others."""
+    placement = config.placement
+    chance = np.random.default_rng(options.chance_seed)
+    seconds = durations(options.merge_seconds, options.merge_spread, chance)
+    return World(
+        config.run,
+        policy_config(config.run, placement, RUN_ID, sizes),
+        merging,
+        report_s=placement.deadlines.report_s,
+        line_speed=options.line,
+        make_body=make_body,
+        alert=alert,
+        merge_seconds=lambda merge: next(seconds),
+        outages={
+            fault.step: options.down_seconds if fault.pause_s is None else fault.pause_s
+            for fault in parse_faults(placement.faults, config.islands).faults
+            if fault.who == COORDINATOR
+        },
+    )
+
+
+def emulation(
+    config: Config,
+    world: World,
+    attendance: Attendance,
+    alerts: Sequence[str],
+    history: History,
+    judge: Judge,
+    params: Params,
+) -> Emulation:
+    """Return the result of a run that is over, with these parameters."""
+    coordinator, now, roster = world.coordinator, world.clock.now, attendance.roster()
+    result = summary.summary(
+        coordinator.config,
+        coordinator.state,
+        roster,
+        wall_seconds=now,
+        alerts=[*alerts, *summary.missing(config, roster)],
+        now=now,
+    )
+    return Emulation(
+        config=config,
+        history=history,
+        summary={
+            **result,
+            **summary.rows_by_source(config.run.data, coordinator.state),
+            **judge.evaluation(params),
+        },
+        params=params,
+    )

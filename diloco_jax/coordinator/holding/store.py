@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax import before_jax, compilation
-from diloco_jax.config import RunConfig
+from diloco_jax.config import RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS
@@ -233,20 +233,11 @@ class Store:
         seconds for which an anchor is kept once nobody fetches it, for a stripe that
         broke and for other hosts. passes: see `use_passes`."""
         self.plan = plan
-        self._weighting = WEIGHTINGS.find(run.sync.weighting)
-        self._weight_cap = run.sync.weight_cap
+        self._sync = run.sync
         self._spares = Spares()
         self._merges = [
-            FragmentMerge(
-                pieces=pieces,
-                up=get_codec(run.sync.codec_up),
-                down=get_codec(run.sync.codec_down),
-                rule=MERGE_RULES.find(run.sync.merge),
-                settings=outer_settings(run),
-                empty=self._spares.array,
-                passes=passes,
-            )
-            for pieces in plan.fragments
+            dataclasses.replace(merge, empty=self._spares.array, passes=passes)
+            for merge in merges_of(run, plan)
         ]
         self._spare_bytes = SPARE_ARRAYS * 4 * max(plan.sizes) + max(
             merge.layout_down.total_bytes for merge in self._merges
@@ -339,13 +330,11 @@ class Store:
           final: the flush: weighted mean, learning rate 1, momentum untouched.
         """
         current = self._fragments[fragment]
-        weighting = tokens if final else self._weighting
-        weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
         return self._merges[fragment].merge(
             current.state,
             [payload.data for payload in payloads],
             squares or [self.squares(fragment, payload) for payload in payloads],
-            capped(weights, self._weight_cap),
+            weights_of(self._sync, contributions, final=final),
             share=share,
             final=final,
             last=current.last,
@@ -437,12 +426,7 @@ class Store:
         """Return Theta as a nested dict (numpy, f32), in its own order."""
         with self._lock:
             thetas = [current.state.theta for current in self._fragments]
-        arrays = {
-            piece.name: TileGrid.of(piece.shape).from_tiles(value)
-            for pieces, theta in zip(self.plan.fragments, thetas, strict=True)
-            for piece, value in zip(pieces, theta, strict=True)
-        }
-        return from_pieces(self.plan, arrays)
+        return params_of(self.plan, thetas)
 
     def digest(self) -> str:
         """Return 16 hex digits over the Theta of all fragments."""
@@ -497,6 +481,39 @@ class Store:
             jax.tree.unflatten(rules, whole.get("merge", [])),
         )
         current.version, current.digest, current.last = version, "", ()
+
+
+def merges_of(run: RunConfig, plan: FragmentPlan) -> list[FragmentMerge]:
+    """Return the merges of a run, by fragment."""
+    return [
+        FragmentMerge(
+            pieces=pieces,
+            up=get_codec(run.sync.codec_up),
+            down=get_codec(run.sync.codec_down),
+            rule=MERGE_RULES.find(run.sync.merge),
+            settings=outer_settings(run),
+        )
+        for pieces in plan.fragments
+    ]
+
+
+def weights_of(
+    sync: SyncConfig, contributions: Sequence[Contribution], *, final: bool
+) -> list[float]:
+    """Return the weights of a merge's deltas. final: see `Store.merge`."""
+    weighting = tokens if final else WEIGHTINGS.find(sync.weighting)
+    weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
+    return capped(weights, sync.weight_cap)
+
+
+def params_of(plan: FragmentPlan, thetas: Sequence[Arrays]) -> Params:
+    """Return Theta, by fragment in the order of the tiles, as a nested dict."""
+    arrays = {
+        piece.name: TileGrid.of(piece.shape).from_tiles(value)
+        for pieces, theta in zip(plan.fragments, thetas, strict=True)
+        for piece, value in zip(pieces, theta, strict=True)
+    }
+    return from_pieces(plan, arrays)
 
 
 def _as_lists(state: FragmentState) -> dict[str, list[Any]]:

@@ -388,7 +388,7 @@ class PiecePrograms:
             new = jax.lax.dynamic_update_index_in_dim(leaf[0], value, layer, 0)
             return (new,)
         striped, own = self.bands.striped(leaf[0]), self.bands.striped(value)
-        starts = [0] * striped.ndim
+        starts: list[Any] = [np.int32(0)] * striped.ndim
         starts[self.bands.axis] = band * self.bands.rows
         if layer is not None:
             own, starts[0] = own[None], layer

@@ -90,7 +90,7 @@ class Trainer:
         self._loss, self._init = model.require_loss(), model.init
         self._frozen_source = model.frozen or Frozen({}, {}, lambda: iter(()))
         self._frozen_digest = frozen_digest
-        self._inner = inner
+        self.inner = inner
         self._accumulation = island.accumulation
         self._sources = sources if "source_number" in self.fields else 0
         self._frozen_lies = param_shardings(
@@ -105,7 +105,7 @@ class Trainer:
         self._lies = TrainState(self.shardings, opt_shardings)
         self._init_inner = jax.jit(inner.init, out_shardings=opt_shardings)
         self._step = jax.jit(
-            self._update, donate_argnums=0, out_shardings=(self._lies, whole)
+            self.update, donate_argnums=0, out_shardings=(self._lies, whole)
         )
         self._eval = jax.jit(self._evaluate, out_shardings=whole)
 
@@ -235,7 +235,7 @@ class Trainer:
             length = self.mesh.size * -(-beside_bytes // 4)
             beside = abstract((length,), np.float32, everywhere)
             step = jax.jit(
-                lambda state, batch, rate, frozen, beside: self._update(
+                lambda state, batch, rate, frozen, beside: self.update(
                     state, batch, rate, frozen
                 ),
                 donate_argnums=0,
@@ -267,20 +267,21 @@ class Trainer:
             name: abstract(leaf.shape, leaf.dtype, rows) for name, leaf in batch.items()
         }
 
-    def _update(
+    def update(
         self,
         state: TrainState,
         batch: Placed,
         learning_rate: jax.Array,
         frozen: Params,
     ) -> tuple[TrainState, Metrics]:
+        """Make the update of `step`: a pure function, to be compiled."""
         loss, counted, grads = self._loss_and_grads(state.params, batch, frozen)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         def applied(state: TrainState) -> TrainState:
             params, opt_state = state
-            updates, opt_state = self._inner.update(grads, opt_state, params)
+            updates, opt_state = self.inner.update(grads, opt_state, params)
             updates = jax.tree.map(lambda u: learning_rate * u, updates)
             return TrainState(optax.apply_updates(params, updates), opt_state)
 

@@ -1,0 +1,434 @@
+"""A laboratory for equal islands: all seeds of a config at once, on one device.
+
+Islands and seeds are axes of the arrays, and steps between two boundaries are one
+program. Steps, takes, codecs, merges and adoptions are the functions that a run
+compiles, mapped over these axes; Theta differs from that of `emulate` by rounding.
+
+The decisions come from a recording of one emulation without arithmetic (`lockstep.py`):
+when each fragment is taken, merged and adopted, with which weights, and the learning
+rate of each step. All seeds share it, the draws of `EmulationOptions.chance_seed` too.
+So the islands must be alike and in lockstep, and nothing fails, joins or is refused;
+`emulate` has all of that. A delta that a run might refuse ends the laboratory.
+
+Shapes: `S` seeds, `M` islands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.resolving import resolve
+from diloco_jax.core.fragment_merge import MergeMeasures
+from diloco_jax.data.loading import load_data
+from diloco_jax.island.device.build import at_anchors
+from diloco_jax.island.device.exchange import LentParams
+from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.models.build import build_plan
+from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.bodies import collect, trainer_of
+from diloco_jax.simulation.emulate import (
+    Emulation,
+    Judge,
+    check,
+    emulation,
+    readers,
+)
+from diloco_jax.simulation.emulation_options import EmulationOptions
+from diloco_jax.simulation.lockstep import REMEDY, Act, Lockstep
+from diloco_jax.simulation.mapped import (
+    MappedExchange,
+    MappedMerges,
+    compiled_steps,
+    over_runs,
+    placed,
+)
+from diloco_jax.storage import read_sealed, write_sealed
+from diloco_jax.weights.first import first_pieces, require_repeatable
+
+MOST_STEPS = 32
+"""Steps of one program, whose batches are on the device together."""
+SHOW_EVERY_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Results of a laboratory.
+
+    Example:
+      >>> from diloco_jax import Config, preset
+      >>> from diloco_jax.simulation import laboratory
+      >>> config = Config().replace("model", preset("tiny"))
+      >>> config = config.replace("islands.a.step_seconds", 1.0)
+      >>> config = config.replace("total_tokens", 16_384)
+      >>> found = laboratory.run(config, seeds=range(2))
+      >>> found.losses.shape, found.runs[1].summary["tokens_merged"]
+      ((2,), 16384)
+    """
+
+    runs: tuple[Emulation, ...]
+    """Results of each seed, as of `emulate`: the summary has tokens and counted bytes,
+    the history losses and evaluations. Its merges have no measures and no digest."""
+    seconds: float
+    """Real seconds of this call."""
+    tokens_per_second: float
+    """Tokens of all seeds per real second of this call, without the first cycle, which
+    compiles; NaN if it had no more."""
+
+    @property
+    def losses(self) -> npt.NDArray[np.float64]:
+        """Final validation losses by seed, nats per token."""
+        return np.array([run.summary["eval_loss"] for run in self.runs])
+
+
+def run(
+    config: Config,
+    *,
+    seeds: Sequence[int] = (0,),
+    options: EmulationOptions | None = None,
+    save: Path | None = None,
+    save_every_merges: int = 100,
+    show: Callable[[str], None] = lambda line: None,
+) -> Findings:
+    """Run `config` to its end with each of these seeds, in place of `run.seed`.
+
+    Args:
+      config: resolved here if it is not; its islands differ in nothing.
+      seeds: of parameters and data.
+      options: as for `emulate`, without failures, joins and a spread of step times.
+      save: a file for the state of the run, from which a later call with the same
+        arguments goes on; it stays behind at the end. None: nothing is kept.
+      save_every_merges: merges between two writes of that file.
+      show: called with a line of progress about once a second.
+
+    Raises:
+      ConfigError: naming field, value and remedy.
+    """
+    options = options or EmulationOptions()
+    check(config, options)
+    config = resolve(config)
+    require_equal(config, options)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds = {list(seeds)}; give at least one, each once")
+    if save_every_merges < 1:
+        raise ConfigError(f"save_every_merges = {save_every_merges}; it must be >= 1")
+    return _Laboratory(config, options, tuple(seeds), show).run(save, save_every_merges)
+
+
+def require_equal(config: Config, options: EmulationOptions) -> None:
+    """Raise ConfigError, naming the field, unless the islands are in lockstep."""
+    first, *others = sorted(config.islands)
+    own = config.islands[first]
+    for name in others:
+        for field in dataclasses.fields(IslandConfig):
+            here, there = (
+                getattr(own, field.name),
+                getattr(config.islands[name], field.name),
+            )
+            if here != there and field.name != "stands_for":
+                raise ConfigError(
+                    f"islands.{name}.{field.name} = {there!r}, and that of {first} is "
+                    f"{here!r}; {REMEDY}"
+                )
+    wanted: list[tuple[str, Any, Any]] = [
+        (f"islands.{first}.{name}", getattr(own, name), usual)
+        for name, usual in (
+            *(("mesh_data", 1), ("mesh_fsdp", 1), ("mesh_tensor", 1), ("hosts", 1)),
+            *(("anchor_memory", "device"), ("topology", "")),
+        )
+    ]
+    wanted.append(("placement.faults", tuple(config.placement.faults), ()))
+    wanted += [
+        (name, getattr(options, name), getattr(EmulationOptions(), name))
+        for name in ("step_spread", "failure_every_seconds", "joins")
+    ]
+    for name, value, usual in wanted:
+        if value != usual:
+            raise ConfigError(
+                f"{name} = {value!r}, and a laboratory has {usual!r} there alone; "
+                f"{REMEDY}"
+            )
+
+
+class _Laboratory:
+    """One call of `run`."""
+
+    def __init__(
+        self,
+        config: Config,
+        options: EmulationOptions,
+        seeds: tuple[int, ...],
+        show: Callable[[str], None],
+    ) -> None:
+        run, self._names = config.run, sorted(config.islands)
+        require_repeatable(config.placement, "a laboratory")
+        self._config, self._options = config, options
+        self._seeds, self._show = seeds, show
+        self._configs = [config.replace("seed", seed) for seed in seeds]
+        data = load_data(run)
+        self._judge = Judge(config, data)
+        model, self._trainer = trainer_of(run, config.islands[self._names[0]])
+        self._readers = [
+            readers(own, data, self._trainer.fields, options) for own in self._configs
+        ]
+        self._plan = plan = build_plan(run, model)
+        self._tape = Lockstep(config, options, plan)
+        firsts = [first_pieces(own.run, model) for own in self._configs]
+        self._merges = MappedMerges(run, plan, self._names, seeds, firsts)
+        shape, like = (len(seeds), len(self._names)), self._trainer.abstract_state()
+        self._exchange = exchange = MappedExchange(plan, run.sync, like.params)
+        exchange.begin([state.anchor for state in self._merges.fragments], shape)
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), like.params
+        )
+        self._islands = LentParams(exchange, at_anchors(plan, exchange, zeros))
+        self._moments = over_runs(self._trainer.inner.init)(self._islands.params)
+        self._steps = compiled_steps(self._trainer)
+        self._waiting: list[Act] = []
+        """Steps that are still to be made."""
+        self._metrics: list[Any] = []
+        """f32[steps, 3, S, M]: loss, skipped, and the weights of the predictions."""
+        self._evaluations: list[tuple[float, int, list[float]]] = []
+
+    # ---- the run --------------------------------------------------------------------
+
+    def run(self, save: Path | None, every: int) -> Findings:
+        """Do all acts of the recording, those of an earlier call apart."""
+        began, acts, done = time.monotonic(), self._tape.acts, 0
+        if save is not None and save.exists():
+            done = self._restore(save)
+        fragments = len(self._plan.fragments)
+        next_show, compiled, first = began, None, len(self._merges.norms)
+        for number in range(done, len(acts)):
+            act = acts[number]
+            if act.kind == "train":
+                self._waiting.append(act)
+                if len(self._waiting) == MOST_STEPS:
+                    self._train()
+                continue
+            self._train()
+            self._do(act)
+            if act.kind != "commit":
+                continue
+            merges, tokens = len(self._merges.norms), act.own[1]
+            if compiled is None and merges >= first + fragments:
+                jax.block_until_ready(self._islands.params)  # type: ignore[no-untyped-call]
+                compiled = time.monotonic(), tokens
+            if save is not None and merges % every == 0:
+                self._save(save, number + 1)
+            if time.monotonic() >= next_show:
+                self._show(self._line(merges, tokens, compiled))
+                next_show = time.monotonic() + SHOW_EVERY_S
+        self._train()
+        jax.block_until_ready(self._islands.params)  # type: ignore[no-untyped-call]
+        total = self._config.run.total_tokens
+        rate = self._rate(total, compiled)
+        runs = tuple(self._result(index) for index in range(len(self._seeds)))
+        seconds = time.monotonic() - began
+        return Findings(runs=runs, seconds=seconds, tokens_per_second=rate)
+
+    def _rate(self, tokens: int, compiled: tuple[float, int] | None) -> float:
+        if compiled is None or tokens <= compiled[1]:
+            return math.nan
+        seconds = time.monotonic() - compiled[0]
+        return len(self._seeds) * (tokens - compiled[1]) / seconds
+
+    def _line(
+        self, merges: int, tokens: int, compiled: tuple[float, int] | None
+    ) -> str:
+        of = sum(act.kind == "commit" for act in self._tape.acts)
+        total = self._config.run.total_tokens
+        line = f"merge {merges:,} of {of:,}, {tokens / total:.0%} of the tokens"
+        rate = self._rate(tokens, compiled)
+        if rate > 0:
+            left = len(self._seeds) * (total - tokens) / rate
+            line += f", {rate:,.0f} tokens/s, {left:,.0f} s left"
+        if self._evaluations:
+            line += f", loss {np.mean(self._evaluations[-1][2]):.4f}"
+        return line
+
+    def _do(self, act: Act) -> None:
+        fragment, islands, merges = act.fragment, self._islands, self._merges
+        match act.kind:
+            case "take":
+                merges.receive(fragment, islands.take(fragment))
+            case "adopt":
+                version, keep = act.detail
+                arrival = Arrival(
+                    fragment=fragment,
+                    version=Version()._replace(number=version),
+                    publishes=merges.fetch(fragment, version),
+                )
+                islands.adopt(arrival, keep=keep)
+            case "judge":
+                islands.judge(fragment, act.detail)
+            case "merge":
+                merges.compute(act.own)
+            case "commit":
+                merges.commit(act.detail)
+                self._evaluate(*act.own)
+
+    # ---- the islands ----------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Make the steps that wait, in one program."""
+        steps, self._waiting = self._waiting, []
+        if not steps:
+            return
+        batches = self._batches(steps)
+        rates = np.stack([step.own[1] for step in steps]).astype(np.float32)
+        state = TrainState(self._islands.params, self._moments)
+        with jax.set_mesh(self._trainer.mesh):
+            (self._islands.params, self._moments), metrics = self._steps(
+                state, batches, rates, self._trainer.frozen
+            )
+        self._metrics.append(metrics)
+
+    def _batches(self, steps: Sequence[Act]) -> Any:
+        """Return the batches of these steps by name, [steps, S, M, B, ...]."""
+        shape = (len(steps), len(self._seeds), len(self._names))
+        each = [
+            own[name].batch(rows)
+            for step in steps
+            for own in self._readers
+            for name, rows in zip(self._names, step.own[0], strict=True)
+        ]
+        return {
+            name: np.stack([batch[name] for batch in each]).reshape(
+                *shape, *array.shape
+            )
+            for name, array in each[0].items()
+        }
+
+    def _evaluate(self, now: float, tokens: int) -> None:
+        every = self._options.evaluate_every_tokens
+        last = self._evaluations[-1][1] // every if every and self._evaluations else 0
+        if every and tokens // every > last:
+            seeds = range(len(self._seeds))
+            losses = [self._judge.loss(self._merges.params(seed)) for seed in seeds]
+            self._evaluations.append((now, tokens, losses))
+
+    # ---- results --------------------------------------------------------------------
+
+    def _result(self, seed: int) -> Emulation:
+        """Return the result of a seed, by its index."""
+        tape, attendance = self._tape, self._tape.attendance
+        metrics = np.concatenate([np.asarray(found) for found in self._metrics])
+        for island, diaries in enumerate(attendance.diaries.values()):
+            for row, found in zip(
+                diaries[0].rows, metrics[:, :, seed, island], strict=True
+            ):
+                row[3:] = found.tolist()
+        commits = [act for act in tape.acts if act.kind == "commit"]
+        merges = [
+            (
+                *act.own,
+                act.fragment,
+                act.detail.version.number,
+                act.detail.final,
+                [c.tokens for c in act.detail.contributions],
+                act.detail.share,
+                norms[seed],
+                "",
+                *[math.nan] * len(MergeMeasures._fields),
+            )
+            for act, norms in zip(commits, self._merges.norms, strict=True)
+        ]
+        evaluations = [(now, at, own[seed]) for now, at, own in self._evaluations]
+        return emulation(
+            self._configs[seed],
+            tape.world,
+            attendance,
+            tape.alerts,
+            collect(attendance.diaries, merges, evaluations),
+            self._judge,
+            self._merges.params(seed),
+        )
+
+    # ---- its state on disk ----------------------------------------------------------
+
+    def _save(self, path: Path, done: int) -> None:
+        """Write everything that changes. done: number of acts that are done."""
+        self._metrics = [np.concatenate([np.asarray(own) for own in self._metrics])]
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self._arrays())]
+        header = {
+            "of": self._digest(),
+            "done": done,
+            "arrays": [(leaf.dtype.name, leaf.shape) for leaf in leaves],
+            "evaluations": self._evaluations,
+            "held": [[x is not None for x in row] for row in self._exchange.arrays()],
+            "merges": self._merges.facts(),
+        }
+        write_sealed(path, header, leaves)
+
+    def _restore(self, path: Path) -> int:
+        """Go on with what `_save` wrote; return the number of acts that are done."""
+        flat = np.empty(0, np.uint8)
+
+        def room(header: dict[str, Any]) -> npt.NDArray[np.uint8]:
+            nonlocal flat
+            if header.get("of") != self._digest():
+                raise ConfigError(
+                    f"save = {path} is of another run ({header.get('of')}, this is "
+                    f"{self._digest()}): config, options, seeds and version must be "
+                    f"the same; name another file, or delete this one"
+                )
+            sizes = [np.dtype(d).itemsize * math.prod(s) for d, s in header["arrays"]]
+            flat = np.empty(sum(sizes), np.uint8)
+            return flat
+
+        header, _ = read_sealed(path, room)
+        leaves, start = [], 0
+        for dtype, shape in header["arrays"]:
+            stop = start + np.dtype(dtype).itemsize * math.prod(shape)
+            leaves.append(flat[start:stop].view(dtype).reshape(shape))
+            start = stop
+        like = {
+            **self._arrays(),
+            "metrics": [0],
+            "held": [[0 if x else None for x in row] for row in header["held"]],
+            "merges": self._merges.like(header["merges"]),
+        }
+        found = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        self._islands.params = placed(found["params"])
+        self._moments, self._metrics = placed(found["moments"]), found["metrics"]
+        self._exchange.restore(found["held"])
+        self._merges.restore(header["merges"], found["merges"])
+        self._evaluations = header["evaluations"]
+        done: int = header["done"]
+        return done
+
+    def _arrays(self) -> dict[str, Any]:
+        """Return all arrays that change."""
+        return {
+            "params": self._islands.params,
+            "moments": self._moments,
+            "metrics": self._metrics,
+            "held": self._exchange.arrays(),
+            "merges": self._merges.arrays(),
+        }
+
+    def _digest(self) -> str:
+        """Return 16 hex digits over all that the run depends on."""
+        of = (
+            dataclasses.asdict(self._config),
+            dataclasses.asdict(self._options),
+            self._seeds,
+            metadata.version("diloco-jax"),
+        )
+        text = json.dumps(of, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,158 @@
+"""The laboratory: the results of `emulate`, all seeds at once, and what it refuses."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from emulate_support import make_config, with_placement
+
+from diloco_jax import ConfigError, EmulationOptions, emulate
+from diloco_jax.config import IslandConfig
+from diloco_jax.simulation import laboratory
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = EmulationOptions(merge_seconds=1.5, evaluate_every_tokens=400)
+
+
+def equal_islands(text, **changes):
+    config = make_config(text, **changes)
+    alike = IslandConfig(batch_size=3, step_seconds=1.0)
+    return dataclasses.replace(config, islands=dict.fromkeys("ab", alike))
+
+
+@pytest.fixture(scope="module")
+def found(text):
+    return laboratory.run(equal_islands(text), seeds=(3, 0), options=OPTIONS)
+
+
+def leaves(run):
+    return jax.tree.leaves(run.params)
+
+
+def test_in_float64_theta_is_that_of_emulate():
+    command = [sys.executable, "benchmarks/float64.py", "covering"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert len(json.loads(done.stdout)) == 4
+
+
+def test_books_and_history_are_those_of_emulate(text, found):
+    one, other = emulate(equal_islands(text), options=OPTIONS), found.runs[1]
+    assert other.config == one.config
+    for key, value in one.summary.items():
+        if key not in ("islands", "eval_loss", "eval_bits_per_byte"):
+            assert other.summary[key] == value, key
+    assert found.losses == pytest.approx(
+        [found.runs[0].summary["eval_loss"], one.summary["eval_loss"]], rel=2e-4
+    )
+    for table in ("steps", "takes", "adoptions", "merges", "lives", "evaluations"):
+        here, there = other.history.frame(table), one.history.frame(table)
+        assert len(here) == len(there) > 0
+        for column in here:
+            if column in ("digest", "loss", "norm"):
+                continue
+            if table == "merges" and here[column].isna().all():
+                continue
+            assert here[column].tolist() == there[column].tolist(), (table, column)
+        for column in {"loss", "norm"} & set(here):
+            assert here[column].to_numpy() == pytest.approx(
+                there[column].to_numpy(), rel=1e-2
+            )
+
+
+def test_a_seed_does_not_depend_on_the_others(text, found):
+    again, _ = laboratory.run(equal_islands(text), seeds=(0, 5), options=OPTIONS).runs
+    for here, there in zip(leaves(again), leaves(found.runs[1]), strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert abs(found.losses[0] - found.losses[1]) > 1e-3
+
+
+def test_it_goes_on_after_an_interruption_with_the_same_bits(
+    text, found, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(laboratory, "SHOW_EVERY_S", 0.0)
+    lines, path = [], tmp_path / "state"
+
+    def show(line):
+        lines.append(line)
+        if len(lines) == 5:
+            raise KeyboardInterrupt
+
+    def run(**changes):
+        asked = {"seeds": (3, 0), "options": OPTIONS, **changes}
+        return laboratory.run(
+            equal_islands(text), save=path, save_every_merges=2, **asked
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        run(show=show)
+    lines.append("")
+    again = run(show=lines.append)
+    assert lines[4].startswith("merge 5 of ")
+    assert lines[6].startswith("merge 5 of ")
+    for one, other in zip(found.runs, again.runs, strict=True):
+        for here, there in zip(leaves(one), leaves(other), strict=True):
+            np.testing.assert_array_equal(here, there)
+        assert (
+            one.history.steps["loss"].tolist() == other.history.steps["loss"].tolist()
+        )
+        for table in ("merges", "evaluations"):
+            assert one.history.frame(table).equals(other.history.frame(table))
+    with pytest.raises(ConfigError, match=r"save = .*state is of another run"):
+        run(seeds=(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"islands.b.batch_size": 4},
+            r"islands.b.batch_size = 4, and that of a is 3; .*use emulate",
+        ),
+        ({"islands.b.step_seconds": 2.0}, "islands.b.step_seconds = 2.0"),
+        ({"islands.a.hosts": 2, "islands.b.hosts": 2}, "islands.a.hosts = 2"),
+        ({"sync.quorum": 1, "sync.grace": 0.0}, r"sync.quorum and sync.grace"),
+    ],
+)
+def test_it_refuses_what_only_emulate_has(text, change, message):
+    config = equal_islands(text)
+    for name, value in change.items():
+        config = config.replace(name, value)
+    with pytest.raises(ConfigError, match=message):
+        laboratory.run(config, options=OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_spread": 0.1}, "step_spread = 0.1, and a laboratory has 0.0"),
+        ({"failure_every_seconds": 9.0}, "failure_every_seconds = 9.0"),
+        ({"joins": {"a": (1.0, 9.0)}}, "joins = "),
+    ],
+)
+def test_it_refuses_chance_in_time(text, options, message):
+    with pytest.raises(ConfigError, match=message):
+        laboratory.run(equal_islands(text), options=EmulationOptions(**options))
+
+
+def test_it_refuses_faults_and_senseless_calls(text):
+    config = equal_islands(text)
+    with pytest.raises(ConfigError, match=r"placement.faults = \('a@3:kill',\)"):
+        laboratory.run(with_placement(config, faults=("a@3:kill",)))
+    with pytest.raises(ConfigError, match=r"seeds = \[1, 1\]"):
+        laboratory.run(config, seeds=(1, 1))
+    with pytest.raises(ConfigError, match="save_every_merges = 0"):
+        laboratory.run(config, save_every_merges=0)
+
+
+def test_a_delta_that_a_run_may_refuse_ends_it(text):
+    config = equal_islands(text).replace("sync.delta_bound", 0.9)
+    with pytest.raises(ConfigError, match=r"seed 0: a delta of islands\.[ab] for frag"):
+        laboratory.run(config, options=OPTIONS)
