@@ -200,6 +200,15 @@ def test_where_nobody_decides_the_coordinator_ends_and_names_both() -> None:
     assert "again with --trust and the island" in end.message
 
 
+def test_it_ends_at_the_moment_at_which_the_wait_for_a_third_does() -> None:
+    g, _ = torn()
+    g.arrive("b", 1, 5)
+    until = g.state.claims[0].waits_until
+    g.pass_time(until - g.now - 1.0, "ab")
+    assert anchors.next_deadline(g.state, g.now) == until
+    assert of(g.wait(until - g.now), GiveUp)
+
+
 def test_who_sends_no_ballot_is_not_counted() -> None:
     g = offering(5, 5, 5)
     g.says = {"b": None, "c": None}  # type: ignore[dict-item]
@@ -353,7 +362,9 @@ def test_only_versions_after_which_the_log_knows_all_merges_are_gathered() -> No
     g = lost(3)
     (end,) = of(g.effects, GiveUp)
     assert "((1, 4) to (1, 6)): 'a' has (1, 3)" in end.message
-    assert "on an empty --workdir" in end.message
+    assert "bring its disk back, or start the coordinator on an empty --workdir" in (
+        end.message
+    )
 
 
 def test_an_island_of_this_term_of_another_coordinator_has_other_values() -> None:

@@ -103,6 +103,17 @@ def test_ticks_pause_below_quorum() -> None:
     assert d.state.tick == 1
 
 
+def test_ticks_before_its_first_step_are_no_debt_of_an_island() -> None:
+    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
+    d.hello("b")
+    d.report("b", 0, phase="compiling")
+    d.report("a", 2)
+    assert d.state.tick == 1
+    d.report("b", 0)
+    d.report("b", 2)
+    assert d.state.tick == 2
+
+
 @pytest.mark.parametrize("phase", ["joining", "compiling", "stopped"])
 def test_only_training_islands_count(phase: str) -> None:
     d = joined("a", "b", quorum=2)
