@@ -134,15 +134,15 @@ def difference(text: str, rule: str, up: str, down: str, adopt: str) -> float:
         fragments=3,
         overlap_steps=2,
     )
-    momentum = {"optimizer": "nesterov", "learning_rate": 0.7, "momentum": 0.9}
-    plain = {"optimizer": "sgd", "learning_rate": 1.0, "norm_guard": 1.01}
+    momentum = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
+    plain = OuterConfig(optimizer="sgd", learning_rate=1.0, norm_guard=1.01)
     tokens = CYCLES * STEPS * ISLANDS * 2 * LENGTH
     config = Config(
         run=RunConfig(
             model=ModelConfig(factory=f"{__file__}:model"),
             data=DataConfig(paths=(text,), validation_fraction=0.2),
             inner=InnerConfig(learning_rate=1e-2),
-            outer=OuterConfig(**(plain if adopt == "rebase" else momentum)),
+            outer=plain if adopt == "rebase" else momentum,
             sync=sync,
             sequence_length=LENGTH,
             total_tokens=tokens,
@@ -160,7 +160,7 @@ def difference(text: str, rule: str, up: str, down: str, adopt: str) -> float:
     assert {leaf.dtype for leaf in jax.tree.leaves(one)} == {np.dtype("float64")}
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one, runs[0].params)
     assert max(jax.tree.leaves(moved)) > 1e-3, "two seeds are one"
-    return max(jax.tree.leaves(apart))
+    return float(max(jax.tree.leaves(apart)))
 
 
 def main() -> int:

@@ -48,8 +48,15 @@ from diloco_jax.models.flops import analytic_flops
 from diloco_jax.models.presets import preset
 
 PACKED = Path(".gpu")
-LACKING = ("array_record", "cffi", "cryptography", "grain", "msgspec", "portpicker")
-LACKING += ("xxhash",)
+LACKING = (
+    "array_record",
+    "cffi",
+    "cryptography",
+    "grain",
+    "msgspec",
+    "portpicker",
+    "xxhash",
+)
 """Packages that the machine's image does not have."""
 PYTHON = "3.12"
 SEEDS = (0, 1, 2)
@@ -291,7 +298,8 @@ class Study:
         known = [self._rows[c.name] for c in both if c.name in self._rows]
         best = min(known, key=lambda row: sum(row["losses"]), default={"rate": first})
         parameters = float(cell.size.rstrip("m")) / float(CARRIED_FROM.rstrip("m"))
-        return float(best["rate"]) * parameters**-CARRY_POWER
+        rate = float(best["rate"])
+        return rate * float(parameters**-CARRY_POWER)
 
 
 SYNC: dict[str, dict[str, Any]] = {

@@ -345,7 +345,8 @@ class Encoded:
 @compiled(donates=(0,))
 def added(total: jax.Array, delta: ArrayLike, factor: Any) -> jax.Array:
     """Return a sum with one more delta, times its factor. The sum is donated."""
-    return total + factor * delta
+    summed: jax.Array = total + factor * delta
+    return summed
 
 
 MOST_SQUARES = 1e36

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -52,7 +52,7 @@ class TapedBody:
     def __init__(self, tape: Lockstep, diary: Diary, clock: Clock) -> None:
         self._tape, self._diary, self._clock = tape, diary, clock
 
-    def begin(self, fetched: dict[int, VirtualFetch]) -> None:
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
         self._diary.bytes_join += sum(part.nbytes for part in fetched.values())
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
@@ -60,8 +60,9 @@ class TapedBody:
         return Arrival(fragment=fragment, version=fetched.version)
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        row = [self._clock.now, math.nan, learning_rate, math.nan, 0.0, 0.0]
-        self._diary.rows.append(row)
+        self._diary.rows.append(
+            [self._clock.now, math.nan, learning_rate, math.nan, 0.0, 0.0]
+        )
         self._note(Act("train", own=(positions, learning_rate)))
 
     def take(self, fragment: int) -> int:

@@ -268,11 +268,12 @@ class MappedMerges:
             rule = rule_for(piece, merge.rule, final=order.final)
             found = _sums(summed.squares[index], (len(self._seeds),)).tolist()
             for seed, square in enumerate(found):
-                factor: float | None = 1.0
+                factor = 1.0
                 if rule.needs == "sum":
-                    factor = rule.scale(shares, squares[seed][index], square)
-                    if factor is None:
-                        factor, rows = 1.0, [shares] * len(self._seeds)
+                    scale = rule.scale(shares, squares[seed][index], square)
+                    factor = 1.0 if scale is None else scale
+                    if scale is None:
+                        rows = [shares] * len(self._seeds)
                         mean, _ = self._total(order, index, MEAN, rows, ())
                         total = summed.totals[index].at[seed].set(mean[seed])
                         summed.totals[index] = total
@@ -384,7 +385,7 @@ def _halved(arrays: jax.Array) -> jax.Array:
     f64."""
     *shape, tiles, elements = arrays.shape
     with jax.enable_x64(True):
-        found = halved_squares(arrays.reshape(-1, elements))
+        found: jax.Array = halved_squares(arrays.reshape(-1, elements))
         return found.reshape(*shape, tiles, -1)
 
 
