@@ -1,4 +1,5 @@
-"""Hold fragments at workers: `diloco worker` processes, which end with their lead.
+"""Hold fragments at workers: `diloco worker` processes, which obey one lead at a
+time.
 
 To the lead this is one holder: each message goes to the worker that has its fragment.
 The first line that breaks ends the lead; whoever started it starts it again.
@@ -182,6 +183,7 @@ class LedWorker:
     def tell_over(self) -> bool:
         """Tell it that the run is over; return whether it has heard."""
         if not (self.heard_over or (self._thread and self._thread.is_alive())):
+            self.address = ""  # Its next life, which may only just begin.
             self.start(RunOver())
         self.send(RunOver())
         assert self._thread is not None

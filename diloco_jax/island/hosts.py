@@ -146,7 +146,7 @@ class SharedDecisions:
         return self._ahead.next(fresh)
 
     def wait(self, timeout_s: float) -> None:
-        """See decisions.Decisions; does not wait while something is decided."""
+        """See mailbox.Decisions; does not wait while something is decided."""
         if not self._ahead.pending:
             self._source.wait(timeout_s)
 

@@ -86,7 +86,7 @@ class Lanes:
         found = workers or [coordinator.transfers]
         self._by_fragment = tuple(found[number] for number in dealt)
         self.addresses, self.dealt = addresses, dealt
-        # Those of a lead that was started again, if its workers ended with it.
+        # Those of a lead that was started again, whose workers may serve elsewhere now.
         coordinator.leave_others(addresses)
         if addresses != before:
             self._moved(addresses)

@@ -4,8 +4,8 @@ All of it is arithmetic from sizes of payloads and from measured rates
 (`hardware/machines.py`). The disk holds what a run of expected course writes, and has
 room for the worst. Each of its terms follows from the code that writes: snapshots of
 fragments in turns (`coordinator/snapshots.py`), publishes since the oldest kept one
-(`publishes.py` of `coordinator/holding/`), lines that are never deleted
-(`observability/`), deltas that memory has no place for (`Rooms` there).
+(`fragment_snapshots.py` of `coordinator/holding/`), lines that are never deleted
+(`observability/`), deltas that memory has no place for (`inbox.py` there).
 
 Islands train on while it is away, so no step is lost as long as they hold data. But
 they train apart: the loss follows from the share of the run in which nothing is merged

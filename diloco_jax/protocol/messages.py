@@ -1,7 +1,7 @@
 """The messages that islands and the coordinator exchange.
 
 The coordinator's half decides to send one of these, and takes a message of an island
-as an event; nothing is renamed on the way. `wire/messages.py` turns them into bytes;
+as an event; nothing is renamed on the way. `wire/bulk.py` turns them into bytes;
 arrays travel separately.
 """
 

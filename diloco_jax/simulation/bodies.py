@@ -172,7 +172,7 @@ _trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
 
 
 class TrainedBody:
-    """Model copy of an incarnation (see `body.Body`), and its diary."""
+    """Model copy of an incarnation (see `island.Body`), and its diary."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class TrainedBody:
 
 
 class StoreMerging:
-    """The coordinator's `Store` (see `merging.Merging`).
+    """The coordinator's `Store` (see `coordinator.Merging`).
 
     arrived: called with every delta. committed: called with every merge once it is
     current.

@@ -52,7 +52,7 @@ class VirtualFetch(NamedTuple):
     version: Version
     nbytes: int
     data: Any
-    """Data from which `body.Body.arrival` makes arrays."""
+    """Data from which `Body.arrival` makes arrays."""
 
 
 class Body(Arrays, Protocol):

@@ -125,7 +125,7 @@ def next_deadline(state: Search, now: float) -> float:
 def notices(state: Search) -> list[str]:
     """List what people have to see, such as islands that do not fit."""
     parted = runs_apart(member.offer for member in state.members.values())
-    torn = [claim.torn for claim in state.claims.values() if claim.waits_until]
+    torn = [claim.torn for claim in state.claims.values() if claim.torn]
     return [*([parted] if parted else []), *state.misfits.values(), *torn]
 
 
@@ -234,7 +234,7 @@ class _Turn(OneStep[Search]):
             if asked.island == name:
                 ask(offer, fragment)
         for fragment, claim in self.state.claims.items():
-            if name in claim.asked and name not in claim.votes:
+            if name in claim.asked and (anew or name not in claim.votes):
                 ask(offer, fragment, claim)
 
     def heard(self, event: Said | Disconnected) -> None:
@@ -645,7 +645,8 @@ class _Turn(OneStep[Search]):
             names = listed([repr(name) for name in sorted(state.unchecked)])
             text = (
                 f"the run goes on with values of {names}, which no majority has "
-                f"checked: fewer than {FEWEST_TO_DISBELIEVE} islands offer anchors"
+                f"checked: fewer than {FEWEST_TO_DISBELIEVE} islands said what they "
+                f"have"
             )
             self.alert(text)
         found = FoundTerm(

@@ -174,8 +174,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return self.anchor.island
 
     def without(self, name: str) -> Claim:
-        """Return it without the vote of an island, whose deadline stays."""
-        votes = {other: vote for other, vote in self.votes.items() if other != name}
+        """Return it without the vote of an island, whose deadline stays. One that
+        differs stays, too, until the island votes anew: nobody's anchor may count
+        because who contradicts it has started again."""
+        votes = {
+            other: vote
+            for other, vote in self.votes.items()
+            if other != name or vote == "differs"
+        }
         return replace(self, votes=votes)
 
     @property
@@ -189,9 +195,12 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def torn(self) -> str:
-        """Describe two islands that differ, and what a person can do."""
-        anchor = self.anchor
-        one, two = sorted((anchor.island, *self.by("differs")))
+        """Describe two islands that differ, and what a person can do; empty while
+        nobody waits for a third."""
+        anchor, differ = self.anchor, self.by("differs")
+        if not (self.waits_until and len(differ) == self.total - 1 == 1):
+            return ""
+        one, two = sorted((anchor.island, *differ))
         return (
             f"islands {one!r} and {two!r} have two anchors of fragment "
             f"{anchor.fragment} at version {tuple(anchor.replaced)}, and no third "

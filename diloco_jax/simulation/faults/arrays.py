@@ -2,7 +2,7 @@
 
 An anchor's value is a digest over all publishes that made it. An island's local value
 is the range of its own steps that have an effect in (local - base), which is the
-content of its next delta (see `core.changes`). `protocol.island.books` must give the
+content of its next delta (see `core.changes`). `protocol.island.boundary` must give the
 same range.
 """
 
@@ -78,7 +78,7 @@ class Anchor(NamedTuple):
 
 
 class Anchors:
-    """`merging.Merging`: a coordinator's anchors."""
+    """`coordinator.Merging`: a coordinator's anchors."""
 
     def __init__(self, anchors: tuple[Anchor, ...]) -> None:
         self.anchors = list(anchors)
@@ -134,7 +134,7 @@ class _Local:
 
 
 class DigestBody:
-    """`body.Body` of one incarnation.
+    """`island.Body` of one incarnation.
 
     peak: learning rate whose steps have length 1; an honest delta goes straight on.
     adopted: called with the fragment and every adopted anchor; kept: the delta of the

@@ -1,7 +1,7 @@
 """The coordinator's disk: log, publishes and snapshots in memory, which may fail.
 
-The bytes of the log are those of `coordinator.log`. The work with files is done here
-with dictionaries: segments rotate with every snapshot of the state; segments and
+The bytes of the log are those of `coordinator.journal`. The work with files is done
+here with dictionaries: segments rotate with every snapshot of the state; segments and
 publishes are deleted once the oldest snapshot does not need them.
 """
 

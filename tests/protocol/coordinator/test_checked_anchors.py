@@ -152,6 +152,34 @@ def test_two_that_differ_wait_for_a_third_which_decides() -> None:
         assert g.state.got[0].island == island
 
 
+def test_one_that_differs_and_starts_again_is_asked_anew_and_differs_until_then() -> (
+    None
+):
+    """Its ballot may never come: the anchor that it contradicts must not count."""
+    g, _ = torn()
+    g.says["b"] = None  # type: ignore[assignment]
+    g.pass_time(CONFIG.outage_budget_s + 0.5, "ab")
+    effects = g.offer("b", 5, 5, incarnation=2)
+    assert asked(effects, ballots=True) == [("b", 0)]
+    assert anchors.notices(g.state)
+    assert 0 not in g.state.got
+    g.vote("b", 0, incarnation=2, equal=True)
+    assert g.state.got[0].island == "a"
+    assert not anchors.notices(g.state)
+
+
+def test_two_that_come_to_two_that_differ_are_both_heard() -> None:
+    g, _ = torn()
+    g.says = {"c": None, "d": None}  # type: ignore[dict-item]
+    g.offer("c", 5, 5)
+    g.offer("d", 5, 5)
+    g.vote("c", 0, equal=False)
+    assert 0 not in g.state.got
+    assert not anchors.notices(g.state), "they wait for no third any more"
+    g.vote("d", 0, equal=False)
+    assert ("a", 0) in g.state.failed
+
+
 @pytest.mark.parametrize("trusted", ["a", "b"])
 def test_a_person_may_say_who_is_believed(trusted: str) -> None:
     g, effects = torn(trusted=trusted)
