@@ -158,7 +158,7 @@ class Coordinator:
             aim = origin.aim_of_run(config, self._plan, self.trusted)
             try:
                 searched = self._search(aim)
-            except ConfigError as error:
+            except (ConfigError, origin.SearchError) as error:
                 raise origin.nothing_to_go_on_with(workdir, error) from error
         state = self._make_state(searched)
         extends = going_on.extension(config, workdir, state)

@@ -390,9 +390,10 @@ def without_snapshot(workdir: Path, run_id: str, folder: Folder) -> ConfigError:
     )
 
 
-def nothing_to_go_on_with(workdir: Path, why: ConfigError) -> ConfigError:
-    """Return the error of a coordinator that has no run, and found none at islands."""
-    return ConfigError(
+def nothing_to_go_on_with(workdir: Path, why: Exception) -> Exception:
+    """Return the error of a coordinator that has no run, and found none at islands, of
+    the same kind."""
+    return type(why)(
         f"{workdir} holds no run (there is no run.json), and without --init nothing is "
         f"initialised; {why}. Give the workdir of the run, start its islands, or give "
         f"--init for a new one"
@@ -439,8 +440,9 @@ class Searched(NamedTuple):
     """The holder's messages that are for the lead, and what people have to see."""
 
 
-class TornError(WireError):
-    """Two islands differ, and nobody can tell which is right: a person has to."""
+class SearchError(WireError):
+    """Islands did not come, or two differ: the next process asks again, once islands or
+    a person have changed that."""
 
 
 class AnchorSearch(Handlers):
@@ -551,9 +553,7 @@ class AnchorSearch(Handlers):
             "progress": 0.0,
             "merges": 0,
             "goodput": 0.0,
-            "alerts": list(
-                dict.fromkeys([self._waits, *anchors.notices(state), *self._alerts])
-            ),
+            "alerts": [self._waits, *anchors.notices(state), *self._alerts],
             "versions": [],
             "islands": {
                 name: {
@@ -583,7 +583,8 @@ class AnchorSearch(Handlers):
         """See `lead.Searcher`."""
         # Two processes of one island may come in turn, each with another config.
         self._lines.log(logger, logging.WARNING, "what people should see", text)
-        self._alerts = [*self._alerts, text][-journal.ALERTS_KEPT :]
+        if text not in anchors.notices(self._thread.state):  # Those may pass.
+            self._alerts = [*self._alerts, text][-journal.ALERTS_KEPT :]
 
     def hold(self, message: ToHolder) -> None:
         """Pass a message to the holder; see `lead.Holder`."""
@@ -600,7 +601,7 @@ class AnchorSearch(Handlers):
             self._found = end
             self._thread.stop()
         else:
-            kind = TornError if end.torn else ConfigError
+            kind = ConfigError if end.unfit else SearchError
             self._thread.fail(kind(end.message))
 
     def _heard(self, message: FromHolder) -> None:

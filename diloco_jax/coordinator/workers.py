@@ -572,7 +572,9 @@ class WorkersHolder(FragmentHolder):
             )
         placement = self._config.placement
         folder = checkpoint.snapshots_folder(placement, self._workdir)
-        if not saved.digests or is_bucket(str(folder)):
+        if is_bucket(str(folder)):  # It writes there itself.
+            return not saved.text
+        if not saved.digests:
             return True
         snapshots = FragmentSnapshots(
             folder, placement, tuple(saved.digests), self._whose

@@ -10,6 +10,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -35,6 +36,7 @@ from diloco_jax.protocol.holding import (
     WorkerServes,
     to_worker,
 )
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.duplex import read_frame, write_frame
 from diloco_jax.wire.errors import ConnectionLost, Refused
 
@@ -212,3 +214,15 @@ def test_a_line_that_broke_ends_also_the_lead_that_begins_after_it(tmp_path):
     holder.answer(lambda message: None, lambda error: told.append(("lead", error)))
     assert told[0] == ("search", broke)
     assert told[-1] == ("lead", broke)
+
+
+@pytest.mark.parametrize("text", ["", "a snapshot has not ended within 60 s"])
+def test_the_end_waits_for_what_a_worker_has_not_written_to_a_bucket(tmp_path, text):
+    """Nothing is fetched from it, so it has to have written all."""
+    placement = Placement(checkpoints="gs://bucket/folder")
+    holder = SimpleNamespace(
+        _config=SimpleNamespace(placement=placement), _workdir=tmp_path
+    )
+    worker = SimpleNamespace(name="worker 0", fragments=(0,))
+    saved = AllSaved(versions={0: Version(1, 3)}, digests={0: "d"}, text=text)
+    assert WorkersHolder._fetch_last(holder, worker, saved) is not bool(text)

@@ -29,7 +29,7 @@ from runtime_support import (
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.coordinator.origin import TornError
+from diloco_jax.coordinator.origin import SearchError
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout, get_piece
 from diloco_jax.core.tiles import ballot_of
@@ -399,7 +399,7 @@ def test_two_islands_that_differ_end_the_coordinator_unless_one_is_trusted(
             if trusted:
                 made.started()
             else:
-                with pytest.raises(TornError, match="'a' and 'b' have two anchors"):
+                with pytest.raises(SearchError, match="'a' and 'b' have two anchors"):
                     made.started()
     (term,) = read_tape(tmp_path / "runb" / "tape.jsonl")
     assert term["from"] == ["b", "b"]

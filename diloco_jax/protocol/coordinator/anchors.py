@@ -303,7 +303,8 @@ class _Turn(OneStep[Search]):
         if not all_here and now < state.deadline:
             return
         if not state.members:
-            self._give_up(self._nobody_offers())
+            unfit = bool(state.misfits) and not state.aim.first
+            self._give_up(self._nobody_offers(), unfit=unfit)
             return
         offers = [m.offer for m in state.members.values() if now < m.gone_at]
         offers = offers or [member.offer for member in state.members.values()]
@@ -549,7 +550,7 @@ class _Turn(OneStep[Search]):
             claim = replace(claim, waits_until=until)
             self._put(claim)
         if self.now >= claim.waits_until:
-            self._give_up(claim.torn, torn=True)
+            self._give_up(claim.torn)
 
     def _put(self, claim: Claim) -> None:
         self.set(claims={**self.state.claims, claim.anchor.fragment: claim})
@@ -622,7 +623,7 @@ class _Turn(OneStep[Search]):
         text = f"fragment {fragment} {text}"
         if remedies:
             text = f"{text}; {', or '.join(remedies)}"
-        self._give_up(text, torn=bool(refused))
+        self._give_up(text)
 
     def _end(self) -> None:
         """End the search, with all anchors."""
@@ -661,6 +662,6 @@ class _Turn(OneStep[Search]):
         self.effects.append(found)
         self.set(phase="over")
 
-    def _give_up(self, message: str, *, torn: bool = False) -> None:
-        self.effects.append(GiveUp(message=message, torn=torn))
+    def _give_up(self, message: str, *, unfit: bool = False) -> None:
+        self.effects.append(GiveUp(message=message, unfit=unfit))
         self.set(phase="over")

@@ -82,11 +82,12 @@ class Postpone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
-    """End the process with this reason: there will be no new term. torn: islands
-    differ, and a person has to say who is believed."""
+    """End the process with this reason: there is no new term yet. unfit: islands came,
+    and none fits this config, which a person has to change; otherwise the next process
+    asks again."""
 
     message: str
-    torn: bool = False
+    unfit: bool = False
 
 
 Effect = Alert | Tell | Postpone | AwaitAnchor | FoundTerm | GiveUp
