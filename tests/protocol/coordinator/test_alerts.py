@@ -253,7 +253,8 @@ def test_no_island_left_is_told_apart_even_if_they_said_goodbye(driver):
     assert told(driver.wait(50 * LEASE_S)) == []
     (text,) = told(driver.hello("a", incarnation=2))
     assert "island 'a' is back: for 5100 s no island was left; 1 of 3" in text
-    (text,) = keep_alive(driver, LEASE_S, "a")
+    assert keep_alive(driver, 0.9 * LEASE_S, "a") == [], "they may follow"
+    (text,) = keep_alive(driver, 0.1 * LEASE_S, "a")
     assert "islands 'b', 'c' are absent" in text, "they stay away"
 
 

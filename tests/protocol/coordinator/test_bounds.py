@@ -172,6 +172,13 @@ def test_the_highest_rate_is_that_of_the_points_of_the_schedule_around(
         assert Fleet(d.config, state).highest_rate(then - carried) == rate
 
 
+@pytest.mark.parametrize(("now", "rate"), [(0, 0.25), (100, 0.5), (399, 1.0)])
+def test_a_rate_that_rises_is_believed_up_to_the_next_point(now: int, rate: float):
+    d = patient("a", rates=(0.0, 0.25, 0.5, 0.75, 1.0), total_tokens=400)
+    state = replace(d.state, progress_tokens=now)
+    assert Fleet(d.config, state).highest_rate(0) == rate
+
+
 @pytest.mark.parametrize(("norm", "refused"), [(39.0, []), (41.0, [40.0])])
 def test_a_delta_that_reaches_back_may_have_the_rates_of_then(
     norm: float, refused: list[float]

@@ -53,6 +53,14 @@ def test_a_blink_of_one_link_costs_a_second_merge() -> None:
     assert d.totals("b").lost == {}
 
 
+def test_one_whose_steps_are_all_merged_is_not_awaited_as_its_link_breaks() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,))
+    stop(d, "a", "b")
+    d.takes(0, a=10, b=10)
+    d.disconnect("b")
+    assert persisted(d.computed(0), "finished")
+
+
 def test_what_hangs_keeps_nobody_elses_last_steps_out() -> None:
     """b's delta of before the stop does not come."""
     d = pending(quorum=1)

@@ -163,6 +163,13 @@ def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
     assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a", "c"]
 
 
+def test_a_newcomer_is_not_asked_while_more_than_a_quorum_is_in_sight() -> None:
+    d = joined("a", "b", "c", quorum=2)
+    assert asked(d.reports(a=2, b=2)) == {0: ["a", "b", "c"]}
+    d.join("d")
+    assert asked(d.take("a", 0, 2)) == {}
+
+
 def test_persist_comes_before_publish() -> None:
     d = joined("a")
     d.report("a", 2)
@@ -184,6 +191,18 @@ def test_a_merge_by_one_of_several_raises_an_alert() -> None:
         d.take("a", 0, step)
         alerts.append(len(of(d.computed(0), Alert)))
     assert alerts == [0, 0, 1, 0]
+
+
+def test_a_merge_of_several_ends_the_row_of_those_of_one() -> None:
+    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    alerts = []
+    for step in (2, 4, 6, 8, 10):
+        d.report("a", step)
+        d.take("a", 0, step)
+        if step == 2:
+            d.take("b", 0, 1, base=Version(1, 0))  # Late: it is in the next merge.
+        alerts.append(len(of(d.computed(0), Alert)))
+    assert alerts == [0, 0, 0, 0, 1]
 
 
 def test_islands_that_are_merged_in_turns_raise_an_alert() -> None:

@@ -130,13 +130,20 @@ def test_no_step_time_gives_a_lease_without_bound(step_seconds) -> None:
     assert first == Span(0, 2 * 300_001 * 2), "as of steps of 0.1 ms"
 
 
-def test_a_grant_is_made_of_as_many_free_spans_as_it_takes() -> None:
+@pytest.mark.parametrize(
+    ("last", "granted", "left"),
+    [
+        (Span(500, 600), [Span(500, 512)], (Span(512, 600),)),
+        (Span(500, 511), [Span(500, 511), Span(600, 601)], ()),
+    ],
+)
+def test_a_grant_is_made_of_as_many_spans_as_it_takes(last, granted, left) -> None:
     d = Driver(outage_budget_s=30.0)
-    free = (Span(0, 10), Span(100, 140), Span(500, 600))
+    free = (Span(0, 10), Span(100, 140), last)
     d.state = replace(d.state, free_spans=free, next_position=600)
     d.hello("a", step_seconds=1.0)
-    assert spans(d.effects) == [Span(0, 10), Span(100, 140), Span(500, 512)]
-    assert d.state.free_spans == (Span(512, 600),)
+    assert spans(d.effects) == [Span(0, 10), Span(100, 140), *granted]
+    assert d.state.free_spans == left
 
 
 def test_leases_whose_steps_are_all_merged_are_forgotten() -> None:

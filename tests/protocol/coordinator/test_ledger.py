@@ -97,6 +97,10 @@ def test_a_tally_follows_the_books_and_adds_only_what_changed(monkeypatch) -> No
 def test_progress_counts_what_is_computed_and_not_lost() -> None:
     d = worked()
     assert ledger.progress_tokens(d.config, d.state) == 120 - 36
+    fragment = d.fragment(1)
+    fragment = replace(fragment, lost_in_all=fragment.lost_in_all + 3)
+    state = with_fragment(d.state, fragment)
+    assert ledger.progress_tokens(d.config, state) == 120 - 36, "0.9 is none yet"
 
 
 def test_progress_never_goes_back() -> None:

@@ -279,6 +279,7 @@ def test_takes_are_asked_for_again_once_a_slow_one_proves_faster() -> None:
     assert put_off(d.effects) == [40]
     d.now += 40.0
     d.report("b", 40, step_seconds=1e9)
+    assert put_off(d.hello("c")) == [], "who joins is no reason to ask"
     found = of(d.report("a", 40), TakeRequest)
     again = {ask.fragment: ask.after for ask in found if ask.island == "a"}
     assert again.keys() == {0, 1}

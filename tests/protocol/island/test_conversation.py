@@ -75,7 +75,7 @@ def test_a_chain_is_bounded_until_the_loop_decides(told):
     assert told.has_room(0, None), "an anchor in full replaces what waits"
     assert told.has_room(1, 1)
     told.arrived(0, Version(2, 1), None)
-    assert told.has_room(0, 1)
+    assert told.has_room(0, MAX_CHAIN)
     told.arrived(0, Version(2, 2), MAX_CHAIN)
     assert not told.has_room(0, 1)
     told.decide()
@@ -100,6 +100,13 @@ def test_bulk_work_is_left_to_the_shell(told):
 def test_a_publish_without_a_verdict_judges_nothing(told):
     told.receive(Published(fragment=2, version=Version(1, 9)))
     assert told.decide().verdicts == ()
+
+
+def test_the_status_has_the_median_change_by_fragment(told):
+    for fragment, change in ((1, 0.5), (1, 0.0), (0, 3.0), (1, 0.25), (1, 8.0)):
+        version = Version(1, 9)
+        told.receive(Published(fragment=fragment, version=version, change=change))
+    assert told.status().changes == (3.0, 0.5)
 
 
 def test_a_grant_that_is_repeated_counts_once(told):
@@ -207,6 +214,15 @@ def test_a_coordinator_without_state_begins_no_term(told):
     says.welcome(told, 0)
     assert told.decide().term == 0
     assert told.status().term == 1
+
+
+@pytest.mark.parametrize(("term", "is_named"), [(0, "x"), (1, "x"), (2, "y"), (3, "y")])
+def test_a_term_is_named_as_its_last_welcome_says(told, term, is_named):
+    for number, name in ((2, "x"), (term, "y")):
+        told.receive(
+            Welcome(run_id="r", term=number, resumed=False, versions=(), term_name=name)
+        )
+    assert (told.status().term, told.status().term_name) == (max(term, 2), is_named)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +374,16 @@ def test_a_chain_that_is_gone_is_fetched_in_full():
     assert (fetch.have, fetch.accepted) == (None, V[3]), "all hosts have that one"
     fetching.got(0, V[6])
     assert fetching.next() is None
+
+
+def test_what_is_gone_though_it_came_by_another_connection_is_fetched_in_full():
+    fetching = joined([V[3]])
+    fetching.want(0, V[6])
+    fetching.next()
+    fetching.disconnected()
+    fetching.got(0, fetching.next().want)
+    fetching.gone(0)  # So ends the one that was cut off.
+    assert fetching.next()[:3] == (0, V[6], None)
 
 
 def test_what_failed_or_was_cut_off_comes_again():
