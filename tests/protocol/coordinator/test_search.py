@@ -92,6 +92,7 @@ def test_without_an_offer_there_is_no_term() -> None:
     (given_up,) = g.wait(0.01 * PATIENCE_S)
     assert isinstance(given_up, GiveUp)
     assert given_up.message == "no island offered its anchors within 200 s"
+    assert not given_up.unfit, "the next process asks again"
     assert g.wait(PATIENCE_S) == []
 
 
@@ -389,6 +390,7 @@ def test_if_no_offer_fits_it_ends_at_the_deadline_with_both_values() -> None:
     assert "fit within 200 s: island 'a' is in run run-1 with" in given_up.message
     assert "'b' is in run run-1 with another config: seed: 0 here" in given_up.message
     assert "this coordinator that is wrong: start it with their" in given_up.message
+    assert given_up.unfit, "a person has to change this config"
     assert not of(g.effects, Tell), "refused, islands would end, and their anchors too"
 
 
