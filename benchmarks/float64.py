@@ -166,13 +166,18 @@ def difference(text: str, rule: str, up: str, down: str, adopt: str) -> float:
 def main() -> int:
     """Compare the cases of the command line."""
     os.environ.update(JAX_ENABLE_X64="1", JAX_PLATFORMS="cpu")
+    import support
+
+    parser = support.parser(__doc__ or "")
+    parser.add_argument("cases", nargs="+", help="RULE,UP,DOWN,ADOPT, covering or all")
+    options = parser.parse_args()
     sets = {
         "all": itertools.product(RULES, CODECS, CODECS, ADOPTS),
         "covering": COVERING,
     }
     cases = [
         case
-        for given in sys.argv[1:]
+        for given in options.cases
         for case in sets.get(given, [tuple(given.split(","))])
     ]
     from diloco_jax.simulation import laboratory  # noqa: F401
