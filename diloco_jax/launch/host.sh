@@ -135,7 +135,7 @@ run() {
   begins "\`diloco\`, whose own log says why"
   local log=("${CLOUD_LOG[@]}")
   if ! docker run --rm "${log[@]}" --entrypoint true "$IMAGE" >/dev/null 2>&1; then
-    :
+    log=(--log-driver none)
   fi
   local privileged=()
   if [ "$ROLE" = island ]; then privileged=(--privileged); fi

@@ -63,7 +63,7 @@ def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_
             failed: list[BaseException] = []
             thread = threading.Thread(target=_run, args=(service, failed))
             thread.start()
-            await_state(service, until)
+            await_state(service, until, 3 * PATIENCE_S)
             state = service.lead.state
             if kill is not None:
                 holder = service.holder
@@ -87,7 +87,7 @@ def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_
     ):
         led(merged_to(3, 1, LOST), OTHER)
         led(merged_to(6, 1, LOST), LOST)
-        state = led(merged_to(9, 2, LOST), None)
+        state = led(merged_to(8, 2, LOST), None)
     assert ledger.check(state) == []
     assert state.fragments[OTHER].version.term == 1
     lost = {

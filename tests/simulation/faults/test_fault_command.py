@@ -150,7 +150,7 @@ def test_a_violation_is_told_as_soon_as_it_is_found(
                 ({"faults": [{**LEAVE, "island": "x"}]}, "faults of islands ['x']"),
                 ({"total_tokens": 10**11}, "total_tokens = 100000000000 takes"),
                 ({"islands": {"a": {"step_s": 1e9}}}, "total_tokens = 100 takes"),
-                ({"islands": {"a": {"lead": 10**11}}}, "lead = 100000000000"),
+                ({"islands": {"a": {"lookahead": 10**11}}}, "lookahead = 100"),
                 ({"islands": {"a": {"batch_size": 10**11}}}, "batch_size = 10000"),
             )
         ),
