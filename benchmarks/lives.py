@@ -10,14 +10,14 @@ Does it come back each time? Does an island notice? Are the books exact?
   drawn at random, is killed 20 times in the same way, after 3 to 9 s. Whatever ends
   with it is started again.
 - *replaced*: ten times the coordinator is killed and its folder is gone. Another one
-  begins at its address, and gathers the islands' anchors; after MERGES_MIN merges of
+  begins at its address, and gathers the islands' anchors; after 12 merges of
   its own it is the next.
 - Halfway through *kills* and *unit* one island is killed, and comes back without its
   disk; a quarter through *unit*, worker 0 does.
 
 *Gap* is the longest time between two steps of an island that nobody struck, beyond the
 longest time by which a thread that only sleeps overslept, over the median step of
-STEP_SECONDS, which is emulated. *Versions* are those of the coordinator's own merges
+0.4 s, which is emulated. *Versions* are those of the coordinator's own merges
 and recoveries and those that islands adopted, over all its lives; *granted twice* are
 positions of the data in two grants of *replaced*, where no island dies. *Replay*
 repeats each life of *kills* and *unit*, whose log is whole, and the first of
