@@ -41,29 +41,32 @@ class Codec:
         """Return the bytes of an encoded tile with that many elements."""
         return self.member.tile_bytes(elements)
 
-    def encoded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return (*grid, tile_bytes) of an array with that shape."""
-        grid = TileGrid.of(shape)
+    def encoded_shape(self, shape: tuple[int, ...], groups: int = 1) -> tuple[int, ...]:
+        """Return (*grid, tile_bytes) of an array with that shape; `TileGrid.of` says
+        what groups are, here and below."""
+        grid = TileGrid.of(shape, groups)
         return (*grid.grid, self.tile_bytes(grid.elements))
 
-    @compiled(0)
-    def encode(self, x: ArrayLike) -> jax.Array:
-        """Encode f32[shape] -> uint8[*grid, tile_bytes]."""
-        return self.encode_tiles(TileGrid.of(x.shape).split(x))
-
     @compiled(0, 2)
-    def decode(self, encoded: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    def encode(self, x: ArrayLike, groups: int = 1) -> jax.Array:
+        """Encode f32[shape] -> uint8[*grid, tile_bytes]."""
+        return self.encode_tiles(TileGrid.of(x.shape, groups).split(x))
+
+    @compiled(0, 2, 3)
+    def decode(
+        self, encoded: ArrayLike, shape: tuple[int, ...], groups: int = 1
+    ) -> jax.Array:
         """Decode uint8[*grid, tile_bytes] -> f32[shape], the shape before encoding.
 
         Raises:
           ValueError: `encoded` does not have the shape that `shape` encodes to.
         """
-        if encoded.shape != self.encoded_shape(shape):
+        if encoded.shape != (expected := self.encoded_shape(shape, groups)):
             raise ValueError(
-                f"{self.name} encodes {shape} as {self.encoded_shape(shape)}, got "
-                f"{encoded.shape}; sender and receiver disagree on shape or codec"
+                f"{self.name} encodes {shape} as {expected}, got {encoded.shape}; "
+                f"sender and receiver disagree on shape or codec"
             )
-        grid = TileGrid.of(shape)
+        grid = TileGrid.of(shape, groups)
         whole: jax.Array = grid.join(self.decode_tiles(encoded, grid.elements))
         return whole
 
@@ -84,9 +87,9 @@ def get_codec(name: str) -> Codec:
     return Codec(name)
 
 
-@compiled(0)
+@compiled(0, 3)
 def encode_with_feedback(
-    codec: Codec, x: jax.Array, residual: jax.Array
+    codec: Codec, x: jax.Array, residual: jax.Array, groups: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Encode x + residual; return (encoded, new residual that the encoding lost).
 
@@ -96,10 +99,11 @@ def encode_with_feedback(
       codec: static.
       x: f32[shape].
       residual: f32[shape], the loss of earlier encodings; zeros at first.
+      groups: static; as `TileGrid.of`.
     """
     total = x + residual
-    encoded = codec.encode(total)
-    return encoded, total - codec.decode(encoded, x.shape)
+    encoded = codec.encode(total, groups)
+    return encoded, total - codec.decode(encoded, x.shape, groups)
 
 
 def flush_subnormals(x: ArrayLike) -> jax.Array:

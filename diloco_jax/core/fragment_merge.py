@@ -146,14 +146,14 @@ def sample(tiles: npt.NDArray[np.float32]) -> Sample:
 def sampled(deltas: Encoded, island: int) -> npt.NDArray[np.float32]:
     """Return what is looked at of a delta, f32[rows, elements]; decode those tiles
     alone."""
-    every = _every(*TileGrid.of(deltas.shape).in_order)
+    every = _every(*deltas.grid.in_order)
     tiles = np.asarray(deltas.tiles(island, slice(None, None, SAMPLED)))
     return tiles[:, ::every].copy() if every > 1 else tiles
 
 
-def sample_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of what is looked at of an f32 array."""
-    tiles, elements = TileGrid.of(shape).in_order
+def sample_bytes(grid: TileGrid) -> int:
+    """Return the bytes of what is looked at of an f32 array with these tiles."""
+    tiles, elements = grid.in_order
     return (
         4 * math.ceil(tiles / SAMPLED) * math.ceil(elements / _every(tiles, elements))
     )
@@ -244,9 +244,7 @@ class FragmentMerge:
     def begin(self, values: Sequence[ArrayLike]) -> FragmentState:
         """Return the first state: Theta = A = the pieces' values, f32[shape] each."""
         theta = tuple(
-            np.array(
-                TileGrid.of(p.shape).to_tiles(np.asarray(v)), np.float32, order="C"
-            )
+            np.array(p.grid.to_tiles(np.asarray(v)), np.float32, order="C")
             for p, v in zip(self.pieces, values, strict=True)
         )
         first = jax.tree.map(np.asarray, self._first(theta))
@@ -256,7 +254,7 @@ class FragmentMerge:
         """Return a state of `jax.ShapeDtypeStruct` without arrays."""
         theta = tuple(
             jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-                TileGrid.of(p.shape).in_order, np.float32
+                p.grid.in_order, np.float32
             )
             for p in self.pieces
         )
@@ -270,7 +268,7 @@ class FragmentMerge:
         """
         arrays = self.layout_up.unpack(payload)
         return tuple(
-            Encoded(self.up, piece.shape, [array], (), self.passes).squares[0]
+            self._encoded(piece, [array]).squares[0]
             for piece, array in zip(self.pieces, arrays, strict=True)
         )
 
@@ -299,12 +297,10 @@ class FragmentMerge:
         deltas, merged, samples = [], [], []
         theta, anchor = self._new(state.theta), self._new(state.anchor)
         for index, piece in enumerate(self.pieces):
-            own = Encoded(
-                self.up,
-                piece.shape,
+            own = self._encoded(
+                piece,
                 [arrays[index] for arrays in encoded],
                 [known[index] for known in squares],
-                self.passes,
             )
             rule, kept = rule_for(piece, self.rule, final=final), state.rules[index]
             found = merge_piece(rule, own, weights, share, kept, theta[index])
@@ -371,6 +367,11 @@ class FragmentMerge:
         return FragmentState(
             anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
         )
+
+    def _encoded(
+        self, piece: Piece, arrays: Sequence[Any], squares: Sequence[float] = ()
+    ) -> Encoded:
+        return Encoded(self.up, piece.shape, arrays, squares, self.passes, piece.groups)
 
     def _new(self, arrays: Arrays) -> Arrays:
         return tuple(self.empty(array.shape, np.float32) for array in arrays)
@@ -485,7 +486,7 @@ class FragmentMerge:
             outer.make_outer(self.settings), own, state.outer, deltas
         )
         for piece, new, place in zip(self.pieces, stepped, theta, strict=True):
-            place[...] = TileGrid.of(piece.shape).to_tiles(np.asarray(new))
+            place[...] = piece.grid.to_tiles(np.asarray(new))
         return jax.tree.map(np.asarray, after)
 
 
@@ -500,5 +501,5 @@ def is_fit(squares: Squares) -> bool:
 
 
 def _own_order(piece: Piece, tiles: Any) -> npt.NDArray[np.float32]:
-    values: npt.NDArray[np.float32] = TileGrid.of(piece.shape).from_tiles(tiles)
+    values: npt.NDArray[np.float32] = piece.grid.from_tiles(tiles)
     return values

@@ -59,14 +59,22 @@ class Bands:
     """Rows of a stripe that a band has; the last band may have fewer."""
 
     @staticmethod
-    def of(shape: tuple[int, ...], limit: float) -> Bands:
+    def of(shape: tuple[int, ...], limit: float, groups: int = 1) -> Bands:
         """Return the division into bands of at most `limit` elements, if a row has no
-        more. A band has a power of two of rows, so that its tiles fit many meshes."""
+        more. A band has a power of two of rows, so that its tiles fit many meshes.
+
+        groups: as of a piece, one for each row of the first axis. A band has whole ones
+        if they are no larger than the limit, else the same rows of every one."""
         axis = max(range(len(shape)), key=lambda a: (shape[a], -a)) - len(shape)
+        aligned = ALIGNED[axis == -1]
+        if groups > 1:
+            whole = math.prod(shape) // groups <= limit
+            inside = max(range(1, len(shape)), key=lambda a: (shape[a], -a))
+            axis = (0 if whole else inside) - len(shape)
+            aligned = 1 if whole else ALIGNED[axis == -1]
         extent = shape[axis]
         wanted = max(1.0, limit / (math.prod(shape) // extent))
         rows = 2 ** int(math.log2(wanted))
-        aligned = ALIGNED[axis == -1]
         stripes = 1
         while (
             stripes < MOST_STRIPES
@@ -116,6 +124,7 @@ WAYS = ("size", "layer", "tensor")
 
 LAYERS = "layers"
 VOCAB = "vocab"
+EXPERT = "expert"
 
 EVEN = 1.15
 """Size of the largest fragment over the mean, up to which fragments count as even."""
@@ -143,6 +152,9 @@ class Piece:
     """Shape of the piece, without the layer axis."""
     embedding: bool
     """True if it has a vocabulary axis: most rules merge it by weighted mean."""
+    groups: int = dataclasses.field(default=1, kw_only=True)
+    """Parts along the first axis, a row each, that have nothing in common: experts. No
+    tile has two of them."""
 
     @property
     def name(self) -> str:
@@ -156,6 +168,11 @@ class Piece:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def grid(self) -> TileGrid:
+        """Its tiles."""
+        return TileGrid.of(self.shape, self.groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +202,7 @@ class FragmentPlan:
             [
                 [
                     [
-                        *(p.name, p.layer, p.shape, p.embedding),
+                        *(p.name, p.layer, p.shape, p.embedding, p.groups),
                         p.bands and dataclasses.astuple(p.bands),
                     ]
                     for p in fragment
@@ -215,8 +232,9 @@ def plan_fragments(
     Args:
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
       axes: the same nesting; leaves are tuples with the logical name (or None) of
-        every axis. A leading "layers" makes one piece per layer; "vocab" anywhere
-        marks an embedding.
+        every axis. A leading "layers" makes one piece per layer; "expert" is the first
+        axis after it, if there is one, and makes groups; "vocab" anywhere marks an
+        embedding.
       num_fragments: P.
       by: the unit dealt out. "size": each piece by itself. "layer": all pieces of a
         layer (of one index, in every stack) together, each tensor outside the layers
@@ -232,6 +250,11 @@ def plan_fragments(
     plans = [_deal(whole, num_fragments, by, may_cut, cut) for cut in CUTS]
     even = EVEN * plans[0].total / num_fragments
     return min(plans, key=lambda plan: max(even, *plan.sizes))  # The first of equals.
+
+
+def groups_of(names: Sequence[str | None], shape: tuple[int, ...]) -> int:
+    """Return `Piece.groups` of a tensor, or of a layer, by the names of its axes."""
+    return shape[0] if tuple(names[:1]) == (EXPERT,) else 1
 
 
 def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
@@ -363,9 +386,12 @@ def _in_bands(
         if piece.size <= above or not may_cut(piece):
             yield piece
             continue
-        bands = Bands.of(piece.shape, limit)
+        bands = Bands.of(piece.shape, limit, piece.groups)
         for band, shape in enumerate(bands.shapes(piece.shape)):
-            yield dataclasses.replace(piece, band=band, bands=bands, shape=shape)
+            groups = shape[0] if piece.groups > 1 else 1
+            yield dataclasses.replace(
+                piece, band=band, bands=bands, shape=shape, groups=groups
+            )
 
 
 def _size(pieces: Iterable[Piece]) -> int:
@@ -390,12 +416,11 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
             f"{where}: shape {shape} has {len(shape)} axes, but they are named {axes}; "
             f"give one name (or None) per axis"
         )
-    embedding = VOCAB in axes
-    if axes and axes[0] == LAYERS:
-        for layer in range(shape[0]):
-            yield Piece(path, layer, shape[1:], embedding)
-    else:
-        yield Piece(path, -1, shape, embedding)
+    embedding, layered = VOCAB in axes, axes[:1] == (LAYERS,)
+    own = shape[layered:]
+    groups = groups_of(axes[layered:], own)
+    for layer in range(shape[0]) if layered else (-1,):
+        yield Piece(path, layer, own, embedding, groups=groups)
 
 
 def _stack(leaf: Any) -> Any:
@@ -446,12 +471,13 @@ class PayloadLayout:
     @classmethod
     def of(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
         """Return the layout of these pieces, in this order."""
-        return cls._of(pieces, [codec.encoded_shape(p.shape) for p in pieces])
+        shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
+        return cls._of(pieces, shapes)
 
     @classmethod
     def of_ballots(cls, pieces: Sequence[Piece]) -> PayloadLayout:
         """Return the layout of ballots about these pieces; see `tiles.ballot_of`."""
-        grids = [TileGrid.of(piece.shape) for piece in pieces]
+        grids = [piece.grid for piece in pieces]
         shapes = [(*grid.grid, ballot_bytes(grid.elements)) for grid in grids]
         return cls._of(pieces, shapes)
 

@@ -273,6 +273,8 @@ class Encoded:
     """`squares`, if they are known already."""
     passes: Passes | None = None
     """The merge route "native"; None: "xla"."""
+    groups: int = 1
+    """As `Piece.groups`."""
 
     @classmethod
     def of(cls, arrays: Sequence[ArrayLike]) -> Encoded:
@@ -286,7 +288,7 @@ class Encoded:
 
     def __getitem__(self, island: int) -> ArrayLike:
         """Return the island's delta, f32[shape]."""
-        return self.codec.decode(self.encoded[island], self.shape)
+        return self.codec.decode(self.encoded[island], self.shape, self.groups)
 
     def tiles(self, island: int, rows: slice) -> ArrayLike:
         """Return these of its tiles, f32[rows, elements], in the order of the grid."""
@@ -327,8 +329,13 @@ class Encoded:
         )
 
     @property
+    def grid(self) -> TileGrid:
+        """The tiles of each delta."""
+        return TileGrid.of(self.shape, self.groups)
+
+    @property
     def _elements(self) -> int:
-        return TileGrid.of(self.shape).elements
+        return self.grid.elements
 
     @property
     def _native(self) -> Passes | None:
@@ -356,7 +363,7 @@ MOST_SQUARES = 1e36
 class MergedPiece(NamedTuple):
     """A merged piece: `factor` times `total`."""
 
-    shape: Shape
+    grid: TileGrid
     total: npt.NDArray[np.float32]
     """f32[tiles, elements]."""
     factor: float
@@ -371,7 +378,7 @@ class MergedPiece(NamedTuple):
     def delta(self) -> npt.NDArray[np.float32]:
         """The merged delta in its own order, f32[shape]."""
         scaled = self.total * np.float32(self.factor)
-        whole: npt.NDArray[np.float32] = TileGrid.of(self.shape).from_tiles(scaled)
+        whole: npt.NDArray[np.float32] = self.grid.from_tiles(scaled)
         return whole
 
 
@@ -411,7 +418,7 @@ def merge_piece(
         raise ValueError(f"share = {share}; it must be above 0 and at most 1")
     shares = [w / total for w in weights]
     if out is None:
-        out = np.empty(TileGrid.of(deltas.shape).in_order, np.float32)
+        out = np.empty(deltas.grid.in_order, np.float32)
     if rule.needs == "sum":
         return _sum(rule, deltas, shares, share, out)
     if rule.needs == "elementwise":
@@ -480,7 +487,7 @@ def _sum(
         return _sum(MEAN, deltas, weights, share, out)
     factor = share * scale
     return MergedPiece(
-        deltas.shape,
+        deltas.grid,
         out,
         factor,
         factor * factor * square,
@@ -499,7 +506,7 @@ def _by_blocks(
     for rows in blocks(len(out), out.shape[1], arrays=len(deltas)):
         stacked = jnp.stack([deltas.tiles(i, rows) for i in range(len(deltas))])
         out[rows] = merge_block(rule, stacked, jnp.asarray(weights), share)
-    return MergedPiece(deltas.shape, out, 1.0, math.fsum(tile_squares(out)), (), None)
+    return MergedPiece(deltas.grid, out, 1.0, math.fsum(tile_squares(out)), (), None)
 
 
 def _by_pieces(
@@ -516,9 +523,9 @@ def _by_pieces(
     else:
         stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
         merged, after = merge_whole(rule, stacked, jnp.asarray(weights), share, state)
-    out[...] = TileGrid.of(deltas.shape).to_tiles(np.asarray(merged))
+    out[...] = deltas.grid.to_tiles(np.asarray(merged))
     square = math.fsum(tile_squares(out))
-    return MergedPiece(deltas.shape, out, 1.0, square, after, None)
+    return MergedPiece(deltas.grid, out, 1.0, square, after, None)
 
 
 def fold(

@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -67,8 +68,9 @@ class TileGrid:
 
     @staticmethod
     @functools.cache
-    def of(shape: tuple[int, ...]) -> TileGrid:
-        """Return the tiling of an array of that shape.
+    def of(shape: tuple[int, ...], groups: int = 1) -> TileGrid:
+        """Return the tiling of an array of that shape. groups: parts of equal length
+        along the first axis, of which no tile has more than one.
 
         Starting from the whole array, even extents are halved, the one halved least
         so far first (ties: the largest, then the lowest axis), until a tile has at
@@ -81,15 +83,22 @@ class TileGrid:
         if size < 1:
             raise ValueError(f"shape {shape} has no elements; leave the piece out")
         limit = min(max(size / 256, 1024), MOST_ELEMENTS)
-        tile, halvings = list(shape), [0] * len(shape)
+        tile, grid = list(shape), [1] * len(shape)
+        if groups > 1:
+            tile[0], grid[0] = shape[0] // groups, groups
         while math.prod(tile) > limit:
             even = [axis for axis, extent in enumerate(tile) if extent % 2 == 0]
             if not even:
                 break
-            axis = min(even, key=lambda a: (halvings[a], -tile[a], a))
+            axis = min(even, key=lambda a: (grid[a], -tile[a], a))
             tile[axis] //= 2
-            halvings[axis] += 1
-        return TileGrid(tuple(tile), tuple(2**h for h in halvings))
+            grid[axis] *= 2
+        return TileGrid(tuple(tile), tuple(grid))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(map(operator.mul, self.grid, self.tile))
 
     @property
     def elements(self) -> int:

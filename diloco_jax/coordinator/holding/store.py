@@ -54,7 +54,7 @@ from diloco_jax.core.fragments import (
     get_piece,
 )
 from diloco_jax.core.merging import Encoded, capped, rule_for, tokens, weight
-from diloco_jax.core.tiles import Passes, TileGrid
+from diloco_jax.core.tiles import Passes
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.bulk import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
@@ -291,7 +291,7 @@ class Store:
         compiled = set()
         held = range(len(self._merges)) if fragments is None else fragments
         for fragment, merge in ((f, self._merges[f]) for f in held):
-            alike = tuple((p.shape, rule_for(p, merge.rule)) for p in merge.pieces)
+            alike = tuple((p.grid, rule_for(p, merge.rule)) for p in merge.pieces)
             if ended():
                 return
             if alike in compiled:
@@ -301,7 +301,9 @@ class Store:
             zeros = np.zeros(layout.total_bytes, np.uint8)
             arrays = layout.unpack(zeros.data)
             for placed, array in zip(layout.placed, arrays, strict=True):
-                sampled(Encoded(merge.up, placed.piece.shape, [array]), 0)
+                piece = placed.piece
+                own = Encoded(merge.up, piece.shape, [array], groups=piece.groups)
+                sampled(own, 0)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
                 self.merge(fragment, [nothing], [zeros], final=final)
@@ -509,7 +511,7 @@ def weights_of(
 def params_of(plan: FragmentPlan, thetas: Sequence[Arrays]) -> Params:
     """Return Theta, by fragment in the order of the tiles, as a nested dict."""
     arrays = {
-        piece.name: TileGrid.of(piece.shape).from_tiles(value)
+        piece.name: piece.grid.from_tiles(value)
         for pieces, theta in zip(plan.fragments, thetas, strict=True)
         for piece, value in zip(pieces, theta, strict=True)
     }

@@ -293,7 +293,7 @@ class Exchange:
 
         def by_piece(state: PieceState) -> Any:
             programs = state.programs
-            return ((programs.spread, programs.shape),) * programs.rows
+            return ((programs.spread, programs.grid),) * programs.rows
 
         spreads: Spreads = self._by_piece(fragment, by_piece)
         return spreads
@@ -323,7 +323,7 @@ class Exchange:
             (box, tiles.view(np.uint32))
             for box, tiles in layout.split(octets, self.part_down(fragment))
         ]
-        shapes = [bits_shape(placed.piece.shape) for placed in layout.placed]
+        shapes = [bits_shape(placed.piece.grid) for placed in layout.placed]
         return self._land(fragment, boxes, shapes, np.uint32)
 
     def _land(
