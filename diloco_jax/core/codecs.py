@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 
 from diloco_jax.core.families import CODECS, TileCodec
@@ -104,6 +105,33 @@ def encode_with_feedback(
     total = x + residual
     encoded = codec.encode(total, groups)
     return encoded, total - codec.decode(encoded, x.shape, groups)
+
+
+EXACT_BITS = 11
+"""Bits of a count that are kept."""
+USE_BYTES = 2
+"""Bytes of a count."""
+
+
+@compiled()
+def encode_uses(counts: jax.Array) -> jax.Array:
+    """Encode counts below 2^32 on a log scale, uint32[n] -> uint8[1, n * USE_BYTES].
+
+    Up to 2047 they are exact; of larger ones the first `EXACT_BITS` bits stay, so that
+    what is read is never more than what was counted. All lie in one tile.
+    """
+    bits = 32 - lax.clz(counts)
+    shift = jnp.maximum(bits, EXACT_BITS) - EXACT_BITS
+    codes = (shift << (EXACT_BITS - 1)) + (counts >> shift)
+    return to_octets(codes.astype(jnp.uint16), jnp.uint16)[None]
+
+
+def decode_uses(octets: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """Invert `encode_uses`, but for what it left out: [1, n * USE_BYTES] -> f64[n].
+    Every code stands for a number."""
+    codes = octets.reshape(-1).view("<u2").astype(np.int64)
+    shift = np.maximum((codes >> (EXACT_BITS - 1)) - 1, 0)
+    return np.ldexp((codes - (shift << (EXACT_BITS - 1))).astype(float), shift)
 
 
 def flush_subnormals(x: ArrayLike) -> jax.Array:

@@ -27,9 +27,14 @@ import numpy.typing as npt
 
 from diloco_jax.core import merging, outer
 from diloco_jax.core.changes import apply_to_tiles, publish_tiles
-from diloco_jax.core.codecs import Codec
+from diloco_jax.core.codecs import Codec, decode_uses
 from diloco_jax.core.families import MergeRule
-from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece
+from diloco_jax.core.fragments import (
+    Buffer,
+    PayloadLayout,
+    Piece,
+    digest_arrays,
+)
 from diloco_jax.core.merging import Encoded, MergedPiece, merge_piece, rule_for
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
 from diloco_jax.core.tiles import (
@@ -189,6 +194,15 @@ Squares = tuple[float, ...]
 """The sum of a delta's squares, by piece."""
 
 
+class Uses(NamedTuple):
+    """What a delta says of the use of the rows of its pieces."""
+
+    most: int = 0
+    """The largest sum of a piece's counts: no more than the delta's tokens."""
+    digest: str = ""
+    """Digest of all counts; empty if there are none."""
+
+
 class FragmentState(NamedTuple):
     """One fragment. Its arrays are never changed in place."""
 
@@ -234,7 +248,7 @@ class FragmentMerge:
     @functools.cached_property
     def layout_up(self) -> PayloadLayout:
         """Layout of an encoded delta."""
-        return PayloadLayout.of(self.up, self.pieces)
+        return PayloadLayout.of_delta(self.up, self.pieces)
 
     @functools.cached_property
     def layout_down(self) -> PayloadLayout:
@@ -266,11 +280,19 @@ class FragmentMerge:
 
         If a sum is not finite, the delta is not either (`is_fit`).
         """
-        arrays = self.layout_up.unpack(payload)
+        arrays = self.layout_up.unpack(payload)[: len(self.pieces)]
         return tuple(
             self._encoded(piece, [array]).squares[0]
             for piece, array in zip(self.pieces, arrays, strict=True)
         )
+
+    def uses(self, payload: Buffer) -> Uses:
+        """Return what a delta says of the use of rows."""
+        counts = self.layout_up.unpack(payload)[len(self.pieces) :]
+        if not counts:
+            return Uses()
+        most = max(decode_uses(own).sum() for own in counts)
+        return Uses(math.ceil(most), digest_arrays(counts)[:16])
 
     def merge(
         self,
@@ -282,6 +304,7 @@ class FragmentMerge:
         share: float,
         final: bool,
         last: Sequence[Sample],
+        tokens: Sequence[int] = (),
     ) -> MergeResult:
         """Merge encoded deltas, take the outer step and encode the publish.
 
@@ -292,6 +315,7 @@ class FragmentMerge:
           share: factor of the merged delta.
           final: the flush: weighted mean, learning rate 1, momentum untouched.
           last: `MergeResult.sample` of the merge before; empty if unknown.
+          tokens: of each delta, for pieces that are weighed by use.
         """
         encoded = [self.layout_up.unpack(payload) for payload in payloads]
         deltas, merged, samples = [], [], []
@@ -303,7 +327,8 @@ class FragmentMerge:
                 [known[index] for known in squares],
             )
             rule, kept = rule_for(piece, self.rule, final=final), state.rules[index]
-            found = merge_piece(rule, own, weights, share, kept, theta[index])
+            uses = self._uses(index, encoded, tokens) if piece.by_use else None
+            found = merge_piece(rule, own, weights, share, kept, theta[index], uses)
             deltas.append(own)
             merged.append(found)
             samples.append(sample(found.total) * np.float32(found.factor))
@@ -314,6 +339,10 @@ class FragmentMerge:
         if not (final or self._by_block):
             stepped = True
             after = after._replace(outer=self._whole_step(state, merged, theta))
+            for index, found in enumerate(merged):
+                _keep(
+                    found, slice(0, len(theta[index])), state.theta[index], theta[index]
+                )
         outers = [
             self._finish_piece(
                 index,
@@ -368,6 +397,14 @@ class FragmentMerge:
             anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
         )
 
+    def _uses(
+        self, index: int, deltas: Sequence[Sequence[Any]], tokens: Sequence[int]
+    ) -> npt.NDArray[np.float64]:
+        """Return the uses of a piece's rows by delta, per token."""
+        place = len(self.pieces) + sum(p.by_use for p in self.pieces[:index])
+        counts = np.stack([decode_uses(arrays[place]) for arrays in deltas])
+        return counts / np.maximum(np.array(tokens, float), 1.0)[:, None]
+
     def _encoded(
         self, piece: Piece, arrays: Sequence[Any], squares: Sequence[float] = ()
     ) -> Encoded:
@@ -420,6 +457,8 @@ class FragmentMerge:
                 new_trace=native.new_trace,
                 new_anchor=new_anchor,
                 encoded=encoded,
+                unused=None if merged is None else merged.unused,
+                grid=None if merged is None or merged.unused is None else merged.grid,
             )
             return native.after
         state = before.outer[index] if self._by_block else ()
@@ -449,8 +488,10 @@ class FragmentMerge:
                     for n, leaf in enumerate(jax.tree.leaves(moved)):
                         if cut[n]:
                             new[n][rows] = leaf
+                            _keep(merged, rows, kept[n], new[n])
                         else:
                             new[n] = np.asarray(leaf)
+                _keep(merged, rows, old, theta)
             encoded[rows], new_anchor[rows] = publish_tiles(
                 self.down, theta[rows], anchor[rows]
             )
@@ -488,6 +529,20 @@ class FragmentMerge:
         for piece, new, place in zip(self.pieces, stepped, theta, strict=True):
             place[...] = piece.grid.to_tiles(np.asarray(new))
         return jax.tree.map(np.asarray, after)
+
+
+def _keep(
+    merged: MergedPiece,
+    tiles: slice,
+    old: npt.NDArray[np.float32],
+    new: npt.NDArray[np.float32],
+) -> None:
+    """Put the old values back, in these tiles, of rows that nobody used."""
+    if merged.unused is not None:
+        unused = merged.grid.by_row(merged.unused, tiles)
+        shape = (*unused.shape, -1)
+        here = new[tiles].reshape(shape)
+        np.copyto(here, old[tiles].reshape(shape), where=unused[..., None])
 
 
 def length(squares: Squares) -> float:

@@ -18,10 +18,11 @@ of a fragment alone, never on a mesh (docs/design/pieces.md).
 
 Parameters are a nested dict of arrays. `P` is the number of fragments.
 
-A fragment's *payload* is its encoded pieces, one after the other, without padding. A
-message carries all of it or a part. A part is boxes of tiles, as a shard of
-an aligned mesh is; its bytes are its boxes' bytes, one after the other, each row-major
-over the box. A full anchor travels as the f32 values of the same boxes of tiles.
+A fragment's *payload* is its encoded pieces, one after the other, without padding; in
+a delta the counts of use follow, of those pieces that have any, a tile each. A message
+carries all of it or a part. A part is boxes of tiles, as a shard of an aligned mesh is;
+its bytes are its boxes' bytes, one after the other, each row-major over the box. A
+full anchor travels as the f32 values of the same boxes of tiles.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +48,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.codecs import Codec
+from diloco_jax.core.codecs import USE_BYTES, Codec
 from diloco_jax.core.tiles import ArrayLike, TileGrid, ballot_bytes
 
 MOST_STRIPES = 256
@@ -155,6 +164,9 @@ class Piece:
     groups: int = dataclasses.field(default=1, kw_only=True)
     """Parts along the first axis, a row each, that have nothing in common: experts. No
     tile has two of them."""
+    by_use: bool = dataclasses.field(default=False, kw_only=True)
+    """True if a delta says how often each row of the first axis was used, which weighs
+    it."""
 
     @property
     def name(self) -> str:
@@ -173,6 +185,15 @@ class Piece:
     def grid(self) -> TileGrid:
         """Its tiles."""
         return TileGrid.of(self.shape, self.groups)
+
+    def uses_of(self, counts: Any) -> Any:
+        """Return the counts of its rows, out of those of its tensor, [rows] or [layers,
+        rows]."""
+        own = counts if self.layer < 0 else counts[self.layer]
+        if self.bands is None or self.bands.axis > -len(self.shape):
+            return own
+        rows = dataclasses.replace(self.bands, axis=-1)
+        return rows.joined(rows.striped(own)[rows.index(self.band)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +223,7 @@ class FragmentPlan:
             [
                 [
                     [
-                        *(p.name, p.layer, p.shape, p.embedding, p.groups),
+                        *(p.name, p.layer, p.shape, p.embedding, p.groups, p.by_use),
                         p.bands and dataclasses.astuple(p.bands),
                     ]
                     for p in fragment
@@ -219,6 +240,7 @@ def plan_fragments(
     num_fragments: int,
     by: str = "size",
     may_cut: Callable[[Piece], bool] = lambda piece: False,
+    by_use: Collection[str] = (),
 ) -> FragmentPlan:
     """Deal all pieces out to `num_fragments` fragments of about equal size.
 
@@ -241,12 +263,17 @@ def plan_fragments(
         by itself. "tensor": all layers of a tensor together.
       may_cut: tells whether the mathematics of a whole piece are those of its bands
         (`core/merging.py: may_cut`).
+      by_use: tensors whose deltas say how often each row was used, by path, joined by
+        "/".
 
     Raises:
       ValueError: P is below 1 or above the number of units; shapes and axes do not
         match; two pieces have one name; `by` is unknown.
     """
-    whole = list(_pieces(shapes, axes, ()))
+    whole = [
+        dataclasses.replace(piece, by_use="/".join(piece.path) in by_use)
+        for piece in _pieces(shapes, axes, ())
+    ]
     plans = [_deal(whole, num_fragments, by, may_cut, cut) for cut in CUTS]
     even = EVEN * plans[0].total / num_fragments
     return min(plans, key=lambda plan: max(even, *plan.sizes))  # The first of equals.
@@ -473,6 +500,14 @@ class PayloadLayout:
         """Return the layout of these pieces, in this order."""
         shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
         return cls._of(pieces, shapes)
+
+    @classmethod
+    def of_delta(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
+        """Return the layout of a delta of these pieces, with its counts of use."""
+        counted = [piece for piece in pieces if piece.by_use]
+        shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
+        uses = [(1, USE_BYTES * piece.shape[0]) for piece in counted]
+        return cls._of([*pieces, *counted], [*shapes, *uses])
 
     @classmethod
     def of_ballots(cls, pieces: Sequence[Piece]) -> PayloadLayout:

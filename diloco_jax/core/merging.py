@@ -295,18 +295,25 @@ class Encoded:
         return self.codec.decode_tiles(self._in_order(island)[rows], self._elements)
 
     def weighted_sum(
-        self, factors: Sequence[float], out: npt.NDArray[np.float32]
+        self,
+        factors: Sequence[float] | npt.NDArray[np.float32],
+        out: npt.NDArray[np.float32],
     ) -> list[float]:
         """Sum the deltas, each times its factor, into f32[tiles, elements]; return the
-        sum of the squares of each tile of that."""
+        sum of the squares of each tile of that. factors: one a delta, or f32[M, rows],
+        one for each row of its first axis."""
+        by_row = self.grid if isinstance(factors, np.ndarray) else None
         if self._native is not None:
             encoded = [self._in_order(island) for island in range(len(self))]
-            return self._native.sum(self.codec.name, encoded, factors, out)
+            return self._native.sum(self.codec.name, encoded, factors, out, by_row)
         found: list[float] = []
         for rows in blocks(*out.shape):
             block = jnp.zeros(out[rows].shape, jnp.float32)
             for island, factor in enumerate(factors):
-                block = added(block, self.tiles(island, rows), np.float32(factor))
+                own = np.float32(factor)
+                if by_row is not None:
+                    own = by_row.by_row(factor, rows)
+                block = added(block, self.tiles(island, rows), own)
                 # Otherwise all deltas would be decoded ahead of the sum, into memory.
                 jax.block_until_ready(block)  # type: ignore[no-untyped-call]
             out[rows] = block
@@ -351,9 +358,12 @@ class Encoded:
 
 @compiled(donates=(0,))
 def added(total: jax.Array, delta: ArrayLike, factor: Any) -> jax.Array:
-    """Return a sum with one more delta, times its factor. The sum is donated."""
-    summed: jax.Array = total + factor * delta
-    return summed
+    """Return a sum with one more delta, f32[n, elements], times its factor, one number
+    or [n, rows of a tile]. The sum is donated."""
+    shape = (*jnp.shape(factor), -1) if jnp.ndim(factor) else total.shape
+    by_row = jnp.expand_dims(factor, -1) if jnp.ndim(factor) else factor
+    summed = total.reshape(shape) + by_row * delta.reshape(shape)
+    return summed.reshape(total.shape)
 
 
 MOST_SQUARES = 1e36
@@ -373,6 +383,9 @@ class MergedPiece(NamedTuple):
     """The rule's state, for the next merge."""
     direction_square: float | None
     """|sum of w unit(d)|^2, if the rule knows it."""
+    unused: npt.NDArray[np.bool_] | None = None
+    """bool[rows of the first axis]: no delta used it, so it stays as it is; None: all
+    were."""
 
     @property
     def delta(self) -> npt.NDArray[np.float32]:
@@ -389,6 +402,7 @@ def merge_piece(
     share: float = 1.0,
     state: State = (),
     out: npt.NDArray[np.float32] | None = None,
+    uses: npt.NDArray[np.float64] | None = None,
 ) -> MergedPiece:
     """Merge the deltas of one piece.
 
@@ -399,10 +413,13 @@ def merge_piece(
       share: share of the islands' work in these deltas, above 0 and at most 1.
       state: from the last merge of the piece; `start(rule, shape)` at first.
       out: the place of `MergedPiece.total`; None: a new array.
+      uses: f64[M, rows of the first axis], how often each delta's steps used a row, per
+        unit of its weight; None: all rows alike.
 
     Raises:
       ValueError: no deltas, not one weight per delta, weights that are negative or
-        not finite or all zero, or a share out of bounds.
+        not finite or all zero, or a share out of bounds; uses for a rule that sees
+        whole deltas.
     """
     total = math.fsum(weights)
     if len(deltas) != len(weights) or not weights:
@@ -419,11 +436,33 @@ def merge_piece(
     shares = [w / total for w in weights]
     if out is None:
         out = np.empty(deltas.grid.in_order, np.float32)
+    by_row = None if uses is None else row_shares(shares, uses)
     if rule.needs == "sum":
-        return _sum(rule, deltas, shares, share, out)
+        return _sum(rule, deltas, shares, share, out, by_row)
     if rule.needs == "elementwise":
-        return _by_blocks(rule, deltas, shares, share, out)
+        return _by_blocks(rule, deltas, shares, share, out, by_row)
+    require_rows(rule, by_row is not None)
     return _by_pieces(rule, deltas, shares, share, state, out)
+
+
+def row_shares(
+    shares: Sequence[float], uses: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return each delta's share in each row, f64[M, rows]: its own times its use, over
+    the sum of all; zeros where nobody used the row. See `merge_piece`."""
+    found: npt.NDArray[np.float64] = np.array(shares)[:, None] * uses
+    total = found.sum(axis=0)
+    return np.divide(found, total, out=np.zeros_like(found), where=total > 0)
+
+
+def require_rows(rule: MergeRule, by_use: bool) -> None:
+    """Raise ValueError if a rule cannot weigh rows by use, and is to."""
+    if by_use and rule.needs not in ("sum", "elementwise"):
+        raise ValueError(
+            f"{type(rule).__name__} sees whole deltas (needs = {rule.needs!r}), and "
+            f"weights by use differ from row to row; choose a rule that needs a sum or "
+            f"goes element by element, or leave sync.weights_by_use off"
+        )
 
 
 def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule:
@@ -478,13 +517,21 @@ def _sum(
     weights: list[float],
     share: float,
     out: npt.NDArray[np.float32],
+    by_row: npt.NDArray[np.float64] | None,
 ) -> MergedPiece:
     squares = deltas.squares
-    found = deltas.weighted_sum(rule.factors(weights, squares), out)
+    factors = rule.factors(weights, squares)
+    unused = None
+    if by_row is not None:
+        # What the rule makes of a delta's weight, it makes of its weight in a row.
+        pairs = zip(factors, weights, strict=True)
+        each = np.array([f / weight if weight else 0.0 for f, weight in pairs])
+        factors, unused = np.float32(each[:, None] * by_row), ~by_row.any(axis=0)
+    found = deltas.weighted_sum(factors, out)
     square = math.fsum(found)
     scale = rule.scale(weights, squares, square)
     if scale is None:
-        return _sum(MEAN, deltas, weights, share, out)
+        return _sum(MEAN, deltas, weights, share, out, by_row)
     factor = share * scale
     return MergedPiece(
         deltas.grid,
@@ -492,7 +539,8 @@ def _sum(
         factor,
         factor * factor * square,
         (),
-        rule.direction_square(square),
+        rule.direction_square(square) if by_row is None else None,
+        unused,
     )
 
 
@@ -502,11 +550,19 @@ def _by_blocks(
     weights: list[float],
     share: float,
     out: npt.NDArray[np.float32],
+    by_row: npt.NDArray[np.float64] | None,
 ) -> MergedPiece:
     for rows in blocks(len(out), out.shape[1], arrays=len(deltas)):
         stacked = jnp.stack([deltas.tiles(i, rows) for i in range(len(deltas))])
-        out[rows] = merge_block(rule, stacked, jnp.asarray(weights), share)
-    return MergedPiece(deltas.grid, out, 1.0, math.fsum(tile_squares(out)), (), None)
+        if by_row is None:
+            out[rows] = merge_block(rule, stacked, jnp.asarray(weights), share)
+        else:
+            own = jnp.asarray(deltas.grid.by_row(by_row, rows), jnp.float32)
+            out[rows] = merge_rows(rule, stacked, own, share)
+    square, unused = math.fsum(tile_squares(out)), None
+    if by_row is not None:
+        unused = ~by_row.any(axis=0)
+    return MergedPiece(deltas.grid, out, 1.0, square, (), None, unused)
 
 
 def _by_pieces(
@@ -566,6 +622,17 @@ def _finish(rule: Fold, shape: Shape, sums: Any, share: Any, state: State) -> An
 def merge_block(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax.Array:
     """Merge the same elements of all deltas, f32[M, ...], f32[M] -> f32[...]."""
     return _required(rule.merge(deltas, weights, share), deltas.shape[1:])
+
+
+@compiled(0)
+def merge_rows(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax.Array:
+    """Merge the same tiles of all deltas row by row, f32[M, n, elements], f32[M, n,
+    rows] -> f32[n, elements]; 0 where all weights of a row are 0."""
+    rows = weights.reshape(len(weights), -1)
+    own = deltas.reshape(*rows.shape, -1)
+    merged = jax.vmap(lambda d, w: rule.merge(d, w, share), 1)(own, rows)
+    merged = jnp.where(rows.any(axis=0)[:, None], merged, 0.0)
+    return _required(merged.reshape(deltas.shape[1:]), deltas.shape[1:])
 
 
 @compiled(0)
