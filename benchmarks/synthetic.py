@@ -40,8 +40,8 @@ from diloco_jax.protocol.messages import (
     Measures,
     ProfileRequest,
     ResendRequest,
+    lookahead_of,
 )
-from diloco_jax.protocol.values import lookahead_of
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client

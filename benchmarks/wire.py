@@ -62,7 +62,7 @@ import support
 
 from diloco_jax.cluster.cluster import ALLOCATOR
 from diloco_jax.config.placement import Deadlines
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import addresses
 from diloco_jax.wire.bulk import FetchRequest, FetchSource, UploadStart
 from diloco_jax.wire.certificates import make_certificates

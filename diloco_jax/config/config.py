@@ -36,7 +36,7 @@ from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import is_bucket
 from diloco_jax.observability.sinks import check_names as check_sinks
-from diloco_jax.protocol.values import ISLAND_NAME
+from diloco_jax.protocol.messages import ISLAND_NAME
 from diloco_jax.wire.addresses import LAST_PORT, bulk_address, parse_address
 
 FIELDS: dict[str, Family[Any]] = {

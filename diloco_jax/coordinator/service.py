@@ -31,7 +31,7 @@ from diloco_jax.models.build import other_model
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import members, schedule, steering, takes
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.coordinator.state import (
     Disconnected,
     KeepAsked,
     Said,

@@ -59,7 +59,7 @@ from diloco_jax.protocol.holding import (
     WorkerServes,
     to_worker,
 )
-from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.protocol.messages import DeltaKey, Version
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk import prepare
 from diloco_jax.wire.bulk_server import BulkServer

@@ -67,13 +67,14 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import (
     AnchorRequest,
+    DeltaKey,
     FromCoordinator,
     Hello,
     ResendRequest,
     TakeRequest,
+    Version,
     Welcome,
 )
-from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.duplex import WorkerLine, dial_worker
 from diloco_jax.wire.errors import (

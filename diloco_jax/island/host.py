@@ -66,12 +66,14 @@ from diloco_jax.protocol.island.boundary import (
 from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (
+    FIRST_VERSION,
     OWN_DATA,
     AnchorRequest,
     ProfileRequest,
     ResendRequest,
+    Version,
+    lookahead_of,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, Version, lookahead_of
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client

@@ -41,8 +41,7 @@ from diloco_jax.protocol.island.conversation import (
     Fetching,
     Wanted,
 )
-from diloco_jax.protocol.messages import Hello, ResendRequest
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Hello, ResendRequest, Version
 from diloco_jax.wire.bulk import FetchRequest, Identity, UploadStart
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import Refused, VersionGone, WireError

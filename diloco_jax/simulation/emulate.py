@@ -41,14 +41,14 @@ from diloco_jax.data.reader import BatchReader, ValidationBatches
 from diloco_jax.data.source import Fields, Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.files import write_json
+from diloco_jax.files import digest_of, write_json
 from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan, inner_note
 from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.process import crashes_in_a_row
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.values import DeltaKey, lookahead_of
+from diloco_jax.protocol.messages import DeltaKey, lookahead_of
 from diloco_jax.simulation.bodies import (
     Diary,
     StoreMerging,
@@ -61,7 +61,6 @@ from diloco_jax.simulation.coordinator import Merging, VirtualCoordinator
 from diloco_jax.simulation.emulation_options import EmulationOptions
 from diloco_jax.simulation.island import Body, IslandSpec
 from diloco_jax.simulation.world import World
-from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from cryptography import x509
 
-from diloco_jax.protocol.values import ISLAND_NAME
+from diloco_jax.protocol.messages import ISLAND_NAME
 from diloco_jax.wire.errors import REVOKED_CODE, Refused, SecurityError
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from cryptography import x509
 from msgspec.structs import replace
 
 from diloco_jax.config.placement import Backoff, Deadlines
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import addresses, bulk, errors, principal
 from diloco_jax.wire.bulk import PROGRESS_BYTES, BulkConnection, prepare
 from diloco_jax.wire.errors import (

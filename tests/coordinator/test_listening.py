@@ -27,7 +27,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     WorkerServes,
 )
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.certificates import add, make_certificates

@@ -35,7 +35,7 @@ from diloco_jax.island import main
 from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import FIRST_VERSION, Record
+from diloco_jax.protocol.messages import FIRST_VERSION, Record
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.certificates import make_certificates

@@ -24,8 +24,7 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.protocol.messages import Steer
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Steer, Version
 from diloco_jax.wire import limits, server, session
 from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, VersionGone
 from diloco_jax.wire.limits import (

@@ -23,7 +23,7 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk, transfers
 from diloco_jax.wire.errors import (
     Busy,
