@@ -67,7 +67,7 @@ from diloco_jax.wire import addresses
 from diloco_jax.wire.bulk import FetchRequest, FetchSource, UploadStart
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.peers import COORDINATOR, island
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles

@@ -151,13 +151,18 @@ class Deadlines:
 
     @property
     def retry_min_s(self) -> float:
-        """First pause before an attempt is repeated (`Backoff`)."""
+        """First pause before an attempt is repeated."""
         return min(FIRST_RETRY_S, self.budget_s / 100)
 
     @property
     def retry_max_s(self) -> float:
         """Longest pause between attempts."""
         return self.budget_s / 10
+
+    @property
+    def retries_s(self) -> tuple[float, float]:
+        """First and longest pause between attempts, for a `Backoff`."""
+        return self.retry_min_s, self.retry_max_s
 
     @property
     def reunion_s(self) -> float:
@@ -189,28 +194,6 @@ class Deadlines:
     def join_s(self, octets: int) -> float:
         """Time within which a join that fetches so many bytes is done."""
         return self.pin_s + 8 * octets / SLOWEST_LINK_BITS_PER_S
-
-
-class Backoff:
-    """Pauses between attempts: first `retry_min_s`, then doubled each time up to
-    `retry_max_s`."""
-
-    def __init__(self, deadlines: Deadlines, failures: int = 0) -> None:
-        """failures: attempts that failed before these."""
-        self._deadlines = deadlines
-        self._pause_s = deadlines.retry_min_s
-        for _ in range(failures):
-            self.next_s()
-
-    def next_s(self) -> float:
-        """Return the seconds until the next attempt."""
-        pause_s = self._pause_s
-        self._pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
-        return pause_s
-
-    def reset(self) -> None:
-        """Begin again with the shortest pause, since an attempt got through."""
-        self._pause_s = self._deadlines.retry_min_s
 
 
 WhenDone = Literal["delete", "keep"]

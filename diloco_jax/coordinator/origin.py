@@ -79,7 +79,7 @@ from diloco_jax.protocol.messages import NOTHING, Version
 from diloco_jax.weights.first import keep_source, keep_tokenizer
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused, WireError
-from diloco_jax.wire.limits import RateLimitedLog
+from diloco_jax.wire.peers import RateLimitedLog
 from diloco_jax.wire.session import Handlers, Session
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from diloco_jax.protocol.coordinator.state import (
 )
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
-from diloco_jax.wire.principal import require_run
+from diloco_jax.wire.peers import require_run
 from diloco_jax.wire.session import Handlers, Session
 
 logger = logging.getLogger(__name__)

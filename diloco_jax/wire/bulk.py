@@ -51,7 +51,7 @@ from diloco_jax.wire.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from diloco_jax.wire.limits import Guard
+from diloco_jax.wire.peers import Guard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

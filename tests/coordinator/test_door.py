@@ -15,7 +15,7 @@ from diloco_jax.protocol.coordinator.search import Offered
 from diloco_jax.protocol.coordinator.state import Disconnected, Said
 from diloco_jax.protocol.holding import HolderTroubled
 from diloco_jax.wire.errors import Busy, Refused
-from diloco_jax.wire.limits import AT_ONCE
+from diloco_jax.wire.peers import AT_ONCE
 
 OFFERED = {"term": 1, "run_id": "r", "versions": [(1, 1), (1, 2)]}
 

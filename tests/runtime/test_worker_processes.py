@@ -49,7 +49,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
 )
 from diloco_jax.protocol.messages import AnchorRequest, TakeRequest, Version
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
@@ -145,7 +145,7 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
     _, store, (start, payload), before, wanted = alone
     config, processes = unit
     lead = tmp_path / "lead"
-    tls = TlsFiles.load_given(config.placement.certificates, principal.island("a"))
+    tls = TlsFiles.load_given(config.placement.certificates, peers.island("a"))
 
     with leading(config, lead) as workers:
         restored = workers.restore(asked_for(FIRST, FIRST, first=True))

@@ -65,7 +65,7 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import FIRST_VERSION, NOTHING, Prepared, Version
 from diloco_jax.wire.errors import Busy, Refused, WireError
-from diloco_jax.wire.limits import DaemonPool
+from diloco_jax.wire.peers import DaemonPool
 
 logger = logging.getLogger(__name__)
 
