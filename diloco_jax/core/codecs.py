@@ -131,7 +131,9 @@ def decode_uses(octets: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
     Every code stands for a number."""
     codes = octets.reshape(-1).view("<u2").astype(np.int64)
     shift = np.maximum((codes >> (EXACT_BITS - 1)) - 1, 0)
-    return np.ldexp((codes - (shift << (EXACT_BITS - 1))).astype(float), shift)
+    kept = (codes - (shift << (EXACT_BITS - 1))).astype(np.float64)
+    counts: npt.NDArray[np.float64] = np.ldexp(kept, shift)
+    return counts
 
 
 def flush_subnormals(x: ArrayLike) -> jax.Array:

@@ -198,7 +198,8 @@ class Uses(NamedTuple):
     """What a delta says of the use of the rows of its pieces."""
 
     most: int = 0
-    """The largest sum of a piece's counts: no more than the delta's tokens."""
+    """The tokens behind a piece's counts, of the piece with the most: no more than the
+    delta's."""
     digest: str = ""
     """Digest of all counts; empty if there are none."""
 
@@ -288,10 +289,12 @@ class FragmentMerge:
 
     def uses(self, payload: Buffer) -> Uses:
         """Return what a delta says of the use of rows."""
+        counted = [piece.by_use for piece in self.pieces if piece.by_use]
         counts = self.layout_up.unpack(payload)[len(self.pieces) :]
         if not counts:
             return Uses()
-        most = max(decode_uses(own).sum() for own in counts)
+        pairs = zip(counts, counted, strict=True)
+        most = max(decode_uses(own).sum() / per_token for own, per_token in pairs)
         return Uses(math.ceil(most), digest_arrays(counts)[:16])
 
     def merge(
@@ -401,9 +404,10 @@ class FragmentMerge:
         self, index: int, deltas: Sequence[Sequence[Any]], tokens: Sequence[int]
     ) -> npt.NDArray[np.float64]:
         """Return the uses of a piece's rows by delta, per token."""
-        place = len(self.pieces) + sum(p.by_use for p in self.pieces[:index])
+        place = len(self.pieces) + sum(p.by_use > 0 for p in self.pieces[:index])
         counts = np.stack([decode_uses(arrays[place]) for arrays in deltas])
-        return counts / np.maximum(np.array(tokens, float), 1.0)[:, None]
+        counts /= np.array(tokens, np.float64)[:, None]
+        return counts
 
     def _encoded(
         self, piece: Piece, arrays: Sequence[Any], squares: Sequence[float] = ()

@@ -34,13 +34,13 @@ import math
 import operator
 from collections.abc import (
     Callable,
-    Collection,
     Hashable,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -164,9 +164,9 @@ class Piece:
     groups: int = dataclasses.field(default=1, kw_only=True)
     """Parts along the first axis, a row each, that have nothing in common: experts. No
     tile has two of them."""
-    by_use: bool = dataclasses.field(default=False, kw_only=True)
-    """True if a delta says how often each row of the first axis was used, which weighs
-    it."""
+    by_use: int = dataclasses.field(default=0, kw_only=True)
+    """Not 0: a delta says how often each row of the first axis was used, which weighs
+    it. A token uses so many rows at most."""
 
     @property
     def name(self) -> str:
@@ -240,7 +240,7 @@ def plan_fragments(
     num_fragments: int,
     by: str = "size",
     may_cut: Callable[[Piece], bool] = lambda piece: False,
-    by_use: Collection[str] = (),
+    by_use: Mapping[str, int] = MappingProxyType({}),
 ) -> FragmentPlan:
     """Deal all pieces out to `num_fragments` fragments of about equal size.
 
@@ -263,17 +263,22 @@ def plan_fragments(
         by itself. "tensor": all layers of a tensor together.
       may_cut: tells whether the mathematics of a whole piece are those of its bands
         (`core/merging.py: may_cut`).
-      by_use: tensors whose deltas say how often each row was used, by path, joined by
-        "/".
+      by_use: `Piece.by_use` of tensors, by path, joined by "/".
 
     Raises:
       ValueError: P is below 1 or above the number of units; shapes and axes do not
         match; two pieces have one name; `by` is unknown.
     """
     whole = [
-        dataclasses.replace(piece, by_use="/".join(piece.path) in by_use)
+        dataclasses.replace(piece, by_use=by_use.get("/".join(piece.path), 0))
         for piece in _pieces(shapes, axes, ())
     ]
+    known = {"/".join(piece.path) for piece in whole if piece.shape}
+    if unknown := sorted({*by_use} - known):
+        raise ValueError(
+            f"the use of {', '.join(unknown)} is counted, and no tensor with rows has "
+            f"that name: there are {', '.join(sorted(known))}"
+        )
     plans = [_deal(whole, num_fragments, by, may_cut, cut) for cut in CUTS]
     even = EVEN * plans[0].total / num_fragments
     return min(plans, key=lambda plan: max(even, *plan.sizes))  # The first of equals.

@@ -452,7 +452,15 @@ def row_shares(
     the sum of all; zeros where nobody used the row. See `merge_piece`."""
     found: npt.NDArray[np.float64] = np.array(shares)[:, None] * uses
     total = found.sum(axis=0)
-    return np.divide(found, total, out=np.zeros_like(found), where=total > 0)
+    np.divide(found, total, out=found, where=total > 0)
+    return found
+
+
+def _unused(
+    by_row: npt.NDArray[np.float64] | None,
+) -> npt.NDArray[np.bool_] | None:
+    """Return `MergedPiece.unused`."""
+    return None if by_row is None else np.asarray(~by_row.any(axis=0))
 
 
 def require_rows(rule: MergeRule, by_use: bool) -> None:
@@ -520,13 +528,12 @@ def _sum(
     by_row: npt.NDArray[np.float64] | None,
 ) -> MergedPiece:
     squares = deltas.squares
-    factors = rule.factors(weights, squares)
-    unused = None
+    factors: Any = rule.factors(weights, squares)
     if by_row is not None:
         # What the rule makes of a delta's weight, it makes of its weight in a row.
         pairs = zip(factors, weights, strict=True)
         each = np.array([f / weight if weight else 0.0 for f, weight in pairs])
-        factors, unused = np.float32(each[:, None] * by_row), ~by_row.any(axis=0)
+        factors = (each[:, None] * by_row).astype(np.float32)
     found = deltas.weighted_sum(factors, out)
     square = math.fsum(found)
     scale = rule.scale(weights, squares, square)
@@ -540,7 +547,7 @@ def _sum(
         factor * factor * square,
         (),
         rule.direction_square(square) if by_row is None else None,
-        unused,
+        _unused(by_row),
     )
 
 
@@ -559,9 +566,7 @@ def _by_blocks(
         else:
             own = jnp.asarray(deltas.grid.by_row(by_row, rows), jnp.float32)
             out[rows] = merge_rows(rule, stacked, own, share)
-    square, unused = math.fsum(tile_squares(out)), None
-    if by_row is not None:
-        unused = ~by_row.any(axis=0)
+    square, unused = math.fsum(tile_squares(out)), _unused(by_row)
     return MergedPiece(deltas.grid, out, 1.0, square, (), None, unused)
 
 

@@ -83,15 +83,27 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
         """Tell if merges and outer steps treat the bands of a piece as the whole."""
         return by_element and merging.may_cut(piece, rule)
 
+    by_use = {path: use.per_token for path, use in model.uses.items()}
     try:
-        return plan_fragments(
-            model.shapes(), model.axes, sync.fragments, sync.fragment_by, may_cut
+        plan = plan_fragments(
+            model.shapes(),
+            model.axes,
+            sync.fragments,
+            sync.fragment_by,
+            may_cut,
+            by_use if sync.weights_by_use else {},
         )
     except ValueError as error:
         raise ConfigError(
             f"sync.fragments = {sync.fragments}, sync.fragment_by = "
             f"{sync.fragment_by!r}: {error}"
         ) from error
+    for piece in plan.pieces:
+        try:
+            merging.require_rows(merging.rule_for(piece, rule), piece.by_use > 0)
+        except ValueError as error:
+            raise ConfigError(f"sync.merge = {sync.merge!r}: {error}") from error
+    return plan
 
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]

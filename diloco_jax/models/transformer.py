@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +56,7 @@ from diloco_jax.models.model import (
     Metrics,
     Model,
     Params,
+    Use,
     split_batch,
     weighted_loss,
 )
@@ -341,7 +342,10 @@ def build(
         return run_layers(config, x, stacked, wrap(layer), per_iteration)[0]
 
     if not adapters:
-        return Model(lambda key: _init(tensors, key), loss, axes, BATCH)
+        count = functools.partial(input_counts, config.vocab_size)
+        # A tied table is used by every prediction, too.
+        uses = {} if config.tied_embeddings else {"embedding": Use(count)}
+        return Model(lambda key: _init(tensors, key), loss, axes, BATCH, uses=uses)
     shapes = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, dtype),  # type: ignore[no-untyped-call]
         tensors,
@@ -354,6 +358,15 @@ def build(
         BATCH,
         Frozen(shapes=shapes, axes=axes),
     )
+
+
+def input_counts(vocab_size: int, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return how often each token is an input, uint32 [vocab_size]; padding is none."""
+    inputs = batch["tokens"][:, :-1]
+    if "segments" in batch:
+        inputs = inputs[batch["segments"][:, :-1] != 0]
+    counts = np.bincount(inputs.ravel(), minlength=vocab_size)
+    return counts.astype(np.uint32)
 
 
 def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:

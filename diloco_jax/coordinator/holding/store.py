@@ -40,6 +40,7 @@ from diloco_jax.core.fragment_merge import (
     MergeResult,
     Sample,
     Squares,
+    Uses,
     sampled,
 )
 from diloco_jax.core.fragments import (
@@ -300,8 +301,7 @@ class Store:
             layout = merge.layout_up
             zeros = np.zeros(layout.total_bytes, np.uint8)
             arrays = layout.unpack(zeros.data)
-            for placed, array in zip(layout.placed, arrays, strict=True):
-                piece = placed.piece
+            for piece, array in zip(merge.pieces, arrays, strict=False):
                 own = Encoded(merge.up, piece.shape, [array], groups=piece.groups)
                 sampled(own, 0)
             for final in (False, True):
@@ -311,6 +311,10 @@ class Store:
     def squares(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Squares:
         """Return the sums of the squares of a delta, by piece, for `is_fit`."""
         return self._merges[fragment].squares(payload.data)
+
+    def uses(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Uses:
+        """Return what a delta says of the use of rows."""
+        return self._merges[fragment].uses(payload.data)
 
     def merge(
         self,
@@ -340,6 +344,7 @@ class Store:
             share=share,
             final=final,
             last=current.last,
+            tokens=[contribution.tokens for contribution in contributions],
         )
 
     def commit(self, fragment: int, version: Version, merged: MergeResult) -> None:
