@@ -42,11 +42,19 @@ def expected_history(
                 done += 1
             return (state.opt_state, done), state.params
 
+        def used(carry, name=name, island=island):
+            _, done = carry
+            counts = np.zeros(run.model.vocab_size, np.int64)
+            for position in positions[name][: done * island.batch_size]:
+                tokens = reader.batch(np.array([position]))["tokens"][:, :-1]
+                np.add.at(counts, tokens.ravel(), 1)
+            return counts
+
         params = jax.jit(model.init)(jax.random.key(run.seed))
         carry = (trainer.init_inner(params), 0)
         islands.append(
             oracle.RoundIsland(
-                name, carry, step, island.batch_size * run.sequence_length
+                name, carry, step, island.batch_size * run.sequence_length, used
             )
         )
     plan = build_plan(run, model)

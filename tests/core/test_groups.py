@@ -96,7 +96,7 @@ def test_groups_are_a_part_of_the_plan() -> None:
 
 # ---- weights by use ----------------------------------------------------------------
 
-TABLE = Piece(("table",), -1, (96, 40), True, by_use=True)
+TABLE = Piece(("table",), -1, (96, 40), True, by_use=1)
 OTHER = Piece(("other",), -1, (24, 16), False)
 ISLANDS, TOKENS = 3, 1000
 WEIGHTS = [1.0, 2.0, 3.0]
@@ -313,7 +313,7 @@ def test_bands_of_a_table_have_the_counts_of_their_rows(fragments: int) -> None:
         {"table": ("vocab", "embed")},
         fragments,
         may_cut=lambda piece: True,
-        by_use=("table",),
+        by_use={"table": 1},
     )
     values = np.broadcast_to(np.arange(512.0)[:, None], shape)
     counts = np.arange(512)

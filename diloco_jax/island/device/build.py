@@ -63,7 +63,6 @@ def build_trainer(
         run.data.arrays,
         run.model.frozen_digest,
         len(run.data.sources),
-        by_use=run.sync.weights_by_use,
     )
 
 
@@ -73,7 +72,7 @@ def build_exchange(
     """Build takes and adoptions for an island that has no anchors yet, and parameters
     of zeros that lie as the real ones will."""
     plan, params = build_plan(run, model), trainer.zeros()
-    uses = UseCounts(plan, trainer.uses, trainer.mesh, params)
+    uses = UseCounts(plan, model.uses, trainer.mesh, params)
     return Exchange(plan, run.sync, params, trainer.anchor_memory, uses), params
 
 

@@ -84,13 +84,11 @@ class Trainer:
         arrays: Collection[str] = ("tokens",),
         frozen_digest: str = "",
         sources: int = 0,
-        *,
-        by_use: bool = False,
     ):
         """inner: its updates at learning rate 1. arrays: names of those that the data
         has (`data.arrays`). frozen_digest: that of the run's frozen parameters; empty:
         they are not compared. sources: number of a mixture's sources, if the step is to
-        tell their losses. by_use: the step tells the metrics of `Model.uses`.
+        tell their losses.
 
         Raises ConfigError if the batch does not divide over the mesh and accumulation
         rounds, if the model has no loss, or if it does not take such data.
@@ -111,12 +109,10 @@ class Trainer:
             mesh, self._frozen_source.axes, self._frozen_source.shapes
         )
         shapes = model.shapes()
-        self.uses: Mapping[str, Use] = model.uses if by_use else {}
-        """As `Model.uses`, if uses are weights."""
         self._use_metrics = {
-            use.counted: shape
-            for path, shape in use_shapes(self.uses, model.axes, shapes).items()
-            if isinstance((use := self.uses[path]).counted, str)
+            name: shape
+            for path, shape in use_shapes(model.uses, model.axes, shapes).items()
+            if isinstance(name := model.uses[path].counted, str)
         }
         whole = replicated(mesh)
         self.shardings = param_shardings(mesh, model.axes, shapes)
