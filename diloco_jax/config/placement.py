@@ -15,12 +15,14 @@ from diloco_jax.config.fields import (
     NOT_NEGATIVE,
     SECONDS,
     SOME_SECONDS,
+    explained,
     setting,
 )
 
 AnchorMemory = Literal["device", "pinned_host"]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandConfig:
     """Mesh, batch and kernels of one island. Islands may differ in all of them.
@@ -199,6 +201,7 @@ class Deadlines:
 WhenDone = Literal["delete", "keep"]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """Settings of diloco launch: places of the run and purchase of its machines."""
@@ -342,6 +345,7 @@ PROCESSES = "process"
 """Groups of options that few runs set."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Addresses, folders, deadlines and injected faults of the processes.

@@ -28,6 +28,7 @@ from rich.console import Console
 from diloco_jax import compilation, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.config import require_section
+from diloco_jax.config.fields import as_html
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.holding.store import Store
@@ -268,6 +269,13 @@ class Emulation:
         `History.plot_loss`."""
         final = self.summary["eval_loss"]
         return self.history.plot_loss(final=final, title=title, axes=axes)
+
+    def _repr_html_(self) -> str:
+        names = ("eval_loss", "tokens_merged", "tokens_lost", "merges", "goodput")
+        rows = {name: f"{self.summary[name]:,.6g}" for name in names}
+        return as_html(
+            {**rows, "virtual seconds": f"{self.summary['wall_seconds']:,.1f}"}
+        )
 
     def write(self, workdir: Path) -> None:
         """Write `history/*.csv` and `summary.json`."""
