@@ -308,6 +308,9 @@ def checks_of(lives: Lives, stall_s: float) -> Iterator[support.Check]:
         yield support.at_most(f"{name}: gap", medians, GAP_MEDIANS_MAX, ".2f")
     yield from soak.book_checks(lives.run()) if not lives.earlier else books(lives)
     yield support.none_of("steps merged twice", tape_checks.interval_problems(merges))
+    yield support.none_of(
+        "tokens lost with versions", tape_checks.lost_merges_problems(tapes[-1])
+    )
     yield support.none_of("adopted versions that go back", backwards(tapes))
     yield support.none_of("replay", lives.replayed())
 
