@@ -26,13 +26,13 @@ from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.island.device.mesh import (
     abstract,
     batch_sharding,
-    in_turn,
     param_shardings,
     place,
     replicated,
     shardings_like_params,
     zeros,
 )
+from diloco_jax.island.device.programs import in_turn
 from diloco_jax.models.model import (
     ROWS,
     Frozen,
