@@ -413,18 +413,18 @@ class UseCounts:
     """
 
     def __init__(
-        self, plan: FragmentPlan, uses: Mapping[str, Use], mesh: Mesh, shapes: Any
+        self,
+        plan: FragmentPlan,
+        uses: Mapping[str, Use],
+        shapes: Mapping[str, tuple[int, ...]],
+        mesh: Mesh,
     ) -> None:
-        """shapes: parameters, or their shapes."""
+        """shapes: `use_shapes`."""
         self._pieces = [[p for p in of if p.by_use] for of in plan.fragments]
-        whose = {"/".join(p.path): p.layer >= 0 for of in self._pieces for p in of}
-        self._uses = {path: uses[path] for path in whose}
-        self._total: dict[str, Any] = {}
-        for path, layered in whose.items():
-            leaf = functools.reduce(
-                lambda node, key: node[key], path.split("/"), shapes
-            )
-            self._total[path] = np.zeros(leaf.shape[: 1 + layered], np.uint32)
+        self._uses = uses
+        self._total: dict[str, Any] = {
+            path: np.zeros(shape, np.uint32) for path, shape in shapes.items()
+        }
         self._since = [self._total for _ in plan.fragments]
         self._before = list(self._since)
         self._mesh = mesh
