@@ -258,9 +258,9 @@ class _Coordinator:
             )
 
         def _by_piece(node: Any) -> bool:
-            return type(node) is tuple and [np.shape(x) for x in node] == [
-                piece.shape for piece in pieces
-            ]
+            return type(node) is tuple and [
+                getattr(x, "shape", None) for x in node
+            ] == [piece.shape for piece in pieces]
 
         theta, state = outer_step(self.tx, before, self.states[fragment], merged)
         self.theta[fragment] = kept(theta, before)

@@ -88,6 +88,7 @@ def test_a_row_that_no_text_has_keeps_its_first_bits(text) -> None:
     first = first_pieces(run, build(run))
     read = b"".join(path.read_bytes() for path in Path(text).iterdir())
     used = np.bincount(np.frombuffer(read, np.uint8), minlength=256) > 0
+    used[0] = True  # Between two files.
     before, after = first["embedding"][:256], found.params["embedding"][:256]
     assert not used.all()
     np.testing.assert_array_equal(after[~used], before[~used])
