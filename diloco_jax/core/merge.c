@@ -7,7 +7,7 @@ with -ffp-contract=off and without -ffast-math.
 
 All arrays of a piece lie in the order of its tiles. `n` is the number of elements of a
 tile, `tiles` the number of tiles in this call. Each function returns 0, or 1 if there
-is no memory. Codecs and steps are numbered as in library.py. */
+is no memory. Codecs and steps are numbered as in tiles.py. */
 
 #include "codec.h"
 
@@ -269,9 +269,9 @@ static void take_step(int kind, Step step, int64_t count, const float *total,
 }
 
 INLINE int finish_of(int codec, int kind, Step step, int64_t tiles, int64_t n,
-                     Rows rows, const uint8_t *unused, const float *old, const float *trace, const float *anchor,
-                     float *theta, float *new_trace, float *new_anchor,
-                     uint8_t *encoded) {
+                     Rows rows, const uint8_t *unused, const float *old,
+                     const float *trace, const float *anchor, float *theta,
+                     float *new_trace, float *new_anchor, uint8_t *encoded) {
   int bits = bits_of_codec(codec), planes = 8 / bits;
   int64_t bytes = tile_bytes(codec, n), width = width_of(bits, n);
   int traced = kind == NESTEROV || kind == GUARDED_NESTEROV;

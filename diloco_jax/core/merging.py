@@ -311,7 +311,7 @@ class Encoded:
         """Sum the deltas, each times its factor, into f32[tiles, elements]; return the
         sum of the squares of each tile of that. factors: one a delta, or f32[M, rows],
         one for each row of its first axis."""
-        by_row = self.grid if isinstance(factors, np.ndarray) else None
+        by_row = self.grid if np.ndim(factors) > 1 else None
         if self._native is not None:
             encoded = [self._in_order(island) for island in range(len(self))]
             return self._native.sum(self.codec.name, encoded, factors, out, by_row)
@@ -641,9 +641,11 @@ def merge_block(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax
 @compiled(0)
 def merge_rows(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax.Array:
     """Merge the same tiles of all deltas row by row, f32[M, n, elements], f32[M, n,
-    rows] -> f32[n, elements]; 0 where all weights of a row are 0."""
+    rows] -> f32[n, elements]; 0 where all weights of a row are 0. A delta of weight 0
+    is 0 in that row: a rule may look at deltas that weigh nothing."""
     rows = weights.reshape(len(weights), -1)
     own = deltas.reshape(*rows.shape, -1)
+    own = jnp.where(rows[..., None] > 0, own, 0.0)
     merged = jax.vmap(lambda d, w: rule.merge(d, w, share), 1)(own, rows)
     merged = jnp.where(rows.any(axis=0)[:, None], merged, 0.0)
     return _required(merged.reshape(deltas.shape[1:]), deltas.shape[1:])

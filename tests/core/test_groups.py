@@ -190,6 +190,19 @@ def test_a_rule_factors_each_delta_and_use_shares_out_each_row() -> None:
     np.testing.assert_allclose(made.delta, wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_what_did_not_use_a_row_does_not_enter_it_even_where_a_rule_ranks_it() -> None:
+    """The one of three that used row 1 is left out at an end; the others moved it."""
+    deltas = np.ones((3, 2, 4), np.float32) * np.array([9, 1, 1])[:, None, None]
+    uses = np.array([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    made = merge_piece(
+        MERGE_RULES.find("trimmed_mean"),
+        Encoded.of(list(deltas.astype(np.float32))),
+        [1.0, 1.0, 1.0],
+        uses=uses,
+    )
+    np.testing.assert_array_equal(made.delta, [[1.0] * 4, [0.0] * 4])
+
+
 def test_a_rule_that_sees_whole_deltas_refuses_uses() -> None:
     class Own:
         needs = "whole"
