@@ -299,6 +299,8 @@ def test_what_a_delta_says_of_use_is_summed_and_digested() -> None:
     assert len(found.digest) == 16
     payload[-1] ^= 1
     assert merge.uses(payload).digest != found.digest
+    with pytest.raises(ValueError, match=r"payload of \d+ bytes, the layout has"):
+        merge.layout_up.unpack(payload[: -2 * 96])
     plain = dataclasses.replace(merge, pieces=(OTHER,))
     assert plain.uses(plain.layout_up.pack(arrays[:1])) == (0, "")
 
