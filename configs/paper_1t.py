@@ -1,7 +1,7 @@
 """A trillion parameters on 64 islands: a case on paper.
 
 Purpose: what a coordinator of several machines can hold. Nothing of this was compiled.
-Cost: 131,072 chips, and nine machines for the coordinator; the plan by arithmetic, half
+Cost: 131,072 chips, and seventeen machines for the coordinator; the plan by arithmetic, half
 a minute on one CPU core.
 Expected: docs/results/plan.md; all checks hold. One process would lack memory and disk.
 Bandwidth of the coordinator's machines is not published, and so not checked.
@@ -55,7 +55,9 @@ def config() -> Config:
             total_tokens=20_000_000_000_000,
         ),
         islands={f"island-{i:02}": ISLAND for i in range(64)},
-        placement=Placement(time_budget_s=600.0, workers=8, merge_buffer_bytes=6 << 40),
+        placement=Placement(
+            time_budget_s=600.0, workers=16, merge_buffer_bytes=12 << 40
+        ),
         launch=LaunchConfig(
             name="paper-1t",
             zones={f"island-{i:02}": "us-east5-a" for i in range(64)},

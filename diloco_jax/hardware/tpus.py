@@ -318,7 +318,7 @@ def find_slice(topology: str, field: str) -> Slice:
     if generation is None:
         known = [f"{g}:{s}" for g, made in GENERATIONS.items() for s in made.shapes]
         for entry in known:
-            if find_slice(entry, field).accelerator_type == topology:
+            if topology == find_slice(entry, field).accelerator_type != "":
                 raise ConfigError(f"{field} = {topology!r}; write {entry!r}")
         raise ConfigError(
             f"{field} = {topology!r} is no TPU topology{suggest(topology, known)}; "
