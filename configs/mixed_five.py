@@ -6,7 +6,7 @@ Cost: five machines of four chips; the plan, minutes on two CPU cores.
 Expected: docs/results/plan.md. Steps of so small a model would be over before a delta
 is on its way: they are slowed to 36 to 50 ms, in proportion to what they would take.
 Command: `diloco plan configs/mixed_five.py`; without any TPU, in virtual time, `diloco
-emulate configs/mixed_five.py --run.total-tokens 2e5`.
+emulate configs/mixed_five.py --total-tokens 2e5`.
 """
 
 from diloco_jax.config import (

@@ -1,8 +1,8 @@
 """A trillion parameters on 64 islands: a case on paper.
 
 Purpose: what a coordinator of several machines can hold. Nothing of this was compiled.
-Cost: 131,072 chips, and seventeen machines for the coordinator; the plan by arithmetic, half
-a minute on one CPU core.
+Cost: 131,072 chips, and 17 machines for the coordinator; the plan by arithmetic, some
+seconds on one CPU core.
 Expected: docs/results/plan.md; all checks hold. One process would lack memory and disk.
 Bandwidth of the coordinator's machines is not published, and so not checked.
 Command: `diloco plan configs/paper_1t.py --arithmetic`.

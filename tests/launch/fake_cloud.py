@@ -186,6 +186,7 @@ FRESH = {
     "instance": "RUNNING",
     "disk": "READY",
     "node pool": "RUNNING",
+    "workload policy": "READY",
 }
 KUBECTL = {
     "get": (("-o",), ("--ignore-not-found",)),
