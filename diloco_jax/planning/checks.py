@@ -516,14 +516,14 @@ def _places(terms: Terms) -> Check:
     placement, hosts = terms.config.placement, sum(terms.hosts.values())
     channels, workers = placement.bulk_channels, placement.workers
     needed = 2 * channels * hosts
-    where = f" at the port of each of {workers} workers" * (workers > 1)
+    where = f"the port of each of {workers} workers" if workers > 1 else "its port"
     return Check(
         "places",
         needed,
         MOST_SLOTS,
         f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
-        f"transfers together{where}, which has places for {MOST_SLOTS}: others wait "
-        f"their turn",
+        f"transfers together at {where}, which has places for {MOST_SLOTS}: others "
+        f"wait their turn",
         (),
         waits=True,
     )

@@ -566,7 +566,8 @@ class FirstStart:
     """Seconds until a new run makes its first step, by what takes them."""
 
     draw_seconds: float
-    """Of one core that draws the parameters; 0 where they are not drawn."""
+    """Of one core that draws the parameters, or the most that a worker has; 0 where
+    they are not drawn."""
     write_seconds: float
     """Of the disk, which has every fragment's first snapshot before islands come."""
     fetch_seconds: float
@@ -592,13 +593,15 @@ def plan_first_start(
     fragments: FragmentPlan,
     rates: MachineRates,
     *,
+    share: float,
     join_seconds: float,
     write_bytes_per_s: float,
     compile_seconds: float | None,
 ) -> FirstStart:
     """Return what a new run waits for: arithmetic from sizes and rates. config: with a
-    resolved outer optimizer."""
-    total = fragments.total
+    resolved outer optimizer. share: the largest part of the parameters that a worker
+    has; 1 without workers."""
+    total = share * fragments.total
     drawn = not (config.run.model.weights or config.placement.first_from)
     return FirstStart(
         draw_seconds=total / 1e9 * rates.draw_core_seconds if drawn else 0.0,

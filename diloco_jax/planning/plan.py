@@ -301,6 +301,7 @@ def _first_start(
         terms.config,
         terms.fragments,
         terms.rates,
+        share=needs.coordinator.share_served,
         join_seconds=max(link.join_seconds for link in needs.networks.values()),
         write_bytes_per_s=terms.disk_bytes_per_s,
         compile_seconds=found.value if found else max(here, default=None),

@@ -128,7 +128,10 @@ def test_what_only_waits_its_turn_is_told_and_refuses_nothing(mixed):
     crowded = mixed.changed({"placement.bulk_channels": 64})
     assert refusals(crowded) == []
     (note,) = checks.notes(crowded)
-    assert "may begin 10240 transfers together, which has places for 4096" in note
+    assert (
+        "may begin 10240 transfers together at its port, which has places for 4096"
+        in note
+    )
     (note,) = checks.notes(crowded.changed({"placement.workers": 2}))
     assert "at the port of each of 2 workers" in note
     assert checks.notes(mixed) == []

@@ -127,7 +127,7 @@ def test_what_was_measured_counts_before_what_is_assumed():
     written = planned({"disk_write_bytes_per_s": one(1e5)})
     assert written.run.outage.gathering_seconds > plan.run.outage.gathering_seconds
     assert planned({"restart_seconds": one(9.0)}).run.outage.restart_seconds == 9.0
-    console = Console(record=True, width=500)
+    console = Console(record=True, width=500, markup=False)
     render(plan, console)
     said = console.export_text()
     for name, _ in plan.run.measured.values():
