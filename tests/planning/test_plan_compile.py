@@ -69,11 +69,12 @@ def test_steps_takes_and_adoptions_compile_for_the_other_generations(others, nam
     assert island["fits"]
     assert (island["chips"], hbm["available"]) == (4, found.hbm_bytes)
     assert flops["model"] == pytest.approx(flops["analytic"], rel=0.02)
-    # A device has its share: of a TPU7x, half of its chip's.
+    # A device has its share: of a TPU7x, half of its chip's, and all of the few
+    # matrices whose extents eight devices do not divide.
     share = 4 * others["run"]["params"] / found.devices
     for part in ("parameters", "anchors"):
-        assert hbm[part] == pytest.approx(share, rel=0.02)
-    assert hbm["optimizer"] == pytest.approx(2 * share, rel=0.02)
+        assert share <= hbm[part] < 1.4 * share
+    assert hbm["optimizer"] == pytest.approx(2 * hbm["parameters"], rel=0.02)
     assert 0 < hbm["temporaries"] < hbm["used"] < hbm["available"]
     kinds = kinds_of(island)
     assert {"all-gather", "all-reduce"} <= set(kinds)
