@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from diloco_jax.config import Config
+from diloco_jax.config.fields import LARGEST
 from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.hardware.tpus import GENERATIONS
@@ -414,30 +415,26 @@ def read_measurements(path: str, config: Config) -> Measurements:
             f'"origin": TEXT}}}}, with a level of names between for step_seconds '
             f"(islands) and share_of_peak (generations); fields are {fields}"
         ) from error
-    for field, known in (
-        ("step_seconds", config.islands),
-        ("share_of_peak", GENERATIONS),
-    ):
+    for said in _wrong(found, config):
+        raise ConfigError(f"--measured {path}: {said}")
+    return found
+
+
+def _wrong(found: Measurements, config: Config) -> Iterator[str]:
+    """Yield what no run can have measured, with its remedy."""
+    named = ("step_seconds", config.islands), ("share_of_peak", GENERATIONS)
+    for field, known in named:
         for name in getattr(found, field):
             if name not in known:
-                raise ConfigError(
-                    f"--measured {path}: {field} has {name!r}"
-                    f"{suggest(name, list(known))}; choose from {', '.join(known)}"
-                )
+                near = suggest(name, list(known))
+                yield f"{field} has {name!r}{near}; choose from {', '.join(known)}"
     for name, one in found.values():
-        most = 1.0 if name.startswith("share_of_peak") else math.inf
-        if not 0 < one.value <= most or math.isinf(one.value):
-            limit = " and at most 1" if most == 1 else ""
-            raise ConfigError(
-                f"--measured {path}: {name} = {one.value:g}; it must be finite and "
-                f"above 0{limit}"
-            )
+        share = name.startswith("share_of_peak")
+        if not 0 < one.value <= (1 if share else LARGEST):
+            limit = " and at most 1" if share else ""
+            yield f"{name} = {one.value:g}; it must be finite and above 0{limit}"
         if not one.origin.strip():
-            raise ConfigError(
-                f"--measured {path}: {name} has no origin; write the command or run, "
-                f"the machine and the date"
-            )
-    return found
+            yield f"{name} has no origin; write the command, the machine and the day"
 
 
 # ---- the time that a restart takes --------------------------------------------------

@@ -28,6 +28,7 @@ from diloco_jax.hardware.machines import (
     NOTHING_MEASURED,
     Machine,
     MachineRates,
+    MeasuredValue,
     Measurements,
     constants_of,
     disk_bytes_per_s,
@@ -132,26 +133,22 @@ class Terms:
     @property
     def link_up(self) -> float:
         """Gbit/s of an island's link to the coordinator."""
-        found = self.measured.link_up_gbit_per_s
-        return found.value if found else self.link_gbit_per_s
+        return _or(self.measured.link_up_gbit_per_s, self.link_gbit_per_s)
 
     @property
     def link_down(self) -> float:
         """Gbit/s of an island's link from the coordinator."""
-        found = self.measured.link_down_gbit_per_s
-        return found.value if found else self.link_gbit_per_s
+        return _or(self.measured.link_down_gbit_per_s, self.link_gbit_per_s)
 
     @property
     def disk_bytes_per_s(self) -> float:
         """Bytes per second that the coordinator's disk writes."""
-        found = self.measured.disk_write_bytes_per_s
-        return found.value if found else self._published_disk
+        return _or(self.measured.disk_write_bytes_per_s, self._published_disk)
 
     @property
     def disk_read_bytes_per_s(self) -> float:
         """Bytes per second that it reads."""
-        found = self.measured.disk_read_bytes_per_s
-        return found.value if found else self._published_disk
+        return _or(self.measured.disk_read_bytes_per_s, self._published_disk)
 
     @property
     def _published_disk(self) -> float:
@@ -164,6 +161,10 @@ class Terms:
     def changed(self, change: Change) -> Terms:
         """Return the terms with other values of fields of the config."""
         return dataclasses.replace(self, config=changed(self.config, change))
+
+
+def _or(measured: MeasuredValue | None, otherwise: float) -> float:
+    return measured.value if measured else otherwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -588,29 +588,6 @@ class FirstStart:
         )
 
 
-def plan_first_start(
-    config: Config,
-    fragments: FragmentPlan,
-    rates: MachineRates,
-    *,
-    share: float,
-    join_seconds: float,
-    write_bytes_per_s: float,
-    compile_seconds: float | None,
-) -> FirstStart:
-    """Return what a new run waits for: arithmetic from sizes and rates. config: with a
-    resolved outer optimizer. share: the largest part of the parameters that a worker
-    has; 1 without workers."""
-    total = share * fragments.total
-    drawn = not (config.run.model.weights or config.placement.first_from)
-    return FirstStart(
-        draw_seconds=total / 1e9 * rates.draw_core_seconds if drawn else 0.0,
-        write_seconds=state_sizes(config.run, fragments).state / write_bytes_per_s,
-        fetch_seconds=join_seconds,
-        compile_seconds=compile_seconds,
-    )
-
-
 # ---- outages ------------------------------------------------------------------------
 
 

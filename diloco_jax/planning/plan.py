@@ -18,6 +18,7 @@ import msgspec
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.coordinator.settings import state_sizes
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
     NOTHING_MEASURED,
@@ -43,7 +44,6 @@ from diloco_jax.planning.coordinator import (
     CoordinatorPlan,
     FirstStart,
     OutagePlan,
-    plan_first_start,
 )
 from diloco_jax.planning.options import (
     Assumptions,
@@ -295,16 +295,17 @@ def _first_start(
 ) -> FirstStart:
     """Return the first start. Without a measurement on a host, islands count as long as
     this machine compiled for them."""
-    found = terms.measured.compile_seconds
+    run, total, found = terms.config.run, terms.fragments.total, terms.measured
     here = [i.compile_seconds for i in compiled.values() if i.compile_seconds]
-    return plan_first_start(
-        terms.config,
-        terms.fragments,
-        terms.rates,
-        share=needs.coordinator.share_served,
-        join_seconds=max(link.join_seconds for link in needs.networks.values()),
-        write_bytes_per_s=terms.disk_bytes_per_s,
-        compile_seconds=found.value if found else max(here, default=None),
+    told, longest = found.compile_seconds, max(here, default=None)
+    drawn = not (run.model.weights or terms.config.placement.first_from)
+    # Workers draw together, each its own part.
+    of_a_core = terms.rates.draw_core_seconds * needs.coordinator.share_served
+    return FirstStart(
+        draw_seconds=drawn * of_a_core * total / 1e9,
+        write_seconds=state_sizes(run, terms.fragments).state / terms.disk_bytes_per_s,
+        fetch_seconds=max(link.join_seconds for link in needs.networks.values()),
+        compile_seconds=told.value if told else longest,
     )
 
 

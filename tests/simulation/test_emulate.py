@@ -177,9 +177,12 @@ def test_packed_data_is_refused_by_a_model_that_knows_no_documents(
 
 
 def test_five_kinds_of_islands_train_one_model(text) -> None:
-    """Those of configs/mixed_five.py: each has its share of the tokens in the merges,
-    by its batch and the length of its steps."""
-    five = load_config(CONFIGS / "mixed_five.py").islands
+    """Those of configs/mixed_five.py, each on a device of this process: each computes
+    its share of the tokens, by its batch and the length of its steps, and is merged."""
+    five = {
+        name: dataclasses.replace(island, mesh_fsdp=1, topology="")
+        for name, island in load_config(CONFIGS / "mixed_five.py").islands.items()
+    }
     config = make_config(text, fragments=2, steps_per_cycle=8, overlap_steps=2)
     rows = sum(island.batch_size for island in five.values())
     run = dataclasses.replace(config.run, total_tokens=40 * rows * SEQUENCE_LENGTH)
