@@ -130,8 +130,8 @@ def render(plan: Plan, console: Console) -> None:
                 f"join {island.network.join_seconds:.0f} s"
             )
     lines += _expected(plan, groups)
-    lines += _coordinator(run.coordinator, run.outage.restart_seconds, bound)
-    lines += run.outage.lines()
+    about = _coordinator(run.coordinator, run.outage.restart_seconds)
+    lines += (f"{line} {bound}" for line in (*about, *run.outage.lines()))
     lines.append(run.first_start.line)
     lines += run.rates.lines(run.coordinator.merges.rule)
     if run.measured.disk_write_bytes_per_s is None:
@@ -308,9 +308,7 @@ def _expected(plan: Plan, groups: Groups) -> Iterator[str]:
         )
 
 
-def _coordinator(
-    plan: CoordinatorPlan, restart_seconds: float, bound: str
-) -> tuple[str, ...]:
+def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
     disks = [("its disk", plan.disk)]
     if plan.workers:
         largest = max(plan.disks[1:], key=lambda disk: disk.bytes)
@@ -324,7 +322,7 @@ def _coordinator(
             f"{most.cores:.2g} cores on average",
         )
     return (
-        f"coordinator {bound}: {_size(plan.memory)} of memory ({_size(plan.joins)} of "
+        f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of "
         f"it while islands join), {plan.cores} cores, back {restart_seconds:.0f} s "
         f"after it dies",
         *(_disk(whose, disk) for whose, disk in disks),
