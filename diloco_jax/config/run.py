@@ -104,8 +104,8 @@ class ModelConfig:
     balance_loss: float = setting(
         0.01,
         NOT_NEGATIVE,
-        help="Factor of the loss that keeps the experts' loads alike; without it the "
-        "loss is 1 at equal loads.",
+        help="Factor of the loss that keeps the experts' loads alike; without the "
+        "factor it is 1 where they are, and model.experts where one has all.",
     )
     tied_embeddings: bool = setting(
         False, help="Use the embeddings of the input for the output, too."

@@ -469,10 +469,20 @@ def _again(policy: Any = None) -> Callable[[Any], Any]:
     )
 
 
+def _is_product(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Tell if an operation is a product with weights, of all rows or by groups."""
+    if primitive.name == "ragged_dot_general":
+        return True
+    plain: bool = POLICIES.dots_with_no_batch_dims_saveable(
+        primitive, *inputs, **params
+    )
+    return plain
+
+
 REMAT: dict[str, Callable[[Any], Any]] = {
     "none": lambda f: f,
     "full": _again(),
-    "dots": _again(POLICIES.dots_with_no_batch_dims_saveable),
+    "dots": _again(_is_product),
     "attention": _again(POLICIES.save_only_these_names(ATTENDED)),
 }
 """Parts of each layer that the backward pass computes again: nothing, all, all but the

@@ -372,6 +372,8 @@ def _write(
     }
     if "sliding_window" in family.defaults:
         written["sliding_window"] = None
+    if family.fixed.get("qk_norm_whole"):  # Its norms have the width of the stream.
+        written["head_dim"] = model.d_model // model.num_heads
     if family.windows:
         layers = range(model.num_layers)
         windowed = [model.is_windowed(layer) for layer in layers]
