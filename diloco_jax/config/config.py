@@ -325,9 +325,9 @@ def check_batch(island: IslandConfig, prefix: str = "") -> None:
     if island.batch_size % island.batch_multiple:
         raise ConfigError(
             f"{prefix}batch_size = {island.batch_size} is not divided by mesh_data * "
-            f"mesh_fsdp * accumulation = {island.mesh_data} * {island.mesh_fsdp} * "
-            f"{island.accumulation} = {island.batch_multiple}; choose a multiple of "
-            f"{island.batch_multiple}"
+            f"mesh_fsdp * mesh_expert * accumulation = "
+            f"{' * '.join(map(str, (*island.mesh[:3], island.accumulation)))} = "
+            f"{island.batch_multiple}; choose a multiple of {island.batch_multiple}"
         )
 
 
@@ -336,10 +336,10 @@ def _check_island(where: str, island: IslandConfig) -> None:
     if island.devices % island.hosts:
         raise ConfigError(
             f"{where}.hosts = {island.hosts} does not divide {island.devices}, the "
-            f"number of its devices (mesh_data * mesh_fsdp * mesh_tensor = "
-            f"{island.mesh_data} * {island.mesh_fsdp} * {island.mesh_tensor}), of "
-            f"which each host has an equal share; choose a divisor of "
-            f"{island.devices}, or a larger mesh"
+            f"number of its devices (mesh_data * mesh_fsdp * mesh_expert * "
+            f"mesh_tensor = {' * '.join(map(str, island.mesh))}), of which each host "
+            f"has an equal share; choose a divisor of {island.devices}, or a larger "
+            f"mesh"
         )
 
 

@@ -211,7 +211,7 @@ def test_a_mixture_without_norms_of_queries_leaves_as_a_mixtral():
     assert (written["model_type"], written["norm_topk_prob"]) == ("qwen3_moe", False)
     with pytest.raises(ConfigError, match=r"nearest lacks model\.experts_renorm"):
         families.write(dataclasses.replace(MODEL, experts_renormalised=False), 64)
-    with pytest.raises(ConfigError, match=r"lacks model\.head_dim = 32"):
+    with pytest.raises(ConfigError, match=r"nearest lacks model\.qk_norm_whole"):
         families.write(dataclasses.replace(whole, head_dim=32), 64)
 
 
@@ -300,10 +300,17 @@ def on_meshes():
 
 
 def test_every_mesh_trains_a_mixture_as_one_device(on_meshes):
-    one = on_meshes.pop("1x1x1")
-    assert len(on_meshes) == 3
-    for found in on_meshes.values():
+    meshes = on_meshes["meshes"]
+    one = meshes["1x1x1x1"]
+    assert len(meshes) == 7
+    for found in meshes.values():
         np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-5)
         assert found["distance"] < 1e-5
         assert found["expert_tokens"] == one["expert_tokens"]
         assert not found["sorts_over_the_mesh"]
+
+
+def test_devices_that_share_experts_agree_in_double_precision(on_meshes):
+    found = on_meshes["float64"]
+    assert found.keys() == {"1", "2", "4"}
+    assert max(found.values()) < 1e-12
