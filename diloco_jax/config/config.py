@@ -248,6 +248,8 @@ def validate(config: Config) -> None:
         )
     for name, island in islands.items():
         _check_island(f"islands.{name}", island)
+        if not run.model.factory:
+            _check_experts(f"islands.{name}", island, run.model.experts)
         if island.attention == "splash" and not run.model.factory:
             require_blocks(run.sequence_length, f"islands.{name}.")
     _check_placement(config.placement, islands)
@@ -340,6 +342,15 @@ def _check_island(where: str, island: IslandConfig) -> None:
             f"mesh_tensor = {' * '.join(map(str, island.mesh))}), of which each host "
             f"has an equal share; choose a divisor of {island.devices}, or a larger "
             f"mesh"
+        )
+
+
+def _check_experts(where: str, island: IslandConfig, experts: int) -> None:
+    if island.mesh_expert > 1 and (not experts or experts % island.mesh_expert):
+        raise ConfigError(
+            f"{where}.mesh_expert = {island.mesh_expert} does not divide "
+            f"model.experts = {experts} into equal parts; choose a divisor, or spread "
+            f"by mesh_data or mesh_fsdp"
         )
 
 
