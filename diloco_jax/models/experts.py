@@ -41,7 +41,7 @@ class Experts(NamedTuple):
     """[E, F, D]."""
 
 
-class Use(NamedTuple):
+class Routed(NamedTuple):
     """How a layer's router used its experts, f32 [E]; stacked, [L, E]."""
 
     tokens: jax.Array
@@ -63,7 +63,7 @@ def mix(
     x: jax.Array,
     real: jax.Array | None,
     weights: Experts,
-) -> tuple[jax.Array, Use]:
+) -> tuple[jax.Array, Routed]:
     """Return what a layer's mixture adds to activations, [B, T, D], and its use.
 
     Args:
@@ -93,10 +93,10 @@ def mix(
             layout.spec(("batch", None), real.shape),
             Experts(whole, inward, inward, outward),
         ),
-        out_specs=(rows, Use(whole, whole)),
+        out_specs=(rows, Routed(whole, whole)),
         check_vma=False,
     )
-    mixed: tuple[jax.Array, Use] = mapped(x, real, weights)
+    mixed: tuple[jax.Array, Routed] = mapped(x, real, weights)
     return mixed
 
 
@@ -109,7 +109,7 @@ def _of_device(
     x: jax.Array,
     real: jax.Array,
     weights: Experts,
-) -> tuple[jax.Array, Use]:
+) -> tuple[jax.Array, Routed]:
     """Return the result for one device's sequences, and the use of all devices.
 
     over_rows, over_width: mesh axes that cut sequences, and the width of experts.
@@ -124,7 +124,7 @@ def _of_device(
     made = owners.have(products, rows, sizes) if owners else products(rows, sizes)
     back = _permuted(made, jnp.argsort(order)).reshape(*chosen.shape, -1)
     mixed = jnp.sum(shares.astype(x.dtype)[..., None] * back, axis=1).reshape(x.shape)
-    use = Use(sizes.astype(jnp.float32), jnp.sum(odds * real[:, None], axis=0))
+    use = Routed(sizes.astype(jnp.float32), jnp.sum(odds * real[:, None], axis=0))
     if over_width:
         mixed = jax.lax.psum(mixed, over_width)
     return mixed, jax.lax.psum(use, over_rows) if over_rows else use
@@ -247,7 +247,7 @@ def route(
     return odds, shares, jnp.where(real[:, None], chosen, config.experts)
 
 
-def balance_loss(use: Use) -> jax.Array:
+def balance_loss(use: Routed) -> jax.Array:
     """Return the mean over layers of E times the sum over experts of the share of
     tokens times the mean probability: 1 if all loads are equal, E if one expert has
     all; 0 without tokens. Its gradient goes by the probabilities.

@@ -339,7 +339,7 @@ def build(
 
     def apply_layers(
         stacked: Any, x: jax.Array, segments: jax.Array | None
-    ) -> tuple[jax.Array, experts.Use | None]:
+    ) -> tuple[jax.Array, experts.Routed | None]:
         turns, kinds = {}, {}
         for windowed in (False, True):
             turned = rotations(x.shape[1], frequencies(config, windowed=windowed))

@@ -131,7 +131,7 @@ def test_padding_goes_to_no_expert_and_is_not_counted():
     ],
 )
 def test_the_balance_loss_is_one_at_equal_loads(tokens, odds, expected):
-    use = experts.Use(*(jnp.array([part], jnp.float32) for part in (tokens, odds)))
+    use = experts.Routed(*(jnp.array([part], jnp.float32) for part in (tokens, odds)))
     assert float(experts.balance_loss(use)) == pytest.approx(expected)
 
 
