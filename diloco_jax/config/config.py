@@ -248,6 +248,8 @@ def validate(config: Config) -> None:
         )
     for name, island in islands.items():
         _check_island(f"islands.{name}", island)
+        if not run.model.factory:
+            _check_experts(f"islands.{name}", island, run.model.experts)
         if island.attention == "splash" and not run.model.factory:
             require_blocks(run.sequence_length, f"islands.{name}.")
     _check_placement(config.placement, islands)
@@ -325,9 +327,9 @@ def check_batch(island: IslandConfig, prefix: str = "") -> None:
     if island.batch_size % island.batch_multiple:
         raise ConfigError(
             f"{prefix}batch_size = {island.batch_size} is not divided by mesh_data * "
-            f"mesh_fsdp * accumulation = {island.mesh_data} * {island.mesh_fsdp} * "
-            f"{island.accumulation} = {island.batch_multiple}; choose a multiple of "
-            f"{island.batch_multiple}"
+            f"mesh_fsdp * mesh_expert * accumulation = "
+            f"{' * '.join(map(str, (*island.mesh[:3], island.accumulation)))} = "
+            f"{island.batch_multiple}; choose a multiple of {island.batch_multiple}"
         )
 
 
@@ -336,10 +338,19 @@ def _check_island(where: str, island: IslandConfig) -> None:
     if island.devices % island.hosts:
         raise ConfigError(
             f"{where}.hosts = {island.hosts} does not divide {island.devices}, the "
-            f"number of its devices (mesh_data * mesh_fsdp * mesh_tensor = "
-            f"{island.mesh_data} * {island.mesh_fsdp} * {island.mesh_tensor}), of "
-            f"which each host has an equal share; choose a divisor of "
-            f"{island.devices}, or a larger mesh"
+            f"number of its devices (mesh_data * mesh_fsdp * mesh_expert * "
+            f"mesh_tensor = {' * '.join(map(str, island.mesh))}), of which each host "
+            f"has an equal share; choose a divisor of {island.devices}, or a larger "
+            f"mesh"
+        )
+
+
+def _check_experts(where: str, island: IslandConfig, experts: int) -> None:
+    if island.mesh_expert > 1 and (not experts or experts % island.mesh_expert):
+        raise ConfigError(
+            f"{where}.mesh_expert = {island.mesh_expert} does not divide "
+            f"model.experts = {experts} into equal parts; choose a divisor, or spread "
+            f"by mesh_data or mesh_fsdp"
         )
 
 
