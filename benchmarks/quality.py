@@ -136,11 +136,16 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     config = dataclasses.replace(row.config, run=run)
     compilation.use_cache(compilation.of_user())
     began = time.monotonic()
-    if row.plain:
+    if row.plain or row.moments_every:
+        import quality_moments
+
         from diloco_jax import baseline
         from diloco_jax.config.resolving import resolve
 
-        found = baseline.run(resolve(config))
+        if row.plain:
+            found = baseline.run(resolve(config))
+        else:
+            found = quality_moments.run(config, row.moments_every)
         result = {"loss": _loss(found), "tokens": found["tokens"]}
     else:
         from diloco_jax import emulate
@@ -163,7 +168,8 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     result |= device()
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
-    result |= provenance(row.config, row.options, row.plain)
+    more = (row.moments_every,) if row.moments_every else ()
+    result |= provenance(row.config, row.options, row.plain, *more)
     return {"size": size, "row": name, "seed": seed, **result}
 
 

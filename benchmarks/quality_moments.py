@@ -1,0 +1,74 @@
+"""Equal islands in one program that merge parameters and moments, by the mean in f32.
+
+No config of the product has this: moments never leave an island. With moments merged as
+rarely as never it is synchronous DiLoCo that merges everything at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.config import Config
+from diloco_jax.config.resolving import resolve
+from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
+from diloco_jax.evaluation import as_json, whole_validation
+from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.timing import Pace, goal_of
+from diloco_jax.simulation.bodies import trainer_of
+from diloco_jax.weights.first import first_params
+
+
+def run(config: Config, moments_every: int) -> dict[str, Any]:
+    """Train to the end; return what `baseline.run` does of it.
+
+    Parameters are merged every `sync.steps_per_cycle` steps and at the end, moments
+    every `moments_every`.
+    """
+    config = resolve(config)
+    run, islands = config.run, len(config.islands)
+    model, trainer = trainer_of(run, next(iter(config.islands.values())))
+    reader = BatchReader(
+        load_data(run).index(run.seed), trainer.fields, run.sequence_length
+    )
+    batch_size = islands * trainer.batch_size
+    pace = Pace(run, goal_of(run, batch_size))
+    steps = -(-run.total_tokens // (batch_size * run.sequence_length))
+
+    def spread(leaf: Any) -> Any:
+        return jnp.broadcast_to(leaf, (islands, *leaf.shape)).copy()
+
+    def mean(leaf: Any) -> Any:
+        return jnp.broadcast_to(leaf.mean(0, dtype=leaf.dtype), leaf.shape)
+
+    @jax.jit
+    def step(state: TrainState, batch: Any, rate: Any) -> TrainState:
+        each = jax.vmap(trainer.update, in_axes=(0, 0, None, None))
+        return each(state, batch, rate, trainer.frozen)[0]
+
+    merged = jax.jit(lambda tree: jax.tree.map(mean, tree))
+    first = first_params(run, model)
+    state: TrainState = jax.tree.map(
+        spread, TrainState(first, trainer.init_inner(trainer.place_params(first)))
+    )
+    with jax.set_mesh(trainer.mesh):
+        for number in range(1, steps + 1):
+            positions = np.arange((number - 1) * batch_size, number * batch_size)
+            batch = {
+                name: np.asarray(rows).reshape(islands, -1, *rows.shape[1:])
+                for name, rows in reader.batch(positions).items()
+            }
+            rate = np.float32(pace.learning_rate(number - 1, others_tokens=0))
+            params, moments = step(state, batch, rate)
+            if number % run.sync.steps_per_cycle == 0 or number == steps:
+                params = merged(params)
+            if number % moments_every == 0:
+                moments = merged(moments)
+            state = TrainState(params, moments)
+    params = trainer.place_params(jax.tree.map(lambda leaf: leaf[0], state.params))
+    found = as_json(whole_validation(config, trainer, params))
+    return {**found, "tokens": steps * batch_size * run.sequence_length}
