@@ -5,7 +5,7 @@ computes everything in float64: every module of the package has numpy and jax in
 float32 is float64, and its bits uint64. Then only a different algorithm is left to see.
 
 Command: `python benchmarks/float64.py rda,int8,int8,keep ...`, a merge rule, a codec up
-and down, and an adopt rule each; `covering` for each of them at least once, `all` for their
+and down, and an adopt rule each; `covering` for each of them once, `all` for their
 complete product. It prints the largest difference of each, and exits with 1 if one is
 above the bound. 400 cases take about half an hour of a core.
 """
@@ -34,7 +34,7 @@ COVERING = (
     ("clipped_mean", "f32", "bf16", "blend"),
     ("rda", "int2", "int2", "rebase"),
 )
-"""Each of them once or more."""
+"""Each of them at least once."""
 
 
 class Wide:

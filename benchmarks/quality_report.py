@@ -22,6 +22,7 @@ from quality_configs import (
     Size,
     parameters_of,
 )
+from quality_levers import LADDER, ORDERS, RUNGS
 from quality_rows import RATE, rates, rows, same_runs
 from quality_schedules import CYCLES, TOKEN_FACTORS
 from quality_variants import CYCLE, PRESET
@@ -114,10 +115,13 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
 def told(template: Path, runs: Runs) -> str:
     """The text with `{size; row; against}` replaced by what was found, and wrapped;
     `against` is the row's own if it is left out. After `{bytes; ` stand the bytes of
-    payloads over those of `against`. Raises SystemExit naming one that is no row."""
+    payloads over those of `against`, after `{ladder; ` a size. Raises SystemExit naming
+    one that is no row."""
 
     def fill(match: re.Match[str]) -> str:
         words = match[1].split("; ")
+        if words[0] == LADDER:
+            return ladder(_losses(runs, words[1]))
         size, name, *rest = words[1:] if words[0] == BYTES else words
         by_name = _by_name(size) if size in SIZES else {}
         if unknown := {name, *rest} - by_name.keys():
@@ -125,12 +129,7 @@ def told(template: Path, runs: Runs) -> str:
         against = rest[0] if rest else by_name[name].against
         if words[0] == BYTES:
             return _ratio(_found(runs, size, _bytes), name, against)
-        compared = difference(_losses(runs, size), name, against)
-        if compared is None:
-            return "not run"
-        mean, half, pairs = compared
-        interval = f" ± {half:.1f}" if half < float("inf") else ""
-        return f"{mean:+.1f} %{interval} ({pairs})"
+        return _signed(difference(_losses(runs, size), name, against))
 
     text = re.sub(r"\{([^{}]+)\}", fill, template.read_text())
     return support.wrapped(text)
@@ -168,15 +167,52 @@ def difference(
         for seed in losses.get(name, {})
         if seed in losses.get(against, {})
     ]
-    if not pairs:
-        return None
-    if len(pairs) == 1:
-        return pairs[0], float("inf"), 1
+    return interval(pairs)
+
+
+def interval(found: Sequence[float]) -> tuple[float, float, int] | None:
+    """Return mean, half of its 95 % interval, which is infinite for one, and number."""
+    if len(found) < 2:
+        return (found[0], float("inf"), 1) if found else None
     from scipy import stats
 
-    quantile = float(stats.t.ppf(0.975, len(pairs) - 1))
-    half = quantile * statistics.stdev(pairs) / len(pairs) ** 0.5
-    return statistics.fmean(pairs), half, len(pairs)
+    quantile = float(stats.t.ppf(0.975, len(found) - 1))
+    half = quantile * statistics.stdev(found) / len(found) ** 0.5
+    return statistics.fmean(found), half, len(found)
+
+
+def ladder(losses: dict[str, dict[int, float]]) -> str:
+    """Return the rows of a table: what each rung takes off, in percent of the loss of
+    data-parallel, in both orders, and their difference, paired by seed."""
+
+    def share(order: int, place: int) -> dict[int, float]:
+        above, below = (losses.get(ORDERS[order][n], {}) for n in (place, place + 1))
+        base = losses.get("data-parallel", {})
+        seeds = above.keys() & below.keys() & base.keys()
+        return {s: 100 * (above[s] - below[s]) / base[s] for s in sorted(seeds)}
+
+    def told(found: dict[int, float]) -> str:
+        return _signed(interval(list(found.values())), unit="")
+
+    lines = []
+    for name, *places in RUNGS:
+        one, other = (share(order, place) for order, place in enumerate(places))
+        both = {s: one[s] - other[s] for s in one.keys() & other.keys()}
+        shared = all(
+            ORDERS[0][places[0] + n] == ORDERS[1][places[1] + n] for n in (0, 1)
+        )
+        cells = [told(one)] + (["", ""] if shared else [told(other), told(both)])
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _signed(found: tuple[float, float, int] | None, unit: str = " %") -> str:
+    """Return a difference with its interval and its pairs."""
+    if found is None:
+        return "not run"
+    mean, half, pairs = found
+    either = f" ± {half:.1f}" if half < float("inf") else ""
+    return f"{mean:+.1f}{unit}{either} ({pairs})"
 
 
 def _losses(runs: Runs, size: str) -> dict[str, dict[int, float]]:
@@ -217,8 +253,8 @@ def _line(
         line["difference, 95 % interval"] = "the same run"
     elif compared is not None:
         mean, half, _ = compared
-        interval = f"± {half:.2f}" if half < float("inf") else "(one pair)"
-        line["difference, 95 % interval"] = f"{mean:+.2f} % {interval}"
+        either = f"± {half:.2f}" if half < float("inf") else "(one pair)"
+        line["difference, 95 % interval"] = f"{mean:+.2f} % {either}"
     return line
 
 
