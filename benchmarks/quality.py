@@ -145,7 +145,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
         if row.plain:
             found = baseline.run(resolve(config))
         else:
-            found = quality_moments.run(config, row.moments_every)
+            found = quality_moments.run(config, row.moments_every, row.merges_power)
         result = {"loss": _loss(found), "tokens": found["tokens"]}
     else:
         from diloco_jax import emulate
@@ -169,6 +169,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
     more = (row.moments_every,) if row.moments_every else ()
+    more += (row.merges_power,) if row.merges_power != 1 else ()
     result |= provenance(row.config, row.options, row.plain, *more)
     return {"size": size, "row": name, "seed": seed, **result}
 

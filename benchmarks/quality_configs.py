@@ -101,6 +101,8 @@ class Row:
     """Data-parallel: `diloco_jax.baseline` on this config."""
     moments_every: int = 0
     """Steps between two merges of moments, by `quality_moments.py`; 0: `emulate`."""
+    merges_power: float = 1.0
+    """There merge k of K comes after (k / K)^power of the steps."""
     against: str = ""
     headline: bool = False
 
@@ -112,7 +114,7 @@ class Row:
         """Return True if both rows are the same run under two names."""
         return all(
             getattr(self, name) == getattr(other, name)
-            for name in ("config", "options", "plain", "moments_every")
+            for name in ("config", "options", "plain", "moments_every", "merges_power")
         )
 
 

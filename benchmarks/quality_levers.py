@@ -26,7 +26,9 @@ Predictions over the defaults, made when one seed of int4 at H = 12 (-3.0 %) and
 there (-2.7 %) was known: int4 at H = 14 -2.3 %, with tau = 1 -2.8 %; tau = 1 alone
 -0.5 %. Nesterov 0.4 / 0.6 over an outer step of 1, in 586 steps: +0.8 % at H = 24,
 +0.5 % at H = 14, 0 at H = 4, +4 % at H = 2. Moments merged beside parameters, over
-parameters alone, with H = 24: at H -1 %, at H / 4 -2 %, at every step -3 %.
+parameters alone, with H = 24: at H -1 %, at H / 4 -2 %, at every step -3 %. As many
+merges, but H growing with the steps: merge k of K after (k / K)^1.5 of them -0.5 %, ^2
+-0.5 %, and ^0.7, falling, +1 %. Nesterov at H = 1: +6 %.
 
 Seen, 2026-11-30: int4 at H = 14 -2.1, -1.9 and -1.6 % at 0.93 of the counted bytes;
 Nesterov at H = 24 +1.1 % (one pair).
@@ -138,16 +140,21 @@ def _inner(size: Size) -> Iterator[Row]:
 
 
 def _moments(size: Size) -> Iterator[Row]:
-    """Yield rows whose parameters are merged every 24 steps, moments more often."""
+    """Yield rows whose parameters are merged every 24 steps, moments more often; and
+    with as many merges, but more of them early or late."""
     first = f"{AT_ONCE_24}, moments never"
-    for every in (NEVER, 24, 6, 1):
-        name = first if every == NEVER else f"{AT_ONCE_24}, moments every {every}"
+    for name, every, power in (
+        (first, NEVER, 1.0),
+        *((f"{AT_ONCE_24}, moments every {n}", n, 1.0) for n in (24, 6, 1)),
+        *((f"{AT_ONCE_24}, merge k at k^{p:g}", NEVER, p) for p in (0.7, 1.5, 2.0)),
+    ):
         yield Row(
             name=name,
             group="moments",
-            against="data-parallel" if every == NEVER else first,
+            against="data-parallel" if name == first else first,
             config=config(size, **CYCLE_24 | {"merge": "mean"} | FLOATS | AT_ONCE),
             moments_every=every,
+            merges_power=power,
         )
 
 
@@ -164,6 +171,7 @@ def levers(size: Size) -> Iterator[Row]:
         (f"{DEFAULTS}, tau 1", 24, short, BOTH[:1]),
         ("H = P = 4, int8", 4, {}, BOTH),
         ("H = P = 2, int8", 2, {}, BOTH),
+        ("H = P = 1, int8", 1, {}, BOTH),
     ):
         sync = {"steps_per_cycle": cycle, "fragments": cycle, **changes}
         for suffix, outer in outers:

@@ -23,11 +23,11 @@ from diloco_jax.simulation.bodies import trainer_of
 from diloco_jax.weights.first import first_params
 
 
-def run(config: Config, moments_every: int) -> dict[str, Any]:
+def run(config: Config, moments_every: int, power: float) -> dict[str, Any]:
     """Train to the end; return what `baseline.run` does of it.
 
-    Parameters are merged every `sync.steps_per_cycle` steps and at the end, moments
-    every `moments_every`.
+    Parameters are merged K times, every `sync.steps_per_cycle` steps and at the end;
+    merge k after (k / K)^power of the steps. Moments every `moments_every`.
     """
     config = resolve(config)
     run, islands = config.run, len(config.islands)
@@ -38,6 +38,10 @@ def run(config: Config, moments_every: int) -> dict[str, Any]:
     batch_size = islands * trainer.batch_size
     pace = Pace(run, goal_of(run, batch_size))
     steps = -(-run.total_tokens // (batch_size * run.sequence_length))
+    merges = -(-steps // run.sync.steps_per_cycle)
+    at = {round(steps * (k / merges) ** power) for k in range(1, merges + 1)}
+    if power == 1:
+        at = {*range(0, steps, run.sync.steps_per_cycle), steps}
 
     def spread(leaf: Any) -> Any:
         return jnp.broadcast_to(leaf, (islands, *leaf.shape)).copy()
@@ -64,7 +68,7 @@ def run(config: Config, moments_every: int) -> dict[str, Any]:
             }
             rate = np.float32(pace.learning_rate(number - 1, others_tokens=0))
             params, moments = step(state, batch, rate)
-            if number % run.sync.steps_per_cycle == 0 or number == steps:
+            if number in at:
                 params = merged(params)
             if number % moments_every == 0:
                 moments = merged(moments)
