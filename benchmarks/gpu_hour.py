@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -44,7 +45,8 @@ import support
 from gpu_step import PEAKS
 
 from diloco_jax import compilation
-from diloco_jax.config import Config, OuterConfig, SyncConfig
+from diloco_jax.config import Config, DataConfig, OuterConfig, SyncConfig
+from diloco_jax.data.corpus import load_corpus
 from diloco_jax.files import write_json
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.models.presets import preset
@@ -60,6 +62,8 @@ LACKING = (
     "xxhash",
 )
 """Packages that the machine's image does not have."""
+CARRIED_MIB = 64
+"""Most that can be carried, the text included."""
 PYTHON = "3.12"
 GLIBC = ("manylinux2014", *(f"manylinux_2_{n}" for n in (17, 24, 27, 28)))
 """Tags of wheels that its system can load; pip takes each as it stands."""
@@ -133,7 +137,9 @@ def main() -> int:
 
 
 def pack(text: Path) -> int:
-    """Collect wheels, text and a script that installs them into `PACKED`."""
+    """Collect wheels, text and a script that installs them into `PACKED`; return 1 if
+    it is more than can be carried. Raises ConfigError if the text is none."""
+    digest = load_corpus((str(text),), DataConfig().validation_fraction).digest
     wheels = PACKED / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     line = [sys.executable, "-m", "pip", "download", "--no-deps", "-q"]
@@ -150,8 +156,9 @@ def pack(text: Path) -> int:
         f"mkdir -p {PACKED}/text && tar -xJf {packed} -C {PACKED}/text\n"
     )
     size = sum(path.stat().st_size for path in PACKED.rglob("*") if path.is_file())
-    print(f"{PACKED}: {size / 2**20:.1f} MiB, to be carried", file=sys.stderr)
-    return 0
+    told = f"{PACKED}: {size / 2**20:.1f} MiB of {CARRIED_MIB}, text {digest}"
+    print(told, file=sys.stderr)
+    return int(size > CARRIED_MIB * 2**20)
 
 
 class Study:
@@ -211,6 +218,7 @@ class Study:
         short = config.replace("total_tokens", steps * _step_tokens(config))
         found = self._laboratory(short, None)
         flops = found.tokens_per_second * _token_flops(config)
+        assert flops > 0, "the probe is too short to have a speed"
         device = jax.devices()[0].device_kind
         peak = next((p for name, p in PEAKS.items() if name in device), None)
         share = flops / peak if peak else None
@@ -241,7 +249,8 @@ class Study:
             "bytes_up": sum(i["bytes_up"] for i in runs[0]["islands"].values()),
             "bytes_down": sum(i["bytes_down"] for i in runs[0]["islands"].values()),
             "rate": config.run.inner.learning_rate,
-            "tokens_per_second": found.tokens_per_second,
+            # NaN where all merges compiled something, and no JSON.
+            "tokens_per_second": _or_none(found.tokens_per_second),
             "seconds": found.seconds,
         }
         state.unlink(missing_ok=True)
@@ -326,6 +335,10 @@ SYNC: dict[str, dict[str, Any]] = {
     "best": BEST,
 }
 """What the methods set; the rest is the product's default."""
+
+
+def _or_none(number: float) -> float | None:
+    return None if math.isnan(number) else number
 
 
 def _step_tokens(config: Config) -> int:

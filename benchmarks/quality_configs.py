@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import support
-
 from diloco_jax.config import (
     Config,
     InnerConfig,
@@ -116,11 +114,6 @@ class Row:
             getattr(self, name) == getattr(other, name)
             for name in ("config", "options", "plain", "moments_every", "merges_power")
         )
-
-
-def parameters_of(size: Size) -> int:
-    """Return the number of the model's parameters."""
-    return sum(support.fragment_sizes(config(size)))
 
 
 def config(

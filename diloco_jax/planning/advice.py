@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from diloco_jax.config import ConfigError, IslandConfig, SyncConfig
+from diloco_jax.config import ConfigError, IslandConfig, RunConfig, SyncConfig
+from diloco_jax.config.config import COSTLY
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
 from diloco_jax.core.fragments import EVEN, FragmentPlan
@@ -203,7 +204,7 @@ def _late(terms: Terms, compiled: Mapping[str, IslandPlan]) -> Remedy | None:
         f"way, which is adopted late where its link has less; it has {link:g}"
     )
     sync = terms.config.run.sync
-    for change in _lighter(sync, peak / link):
+    for change in _lighter(terms.config.run, peak / link):
         then = terms.changed(change)
         more = open_fragments(then.config.run.sync) / open_fragments(sync) - 1
         fits = all(
@@ -223,7 +224,10 @@ def _peak(needs: Needs) -> tuple[float, str]:
     return max((max(link.up.peak, link.down.peak), name) for name, link in links)
 
 
-def _lighter(sync: SyncConfig, factor: float) -> Iterator[Change]:
+def _lighter(run: RunConfig, factor: float) -> Iterator[Change]:
+    """Yield a longer overlap, and the next smaller codec each way, unless it costs too
+    much of the loss."""
+    sync, inner = run.sync, run.inner.optimizer
     overlap = math.floor(max(1, sync.overlap_steps) * factor) + 1
     if overlap < sync.steps_per_cycle:
         yield {"sync.overlap_steps": overlap}
@@ -232,5 +236,6 @@ def _lighter(sync: SyncConfig, factor: float) -> Iterator[Change]:
     for field in ("codec_down", "codec_up"):
         codec = getattr(sync, field)
         sizes = {n: Codec(n).tile_bytes(MOST_ELEMENTS) for n in (*CODECS.table, codec)}
-        if fewer := [other for other in sizes if sizes[other] < sizes[codec]]:
+        smaller = [other for other in sizes if sizes[other] < sizes[codec]]
+        if fewer := [other for other in smaller if (other, inner) not in COSTLY]:
             yield {f"sync.{field}": max(fewer, key=sizes.__getitem__)}
