@@ -20,12 +20,14 @@ that, as 0.04 M has over 0.1 M in larger batches. With P = H every row sends one
 fragment a step, so it sends as many messages, and the headers of all are alike;
 `bytes_up` and `bytes_down` of a raw run count payloads, with scales and tails. A
 parameter is 1.008 bytes as int8 and 0.5625 as int4, with a scale for 32 of them: int4
-at H = 12 sends 11.6 % more a step than int8 at H = 24, at H = 14 4.3 % less.
+at H = 12 sends 11.6 % more a step than int8 at H = 24, at H = 14 4.3 % less, and int2
+with 0.3125 bytes at H = 8 7.0 % less.
 
 Predictions over the defaults, made when one seed of int4 at H = 12 (-3.0 %) and of int8
 there (-2.7 %) was known: int4 at H = 14 -2.3 %, with tau = 1 -2.8 %; tau = 1 alone
 -0.5 %. Nesterov 0.4 / 0.6 over an outer step of 1, in 586 steps: +0.8 % at H = 24,
-+0.5 % at H = 14, 0 at H = 4, +4 % at H = 2. Moments merged beside parameters, over
++0.5 % at H = 14, 0 at H = 4, +4 % at H = 2. int2 at H = 8, when at the same H it was
+known to cost 1.0 to 1.4 %: -2.5 %. Moments merged beside parameters, over
 parameters alone, with H = 24: at H -1 %, at H / 4 -2 %, at every step -3 %. As many
 merges, but H growing with the steps: merge k of K after (k / K)^1.5 of them -0.5 %, ^2
 -0.5 %, and ^0.7, falling, +1 %. Nesterov at H = 1: +6 %.
@@ -56,6 +58,7 @@ DEFAULTS = "H = P = 24, int8"
 """The product's own codec, cycle, fragments and overlap."""
 INT4 = "H = P = 14, int4"
 FOUR_BITS: dict[str, Any] = {"codec_up": "int4", "codec_down": "int4"}
+TWO_BITS: dict[str, Any] = {"codec_up": "int2", "codec_down": "int2"}
 BOTH: tuple[tuple[str, OuterConfig], ...] = (("", PLAIN), (PRESET, GENTLE))
 """Outer steps without and with momentum, with the ends of their rows' names."""
 FLOATS: dict[str, Any] = {"codec_up": "f32", "codec_down": "f32"}
@@ -168,6 +171,7 @@ def levers(size: Size) -> Iterator[Row]:
         ("H = P = 12, int4", 12, FOUR_BITS, BOTH[:1]),
         ("H = P = 12, int4, tau 1", 12, FOUR_BITS | short, BOTH[:1]),
         ("H = P = 12, int8", 12, {}, BOTH[:1]),
+        ("H = P = 8, int2", 8, TWO_BITS, BOTH[:1]),
         (f"{DEFAULTS}, tau 1", 24, short, BOTH[:1]),
         ("H = P = 4, int8", 4, {}, BOTH),
         ("H = P = 2, int8", 2, {}, BOTH),
