@@ -92,7 +92,7 @@ def codec_config(codec: str, model: str, cycles: int, step_seconds: float) -> Co
     run = RunConfig(
         model=preset(model),
         data=DataConfig(validation_fraction=0.005),
-        inner=InnerConfig(optimizer="muon", learning_rate=2e-3),
+        inner=InnerConfig(optimizer="lion", learning_rate=5e-4),
         sync=SyncConfig(
             steps_per_cycle=CYCLE_STEPS,
             fragments=FRAGMENTS,

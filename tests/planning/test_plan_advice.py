@@ -143,7 +143,10 @@ def test_a_largest_fragment_that_is_late_comes_with_what_carries_it():
         assert "sync.overlap_steps" not in other.change
 
 
-@pytest.mark.parametrize(("inner", "codec"), [("adamw", "int4"), ("muon", "int2")])
+COSTS = [("adamw", "int4"), ("muon", "int4"), ("lion", "int2")]
+
+
+@pytest.mark.parametrize(("inner", "codec"), COSTS)
 def test_no_codec_is_proposed_that_costs_too_much_of_the_loss(inner, codec):
     config = config_of(steps_per_cycle=20, fragments=20, overlap_steps=1)
     config = config.replace("inner.optimizer", inner)
