@@ -20,6 +20,7 @@ from diloco_jax.config import (
     Placement,
     own_code,
 )
+from diloco_jax.config.config import require_worth
 from diloco_jax.config.run import FROM_ISLAND, read_init
 from diloco_jax.files import is_bucket
 from diloco_jax.hardware.machines import region_of
@@ -550,6 +551,7 @@ def _host_config(
         )
         for island in placed
     }
+    require_worth(run)
     ordered = Config(run=run, islands=islands, placement=placement, launch=launch)
     return ordered.validate()
 

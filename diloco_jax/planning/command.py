@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.config import Config
+from diloco_jax.config.config import require_worth
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.hardware.machines import (
     NOTHING_MEASURED,
@@ -48,6 +49,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     Raises ConfigError before anything is compiled.
     """
     options.validate()
+    require_worth(config.run)
     for name, island in config.islands.items():
         slice_of(name, island)
     machine_of(config.launch.coordinator_machine)
