@@ -37,7 +37,7 @@ from diloco_jax.coordinator.journal import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragment_merge import Arrays, MergeResult
-from diloco_jax.core.fragments import Buffer, digest_arrays
+from diloco_jax.core.fragments import Buffer
 from diloco_jax.core.tiles import Passes
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader, LeasedPositions
@@ -61,6 +61,7 @@ from diloco_jax.protocol.values import (
 )
 from diloco_jax.simulation.replay.recording import (
     BegunTerm,
+    FragmentBack,
     Life,
     RecordedMerge,
     Recording,
@@ -200,11 +201,13 @@ class Replay(contextlib.ExitStack):
         between = list(self._recording.between)
         for merge in self._recording.merges:
             while between and between[0].merges < merge.number:
-                event = between.pop(0)
-                if isinstance(event, Recovery):
-                    self._recover(event)
-                else:
-                    self._begin_term(event)
+                match between.pop(0):
+                    case Recovery():
+                        self._store.use_passes(self._passes.pop(0))
+                    case FragmentBack() as back:
+                        self._restore(back)
+                    case BegunTerm() as term:
+                        self._begin_term(term)
             made, payloads = merge.made, []
             for part in made.contributions:
                 island = self._island(Who(part.island, part.incarnation))
@@ -218,7 +221,7 @@ class Replay(contextlib.ExitStack):
                 share=made.share,
                 final=made.final,
             )
-            theta = digest_arrays(merged.state.theta) if merge.parameters else ""
+            theta = merged.digest if merge.parameters else ""
             yield merge, Digests(digest_of(merged.payload), theta)
             self._commit(merge, merged)
 
@@ -334,21 +337,16 @@ class Replay(contextlib.ExitStack):
         self._versions[fragment] = version
         self._keep(fragment)
 
-    def _recover(self, recovery: Recovery) -> None:
-        """Load every fragment from a snapshot and apply its later publishes, like
-        `coordinator.origin`."""
-        self._store.use_passes(self._passes.pop(0))
-        logged = recovery.logged(self._recording.merges)
-        for fragment, version in enumerate(recovery.starts):
-            snapshot = self._used.take(("snapshot", fragment, version))
-            self._store.load(fragment, snapshot, version)
-            for made in (merge.made for merge in logged):
-                if made.fragment == fragment:
-                    payload = self._used.take(("publish", fragment, made.version))
-                    self._store.replay(
-                        fragment, made.version, payload, final=made.final
-                    )
-            self._keep(fragment)  # A later snapshot may be of this very state.
+    def _restore(self, back: FragmentBack) -> None:
+        """Load a fragment from a snapshot and apply its later publishes, like
+        `fragment_snapshots.restored`."""
+        fragment, start = back.restored.fragment, back.restored.snapshot
+        snapshot = self._used.take(("snapshot", fragment, start))
+        self._store.load(fragment, snapshot, start)
+        for made in back.logged(self._recording.merges):
+            payload = self._used.take(("publish", fragment, made.version))
+            self._store.replay(fragment, made.version, payload, final=made.final)
+        self._keep(fragment)  # A later snapshot may be of this very state.
 
 
 def _new_store(recording: Recording) -> Store:
@@ -456,11 +454,10 @@ def _uses(recording: Recording) -> Iterator[Use]:
     for event in recording.between:
         if isinstance(event, BegunTerm):
             yield "anchor", event.begun.fragment, event.begun.replaced
-        else:
-            for fragment, version in enumerate(event.starts):
-                yield "snapshot", fragment, version
-            for merge in event.logged(recording.merges):
-                yield "publish", merge.made.fragment, merge.made.version
+        elif isinstance(event, FragmentBack):
+            yield "snapshot", event.restored.fragment, event.restored.snapshot
+            for made in event.logged(recording.merges):
+                yield "publish", made.fragment, made.version
 
 
 def _between(have: Version, want: Version) -> Iterator[Version]:
