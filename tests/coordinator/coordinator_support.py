@@ -13,11 +13,6 @@ def arrays(store):
     return [store.arrays(f) for f in range(len(store.plan.fragments))]
 
 
-def like(store):
-    """`arrays` without arrays."""
-    return [store.like(f) for f in range(len(store.plan.fragments))]
-
-
 def load(store, arrays, versions):
     for fragment, version in enumerate(versions):
         store.load(fragment, arrays[fragment], version)

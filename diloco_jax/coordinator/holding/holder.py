@@ -48,7 +48,7 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import DurableError
 from diloco_jax.coordinator.watchdog import given_up
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
-from diloco_jax.core.fragments import Params, sha256_arrays
+from diloco_jax.core.fragments import Params, digest_all, sha256_arrays
 from diloco_jax.errors import remedy
 from diloco_jax.faults import Faults
 from diloco_jax.machine import give_memory_back
@@ -228,8 +228,9 @@ class StoreHolder(FragmentHolder):
         """The prepared merge of each fragment, until it is committed."""
         self._closing, self._begun = threading.Event(), threading.Event()
         self._restoring: RestoreFragments | None = None
-        self._back: dict[int, Future[None]] = {}
-        """Done once a fragment that was asked for is back; the lead knows it then."""
+        self._back: dict[int, Future[str]] = {}
+        """The digest of each fragment that was asked for, once it is back and the lead
+        knows it."""
         self._restorer = ThreadPoolExecutor(
             min(RESTORES_AT_ONCE, machine.cores()), "diloco-restore"
         )
@@ -491,14 +492,14 @@ class StoreHolder(FragmentHolder):
             self._begun.wait()
         if found is None:
             return
-        self._tell(_require_found(found))
-        self._back[committed.fragment].set_result(None)
+        self._tell(told := _require_found(found))
+        self._back[committed.fragment].set_result(told.digest)
         if all(back.done() for back in self._back.values()):
             logger.info(
                 "all %d fragments are back, after %.1f s: global parameters %s",
                 len(self._back),
                 time.monotonic() - began,
-                self.digest(),
+                digest_all(back.result() for back in self._back.values()),
             )
 
     def _when_back(self, fragment: int, job: Callable[[], None]) -> None:

@@ -201,13 +201,7 @@ class Replay(contextlib.ExitStack):
         between = list(self._recording.between)
         for merge in self._recording.merges:
             while between and between[0].merges < merge.number:
-                match between.pop(0):
-                    case Recovery():
-                        self._store.use_passes(self._passes.pop(0))
-                    case FragmentBack() as back:
-                        self._restore(back)
-                    case BegunTerm() as term:
-                        self._begin_term(term)
+                self._follow(between.pop(0))
             made, payloads = merge.made, []
             for part in made.contributions:
                 island = self._island(Who(part.island, part.incarnation))
@@ -326,6 +320,15 @@ class Replay(contextlib.ExitStack):
             arrays = self._store.arrays(fragment)
             self._used.keep(anchor, tuple(arrays["anchor"]))
             self._used.keep(snapshot, arrays)
+
+    def _follow(self, event: Recovery | FragmentBack | BegunTerm) -> None:
+        match event:
+            case Recovery():
+                self._store.use_passes(self._passes.pop(0))
+            case FragmentBack():
+                self._restore(event)
+            case BegunTerm():
+                self._begin_term(event)
 
     def _begin_term(self, event: BegunTerm) -> None:
         """Begin a term of a fragment with an earlier anchor, like `LostFragments`."""
