@@ -336,7 +336,7 @@ class Hello(records.Written, frozen=True, kw_only=True):
 
 class Compiled(records.Written, frozen=True):
     """All functions that merges need are compiled. A merge that was ordered before this
-    line waited for them.
+    line waited for them, or for its fragment to be back.
     """
 
 

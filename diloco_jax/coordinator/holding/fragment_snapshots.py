@@ -300,7 +300,8 @@ class FragmentSnapshots(Snapshots):
                 header = self._read(path, None if into is None else flat(into))
             except storage.SealedError as error:
                 failure = str(error)
-                logger.warning("%s; the one before it is tried", error)
+                if into is not None:
+                    logger.warning("%s; the one before it is tried", error)
                 continue
             self._refuse_other(version.number, header)
             own = self._versions[fragment]

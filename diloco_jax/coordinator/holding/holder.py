@@ -247,7 +247,6 @@ class StoreHolder(FragmentHolder):
 
     def warm_up(self) -> None:
         """See `FragmentHolder`."""
-
         lost, lock = self._snapshots.lost, threading.Lock()
         own = [f for f in self._snapshots.fragments if f not in lost]
         left = set(own)
@@ -346,6 +345,7 @@ class StoreHolder(FragmentHolder):
                 job = functools.partial(self._go_on_with, own, began)
                 self._restorer.submit(self._attempt, job)
         self.lost.lose(lost)
+        self._snapshots.away.difference_update(self._snapshots.lost)
         return FragmentsRestored(
             fragments=tuple(found),
             lost=tuple(lost),
@@ -476,7 +476,6 @@ class StoreHolder(FragmentHolder):
                 committed, self.store, self._snapshots, self._publishes, ended
             )
         except (storage.SealedError, DurableError) as error:
-            self._snapshots.away.discard(fragment)
             return LostFragment(fragment=fragment, why=str(error))
         give_memory_back()
         if found is not None:
