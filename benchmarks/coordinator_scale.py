@@ -112,6 +112,7 @@ COPY_BYTES, COPIES = 1 << 28, 12
 READY = "ready\n"
 CYCLES = 4
 """The last one is measured: by then memory is that of older versions."""
+WHOSE = {"run_id": "r", "run": {"total_tokens": 0}, "plan": ""}
 BEHIND = 3
 """Cycles of publishes behind the newest snapshots of a restore."""
 CPU_MAX, BACK_MAX = 1.15, 0.5
@@ -437,7 +438,7 @@ def holder_of(store: Store, folder: Path) -> StoreHolder:
         store,
         Inbox(store.layouts_up, Rooms(1 << 40)),
         Publishes(folder / "publishes"),
-        FragmentSnapshots(snapshots, Placement(), range(FRAGMENTS), {}),
+        FragmentSnapshots(snapshots, Placement(), range(FRAGMENTS), WHOSE),
         None,
         write_within_s=60.0,
     )

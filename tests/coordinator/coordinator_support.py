@@ -6,6 +6,8 @@ AXES = {
     "blocks": {"w": ("layers", "embed", "mlp"), "scale": ("layers", "embed")},
 }
 PIN_S = 60.0
+WHOSE = {"run_id": "r", "run": {"total_tokens": 0}, "plan": ""}
+"""Facts in the headers of an engine's snapshots."""
 
 
 def arrays(store):

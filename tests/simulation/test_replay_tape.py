@@ -122,8 +122,8 @@ def test_a_merge_that_is_not_there_cannot_be_repeated(workdir, tape, until, mess
             "line 8:.*line 7 was altered",
         ),
         (lambda lines: [*lines[:6], lines[6][:30] + b"\n"], "line 7: not a record"),
-        (lambda lines: lines[:-1], "after line 20 .*'finished'.*--until 3"),
-        (lambda lines: [*lines[:-1], lines[-1][:9]], "after line 20 .*'finished'"),
+        (lambda lines: lines[:-1], "after line 22 .*'finished'.*--until 3"),
+        (lambda lines: [*lines[:-1], lines[-1][:9]], "after line 22 .*'finished'"),
     ],
     ids=["missing", "reordered", "altered", "truncated", "ends early", "torn end"],
 )
