@@ -575,8 +575,9 @@ def merge_meanwhile(folder: Path, parameters: int) -> dict[str, Any]:
             length=payload.nbytes,
             total=payload.nbytes,
         )
-        holder.upload_begin(start)[:] = payload.data
-        holder.upload_end(start, memoryview(payload))
+        place = holder.upload_begin(start)
+        place[:] = payload.data
+        holder.upload_end(start, place)
     back, found, all_back = [], {}, threading.Event()
 
     def heard(message: Any) -> None:

@@ -75,14 +75,14 @@ def on_disk(store):
     return write
 
 
-def wanted(fragment: int) -> bulk.FetchRequest:
+def wanted(fragment: int, version: Version) -> bulk.FetchRequest:
     return bulk.FetchRequest(
         run_id="r",
         island="a",
         incarnation=1,
         session="s",
         fragment=fragment,
-        want=Version(),
+        want=version,
         have=None,
     )
 
@@ -103,19 +103,31 @@ def kinds(tmp_path, *which: str) -> list[tuple[str, int]]:
 def test_a_fragment_is_merged_and_served_while_another_is_being_read(
     make_engine, island, slow, tmp_path
 ):
-    engine = make_engine(done=lambda: island.told(messages.Published))
+
+    def done():
+        if not island.told(messages.Published):
+            return False
+        if not comes.is_set():
+            assert holder.shown() == {"restoring": [1]}
+            assert holder.digest() == "", "of all fragments, or none"
+            assert holder.fetch(wanted(0, Version(1, 1))).buffers
+            busy = "fragment 1 is being restored here; come again"
+            with pytest.raises(Busy, match=busy):
+                holder.fetch(wanted(1, Version()))
+            assert holder._snapshots._unsaved(holder.store) == [0]
+            found = kinds(tmp_path, "restored", "merged")
+            assert found == [("restored", 0), ("merged", 0)]
+            comes.set()
+        return not holder.shown()
+
+    engine = make_engine(done=done)
     holder: StoreHolder = engine._holder._holder
     asked, comes = nothing_since(holder), slow(1)
     assert not holder.restore(asked).lost
     engine.run()
-    assert holder.shown() == {"restoring": [1]}
-    assert holder.digest() == "", "of all fragments, or none"
-    assert holder.fetch(wanted(0)).buffers
-    with pytest.raises(Busy, match="fragment 1 is being restored here; come again"):
-        holder.fetch(wanted(1))
-    assert holder._snapshots._unsaved(holder.store) == [0]
-    assert kinds(tmp_path, "restored", "merged") == [("restored", 0), ("merged", 0)]
-    comes.set()
+    assert comes.is_set()
+    assert holder.digest() == holder.store.digest()
+    assert holder.fetch(wanted(1, Version())).buffers
 
 
 def test_a_merge_waits_for_its_fragment_and_nothing_else_does(
