@@ -80,6 +80,7 @@ from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.snapshots import flat
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.files import BLOCK_BYTES
 from diloco_jax.hardware.machines import RESTORED_MAX
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
@@ -90,8 +91,7 @@ from diloco_jax.protocol.holding import (
     RestoredFragment,
     RestoreFragments,
 )
-from diloco_jax.protocol.values import Version
-from diloco_jax.storage import BLOCK_BYTES
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk
 
 RUN = RunConfig(

@@ -23,7 +23,7 @@ from diloco_jax.protocol.holding import (
     RestoredFragment,
     RestoreFragments,
 )
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pieces import merge_deltas, to_pieces
 
-from diloco_jax import storage
+from diloco_jax import files
 from diloco_jax.config import FragmentBy
 from diloco_jax.core.families import MERGE_RULES, Whole
 from diloco_jax.core.fragments import (
@@ -166,7 +166,7 @@ def test_array_digest_sees_values_and_not_layout() -> None:
     assert digest_arrays([x.T]) == digest_arrays([np.ascontiguousarray(x.T)])
     assert digest_arrays([x]) != digest_arrays([x + 1])
     whole = np.concatenate([x.ravel(), x.ravel()])
-    assert digest_arrays([x, x]) == f"xxh3-128:{storage.digest_of(whole)}"
+    assert digest_arrays([x, x]) == f"xxh3-128:{files.digest_of(whole)}"
     assert sha256_arrays([x, x]) == hashlib.sha256(whole.tobytes()).hexdigest()
 
 

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from etils.epath import Path as Folder
 from rich.console import Console
 
-from diloco_jax import compilation, files, run_files, storage
+from diloco_jax import compilation, files, run_files
 from diloco_jax.config import Config, Placement
 from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator.holding.store import Store
@@ -58,9 +58,9 @@ from diloco_jax.protocol.holding import (
     KeepFragment,
     RestoredFragment,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, Prepared, Version
+from diloco_jax.protocol.messages import FIRST_VERSION, Prepared, Version
 from diloco_jax.wire.errors import Busy, Refused, WireError
-from diloco_jax.wire.limits import DaemonPool
+from diloco_jax.wire.peers import DaemonPool
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Publishes:
             "final": final,
             "bytes": len(payload),
         }
-        digest = storage.write_sealed(path, header, [payload])
+        digest = files.write_sealed(path, header, [payload])
         return Prepared(digest=digest, payload_bytes=len(payload))
 
     def read(
@@ -118,8 +118,8 @@ class Publishes:
             return made[0]
 
         try:
-            header, found = storage.read_sealed(path, make)
-        except storage.SealedError as error:
+            header, found = files.read_sealed(path, make)
+        except files.SealedError as error:
             raise _damaged(fragment, version, str(error)) from error
         if wanted is not None and found != wanted:
             what = f"{path} has digest {found}, its record says {wanted}"
@@ -129,8 +129,8 @@ class Publishes:
     def require(self, fragment: int, version: Version) -> None:
         """Raise DurableError unless a committed publish is there, by its header."""
         try:
-            storage.read_sealed_header(self.path(fragment, version))
-        except storage.SealedError as error:
+            files.read_sealed_header(self.path(fragment, version))
+        except files.SealedError as error:
             raise _damaged(fragment, version, str(error)) from error
 
     def mapped(self, fragment: int, version: Version) -> Buffer | None:
@@ -139,8 +139,8 @@ class Publishes:
         """
         path = self.path(fragment, version)
         try:
-            header, found = storage.map_sealed(path)
-        except storage.SealedError:
+            header, found = files.map_sealed(path)
+        except files.SealedError:
             return None
         if len(found) != header["bytes"]:
             logger.error(
@@ -298,7 +298,7 @@ class FragmentSnapshots(Snapshots):
             path = fragment_path(self._folder, fragment, version)
             try:
                 header = self._read(path, None if into is None else flat(into))
-            except storage.SealedError as error:
+            except files.SealedError as error:
                 failure = str(error)
                 if into is not None:
                     logger.warning("%s; the one before it is tried", error)
@@ -309,7 +309,7 @@ class FragmentSnapshots(Snapshots):
                 self._remove(fragment_path(self._folder, fragment, unfit))
                 own.remove(unfit)
             return version
-        raise storage.SealedError(
+        raise files.SealedError(
             f"fragment {fragment} cannot be loaded from the snapshots in "
             f"{self._folder}: {failure}; restore the folder from a copy"
         )
@@ -322,7 +322,7 @@ class FragmentSnapshots(Snapshots):
         if not is_bucket(str(self._folder)):
             require_space(Path(self._folder), sum(buffer.nbytes for buffer in buffers))
         facts = {**self._whose, "fragment": fragment, "version": list(version)}
-        storage.write_sealed(path, facts, buffers)
+        files.write_sealed(path, facts, buffers)
         of_version = functools.partial(fragment_path, self._folder, fragment)
         known = [*self._versions[fragment], version]
         self._versions[fragment] = self._without_old(known, of_version)
@@ -587,7 +587,7 @@ class KeptCycles:
             "fragment": keep.fragment,
             "version": list(keep.version),
         }
-        storage.write_sealed(scratch / kept_name(keep.fragment), facts, arrays)
+        files.write_sealed(scratch / kept_name(keep.fragment), facts, arrays)
 
     def _finish(self, scratch: Path) -> None:
         if self._source.is_dir():

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from diloco_jax import checkpoint, machine, run_files, storage
+from diloco_jax import checkpoint, machine, run_files
 from diloco_jax.config import Config
 from diloco_jax.coordinator.holding.anchors import LostFragments
 from diloco_jax.coordinator.holding.fragment_snapshots import (
@@ -73,8 +73,13 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     ToHolder,
 )
-from diloco_jax.protocol.messages import FromCoordinator, Hello
-from diloco_jax.protocol.values import NOTHING, DeltaKey, Prepared
+from diloco_jax.protocol.messages import (
+    NOTHING,
+    DeltaKey,
+    FromCoordinator,
+    Hello,
+    Prepared,
+)
 from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import FetchSource
@@ -321,7 +326,7 @@ class StoreHolder(FragmentHolder):
                     here.append(own)
                     continue
                 why = ""
-            except (storage.SealedError, DurableError) as error:
+            except (files.SealedError, DurableError) as error:
                 why = str(error)
             lost.append(LostFragment(fragment=own.fragment, why=why))
         if behind and not self.store.infers_momentum:
@@ -475,7 +480,7 @@ class StoreHolder(FragmentHolder):
             found = restored(
                 committed, self.store, self._snapshots, self._publishes, ended
             )
-        except (storage.SealedError, DurableError) as error:
+        except (files.SealedError, DurableError) as error:
             return LostFragment(fragment=fragment, why=str(error))
         give_memory_back()
         if found is not None:
