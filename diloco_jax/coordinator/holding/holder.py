@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from diloco_jax import checkpoint, machine, run_files
+from diloco_jax import checkpoint, files, machine, run_files
 from diloco_jax.config import Config
 from diloco_jax.coordinator.holding.anchors import LostFragments
 from diloco_jax.coordinator.holding.fragment_snapshots import (
