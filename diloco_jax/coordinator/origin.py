@@ -341,7 +341,7 @@ def tell_recovered(
     Raises DurableError for a lost fragment, if no worker has lost it.
     """
     if restored.lost and config.placement.workers == 1:
-        raise lost_here(restored.lost[0])
+        raise lost_here(restored.lost[0].why)
     lines = recovered.lines
     if restored.discarded:
         logger.info("%d merges were prepared and never committed", restored.discarded)

@@ -473,11 +473,17 @@ def restored(
         )
         store.put_aside(fragment, publishes.mapped)
         moved |= not final
+    if untouched := moved and not store.infers_momentum:
+        logger.warning(
+            "the momentum of the outer optimizer is that of fragment %d's snapshot: it "
+            "cannot be inferred from the changes that were published since",
+            fragment,
+        )
     return RestoredFragment(
         fragment=fragment,
         version=through,
         snapshot=begin,
-        momentum_untouched=moved and not store.infers_momentum,
+        momentum_untouched=untouched,
         digest=store.digest_of(fragment),
     )
 

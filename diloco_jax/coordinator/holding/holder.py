@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +88,7 @@ from diloco_jax.wire.errors import RemoteProtocolError
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[FromHolder], None]
+T = TypeVar("T")
 
 
 class FragmentHolder(ABC):
@@ -314,45 +315,42 @@ class StoreHolder(FragmentHolder):
         those of a worker are gathered from islands before anyone is let in."""
         if asked.first:
             return self._begin()
-        discarded = self._publishes.discard(
-            {c.fragment: c.version for c in asked.fragments}
-        )
-        lost, here, behind = [], [], False
-        for own in asked.fragments:
+        committed = {c.fragment: c.version for c in asked.fragments}
+        discarded = self._publishes.discard(committed)
+        lost: list[LostFragment] = []
+
+        def found(own: Committed, job: Callable[[], T]) -> T | None:
             try:
-                if own.version != NOTHING:
-                    begin = require(own, self._snapshots, self._publishes)
-                    behind |= begin < own.version
-                    here.append(own)
-                    continue
-                why = ""
+                return job()
             except (files.SealedError, DurableError) as error:
-                why = str(error)
-            lost.append(LostFragment(fragment=own.fragment, why=why))
-        if behind and not self.store.infers_momentum:
-            logger.warning(
-                "the momentum of the outer optimizer is that of the fragments' "
-                "snapshots: it cannot be inferred from the changes that were published "
-                "since"
-            )
-        self._restoring, found = asked, []
+                lost.append(LostFragment(fragment=own.fragment, why=str(error)))
+            return None
+
+        here, back = [], []
+        for own in asked.fragments:
+            look = functools.partial(require, own, self._snapshots, self._publishes)
+            if own.version == NOTHING:
+                lost.append(LostFragment(fragment=own.fragment, why=""))
+            elif found(own, look) is not None:
+                here.append(own)
+        self._restoring = asked
         self._snapshots.away.update(own.fragment for own in here)
         if whole:
-            for one in self._restorer.map(self._bring_back, here):
-                if isinstance(one, LostFragment):
-                    lost.append(one)
-                elif one is not None:
-                    found.append(one)
+            jobs = [self._restorer.submit(self._bring_back, own) for own in here]
+            pairs = zip(here, jobs, strict=True)
+            back = [one for own, job in pairs if (one := found(own, job.result))]
         else:
-            self._back = {own.fragment: Future() for own in here}
-            began = time.monotonic()
+            self._back, began = (
+                {own.fragment: Future() for own in here},
+                time.monotonic(),
+            )
             for own in here:
-                job = functools.partial(self._go_on_with, own, began)
-                self._restorer.submit(self._attempt, job)
+                later = functools.partial(self._go_on_with, own, began)
+                self._restorer.submit(self._attempt, later)
         self.lost.lose(lost)
         self._snapshots.away.difference_update(self._snapshots.lost)
         return FragmentsRestored(
-            fragments=tuple(found),
+            fragments=tuple(back),
             lost=tuple(lost),
             discarded=discarded,
             environment=self.store.describe(),
@@ -371,7 +369,7 @@ class StoreHolder(FragmentHolder):
         if within_s is None and self._restoring is not None:
             for own in self._restoring.fragments:
                 if own.fragment in away:
-                    _require_found(self._bring_back(own, lambda: False))
+                    self._bring_back(own, lambda: False)
         self._snapshots.write_last(within_s, self.store, self._publishes)
         return True
 
@@ -473,18 +471,13 @@ class StoreHolder(FragmentHolder):
 
     def _bring_back(
         self, committed: Committed, ended: Callable[[], bool] | None = None
-    ) -> RestoredFragment | LostFragment | None:
-        """Restore a fragment; None: it is not wanted any more."""
-        fragment, ended = committed.fragment, ended or self._closing.is_set
-        try:
-            found = restored(
-                committed, self.store, self._snapshots, self._publishes, ended
-            )
-        except (files.SealedError, DurableError) as error:
-            return LostFragment(fragment=fragment, why=str(error))
+    ) -> RestoredFragment | None:
+        """Restore a fragment; None: `ended`, or closing."""
+        parts = self.store, self._snapshots, self._publishes
+        found = restored(committed, *parts, ended or self._closing.is_set)
         give_memory_back()
         if found is not None:
-            self._snapshots.away.discard(fragment)
+            self._snapshots.away.discard(committed.fragment)
         return found
 
     def _go_on_with(self, committed: Committed, began: float) -> None:
@@ -492,12 +485,14 @@ class StoreHolder(FragmentHolder):
         DurableError if it is lost: a run without workers cannot go on then."""
         try:
             found = self._bring_back(committed)
+        except (files.SealedError, DurableError) as error:
+            raise lost_here(str(error)) from error
         finally:
             self._begun.wait()
         if found is None:
             return
-        self._tell(told := _require_found(found))
-        self._back[committed.fragment].set_result(told.digest)
+        self._tell(found)
+        self._back[committed.fragment].set_result(found.digest)
         if all(back.done() for back in self._back.values()):
             logger.info(
                 "all %d fragments are back, after %.1f s: global parameters %s",
@@ -509,7 +504,7 @@ class StoreHolder(FragmentHolder):
     def _when_back(self, fragment: int, job: Callable[[], None]) -> None:
         """Call a function at once, or once the fragment has been restored."""
         back = self._back.get(fragment)
-        if back is None or back.done():
+        if back is None:
             job()
         else:
             back.add_done_callback(lambda _: self._attempt(job))
@@ -622,20 +617,10 @@ class StoreHolder(FragmentHolder):
             self._failed(error)
 
 
-def _require_found(
-    found: RestoredFragment | LostFragment | None,
-) -> RestoredFragment:
-    """Return a fragment that is back. Raises DurableError for one that is lost."""
-    if isinstance(found, LostFragment):
-        raise lost_here(found)
-    assert found is not None
-    return found
-
-
-def lost_here(lost: LostFragment) -> DurableError:
+def lost_here(why: str) -> DurableError:
     """Return the error of a coordinator without workers that has lost a fragment."""
     return DurableError(
-        f"{lost.why}. Without a copy, start with an empty --workdir while islands run: "
+        f"{why}. Without a copy, start with an empty --workdir while islands run: "
         f"their anchors begin a new term of the run"
     )
 
