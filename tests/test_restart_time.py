@@ -7,6 +7,7 @@ import pytest
 from diloco_jax.config import Config, IslandConfig, LaunchConfig, Placement, RunConfig
 from diloco_jax.hardware.machines import (
     CONSTANTS,
+    PROCESS_S,
     lasting,
     outage_seconds,
     rate_of,
@@ -43,7 +44,7 @@ def test_every_wait_of_islands_follows_from_the_size_of_the_state():
     read_s = 216e9 / (700 * 2**20)
     decoded_s = 72 * rate_of(CONSTANTS.replay_core_seconds, "int8")
     assert (decoded_s + 216 * CONSTANTS.read_core_seconds) / 16 < read_s
-    assert lasts.outage_budget_s == pytest.approx(1.25 * read_s, rel=1e-3)
+    assert lasts.outage_budget_s == pytest.approx(PROCESS_S + 1.25 * read_s, rel=1e-3)
     assert lasts.patience_s == 3 * lasts.outage_budget_s
     assert lasts.alone_s == 4 * lasts.outage_budget_s
 

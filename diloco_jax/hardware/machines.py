@@ -330,6 +330,9 @@ SOME_MACHINE = "n2-highmem-16"
 """Machine whose disk is taken where the table lacks the config's."""
 
 
+PROCESS_S = 30.0
+"""Seconds of a restart before the state is read: an assumption, for start and imports.
+"""
 RESTORED_MAX = 1.25
 """Seconds of a restore over those of its disk or its cores, whichever take longer: a
 bound of `benchmarks/coordinator_scale.py`."""
@@ -381,7 +384,9 @@ def outage_seconds(config: Config, parameters: int) -> float:
         rates.read_core_seconds,
         machine.cores,
     )
-    return max(config.placement.outage_budget_s, restored_s)
+    # The budget that is set has room for a start, and for the state of a small model.
+    restart_s = restored_s + min(restored_s, PROCESS_S)
+    return max(config.placement.outage_budget_s, restart_s)
 
 
 def lasting(config: Config, parameters: int) -> Config:

@@ -38,6 +38,7 @@ from diloco_jax.core.tiles import MOST_ELEMENTS
 from diloco_jax.files import is_bucket
 from diloco_jax.hardware.machines import (
     CONSTANTS,
+    PROCESS_S,
     MachineRates,
     machine_of,
     outage_seconds,
@@ -50,9 +51,6 @@ SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
 FETCHES_PER_JOIN = 2
 """Fragments that a joining island pins at a time."""
-PROCESS_S = 30.0
-"""Seconds of a restart before the state is read: an assumption, for start and imports.
-"""
 PROCESS_BYTES = 256 << 20
 """The interpreter and compiled programs: the memory of a coordinator that has hardly
 any parameters (244 MB, `python benchmarks/coordinator_memory.py`). Libraries, 150 MB,

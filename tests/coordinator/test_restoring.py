@@ -7,11 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coordinator_support import PIN_S, WHOSE
 from engine_support import WAIT_S
+from etils import epath
 from store_support import merge_once
 
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.config import Placement
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    Publishes,
+)
 from diloco_jax.coordinator.holding.holder import RESTORES_AT_ONCE, StoreHolder
+from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import DurableError
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
@@ -215,7 +223,7 @@ def test_one_whose_files_are_gone_is_known_before_anyone_is_let_in(
 
 
 def test_a_kill_while_fragments_come_back_changes_nothing_on_the_disk(
-    make_engine, slow, on_disk, tmp_path
+    make_engine, run, slow, on_disk, tmp_path
 ):
     holder: StoreHolder = make_engine(done=lambda: True)._holder._holder
     asked, anchors = on_disk(holder, merges=3)
@@ -223,7 +231,16 @@ def test_a_kill_while_fragments_come_back_changes_nothing_on_the_disk(
     comes = slow(1)
     holder.restore(asked)  # It stays as it is: nothing is told, nothing is ended.
     assert {p: p.read_bytes() for p in tmp_path.rglob("00*/*")} == before
-    again: StoreHolder = make_engine(done=lambda: True)._holder._holder
+    again = StoreHolder(
+        Store(run, holder.store.plan, None, PIN_S),
+        Inbox(holder.store.layouts_up, Rooms(1 << 20)),
+        Publishes(tmp_path / "publishes"),
+        FragmentSnapshots(
+            epath.Path(tmp_path / "snapshots"), Placement(), range(2), WHOSE
+        ),
+        None,
+        write_within_s=WAIT_S,
+    )
     comes.set()
     found = again.restore(asked, whole=True)
     assert [f.version for f in found.fragments] == [Version(1, 3)] * 2

@@ -228,7 +228,7 @@ class LostFragments:
         if fit:
             arrays = self._store.first(fragment, values)
             digest = sha256_arrays(arrays["anchor"])
-            parameters = digest_arrays(arrays["theta"])
+            parameters = digest_arrays(arrays["anchor"])
             if not self._write(arriving, version, arrays):
                 return
             self._prepared[fragment] = version, arrays
