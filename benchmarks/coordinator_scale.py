@@ -87,6 +87,7 @@ from diloco_jax.protocol.holding import (
     Commit,
     Committed,
     Merge,
+    MergeDigested,
     MergePrepared,
     RestoredFragment,
     RestoreFragments,
@@ -578,21 +579,25 @@ def merge_meanwhile(folder: Path, parameters: int) -> dict[str, Any]:
         place = holder.upload_begin(start)
         place[:] = payload.data
         holder.upload_end(start, place)
-    back, found, all_back = [], {}, threading.Event()
+    back, merged, found, over = [], [], {}, threading.Event()
 
     def heard(message: Any) -> None:
         if isinstance(message, RestoredFragment):
             back.append(message.fragment)
             if len(back) == FRAGMENTS:
-                all_back.set()
+                found["all_back_s"] = time.monotonic() - began
         elif isinstance(message, MergePrepared):
             holder.hold(Commit(fragment=message.fragment, version=message.version))
-            if not found:
+            if "first_s" not in found:
                 found.update(first_s=time.monotonic() - began, back=len(back))
+        elif isinstance(message, MergeDigested):
+            merged.append(message.fragment)
+            if len(merged) == FRAGMENTS:
+                over.set()
 
     def failed(error: BaseException) -> None:
         found["error"] = repr(error)
-        all_back.set()
+        over.set()
 
     holder.answer(heard, failed)
     files_of(folder)
@@ -608,9 +613,10 @@ def merge_meanwhile(folder: Path, parameters: int) -> dict[str, Any]:
             final=False,
         )
         holder.hold(merge)
-    all_back.wait()
-    found["all_back_s"] = time.monotonic() - began
+    over.wait()
     holder.close()
+    if "error" in found:
+        raise support.RunError(found["error"])
     return found
 
 
