@@ -48,6 +48,7 @@ from diloco_jax.coordinator.snapshots import (
     versions,
 )
 from diloco_jax.core.fragments import Buffer, FragmentPlan, Params, get_piece
+from diloco_jax.core.tiles import Empty
 from diloco_jax.files import is_bucket, sync_path, write_json
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.holding import (
@@ -105,16 +106,20 @@ class Publishes:
         return Prepared(digest=digest, payload_bytes=len(payload))
 
     def read(
-        self, fragment: int, version: Version, wanted: str | None
+        self,
+        fragment: int,
+        version: Version,
+        wanted: str | None,
+        empty: Empty = np.empty,
     ) -> tuple[Buffer, bool]:
         """Return a publish, and True if it belongs to the flush. wanted: its
-        digest, if the log still has the record. Raises DurableError if the file is
-        missing or is not what the record says."""
+        digest, if the log still has the record. empty: makes its memory. Raises
+        DurableError if the file is missing or is not what the record says."""
         path = self.path(fragment, version)
         made = []
 
         def make(header: dict[str, Any]) -> npt.NDArray[Any]:
-            made.append(np.empty(header["bytes"], np.uint8))
+            made.append(empty((header["bytes"],), np.uint8))
             return made[0]
 
         try:
@@ -466,7 +471,7 @@ def restored(
             return None
         version = version.next()
         payload, final = publishes.read(
-            fragment, version, committed.digests.get(version.number)
+            fragment, version, committed.digests.get(version.number), store.empty
         )
         store.replay(
             fragment, version, payload, final=final, digested=version == through

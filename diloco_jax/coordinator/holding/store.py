@@ -239,8 +239,10 @@ class Store:
         self.plan = plan
         self._sync = run.sync
         self._spares = Spares()
+        self.empty = self._spares.array
+        """Makes arrays of memory that was there before, if there is any."""
         self._merges = [
-            dataclasses.replace(merge, empty=self._spares.array, passes=passes)
+            dataclasses.replace(merge, empty=self.empty, passes=passes)
             for merge in merges_of(run, plan)
         ]
         self._spare_bytes = SPARE_ARRAYS * 4 * max(plan.sizes) + max(
@@ -486,9 +488,7 @@ class Store:
         like = _as_lists(self._merges[fragment].like())
         return {
             name: [
-                (self._spares.array if array.ndim else np.empty)(
-                    array.shape, array.dtype
-                )
+                (self.empty if array.ndim else np.empty)(array.shape, array.dtype)
                 for array in own
             ]
             for name, own in like.items()
