@@ -321,7 +321,6 @@ class Coordinator:
         else:
             made = self._maker.of_new_run()
         self.holder, self._log = made.holder, made.log
-        self._open.callback(made.holder.close)  # A start may fail while it restores.
         return made.state
 
     def _make_lead(self, state: State) -> None:

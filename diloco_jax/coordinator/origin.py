@@ -108,7 +108,8 @@ class StateMaker:
     kept: KeptCycles
     tape: Tape
     opened: contextlib.ExitStack
-    """Closed at the end of the life; it then breaks the lines to workers."""
+    """Closed at the end of the life; it then ends a restore that is under way, and
+    breaks the lines to workers."""
     open_log: Callable[[int], durable.RecordLog]
     """Opens the log after that snapshot."""
     search: Callable[[Aim, FragmentHolder | None], Searched]
@@ -131,9 +132,11 @@ class StateMaker:
             whose = checkpoint.whose(self.config.run, self.policy.run_id, self.plan)
             store = make_store(self.config, self.plan)
             everything = range(len(self.plan.fragments))
-            return make_holder(
+            holder = make_holder(
                 self.config, store, self.kept, self.workdir, whose, everything
             )
+            self.opened.callback(holder.close)  # A start may fail while it restores.
+            return holder
         workers = WorkersHolder(
             self.config,
             self.workdir,
