@@ -174,7 +174,8 @@ def main() -> int:
             ".2f",
         )
     )
-    checks += restore_checks(raw["restore"])
+    restores = [raw["restore"]] if "restore" in raw else []
+    checks += [check for found in restores for check in restore_checks(found)]
     rows = [
         {
             "parameters": f"{row['parameters']:,}",
@@ -201,7 +202,7 @@ def main() -> int:
                 "of copies": f"{spread['of_copies']:.2f}",
             }
         ],
-        "A restore": [restore_row(raw["restore"])],
+        **({"A restore": list(map(restore_row, restores))} if restores else {}),
     }
     return support.deliver(options, NAME, __doc__, tables, checks, raw, facts)
 
@@ -565,6 +566,7 @@ def restore_alone(folder: Path, parameters: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     holder, asked = holder_of(empty_store(parameters), folder), asked_of(folder)
     files_of(folder)
+    holder.store.describe()  # Versions of packages, which a process reads once.
     with timed(found):
         answer = holder.restore(asked, whole=True)
     assert len(answer.fragments) == FRAGMENTS
