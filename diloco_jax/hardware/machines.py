@@ -271,7 +271,7 @@ CONSTANTS = MachineRates(
     rules=RULES_OF_PACKAGE["xla"],
     replay_core_seconds={"f32": 5.7, "int8": 5.7},
     merge_route="xla",
-    read_core_seconds=0.4,
+    read_core_seconds=1.6,
     digest_core_seconds=0.054,
     sha256_core_seconds=0.65,
     upload_core_seconds=0.81,
@@ -290,17 +290,21 @@ that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC,
 machines of `MACHINES` have Xeons, a store of 1 B parameters took there what these say
 (docs/results/raw/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
-docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon,
-2026-11-26."""
+docs/results/raw/wire.md. Sealed files: written, 16 of 64 MiB in turn, on the Xeon,
+2026-11-26; read, `coordinator_scale --restore 100000000`, two cores of an AMD EPYC beside
+other work, 2026-11-30, of which most is the kernel's for new pages. Digests:
+docs/results/raw/checksums.md."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,
     merge_core_seconds={"f32": 2.1, "bf16": 2.0, "int8": 2.2, "int4": 2.5},
     delta_core_seconds={"f32": 0.90, "bf16": 0.64, "int8": 0.50, "int4": 0.52},
+    replay_core_seconds={"f32": 5.7, "int8": 1.1},
     rules=RULES_OF_PACKAGE["native"],
     merge_route="native",
 )
-"""The same by the route "native", through 2 to 64 deltas: within 6 % of each."""
+"""The same by the route "native", through 2 to 64 deltas: within 6 % of each. Replay of
+int8: with the read files above; nobody measured other codecs by this route."""
 
 
 def constants_of(route: MergeRoute) -> MachineRates:
