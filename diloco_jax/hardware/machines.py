@@ -291,8 +291,8 @@ machines of `MACHINES` have Xeons, a store of 1 B parameters took there what the
 (docs/results/raw/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
 docs/results/raw/wire.md. Sealed files: written, 16 of 64 MiB in turn, on the Xeon,
-2026-11-26; read, `coordinator_scale --restore 100000000`, two cores of an AMD EPYC beside
-other work, 2026-11-30, of which most is the kernel's for new pages. Digests:
+2026-11-26; read, `coordinator_scale --restore 100000000`, two cores of an AMD EPYC
+beside other work, 2026-11-30, most of it the kernel's for new pages. Digests:
 docs/results/raw/checksums.md."""
 
 NATIVE = msgspec.structs.replace(
