@@ -286,7 +286,7 @@ class Recovered(records.Written, frozen=True, kw_only=True):
     environment: Environment
 
 
-class Restored(records.Written, frozen=True, kw_only=True):
+class FragmentBack(records.Written, frozen=True, kw_only=True, tag="restored"):
     """A fragment is back from its snapshot and the publishes after it."""
 
     fragment: int
@@ -377,9 +377,9 @@ Note = (
 )
 
 
-def restored(told: RestoredFragment) -> Restored:
+def restored(told: RestoredFragment) -> FragmentBack:
     """Return the tape's note of a fragment that is back."""
-    return Restored(**msgspec.structs.asdict(told))
+    return FragmentBack(**msgspec.structs.asdict(told))
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def record(
         )
         for fragment, version in enumerate(versions):
             write(
-                journal.Restored(
+                journal.FragmentBack(
                     fragment=fragment, version=version, snapshot=version, digest=""
                 ),
                 world.clock.now,

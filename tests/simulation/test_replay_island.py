@@ -16,9 +16,9 @@ from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.replay import replay
 from diloco_jax.simulation.replay.recording import (
-    FragmentBack,
     Recording,
     Recovery,
+    Restoration,
     TapedRecord,
     Who,
     read_recording,
@@ -70,7 +70,7 @@ def test_every_merge_has_the_same_bits(recordings, rule):
     recording = recordings[rule]
     assert len(recording.merges) > 20
     fragments = len(recording.between) - 1
-    kinds = [Recovery, *[FragmentBack] * fragments]
+    kinds = [Recovery, *[Restoration] * fragments]
     assert [type(event) for event in recording.between] == kinds
     assert fragments == recording.config.run.sync.fragments
     assert Who("b", 2) in recording.lives

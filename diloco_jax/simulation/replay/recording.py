@@ -87,12 +87,12 @@ class Recovery(NamedTuple):
     merges: int
 
 
-class FragmentBack(NamedTuple):
+class Restoration(NamedTuple):
     """Return of a fragment, from a snapshot and its later publishes, after `merges`
     merges. Others may have been merged since the coordinator's return."""
 
     merges: int
-    restored: journal.Restored
+    restored: journal.FragmentBack
 
     def logged(self, merges: Sequence[RecordedMerge]) -> list[records.Merged]:
         """Return the fragment's merges whose publishes came after the snapshot, in
@@ -181,7 +181,7 @@ class Recording:
     """Environments of the first coordinator and of each that came back."""
     merges: tuple[RecordedMerge, ...]
     merges_on_tape: int
-    between: tuple[Recovery | FragmentBack | BegunTerm, ...]
+    between: tuple[Recovery | Restoration | BegunTerm, ...]
     """Other changes of the coordinator's state, in order."""
     lives: Mapping[Who, Life]
     """Incarnations in these merges, each up to its last take in them."""
@@ -278,7 +278,7 @@ class _Reader:
         self._total_tokens = 0
         self._coordinators: list[Environment] = []
         self._merges: list[RecordedMerge] = []
-        self._between: list[Recovery | FragmentBack | BegunTerm] = []
+        self._between: list[Recovery | Restoration | BegunTerm] = []
         self._versions: dict[int, list[Version]] = {}
         """All versions that a fragment has had since the first, in order."""
         self._lives: dict[Who, Life] = {}
@@ -336,8 +336,8 @@ class _Reader:
                 self._coordinators.append(back.environment)
                 self._between.append(Recovery(len(self._merges)))
             case "restored":
-                restored = from_tape(record, journal.Restored)
-                self._between.append(FragmentBack(len(self._merges), restored))
+                restored = from_tape(record, journal.FragmentBack)
+                self._between.append(Restoration(len(self._merges), restored))
             case "finished":
                 self._finished = True
             case "extended":

@@ -62,11 +62,11 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.simulation.replay.recording import (
     BegunTerm,
-    FragmentBack,
     Life,
     RecordedMerge,
     Recording,
     Recovery,
+    Restoration,
     Who,
     environment_like,
     refuse_other_bits,
@@ -321,11 +321,11 @@ class Replay(contextlib.ExitStack):
             self._used.keep(anchor, tuple(arrays["anchor"]))
             self._used.keep(snapshot, arrays)
 
-    def _follow(self, event: Recovery | FragmentBack | BegunTerm) -> None:
+    def _follow(self, event: Recovery | Restoration | BegunTerm) -> None:
         match event:
             case Recovery():
                 self._store.use_passes(self._passes.pop(0))
-            case FragmentBack():
+            case Restoration():
                 self._restore(event)
             case BegunTerm():
                 self._begin_term(event)
@@ -340,7 +340,7 @@ class Replay(contextlib.ExitStack):
         self._versions[fragment] = version
         self._keep(fragment)
 
-    def _restore(self, back: FragmentBack) -> None:
+    def _restore(self, back: Restoration) -> None:
         """Load a fragment from a snapshot and apply its later publishes, like
         `fragment_snapshots.restored`."""
         fragment, start = back.restored.fragment, back.restored.snapshot
@@ -457,7 +457,7 @@ def _uses(recording: Recording) -> Iterator[Use]:
     for event in recording.between:
         if isinstance(event, BegunTerm):
             yield "anchor", event.begun.fragment, event.begun.replaced
-        elif isinstance(event, FragmentBack):
+        elif isinstance(event, Restoration):
             yield "snapshot", event.restored.fragment, event.restored.snapshot
             for made in event.logged(recording.merges):
                 yield "publish", made.fragment, made.version
