@@ -373,7 +373,15 @@ class Alert(records.Written, frozen=True, kw_only=True):
 
 
 Note = (
-    Begun | Recovered | Restored | Term | Hello | Compiled | Measured | Digested | Alert
+    Begun
+    | Recovered
+    | FragmentBack
+    | Term
+    | Hello
+    | Compiled
+    | Measured
+    | Digested
+    | Alert
 )
 
 
