@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from diloco_jax.core.codecs import USE_BYTES, Codec
 from diloco_jax.core.tiles import ArrayLike, TileGrid, ballot_bytes
@@ -65,15 +66,12 @@ class Bands:
         """Return the division into bands of at most `limit` elements, if a row has no
         more. A band has a power of two of rows, so that its tiles fit many meshes.
 
-        groups: as of a piece, one for each row of the first axis. A band has whole ones
-        if they are no larger than the limit, else the same rows of every one."""
-        axis = max(range(len(shape)), key=lambda a: (shape[a], -a)) - len(shape)
-        aligned = ALIGNED[axis == -1]
-        if groups > 1:
-            whole = math.prod(shape) // groups <= limit
-            inside = max(range(1, len(shape)), key=lambda a: (shape[a], -a))
-            axis = (0 if whole else inside) - len(shape)
-            aligned = 1 if whole else ALIGNED[axis == -1]
+        groups: as of a piece. A band has whole ones if they are no larger than the
+        limit, else the same rows of every one."""
+        whole = groups > 1 and math.prod(shape) // groups <= limit
+        places = (0,) if whole else range(groups > 1, len(shape))
+        axis = max(places, key=lambda a: (shape[a], -a)) - len(shape)
+        aligned = 1 if whole else ALIGNED[axis == -1]
         extent = shape[axis]
         wanted = max(1.0, limit / (math.prod(shape) // extent))
         rows = 2 ** int(math.log2(wanted))
@@ -247,9 +245,8 @@ def plan_fragments(
     Args:
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
       axes: the same nesting; leaves are tuples with the logical name (or None) of
-        every axis. A leading "layers" makes one piece per layer; "expert" is the first
-        axis after it, if there is one, and makes groups; "vocab" anywhere marks an
-        embedding.
+        every axis. A leading "layers" makes one piece per layer, "expert" first or
+        after it makes groups, and "vocab" anywhere marks an embedding.
       num_fragments: P.
       by: the unit dealt out. "size": each piece by itself. "layer": all pieces of a
         layer (of one index, in every stack) together, each tensor outside the layers
@@ -266,12 +263,6 @@ def plan_fragments(
         dataclasses.replace(piece, by_use=by_use.get("/".join(piece.path), 0))
         for piece in _pieces(shapes, axes, ())
     ]
-    known = {"/".join(piece.path) for piece in whole if piece.shape}
-    if unknown := sorted({*by_use} - known):
-        raise ValueError(
-            f"the use of {', '.join(unknown)} is counted, and no tensor with rows has "
-            f"that name: there are {', '.join(sorted(known))}"
-        )
     plans = [_deal(whole, num_fragments, by, may_cut, cut) for cut in CUTS]
     even = EVEN * plans[0].total / num_fragments
     return min(plans, key=lambda plan: max(even, *plan.sizes))  # The first of equals.
@@ -335,7 +326,22 @@ def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
 
 
 def digest_arrays(arrays: Iterable[Any]) -> str:
-    """Return 64 hex digits: SHA-256 of the arrays' bytes, row-major, little-endian."""
+    """Return the digest of own arrays, after its kind: of their bytes, row-major,
+    little-endian. It finds damage, and no lie: see `sha256_arrays`."""
+    digest = xxh3_128()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return named(digest)
+
+
+def named(digest: xxh3_128) -> str:
+    """Return a digest as tapes and messages have it, after its kind."""
+    return f"xxh3-128:{digest.hexdigest()}"
+
+
+def sha256_arrays(arrays: Iterable[Any]) -> str:
+    """Return 64 hex digits: SHA-256 of the same bytes, for values that a peer sends. It
+    costs twelve times as much (docs/results/raw/checksums.md)."""
     sha = hashlib.sha256()
     for array in arrays:
         sha.update(np.ascontiguousarray(array).data)
@@ -413,7 +419,7 @@ def _in_bands(
             continue
         bands = Bands.of(piece.shape, limit, piece.groups)
         for band, shape in enumerate(bands.shapes(piece.shape)):
-            groups = shape[0] if piece.groups > 1 else 1
+            groups = min(piece.groups, shape[0])
             yield dataclasses.replace(
                 piece, band=band, bands=bands, shape=shape, groups=groups
             )
@@ -442,8 +448,7 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
             f"give one name (or None) per axis"
         )
     embedding, layered = VOCAB in axes, axes[:1] == (LAYERS,)
-    own = shape[layered:]
-    groups = groups_of(axes[layered:], own)
+    own, groups = shape[layered:], groups_of(axes[layered:], shape[layered:])
     for layer in range(shape[0]) if layered else (-1,):
         yield Piece(path, layer, own, embedding, groups=groups)
 
@@ -502,17 +507,15 @@ class PayloadLayout:
     @classmethod
     def of_delta(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
         """Return the layout of a delta of these pieces, with its counts of use."""
-        counted = [piece for piece in pieces if piece.by_use]
         shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
-        uses = [(1, USE_BYTES * piece.shape[0]) for piece in counted]
-        return cls._of([*pieces, *counted], [*shapes, *uses])
+        uses = [(1, USE_BYTES * p.shape[0]) for p in pieces if p.by_use]
+        return cls._of([*pieces, *(p for p in pieces if p.by_use)], [*shapes, *uses])
 
     @classmethod
     def of_ballots(cls, pieces: Sequence[Piece]) -> PayloadLayout:
         """Return the layout of ballots about these pieces; see `tiles.ballot_of`."""
-        grids = [piece.grid for piece in pieces]
-        shapes = [(*grid.grid, ballot_bytes(grid.elements)) for grid in grids]
-        return cls._of(pieces, shapes)
+        grids = (piece.grid for piece in pieces)
+        return cls._of(pieces, [(*g.grid, ballot_bytes(g.elements)) for g in grids])
 
     @classmethod
     def _of(

@@ -98,6 +98,12 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
             f"sync.fragments = {sync.fragments}, sync.fragment_by = "
             f"{sync.fragment_by!r}: {error}"
         ) from error
+    known = {"/".join(piece.path) for piece in plan.pieces if piece.shape}
+    if unknown := sorted({*by_use} - known):
+        raise ConfigError(
+            f"the model counts the use of {', '.join(unknown)}, and no tensor with "
+            f"rows has that name: there are {', '.join(sorted(known))}"
+        )
     for piece in plan.pieces:
         try:
             merging.require_rows(merging.rule_for(piece, rule), piece.by_use > 0)

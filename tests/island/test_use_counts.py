@@ -168,5 +168,7 @@ def test_a_rule_that_sees_whole_deltas_is_refused_by_name(tmp_path) -> None:
 
 
 def test_a_name_without_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="the use of tabel is counted, and no tensor"):
-        plan_fragments(SHAPES, AXES, 1, by_use={"tabel": 1})
+    run = untied()
+    model = build(run)._replace(uses={"tabel": USES["table"]})
+    with pytest.raises(ConfigError, match="the use of tabel, and no tensor with"):
+        build_plan(run, model)
