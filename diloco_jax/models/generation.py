@@ -18,14 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.models import experts
 from diloco_jax.models.layers import (
+    ACTIVATIONS,
     Rotations,
     frequencies,
     rms_norm,
     rotations,
     run_layers,
 )
-from diloco_jax.models.model import Params
+from diloco_jax.models.model import Layout, Params
 from diloco_jax.models.transformer import embedded, layer_of
 
 
@@ -50,6 +52,7 @@ returns logits, f32 [B, T, V], and the cache with these positions."""
 @functools.lru_cache(maxsize=4)
 def make_decode(config: ModelConfig) -> Decode:
     """Return the model's decoder; it computes in the dtype of the cache."""
+    activation, alone = ACTIVATIONS[config.activation], Layout.of_one_device()
 
     @jax.jit
     def decode(
@@ -94,8 +97,11 @@ def make_decode(config: ModelConfig) -> Decode:
                     query, kept.keys, kept.values, mask=mask
                 )
 
+            def send(x: jax.Array, weights: experts.Experts) -> jax.Array:
+                return experts.mix(config, activation, alone, x, None, weights)[0]
+
             module = layer_of(config, weights)
-            return module(x, turns[windowed], attend, lambda x, names: x), kept
+            return module(x, turns[windowed], attend, lambda x, names: x, send), kept
 
         x = embedded(config, params["embedding"][tokens], dtype)
         x, cache = run_layers(config, x, (params["layers"], cache), layer)

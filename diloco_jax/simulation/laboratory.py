@@ -161,7 +161,13 @@ def require_equal(config: Config, options: EmulationOptions) -> None:
     wanted: list[tuple[str, Any, Any]] = [
         (f"islands.{first}.{name}", getattr(own, name), usual)
         for name, usual in (
-            *(("mesh_data", 1), ("mesh_fsdp", 1), ("mesh_tensor", 1), ("hosts", 1)),
+            *(
+                ("mesh_data", 1),
+                ("mesh_fsdp", 1),
+                ("mesh_expert", 1),
+                ("mesh_tensor", 1),
+                ("hosts", 1),
+            ),
             *(("anchor_memory", "device"), ("topology", "")),
         )
     ]

@@ -58,20 +58,43 @@ WITH_POST_NORMS = {
     "mlp_norm/scale": "pre_feedforward_layernorm.weight",
     "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
 }
+OF_EXPERTS = {
+    "mlp/router": "mlp.gate.weight",
+    "mlp/gate": "mlp.experts.{expert}.gate_proj.weight",
+    "mlp/up": "mlp.experts.{expert}.up_proj.weight",
+    "mlp/down": "mlp.experts.{expert}.down_proj.weight",
+}
+OF_MIXTRAL = {
+    "mlp/router": "block_sparse_moe.gate.weight",
+    "mlp/gate": "block_sparse_moe.experts.{expert}.w1.weight",
+    "mlp/up": "block_sparse_moe.experts.{expert}.w3.weight",
+    "mlp/down": "block_sparse_moe.experts.{expert}.w2.weight",
+}
 OUTWARD = ("attention/output", "mlp/down")
 """Matrices whose last axis is the residual stream: theirs have it first."""
 
 
+def names_in_a_layer(model: ModelConfig) -> dict[str, str]:
+    """Return the names of a layer's tensors by ours; those of experts have a place for
+    the expert's number. The families of experts differ in the norms of queries."""
+    names = IN_A_LAYER | (WITH_POST_NORMS if model.post_norms else {})
+    if model.experts:
+        names |= OF_EXPERTS if model.qk_norm else OF_MIXTRAL
+    return names
+
+
 class FileTensor(NamedTuple):
-    """A tensor of a file, and the parameter, or layer of one, that it is."""
+    """A tensor of a file, and the parameter, or part of one, that it is."""
 
     name: str
     shape: tuple[int, ...]
     path: tuple[str, ...]
     layer: int
     """-1: the whole parameter."""
+    expert: int
+    """-1: all of the layer."""
     ours: tuple[int, ...]
-    """Shape of the parameter, or of one layer of it."""
+    """Shape of the parameter, or of one layer of it, or of one expert."""
 
     @property
     def is_norm(self) -> bool:
@@ -87,22 +110,54 @@ class FileTensor(NamedTuple):
         return np.moveaxis(array.reshape(*self.ours[1:], self.ours[0]), -1, 0)
 
 
+class ExpertStack:
+    """The experts of a layer, an array of a file each: joined where they are read, so
+    that memory holds no more than one layer's."""
+
+    def __init__(self, experts: list[np.ndarray]) -> None:
+        self.experts = experts
+        self.shape = (len(experts), *experts[0].shape)
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        joined: np.ndarray = np.stack(self.experts)
+        return joined if dtype is None else joined.astype(dtype)
+
+    def reshape(self, *shape: int) -> np.ndarray:
+        """Return the joined array in this shape."""
+        return np.asarray(self).reshape(shape)
+
+    def write(self, value: np.ndarray) -> None:
+        """Write an array of all experts into theirs."""
+        for own, new in zip(self.experts, value, strict=True):
+            np.copyto(own, new, casting="same_kind")
+
+
 def tensors(model: ModelConfig) -> list[FileTensor]:
     """List all tensors of the bundled transformer, the layers in their order."""
-    names = IN_A_LAYER | (WITH_POST_NORMS if model.post_norms else {})
+    names = names_in_a_layer(model)
     found = []
     whole = dataclasses.replace(model, lora_rank=0)
     leaves = jax.tree_util.tree_leaves_with_path(transformer.build(whole).shapes())
     for keys, leaf in leaves:
         path = tuple(key.key for key in keys)
         if path[0] != "layers":
-            found.append(_file_tensor(OUTSIDE[path[0]], path, -1, leaf.shape))
+            found.append(_file_tensor(OUTSIDE[path[0]], path, -1, -1, leaf.shape))
             continue
         name = names["/".join(path[1:])]
-        found += [
-            _file_tensor(f"model.layers.{layer}.{name}", path, layer, leaf.shape[1:])
-            for layer in range(model.num_layers)
-        ]
+        several = "{expert}" in name
+        for layer in range(model.num_layers):
+            there = f"model.layers.{layer}.{name}"
+            found += [
+                _file_tensor(
+                    there.format(expert=expert),
+                    path,
+                    layer,
+                    expert,
+                    leaf.shape[1 + several :],
+                )
+                for expert in (range(model.experts) if several else (-1,))
+            ]
     return sorted(found, key=lambda t: (t.name == OUTSIDE["unembedding"], t.layer))
 
 
@@ -110,7 +165,7 @@ def views(
     model: ModelConfig, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, Any]]:
     """Return the model's parameters as views of a file's arrays by name; a stacked one
-    is a list of its layers."""
+    is a list of its layers, and experts an `ExpertStack` in it."""
     params: dict[str, Any] = {}
     for tensor in tensors(model):
         node = params
@@ -119,13 +174,21 @@ def views(
         value = tensor.view(arrays[tensor.name])
         if tensor.layer < 0:
             node[tensor.path[-1]] = value
+            continue
+        layers = node.setdefault(tensor.path[-1], [])
+        if tensor.expert < 0:
+            layers.append(value)
+        elif tensor.expert == 0:
+            layers.append([value])
         else:
-            node.setdefault(tensor.path[-1], []).append(value)
+            layers[-1].append(value)
+        if tensor.expert == model.experts - 1 >= 0:
+            layers[-1] = ExpertStack(layers[-1])
     return params
 
 
 def _file_tensor(
-    name: str, path: tuple[str, ...], layer: int, ours: tuple[int, ...]
+    name: str, path: tuple[str, ...], layer: int, expert: int, ours: tuple[int, ...]
 ) -> FileTensor:
     shape = ours
     if len(ours) > 1 and path != ("embedding",):
@@ -133,7 +196,7 @@ def _file_tensor(
         stream = ours[-1] if outward else ours[0]
         other = math.prod(ours) // stream
         shape = (stream, other) if outward else (other, stream)
-    return FileTensor(name, shape, path, layer, ours)
+    return FileTensor(name, shape, path, layer, expert, ours)
 
 
 DTYPES = {

@@ -143,6 +143,14 @@ def test_a_largest_fragment_that_is_late_comes_with_what_carries_it():
         assert "sync.overlap_steps" not in other.change
 
 
+def test_no_codec_is_proposed_of_which_more_loss_than_int4_s_was_measured():
+    config = config_of(steps_per_cycle=20, fragments=20, overlap_steps=1)
+    sync = config.replace({"sync.codec_up": "int4", "sync.codec_down": "int8"}).run.sync
+    changes = list(module._lighter(sync, 1.0))
+    assert {"sync.codec_down": "int4"} in changes
+    assert not [change for change in changes if "sync.codec_up" in change]
+
+
 LARGE = Config(
     run=RunConfig(
         model=preset("12b"), sync=SyncConfig(steps_per_cycle=160, fragments=128)
