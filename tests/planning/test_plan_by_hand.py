@@ -183,8 +183,8 @@ def test_restart(case):
     round_s = max(config.placement.snapshot_every_s, 4 * state / rate)
     publishes = round_s / 2 / plan.run.cycle_seconds + 1
     read = state + publishes * params * BYTES[codec]
-    # Each worker has its share. The process, then the longer one of what the disk reads,
-    # and of what all cores check and decode; a quarter more is allowed for.
+    # The process, then for the worker with most the longer one of what its disk reads,
+    # and of what its cores check and decode; a quarter more is allowed for.
     native = config.placement.merge_route == "native" and codec == "int8"
     decode = publishes * params * (1.1 if native else 5.7)
     cores, _ = MACHINES[config.launch.coordinator_machine]
