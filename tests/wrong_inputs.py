@@ -172,6 +172,12 @@ VALUES = [
         "choose from f32, bf16, int8, int4, int2",
     ),
     wrong(
+        "run two.py --sync.codec-up int2",
+        "sync.codec_up = 'int2' with inner.optimizer = 'adamw'",
+        "+1.4 % ± 0.7",
+        "set sync.codec_up = 'int4'",
+    ),
+    wrong(
         "run two.py --sync.codec-down gzip",
         "sync.codec_down = 'gzip'",
         "choose from f32, bf16, int8, int4, int2",

@@ -38,6 +38,7 @@ from diloco_jax.cluster.processes import (
 )
 from diloco_jax.cluster.status import asking
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.config.config import require_worth
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
 from diloco_jax.coordinator.going_on import too_few
@@ -277,8 +278,7 @@ def tell_resumed(workdir: Path, console: Console) -> None:
     line = newest_record(workdir / run_files.TAPE, "recovered")
     recovered = from_tape(line, Recovered)
     merges = sum(version.number for version in recovered.versions)
-    digest = recovered.parameters_digest
-    say(console, f"goes on after {merges:,} merges from global parameters {digest}")
+    say(console, f"goes on after {merges:,} merges")
 
 
 def tell_extended(config: Config, workdir: Path, console: Console) -> None:
@@ -342,6 +342,7 @@ def run(
                 config = resolve(config, text_is_here=True)
             begun = None
         else:
+            require_worth(config.run)
             config = resolve(config, text_is_here=True)
             _require_loss(config)
             begun = whole.enter_context(Beginning(config, config_path))

@@ -47,6 +47,12 @@ FIELDS: dict[str, Family[Any]] = {
     "sync.codec_down": CODECS,
     "outer.optimizer": OUTER_OPTIMIZERS,
 }
+COSTLY = {
+    ("int2", "adamw"): "+1.0 % ± 3.1 (3 pairs, 0.04 M parameters, H = 12)",
+    ("int2", "muon"): "+0.9 % ± 0.8 (3 pairs, 0.1 M parameters, H = 12)",
+}
+"""Loss over int8, by codec and inner optimizer, of pairs that no run begins with: its
+upper end is above the 0.5 % that a codec may cost (docs/design/codecs.md)."""
 TRIAL = "from diloco_jax.config.config import try_members; try_members()"
 """Program of the separate process."""
 TRIAL_S = 300.0
@@ -254,6 +260,20 @@ def validate(config: Config) -> None:
             require_blocks(run.sequence_length, f"islands.{name}.")
     _check_placement(config.placement, islands)
     _check_workers(config.placement, sync.fragments)
+
+
+def require_worth(run: RunConfig) -> None:
+    """Raise ConfigError if a codec is known to cost too much of the loss; emulations
+    still measure it."""
+    optimizer = run.inner.optimizer
+    for field in ("codec_up", "codec_down"):
+        codec = getattr(run.sync, field)
+        if cost := COSTLY.get((codec, optimizer)):
+            raise ConfigError(
+                f"sync.{field} = {codec!r} with inner.optimizer = {optimizer!r}: "
+                f"over int8 they cost {cost} of the loss, and a codec may cost 0.5 %; "
+                f"set sync.{field} = 'int4'"
+            )
 
 
 def require_blocks(sequence_length: int, where: str = "") -> None:
