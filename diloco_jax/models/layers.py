@@ -122,8 +122,8 @@ class Layer(nnx.Module):
         added = self.attention(self.attention_norm(x), turns, attend, constrain)
         x = x + (self.attention_post_norm(added) if self.post_norms else added)
         y = self.mlp_norm(x)
-        several = isinstance(self.mlp, ExpertMlp)
-        added = self.mlp(y, send) if several else self.mlp(y, constrain)
+        mlp = self.mlp
+        added = mlp(y, send) if isinstance(mlp, ExpertMlp) else mlp(y, constrain)
         return x + (self.mlp_post_norm(added) if self.post_norms else added)
 
 
