@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Placement,
         RunConfig,
         SyncConfig,
+        VisionConfig,
     )
     from diloco_jax.config.loading import read_config
     from diloco_jax.evaluation import load_params
@@ -57,6 +58,7 @@ __all__ = [
     "Placement",
     "RunConfig",
     "SyncConfig",
+    "VisionConfig",
     "emulate",
     "join",
     "load_params",
@@ -70,7 +72,7 @@ __all__ = [
 # Nothing heavy is imported before it is needed: jax reads the environment on import.
 _PUBLIC = {
     "config": "Config ConfigError DataConfig InnerConfig IslandConfig ModelConfig "
-    "OuterConfig Placement RunConfig SyncConfig",
+    "OuterConfig Placement RunConfig SyncConfig VisionConfig",
     "config.loading": "read_config",
     "models.presets": "preset",
     "models.model": "loop_model",
