@@ -63,7 +63,6 @@ from diloco_jax.models.model import (
     weighted_loss,
 )
 
-
 NOISE_BLOCK = 1 << 20
 """Values drawn at a time; a power of two, so that the low half of a counter never
 overflows inside a block."""

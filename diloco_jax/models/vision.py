@@ -139,11 +139,11 @@ def features(
 
     flat = pictures.reshape(rows * count, *pictures.shape[2:])
     values = patches(config, flat).astype(jnp.float32) / 127.5 - 1
-    x = project(
-        values.astype(dtype), use(tower["patches"], names["tower"]["patches"])
-    )
+    x = project(values.astype(dtype), use(tower["patches"], names["tower"]["patches"]))
     x = layout.constrain(x + tower["patches_bias"] + tower["positions"], STREAM)
-    of_layer = jax.tree.map(lambda axes: axes[1:], names["tower"]["layers"], is_leaf=_is)
+    of_layer = jax.tree.map(
+        lambda axes: axes[1:], names["tower"]["layers"], is_leaf=_is
+    )
 
     def layer(x: jax.Array, own: Any, _: bool) -> jax.Array:
         own = jax.tree.map(use, own, of_layer)
@@ -152,9 +152,7 @@ def features(
         return layout.constrain(x, STREAM)
 
     again = wrap(layer)
-    x, _ = jax.lax.scan(
-        lambda x, own: (again(x, own, False), None), x, tower["layers"]
-    )
+    x, _ = jax.lax.scan(lambda x, own: (again(x, own, False), None), x, tower["layers"])
     joined = shuffled(layer_norm(x, tower["norm"]), config.vision.shuffle)
     projection = use(
         params["connector"]["projection"], names["connector"]["projection"]
@@ -214,7 +212,9 @@ def layer_norm(x: jax.Array, own: Params) -> jax.Array:
 def _attend(x: jax.Array, own: Params, layout: Layout) -> jax.Array:
     def side(name: str) -> jax.Array:
         made = project(x, own[name])
-        return layout.constrain(made + own[f"{name}_bias"].reshape(made.shape[2:]), HEADS)
+        return layout.constrain(
+            made + own[f"{name}_bias"].reshape(made.shape[2:]), HEADS
+        )
 
     mixed = jax.nn.dot_product_attention(*map(side, ("query", "key", "value")))
     mixed = checkpoint_name(mixed, ATTENDED)  # type: ignore[no-untyped-call]

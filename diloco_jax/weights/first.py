@@ -260,6 +260,7 @@ def read_folder(folder: Path, model: ModelConfig) -> Params:
             f"files have the parameters of the bundled transformer alone; load them in "
             f"the factory's init"
         )
+    families.require_processor(folder, model)
     wanted = {tensor.name: tensor.shape for tensor in tensor_files.tensors(model)}
     arrays = read_tensors(folder, lambda name: _plain_name(name) in wanted)
     arrays = _decoder(folder, arrays, model)
@@ -327,7 +328,8 @@ def _decoder(
         if not name.endswith("rotary_emb.inv_freq")
         and (not of_more or name.startswith((*inner, "lm_head.")))
     }
-    head, table = tensor_files.OUTSIDE["unembedding"], tensor_files.OUTSIDE["embedding"]
+    head = tensor_files.OUTSIDE["unembedding"]
+    table = tensor_files.decoder_name(model, tensor_files.OUTSIDE["embedding"])
     if not model.tied_embeddings or head not in arrays:
         return arrays
     copy = arrays.pop(head)

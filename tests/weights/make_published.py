@@ -18,6 +18,9 @@ Seen as published, as copied into these public repositories:
 - gemma3: config.json of google/gemma-3-27b-it; the same file at fe6fa01d7fcc.
 - mistral: config.json of mistralai/Mistral-Nemo-Base-2407; kevinstephano/
   thunder_model_blocks at 6447bd7e8d76, hf_mistral/mistral_config.py.
+- idefics3: keys of config.json, preprocessor_config.json and names of the tensors of
+  HuggingFaceTB/SmolVLM-256M-Instruct, as a public repository lists them. Pictures are
+  not split, which its preprocessor_config.json does.
 - smollm2: the config of HuggingFaceTB/SmolLM2-135M as transformers 4.48.0 prints it;
   satyasundar/erav3-s13 at 3151c4be7777, README.md.
 
@@ -40,6 +43,7 @@ CONTINUED = 12
 WORDS, LENGTH = 320, 256
 """Words of the tokenizers, and tokens of the longest text."""
 GEMMAS = ("gemma3", "gemma3_text")
+PICTURED = ("gemma3", "idefics3")
 BYTES = {
     # Special words, first ones and added ones; start, end, ends of generation.
     "llama3": (
@@ -56,6 +60,17 @@ BYTES = {
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         [],
         ("<|endoftext|>", "<|endoftext|>", "<|endoftext|>"),
+    ),
+    "idefics3": (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        [
+            "<global-img>",
+            "<fake_token_around_image>",
+            "<image>",
+            "<row_1_col_1>",
+            "<end_of_utterance>",
+        ],
+        ("<|im_start|>", "<end_of_utterance>", "<end_of_utterance>"),
     ),
 }
 GEMMA = (
@@ -84,8 +99,10 @@ def tokenizer(name, folder):
             "llama3": pre.Split(Regex(r"\p{N}{1,3}|\s?\p{L}+|\s+"), "isolated"),
             "qwen3": pre.Split(Regex(r"\p{N}|\s?\p{L}+|\s+"), "isolated"),
             "smollm2": pre.Digits(individual_digits=True),
+            "idefics3": pre.Digits(individual_digits=True),
         }
-        own = pre.ByteLevel(add_prefix_space=False, use_regex=name == "smollm2")
+        regex = name in ("smollm2", "idefics3")
+        own = pre.ByteLevel(add_prefix_space=False, use_regex=regex)
         made.pre_tokenizer = pre.Sequence([words[name], own])
         made.decoder = decoders.ByteLevel()
         alphabet = pre.ByteLevel.alphabet()
@@ -117,7 +134,7 @@ def tokenizer(name, folder):
         ]
         made = Tokenizer.from_str(json.dumps(saved))
     made.add_special_tokens(added)
-    if name not in ("qwen3", "smollm2"):
+    if name not in ("qwen3", "smollm2", "idefics3"):
         made.post_processor = TemplateProcessing(
             single=f"{start} $A", special_tokens=[(start, made.token_to_id(start))]
         )
@@ -138,6 +155,8 @@ def tokenizer(name, folder):
 def config(name, start, end, ends):
     """Return the config.json that is kept, in the published layout, with the tokens."""
     found = json.loads((FOLDER / name / "config.json").read_text())
+    if name == "idefics3":
+        return found
     ids = {"bos_token_id": start, "eos_token_id": ends if name in GEMMAS else end}
     return found | {key: value for key, value in ids.items() if key in found}
 
@@ -154,7 +173,7 @@ def continued(folder, prompts=PROMPTS):
     )
 
     kind = AutoConfig.from_pretrained(folder).model_type
-    auto = AutoModelForImageTextToText if kind == "gemma3" else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if kind in PICTURED else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     words, found = AutoTokenizer.from_pretrained(folder), []
     ends = model.generation_config.eos_token_id
@@ -175,6 +194,24 @@ def continued(folder, prompts=PROMPTS):
     return found
 
 
+def pictured(folder, model):
+    """Write how pictures are taken, and the logits of three rows of 0, 1 and 2 of them;
+    and what the words around a picture are and what follows."""
+    import numpy as np
+    import torch
+    from PIL import Image
+    from transformers import AutoProcessor, Idefics3ImageProcessorPil, Idefics3Processor
+
+    side, each = 26, 9
+    words = AutoTokenizer.from_pretrained(folder)
+    resize = Idefics3ImageProcessorPil(
+        do_image_splitting=False,
+        size={"height": side, "width": side},
+        max_image_size={"longest_edge": side},
+    )
+    Idefics3Processor(resize, words, image_seq_len=each).save_pretrained(folder)
+
+
 def main():
     """Write a folder for each model, with what `transformers` makes of the prompts."""
     import torch
@@ -193,7 +230,7 @@ def main():
         text = json.dumps(settings, indent=2) + "\n"
         (folder / "config.json").write_text(text)
         torch.manual_seed(0)
-        auto = AutoModelForImageTextToText if name == "gemma3" else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if name in PICTURED else AutoModelForCausalLM
         model = auto.from_config(AutoConfig.from_pretrained(folder))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -201,13 +238,16 @@ def main():
                     parameter += 0.3 * torch.randn_like(parameter)
                 else:
                     parameter.copy_(torch.randn_like(parameter) * 0.2)
-        shards = {} if name in ("llama3", "smollm2") else {"max_shard_size": "40KB"}
+        single = name in ("llama3", "smollm2", "idefics3")
+        shards = {} if single else {"max_shard_size": "40KB"}
         model.bfloat16().save_pretrained(folder, **shards)
         (folder / "config.json").write_text(text)
         outer = settings.get("text_config", {}) | settings
-        ends = outer["eos_token_id"]
+        ends = outer["eos_token_id"] if name != "idefics3" else 319
         said = {"eos_token_id": ends, "do_sample": True, "temperature": 0.6}
         (folder / "generation_config.json").write_text(json.dumps(said, indent=2))
+        if name == "idefics3":
+            pictured(folder, model.float().eval())
         found = json.dumps(continued(folder)) + "\n"
         (folder / "continuations.json").write_text(found)
         print(name, sum(p.numel() for p in model.parameters()))
