@@ -268,8 +268,25 @@ class DataConfig:
     arrays: tuple[str, ...] = setting(
         ("tokens",),
         help="Arrays that each row of the data has: tokens; segments where rows are "
-        "packed; weights; source_number in a mixture. Found together with the digest, "
-        "and needed before to plan.",
+        "packed; weights; source_number in a mixture; pictures and picture_count. "
+        "Found together with the digest, and needed before to plan.",
+    )
+    pictures: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Most pictures of a row, for which each batch has room; 0 = as many as "
+        "the fullest row has, found together with the digest.",
+    )
+    picture_tokens: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Placeholders of a picture in a row's tokens; found together with the "
+        "digest, and needed before to plan.",
+    )
+    picture_token: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Number of the placeholder's token; likewise.",
     )
 
     @property

@@ -20,6 +20,7 @@ from diloco_jax.core.fragments import FragmentPlan, Piece, plan_fragments
 from diloco_jax.core.inner import left_to_adam, make_inner
 from diloco_jax.core.members import load, said
 from diloco_jax.core.outer import is_elementwise
+from diloco_jax.data.pictures import require_pictures
 from diloco_jax.data.source import WEIGHTS
 from diloco_jax.models import transformer
 from diloco_jax.models.model import ROWS, Layout, Model, abstract_batch
@@ -113,15 +114,18 @@ def build(
 
     Raises:
       ConfigError: sizes that do not fit together; a factory that is not there, or that
-        makes no model.
+        makes no model; pictures of the data that the model does not take.
     """
     island, layout = island or IslandConfig(), layout or Layout.of_one_device()
+    model: Model
     if run.model.factory:
-        return _own(run, island, layout)
-    if run.model.lora_rank:
-        adapted: Model = load(ADAPTED)(run, island, layout)
-        return adapted
-    return bundled(run, island, layout)
+        model = _own(run, island, layout)
+    elif run.model.lora_rank:
+        model = load(ADAPTED)(run, island, layout)
+    else:
+        model = bundled(run, island, layout)
+    require_pictures(model.pictures, model.batch, run.data)
+    return model
 
 
 def bundled(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:

@@ -92,7 +92,7 @@ class Model(NamedTuple):
     frozen: Frozen | None = None
     """Parameters that are not trained; `loss` takes them as a third argument."""
     pictures: PictureInput | None = None
-    """The pictures that it takes, whose arrays are in `batch`; None: it takes none."""
+    """The pictures that it takes; `batch` then has the arrays of its `fields`."""
 
     def fields(self, arrays: Collection[str]) -> dict[str, Field]:
         """Return the arrays of a training batch by name. arrays: names of those that
