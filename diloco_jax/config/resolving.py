@@ -46,7 +46,8 @@ def resolve(
             weights=found.weights or run.data.weights,
         )
         run = dataclasses.replace(run, data=data)
-    if (run.model.lora_rank or run.model.factory) and not run.model.frozen_digest:
+    leaves = run.model.lora_rank or run.model.train or run.model.factory
+    if leaves and not run.model.frozen_digest:
         from diloco_jax.models.build import build
 
         if (frozen := build(run).frozen) is not None:

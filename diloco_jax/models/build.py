@@ -98,8 +98,8 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """Type of the function that `model.factory` names."""
 ADAPTED = "diloco_jax.weights.adapted:factory"
-"""The factory of models with adapters: it reads the weights that they adapt, of which
-nothing here knows."""
+"""The factory of models of which a part stays as it is: it reads these weights, of
+which nothing here knows."""
 
 
 def build(
@@ -120,7 +120,7 @@ def build(
     model: Model
     if run.model.factory:
         model = _own(run, island, layout)
-    elif run.model.lora_rank:
+    elif run.model.lora_rank or run.model.train:
         model = load(ADAPTED)(run, island, layout)
     else:
         model = bundled(run, island, layout)
@@ -137,6 +137,7 @@ def bundled(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
         attention=island.attention,
         loss_chunk=island.loss_chunk,
         layout=layout,
+        pictures=max(run.data.pictures, 1),
     )
 
 

@@ -162,10 +162,12 @@ def features(
 
 
 def patches(config: ModelConfig, pictures: jax.Array) -> jax.Array:
-    """Cut pictures, [M, S, S, 3], into patches, [M, n, 3 P P], colour by colour."""
+    """Cut pictures, [M, S, S, 3], into patches, [M, n, 3 P P], colour by colour. Pixels
+    beyond the last whole patch are left out."""
     side = config.vision.patch
     grid = config.vision.side // side
-    cut = pictures.reshape(-1, grid, side, grid, side, 3).transpose(0, 1, 3, 5, 2, 4)
+    whole = pictures[:, : grid * side, : grid * side]
+    cut = whole.reshape(-1, grid, side, grid, side, 3).transpose(0, 1, 3, 5, 2, 4)
     return cut.reshape(-1, grid * grid, 3 * side * side)
 
 
@@ -262,11 +264,13 @@ def validate(config: ModelConfig) -> None:
             f"model.vision.width = {vision.width} is not a multiple of "
             f"model.vision.heads = {vision.heads}; choose a multiple"
         )
-    if vision.side % (vision.patch * vision.shuffle):
+    grid = vision.side // vision.patch
+    if grid < 1 or grid % vision.shuffle:
         raise ConfigError(
-            f"model.vision.side = {vision.side} is not a multiple of "
-            f"model.vision.patch * model.vision.shuffle = {vision.patch} * "
-            f"{vision.shuffle}; choose a multiple of {vision.patch * vision.shuffle}"
+            f"model.vision.side = {vision.side} has room for {grid} patches a side of "
+            f"model.vision.patch = {vision.patch} pixels, which model.vision.shuffle = "
+            f"{vision.shuffle} does not divide; choose a side of a multiple of "
+            f"{vision.patch * vision.shuffle} pixels"
         )
     if vision.token >= config.vocab_size:
         raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import shutil
 import time
@@ -85,6 +86,9 @@ def export(
             with _appearing(target, source) as scratch:
                 return write_adapter(run.model, adapters, scratch), ""
         run, pieces = base_run(run), _by_layer(merged_leaves(run, adapters))
+    if run.model.train:
+        pieces = itertools.chain(pieces, _by_layer(merged_leaves(run, {})))
+        run = base_run(run)
     with _appearing(target, source) as scratch:
         write = _Whole(run, source, scratch, dtype, shard_bytes)
         for piece, value in pieces:
@@ -98,7 +102,7 @@ def _by_layer(
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield whole parameters as pieces, those of the layers one by one."""
     for path, value in leaves:
-        if path[0] != LAYERS:
+        if LAYERS not in path:
             yield Piece(path, -1, value.shape, False), value
             continue
         for layer, own in enumerate(value):

@@ -41,6 +41,7 @@ from diloco_jax.data.tokenizers import find_tokenizer, kept_name, open_tokenizer
 from diloco_jax.files import is_bucket
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
+from diloco_jax.models.vision import part_of
 from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.tensor_files import (
     BESIDE,
@@ -90,6 +91,7 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
         weights=f"{kind}:{folder}",
         lora_rank=own.lora_rank,
         lora_alpha=own.lora_alpha,
+        train=own.train,
         frozen_digest="",
     )
     require_source(model)
@@ -129,11 +131,28 @@ def first_pieces(run: RunConfig, model: Model, scratch: Path | None = None) -> P
     """
     if not run.model.weights or run.model.lora_rank:
         return first_params(run, model)
+    trained = run.model.train
+    if trained:
+        run = dataclasses.replace(run, model=_all_trained(run.model))
+        model = build(run)
     kind, folder = read_init(run.model.weights)
     with at_hand(kind, folder, arrays=True, scratch=scratch) as here:
         if kind == "hf":
-            return read_folder(here, run.model)
-        return _read_run(here, run.model, model, scratch)
+            found = read_folder(here, run.model)
+        else:
+            found = _read_run(here, run.model, model, scratch)
+    return {
+        name: own
+        for name, own in found.items()
+        if not trained or part_of((name,)) in trained
+    }
+
+
+def _all_trained(model: ModelConfig) -> ModelConfig:
+    """Return the model as its source has it, of which every part is trained."""
+    if not model.train:
+        return model
+    return dataclasses.replace(model, train=(), frozen_digest="")
 
 
 def require_source(model: ModelConfig) -> None:
@@ -142,6 +161,7 @@ def require_source(model: ModelConfig) -> None:
     kind, folder = read_init(model.weights)
     if not kind:
         return
+    model = _all_trained(model)
     with at_hand(kind, folder, arrays=False) as here:
         if kind == "run":
             config = _config_of(here, model)

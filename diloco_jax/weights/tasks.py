@@ -136,7 +136,7 @@ def open_model(
             )
         params, _ = params_of(config, source, build(run), cycle, report)
         beside = source / run_files.SOURCE
-        if model.lora_rank:
+        if model.lora_rank or model.train:
             model, params = base_run(run).model, merged(run, params)
         spells_bytes = not model.weights or model.vocab_size == VOCAB_SIZE
     else:

@@ -1,11 +1,12 @@
 """Make tests/weights/published/: tiny random models in the layouts of published ones.
 
 In an environment with torch and transformers (2.13.0 and 5.24.0 made these files):
-`python tests/weights/make_published.py`. Sizes are small, the weights random and the
+`python tests/weights/make_published.py`, or with `make NAME` those alone. Sizes are small, the weights random and the
 tokenizers trained here, so the files are of this project alone. What is kept of the
 originals: the keys of config.json with their values but for sizes, places of tokens,
 names and shards of the tensors, and the kind of the tokenizer with its special words.
-Each folder's config.json stays as it is, but for the tokens; all else is made anew.
+Each folder's config.json stays as it is, but for the tokens, and files of a processor
+do; all else is made anew.
 
 Seen as published, as copied into these public repositories:
 
@@ -40,6 +41,7 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("published")
 PROMPTS = ("The cat sat on", "def main():\n    ", " 12 dogs, naïve 東京")
 CONTINUED = 12
+KEPT = ("config.json", "preprocessor_config.json", "processor_config.json")
 WORDS, LENGTH = 320, 256
 """Words of the tokenizers, and tokens of the longest text."""
 GEMMAS = ("gemma3", "gemma3_text")
@@ -194,22 +196,34 @@ def continued(folder, prompts=PROMPTS):
     return found
 
 
-def pictured(folder, model):
-    """Write how pictures are taken, and the logits of three rows of 0, 1 and 2 of them;
-    and what the words around a picture are and what follows."""
+def pictured(folder):
+    """Write rows with 0, 1 and 2 pictures and their logits, by `transformers`."""
     import numpy as np
     import torch
-    from PIL import Image
-    from transformers import AutoProcessor, Idefics3ImageProcessorPil, Idefics3Processor
+    from transformers import AutoModelForImageTextToText
 
-    side, each = 26, 9
-    words = AutoTokenizer.from_pretrained(folder)
-    resize = Idefics3ImageProcessorPil(
-        do_image_splitting=False,
-        size={"height": side, "width": side},
-        max_image_size={"longest_edge": side},
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    side, each, length, place = 26, 9, 32, model.config.image_token_id
+    chance = np.random.default_rng(0)
+    tokens = chance.integers(3, 312, (3, length)).astype(np.int32)
+    pictures = chance.integers(0, 256, (3, 2, side, side, 3)).astype(np.uint8)
+    tokens[1, 5 : 5 + each] = tokens[2, 1 : 1 + each] = place
+    tokens[2, 14 : 14 + each] = place
+    found = []
+    for row, of_row in enumerate(pictures):
+        values = torch.from_numpy(of_row[:row].astype(np.float64) / 127.5 - 1)
+        given = {"pixel_values": values.permute(0, 3, 1, 2)[None]} if row else {}
+        with torch.no_grad():
+            made = model.eval()(torch.from_numpy(tokens[row : row + 1]), **given)
+        found.append(made.logits[0].numpy().astype(np.float32))
+        pictures[row, row:] = 0
+    np.savez_compressed(
+        folder / "pictures.npz",
+        tokens=tokens,
+        pictures=pictures,
+        counts=np.arange(3, dtype=np.int32),
+        logits=np.stack(found),
     )
-    Idefics3Processor(resize, words, image_seq_len=each).save_pretrained(folder)
 
 
 def main():
@@ -221,10 +235,10 @@ def main():
         AutoModelForImageTextToText,
     )
 
-    for name in (*BYTES, *PIECES):
+    for name in sys.argv[2:] or (*BYTES, *PIECES):
         folder = FOLDER / name
         for path in folder.iterdir():
-            if path.name != "config.json":
+            if path.name not in KEPT:
                 path.unlink()
         settings = config(name, *tokenizer(name, folder))
         text = json.dumps(settings, indent=2) + "\n"
@@ -247,7 +261,7 @@ def main():
         said = {"eos_token_id": ends, "do_sample": True, "temperature": 0.6}
         (folder / "generation_config.json").write_text(json.dumps(said, indent=2))
         if name == "idefics3":
-            pictured(folder, model.float().eval())
+            pictured(folder)
         found = json.dumps(continued(folder)) + "\n"
         (folder / "continuations.json").write_text(found)
         print(name, sum(p.numel() for p in model.parameters()))
@@ -255,7 +269,7 @@ def main():
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and sys.argv[1] != "make":
         print(json.dumps([continued(folder) for folder in sys.argv[1:]]))
     else:
         main()
