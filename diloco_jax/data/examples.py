@@ -22,6 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from diloco_jax.data.pictures import (
+    BYTE_MARK,
+    BYTE_TOKEN,
+    COLUMNS,
+    PLACE,
+    RowPictures,
+    given,
+)
 from diloco_jax.data.tokenizers import CONFIG, NAMING, Tokenizer, read_beside, refusing
 from diloco_jax.errors import ConfigError
 
@@ -131,7 +139,25 @@ class Template:
         except ValueError:
             return ""
 
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Tell if it writes a content that is a list of parts, and none that is text,
+        as those of models with pictures do."""
+        found = []
+        for content in (PROBE, _parts(PROBE)):
+            try:
+                said = self._written([{"role": "user", "content": content}], {}, False)
+            except ValueError:
+                said = ""
+            found.append(PROBE in said)
+        return found == [False, True]
+
     def _render(self, messages: Messages, given: Given, asks: bool = False) -> str:
+        if self.takes_parts:
+            messages = [{**m, "content": _parts(m["content"])} for m in messages]
+        return self._written(messages, given, asks)
+
+    def _written(self, messages: Messages, given: Given, asks: bool) -> str:
         made, _ = _compiled(self._source(given), self.day)
         values = {"tools": None, "documents": None, **dict(self.words), **given}
         values |= {"messages": messages, "add_generation_prompt": asks}
@@ -173,6 +199,15 @@ def template_beside(tokenizer: Tokenizer) -> Template | None:
         tuple((name, word) for name, word in words if isinstance(word, str)),
         str(datetime.date.today()) if "strftime_now" in str(sources) else "",
     )
+
+
+def _parts(content: str | None) -> list[dict[str, str]] | None:
+    """Return a content as parts, text and pictures."""
+    if content is None:
+        return None
+    texts = [{"type": "text", "text": text} for text in content.split(PLACE)]
+    parts = [part for text in texts for part in ({"type": "image"}, text)][1:]
+    return [part for part in parts if part.get("text") != ""] or texts[:1]
 
 
 def _shared(last: str, rest: str) -> int:
@@ -265,13 +300,15 @@ class Example(NamedTuple):
     """A document.
 
     `ends`: the token that ends documents follows it. A chat has none where its last
-    turn has an end of its own. `cut`: see `Template.write`.
+    turn has an end of its own. `cut`: see `Template.write`. `pictures`: their files, in
+    the order of their places in the text.
     """
 
     spans: list[Passage]
     ends: bool = True
     chat: bool = False
     cut: int = 0
+    pictures: tuple[bytes, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +331,8 @@ class Reader:
     """Chats end with the token that ends documents."""
     unfit: str = ""
     """The fault of a turn with words that the tokenizer lacks."""
+    pictures: RowPictures | None = None
+    """The way in which pictures are written; None: they are left out."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a turn has no place for role or content."""
@@ -316,20 +355,29 @@ class Reader:
 
     def columns(self, known: list[str]) -> list[str]:
         """Return the columns of a table that `read` needs."""
-        wanted = (self.text_field, "prompt", "completion", "messages")
-        return [name for name in known if name in (*wanted, *BESIDE)]
+        wanted = (self.text_field, "prompt", "completion", "messages", *BESIDE)
+        pictures = COLUMNS if self.pictures else ()
+        return [name for name in known if name in (*wanted, *pictures)]
 
     def read(self, found: Mapping[str, Any]) -> Example:
-        """Return the document of one object; raise ValueError if it has none of the
-        forms.
+        """Return the document of one object, with `PLACE` for each picture: at the
+        beginning if no text has it. Raise ValueError if it has none of the forms.
         """
+        ahead = PLACE * (len(given(found)) if self.pictures else 0)
         if isinstance(text := found.get(self.text_field), str):
-            return Example([Passage(text, True)])
+            return Example([Passage(text if PLACE in text else ahead + text, True)])
         prompt, completion = found.get("prompt"), found.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
+            prompt = prompt if PLACE in prompt + completion else ahead + prompt
             return Example([Passage(prompt, False), Passage(completion, True)])
         if isinstance(messages := found.get("messages"), list):
-            return self._chat([_cleaned(message) for message in messages], found)
+            said = [
+                _cleaned(message, self.pictures is not None) for message in messages
+            ]
+            if ahead and said and not any(PLACE in (m["content"] or "") for m in said):
+                first = next((m for m in said if m["role"] == "user"), said[0])
+                first["content"] = ahead + (first["content"] or "")
+            return self._chat(said, found)
         raise ValueError(
             f"its fields are {_fields(found)}; it needs {self.text_field!r}, or "
             f"'prompt' and 'completion', all text, or a list of 'messages'"
@@ -419,23 +467,74 @@ def reader_for(
     )
 
 
-def _cleaned(message: Any) -> dict[str, Any]:
+AROUND = ("<fake_token_around_image><global-img>", "<fake_token_around_image>")
+"""Words of Idefics3's tokenizers before and after a picture."""
+
+
+def pictures_for(
+    tokenizer: Tokenizer, tokens: int, sequence_length: int, most: int = 0
+) -> RowPictures:
+    """Return the way in which rows have pictures.
+
+    Args:
+      tokens: placeholders of a picture.
+      sequence_length: T.
+      most: pictures of a row; 0 = as many as fit.
+
+    Raises:
+      ConfigError: a picture is longer than a row; the tokenizer has no placeholder.
+    """
+    if tokens > sequence_length:
+        raise ConfigError(
+            f"--picture-tokens = {tokens} is more than --sequence-length = "
+            f"{sequence_length}: no row has room for a picture; raise the latter"
+        )
+    text, token = BYTE_MARK, BYTE_TOKEN
+    if tokenizer.files:
+        found = tokenizer.token_of(PLACE)
+        marked = all(
+            tokenizer.token_of(w) is not None for w in re.findall(WORD, AROUND[0])
+        )
+        text = PLACE.join(AROUND) if marked else PLACE
+        if found is None or list(tokenizer.encode([f"a{text}a"])[0]).count(found) != 1:
+            raise ConfigError(
+                f"--tokenizer: {tokenizer.name} has no word {PLACE} that is a token "
+                f"wherever it stands, as the place of a picture; add it to the "
+                f"tokenizer (added_tokens), or give that of a model with pictures"
+            )
+        token = found
+    fit = sequence_length // tokens
+    return RowPictures(
+        most=min(most or fit, fit), tokens=tokens, token=token, text=text
+    )
+
+
+def _cleaned(message: Any, pictures: bool = False) -> dict[str, Any]:
     """Return a message without empty fields, its content as one text; None stands for
-    that of a call of tools. Raise ValueError if it has no role, or no such content."""
+    that of a call of tools. Raise ValueError if it has no role, or no such content.
+    pictures: it may have some."""
     found = message if isinstance(message, dict) else {}
     kept = {name: value for name, value in found.items() if value is not None}
     content = kept.get("content")
     if isinstance(content, list):
-        parts = [
-            part.get("text", 0) if isinstance(part, dict) else 0 for part in content
-        ]
-        content = "".join(map(str, parts)) if 0 not in parts else 0
+        parts = [_text_of(part, pictures) for part in content]
+        content = 0 if None in parts else "".join(map(str, parts))
     is_call = content is None and kept.get("tool_calls")
     if not isinstance(kept.get("role"), str) or not (
         isinstance(content, str) or is_call
     ):
         raise ValueError("a message needs a role and a content, both text")
     return {**kept, "content": content}
+
+
+def _text_of(part: Any, pictures: bool) -> str | None:
+    """Return a part of a message's content as text, None if it is none. pictures: one
+    of the type "image" is `PLACE`."""
+    found = part if isinstance(part, dict) else {}
+    if pictures and found.get("type") == "image":
+        return PLACE
+    text = found.get("text")
+    return None if text is None else str(text)
 
 
 def _is_learned(message: Mapping[str, Any]) -> bool:

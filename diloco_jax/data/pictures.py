@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PICTURES, COUNT = "pictures", "picture_count"
+FILES = Field("object", None)
+"""Files of a row's pictures, `bytes` [N], empty where there is none."""
 COUNTED = Field("int32", None)
 """Number of a row's pictures, []."""
 
@@ -62,22 +64,21 @@ class PictureInput:
 
 
 class RowPictures(msgspec.Struct, frozen=True, kw_only=True):
-    """The pictures of rows of data."""
+    """The pictures of rows of data; without values, there are none."""
 
-    most: int
+    most: int = 0
     """N: most pictures of a row."""
-    tokens: int
+    tokens: int = 0
     """K: placeholders of a picture."""
-    token: int
+    token: int = 0
     """The number of the placeholder's token."""
     text: str = ""
-    """The text that `diloco data prepare` put in the place of `WORD`."""
+    """The text that `diloco data prepare` put in the place of `PLACE`."""
 
     @property
     def fields(self) -> Fields:
-        """Arrays of a row: its pictures as files, `bytes` [N], empty where there is
-        none, and their number."""
-        return {PICTURES: Field("object", None, (self.most,)), COUNT: COUNTED}
+        """Arrays of a row: its pictures as files (`FILES`), and their number."""
+        return {PICTURES: FILES._replace(shape=(self.most,)), COUNT: COUNTED}
 
     def arrays(self, pictures: Sequence[bytes]) -> dict[str, np.ndarray]:
         """Return these arrays of a row; raise ValueError for too many pictures."""
@@ -124,7 +125,7 @@ def require_pictures(
         )
 
 
-WORD = "<image>"
+PLACE = "<image>"
 """The place of a picture in a text, as published data has it."""
 BYTE_MARK, BYTE_TOKEN = "\0", 255
 """Of the tokenizer of bytes: that place, which is no character of any text, and the
@@ -223,6 +224,17 @@ def _of_file(name: str, folder: Path) -> bytes:
 
 def _too_large(nbytes: int) -> str:
     return f"it has {nbytes:,} bytes, and at most {MOST_BYTES:,} are read"
+
+
+def decodes(rows: Fields, fields: Fields) -> bool:
+    """Tell if rows have pictures as files, and a batch, by its fields, takes as many of
+    them decoded."""
+    theirs, ours = rows.get(PICTURES), fields.get(PICTURES)
+    if theirs is None or ours is None or theirs.dtype != FILES.dtype:
+        return False
+    side = ours.shape[1:2]
+    taken = ours.is_like(Field("uint8", None, (*theirs.shape, *side, *side, 3)))
+    return taken and COUNT in rows
 
 
 UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}

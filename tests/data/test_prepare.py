@@ -71,9 +71,11 @@ def test_a_record_gives_its_row_back(data, length, vocabulary):
         for size in sizes
     ]
     form = RecordFormat(length, vocabulary)
-    record = form.encode(parts)
-    assert len(record) == form.nbytes
-    row = form.decode(record)
+    pictures = data.draw(st.lists(st.binary(), max_size=3))
+    record = form.encode(parts, pictures)
+    assert len(record) == form.nbytes + sum(4 + len(p) for p in pictures)
+    row, found = form.decode(record)
+    assert found == pictures
     used = sum(sizes)
     tokens = np.concatenate([np.zeros(0, int), *(t for t, _ in parts)])
     np.testing.assert_array_equal(row["tokens"][:used], tokens)
