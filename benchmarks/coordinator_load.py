@@ -58,7 +58,7 @@ from machine import cpu_seconds, number_of, peak_memory
 from pinned import PinnedRun, cores, pinned_run
 from synthetic import Deltas, SyntheticIsland, train
 
-from diloco_jax import storage
+from diloco_jax import files
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import (
     Config,
@@ -190,7 +190,7 @@ def bytes_per_s_written(folder: Path) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         began = time.perf_counter()
         for number in range(DISK_FILES):
-            storage.write_sealed(Path(scratch) / f"{number}", {}, [block])
+            files.write_sealed(Path(scratch) / f"{number}", {}, [block])
         return DISK_FILES * DISK_BYTES / (time.perf_counter() - began)
 
 

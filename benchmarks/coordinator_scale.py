@@ -53,7 +53,7 @@ from diloco_jax.cluster.cluster import coordinator_environment
 from diloco_jax.compilation import passes_of
 from diloco_jax.config import OuterConfig, RunConfig
 from diloco_jax.machine import give_memory_back
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 RUN = RunConfig(
     outer=OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)

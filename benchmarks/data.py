@@ -43,7 +43,7 @@ from diloco_jax.data.tokenizers import Placed, Tokenizer
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
-from diloco_jax.protocol.values import Span
+from diloco_jax.protocol.messages import Span
 
 HOST = IslandConfig(topology="v6e:2x4", batch_size=64, mesh_fsdp=8, remat="none")
 SPARE = 2.0

@@ -33,7 +33,7 @@ from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.protocol.coordinator import decide, ledger
-from diloco_jax.protocol.coordinator.events import Event, Said
+from diloco_jax.protocol.coordinator.state import Event, Said
 from diloco_jax.protocol.messages import Measures, Report
 from diloco_jax.simulation.clock import LineSpeed
 from diloco_jax.simulation.coordinator import NoArrays

@@ -22,7 +22,7 @@ from diloco_jax import config as settings
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Hello, Welcome
-from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.wire import addresses, bulk, peers
 from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import LocalProtocolError, Refused, WireError
@@ -92,7 +92,7 @@ def burn(cores: float, ends: float) -> None:
 def stolen(config: settings.Config) -> TlsFiles:
     """Return the key of island a."""
     folder = Path(config.placement.certificates)
-    return TlsFiles.load(folder, principal.island(ATTACKER))
+    return TlsFiles.load(folder, peers.island(ATTACKER))
 
 
 def attack(

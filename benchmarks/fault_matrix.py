@@ -64,7 +64,7 @@ from diloco_jax.config import (
 from diloco_jax.files import json_number
 from diloco_jax.models.presets import preset
 from diloco_jax.observability.tape import read_lines, read_tape
-from diloco_jax.protocol.values import STOPPED
+from diloco_jax.protocol.messages import STOPPED
 from diloco_jax.workdir import read_summary
 
 CYCLE_STEPS, STEP_SECONDS = 12, 0.2

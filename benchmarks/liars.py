@@ -43,7 +43,7 @@ from diloco_jax.config import SyncConfig
 from diloco_jax.core.fragment_merge import is_fit, length
 from diloco_jax.files import write_json
 from diloco_jax.protocol.coordinator import takes
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.messages import DeltaKey
 from diloco_jax.simulation import bodies
 from diloco_jax.simulation.coordinator import Received
 from diloco_jax.simulation.emulate import emulate

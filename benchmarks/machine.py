@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco_jax import run_files
-from diloco_jax.storage import digest_of
+from diloco_jax.files import digest_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

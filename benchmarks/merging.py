@@ -66,7 +66,7 @@ from diloco_jax.compilation import Route, passes_of
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.machine import give_memory_back
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 RUN = RunConfig(
     outer=OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)

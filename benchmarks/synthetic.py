@@ -40,9 +40,9 @@ from diloco_jax.protocol.messages import (
     Measures,
     ProfileRequest,
     ResendRequest,
+    lookahead_of,
 )
-from diloco_jax.protocol.values import lookahead_of
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
@@ -150,7 +150,7 @@ class SyntheticIsland:
         placement = config.placement
         client = Client(
             address,
-            tls=TlsFiles.load_given(placement.certificates, principal.island(name)),
+            tls=TlsFiles.load_given(placement.certificates, peers.island(name)),
             deadlines=self._deadlines,
             bulk_channels=placement.bulk_channels,
         )

@@ -62,12 +62,12 @@ import support
 
 from diloco_jax.cluster.cluster import ALLOCATOR
 from diloco_jax.config.placement import Deadlines
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import addresses
 from diloco_jax.wire.bulk import FetchRequest, FetchSource, UploadStart
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.peers import COORDINATOR, island
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles

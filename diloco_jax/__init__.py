@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from diloco_jax.island.joined import IslandEndedError, JoinedIsland, join
     from diloco_jax.models.model import loop_model
     from diloco_jax.models.presets import preset
-    from diloco_jax.observability.history import History, read_history
+    from diloco_jax.observability.history import History, plot_losses, read_history
     from diloco_jax.simulation.clock import LineSpeed
     from diloco_jax.simulation.emulate import Emulation, emulate
     from diloco_jax.simulation.emulation_options import EmulationOptions
     from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
+    from diloco_jax.simulation.sweep import Sweep, sweep
 
 __all__ = [
     "Config",
@@ -57,16 +58,19 @@ __all__ = [
     "OuterConfig",
     "Placement",
     "RunConfig",
+    "Sweep",
     "SyncConfig",
     "VisionConfig",
     "emulate",
     "join",
     "load_params",
     "loop_model",
+    "plot_losses",
     "preset",
     "read_config",
     "read_history",
     "simulate_goodput",
+    "sweep",
 ]
 
 # Nothing heavy is imported before it is needed: jax reads the environment on import.
@@ -80,7 +84,8 @@ _PUBLIC = {
     "simulation.emulation_options": "EmulationOptions",
     "simulation.clock": "LineSpeed",
     "simulation.goodput": "GoodputConfig simulate_goodput",
-    "observability.history": "History read_history",
+    "observability.history": "History plot_losses read_history",
+    "simulation.sweep": "Sweep sweep",
     "cluster.local": "LocalCluster LocalClusterError",
     "evaluation": "load_params",
     "island.joined": "IslandEndedError JoinedIsland join",

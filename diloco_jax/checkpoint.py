@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from etils.epath import Path as Folder
 
-from diloco_jax import run_files, storage
+from diloco_jax import files, run_files
 from diloco_jax.config import (
     ConfigError,
     Placement,
@@ -134,7 +134,7 @@ def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
     except Exception as error:
         # Errors of orbax, tensorstore and JSON are of many kinds, and long.
         folder = manager.directory
-        storage.raise_if_away(folder, error)
+        files.raise_if_away(folder, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise ConfigError(
             f"checkpoint {number} in {folder} cannot be read ({reason}); restore it "

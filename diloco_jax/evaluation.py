@@ -11,7 +11,7 @@ import numpy.typing as npt
 from etils import epath
 from etils.epath import Path as Folder
 
-from diloco_jax import checkpoint, run_files, storage
+from diloco_jax import checkpoint, files, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.holding import fragment_snapshots
@@ -27,7 +27,7 @@ from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.loop import Evaluation, evaluate_all
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Model
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.workdir import read_config
 
 BATCH_SIZE = 32
@@ -205,9 +205,9 @@ def _pieces(
     """Yield the pieces of theta of a fragment's file, whose arrays are as in `like`."""
     arrays = snapshots.empty(like)
     try:
-        storage.read_sealed(path, snapshots.flat(arrays))
-    except storage.SealedError as error:
-        raise storage.SealedError(f"{error}; {COPY}") from error
+        files.read_sealed(path, snapshots.flat(arrays))
+    except files.SealedError as error:
+        raise files.SealedError(f"{error}; {COPY}") from error
     for piece, value in zip(pieces, arrays["theta"], strict=True):
         yield piece, TileGrid.of(piece.shape).from_tiles(value)
 
@@ -245,9 +245,9 @@ def newest_plan(
     if not found:
         raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
     try:
-        facts = storage.read_sealed_header(snapshots.state_path(folder, found[-1]))
-    except storage.SealedError as error:
-        raise storage.SealedError(f"{error}; {COPY}") from error
+        facts = files.read_sealed_header(snapshots.state_path(folder, found[-1]))
+    except files.SealedError as error:
+        raise files.SealedError(f"{error}; {COPY}") from error
     checkpoint.refuse_other_model(folder, found[-1], facts, plan.digest())
     return plan, facts
 

@@ -1,6 +1,16 @@
-"""Paths, files that are whole at any moment, and folders that can hold them.
+"""Paths, files that are whole at any moment, sealed files, and access to folders.
 
-Paths mean the same in any folder, and errors name their file.
+Paths mean the same in any folder, and errors name their file. A folder is local, or in
+a bucket: gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+
+Snapshots and encoded publishes are sealed files: a JSON header and bulk bytes under one
+checksum. A local file appears under its name once it is whole and on disk. An object of
+a bucket appears when it is closed. Layout: a fixed header (magic, length and xxh3_64 of
+the JSON), the JSON object, the bytes, and their xxh3_128. The digest is made while the
+bytes are written.
+
+Every command imports this file at its start, so numpy and etils wait for who has arrays
+or a bucket.
 """
 
 from __future__ import annotations
@@ -9,14 +19,24 @@ import contextlib
 import fcntl
 import json
 import math
+import mmap
 import os
+import struct
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
+
+from xxhash import xxh3_64_intdigest, xxh3_128
 
 from diloco_jax.errors import UNNAMEABLE, ConfigError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from etils.epath import Path as Folder
+
+    Buffer = npt.NDArray[Any] | bytes | bytearray | memoryview
 
 S3 = "s3://"
 TEMPORARY = ".tmp"
@@ -220,3 +240,296 @@ def require_writable(folder: Path, option: str) -> None:
             f"{option} {folder}: no file can be made there ({error.strerror}); make it "
             f"writable, or give another folder"
         ) from error
+
+
+# ---- sealed files ----------------------------------------------------------------
+
+_HEAD = struct.Struct("<8sIQ")
+_MAGIC = b"diloco-1"
+DIGEST_BYTES = 16
+BLOCK_BYTES = 8 << 20
+"""Bytes that are written and hashed at a time."""
+
+
+class SealedError(ConfigError):
+    """A sealed file cannot be read, or is not as it was written."""
+
+
+def digest_of(payload: Buffer) -> str:
+    """Return the hex digest that `write` returns for these bytes alone."""
+    return xxh3_128(_bytes_of(payload)).hexdigest()
+
+
+def write_sealed(
+    path: Folder | Path, header: Mapping[str, Any], buffers: Iterable[Buffer]
+) -> str:
+    """Write a file; return the hex digest of its bytes. A local file is on disk under
+    its name when this returns, and a failure leaves nothing of it."""
+    if is_bucket(str(path)):
+        from etils import epath
+
+        with epath.Path(path).open("wb") as file:
+            return _write_all(file, header, buffers)
+    with whole(Path(path)) as scratch, scratch.open("wb") as file:
+        return _write_all(file, header, buffers)
+
+
+def read_sealed_header(path: Folder | Path) -> dict[str, Any]:
+    """Return the header of a file. Raises SealedError."""
+    with _open(path) as file:
+        return _read_header(file, path)
+
+
+def read_sealed(
+    path: Folder | Path,
+    into: Iterable[npt.NDArray[Any]] | Callable[[dict[str, Any]], npt.NDArray[Any]],
+) -> tuple[dict[str, Any], str]:
+    """Read a file into these arrays, or into one that is made from its header.
+
+    Returns the header, and the digest that `write` returned; the file is read once.
+    Raises SealedError if it is damaged; the contents of the arrays then mean nothing.
+    """
+    with _open(path) as file:
+        header = _read_header(file, path)
+        digest = xxh3_128()
+        for array in [into(header)] if callable(into) else into:
+            view = _bytes_of(array)
+            for start in range(0, len(view), BLOCK_BYTES):
+                block = view[start : start + BLOCK_BYTES]
+                if _read_into(file, block) != len(block):
+                    raise SealedError(f"{path} ends before its last byte")
+                digest.update(block)
+        written = file.read(DIGEST_BYTES + 1)
+    _require_digest(path, digest.digest(), written)
+    return header, digest.hexdigest()
+
+
+def map_sealed(path: Path) -> tuple[dict[str, Any], memoryview]:
+    """Return the header of a local file, and its bytes mapped, unchecked; they stay
+    readable after the file is deleted.
+
+    The system keeps the parts that are read in memory while there is room. Raises
+    SealedError.
+    """
+    with _open(path) as file:
+        header = _read_header(file, path)
+        start = file.tell()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return header, memoryview(mapped)[start:-DIGEST_BYTES]
+
+
+def _write_all(
+    file: BinaryIO, header: Mapping[str, Any], buffers: Iterable[Buffer]
+) -> str:
+    head = json.dumps(header, separators=(",", ":")).encode()
+    file.write(_HEAD.pack(_MAGIC, len(head), xxh3_64_intdigest(head)) + head)
+    digest = xxh3_128()
+    for buffer in buffers:
+        view = _bytes_of(buffer)
+        for start in range(0, len(view), BLOCK_BYTES):
+            block = view[start : start + BLOCK_BYTES]
+            digest.update(block)
+            file.write(block)
+    file.write(digest.digest())
+    return digest.hexdigest()
+
+
+def _open(path: Folder | Path) -> BinaryIO:
+    try:
+        if is_bucket(str(path)):
+            from etils import epath
+
+            return cast(BinaryIO, epath.Path(path).open("rb"))
+        return Path(path).open("rb")
+    except FileNotFoundError as error:
+        raise SealedError(f"{path} is missing") from error
+
+
+def _read_header(file: BinaryIO, path: Folder | Path) -> dict[str, Any]:
+    raw = file.read(_HEAD.size)
+    if len(raw) == _HEAD.size:
+        magic, length, wanted = _HEAD.unpack(raw)
+        if magic == _MAGIC:
+            head = file.read(length)
+            if xxh3_64_intdigest(head) == wanted:
+                header: dict[str, Any] = json.loads(head)
+                return header
+    raise SealedError(f"{path} does not begin as a file of this format does")
+
+
+def _require_digest(path: Folder | Path, found: bytes, written: bytes) -> None:
+    if written != found:
+        raise SealedError(
+            f"{path} has checksum {found.hex()}, written as {written.hex()}"
+        )
+
+
+def _read_into(file: BinaryIO, block: memoryview) -> int:
+    """Fill a block; return the bytes that were there. Files of buckets may give fewer
+    bytes at a time than they are asked for."""
+    filled = 0
+    while filled < len(block):
+        found = file.read(len(block) - filled)
+        if not found:
+            break
+        block[filled : filled + len(found)] = found
+        filled += len(found)
+    return filled
+
+
+def _bytes_of(buffer: Buffer) -> memoryview:
+    if isinstance(buffer, bytes | bytearray | memoryview):
+        return memoryview(buffer).cast("B")
+    return buffer.ravel().view("u1").data
+
+
+# ---- access to folders -----------------------------------------------------------
+
+PASSING_CODES = (408, 429)
+"""HTTP status codes of errors that pass; those from 500 on pass, too."""
+PASSING_WORDS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+"""Words in tensorstore's messages about errors that pass."""
+PASSING_MODULES = ("aiohttp.", "requests.", "urllib3.")
+"""Packages whose errors concern the connection to the bucket."""
+PASSING_OF_S3 = ("ConnectionError", "HTTPClientError")
+"""Bases of botocore's errors that do; it has others, which do not pass."""
+
+
+def require_access(folder: Folder) -> None:
+    """Make the folder, and write and remove a file in it.
+
+    Raises ConfigError, naming the account, if that is refused; StorageAway if the
+    bucket does not answer.
+    """
+    probe = folder / f"probe-{uuid.uuid4().hex}"
+    try:
+        # To make a folder in a bucket of S3 would make one that is missing.
+        if _is_s3(folder) and not type(folder)(f"{S3}{_bucket(folder)}").exists():
+            raise FileNotFoundError("there is no such bucket, or it may not be listed")
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("may be deleted")
+        probe.unlink()
+        if is_bucket(str(folder)) and not _is_s3(folder):
+            # orbax looks at the bucket itself before it lists or deletes objects.
+            from google.cloud import storage
+
+            storage.Client().get_bucket(_bucket(folder))
+    except Exception as error:
+        # Each bucket backend has its own error classes.
+        raise_if_away(folder, error)
+        raise ConfigError(cannot_write(folder, error)) from error
+
+
+def cannot_write(folder: Folder, error: Exception) -> str:
+    """Return a message with the folder, the account, the reason and the remedy."""
+    if isinstance(error, ImportError):
+        return (
+            f"checkpoints in {folder} need a package that is not here ({error}); "
+            f"`pip install -e '.[{_extra(folder)}]'`, or give a local folder as "
+            f"--checkpoints"
+        )
+    return (
+        f"cannot write checkpoints to {folder}{_identity(folder)}: {_reason(error)}. "
+        f"{_remedy(folder)}, or give another folder as --checkpoints"
+    )
+
+
+def cannot_read(folder: Folder, error: Exception) -> str:
+    """Return a message with the folder, the account, the reason and the remedy."""
+    if isinstance(error, ImportError):
+        return (
+            f"{folder} needs a package that is not here ({error}); `pip install -e "
+            f"'.[{_extra(folder)}]'`, or copy it to a local folder and give that"
+        )
+    role = "roles/storage.objectViewer"
+    if _is_s3(folder):
+        role = "s3:ListBucket and s3:GetObject"
+    return (
+        f"cannot read {folder}{_identity(folder)}: {_reason(error)}. Grant {role} on "
+        f"bucket {_bucket(folder)} to that account"
+    )
+
+
+def raise_if_away(folder: Folder, error: BaseException) -> None:
+    """Raise StorageAway if the error is one that passes."""
+    if is_bucket(str(folder)) and _passes(error):
+        raise StorageAway(
+            f"{folder} does not answer: {_reason(error)}; start the command again, as "
+            f"a supervisor does"
+        ) from error
+
+
+def _passes(error: BaseException | None) -> bool:
+    while error is not None:
+        number = _http_status(error)
+        if number in PASSING_CODES or number >= 500:
+            return True
+        if isinstance(error, ConnectionError | TimeoutError):
+            return True
+        kind = type(error)
+        if kind.__module__.startswith(PASSING_MODULES) or "Transport" in kind.__name__:
+            return True
+        bases = [b for b in kind.__mro__ if b.__module__.startswith("botocore.")]
+        if any(base.__name__ in PASSING_OF_S3 for base in bases):
+            return True
+        if any(word in str(error) for word in PASSING_WORDS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+def _http_status(error: BaseException) -> int:
+    """Return the status of the answer that an error is about; 0 if it has none."""
+    code = str(getattr(error, "code", "") or "")
+    if code.isdecimal():
+        return int(code)
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore's
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return 0
+
+
+def _is_s3(folder: Folder) -> bool:
+    return str(folder).startswith(S3)
+
+
+def _extra(folder: Folder) -> str:
+    """Return the extra of this package that has what the folder needs."""
+    return "s3" if _is_s3(folder) else "gcs"
+
+
+def _bucket(folder: Folder) -> str:
+    return str(folder).split("/")[2]
+
+
+def _identity(folder: Folder) -> str:
+    if not is_bucket(str(folder)):
+        return f" as user {os.getuid()}"
+    if _is_s3(folder):
+        given = (os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"))
+        known = next(filter(None, given), "")
+    else:
+        path = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")
+        try:
+            known = json.loads(Path(path).read_bytes()).get("client_email", "")
+        except (OSError, ValueError):
+            known = ""
+    return f" as {known or 'the default account of this machine'}"
+
+
+def _remedy(folder: Folder) -> str:
+    if not is_bucket(str(folder)):
+        return "Make it writable"
+    needed = "roles/storage.objectUser and roles/storage.legacyBucketReader"
+    log_in = "gcloud auth application-default login"
+    if _is_s3(folder):
+        needed = "s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject"
+        log_in = "aws configure"
+    return (
+        f"Grant {needed} on bucket {_bucket(folder)} to that account, or log in with "
+        f"another (`{log_in}`)"
+    )

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import inspect as shapes
 
 from diloco_jax.config.options import paragraph
-from diloco_jax.protocol import values
+from diloco_jax.protocol import messages
 
 Struct = type[msgspec.Struct]
 
@@ -181,7 +181,7 @@ def _type(found: shapes.Type, named: list[type]) -> str:
             return f"{name}{_range(found.ge, found.le)}"
         case shapes.StrType() | shapes.BytesType():
             name = "str" if isinstance(found, shapes.StrType) else "bytes"
-            if getattr(found, "pattern", None) == values.ISLAND_NAME:
+            if getattr(found, "pattern", None) == messages.ISLAND_NAME:
                 return "name of an island"
             return f"{name}, at most {found.max_length}" if found.max_length else name
         case shapes.Metadata():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import Span, Version
+from diloco_jax.protocol.messages import Span, Version
 
 MERGED = Version(1, 1)
 

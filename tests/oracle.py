@@ -31,7 +31,7 @@ from diloco_jax.core.fragments import (
 )
 from diloco_jax.core.merging import rule_for, weight
 from diloco_jax.core.outer import OuterSettings, make_outer, outer_step
-from diloco_jax.storage import digest_of
+from diloco_jax.files import digest_of
 
 
 class RoundIsland(NamedTuple):

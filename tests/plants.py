@@ -30,13 +30,17 @@ from diloco_jax.protocol.coordinator import (
     steering,
     takes,
 )
-from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
-from diloco_jax.protocol.coordinator.state import with_account, with_fragment
+from diloco_jax.protocol.coordinator.state import (
+    Note,
+    Persist,
+    Tell,
+    with_account,
+    with_fragment,
+)
 from diloco_jax.protocol.holding import MergePrepared
 from diloco_jax.protocol.island.boundary import Books
-from diloco_jax.protocol.messages import Granted, Progress
+from diloco_jax.protocol.messages import Granted, Progress, Version
 from diloco_jax.protocol.records import Left, Merged, Removed
-from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.disk import Disk
 

@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from diloco_jax import checkpoint, storage
+from diloco_jax import checkpoint, files
 from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.files import StorageAway
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_both():
 def test_a_folder_that_cannot_be_made_is_refused_with_who_asked(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as refused:
-        storage.require_access(epath.Path(tmp_path / "file" / "in"))
+        files.require_access(epath.Path(tmp_path / "file" / "in"))
     for shown in (f"{tmp_path}/file/in", "as user ", "Make it writable"):
         assert shown in str(refused.value)
 
@@ -131,7 +131,7 @@ class Denied(fsspec.AbstractFileSystem):
     protocol = "gs"
 
     def _deny(self, *args, **kwargs):
-        raise PermissionError("403: no storage.objects.create on this bucket")
+        raise PermissionError("403: no files.objects.create on this bucket")
 
     mkdir = makedirs = mkdirs = open = _open = exists = _deny
 
@@ -142,10 +142,10 @@ def test_a_bucket_without_permission_is_refused_with_the_account(tmp_path, monke
     key.write_text(json.dumps({"client_email": "trainer@p.iam"}))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
     with pytest.raises(ConfigError) as refused:
-        storage.require_access(epath.Path("gs://bucket/run"))
+        files.require_access(epath.Path("gs://bucket/run"))
     for shown in (
         "gs://bucket/run as trainer@p.iam",
-        "403: no storage.objects.create",
+        "403: no files.objects.create",
         "roles/storage.legacyBucketReader on bucket bucket",
     ):
         assert shown in str(refused.value)
@@ -172,7 +172,7 @@ def test_what_passes_is_no_fault_of_the_config(folder, error, passes):
     away = passes and folder.startswith("gs:")
     wanted = pytest.raises(StorageAway, match=f"{folder}.*it failed")
     with wanted if away else contextlib.nullcontext():
-        storage.raise_if_away(epath.Path(folder), found)
+        files.raise_if_away(epath.Path(folder), found)
 
 
 # ---- damage ----------------------------------------------------------------------

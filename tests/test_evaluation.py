@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax import baseline, checkpoint, evaluation, run_files, storage
+from diloco_jax import baseline, checkpoint, evaluation, files, run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -19,7 +19,7 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.snapshots import fragment_path, state_path
 from diloco_jax.island.loop import Evaluation
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_parameters_of_another_model_are_refused(tmp_path) -> None:
     write_config_json(config, tmp_path / run_files.CONFIG)
     folder = checkpoint.snapshots_folder(config.placement, tmp_path)
     folder.mkdir(parents=True)
-    storage.write_sealed(state_path(folder, 2), {"plan": "abc"}, [])
+    files.write_sealed(state_path(folder, 2), {"plan": "abc"}, [])
     wanted = r"checkpoint 2 in .* does not fit: .* here, abc there; .* Bring the code"
     with pytest.raises(ConfigError, match=wanted):
         evaluation.load_params(tmp_path)
@@ -62,7 +62,7 @@ def a_run(workdir: Path, **facts: Any) -> Config:
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     folder.mkdir(parents=True)
     plan = build_plan(config.run, build(config.run))
-    storage.write_sealed(state_path(folder, 2), {"plan": plan.digest(), **facts}, [])
+    files.write_sealed(state_path(folder, 2), {"plan": plan.digest(), **facts}, [])
     return config
 
 
@@ -82,7 +82,7 @@ def test_a_fragment_that_is_not_as_it_was_at_the_end_is_named(tmp_path) -> None:
         version = Version(1, 3 if fragment else 2)
         path = fragment_path(folder, fragment, version)
         path.parent.mkdir()
-        storage.write_sealed(path, {}, [])
+        files.write_sealed(path, {}, [])
     (tmp_path / run_files.KEPT / "cycle-000002").mkdir(parents=True)
     behind = r"has version \(1, 2\) of fragment 0, and the run ended with \(1, 3\)"
     remedy = r"start the coordinator again, .* a kept cycle \(there are: 2\), or bring "

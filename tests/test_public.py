@@ -133,3 +133,39 @@ def test_replace_changes_one_field_and_no_other(name, value, read):
 def test_replace_refuses_what_is_no_field_or_no_value(name, value, message):
     with pytest.raises(ConfigError, match=message):
         CONFIG.replace(name, value)
+
+
+def test_replace_takes_several_fields_and_the_first_wrong_one_changes_nothing():
+    both = CONFIG.replace({"sync.grace": 0, "islands.v6e.batch_size": 5})
+    assert (both.run.sync.grace, both.islands["v6e"].batch_size) == (0, 5)
+    with pytest.raises(ConfigError, match=r"sync\.grace = 2; it must be"):
+        CONFIG.replace({"seed": 3, "sync.grace": 2})
+
+
+# ---- what a notebook shows ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SyncConfig", "IslandConfig", "EmulationOptions"])
+def test_the_docstring_of_a_section_has_every_field_with_its_help(name):
+    section = getattr(diloco_jax, name)
+    text = " ".join(inspect.getdoc(section).split())
+    for field in dataclasses.fields(section):
+        assert f"{field.name} (" in text
+        assert " ".join(field.metadata["help"].split()) in text
+    assert max(map(len, section.__doc__.splitlines())) <= 88
+
+
+def test_a_docstring_has_default_and_bounds():
+    text = " ".join(inspect.getdoc(diloco_jax.SyncConfig).split())
+    assert "grace (float, default 0.8, at least 0, below 1): gamma" in text
+
+
+def test_a_config_shows_what_differs_from_the_defaults():
+    shown = CONFIG.replace({"sync.grace": 0, "faults": ("v6e@3:kill",)})._repr_html_()
+    assert "<th>sync.grace</th><td>0</td>" in shown
+    assert "<th>islands.v6e.batch_size</th><td>2</td>" in shown
+    assert "&#x27;v6e@3:kill&#x27;" in shown
+    assert "quorum" not in shown
+    assert Config()._repr_html_() == (
+        "<table><tr><th>islands</th><td>a</td></tr></table>"
+    )

@@ -14,7 +14,7 @@ from botocore import exceptions
 from etils import epath
 from moto.server import ThreadedMotoServer
 
-from diloco_jax import checkpoint, storage
+from diloco_jax import checkpoint, files
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -100,7 +100,7 @@ def test_what_is_not_there_is_named(bucket, config):
 
 def test_a_bucket_that_is_missing_is_named_and_not_made(bucket):
     with pytest.raises(ConfigError) as refused:
-        storage.require_access(epath.Path("s3://misspelt/run"))
+        files.require_access(epath.Path("s3://misspelt/run"))
     for shown in ("s3://misspelt/run as trainer", "no such bucket", "s3:PutObject"):
         assert shown in str(refused.value)
     assert bucket.ls("") == ["bucket"]
@@ -137,15 +137,15 @@ def test_what_passes_is_told_from_what_does_not(error, passes):
     found.__cause__ = error
     if passes:
         with pytest.raises(StorageAway, match="it failed"):
-            storage.raise_if_away(folder, found)
+            files.raise_if_away(folder, found)
     else:
-        storage.raise_if_away(folder, found)
-        said = storage.cannot_read(folder, found)
+        files.raise_if_away(folder, found)
+        said = files.cannot_read(folder, found)
         assert "s3:ListBucket and s3:GetObject on bucket bucket" in said
 
 
 def test_without_its_package_the_extra_is_named():
     missing = ImportError("Install s3fs to access S3")
-    for said in (storage.cannot_write, storage.cannot_read):
+    for said in (files.cannot_write, files.cannot_read):
         text = said(epath.Path("s3://bucket/run"), missing)
         assert "`pip install -e '.[s3]'`" in text

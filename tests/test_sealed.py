@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from diloco_jax import files, storage
+from diloco_jax import files
 
 ARRAYS = [np.arange(7, dtype=np.float32).reshape(7, 1), np.arange(5, dtype=np.int8)]
 
@@ -18,47 +18,47 @@ def blank():
 
 @pytest.mark.parametrize("block", [3, 1 << 20])
 def test_header_arrays_and_digest_come_back(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(storage, "BLOCK_BYTES", block)
+    monkeypatch.setattr(files, "BLOCK_BYTES", block)
     path = epath.Path(tmp_path / "a")
-    digest = storage.write_sealed(path, {"n": 1}, ARRAYS)
-    assert digest == storage.digest_of(b"".join(a.tobytes() for a in ARRAYS))
+    digest = files.write_sealed(path, {"n": 1}, ARRAYS)
+    assert digest == files.digest_of(b"".join(a.tobytes() for a in ARRAYS))
     found = blank()
-    assert storage.read_sealed(path, found) == ({"n": 1}, digest)
+    assert files.read_sealed(path, found) == ({"n": 1}, digest)
     assert all(map(np.array_equal, ARRAYS, found))
-    assert storage.read_sealed_header(path) == {"n": 1}
+    assert files.read_sealed_header(path) == {"n": 1}
 
 
 @pytest.mark.parametrize("at", [2, 10, 15, 22, 40, -1])
 def test_a_changed_byte_is_found(tmp_path, at):
     path = tmp_path / "a"
-    storage.write_sealed(path, {"n": 1}, ARRAYS)
+    files.write_sealed(path, {"n": 1}, ARRAYS)
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(storage.SealedError, match=str(path)):
-        storage.read_sealed(path, blank())
+    with pytest.raises(files.SealedError, match=str(path)):
+        files.read_sealed(path, blank())
 
 
 @pytest.mark.parametrize("size", [0, 10, 24, 40, 60])
 def test_a_file_that_is_cut_off_is_found(tmp_path, size):
     path = tmp_path / "a"
-    storage.write_sealed(path, {"n": 1}, ARRAYS)
+    files.write_sealed(path, {"n": 1}, ARRAYS)
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(storage.SealedError, match=str(path)):
-        storage.read_sealed(path, blank())
+    with pytest.raises(files.SealedError, match=str(path)):
+        files.read_sealed(path, blank())
 
 
 def test_arrays_of_other_sizes_are_found(tmp_path):
-    storage.write_sealed(tmp_path / "a", {}, ARRAYS)
+    files.write_sealed(tmp_path / "a", {}, ARRAYS)
     for others in (blank()[:1], [*blank(), np.zeros(1, np.int8)]):
-        with pytest.raises(storage.SealedError):
-            storage.read_sealed(tmp_path / "a", others)
+        with pytest.raises(files.SealedError):
+            files.read_sealed(tmp_path / "a", others)
 
 
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: storage.write_sealed(path, {}, ARRAYS),
+        lambda path: files.write_sealed(path, {}, ARRAYS),
         lambda path: files.write_text("a lead's number", path),
     ],
 )
@@ -78,13 +78,13 @@ def test_it_is_on_disk_before_it_has_its_name_and_its_name_is_too(
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "a"
-    storage.write_sealed(path, {"n": 1}, ARRAYS)
+    files.write_sealed(path, {"n": 1}, ARRAYS)
 
     def fails():
         yield ARRAYS[0]
         raise OSError(errno.ENOSPC, "no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        storage.write_sealed(path, {"n": 2}, fails())
-    assert storage.read_sealed_header(path) == {"n": 1}
+        files.write_sealed(path, {"n": 2}, fails())
+    assert files.read_sealed_header(path) == {"n": 1}
     assert list(tmp_path.iterdir()) == [path]

@@ -48,10 +48,10 @@ from diloco_jax.observability.tape import (
     read_tape,
 )
 from diloco_jax.protocol.coordinator.state import initial
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.errors import SecurityError
-from diloco_jax.wire.principal import COORDINATOR
+from diloco_jax.wire.peers import COORDINATOR
 from diloco_jax.wire.tls import TlsFiles
 
 NAMED = (ConfigError, SecurityError, TapeError)

@@ -27,6 +27,7 @@ from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.cluster.processes import noted, private_files, quoted, start_child
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.config import require_files
 from diloco_jax.files import absolute, write_json
 from diloco_jax.wire.errors import WireError
 
@@ -88,6 +89,7 @@ class LocalCluster:
         """workdir: folder that stays afterwards; None = a temporary one, removed at the
         end. Raises ConfigError if the config cannot run."""
         self.config = config.validate()
+        require_files(config.run)
         self._temporary = None
         if workdir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="diloco-")

@@ -43,7 +43,7 @@ from diloco_jax.files import write_json
 from diloco_jax.process import crashes_in_a_row
 from diloco_jax.wire import addresses
 from diloco_jax.wire.certificates import CA_DAYS, add, make_certificates, principals
-from diloco_jax.wire.principal import island
+from diloco_jax.wire.peers import island
 from diloco_jax.workdir import held
 
 logger = logging.getLogger(__name__)

@@ -59,7 +59,7 @@ from diloco_jax.protocol.records import from_tape
 from diloco_jax.wire import addresses
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
-from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.peers import COORDINATOR, island
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from diloco_jax.workdir import has_begun, is_held, read_summary, require_format
 
 if TYPE_CHECKING:
     from diloco_jax.wire.client import Client
-    from diloco_jax.wire.principal import Principal
+    from diloco_jax.wire.peers import Principal
 
 
 @contextlib.contextmanager
@@ -279,7 +279,7 @@ def profile_command(arguments: Sequence[str]) -> int:
 @contextlib.contextmanager
 def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
     """Yield a connection with an operator's key, and the longest wait for an answer."""
-    from diloco_jax.wire.principal import OPERATOR
+    from diloco_jax.wire.peers import OPERATOR
 
     check_name(options.name)
     if not options.coordinator:

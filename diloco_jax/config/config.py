@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from diloco_jax.config.fields import check_fields, types_of
+from diloco_jax.config.fields import as_html, check_fields, types_of
 from diloco_jax.config.placement import IslandConfig, LaunchConfig, Placement
 from diloco_jax.config.run import RunConfig
 from diloco_jax.core.families import (
@@ -31,12 +31,12 @@ from diloco_jax.core.families import (
     OUTER_OPTIMIZERS,
     WEIGHTINGS,
 )
-from diloco_jax.core.members import Family, importable
+from diloco_jax.core.members import MAIN, Family, importable
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import is_bucket
 from diloco_jax.observability.sinks import check_names as check_sinks
-from diloco_jax.protocol.values import ISLAND_NAME
+from diloco_jax.protocol.messages import ISLAND_NAME
 from diloco_jax.wire.addresses import LAST_PORT, bulk_address, parse_address
 
 FIELDS: dict[str, Family[Any]] = {
@@ -68,11 +68,25 @@ def check_members(run: object) -> None:
         name = getattr(getattr(run, section), attribute)
         if name is None or name in family.table:
             continue
-        if ":" not in name and not family.otherwise:
+        if name.startswith(MAIN) or (":" not in name and not family.otherwise):
             check_member(field, family, name)
+            continue
         outside.append((field, name))
     if outside and (wrong := _try(tuple(outside), os.getcwd())):
         raise ConfigError(wrong)
+
+
+def require_files(run: RunConfig) -> None:
+    """Raise ConfigError if a field names a member that only this process knows."""
+    for field in FIELDS:
+        section, attribute = field.split(".")
+        name = getattr(getattr(run, section), attribute)
+        if name is not None and name.startswith(MAIN):
+            raise ConfigError(
+                f"{field} = {name!r}: only this process can import it, and a run has "
+                f"others; write it into a file and give 'path/to/file.py:"
+                f"{name.removeprefix(MAIN)}'"
+            )
 
 
 def check_member(field: str, family: Family[Any], name: str) -> None:
@@ -153,19 +167,19 @@ class Config:
         validate(self)
         return self
 
-    def replace(self, name: str, value: Any) -> Config:
-        """Return a copy with one field changed, for variations of a config.
+    def replace(self, name: str | Mapping[str, Any], value: Any = None) -> Config:
+        """Return a copy with a field changed, or several, for variations of a config.
 
         Example:
           >>> from diloco_jax import Config
-          >>> config = Config().replace("sync.grace", 0).replace("total_tokens", 5000)
+          >>> config = Config().replace({"sync.grace": 0, "total_tokens": 5000})
           >>> config.replace("islands.a.batch_size", 4).islands["a"].batch_size
           4
 
         Args:
           name: of the field, dotted, as an option of the command line has it
             ("sync.grace", "islands.NAME.batch_size"); "run." and "placement." may
-            stand in front.
+            stand in front. Or a dict of values by such names.
           value: its new value, whose type and bounds are checked. Rules between fields
             are checked where the config is used, so that fields may be changed one
             after the other.
@@ -173,8 +187,17 @@ class Config:
         Raises:
           ConfigError: there is no such field, or the value is not one for it.
         """
-        changed: Config = replaced(self, name, value)
+        changed = self
+        for one, new in (name if isinstance(name, Mapping) else {name: value}).items():
+            changed = replaced(changed, one, new)
         return changed
+
+    def _repr_html_(self) -> str:
+        """Show a notebook what differs from the defaults."""
+        usual = Config(islands=dict.fromkeys(self.islands, IslandConfig()))
+        given = {"islands": ", ".join(self.islands)}
+        given.update((name, repr(value)) for name, value in _differences(self, usual))
+        return as_html(given)
 
     def island(self, name: str) -> IslandConfig:
         """Return an island's config; ConfigError with the nearest name if there is
@@ -474,6 +497,17 @@ def _entries(section: Any) -> dict[str, Any]:
         return {}
     fields = dataclasses.fields(section)
     return {field.name: getattr(section, field.name) for field in fields}
+
+
+def _differences(section: Any, usual: Any, prefix: str = "") -> Iterator[Any]:
+    """Yield (name, value) of the values that differ, named as `replace` takes them."""
+    others = _entries(usual)
+    for head, own in _entries(section).items():
+        if _entries(own):
+            inner = "" if not prefix and head in SECTIONS else f"{prefix}{head}."
+            yield from _differences(own, others.get(head), inner)
+        elif head not in others or own != others[head]:
+            yield f"{prefix}{head}", own
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import math
+import textwrap
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -18,6 +21,7 @@ import msgspec
 from diloco_jax.errors import ConfigError, suggest
 
 T = TypeVar("T")
+Section = TypeVar("Section", bound=type)
 
 LARGEST = 2**63 - 1
 """The largest whole number that a message holds."""
@@ -103,6 +107,34 @@ def positional(*, metavar: str, help: str) -> Any:
     return dataclasses.field(
         metadata={"help": help, "metavar": metavar, "positional": True}
     )
+
+
+def explained(section: Section) -> Section:
+    """Append type, default, bounds and help of every field to the docstring of a
+    dataclass, where `help(SyncConfig)` and a notebook look for them."""
+    lines = [str(section.__doc__).rstrip(), "", "    Attributes:"]
+    for field in dataclasses.fields(section):
+        facts = [str(field.type)]
+        default = field.default
+        if default is not dataclasses.MISSING and not dataclasses.is_dataclass(default):
+            facts.append(f"default {default!r}")
+        if (bound := bound_of(field)) is not None:
+            facts.append(str(bound))
+        text = f"{field.name} ({', '.join(facts)}): {field.metadata.get('help', '')}"
+        lines += textwrap.wrap(
+            text, 88, initial_indent=" " * 6, subsequent_indent=" " * 8
+        )
+    section.__doc__ = "\n".join([*lines, "    "])
+    return section
+
+
+def as_html(rows: Mapping[str, object]) -> str:
+    """Return a table of names and values for a notebook."""
+    cells = (
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
+        for name, value in rows.items()
+    )
+    return f"<table>{''.join(cells)}</table>"
 
 
 def bound_of(field: dataclasses.Field[Any]) -> Bound | None:

@@ -207,8 +207,9 @@ def _original(values: Any) -> Any:
 
 
 def paragraph(docstring: str | None) -> str:
-    """Return a docstring as one line, without its example."""
-    return " ".join((docstring or "").partition("Example:")[0].split())
+    """Return a docstring as one line, without its example and its fields."""
+    text = re.split(r"\n\s*(?:Example|Attributes):\n", docstring or "")[0]
+    return " ".join(text.split())
 
 
 def _constant(value: Any) -> Any:

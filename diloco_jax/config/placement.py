@@ -15,12 +15,14 @@ from diloco_jax.config.fields import (
     NOT_NEGATIVE,
     SECONDS,
     SOME_SECONDS,
+    explained,
     setting,
 )
 
 AnchorMemory = Literal["device", "pinned_host"]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandConfig:
     """Mesh, batch and kernels of one island. Islands may differ in all of them.
@@ -151,13 +153,18 @@ class Deadlines:
 
     @property
     def retry_min_s(self) -> float:
-        """First pause before an attempt is repeated (`Backoff`)."""
+        """First pause before an attempt is repeated."""
         return min(FIRST_RETRY_S, self.budget_s / 100)
 
     @property
     def retry_max_s(self) -> float:
         """Longest pause between attempts."""
         return self.budget_s / 10
+
+    @property
+    def retries_s(self) -> tuple[float, float]:
+        """First and longest pause between attempts, for a `Backoff`."""
+        return self.retry_min_s, self.retry_max_s
 
     @property
     def reunion_s(self) -> float:
@@ -191,31 +198,10 @@ class Deadlines:
         return self.pin_s + 8 * octets / SLOWEST_LINK_BITS_PER_S
 
 
-class Backoff:
-    """Pauses between attempts: first `retry_min_s`, then doubled each time up to
-    `retry_max_s`."""
-
-    def __init__(self, deadlines: Deadlines, failures: int = 0) -> None:
-        """failures: attempts that failed before these."""
-        self._deadlines = deadlines
-        self._pause_s = deadlines.retry_min_s
-        for _ in range(failures):
-            self.next_s()
-
-    def next_s(self) -> float:
-        """Return the seconds until the next attempt."""
-        pause_s = self._pause_s
-        self._pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
-        return pause_s
-
-    def reset(self) -> None:
-        """Begin again with the shortest pause, since an attempt got through."""
-        self._pause_s = self._deadlines.retry_min_s
-
-
 WhenDone = Literal["delete", "keep"]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """Settings of diloco launch: places of the run and purchase of its machines."""
@@ -359,6 +345,7 @@ PROCESSES = "process"
 """Groups of options that few runs set."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Addresses, folders, deadlines and injected faults of the processes.

@@ -21,12 +21,14 @@ from diloco_jax.config.fields import (
     SHARE,
     SOME_SHARE,
     Bound,
+    explained,
     setting,
 )
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import absolute
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionConfig:
     """The tower that turns pictures into inputs of the decoder, as SigLIP's in Idefics3
@@ -221,6 +223,7 @@ def read_init(weights: str) -> tuple[str, str]:
     return kind, absolute(folder)
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The text, tokens or prepared rows that the run trains on.
@@ -301,6 +304,7 @@ PartialMerges = Literal["scaled", "full"]
 GraceWindow = Literal["alike", "overlap"]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """Settings for combining the islands' work.
@@ -431,6 +435,7 @@ class SyncConfig:
 Schedule = Literal["cosine", "constant"]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InnerConfig:
     """The inner optimizer; its learning rate follows the progress of the run.
@@ -503,6 +508,7 @@ OPEN = ("optimizer", "learning_rate", "momentum")
 """Fields that may be left open; they are filled in when the run is created."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterConfig:
     """The outer optimizer (docs/design/outer_presets.md).
@@ -559,6 +565,7 @@ SEED = Bound(0, 2**32 - 1)
 """Range of a seed: the bits of it that keys of jax.random use."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Settings that all islands must agree on.

@@ -17,8 +17,7 @@ from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.options import TRUST_CODE
 from diloco_jax.config.resolving import with_model_of
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.coordinator.state import RunExtended, RunResumed, State
 from diloco_jax.wire import addresses
 from diloco_jax.workdir import RunFacts, begin_run, find_run, holds_run, read_facts
 from diloco_jax.workdir import held as held_by_one

@@ -36,8 +36,8 @@ from diloco_jax.faults import Faults
 from diloco_jax.files import Appended, sync_path
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Ignored
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.coordinator.state import Ignored
+from diloco_jax.protocol.messages import Version
 
 logger = logging.getLogger(__name__)
 

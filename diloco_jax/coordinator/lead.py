@@ -25,7 +25,9 @@ from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.coordinator.ledger import Tally
+from diloco_jax.protocol.coordinator.search import FoundTerm, GiveUp, Postpone
+from diloco_jax.protocol.coordinator.state import (
     Alert,
     Disconnected,
     Effect,
@@ -35,13 +37,12 @@ from diloco_jax.protocol.coordinator.events import (
     Note,
     Outdated,
     Persist,
+    PolicyConfig,
     Said,
+    State,
     Tell,
     Timer,
 )
-from diloco_jax.protocol.coordinator.ledger import Tally
-from diloco_jax.protocol.coordinator.search import FoundTerm, GiveUp, Postpone
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
     AnchorCompared,
     AnchorKept,

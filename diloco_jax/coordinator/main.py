@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, files, run_files, storage
+from diloco_jax import checkpoint, compilation, files, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
@@ -129,7 +129,7 @@ class Coordinator:
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         sinks.require(placement.sinks)
         if placement.checkpoints:
-            storage.require_access(self._folder)
+            files.require_access(self._folder)
         model = build(config.run)
         self._plan = build_plan(config.run, model)
         self.config = config = lasting(config, self._plan.total)

@@ -48,7 +48,6 @@ from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator import anchors, members, recovery, steering
-from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
 from diloco_jax.protocol.coordinator.search import (
     Aim,
     Event,
@@ -57,7 +56,14 @@ from diloco_jax.protocol.coordinator.search import (
     Offered,
     Search,
 )
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
+from diloco_jax.protocol.coordinator.state import (
+    Disconnected,
+    PolicyConfig,
+    Said,
+    State,
+    Timer,
+    initial,
+)
 from diloco_jax.protocol.holding import (
     AnchorCompared,
     AnchorKept,
@@ -69,11 +75,11 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     ToHolder,
 )
-from diloco_jax.protocol.values import NOTHING, Version
+from diloco_jax.protocol.messages import NOTHING, Version
 from diloco_jax.weights.first import keep_source, keep_tokenizer
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused, WireError
-from diloco_jax.wire.limits import RateLimitedLog
+from diloco_jax.wire.peers import RateLimitedLog
 from diloco_jax.wire.session import Handlers, Session
 
 logger = logging.getLogger(__name__)

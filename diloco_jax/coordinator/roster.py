@@ -18,8 +18,14 @@ import msgspec
 from diloco_jax.config import ConfigError
 from diloco_jax.files import json_number, naming
 from diloco_jax.observability.measures import IslandMeasure
-from diloco_jax.protocol.messages import MAX_BYTES, MAX_SECONDS, MAX_TOKENS, Measures
-from diloco_jax.protocol.values import MAX_COUNT, Record
+from diloco_jax.protocol.messages import (
+    MAX_BYTES,
+    MAX_COUNT,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    Measures,
+    Record,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from diloco_jax.models.build import other_model
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import members, schedule, steering, takes
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.coordinator.state import (
     Disconnected,
     KeepAsked,
     Said,
@@ -39,7 +39,7 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
-from diloco_jax.wire.principal import require_run
+from diloco_jax.wire.peers import require_run
 from diloco_jax.wire.session import Handlers, Session
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from diloco_jax.models.flops import least_sequence_flops
 from diloco_jax.protocol.coordinator.islands import SHORTEST_STEP_S
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
-from diloco_jax.wire import addresses, principal
+from diloco_jax.wire import addresses, peers
 from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Handlers
@@ -193,7 +193,7 @@ def require_merging(placement: Placement) -> None:
 def own_tls(placement: Placement) -> TlsFiles | None:
     """Load the key of this coordinator; None = no TLS. Raises SecurityError as
     `TlsFiles.load` does."""
-    return TlsFiles.load_given(placement.certificates, principal.COORDINATOR)
+    return TlsFiles.load_given(placement.certificates, peers.COORDINATOR)
 
 
 def room_needed(config: Config, plan: FragmentPlan) -> int:

@@ -24,13 +24,13 @@ import msgspec
 import numpy as np
 from etils.epath import Path as Folder
 
-from diloco_jax import checkpoint, storage
+from diloco_jax import checkpoint, files
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.journal import RecordLog
 from diloco_jax.files import TEMPORARY, StorageAway, is_bucket
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, restored
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class Snapshots:
             raise
         except Exception as error:
             # Backends of buckets raise many kinds of errors.
-            storage.raise_if_away(self._folder, error)
-            raise ConfigError(storage.cannot_write(self._folder, error)) from error
+            files.raise_if_away(self._folder, error)
+            raise ConfigError(files.cannot_write(self._folder, error)) from error
 
     def _remove_torn(self, folder: Folder) -> None:
         """Remove what a crash left of a snapshot in a folder."""
@@ -98,13 +98,13 @@ class Snapshots:
     def _read(self, path: Folder, into: list[Any]) -> dict[str, Any]:
         """Read a snapshot's bytes into these arrays; return its header."""
         try:
-            return storage.read_sealed(path, into)[0]
+            return files.read_sealed(path, into)[0]
         except ConfigError:
             raise
         except Exception as error:
             # Backends of buckets raise many kinds of errors.
-            storage.raise_if_away(self._folder, error)
-            raise storage.SealedError(
+            files.raise_if_away(self._folder, error)
+            raise files.SealedError(
                 f"{self._folder} cannot be read: {error}"
             ) from error
 
@@ -143,7 +143,7 @@ class SnapshotWriter:
             try:
                 save()
             except Exception as error:
-                self._failure = storage.cannot_write(self._folder, error)
+                self._failure = files.cannot_write(self._folder, error)
                 self._due = now + self._round_s
                 logger.error(
                     "no snapshot was written, the %s keeps what it holds: %s",
@@ -276,9 +276,9 @@ class StateSnapshots(Snapshots):
             try:
                 header = self._read(state_path(self._folder, number), [])
                 break
-            except storage.SealedError as error:
+            except files.SealedError as error:
                 if len(self._states) == 1 or not goes_on_from(self._states[-2]):
-                    raise storage.SealedError(
+                    raise files.SealedError(
                         f"{error}; restore it from a copy, the record log does not go "
                         f"back to an older one that reads"
                     ) from error
@@ -300,7 +300,7 @@ class StateSnapshots(Snapshots):
             ledger.trained_tokens(self._config, state),
         )
         facts = {**self._whose, **trained, "state": msgspec.to_builtins(state)}
-        storage.write_sealed(state_path(self._folder, number), facts, [])
+        files.write_sealed(state_path(self._folder, number), facts, [])
         path = functools.partial(state_path, self._folder)
         self._states = self._without_old([*self._states, number], path)
 

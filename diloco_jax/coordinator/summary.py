@@ -43,9 +43,8 @@ from diloco_jax.protocol.coordinator.ledger import Sums, Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.wire import addresses
-from diloco_jax.wire.limits import IdleWatch
-from diloco_jax.wire.principal import Peers
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.peers import IdleWatch
+from diloco_jax.wire.tls import Peers, TlsFiles
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

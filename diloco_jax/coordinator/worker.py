@@ -59,16 +59,15 @@ from diloco_jax.protocol.holding import (
     WorkerServes,
     to_worker,
 )
-from diloco_jax.protocol.values import DeltaKey, Version
-from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.protocol.messages import DeltaKey, Version
+from diloco_jax.wire import addresses, bulk, peers
 from diloco_jax.wire.bulk import prepare
 from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.duplex import End, TlsEnd, WorkerLine, read_frame, write_frame
 from diloco_jax.wire.errors import Busy, Refused, SecurityError, VersionGone
-from diloco_jax.wire.limits import IdleWatch, RateLimitedLog, allow_connections
-from diloco_jax.wire.principal import Peers
+from diloco_jax.wire.peers import IdleWatch, RateLimitedLog, allow_connections
 from diloco_jax.wire.session import Handlers
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.tls import Peers, TlsFiles
 from diloco_jax.workdir import held, make_workdir
 
 logger = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class Listening:
         placement = config.placement
         self._config, self._index, self._workdir = config, index, workdir
         self._deadlines = placement.deadlines
-        who = principal.worker(index)
+        who = peers.worker(index)
         tls = TlsFiles.load_given(placement.certificates, who)
         addresses.require_tls(bind, tls=tls is not None, insecure=placement.insecure)
         self._contexts = tls.server_contexts() if tls is not None else None
@@ -227,7 +226,7 @@ class Listening:
         try:
             if isinstance(end, TlsEnd) and self._peers is not None:
                 pem = ssl.DER_cert_to_PEM_cert(end.certificate()).encode()
-                principal.require(self._peers.identify(pem), principal.COORDINATOR)
+                peers.require(self._peers.identify(pem), peers.COORDINATOR)
             frame = read_frame(end)
             if frame is None:
                 return False
@@ -388,7 +387,7 @@ class HoldingWorker(Handlers):
         """Prepare to hold the fragments. workdir: the worker's."""
         begin, config = came.begin, came.config
         self._begin, self._config, self._bind = begin, config, bind
-        own = principal.worker(begin.worker)
+        own = peers.worker(begin.worker)
         self._tls = TlsFiles.load_given(config.placement.certificates, own)
         plan = build_plan(config.run, build(config.run))
         whose = checkpoint.whose(config.run, begin.run_id, plan)
@@ -566,7 +565,7 @@ class HoldingWorker(Handlers):
 
     def _require_own(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         begin = self._begin
-        principal.require_run(call, begin.run_id)
+        peers.require_run(call, begin.run_id)
         if call.fragment not in begin.fragments:
             raise Busy(
                 f"worker {begin.worker} has not fragment {call.fragment}, but "

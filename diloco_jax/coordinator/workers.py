@@ -24,7 +24,6 @@ from msgspec.structs import replace
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.placement import Backoff
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
@@ -67,13 +66,14 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import (
     AnchorRequest,
+    DeltaKey,
     FromCoordinator,
     Hello,
     ResendRequest,
     TakeRequest,
+    Version,
     Welcome,
 )
-from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.duplex import WorkerLine, dial_worker
 from diloco_jax.wire.errors import (
@@ -83,8 +83,8 @@ from diloco_jax.wire.errors import (
     SecurityError,
     WireError,
 )
-from diloco_jax.wire.limits import IdleWatch
-from diloco_jax.wire.principal import worker as worker_principal
+from diloco_jax.wire.peers import Backoff, IdleWatch
+from diloco_jax.wire.peers import worker as worker_principal
 from diloco_jax.wire.tls import Renewed, TlsFiles
 from diloco_jax.wire.transfers import Connections, Transfers
 
@@ -218,10 +218,8 @@ class LedWorker:
 
     def _run(self, first: RestoreFragments | RunOver) -> None:
         patience_s = self._placement.outage_budget_s
-        pauses, until = (
-            Backoff(self._placement.deadlines),
-            time.monotonic() + patience_s,
-        )
+        until = time.monotonic() + patience_s
+        pauses = Backoff(*self._placement.deadlines.retries_s)
         told = -math.inf
         try:
             while not self._ending.is_set():

@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 from etils.epath import Path as BucketPath
 
-from diloco_jax import storage
+from diloco_jax import files
 from diloco_jax.config import DataConfig, ModelConfig, RunConfig
 from diloco_jax.data.pictures import RowPictures
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Fields, Row, slots_of
@@ -125,8 +125,8 @@ class DataFolder:
         except FileNotFoundError:
             raise
         except Exception as error:  # A bucket's library has its own error classes.
-            storage.raise_if_away(there, error)
-            raise ConfigError(storage.cannot_read(there, error)) from error
+            files.raise_if_away(there, error)
+            raise ConfigError(files.cannot_read(there, error)) from error
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from diloco_jax import machine
 from diloco_jax.config import ConfigError
 from diloco_jax.data.pictures import COUNT, PICTURES, PictureError, decodes, fill
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields, Rows, Source, require_row
-from diloco_jax.protocol.values import Span
+from diloco_jax.protocol.messages import Span
 
 Arrays = dict[str, np.ndarray]
 """Arrays of a batch by name, [B, ...]."""

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from etils.epath import Path as Folder
 
-from diloco_jax import checkpoint, storage
+from diloco_jax import checkpoint, files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.island.device.exchange import Exchange, Restored
@@ -38,7 +38,7 @@ from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.world import Hosts
 from diloco_jax.models.model import named
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.bulk import Identity
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Checkpoints:
         self._number = 0
         self._whose: dict[str, Any] = {}
         if self._every_s and self._explicit:
-            storage.require_access(folder)
+            files.require_access(folder)
         elif self._every_s and placement.checkpoints:
             logger.info(
                 "checkpoints of island %s stay in %s: orbax cannot write to %s",
@@ -243,7 +243,7 @@ class Checkpoints:
             logger.error(
                 "checkpoint %d was not written, training goes on: %s",
                 number,
-                storage.cannot_write(self._folder, error),
+                files.cannot_write(self._folder, error),
             )
             return
         logger.info(

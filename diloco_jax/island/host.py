@@ -66,13 +66,15 @@ from diloco_jax.protocol.island.boundary import (
 from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (
+    FIRST_VERSION,
     OWN_DATA,
     AnchorRequest,
     ProfileRequest,
     ResendRequest,
+    Version,
+    lookahead_of,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, Version, lookahead_of
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Refused
@@ -157,7 +159,7 @@ class Host(abc.ABC, Generic[L]):
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
         client = Client(
             address,
-            tls=TlsFiles.load_given(placement.certificates, principal.island(name)),
+            tls=TlsFiles.load_given(placement.certificates, peers.island(name)),
             deadlines=self.deadlines,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,

@@ -26,8 +26,7 @@ from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.conversation import Fetch, HostFetch, agreed
 from diloco_jax.protocol.island.reporting import Introduction
-from diloco_jax.protocol.messages import ResendRequest, Short
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import ResendRequest, Short, Version
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from diloco_jax.island.world import ALONE, Hosts, HostsError, hosts_here
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Axes, Model, plain_axes
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.values import Span, Version
+from diloco_jax.protocol.messages import Span, Version
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused
 

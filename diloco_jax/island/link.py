@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from diloco_jax.config import Config, Placement
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.config.placement import Backoff, Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.errors import EXIT_DONE, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox, NetworkThreads
 from diloco_jax.island.transfers import Lanes
@@ -34,7 +34,7 @@ from diloco_jax.protocol.messages import (
     Hello,
     Welcome,
 )
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import (
     REVOKED_CODE,
@@ -45,6 +45,7 @@ from diloco_jax.wire.errors import (
     SecurityError,
     WireError,
 )
+from diloco_jax.wire.peers import Backoff
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def insist(
     Raises Refused at once; SecurityError the second time, since the first may be due to
     a coordinator that was just ending; otherwise the last error, once the time is over.
     """
-    began, pauses = time.monotonic(), Backoff(deadlines)
+    began, pauses = time.monotonic(), Backoff(*deadlines.retries_s)
     until, away_until = began + patience_s, began + max(patience_s, away_s)
     suspicious, tell_at = False, began
     while True:
@@ -112,7 +113,7 @@ def ask_config(address: str, name: str, placement: Placement) -> Config:
       ConnectionLost: it is not there. SecurityError: it cannot be trusted.
       ConfigError: it is of another version.
     """
-    tls = TlsFiles.load_given(placement.certificates, principal.island(name))
+    tls = TlsFiles.load_given(placement.certificates, peers.island(name))
     deadlines, away_s = placement.deadlines, placement.away_s
     client = Client(
         address,
@@ -248,7 +249,7 @@ class Link(NetworkThreads):
     def _reconnect(self, error: WireError) -> None:
         began, told = time.monotonic(), ""
         logger.warning("the coordinator is away (%s); training goes on", error)
-        backoff = Backoff(self._deadlines, self._misunderstood)
+        backoff = Backoff(*self._deadlines.retries_s, self._misunderstood)
         revoked = error if isinstance(error, Refused) else None
         ends = began + self._deadlines.another_key_s
         while not self._closing.wait(backoff.next_s()):

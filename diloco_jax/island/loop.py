@@ -35,8 +35,7 @@ from diloco_jax.island.mailbox import Decisions, Mailbox, log_refused
 from diloco_jax.island.timing import Pace, Timing, mean
 from diloco_jax.models.model import Metrics, Params
 from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending, Watching
-from diloco_jax.protocol.messages import AnchorRequest
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import AnchorRequest, Version
 
 logger = logging.getLogger(__name__)
 

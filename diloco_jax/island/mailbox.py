@@ -27,8 +27,13 @@ from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.island.boundary import Decision, Ending, RefusedTake
 from diloco_jax.protocol.island.conversation import Conversation
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import FromCoordinator, Short
-from diloco_jax.protocol.values import EndReason, Record, Version
+from diloco_jax.protocol.messages import (
+    EndReason,
+    FromCoordinator,
+    Record,
+    Short,
+    Version,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -64,7 +64,7 @@ from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.process import gc_pause, leave_at_once
 from diloco_jax.protocol.island.boundary import Ending, Watching
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 

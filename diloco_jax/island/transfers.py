@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.config.placement import Backoff, Deadlines
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.fragments import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import ballot_of
 from diloco_jax.island.device.exchange import Exchange
@@ -41,11 +41,11 @@ from diloco_jax.protocol.island.conversation import (
     Fetching,
     Wanted,
 )
-from diloco_jax.protocol.messages import Hello, ResendRequest
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Hello, ResendRequest, Version
 from diloco_jax.wire.bulk import FetchRequest, Identity, UploadStart
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import Refused, VersionGone, WireError
+from diloco_jax.wire.peers import Backoff
 from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Sender(NetworkThreads):
         """layouts, layouts_whole: of deltas, and of anchors, by fragment."""
         self._lanes, self._dealt, self._identity = lanes, lanes.dealt, identity
         self._layouts = {False: layouts, True: layouts_whole}
-        self._deadlines = deadlines
+        self._budget_s, self._retries_s = deadlines.budget_s, deadlines.retries_s
         self._parcels: dict[tuple[int, bool], _Parcel] = {}
         workers = range(max(lanes.dealt) + 1)
         runs = (functools.partial(self._run, worker) for worker in workers)
@@ -161,7 +161,7 @@ class Sender(NetworkThreads):
 
     def put(self, fragment: int, tick: int, encoded: tuple[Any, ...]) -> None:
         """Send a delta: its encoded pieces, uint8[*grid, tile_bytes] each."""
-        self._put(_Parcel(fragment, tick, encoded, Backoff(self._deadlines)))
+        self._put(_Parcel(fragment, tick, encoded, Backoff(*self._retries_s)))
 
     def put_anchor(
         self,
@@ -173,7 +173,7 @@ class Sender(NetworkThreads):
         """Send an anchor once, before any delta, or a ballot of it. It is encoded as a
         delta is, in f32.
         """
-        pauses = Backoff(self._deadlines)
+        pauses = Backoff(*self._retries_s)
         self._put(_Parcel(fragment, -1, encoded, pauses, version, sample))
 
     def resend(self, request: ResendRequest) -> None:
@@ -221,7 +221,7 @@ class Sender(NetworkThreads):
                     parcel.due = False
                     return parcel
                 soonest = min((p.not_before for p in due), default=math.inf)
-                self._changed.wait(min(self._deadlines.budget_s, soonest - now))
+                self._changed.wait(min(self._budget_s, soonest - now))
             return None
 
     def _send(self, parcel: _Parcel) -> None:
@@ -354,7 +354,8 @@ class Receiver(NetworkThreads):
     ) -> None:
         """orders: for the other hosts of the island, if there are any. join_s: time
         within which each fragment of a join must come."""
-        self._fetcher, self._deadlines = fetcher, deadlines
+        self._fetcher, self._retries_s = fetcher, deadlines.retries_s
+        self._budget_s, self._report_s = deadlines.budget_s, deadlines.report_s
         self._orders, self._join_s = orders, join_s
         self._fetching, self._count = Fetching(versions), len(versions)
         """Guarded by `_changed`."""
@@ -393,7 +394,7 @@ class Receiver(NetworkThreads):
 
     def _run(self, away: frozenset[int]) -> None:
         """Fetch until `close`. away: the fragments of other workers."""
-        pauses = Backoff(self._deadlines)
+        pauses = Backoff(*self._retries_s)
         while (fetch := self._next(away)) is not None:
             try:
                 arrival = self._fetch(fetch)
@@ -407,7 +408,7 @@ class Receiver(NetworkThreads):
                 logger.log(level, "fragment %d not fetched: %s", fetch.fragment, error)
             else:
                 while not self._closing.is_set():
-                    if self._mailbox.deliver(arrival, self._deadlines.report_s):
+                    if self._mailbox.deliver(arrival, self._report_s):
                         break
                 pauses.reset()
                 continue
@@ -419,7 +420,7 @@ class Receiver(NetworkThreads):
             while not self._closing.is_set():
                 if (fetch := self._fetching.next(away)) is not None:
                     return fetch
-                self._changed.wait(self._deadlines.budget_s)
+                self._changed.wait(self._budget_s)
             return None
 
     def _join_next(self) -> Arrival:
@@ -429,7 +430,7 @@ class Receiver(NetworkThreads):
             fetch = self._fetching.next()
         assert fetch is not None, "more threads than fetches"
         deadline = time.monotonic() + self._join_s
-        pauses = Backoff(self._deadlines)
+        pauses = Backoff(*self._retries_s)
         while True:
             if self._mailbox.finished:
                 raise Refused("finished", "the run was over before this island's join")

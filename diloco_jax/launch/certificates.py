@@ -18,6 +18,7 @@ from cryptography import x509
 from diloco_jax.config import LaunchConfig
 from diloco_jax.launch.spec import LaunchSpec
 from diloco_jax.wire.certificates import (
+    REVOKED,
     add,
     coordinator_names,
     make_certificates,
@@ -25,7 +26,7 @@ from diloco_jax.wire.certificates import (
     renew,
 )
 from diloco_jax.wire.errors import SecurityError
-from diloco_jax.wire.principal import COORDINATOR, REVOKED, island, of_stem, worker
+from diloco_jax.wire.peers import COORDINATOR, island, of_stem, worker
 
 MARGIN_DAYS = 14
 """Days for which certificates last beyond `launch.max_hours` and `linger_hours`."""

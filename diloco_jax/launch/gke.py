@@ -36,7 +36,7 @@ from diloco_jax.launch.submit import (
     Resource,
 )
 from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, part_of
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 
 OBJECTS = "job,service,networkpolicy,poddisruptionbudget,serviceaccount"
 """Kinds of the coordinator's objects in `coordinator.yaml`, and of a worker's."""
@@ -58,7 +58,7 @@ def deployment(
     `tpu_vm.deployment`."""
     home, islands, name = spec.cluster, spec.islands, spec.coordinator
     clusters = dict.fromkeys([home, *(island.cluster for island in islands)])
-    where = {principal.island(i.name).stem: i.cluster for i in islands}
+    where = {peers.island(i.name).stem: i.cluster for i in islands}
     shared = spec.settings.namespace != "default"
     files = {
         "config.yaml": yaml_text(manifests.config_map(spec)),

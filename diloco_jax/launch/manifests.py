@@ -31,7 +31,7 @@ from diloco_jax.launch.spec import (
     LaunchSpec,
     PlacedIsland,
 )
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 
 Manifest = dict[str, Any]
 
@@ -95,7 +95,7 @@ def worker(spec: LaunchSpec, number: int, now_unix: int) -> list[Manifest]:
         {"from": [lead], "ports": _tcp((PORT,))},
         _islands_may(spec, (PORT + 1,)),
     ]
-    name, stem = spec.workers[number], principal.worker(number).stem
+    name, stem = spec.workers[number], peers.worker(number).stem
     names = {PORT: "lead", PORT + 1: "bulk"}
     return _serving(
         spec, name, part_of_worker(number), stem, script, names, ingress, {}
@@ -184,7 +184,7 @@ def island(spec: LaunchSpec, island: PlacedIsland, now_unix: int) -> list[Manife
             "jobset",
             name,
             island.name,
-            **_pod(spec, principal.island(island.name).stem, island.name),
+            **_pod(spec, peers.island(island.name).stem, island.name),
             queue=settings.queue or None,
             exclusive=POOL if several else None,
             hosts=found.hosts,

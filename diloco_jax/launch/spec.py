@@ -24,7 +24,7 @@ from diloco_jax.config.run import FROM_ISLAND, read_init
 from diloco_jax.files import is_bucket
 from diloco_jax.hardware.tpus import Slice, slice_of
 from diloco_jax.launch.variables import check_variables
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 
 Backend = Literal["tpu_vm", "gke", "sky"]
 Purchase = Literal["on_demand", "spot", "reserved"]
@@ -120,14 +120,14 @@ class LaunchSpec:
     @property
     def secrets(self) -> dict[str, str]:
         """Names of the secrets with certificates, by the stem of the files in them."""
-        islands = {principal.island(i.name).stem: i.resource for i in self.islands}
-        workers = {principal.worker(n).stem: w for n, w in enumerate(self.workers)}
+        islands = {peers.island(i.name).stem: i.resource for i in self.islands}
+        workers = {peers.worker(n).stem: w for n, w in enumerate(self.workers)}
         owners = {COORDINATOR: self.coordinator, **islands, **workers}
         return {stem: f"{resource}-certificates" for stem, resource in owners.items()}
 
     def owner_of(self, stem: str) -> str:
         """Return the part of the run that has the certificates of this stem."""
-        names = {principal.island(i.name).stem: i.name for i in self.islands}
+        names = {peers.island(i.name).stem: i.name for i in self.islands}
         return names.get(stem, COORDINATOR)
 
     @property

@@ -28,7 +28,7 @@ from diloco_jax.launch.spec import (
     PlacedIsland,
 )
 from diloco_jax.launch.submit import CONTENT, SHARED, Command, Deployment, Resource
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 
 SLICE_PORTS = (8471, 8482)
 """Ports of libtpu and JAX, at which the hosts of a slice meet. Neither asks for a key.
@@ -345,7 +345,7 @@ def island_script(
     return _script(
         spec,
         island.name,
-        principal.island(island.name).stem,
+        peers.island(island.name).stem,
         spec.island_arguments(island, address, NOTICE_S),
         now_unix,
         release,

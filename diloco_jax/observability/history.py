@@ -15,11 +15,12 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from diloco_jax import run_files
+from diloco_jax.config.fields import as_html
 from diloco_jax.errors import ConfigError
 from diloco_jax.observability.metrics import MEASURES, read_metrics
 from diloco_jax.observability.tape import Repeats, read_tape
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Over = Literal["tokens", "seconds"]
+"""What a merged model's loss is drawn over: tokens of the run, or its seconds."""
 Table = dict[str, np.ndarray]
 """Columns by name, all of one length; a matrix has a column per island."""
 
@@ -226,11 +229,76 @@ class History:
         say(axes, title or "No step was made", _clock(self), "loss, nats per token")
         return axes
 
+    def _repr_html_(self) -> str:
+        ends = [*self.steps["time"], *self.merges["time"]]
+        rows = {
+            "run": "recorded" if self.recorded else "emulated",
+            "islands": ", ".join(self.islands),
+            "seconds": f"{max(ends, default=0.0):,.1f}",
+            **{
+                f"rows of {name}": len(self._table(name)["time"])
+                for name in COLUMNS
+                if "time" in COLUMNS[name]
+            },
+        }
+        return as_html(rows)
+
     def _table(self, name: str) -> Table:
         if name not in COLUMNS:
             raise KeyError(f"no table {name!r}; there are {', '.join(COLUMNS)}")
         found: Table = getattr(self, name)
         return found
+
+
+def plot_losses(
+    histories: Mapping[str, History | Sequence[History]],
+    *,
+    over: Over = "tokens",
+    title: str | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the validation loss of the merged model of several runs.
+
+    Args:
+      histories: by label; several of one label, such as seeds, have one colour.
+      over: the tokens that a run has made or, for recorded ones too, its seconds.
+      title: None = which label ends lowest, by the mean of its runs.
+      axes: where to draw; None = a figure of its own.
+
+    Returns:
+      The matplotlib axes.
+
+    Raises:
+      ConfigError: a run has no evaluation of its merged model to draw; names it.
+    """
+    if axes is None:
+        _, (axes,) = paper(7.5, 3.8, layout="constrained")
+    column, ends = {"tokens": "tokens", "seconds": "time"}[over], {}
+    for number, (label, given) in enumerate(histories.items()):
+        runs = [given] if isinstance(given, History) else given
+        colour, style = LINES[number % len(LINES)]
+        for run in runs:
+            judged = run.evaluations
+            known = np.isfinite(judged[column]) & np.isfinite(judged["loss"])
+            if not known.any():
+                raise ConfigError(
+                    f"{label!r} has {len(judged['loss'])} evaluations of its merged "
+                    f"model, none of them with its {over}; emulate with "
+                    f"evaluate_every_tokens above 0, and draw a recorded run over "
+                    f"'seconds'"
+                )
+            looks: Any = {"color": colour, "ls": style, "lw": 1.6}
+            named = label if run is runs[0] else None
+            axes.plot(
+                judged[column][known], judged["loss"][known], label=named, **looks
+            )
+        ends[label] = float(np.mean([run.evaluations["loss"][-1] for run in runs]))
+    axes.legend(frameon=False, labelcolor=INK, loc="upper right")
+    best = min(ends, key=ends.__getitem__)
+    x = "tokens" if over == "tokens" else "seconds"
+    found = f"{best} ends lowest, at {ends[best]:.3f}"
+    say(axes, title or found, x, "validation loss, nats per token")
+    return axes
 
 
 def outages(history: History) -> Mapping[str, list[float | None]]:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from diloco_jax.faults import Faults
 from diloco_jax.observability.measures import EVALUATING, STYLES, health_of, health_text
-from diloco_jax.protocol.values import STOPPED
+from diloco_jax.protocol.messages import STOPPED
 
 LINE_EVERY_S = 10.0
 ALERTS_SHOWN = 3

@@ -36,7 +36,7 @@ from diloco_jax.planning.coordinator import (
     plan_outage,
 )
 from diloco_jax.protocol.coordinator import schedule
-from diloco_jax.wire.limits import MOST_SLOTS
+from diloco_jax.wire.peers import MOST_SLOTS
 
 LINK_UTILISATION = 0.99
 """Share of the time for which links carry payload (`diloco simulate bandwidth`)."""

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from diloco_jax.protocol.messages import Message
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
     Contribution,
     DeltaKey,
+    Message,
     Prepared,
     Refusal,
     Version,

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
     Contribution,
     EndReason,
     Record,

@@ -25,6 +25,7 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.data.reader import BatchReader
+from diloco_jax.files import digest_of
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.exchange import Replica
 from diloco_jax.island.device.step import Trainer
@@ -35,12 +36,16 @@ from diloco_jax.models.model import Model
 from diloco_jax.observability.history import History, of_rows
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.boundary import TakeOutcome
-from diloco_jax.protocol.messages import Measures
-from diloco_jax.protocol.values import NON_FINITE, DeltaKey, Prepared, Version
+from diloco_jax.protocol.messages import (
+    NON_FINITE,
+    DeltaKey,
+    Measures,
+    Prepared,
+    Version,
+)
 from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.coordinator import Received
 from diloco_jax.simulation.island import VirtualFetch
-from diloco_jax.storage import digest_of
 from diloco_jax.wire.bulk import FetchSource
 
 

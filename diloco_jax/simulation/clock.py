@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from diloco_jax.config.fields import SECONDS, setting
+from diloco_jax.config.fields import SECONDS, explained, setting
 
 DRAWN_AT_ONCE = 1024
 
@@ -116,6 +116,7 @@ class WakeUp:
         self._call()
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineSpeed:
     """Latency and bandwidth of a line.

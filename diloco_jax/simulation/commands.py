@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.config.fields import setting
-from diloco_jax.config.options import WorkdirOptions, parse
+from diloco_jax.config.options import WorkdirOptions, paragraph, parse
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
 from diloco_jax.files import require_writable
 from diloco_jax.observability.tape import TapeError
@@ -212,7 +212,9 @@ def _parse(
 ) -> tuple[ConfigT, OutputT]:
     """Read the fields of `config` and `output` as options."""
     prog = f"diloco simulate {kind}"
-    parsed, shown = parse([config, output], arguments, prog, str(type(config).__doc__))
+    parsed, shown = parse(
+        [config, output], arguments, prog, paragraph(type(config).__doc__)
+    )
     return parsed, shown
 
 

@@ -13,8 +13,14 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
 from diloco_jax.coordinator.lead import Engine, Sessions
 from diloco_jax.protocol.coordinator import decide, takes
-from diloco_jax.protocol.coordinator.events import Disconnected, Event, Ignored, Timer
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import (
+    Disconnected,
+    Event,
+    Ignored,
+    PolicyConfig,
+    State,
+    Timer,
+)
 from diloco_jax.protocol.holding import (
     Commit,
     CycleKept,
@@ -26,9 +32,8 @@ from diloco_jax.protocol.holding import (
     MergePrepared,
     ToHolder,
 )
-from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.messages import DeltaKey, Hello, Prepared, Refusal, Version
 from diloco_jax.protocol.records import Durable, Noted
-from diloco_jax.protocol.values import DeltaKey, Prepared, Refusal, Version
 from diloco_jax.simulation.clock import Clock, WakeUp
 from diloco_jax.simulation.island import Connection, VirtualFetch
 

@@ -28,6 +28,7 @@ from rich.console import Console
 from diloco_jax import compilation, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.config import require_section
+from diloco_jax.config.fields import as_html
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.holding.store import Store
@@ -41,14 +42,14 @@ from diloco_jax.data.reader import BatchReader, ValidationBatches
 from diloco_jax.data.source import Fields, Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.files import write_json
+from diloco_jax.files import digest_of, write_json
 from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan, inner_note
 from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.process import crashes_in_a_row
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.values import DeltaKey, lookahead_of
+from diloco_jax.protocol.messages import DeltaKey, lookahead_of
 from diloco_jax.simulation.bodies import (
     Diary,
     StoreMerging,
@@ -61,7 +62,6 @@ from diloco_jax.simulation.coordinator import Merging, VirtualCoordinator
 from diloco_jax.simulation.emulation_options import EmulationOptions
 from diloco_jax.simulation.island import Body, IslandSpec
 from diloco_jax.simulation.world import World
-from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
 if TYPE_CHECKING:
@@ -269,6 +269,13 @@ class Emulation:
         `History.plot_loss`."""
         final = self.summary["eval_loss"]
         return self.history.plot_loss(final=final, title=title, axes=axes)
+
+    def _repr_html_(self) -> str:
+        names = ("eval_loss", "tokens_merged", "tokens_lost", "merges", "goodput")
+        rows = {name: f"{self.summary[name]:,.6g}" for name in names}
+        return as_html(
+            {**rows, "virtual seconds": f"{self.summary['wall_seconds']:,.1f}"}
+        )
 
     def write(self, workdir: Path) -> None:
         """Write `history/*.csv` and `summary.json`."""

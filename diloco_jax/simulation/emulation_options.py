@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax.config import ConfigError, suggest
-from diloco_jax.config.fields import NOT_NEGATIVE, SECONDS, SHARE, check_bounds, setting
+from diloco_jax.config.fields import (
+    NOT_NEGATIVE,
+    SECONDS,
+    SHARE,
+    check_bounds,
+    explained,
+    setting,
+)
 from diloco_jax.config.options import TRUST_CODE
 from diloco_jax.simulation.clock import LineSpeed
 
@@ -18,6 +25,7 @@ MOST_REPORTS = 1e6
 """
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmulationOptions:
     """Settings of an emulation. Times are virtual seconds.

@@ -25,6 +25,7 @@ from diloco_jax.config.fields import (
     POSITIVE,
     SHARE,
     check_bounds,
+    explained,
     setting,
 )
 from diloco_jax.observability import measures
@@ -53,6 +54,7 @@ PUBLISHED: dict[tuple[Method, int, int], float] = {
 }
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputConfig:
     """Chips, how they fail, and how they work together.

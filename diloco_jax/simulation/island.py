@@ -19,8 +19,7 @@ from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.island.mailbox import Arrival, Arrivals, log_refused
 from diloco_jax.island.timing import Pace, goal_of
-from diloco_jax.protocol.coordinator.events import Event, Said
-from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.coordinator.state import Event, PolicyConfig, Said
 from diloco_jax.protocol.island.boundary import (
     Ahead,
     Arrays,
@@ -32,6 +31,8 @@ from diloco_jax.protocol.island.conversation import Conversation, Fetching, Want
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import (
     AnchorRequest,
+    DeltaKey,
+    EndReason,
     FromCoordinator,
     Goodbye,
     Hello,
@@ -39,9 +40,9 @@ from diloco_jax.protocol.messages import (
     Progress,
     Report,
     ResendRequest,
+    Version,
     Welcome,
 )
-from diloco_jax.protocol.values import DeltaKey, EndReason, Version
 from diloco_jax.simulation.clock import Clock, Due, Line, WakeUp
 from diloco_jax.wire.errors import Refused, WireError
 

@@ -34,12 +34,13 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.core.fragment_merge import MergeMeasures
 from diloco_jax.data.loading import load_data
+from diloco_jax.files import read_sealed, write_sealed
 from diloco_jax.island.device.build import at_anchors
 from diloco_jax.island.device.exchange import LentParams
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.build import build_plan
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.bodies import collect, trainer_of
 from diloco_jax.simulation.emulate import (
     Emulation,
@@ -57,7 +58,6 @@ from diloco_jax.simulation.mapped import (
     over_runs,
     placed,
 )
-from diloco_jax.storage import read_sealed, write_sealed
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
 MOST_STEPS = 32

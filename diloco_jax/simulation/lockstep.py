@@ -21,7 +21,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.boundary import TakeOutcome
-from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.protocol.messages import DeltaKey, Prepared, Version
 from diloco_jax.simulation.bodies import Diary
 from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.coordinator import NoArrays, Received

@@ -130,7 +130,7 @@ def _export_live(
     from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.export import LiveRun, require_target
     from diloco_jax.wire.client import Client
-    from diloco_jax.wire.principal import OPERATOR
+    from diloco_jax.wire.peers import OPERATOR
     from diloco_jax.wire.tls import TlsFiles
 
     require_target(target)

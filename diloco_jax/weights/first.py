@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from etils.epath import Path as Folder
 
-from diloco_jax import files, run_files, storage
+from diloco_jax import files, run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -432,10 +432,10 @@ def _copy(kind: str, there: Folder, here: Path, *, arrays: bool) -> None:
     except Exception as error:
         # Each bucket backend has its own error classes, and S3's makes OSErrors of
         # them; a full disk is ours.
-        storage.raise_if_away(there, error)
+        files.raise_if_away(there, error)
         if isinstance(error, OSError) and error.errno and error.__cause__ is None:
             raise
-        raise ConfigError(storage.cannot_read(there, error)) from error
+        raise ConfigError(files.cannot_read(there, error)) from error
 
 
 def _files(kind: str, there: Folder, *, arrays: bool) -> Iterator[Folder]:

@@ -34,6 +34,8 @@ from xxhash import xxh3_64_intdigest
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.fragments import Part
 from diloco_jax.protocol.messages import (
+    Count,
+    CountOrNone,
     FromCoordinator,
     FromIsland,
     Identifier,
@@ -41,15 +43,15 @@ from diloco_jax.protocol.messages import (
     Name,
     ProfileOrder,
     Steer,
+    Version,
 )
-from diloco_jax.protocol.values import Count, CountOrNone, Version
 from diloco_jax.wire.errors import (
     ConnectionLost,
     Failure,
     LocalProtocolError,
     RemoteProtocolError,
 )
-from diloco_jax.wire.limits import Guard
+from diloco_jax.wire.peers import Guard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,27 +29,24 @@ from collections.abc import Callable, Sequence
 
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.errors import OUT_OF_FILES
-from diloco_jax.wire import addresses, bulk, errors, limits
+from diloco_jax.wire import addresses, bulk, errors, peers
 from diloco_jax.wire.bulk import BulkConnection, prepare
 from diloco_jax.wire.errors import Busy, ConnectionLost, RemoteProtocolError, WireError
-from diloco_jax.wire.limits import (
+from diloco_jax.wire.peers import (
+    COORDINATOR,
+    OPERATOR,
     DaemonPool,
     Guard,
     IdleWatch,
+    Principal,
     Quota,
     RateLimitedLog,
     TransferSlots,
-)
-from diloco_jax.wire.principal import (
-    COORDINATOR,
-    OPERATOR,
-    Peers,
-    Principal,
     island,
     require,
 )
 from diloco_jax.wire.session import Handlers, log_about
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.tls import Peers, TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -358,6 +355,7 @@ class BulkServer:
         self._contexts = tls.server_contexts() if tls is not None else lambda: None
         self._peers = Peers(tls.folder if tls is not None else None)
         self._deadlines = deadlines
+        self._connect_s, self._idle_s = deadlines.connect_s, deadlines.idle_s
         # A host may send and fetch on all of its channels at once.
         wanted = 2 * bulk_channels * max_hosts
         self._each = 2 * bulk_channels * (max_hosts_each or max_hosts)
@@ -449,13 +447,11 @@ class BulkServer:
         who = self._identify(connection)
         held.enter_context(self._slots.taken(who))
         if who is not None:
-            fresh = limits.requests_quota(who, self._each)
+            fresh = peers.requests_quota(who, self._each)
             time.sleep(self._quotas.setdefault(who, fresh).wait_s(1))
-        with self._watch.guard(self._deadlines.connect_s, connection.cut):
+        with self._watch.guard(self._connect_s, connection.cut):
             request = connection.receive(bulk.bulk_request)
-        guard = held.enter_context(
-            self._watch.guard(self._deadlines.idle_s, connection.cut)
-        )
+        guard = held.enter_context(self._watch.guard(self._idle_s, connection.cut))
         self._carry_out(connection, who, request, guard)
         connection.between = True
 

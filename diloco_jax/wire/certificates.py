@@ -34,18 +34,18 @@ from diloco_jax.config.options import parse
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import whole, write_text
 from diloco_jax.wire.errors import SecurityError
-from diloco_jax.wire.principal import (
+from diloco_jax.wire.peers import (
     COORDINATOR,
     OPERATOR,
     READER,
-    REVOKED,
     Principal,
     island,
     of_stem,
-    serials,
     worker,
 )
 
+REVOKED = "revoked.txt"
+"""In the coordinator's folder: a serial number in hex per line, and what it was."""
 ISSUED = "issued.txt"
 
 
@@ -217,6 +217,19 @@ def revoke(folder: str | Path, who: Principal) -> list[int]:
     _replace(path, f"{before}{lines}".encode(), 0o644)
     for ending in ENDINGS:
         (folder / f"{who.stem}{ending}").unlink(missing_ok=True)
+    return found
+
+
+def serials(text: str) -> list[int]:
+    """Return the serial numbers in a `revoked.txt`. Raises ValueError, naming the line,
+    if one is no number."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#")[0].split()
+        try:
+            found += [int(words[0], 16)] if words else []
+        except ValueError:
+            raise ValueError(f"line {number}: {words[0]!r} is no hex number") from None
     return found
 
 
@@ -451,8 +464,6 @@ def certs_command(arguments: Sequence[str]) -> int:
 
 def _revoke(folder: Path, stems: Sequence[str]) -> None:
     """Revoke certificates, all of which must be known."""
-    from diloco_jax.wire.principal import REVOKED, of_stem
-
     here = {one.stem for one in issued(folder)}
     for stem in stems:
         if stem not in here:

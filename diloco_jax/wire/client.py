@@ -27,8 +27,7 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     WireError,
 )
-from diloco_jax.wire.limits import ByteQueue, IdleWatch, QueueClosed
-from diloco_jax.wire.principal import worker
+from diloco_jax.wire.peers import ByteQueue, IdleWatch, QueueClosed, worker
 from diloco_jax.wire.server import SERVICE, keepalive_options
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain, large_lost
 from diloco_jax.wire.transfers import Connections, Transfers

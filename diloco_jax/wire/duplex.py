@@ -21,11 +21,11 @@ from cryptography import x509
 
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import holding
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.addresses import parse_address
 from diloco_jax.wire.bulk import prepare
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
-from diloco_jax.wire.tls import Renewed, TlsFiles
+from diloco_jax.wire.tls import Renewed, TlsFiles, principal_of
 
 _PART_BYTES = 256 << 10
 
@@ -176,8 +176,8 @@ def dial_worker(
         end = TlsEnd(connection, tls.current(), host)
         _shake_hands(end, address, tls.files)
         found = x509.load_der_x509_certificate(end.certificate())
-        whose, field = principal.principal_of(found), "placement.worker_addresses"
-        if wrong := principal.mismatch(whose, field, principal.worker(worker)):
+        whose, field = principal_of(found), "placement.worker_addresses"
+        if wrong := peers.mismatch(whose, field, peers.worker(worker)):
             raise SecurityError(f"{address}: {wrong}")
         return end
     except BaseException:

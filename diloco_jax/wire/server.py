@@ -22,17 +22,19 @@ from diloco_jax.wire import addresses, bulk, errors
 from diloco_jax.wire.bulk import Decoded, decoded
 from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.errors import Busy
-from diloco_jax.wire.limits import (
+from diloco_jax.wire.peers import (
+    OPERATOR,
     DaemonPool,
     IdleWatch,
+    Principal,
     Quota,
     RateLimitedLog,
     TransferSlots,
     allow_connections,
+    require,
 )
-from diloco_jax.wire.principal import OPERATOR, Peers, Principal, require
 from diloco_jax.wire.session import Handlers, Session, log_about
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.tls import Peers, TlsFiles
 
 logger = logging.getLogger(__name__)
 

@@ -22,15 +22,17 @@ from diloco_jax.protocol import messages
 from diloco_jax.wire import bulk, errors
 from diloco_jax.wire.bulk import QUEUED_CONTROL_BYTES, decoded
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError, WireError
-from diloco_jax.wire.limits import (
+from diloco_jax.wire.peers import (
     HELLO_BYTES,
     ByteQueue,
     IdleWatch,
+    Principal,
     QueueClosed,
     Quota,
     RateLimitedLog,
+    island,
+    require,
 )
-from diloco_jax.wire.principal import Principal, island, require
 
 logger = logging.getLogger(__name__)
 

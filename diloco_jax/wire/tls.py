@@ -1,4 +1,4 @@
-"""TLS of one principal, and why a peer cannot be reached by it.
+"""TLS of one principal: whose certificates peers have, and why one cannot be reached.
 
 Certificates are read and checked before any socket is opened. gRPC says "unavailable"
 for nearly every failure, so after one, and never before, the socket itself is asked.
@@ -15,6 +15,7 @@ import socket
 import ssl
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,9 +26,15 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
 from diloco_jax.wire.addresses import parse_address
-from diloco_jax.wire.certificates import principals
-from diloco_jax.wire.errors import ConnectionLost, SecurityError, WireError
-from diloco_jax.wire.principal import READER, Principal, principal_of
+from diloco_jax.wire.certificates import REVOKED, principals, serials
+from diloco_jax.wire.errors import (
+    REVOKED_CODE,
+    ConnectionLost,
+    Refused,
+    SecurityError,
+    WireError,
+)
+from diloco_jax.wire.peers import READER, Principal, of_uri
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +270,103 @@ def _check_dates(certificate: x509.Certificate, path: Path) -> None:
             f"and this machine's clock says {now:%Y-%m-%d %H:%M}; renew it with "
             f"`diloco certs --add`, or set the clock"
         )
+
+
+READ_AGAIN_S = 1.0
+MOST_CERTIFICATES = 4096
+"""Certificates whose principals are remembered."""
+
+
+class Peers:
+    """The peers of a server. Any thread may ask."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """folder: with the server's certificates; its `revoked.txt` is read again when
+        it changes. None: there is no TLS, and nobody is known or revoked."""
+        self._path = folder / REVOKED if folder is not None else None
+        self._lock = threading.Lock()
+        self._known: dict[bytes, tuple[Principal, int]] = {}
+        """Principal and serial number by certificate."""
+        self._revoked: frozenset[int] = frozenset()
+        self._changed: tuple[int, ...] | None = None
+        self._looked = float("-inf")
+
+    def identify(self, pem: bytes) -> Principal | None:
+        """Return whose certificate a connection has; None without TLS. Raises
+        SecurityError if it names nobody, Refused if it is revoked."""
+        if self._path is None:
+            return None
+        with self._lock:
+            found = self._known.get(pem)
+            if found is None:
+                found = _identity(pem)
+                if len(self._known) >= MOST_CERTIFICATES:
+                    self._known.clear()
+                self._known[pem] = found
+        caller, serial = found
+        if self.is_revoked(serial):
+            raise Refused(
+                REVOKED_CODE,
+                f"the certificate of {caller}, serial number {serial:x}, is revoked; "
+                f"ask for another one (`diloco certs DIR --add`)",
+            )
+        return caller
+
+    def is_revoked(self, serial: int) -> bool:
+        """Tell whether the certificate of this serial number is revoked."""
+        with self._lock:
+            now = time.monotonic()
+            if self._path is not None and now >= self._looked + READ_AGAIN_S:
+                self._looked = now
+                self._look(self._path)
+            return serial in self._revoked
+
+    def _look(self, path: Path) -> None:
+        """Read the serial numbers again, if the file changed."""
+        try:
+            # By more than its time: a copy may keep that.
+            found = path.stat()
+            changed: tuple[int, ...] = found.st_ino, found.st_mtime_ns, found.st_size
+            if changed != self._changed:
+                self._revoked = frozenset(serials(path.read_text()))
+                logger.info("%d certificates are revoked", len(self._revoked))
+        except FileNotFoundError:
+            changed, self._revoked = (), frozenset()
+        except (OSError, ValueError) as error:
+            # A peer that was shut out stays so.
+            logger.error("%s cannot be read, and is left as it was: %s", path, error)
+            return
+        self._changed = changed
+
+
+def principal_of(certificate: x509.Certificate) -> Principal | None:
+    """Return who a certificate belongs to; None if it names nobody."""
+    try:
+        names = certificate.extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        ).value
+    except x509.ExtensionNotFound:
+        return None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    found = [principal for uri in uris if (principal := of_uri(uri))]
+    return found[0] if len(found) == 1 else None
+
+
+def _identity(pem: bytes) -> tuple[Principal, int]:
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+    except ValueError as error:
+        raise SecurityError(
+            f"the peer's certificate cannot be read: {error}"
+        ) from error
+    principal = principal_of(certificate)
+    if principal is None:
+        subject = certificate.subject.rfc4514_string()
+        raise SecurityError(
+            f"the peer's certificate ({subject}) names no role and no island; make "
+            f"certificates with this version's `diloco certs`"
+        )
+    return principal, certificate.serial_number
 
 
 def explain(address: str, tls: TlsFiles | None, timeout_s: float) -> WireError | None:

@@ -28,9 +28,9 @@ import numpy.typing as npt
 from cryptography import x509
 from msgspec.structs import replace
 
-from diloco_jax.config.placement import Backoff, Deadlines
-from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, bulk, errors, principal
+from diloco_jax.config.placement import Deadlines
+from diloco_jax.protocol.messages import Version
+from diloco_jax.wire import addresses, bulk, errors, peers, tls
 from diloco_jax.wire.bulk import PROGRESS_BYTES, BulkConnection, prepare
 from diloco_jax.wire.errors import (
     Busy,
@@ -41,8 +41,7 @@ from diloco_jax.wire.errors import (
     VersionGone,
     WireError,
 )
-from diloco_jax.wire.limits import DaemonPool, Guard, IdleWatch
-from diloco_jax.wire.principal import Principal
+from diloco_jax.wire.peers import Backoff, DaemonPool, Guard, IdleWatch, Principal
 from diloco_jax.wire.tls import Renewed, TlsFiles, explain
 
 
@@ -62,7 +61,7 @@ class Connections:
         one of which has to answer; none: whoever has this address in its certificate.
         field: the config's, with the address."""
         self.address, self._answers, self._field = address, answers, field
-        self._deadlines, self._most = deadlines, most
+        self._deadlines, self._rest_s, self._most = deadlines, deadlines.rest_s, most
         self._tls = Renewed(tls, TlsFiles.client_context) if tls is not None else None
         self._context: ssl.SSLContext | None = None
         """That of the idle connections."""
@@ -97,7 +96,7 @@ class Connections:
         now = time.monotonic()
         ended = []
         with self._lock:
-            while self._idle and now - self._idle[0][0] > self._deadlines.rest_s:
+            while self._idle and now - self._idle[0][0] > self._rest_s:
                 ended.append(self._idle.pop(0)[1])
             keep = connection.between and not self._closed
             if keep and len(self._idle) < self._most:
@@ -147,8 +146,8 @@ class Connections:
         """Raise SecurityError unless one answers that has to."""
         if self._answers:
             encoded = connection.getpeercert(binary_form=True) or b""
-            found = principal.principal_of(x509.load_der_x509_certificate(encoded))
-            if wrong := principal.mismatch(found, self._field, *self._answers):
+            found = tls.principal_of(x509.load_der_x509_certificate(encoded))
+            if wrong := peers.mismatch(found, self._field, *self._answers):
                 raise SecurityError(f"{self.address}: {wrong}")
 
 
@@ -240,7 +239,9 @@ class Transfers:
         """channels: stripes of one transfer that are under way at once."""
         self._connections, self._channels = connections, channels
         self.peer = connections.address
-        self._deadlines, self._watch = deadlines, watch
+        self._budget_s, self._idle_s = deadlines.budget_s, deadlines.idle_s
+        self._retries_s, self._pin_s = deadlines.retries_s, deadlines.pin_s
+        self._watch = watch
         # Apart, so that neither direction waits for the other.
         self._upload_pool = DaemonPool(channels, "diloco-upload")
         self._fetch_pool = DaemonPool(channels, "diloco-fetch")
@@ -290,7 +291,7 @@ class Transfers:
         any more, Refused, ConnectionLost, or RemoteProtocolError. A payload of more
         than `max_bytes` is refused before anything is allocated.
         """
-        seconds = self._deadlines.pin_s if within_s is None else within_s
+        seconds = self._pin_s if within_s is None else within_s
         group, rest = self._begin(), list[futures.Future[int]]()
         fetch = _Fetch(request, max_bytes, self, group, seconds)
 
@@ -358,7 +359,7 @@ class Transfers:
         once the group is cancelled, the connection is cut and the block raises
         ConnectionLost.
         """
-        connection, idle_s = self._connections.take(), self._deadlines.idle_s
+        connection, idle_s = self._connections.take(), self._idle_s
         with self._lock:
             self._open[connection] = group
         if group.is_set():
@@ -396,7 +397,7 @@ class Transfers:
         which is `seconds` after the transfer began; then raise the first of these
         errors. what: that is transferred, for people. position: of its next byte; where
         it moves, pauses are short again."""
-        backoff = Backoff(self._deadlines)
+        backoff = Backoff(*self._retries_s)
         while True:
             before = position()
             try:
@@ -441,7 +442,7 @@ class Transfers:
                 connection.between = True
 
         budget_s, what = (
-            self._deadlines.budget_s,
+            self._budget_s,
             f"upload of fragment {start.fragment}",
         )
         until = time.monotonic() + budget_s

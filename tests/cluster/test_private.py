@@ -14,7 +14,7 @@ from diloco_jax.cluster import cluster
 from diloco_jax.cluster.processes import private_files, with_keys, with_own_keys
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.wire.certificates import ISSUED, principals
-from diloco_jax.wire.principal import COORDINATOR, OPERATOR, READER, island
+from diloco_jax.wire.peers import COORDINATOR, OPERATOR, READER, island
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import make_workdir
 

@@ -29,7 +29,7 @@ from diloco_jax.config import (
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.evaluation import load_params
 from diloco_jax.simulation.replay.recording import environment_like
-from diloco_jax.wire.principal import COORDINATOR
+from diloco_jax.wire.peers import COORDINATOR
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import RunFacts, make_workdir, read_config
 

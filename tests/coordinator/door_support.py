@@ -49,10 +49,15 @@ from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.search import Aim
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial, restored
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.coordinator.state import (
+    PolicyConfig,
+    State,
+    Timer,
+    initial,
+    restored,
+)
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import FetchSource, decoded
 from diloco_jax.wire.errors import Refused, WireError

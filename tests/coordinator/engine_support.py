@@ -6,10 +6,9 @@ import msgspec
 
 from diloco_jax.coordinator.journal import read
 from diloco_jax.protocol import holding, messages
-from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.coordinator.state import Said
 from diloco_jax.protocol.holding import DeltaArrived
-from diloco_jax.protocol.messages import Hello, Report
-from diloco_jax.protocol.values import DeltaKey, Record
+from diloco_jax.protocol.messages import DeltaKey, Hello, Record, Report
 from diloco_jax.wire import bulk
 
 WAIT_S = 60.0

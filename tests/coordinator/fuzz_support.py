@@ -29,10 +29,10 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.origin import AnchorSearch
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import State, initial
-from diloco_jax.wire import bulk, principal
+from diloco_jax.wire import bulk, peers
 from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.errors import ConnectionLost, Failure, WireError
-from diloco_jax.wire.limits import IdleWatch, QueueClosed, Quota, RateLimitedLog
+from diloco_jax.wire.peers import IdleWatch, QueueClosed, Quota, RateLimitedLog
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Session
 
@@ -298,7 +298,7 @@ class World:
         bulk._watch = self._watch
         if self.scenario.secure:
             known = SimpleNamespace(
-                identify=lambda pem: principal.island(pem.decode()),
+                identify=lambda pem: peers.island(pem.decode()),
             )
             self._server._peers = bulk._peers = known
 
@@ -324,9 +324,7 @@ class World:
             self.cut(who)
             self._numbers += 1
             identify = (
-                (lambda: principal.island(who))
-                if self.scenario.secure
-                else lambda: None
+                (lambda: peers.island(who)) if self.scenario.secure else lambda: None
             )
             self.streams[who] = Session(
                 self._numbers,

@@ -2,7 +2,7 @@
 
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout, plan_fragments
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.messages import DeltaKey
 from diloco_jax.wire.bulk import UploadStart
 
 KEY = DeltaKey("a", 1, 0, 7)

@@ -6,7 +6,7 @@ import numpy as np
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.messages import Contribution, Version
 
 
 def contribution(island, tokens):

@@ -14,7 +14,7 @@ from diloco_jax.coordinator.holding.anchors import layouts_of
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.core.tiles import TileGrid, ballot_of
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, Refused
 

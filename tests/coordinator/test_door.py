@@ -11,11 +11,11 @@ from door_support import Coordinator, Gathering, Peer
 
 from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.protocol.coordinator import anchors
-from diloco_jax.protocol.coordinator.events import Disconnected, Said
 from diloco_jax.protocol.coordinator.search import Offered
+from diloco_jax.protocol.coordinator.state import Disconnected, Said
 from diloco_jax.protocol.holding import HolderTroubled
 from diloco_jax.wire.errors import Busy, Refused
-from diloco_jax.wire.limits import AT_ONCE
+from diloco_jax.wire.peers import AT_ONCE
 
 OFFERED = {"term": 1, "run_id": "r", "versions": [(1, 1), (1, 2)]}
 

@@ -18,10 +18,9 @@ from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Disconnected, Outdated, Said
+from diloco_jax.protocol.coordinator.state import Disconnected, Outdated, Said
 from diloco_jax.protocol.holding import DeltaArrived
-from diloco_jax.protocol.messages import Hello, Report
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Hello, Report, Version
 from diloco_jax.wire.errors import Refused
 
 

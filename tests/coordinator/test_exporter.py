@@ -14,7 +14,7 @@ from diloco_jax.coordinator import summary as exporter_module
 from diloco_jax.coordinator.summary import Exporter
 from diloco_jax.errors import ConfigError
 from diloco_jax.observability.exported import Readings, Snapshot
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.certificates import make_certificates, revoke
 from diloco_jax.wire.tls import TlsFiles
 
@@ -149,10 +149,10 @@ def test_a_port_in_use_is_named():
 def test_beyond_loopback_only_the_runs_own_get_an_answer(serve, tmp_path):
     folder = tmp_path / "certificates"
     make_certificates(folder, ["localhost"], 1, islands=["a"])
-    tls = TlsFiles.load(folder, principal.COORDINATOR)
+    tls = TlsFiles.load(folder, peers.COORDINATOR)
     exporter, port = serve("0.0.0.0:0", tls=tls)
     assert exporter.url.startswith("https://")
-    reader = TlsFiles.load(folder, principal.READER).client_context()
+    reader = TlsFiles.load(folder, peers.READER).client_context()
     assert get(port, context=reader)[0] == 200
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     stranger.load_verify_locations(folder / "ca.pem")
@@ -161,7 +161,7 @@ def test_beyond_loopback_only_the_runs_own_get_an_answer(serve, tmp_path):
         with pytest.raises(NO_ANSWER):
             get(port, context=context)
     assert get(port, context=reader)[0] == 200, "strangers hold up nobody"
-    revoke(folder, principal.READER)
+    revoke(folder, peers.READER)
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:

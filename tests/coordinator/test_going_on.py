@@ -15,8 +15,7 @@ from diloco_jax.coordinator.going_on import (
     extension,
     with_source,
 )
-from diloco_jax.protocol.coordinator.events import RunExtended
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.coordinator.state import RunExtended, State
 
 OUTER = OuterConfig(optimizer="sgd", learning_rate=0.7, momentum=0.0)
 OVER = State(phase="done", progress_tokens=1010)

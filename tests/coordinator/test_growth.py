@@ -17,8 +17,8 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.faults import parse_faults
 from diloco_jax.observability.tape import Tape, closed_segments, read_tape
-from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.coordinator.ledger import Tally
+from diloco_jax.protocol.coordinator.state import Said
 from diloco_jax.protocol.messages import Hello, Measures, Report
 from diloco_jax.simulation.clock import LineSpeed
 from diloco_jax.simulation.coordinator import NoArrays

@@ -17,7 +17,7 @@ from diloco_jax.coordinator.journal import read
 from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.protocol.messages import DeltaKey, Version
 
 
 def test_the_digest_of_the_parameters_follows_on_the_tape(

@@ -16,7 +16,7 @@ from inbox_support import KEY, LAYOUTS, layout, put, start
 
 from diloco_jax.coordinator.holding.inbox import SPAN_S, TOLD_S, Inbox, Rooms
 from diloco_jax.core.fragments import Box
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.messages import DeltaKey
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
 LATE_S = 60.0

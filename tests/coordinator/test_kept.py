@@ -8,11 +8,11 @@ import threading
 import numpy as np
 import pytest
 
-from diloco_jax import run_files, storage
+from diloco_jax import files, run_files
 from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
 from diloco_jax.protocol.holding import KeepFragment
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.errors import ConnectionLost
 
 SIZES = (6, 2)
@@ -72,7 +72,7 @@ def test_a_cycle_appears_when_all_of_it_is_on_disk(cycles, tmp_path):
     folder = tmp_path / run_files.KEPT / "cycle-000003"
     for fragment in (0, 1):
         read = [np.empty(SIZES[fragment], np.float32)]
-        header, _ = storage.read_sealed(
+        header, _ = files.read_sealed(
             folder / fragment_snapshots.kept_name(fragment), read
         )
         np.testing.assert_array_equal(read[0], theta(fragment, 3)[0])
@@ -108,7 +108,7 @@ def test_few_are_kept_and_the_oldest_goes(cycles, tmp_path):
 
 
 def test_one_that_cannot_be_written_is_given_up_and_told(cycles, tmp_path, monkeypatch):
-    told, real = Told(), storage.write_sealed
+    told, real = Told(), files.write_sealed
     calls = []
 
     def full(path, facts, arrays):
@@ -117,7 +117,7 @@ def test_one_that_cannot_be_written_is_given_up_and_told(cycles, tmp_path, monke
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return real(path, facts, arrays)
 
-    monkeypatch.setattr(storage, "write_sealed", full)
+    monkeypatch.setattr(files, "write_sealed", full)
     keep(cycles, 1, told)
     told.wait()
     ((cycle, trouble),) = told.said
@@ -150,13 +150,13 @@ def test_only_files_of_kept_cycles_are_handed_out(cycles, tmp_path):
 
 
 def test_a_disk_that_hangs_keeps_no_coordinator(tmp_path, monkeypatch):
-    hangs, real = threading.Event(), storage.write_sealed
+    hangs, real = threading.Event(), files.write_sealed
 
     def slow(path, facts, arrays):
         assert hangs.wait(60)
         return real(path, facts, arrays)
 
-    monkeypatch.setattr(storage, "write_sealed", slow)
+    monkeypatch.setattr(files, "write_sealed", slow)
     made, told = KeptCycles(tmp_path, 2, WHOSE, SIZES), Told()
     keep(made, 1, told)
     made.close(0.01)

@@ -36,7 +36,7 @@ from diloco_jax.protocol.holding import (
     WorkerServes,
     to_worker,
 )
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.duplex import read_frame, write_frame
 from diloco_jax.wire.errors import ConnectionLost, Refused
 

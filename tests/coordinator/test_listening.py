@@ -27,8 +27,8 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     WorkerServes,
 )
-from diloco_jax.protocol.values import Version
-from diloco_jax.wire import principal
+from diloco_jax.protocol.messages import Version
+from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.certificates import add, make_certificates
 from diloco_jax.wire.errors import Refused, SecurityError, VersionGone
@@ -176,7 +176,7 @@ def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
     config, serve, lead, monkeypatch
 ):
     serve(config)
-    island = TlsFiles.load(config.placement.certificates, principal.island("a"))
+    island = TlsFiles.load(config.placement.certificates, peers.island("a"))
     monkeypatch.setattr(workers, "own_tls", lambda _: island)
     why = "this is for the coordinator, .* is that of island a"
     with pytest.raises(Refused, match=why):

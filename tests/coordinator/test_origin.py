@@ -11,7 +11,7 @@ from engine_support import as_bytes
 from etils import epath
 from msgspec.structs import replace
 
-from diloco_jax import checkpoint, storage
+from diloco_jax import checkpoint, files
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -41,7 +41,7 @@ from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.holding import FragmentsRestored, RestoreFragments
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.messages import Contribution, Version
 
 JOINED = records.Joined(
     island="a", incarnation=3, session="s", tokens_per_step=8, sequences_per_step=2
@@ -245,13 +245,13 @@ def test_a_record_of_another_version_is_named(recover, line):
 def test_a_restart_reads_its_state_once(recover, merge, store, folder, monkeypatch):
     """Each newest snapshot and each publish after it, and nothing else."""
     read: Counter[str] = Counter()
-    read_into = storage._read_into
+    read_into = files._read_into
 
     def counted(file, block):
         read[str(file.name)] += len(block)
         return read_into(file, block)
 
-    monkeypatch.setattr(storage, "_read_into", counted)
+    monkeypatch.setattr(files, "_read_into", counted)
     recover(records.line(JOINED), *(merge(number) for number in (1, 2)))
     snapshots = {
         str(fragment_path(folder, fragment, Version())): sum(

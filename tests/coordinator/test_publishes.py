@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco_jax import files, storage
+from diloco_jax import files
 from diloco_jax.coordinator.holding import fragment_snapshots as module
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.journal import DurableError
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def numbers(publishes):
 
 def test_a_publish_comes_back_with_its_digest(publishes):
     prepared = publishes.write(1, Version(2, 11), b"abc", final=False)
-    assert prepared.digest == storage.digest_of(b"abc")
+    assert prepared.digest == files.digest_of(b"abc")
     assert prepared.payload_bytes == 3
     payload, final = publishes.read(1, Version(2, 11), prepared.digest)
     assert (bytes(payload), final) == (b"abc", False)

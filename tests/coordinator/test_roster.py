@@ -14,8 +14,7 @@ from diloco_jax.coordinator.roster import (
 )
 from diloco_jax.coordinator.summary import missing
 from diloco_jax.observability.measures import goodput, uptime
-from diloco_jax.protocol.messages import Hello, Measures
-from diloco_jax.protocol.values import Record, Version
+from diloco_jax.protocol.messages import Hello, Measures, Record, Version
 
 
 def hello(incarnation=1, island="a", tokens_per_step=100):

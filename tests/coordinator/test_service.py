@@ -12,9 +12,8 @@ from diloco_jax.config import RunConfig, shared_fields
 from diloco_jax.coordinator.service import Likeness, Service
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.events import SaidAhead
-from diloco_jax.protocol.coordinator.state import Fragment, Fragments, State
-from diloco_jax.protocol.values import Outstanding, Version
+from diloco_jax.protocol.coordinator.state import Fragment, Fragments, SaidAhead, State
+from diloco_jax.protocol.messages import Outstanding, Version
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)

@@ -25,9 +25,9 @@ from diloco_jax.coordinator.snapshots import (
     versions,
 )
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.files import read_sealed_header
 from diloco_jax.protocol.coordinator.state import initial
-from diloco_jax.protocol.values import Version
-from diloco_jax.storage import read_sealed_header
+from diloco_jax.protocol.messages import Version
 
 PLACEMENT = Placement(snapshot_every_s=10.0)
 

@@ -24,7 +24,7 @@ from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merging import RDA, rule_for
 from diloco_jax.core.outer import make_outer, outer_step
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 
 def test_a_merge_is_the_oracles_bit_for_bit(store, run, params):

@@ -19,7 +19,7 @@ from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import PayloadLayout, get_piece, plan_fragments
 from diloco_jax.core.merging import may_cut
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 SHAPES = {"embed": (200, 16), "w": (2, 16, 16)}
 AXES = {"embed": ("vocab", "embed"), "w": ("layers", "embed", "mlp")}

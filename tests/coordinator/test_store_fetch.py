@@ -20,7 +20,7 @@ from diloco_jax.core.changes import apply_publish
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Box, PayloadLayout, plan_fragments
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.errors import VersionGone
 
 

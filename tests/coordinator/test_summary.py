@@ -13,9 +13,8 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.observability.exported import Readings, Snapshot, families
 from diloco_jax.protocol.coordinator import decide, state
-from diloco_jax.protocol.coordinator.events import Said
-from diloco_jax.protocol.messages import Hello, Measures, Report
-from diloco_jax.protocol.values import Record, Version
+from diloco_jax.protocol.coordinator.state import Said
+from diloco_jax.protocol.messages import Hello, Measures, Record, Report, Version
 
 SIZES = (7, 3)
 AT = 1000.0

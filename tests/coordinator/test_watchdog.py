@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from diloco_jax.coordinator import watchdog
 from diloco_jax.coordinator.watchdog import LEAST_S, Gauges, Sleeps, Watchdog
-from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.coordinator.state import Said
 from diloco_jax.protocol.messages import Hello, Report
 
 BUDGET_S, COMPILE_S = 10.0, 900.0

@@ -19,7 +19,7 @@ from diloco_jax.config.loading import read_config, write_config_json
 from diloco_jax.coordinator import journal
 from diloco_jax.files import write_json
 from diloco_jax.protocol import records
-from diloco_jax.protocol.values import Contribution, Record, Version
+from diloco_jax.protocol.messages import Contribution, Record, Version
 from diloco_jax.workdir import RunFacts
 
 BEGIN = 1_790_000_000.0

@@ -11,7 +11,7 @@ from made_runs import BEGIN
 from diloco_jax.coordinator import journal
 from diloco_jax.dashboard.timeline import STATES, Grid, Timeline, count_of
 from diloco_jax.protocol import records
-from diloco_jax.protocol.values import Contribution, Record, Version
+from diloco_jax.protocol.messages import Contribution, Record, Version
 
 OF_A = {"island": "a", "incarnation": 1}
 

@@ -10,7 +10,7 @@ from diloco_jax.data.corpus import Windows
 from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.data.reader import BatchReader, LeasedStream
 from diloco_jax.data.source import TOKENS, Field
-from diloco_jax.protocol.values import Span
+from diloco_jax.protocol.messages import Span
 
 TEXT = np.random.default_rng(0).integers(1, 256, 5000).astype(np.uint8)
 FIELDS = {"tokens": TOKENS, "picture": Field("uint8", None, (2, 3))}

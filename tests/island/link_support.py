@@ -11,7 +11,7 @@ from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.server import Server
 

@@ -36,7 +36,7 @@ from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.program import group_size
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "core")]
 import family_members

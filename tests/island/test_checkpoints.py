@@ -39,7 +39,7 @@ from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.world import ALONE, Hosts
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
-from diloco_jax.protocol.values import FIRST_VERSION, Version
+from diloco_jax.protocol.messages import FIRST_VERSION, Version
 from diloco_jax.wire.bulk import Identity
 
 PATIENCE_S = 60.0

@@ -18,7 +18,7 @@ from diloco_jax.island.device.build import compile_programs
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 AXES = {
     "embedding": ("vocab", "embed"),

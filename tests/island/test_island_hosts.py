@@ -26,8 +26,7 @@ from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Fetch
-from diloco_jax.protocol.messages import ResendRequest
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import ResendRequest, Version
 from diloco_jax.wire.errors import VersionGone
 
 PATIENCE_S = 30.0

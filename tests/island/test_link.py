@@ -30,7 +30,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.values import Outstanding, Record, Span, Version
+from diloco_jax.protocol.messages import Outstanding, Record, Span, Version
 from diloco_jax.wire.bulk import FetchRequest, FetchSource
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import (

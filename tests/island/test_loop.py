@@ -23,7 +23,7 @@ from diloco_jax.island.loop import Evaluator, Loop
 from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
 from diloco_jax.island.timing import Pace, Timing, goal_of
 from diloco_jax.protocol.island.boundary import Books, Boundary, Goal
-from diloco_jax.protocol.values import Span, Version
+from diloco_jax.protocol.messages import Span, Version
 
 STEPS, BATCH, LENGTH = 12, 2, 16
 TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)

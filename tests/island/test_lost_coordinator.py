@@ -26,8 +26,7 @@ from diloco_jax.island.transfers import Lanes
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import Welcome
-from diloco_jax.protocol.values import Record, Version
+from diloco_jax.protocol.messages import Record, Version, Welcome
 from diloco_jax.wire.errors import (
     REVOKED_CODE,
     Busy,

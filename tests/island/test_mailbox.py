@@ -14,8 +14,7 @@ from diloco_jax.island.mailbox import (
 )
 from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import Finished, Published
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Finished, Published, Version
 
 WAIT_S = 60.0
 

@@ -22,8 +22,7 @@ from diloco_jax.protocol.island.boundary import (
     Decision,
     Goal,
 )
-from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import TakeRequest, TakeVerdict, Version
 
 SHAPES, AXES = {"w": (4,)}, {"w": ("embed",)}
 PLAN = plan_fragments(SHAPES, AXES, 1)

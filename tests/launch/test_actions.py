@@ -11,7 +11,7 @@ from gke_support import container_script
 
 from diloco_jax.config import ConfigError
 from diloco_jax.wire.certificates import add, revoke
-from diloco_jax.wire.principal import island
+from diloco_jax.wire.peers import island
 
 OWNERS = {"coordinator": "coordinator", "v5p": "island.v5p", "v6e-b": "island.v6e.b"}
 """Stems of the certificates' files by the name of the machine that gets them."""

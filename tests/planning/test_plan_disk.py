@@ -30,7 +30,7 @@ from diloco_jax.planning.coordinator import plan_coordinator
 from diloco_jax.planning.plan import fragments_of
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
-from diloco_jax.protocol.values import Contribution, Record, Version
+from diloco_jax.protocol.messages import Contribution, Record, Version
 
 OUTER = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
 RUN = dataclasses.replace(CONFIG.run, outer=OUTER)

@@ -4,7 +4,7 @@ from typing import Any
 
 from kit import Driver, joined, of
 
-from diloco_jax.protocol.coordinator.events import Effect
+from diloco_jax.protocol.coordinator.state import Effect
 from diloco_jax.protocol.holding import Merge
 
 

@@ -12,37 +12,39 @@ from typing import Any
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import decide, ledger
-from diloco_jax.protocol.coordinator.events import (
-    Disconnected,
-    Effect,
-    Event,
-    Ignored,
-    Note,
-    Persist,
-    Said,
-    Tell,
-    Timer,
-)
 from diloco_jax.protocol.coordinator.islands import Islands
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import (
     Account,
+    Disconnected,
+    Effect,
+    Event,
     Fragment,
     Fragments,
+    Ignored,
+    Note,
+    Persist,
     PolicyConfig,
+    Said,
     State,
+    Tell,
+    Timer,
     initial,
 )
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge, MergePrepared
-from diloco_jax.protocol.messages import Goodbye, Hello, Published, Report, TakeRequest
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
     FIRST_VERSION,
     EndReason,
+    Goodbye,
+    Hello,
     Outstanding,
     Phase,
     Prepared,
+    Published,
     Record,
     Refusal,
+    Report,
+    TakeRequest,
     Version,
 )
 

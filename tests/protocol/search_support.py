@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
-from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
 from diloco_jax.protocol.coordinator.search import (
     Aim,
     Effect,
@@ -18,9 +17,9 @@ from diloco_jax.protocol.coordinator.search import (
     FoundTerm,
     Offered,
 )
+from diloco_jax.protocol.coordinator.state import Disconnected, Said, Tell, Timer
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Report
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Report, Version
 
 CONFIG = make_config(run_id="", outage_budget_s=250.0)
 PATIENCE_S = LEASES_AWAITED * CONFIG.lease_s

@@ -15,7 +15,7 @@ from diloco_jax.protocol.holding import (
     next_start,
     to_worker,
 )
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.messages import DeltaKey
 
 KEY = DeltaKey("a", 2, 0, 7)
 

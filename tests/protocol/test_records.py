@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import as_written
 
-from diloco_jax.protocol import records, values
-from diloco_jax.protocol.values import Span
+from diloco_jax.protocol import messages, records
+from diloco_jax.protocol.messages import Span
 
 CONTRIBUTION = {
     "island": "a",
@@ -167,9 +167,9 @@ def numbers(found) -> set[int]:
 @given(RANGES, RANGES)
 def test_they_are_sets_of_numbers(some, others):
     for found, expected in (
-        (values.join_spans(some), numbers(some)),
-        (values.spans_without(some, others), numbers(some) - numbers(others)),
-        (values.common_spans(some, others), numbers(some) & numbers(others)),
+        (messages.join_spans(some), numbers(some)),
+        (messages.spans_without(some, others), numbers(some) - numbers(others)),
+        (messages.common_spans(some, others), numbers(some) & numbers(others)),
     ):
         assert numbers(found) == expected
         assert list(found) == sorted(found)
@@ -177,6 +177,6 @@ def test_they_are_sets_of_numbers(some, others):
 
 @given(RANGES)
 def test_joined_ranges_do_not_touch(some):
-    found = values.join_spans(some)
+    found = messages.join_spans(some)
     assert all(a.stop < b.start for a, b in itertools.pairwise(found))
     assert all(span.start < span.stop for span in found)

@@ -19,7 +19,7 @@ from diloco_jax.config import Config
 from diloco_jax.launch import gke
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.spec import COORDINATOR, PERMIT, ROOT, make_spec
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 
 TOOL = """\
 #!{python}
@@ -110,7 +110,7 @@ class Pods:
                     (place / file.name).write_bytes(file.read_bytes())
             if mount["name"] == "certificates":
                 serves = name in self.addresses
-                stem = name if serves else principal.island(name).stem
+                stem = name if serves else peers.island(name).stem
                 for file in ("ca.pem", f"{stem}.pem", f"{stem}.key"):
                     content = (self.certificates / file).read_bytes()
                     (place / file).unlink(missing_ok=True)

@@ -35,7 +35,7 @@ from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.values import FIRST_VERSION, Record
+from diloco_jax.protocol.messages import FIRST_VERSION, Record
 from diloco_jax.wire import bulk
 from diloco_jax.wire.client import Client, ControlStream
 

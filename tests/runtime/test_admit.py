@@ -19,7 +19,7 @@ from diloco_jax import cli, run_files
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.protocol import messages
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.tls import TlsFiles
@@ -52,7 +52,7 @@ def served(folder: Path, *options: str) -> Iterator[str]:
 
 def comes(address: str, folder: Path, config: Config, incarnation: int) -> str:
     """Say hello as island c; return the code of the refusal, or "welcome"."""
-    tls = TlsFiles.load(folder / "certificates", principal.island("c"))
+    tls = TlsFiles.load(folder / "certificates", peers.island("c"))
     stranger = msgspec.structs.replace(
         hello(config), island="c", session=f"c{incarnation}", incarnation=incarnation
     )

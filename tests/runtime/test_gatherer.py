@@ -37,7 +37,7 @@ from diloco_jax.models.build import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import Record, Version
+from diloco_jax.protocol.messages import Record, Version
 from diloco_jax.wire import bulk
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, WireError

@@ -42,7 +42,7 @@ from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.values import Record
+from diloco_jax.protocol.messages import Record
 from diloco_jax.wire.client import Client
 
 ARCHIVE = FOLDER / "workdir.zip"

@@ -15,7 +15,7 @@ import support
 from runtime_support import make_config, placed, with_run
 from safetensors.numpy import load_file
 
-from diloco_jax import cli, run_files, storage
+from diloco_jax import cli, files, run_files
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.coordinator import snapshots
@@ -135,7 +135,7 @@ def test_kept_cycles_are_of_one_moment_and_have_the_merges_bits(over):
             like = {"theta": store.like(fragment)["theta"]}
             theta = snapshots.empty(like)["theta"]
             path = fragment_snapshots.cycle_path(workdir / run_files.KEPT, cycle)
-            header, _ = storage.read_sealed(
+            header, _ = files.read_sealed(
                 path / fragment_snapshots.kept_name(fragment), theta
             )
             term, number = header["version"]

@@ -15,7 +15,7 @@ from runtime_support import PATIENCE_S, client, hello, make_config, placed
 from diloco_jax.config import Config, LaunchConfig
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import messages
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import read_summary
 
@@ -57,7 +57,7 @@ def run_pods(pods: Pods, config: Config) -> None:
     pods.await_log("coordinator", "is served at")
 
     # A crash loop: what fails before its first step is refused, which fails the JobSet.
-    tls = TlsFiles.load(pods.certificates, principal.island("b"))
+    tls = TlsFiles.load(pods.certificates, peers.island("b"))
     deadlines = Deadlines(PATIENCE_S)
     with client(pods.addresses["coordinator"], tls=tls, deadlines=deadlines) as island:
         stream = island.open_control(hello(config, "b"))

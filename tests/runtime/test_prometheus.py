@@ -28,7 +28,7 @@ from diloco_jax import LocalCluster, run_files
 from diloco_jax.config import IslandConfig
 from diloco_jax.coordinator.summary import Exporter
 from diloco_jax.observability.exported import Readings, Snapshot
-from diloco_jax.wire import principal
+from diloco_jax.wire import peers
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.tls import TlsFiles
 
@@ -109,7 +109,7 @@ def secured(folder: Path) -> Iterator[dict[str, Any]]:
     exporter = Exporter(
         "0.0.0.0:0",
         lambda: Snapshot("1", STATUS, Readings(), 0, 0, None),
-        tls=TlsFiles.load(folder, principal.COORDINATOR),
+        tls=TlsFiles.load(folder, peers.COORDINATOR),
         insecure=False,
     )
     exporter.start()

@@ -35,8 +35,8 @@ from diloco_jax.island import main
 from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import FIRST_VERSION, Record
-from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.protocol.messages import FIRST_VERSION, Record
+from diloco_jax.wire import addresses, bulk, peers
 from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import ControlStream
@@ -341,7 +341,7 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
     for folder in (ours, theirs):
         make_certificates(folder, [], 1, islands=["a", "b"])
     config = placed(make_config(text), certificates=str(ours), time_budget_s=PATIENCE_S)
-    tls = TlsFiles.load(ours, principal.island("a"))
+    tls = TlsFiles.load(ours, peers.island("a"))
     with (
         coordinator(config, tmp_path / "run") as service,
         client(service.address, tls=tls) as good,

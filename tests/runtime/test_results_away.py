@@ -20,7 +20,7 @@ from worker_support import (
     with_workers,
 )
 
-from diloco_jax import run_files, storage
+from diloco_jax import files, run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import main, snapshots
@@ -30,7 +30,7 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.workdir import read_summary
 
 pytestmark = pytest.mark.dist
@@ -68,7 +68,7 @@ def digest_of(config: Config, workdir: Path, versions: list[Version]) -> str:
         assert snapshots.versions(folder, fragment)[-1] == version
         arrays = snapshots.empty(store.like(fragment))
         path = snapshots.fragment_path(folder, fragment, version)
-        storage.read_sealed(path, snapshots.flat(arrays))
+        files.read_sealed(path, snapshots.flat(arrays))
         found.append(digest_arrays(arrays["theta"]))
     return digest_all(found)
 

@@ -26,8 +26,7 @@ from diloco_jax.data.source import Shares
 from diloco_jax.data.tokenizers import Bytes
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger, recovery
-from diloco_jax.protocol.coordinator.events import RunResumed
-from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.coordinator.state import RunResumed, initial
 from diloco_jax.simulation.coordinator import NoArrays, VirtualCoordinator
 from diloco_jax.simulation.island import IslandSpec, NoBody
 from diloco_jax.simulation.world import World

@@ -31,7 +31,7 @@ from worker_support import (
     with_workers,
 )
 
-from diloco_jax import cli, run_files, storage
+from diloco_jax import cli, files, run_files
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.holding import fragment_snapshots as kept_cycles
@@ -48,9 +48,8 @@ from diloco_jax.protocol.holding import (
     Forget,
     RestoreFragments,
 )
-from diloco_jax.protocol.messages import AnchorRequest, TakeRequest
-from diloco_jax.protocol.values import Version
-from diloco_jax.wire import principal
+from diloco_jax.protocol.messages import AnchorRequest, TakeRequest, Version
+from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
@@ -97,7 +96,7 @@ def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
         for fragment in range(2):
             theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
             name = kept_cycles.kept_name(fragment)
-            header, _ = storage.read_sealed(
+            header, _ = files.read_sealed(
                 kept_cycles.cycle_path(folder, cycle) / name, theta
             )
             key = (fragment, *header["version"])
@@ -146,7 +145,7 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
     _, store, (start, payload), before, wanted = alone
     config, processes = unit
     lead = tmp_path / "lead"
-    tls = TlsFiles.load_given(config.placement.certificates, principal.island("a"))
+    tls = TlsFiles.load_given(config.placement.certificates, peers.island("a"))
 
     with leading(config, lead) as workers:
         restored = workers.restore(asked_for(FIRST, FIRST, first=True))

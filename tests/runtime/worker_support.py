@@ -29,7 +29,7 @@ from diloco_jax.protocol.holding import (
     MergePrepared,
     RestoreFragments,
 )
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.messages import Contribution, Version
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.certificates import make_certificates
 

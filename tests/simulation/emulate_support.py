@@ -27,8 +27,8 @@ from diloco_jax.data.corpus import load_corpus
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Note, Persist
-from diloco_jax.protocol.values import NON_FINITE
+from diloco_jax.protocol.coordinator.state import Note, Persist
+from diloco_jax.protocol.messages import NON_FINITE
 from diloco_jax.simulation.bodies import StoreMerging
 from diloco_jax.simulation.coordinator import Received, VirtualCoordinator
 from diloco_jax.simulation.world import World

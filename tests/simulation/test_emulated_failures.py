@@ -14,7 +14,7 @@ from diloco_jax import EmulationOptions, emulate
 from diloco_jax.config import (
     ConfigError,
 )
-from diloco_jax.protocol.coordinator.events import Alert
+from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.simulation.bodies import Diary
 from diloco_jax.simulation.world import World
 

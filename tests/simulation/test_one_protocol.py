@@ -21,13 +21,20 @@ from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
 from diloco_jax.island.timing import Pace, Timing, goal_of
 from diloco_jax.island.transfers import Receiver
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.coordinator.state import Said
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.boundary import Books, Boundary, Ending, Goal
 from diloco_jax.protocol.island.conversation import Fetching, Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
-from diloco_jax.protocol.messages import Granted, Published, Report, Welcome
-from diloco_jax.protocol.values import Record, Span, Version
+from diloco_jax.protocol.messages import (
+    Granted,
+    Published,
+    Record,
+    Report,
+    Span,
+    Version,
+    Welcome,
+)
 from diloco_jax.simulation.clock import Clock, Line, LineSpeed
 from diloco_jax.simulation.island import IslandSpec, NoBody, VirtualFetch, VirtualIsland
 from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from diloco_jax import before_jax, compilation, load_params, storage
+from diloco_jax import before_jax, compilation, files, load_params
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -24,8 +24,8 @@ from diloco_jax.config import (
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.models import transformer
+from diloco_jax.protocol.messages import Contribution, Record, Version
 from diloco_jax.protocol.records import Merged
-from diloco_jax.protocol.values import Contribution, Record, Version
 from diloco_jax.simulation.replay import replay, worker
 from diloco_jax.simulation.replay.recording import (
     SAME_BITS,
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_made_is_refused_first(recording):
 
 
 def test_what_is_saved_is_there_whole_or_not_at_all(recording, tmp_path, monkeypatch):
-    folder, save = tmp_path / "new" / "saved", storage.write_sealed
+    folder, save = tmp_path / "new" / "saved", files.write_sealed
 
     def interrupted(path, *arguments):
         save(path, *arguments)
@@ -184,11 +184,11 @@ def test_what_is_saved_is_there_whole_or_not_at_all(recording, tmp_path, monkeyp
             raise KeyboardInterrupt
 
     with replay.Replay(recording) as repeated:
-        monkeypatch.setattr(storage, "write_sealed", interrupted)
+        monkeypatch.setattr(files, "write_sealed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             repeated.save(folder, 0)
         assert not list(folder.parent.iterdir())
-        monkeypatch.setattr(storage, "write_sealed", save)
+        monkeypatch.setattr(files, "write_sealed", save)
         repeated.save(folder, 0)
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
     saved, begun = (

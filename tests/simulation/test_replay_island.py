@@ -13,7 +13,7 @@ from rich.console import Console
 from diloco_jax import EmulationOptions, before_jax
 from diloco_jax.evaluation import run as evaluate
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.replay import replay
 from diloco_jax.simulation.replay.recording import (
     Recording,

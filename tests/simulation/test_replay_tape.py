@@ -20,7 +20,7 @@ from written_tape import (
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.replay.recording import Recovery, Who, read_recording
 
 DIGESTED = {"kind": "digested", "fragment": 0, "version": [1, 1], "digest": "theta"}

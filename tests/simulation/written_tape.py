@@ -10,7 +10,7 @@ from importlib import metadata
 from diloco_jax.config import Config, IslandConfig, RunConfig
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.messages import Contribution, Version
 from diloco_jax.simulation.replay.recording import SAME_BITS, VERSIONS
 
 CONFIG = Config(run=RunConfig(), islands={"a": IslandConfig(batch_size=2)})

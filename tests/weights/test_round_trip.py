@@ -20,7 +20,7 @@ from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import KeepFragment
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import fill, first_params, first_pieces, started_from

@@ -20,7 +20,7 @@ from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.generation import make_decode
 from diloco_jax.protocol.holding import KeepFragment
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.weights import tasks
 from diloco_jax.weights.first import first_params
 from diloco_jax.weights.tasks import Answers, TextModel, open_model, read_task, score

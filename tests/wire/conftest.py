@@ -11,10 +11,10 @@ import grpc
 import pytest
 from wire_support import ISLAND, Clock, Recorder, deadlines
 
-from diloco_jax.wire import limits
+from diloco_jax.wire import peers
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.peers import COORDINATOR, island
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.tls import TlsFiles
 
@@ -86,7 +86,7 @@ def raw_channel() -> Iterator[Callable[..., grpc.Channel]]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of guards and their watches."""
     clock = Clock()
-    monkeypatch.setattr(limits, "time", clock)
+    monkeypatch.setattr(peers, "time", clock)
     return clock
 
 

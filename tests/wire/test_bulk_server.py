@@ -30,12 +30,12 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.wire import addresses, bulk, bulk_server, limits, principal, session
+from diloco_jax.wire import addresses, bulk, bulk_server, peers, session, tls
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import server as server_module
 from diloco_jax.wire.bulk import BulkConnection, UploadDone
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
-from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.peers import COORDINATOR, island
 from diloco_jax.wire.tls import TlsFiles
 
 MIB = 1 << 20
@@ -105,9 +105,9 @@ def test_a_peer_that_is_slow_is_served_as_long_as_something_moves(
     serve, handlers, dial, clock, monkeypatch
 ):
     server, address = serve(deadlines=deadlines(idle_s=1.0))
-    touched, touch = threading.Semaphore(0), limits.Guard.touch
+    touched, touch = threading.Semaphore(0), peers.Guard.touch
     monkeypatch.setattr(
-        limits.Guard, "touch", lambda guard: (touch(guard), touched.release())
+        peers.Guard, "touch", lambda guard: (touch(guard), touched.release())
     )
     connection = dial(address)
     connection.sendall(framed(upload_start(4)))
@@ -385,7 +385,7 @@ FETCH = framed(fetch_request())
 @pytest.fixture
 def copy(certificates, tmp_path, monkeypatch) -> Path:
     """Certificates of a coordinator that looks at once which are revoked."""
-    monkeypatch.setattr(principal, "READ_AGAIN_S", 0.0)
+    monkeypatch.setattr(tls, "READ_AGAIN_S", 0.0)
     return Path(shutil.copytree(certificates, tmp_path / "copy"))
 
 
@@ -487,9 +487,9 @@ def test_what_a_key_has_open_ends_when_it_is_revoked(secured, copy):
 
 def test_requests_without_pause_wait(port, connect, copy, monkeypatch):
     """A peer has so many at once, and so many a second."""
-    monkeypatch.setattr(limits, "REQUESTS_PER_SECOND", 0.0)
-    monkeypatch.setattr(limits, "LEAST_REQUESTS", 4.0)
-    monkeypatch.setattr(limits, "BURST_S", 1.0)
+    monkeypatch.setattr(peers, "REQUESTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(peers, "LEAST_REQUESTS", 4.0)
+    monkeypatch.setattr(peers, "BURST_S", 1.0)
     client = connect(port, tls=TlsFiles.load(copy, island(ISLAND)), bulk_channels=1)
     began = time.monotonic()
     for _ in range(6):

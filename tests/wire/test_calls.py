@@ -16,7 +16,7 @@ from wire_support import WAIT_S, Clock, deadlines, hello, until
 
 from diloco_jax.wire import errors, server
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
-from diloco_jax.wire.principal import READER
+from diloco_jax.wire.peers import READER
 from diloco_jax.wire.server import CALLS_EACH, SERVICE
 from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import TlsFiles

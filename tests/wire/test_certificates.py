@@ -12,10 +12,10 @@ import pytest
 from cryptography import x509
 
 from diloco_jax import cli
-from diloco_jax.wire import certificates, principal
+from diloco_jax.wire import certificates, peers, tls
 from diloco_jax.wire.certificates import ISSUED, coordinator_names
 from diloco_jax.wire.errors import Refused, SecurityError
-from diloco_jax.wire.principal import COORDINATOR, OPERATOR, READER, island
+from diloco_jax.wire.peers import COORDINATOR, OPERATOR, READER, island
 
 A = island("a")
 LOCAL = ["localhost", "127.0.0.1", "::1"]
@@ -50,7 +50,7 @@ def serial_of(pem):
 def gets_in(folder, pem):
     """As a coordinator with this folder decides."""
     try:
-        principal.Peers(folder).identify(pem)
+        tls.Peers(folder).identify(pem)
     except Refused:
         return False
     return True
@@ -132,7 +132,7 @@ def test_islands_and_workers_get_keys_of_their_own_at_once_and_later(tmp_path, c
     assert "island.v6e.b.pem" not in kept
     assert set(after) - set(before) == {"island.late.pem", "worker.2.pem"}
     assert certs(folder, "--add", "--hosts", "10.0.0.5")[0] == 0
-    worker = certificates.certificate_of(folder, principal.worker(1))
+    worker = certificates.certificate_of(folder, peers.worker(1))
     assert worker.public_bytes is not None
     names = worker.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     assert "10.0.0.5" in str(list(names.value)), "it is where the coordinator is"
@@ -172,8 +172,8 @@ def test_a_certificate_that_was_renewed_is_revoked_with_the_newest(folder):
     certificates.add(folder, [], 90, islands=["a"])
     assert gets_in(folder, again := pem_of(folder))
     assert certificates.revoke(folder, A) == [serial_of(again)]
-    text = (folder / principal.REVOKED).read_text()
-    assert principal.serials(text) == [*revoked, serial_of(again)], "each once"
+    text = (folder / certificates.REVOKED).read_text()
+    assert certificates.serials(text) == [*revoked, serial_of(again)], "each once"
     with pytest.raises(SecurityError, match="of island a that gets in; it has coordin"):
         certificates.revoke(folder, A)
 
@@ -183,7 +183,7 @@ def test_a_list_that_is_missing_or_damaged_is_named(folder):
         file.write("7 tomorrow island.a\n")
     with pytest.raises(SecurityError, match=r"issued\.txt, line 6: '7 tomorrow"):
         certificates.revoke(folder, A)
-    assert not (folder / principal.REVOKED).exists()
+    assert not (folder / certificates.REVOKED).exists()
     (folder / ISSUED).unlink()
     with pytest.raises(SecurityError, match=r"issued\.txt .*No such file.*--replace"):
         certificates.add(folder, [], 90)

@@ -16,7 +16,7 @@ from wire_support import BUDGET_S, WAIT_S, deadlines, hello, report
 
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk
 from diloco_jax.wire.client import Client, channel_options
 from diloco_jax.wire.errors import (

@@ -12,7 +12,7 @@ from wire_support import WAIT_S, deadlines
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.duplex import TlsEnd, dial_worker
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
-from diloco_jax.wire.principal import COORDINATOR, worker
+from diloco_jax.wire.peers import COORDINATOR, worker
 from diloco_jax.wire.tls import Renewed, TlsFiles
 
 MANY = 8 << 20

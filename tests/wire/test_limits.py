@@ -24,11 +24,10 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.protocol.messages import Steer
-from diloco_jax.protocol.values import Version
-from diloco_jax.wire import limits, server, session
+from diloco_jax.protocol.messages import Steer, Version
+from diloco_jax.wire import peers, server, session
 from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, VersionGone
-from diloco_jax.wire.limits import (
+from diloco_jax.wire.peers import (
     AT_ONCE,
     EVERY_S,
     MOST_CHARS,
@@ -39,8 +38,8 @@ from diloco_jax.wire.limits import (
     QueueClosed,
     RateLimitedLog,
     TransferSlots,
+    island,
 )
-from diloco_jax.wire.principal import island
 
 MIB = 1 << 20
 ONE_ATTEMPT = deadlines(retry_min_s=3 * WAIT_S)
@@ -52,7 +51,7 @@ logger = logging.getLogger("diloco_jax.wire.test")
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
     caplog.set_level(logging.INFO)
     clock = Clock()
-    monkeypatch.setattr(limits, "time", clock)
+    monkeypatch.setattr(peers, "time", clock)
     return clock
 
 
@@ -88,8 +87,8 @@ def test_transfers_beyond_the_places_wait_then_are_busy_and_status_gets_through(
 
 def test_places_are_bounded_whatever_the_hosts_and_so_are_those_who_wait(monkeypatch):
     """Who waits gets the first place that is free."""
-    monkeypatch.setattr(limits, "MOST_SLOTS", 3)
-    monkeypatch.setattr(limits, "MOST_WAITING", 2)
+    monkeypatch.setattr(peers, "MOST_SLOTS", 3)
+    monkeypatch.setattr(peers, "MOST_WAITING", 2)
     few = TransferSlots(2 * 4 * 64 * 64, WAIT_S)
     assert (few.count, few.threads) == (3, 5)
     holding, leave = threading.Semaphore(0), threading.Event()
@@ -171,7 +170,7 @@ def test_a_stripe_that_finds_the_peer_busy_comes_again_alone(
     ("hard", "expected", "told", "fit"),
     [
         (100_000, 20_512, False, 20_000),
-        (5000, 5000, True, 5000 - limits.OTHER_FILES),
+        (5000, 5000, True, 5000 - peers.OTHER_FILES),
         (600, 600, True, 300),
     ],
 )
@@ -180,12 +179,12 @@ def test_the_limit_on_open_files_follows_the_connections(
 ):
     """Those that fit leave room for other files."""
     seen = [(512, hard)]
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: seen[-1])
-    monkeypatch.setattr(limits.resource, "setrlimit", lambda _, new: seen.append(new))
-    assert limits.allow_connections(20_000) == fit
+    monkeypatch.setattr(peers.resource, "getrlimit", lambda _: seen[-1])
+    monkeypatch.setattr(peers.resource, "setrlimit", lambda _, new: seen.append(new))
+    assert peers.allow_connections(20_000) == fit
     assert seen[-1] == (expected, hard)
     assert ("20000 connections" in caplog.text) == told
-    limits.allow_connections(0)
+    peers.allow_connections(0)
     assert len(seen) == 2, "it is never lowered"
 
 
@@ -193,24 +192,24 @@ def test_the_limit_on_open_files_follows_the_connections(
 
 
 def test_a_peer_may_send_a_burst_then_waits(clock, caplog):
-    paced = limits.Quota("island a")
-    half = limits.BURST_BYTES // 2
+    paced = peers.Quota("island a")
+    half = peers.BURST_BYTES // 2
     assert [paced.wait_s(half), paced.wait_s(half)] == [0.0, 0.0]
-    waits = [paced.wait_s(limits.BYTES_PER_SECOND) for _ in range(3)]
+    waits = [paced.wait_s(peers.BYTES_PER_SECOND) for _ in range(3)]
     assert waits == pytest.approx([1.0, 2.0, 3.0])
     (told,) = caplog.messages
     assert "island a sends more than 65536 bytes of control messages a second" in told
     clock.now += 3.0
     assert paced.wait_s(0) == 0.0
     clock.now += 1e6
-    assert paced.wait_s(limits.BURST_BYTES) == 0.0
-    assert paced.wait_s(limits.BYTES_PER_SECOND) == pytest.approx(1.0), "no more saved"
+    assert paced.wait_s(peers.BURST_BYTES) == 0.0
+    assert paced.wait_s(peers.BYTES_PER_SECOND) == pytest.approx(1.0), "no more saved"
 
 
 def test_a_session_reads_no_faster(serve, connect, handlers, monkeypatch):
     waited = []
     # None is earned meanwhile.
-    small = functools.partial(limits.Quota, rate=1, burst=limits.HELLO_BYTES)
+    small = functools.partial(peers.Quota, rate=1, burst=peers.HELLO_BYTES)
     monkeypatch.setattr(server, "Quota", small)
     held = SimpleNamespace(sleep=waited.append, monotonic=time.monotonic)
     monkeypatch.setattr(session, "time", held)
@@ -499,7 +498,7 @@ def test_threads_of_a_burst_are_given_back():
     all_run.wait(LATE_S)
     for one in running:
         one.result(LATE_S)
-    until(lambda: len(pool._threads) <= limits.KEPT_IDLE)
+    until(lambda: len(pool._threads) <= peers.KEPT_IDLE)
     assert pool.submit(int).result(LATE_S) == 0
     pool.close(LATE_S)
 

@@ -9,7 +9,7 @@ import pytest
 from wire_support import hello, report
 
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import Record
+from diloco_jax.protocol.messages import Record
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import decoded
 from diloco_jax.wire.errors import RemoteProtocolError

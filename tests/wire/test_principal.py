@@ -18,14 +18,14 @@ from wire_support import (
 
 from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import certificates as authority
-from diloco_jax.wire import principal
+from diloco_jax.wire import tls as tls_files
 from diloco_jax.wire.errors import (
     ProtocolError,
     Refused,
     SecurityError,
     WireError,
 )
-from diloco_jax.wire.principal import (
+from diloco_jax.wire.peers import (
     COORDINATOR,
     OPERATOR,
     READER,
@@ -50,7 +50,7 @@ def copy(certificates, tmp_path) -> Path:
 @pytest.fixture
 def at_once(monkeypatch):
     """A server looks at its list of revoked certificates at every call."""
-    monkeypatch.setattr(principal, "READ_AGAIN_S", 0.0)
+    monkeypatch.setattr(tls_files, "READ_AGAIN_S", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_list_that_cannot_be_read_lets_nobody_back(
     authority.revoke(copy, island(ISLAND))
     with pytest.raises(Refused, match="revoked"):
         connect(address, tls=files).status(WAIT_S)
-    (copy / principal.REVOKED).write_text("no number\n")
+    (copy / authority.REVOKED).write_text("no number\n")
     with pytest.raises(Refused, match="revoked"):
         connect(address, tls=files).status(WAIT_S)
     assert "'no' is no hex number" in caplog.text
@@ -237,7 +237,7 @@ def test_a_list_that_cannot_be_read_lets_nobody_back(
 
 def test_a_list_that_was_copied_with_its_old_time_is_read_again(copy, at_once):
     """As an archive's files may be."""
-    known, list_of = principal.Peers(copy), copy / principal.REVOKED
+    known, list_of = tls_files.Peers(copy), copy / authority.REVOKED
     list_of.write_text("1\n")
     os.utime(list_of, (0, 0))
     assert known.is_revoked(1)
@@ -247,9 +247,9 @@ def test_a_list_that_was_copied_with_its_old_time_is_read_again(copy, at_once):
 
 
 def test_serial_numbers_are_read_with_remarks_and_empty_lines():
-    assert principal.serials("1f # island a\n\n# nothing\n2A\n") == [0x1F, 0x2A]
+    assert authority.serials("1f # island a\n\n# nothing\n2A\n") == [0x1F, 0x2A]
     with pytest.raises(ValueError, match="line 2: 'x'"):
-        principal.serials("1\nx\n")
+        authority.serials("1\nx\n")
 
 
 def test_renewed_certificates_serve_new_connections_without_a_restart(
@@ -286,7 +286,7 @@ def test_an_island_renews_its_key_without_a_restart(
     # The old certificate counts until it is revoked.
     while handlers.events.get(timeout=WAIT_S)[0] != "receive":
         pass
-    (copy / principal.REVOKED).write_text(f"{old:x}\n")
+    (copy / authority.REVOKED).write_text(f"{old:x}\n")
     # No transfer goes over a connection of the old one, not even over an idle one.
     client.transfers.upload(upload_start(8), b"12345678")
     assert client.status(WAIT_S)

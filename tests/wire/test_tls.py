@@ -18,7 +18,7 @@ from wire_support import BUDGET_S, ISLAND, WAIT_S, deadlines, hello
 
 from diloco_jax.wire.certificates import add, make_certificates
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
-from diloco_jax.wire.principal import COORDINATOR, READER, island
+from diloco_jax.wire.peers import COORDINATOR, READER, island
 from diloco_jax.wire.tls import TlsFiles, explain
 
 ME = island(ISLAND)

@@ -23,7 +23,7 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk, transfers
 from diloco_jax.wire.errors import (
     Busy,
@@ -203,7 +203,7 @@ def test_connections_that_only_a_burst_needed_are_closed(serve, connect, monkeyp
     burst = [connections.take() for _ in range(4)]
     for connection in burst:
         connections.give(connection)
-    rest_s = client.transfers._deadlines.rest_s
+    rest_s = deadlines().rest_s
 
     def one_after(seconds):
         clock.now += seconds

@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.bulk import BulkConnection
 from diloco_jax.wire.errors import VersionGone, WireError

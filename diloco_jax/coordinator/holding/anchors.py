@@ -36,7 +36,7 @@ from diloco_jax.protocol.holding import (
     HolderTroubled,
     LostFragment,
 )
-from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.protocol.messages import DeltaKey, Version
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Refused
 

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from etils.epath import Path as Folder
 from rich.console import Console
 
-from diloco_jax import compilation, files, run_files, storage
+from diloco_jax import compilation, files, run_files
 from diloco_jax.config import Config, Placement
 from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator.holding.store import Store
@@ -63,9 +63,9 @@ from diloco_jax.protocol.holding import (
     RestoredFragment,
     RestoreFragments,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, NOTHING, Prepared, Version
+from diloco_jax.protocol.messages import FIRST_VERSION, NOTHING, Prepared, Version
 from diloco_jax.wire.errors import Busy, Refused, WireError
-from diloco_jax.wire.limits import DaemonPool
+from diloco_jax.wire.peers import DaemonPool
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Publishes:
             "final": final,
             "bytes": len(payload),
         }
-        digest = storage.write_sealed(path, header, [payload])
+        digest = files.write_sealed(path, header, [payload])
         return Prepared(digest=digest, payload_bytes=len(payload))
 
     def read(
@@ -123,8 +123,8 @@ class Publishes:
             return made[0]
 
         try:
-            header, found = storage.read_sealed(path, make)
-        except storage.SealedError as error:
+            header, found = files.read_sealed(path, make)
+        except files.SealedError as error:
             raise _damaged(fragment, version, str(error)) from error
         if wanted is not None and found != wanted:
             what = f"{path} has digest {found}, its record says {wanted}"
@@ -137,8 +137,8 @@ class Publishes:
         """
         path = self.path(fragment, version)
         try:
-            header, found = storage.map_sealed(path)
-        except storage.SealedError:
+            header, found = files.map_sealed(path)
+        except files.SealedError:
             return None
         if len(found) != header["bytes"]:
             logger.error(
@@ -294,7 +294,7 @@ class FragmentSnapshots(Snapshots):
             arrays = empty(like)
             try:
                 header = self._read(path, flat(arrays))
-            except storage.SealedError as error:
+            except files.SealedError as error:
                 failure = str(error)
                 logger.warning("%s; the one before it is tried", error)
                 continue
@@ -304,7 +304,7 @@ class FragmentSnapshots(Snapshots):
                 self._remove(fragment_path(self._folder, fragment, unfit))
             self._versions[fragment] = own[: own.index(version) + 1]
             return version, arrays
-        raise storage.SealedError(
+        raise files.SealedError(
             f"fragment {fragment} cannot be loaded from the snapshots in "
             f"{self._folder}: {failure}; restore the folder from a copy"
         )
@@ -317,7 +317,7 @@ class FragmentSnapshots(Snapshots):
         if not is_bucket(str(self._folder)):
             require_space(Path(self._folder), sum(buffer.nbytes for buffer in buffers))
         facts = {**self._whose, "fragment": fragment, "version": list(version)}
-        storage.write_sealed(path, facts, buffers)
+        files.write_sealed(path, facts, buffers)
         of_version = functools.partial(fragment_path, self._folder, fragment)
         known = [*self._versions[fragment], version]
         self._versions[fragment] = self._without_old(known, of_version)
@@ -436,7 +436,7 @@ def restore(
                 continue
             try:
                 found.append(_restored(fragment, store, snapshots, publishes))
-            except (storage.SealedError, durable.DurableError) as error:
+            except (files.SealedError, durable.DurableError) as error:
                 lost.append(LostFragment(fragment=fragment.fragment, why=str(error)))
             give_memory_back()
             report(done / len(committed))
@@ -588,7 +588,7 @@ class KeptCycles:
             "fragment": keep.fragment,
             "version": list(keep.version),
         }
-        storage.write_sealed(scratch / kept_name(keep.fragment), facts, arrays)
+        files.write_sealed(scratch / kept_name(keep.fragment), facts, arrays)
 
     def _finish(self, scratch: Path) -> None:
         if self._source.is_dir():

@@ -65,8 +65,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     ToHolder,
 )
-from diloco_jax.protocol.messages import FromCoordinator, Hello
-from diloco_jax.protocol.values import DeltaKey, Prepared
+from diloco_jax.protocol.messages import DeltaKey, FromCoordinator, Hello, Prepared
 from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import FetchSource

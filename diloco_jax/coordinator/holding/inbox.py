@@ -29,7 +29,7 @@ from diloco_jax import machine
 from diloco_jax.coordinator.holding.store import Spares
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.fragments import Coverage, Part, PayloadLayout
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.messages import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError

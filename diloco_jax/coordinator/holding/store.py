@@ -55,7 +55,7 @@ from diloco_jax.core.fragments import (
 )
 from diloco_jax.core.merging import Encoded, capped, rule_for, tokens, weight
 from diloco_jax.core.tiles import Passes, TileGrid
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.messages import Contribution, Version
 from diloco_jax.wire.bulk import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
 

@@ -33,7 +33,6 @@ import statistics
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import claims, leases
-from diloco_jax.protocol.coordinator.events import Disconnected, Said
 from diloco_jax.protocol.coordinator.search import (
     FEWEST_TO_DISBELIEVE,
     Aim,
@@ -60,15 +59,21 @@ from diloco_jax.protocol.coordinator.search import (
     runs_apart,
     too_high,
 )
-from diloco_jax.protocol.coordinator.state import OneStep, PolicyConfig
+from diloco_jax.protocol.coordinator.state import (
+    Disconnected,
+    OneStep,
+    PolicyConfig,
+    Said,
+)
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
 from diloco_jax.protocol.messages import (
+    FIRST_VERSION,
     AnchorRequest,
     Hello,
     Refused,
+    Version,
     Welcome,
 )
-from diloco_jax.protocol.values import FIRST_VERSION, Version
 
 MERGES_APART = 8
 """Merges between two anchors, at most, of which one can tell about the other."""

@@ -24,8 +24,7 @@ from diloco_jax.protocol.coordinator.islands import (
     is_enough,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.messages import Hello, Report
-from diloco_jax.protocol.values import Outstanding, Record
+from diloco_jax.protocol.messages import Hello, Outstanding, Record, Report
 
 
 def wrong_report(island: Island, report: Report) -> str:

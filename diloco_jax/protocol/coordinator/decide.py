@@ -20,7 +20,6 @@ from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator import (
     claims,
     ending,
-    events,
     fragments,
     leases,
     ledger,
@@ -33,21 +32,31 @@ from diloco_jax.protocol.coordinator.islands import NOBODY, Absences, Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     RUN,
+    Disconnected,
+    Effect,
+    Event,
     Fragment,
+    KeepAsked,
+    MachineSlept,
     PolicyConfig,
+    RunExtended,
+    RunResumed,
+    Said,
+    SaidAhead,
     State,
+    Timer,
     Turn,
 )
 from diloco_jax.protocol.holding import CycleKept, DeltaArrived, MergePrepared
-from diloco_jax.protocol.values import BEGINNING, Record
+from diloco_jax.protocol.messages import BEGINNING, Record
 
 NAMED = 8
 """Islands that one alert names; it counts those beyond."""
 
 
 def step(
-    config: PolicyConfig, state: State, event: events.Event, now: float
-) -> tuple[State, list[events.Effect]]:
+    config: PolicyConfig, state: State, event: Event, now: float
+) -> tuple[State, list[Effect]]:
     """Apply one event at time `now` (monotonic seconds)."""
     turn = Turn(config, state, now)
     ending.awake(turn)
@@ -63,26 +72,26 @@ def step(
     return turn.state, turn.effects
 
 
-def _handle(turn: Turn, event: events.Event) -> None:
+def _handle(turn: Turn, event: Event) -> None:
     match event:  # Most events are reports.
-        case events.Said(message=messages.Report() as report):
+        case Said(message=messages.Report() as report):
             _report(turn, event, report)
-        case events.SaidAhead():
+        case SaidAhead():
             members.ahead(turn, event)
         case messages.Hello():
             if members.hello(turn, event) and turn.state.phase != "running":
                 turn.tell(event.session, messages.Stop())
-        case events.Said(message=messages.Goodbye() as goodbye):
+        case Said(message=messages.Goodbye() as goodbye):
             members.goodbye(turn, event, goodbye)
-        case events.Disconnected():
+        case Disconnected():
             members.disconnected(turn, event)
-        case events.RunResumed():
+        case RunResumed():
             members.resumed(turn, event)
-        case events.RunExtended():
+        case RunExtended():
             ending.extend(turn)
         case messages.Steer():
             steering.steer(turn, event)
-        case events.KeepAsked():
+        case KeepAsked():
             schedule.ask_for_cycle(turn)
         case CycleKept():
             schedule.cycle_kept(turn, event)
@@ -92,9 +101,9 @@ def _handle(turn: Turn, event: events.Event) -> None:
             fragments.prepared(turn, event)
             if turn.now < turn.state.deadline:
                 ending.wait(turn)  # Later steps of who is in it are yet to come.
-        case events.MachineSlept(seconds=seconds):
+        case MachineSlept(seconds=seconds):
             turn.state = claims.slept(turn.state, seconds)
-        case events.Timer():
+        case Timer():
             pass
 
 
@@ -114,7 +123,7 @@ def next_deadline(state: State, now: float) -> float | None:
     return None if soonest == math.inf else soonest
 
 
-def _report(turn: Turn, event: events.Said, report: messages.Report) -> None:
+def _report(turn: Turn, event: Said, report: messages.Report) -> None:
     name, config = event.island, turn.config
     island = turn.state.islands.get(name)
     if turn.state.phase == "done":

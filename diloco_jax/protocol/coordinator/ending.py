@@ -37,8 +37,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
 )
 from diloco_jax.protocol.holding import deal
-from diloco_jax.protocol.messages import Finished, MayLeave, Stop
-from diloco_jax.protocol.values import EndReason
+from diloco_jax.protocol.messages import EndReason, Finished, MayLeave, Stop
 
 LATE = 0.1
 """Share of a lease by which its end may be noticed late. If it is more, the coordinator

@@ -33,8 +33,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
 )
 from diloco_jax.protocol.holding import Commit, Merge, MergePrepared
-from diloco_jax.protocol.messages import Published, TakeRequest
-from diloco_jax.protocol.values import Contribution, Verdict
+from diloco_jax.protocol.messages import Contribution, Published, TakeRequest, Verdict
 
 SOLO_MERGES = 3
 """Consecutive merges of one fragment from the same one of several live islands."""

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from diloco_jax.protocol.values import Phase, Span
+from diloco_jax.protocol.messages import Phase, Span
 
 FIRST_LEASE_STEPS = 64
 """Steps for which data is granted before an island's speed is known."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import records, values
+from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator.islands import (
     FIRST_LEASE_STEPS,
     GRANTS_AT_ONCE,
@@ -27,8 +27,7 @@ from diloco_jax.protocol.coordinator.state import (
     Turn,
     with_island,
 )
-from diloco_jax.protocol.messages import Granted
-from diloco_jax.protocol.values import Span
+from diloco_jax.protocol.messages import Granted, Span
 
 RATE_MARGIN = 4
 """Steps per second that are believed, as a multiple of what the island's step time
@@ -139,7 +138,7 @@ def perhaps_merged(state: State, island: Island) -> tuple[Span, ...]:
     """Return the incarnation's steps that are in a merge, merges under way and deltas
     left behind included."""
     pending = _pending(state, island.name, island.incarnation)
-    return values.join_spans((*state.in_merges[island.name], *pending))
+    return messages.join_spans((*state.in_merges[island.name], *pending))
 
 
 def release(state: State, name: str, kept: Sequence[Span]) -> State:
@@ -148,8 +147,8 @@ def release(state: State, name: str, kept: Sequence[Span]) -> State:
     island = state.islands[name]
     size, merged = island.sequences_per_step, state.in_merges[name]
     free = _outside(island.leases, kept, size)
-    state = replace(state, free_spans=values.join_spans((*state.free_spans, *free)))
-    waiting = values.spans_without(_outside(island.leases, merged, size), free)
+    state = replace(state, free_spans=messages.join_spans((*state.free_spans, *free)))
+    waiting = messages.spans_without(_outside(island.leases, merged, size), free)
     leases = [part for lease in island.leases for part in _cut(lease, waiting)]
     if leases:
         ended = Departed(
@@ -176,7 +175,7 @@ def granted_again(state: State, span: Span) -> State:
     granted again, so none of their deltas was left."""
     for ended in state.departed:
         free = _outside(ended.leases, ended.in_merges, ended.sequences_per_step)
-        if values.common_spans((span,), free):
+        if messages.common_spans((span,), free):
             state = _forget(state, ended)
     return state
 
@@ -186,7 +185,7 @@ def _forget(state: State, ended: Departed) -> State:
     return replace(
         state,
         departed=tuple(other for other in state.departed if other is not ended),
-        free_spans=values.join_spans((*state.free_spans, *free)),
+        free_spans=messages.join_spans((*state.free_spans, *free)),
     )
 
 
@@ -220,13 +219,13 @@ def _outside(
             Span(a * sequences_per_step + shift, b * sequences_per_step + shift)
             for a, b in merged[low:high]
         )
-        found += values.spans_without((lease.span,), taken)
-    return values.join_spans(found)
+        found += messages.spans_without((lease.span,), taken)
+    return messages.join_spans(found)
 
 
 def _cut(lease: Lease, positions: Iterable[Span]) -> Iterable[Lease]:
     """Yield leases of the part that is in `positions`."""
-    for part in values.common_spans((lease.span,), positions):
+    for part in messages.common_spans((lease.span,), positions):
         yield Lease(offset=lease.offset + part.start - lease.span.start, span=part)
 
 
@@ -246,8 +245,8 @@ def trained(state: State) -> list[Span]:
     for island in state.islands.values():
         without += _left(island, island.steps)
     return list(
-        values.spans_without(
-            (Span(0, state.next_position),), values.join_spans(without)
+        messages.spans_without(
+            (Span(0, state.next_position),), messages.join_spans(without)
         )
     )
 

@@ -24,7 +24,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     with_account,
 )
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
     Contribution,
     EndReason,
     LossReason,

@@ -28,34 +28,35 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     takes,
 )
-from diloco_jax.protocol.coordinator.events import (
-    Disconnected,
-    Outdated,
-    RunResumed,
-    Said,
-    SaidAhead,
-)
 from diloco_jax.protocol.coordinator.islands import Island, Islands
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     ISLAND,
+    Disconnected,
     Fragment,
+    Outdated,
     PolicyConfig,
+    RunResumed,
+    Said,
+    SaidAhead,
     State,
     Turn,
     with_fragment,
     with_island,
 )
 from diloco_jax.protocol.holding import Forget
-from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
     BEGINNING,
     FAILURES,
     LOOKAHEAD,
     DeltaKey,
     EndReason,
+    Goodbye,
+    Hello,
     Outstanding,
+    Refused,
     Span,
+    Welcome,
     lookahead_of,
 )
 

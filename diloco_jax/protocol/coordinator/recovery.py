@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import records, values
+from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator import (
     claims,
     ending,
@@ -35,7 +35,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_island,
 )
 from diloco_jax.protocol.holding import AnchorKept
-from diloco_jax.protocol.values import WORKER, Span, Version
+from diloco_jax.protocol.messages import WORKER, Span, Version
 
 
 def recover(
@@ -119,7 +119,7 @@ def _replayed(state: State, record: records.Durable) -> State:
             state = replace(
                 state,
                 next_position=max(state.next_position, span.stop),
-                free_spans=values.spans_without(state.free_spans, (span,)),
+                free_spans=messages.spans_without(state.free_spans, (span,)),
             )
             return leases.granted(state, record.island, span)
         case records.Left():

@@ -20,17 +20,16 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.coordinator.state import (
     Alert,
     Disconnected,
+    PolicyConfig,
     Said,
     Tell,
     Timer,
 )
-from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
-from diloco_jax.protocol.messages import MAX_TEXT, Hello, Refused
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import MAX_TEXT, Hello, Refused, Version
 
 FEWEST_TO_DISBELIEVE = 3
 FAR = 2

@@ -39,13 +39,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Note
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     TAKE,
     Account,
     Fragment,
+    Note,
     PolicyConfig,
     State,
     Take,
@@ -56,8 +56,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_island,
 )
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
-from diloco_jax.protocol.messages import ResendRequest, TakeVerdict
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
     FUTURE,
     NON_FINITE,
     OUT_OF_BOUNDS,
@@ -69,6 +68,8 @@ from diloco_jax.protocol.values import (
     Outstanding,
     Record,
     RefusalReason,
+    ResendRequest,
+    TakeVerdict,
     Told,
     Verdict,
     Version,

@@ -39,13 +39,6 @@ import msgspec
 
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import (
-    AnchorRequest,
-    Measures,
-    TakeRequest,
-    TakeVerdict,
-    Watch,
-)
-from diloco_jax.protocol.values import (
     FIRST_VERSION,
     FUTURE,
     NON_FINITE,
@@ -53,13 +46,18 @@ from diloco_jax.protocol.values import (
     OVERLAP,
     QUARANTINED,
     STALE,
+    AnchorRequest,
     EndReason,
+    Measures,
     Outstanding,
     Record,
     RecordKind,
     Span,
+    TakeRequest,
+    TakeVerdict,
     Verdict,
     Version,
+    Watch,
 )
 
 RESTARTS = (NON_FINITE, OUT_OF_BOUNDS, QUARANTINED, FUTURE)

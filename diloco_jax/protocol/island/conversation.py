@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Adoption, Decision, Ending
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.values import NOTHING, Record, Span, Version
+from diloco_jax.protocol.messages import NOTHING, Record, Span, Version
 
 CHANGES_KEPT = 9
 """Merges of a fragment whose changes an island remembers."""

@@ -12,12 +12,15 @@ from typing import Any
 
 import msgspec
 
-from diloco_jax.protocol.messages import MAX_RECORDS, Hello, Measures, Report
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
+    MAX_RECORDS,
     MOST_POSITION,
+    Hello,
+    Measures,
     Outstanding,
     Phase,
     Record,
+    Report,
     Version,
 )
 

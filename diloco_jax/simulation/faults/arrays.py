@@ -20,7 +20,7 @@ from diloco_jax.coordinator.holding.store import RETAINED_PUBLISHES
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.boundary import AdoptTraits, TakeOutcome
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
     FIRST_VERSION,
     NON_FINITE,
     DeltaKey,

@@ -12,16 +12,17 @@ from typing import Any, ClassVar, Concatenate, ParamSpec
 from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
 from diloco_jax.coordinator.lead import AnyEffect, Engine, Sessions
 from diloco_jax.protocol.coordinator import anchors, members, recovery, search
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.coordinator.state import (
     Disconnected,
     Event,
     MachineSlept,
     Persist,
+    PolicyConfig,
     Said,
     SaidAhead,
+    State,
     Timer,
 )
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
     AnchorCompared,
     AnchorKept,
@@ -30,8 +31,14 @@ from diloco_jax.protocol.holding import (
     Merge,
     ToHolder,
 )
-from diloco_jax.protocol.messages import AnchorRequest, Goodbye, Hello
-from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.protocol.messages import (
+    AnchorRequest,
+    DeltaKey,
+    Goodbye,
+    Hello,
+    Prepared,
+    Version,
+)
 from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors

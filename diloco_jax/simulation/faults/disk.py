@@ -15,7 +15,7 @@ import msgspec
 
 from diloco_jax.coordinator import journal as durable
 from diloco_jax.protocol.coordinator.state import State, restored
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors
 
 SNAPSHOTS_KEPT = 2

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from diloco_jax.config import GraceWindow
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.protocol.values import LOOKAHEAD
+from diloco_jax.protocol.messages import LOOKAHEAD
 from diloco_jax.simulation.faults.faults import (
     CRASHES,
     JOIN_S,

@@ -12,7 +12,13 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.protocol.coordinator.search import FoundTerm
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
-from diloco_jax.protocol.messages import Granted, Hello
+from diloco_jax.protocol.messages import (
+    Contribution,
+    EndReason,
+    Granted,
+    Hello,
+    Version,
+)
 from diloco_jax.protocol.records import (
     Admitted,
     Durable,
@@ -25,7 +31,6 @@ from diloco_jax.protocol.records import (
     TermBegun,
     Ticks,
 )
-from diloco_jax.protocol.values import Contribution, EndReason, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 
 Incarnation = tuple[str, int]

@@ -24,7 +24,7 @@ import msgspec
 
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import BETWEEN, SECONDS, Bound, within
-from diloco_jax.protocol.coordinator.events import KeepAsked, Timer
+from diloco_jax.protocol.coordinator.state import KeepAsked, Timer
 
 Way = Literal["up", "down"]
 LEASE_S = 4.0

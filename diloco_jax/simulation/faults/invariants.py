@@ -15,26 +15,34 @@ import numpy as np
 from diloco_jax.coordinator.lead import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import (
     MERGES_KNOWN,
     Fragment,
+    Note,
+    Persist,
     PolicyConfig,
     State,
+    Tell,
 )
 from diloco_jax.protocol.holding import Commit, KeepFragment, Merge
 from diloco_jax.protocol.island.boundary import RESTARTS
 from diloco_jax.protocol.messages import (
+    FIRST_VERSION,
+    OUT_OF_BOUNDS,
+    Contribution,
+    DeltaKey,
     Finished,
     FromCoordinator,
     Granted,
+    Outstanding,
     Progress,
     Published,
     Refused,
     Stop,
     TakeRequest,
     TakeVerdict,
+    Version,
     Welcome,
 )
 from diloco_jax.protocol.records import (
@@ -47,14 +55,6 @@ from diloco_jax.protocol.records import (
     Stopping,
     TermBegun,
     Tick,
-)
-from diloco_jax.protocol.values import (
-    FIRST_VERSION,
-    OUT_OF_BOUNDS,
-    Contribution,
-    DeltaKey,
-    Outstanding,
-    Version,
 )
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.facts import (

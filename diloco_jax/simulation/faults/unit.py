@@ -13,9 +13,8 @@ from typing import Any
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
-from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.search import Aim
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.coordinator.state import RunExtended, RunResumed, State
 from diloco_jax.protocol.holding import deal
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchor

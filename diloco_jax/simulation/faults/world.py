@@ -18,11 +18,9 @@ from msgspec.structs import replace
 
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
-from diloco_jax.protocol.coordinator.events import RunResumed
-from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.coordinator.state import RunResumed, initial
 from diloco_jax.protocol.island.reporting import Introduction
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Steer
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Steer, Version
 from diloco_jax.simulation.clock import Clock, Line, LineSpeed
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import DigestBody, first_anchors

@@ -24,8 +24,8 @@ from diloco_jax.coordinator import journal
 from diloco_jax.coordinator.journal import Environment
 from diloco_jax.observability.tape import Report, TapeError, brief, read_tape
 from diloco_jax.protocol import records
+from diloco_jax.protocol.messages import FIRST_VERSION, Record, Version
 from diloco_jax.protocol.records import from_tape
-from diloco_jax.protocol.values import FIRST_VERSION, Record, Version
 from diloco_jax.workdir import read_config
 
 SAME_BITS = (

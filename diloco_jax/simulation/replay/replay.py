@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from diloco_jax import before_jax, checkpoint, compilation, run_files, storage
+from diloco_jax import before_jax, checkpoint, compilation, files, run_files
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
@@ -41,7 +41,7 @@ from diloco_jax.core.fragments import Buffer, digest_arrays
 from diloco_jax.core.tiles import Passes
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader, LeasedPositions
-from diloco_jax.files import require_writable
+from diloco_jax.files import digest_of, require_writable
 from diloco_jax.island.mailbox import Arrival, log_refused
 from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.models.build import build, build_plan
@@ -49,13 +49,14 @@ from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.island import boundary
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
-from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
-from diloco_jax.protocol.values import (
+from diloco_jax.protocol.messages import (
     FIRST_VERSION,
     NON_FINITE,
     STALE,
     RecordKind,
     Span,
+    TakeRequest,
+    TakeVerdict,
     Verdict,
     Version,
 )
@@ -70,7 +71,6 @@ from diloco_jax.simulation.replay.recording import (
     refuse_other_bits,
 )
 from diloco_jax.simulation.replay.worker import Worker
-from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
 
@@ -247,7 +247,7 @@ class Replay(contextlib.ExitStack):
         for fragment, version in enumerate(self._versions):
             path = fragment_path(snapshots, fragment, version)
             path.parent.mkdir()
-            storage.write_sealed(path, {}, flat(self._store.arrays(fragment)))
+            files.write_sealed(path, {}, flat(self._store.arrays(fragment)))
         tokens = sum(  # Weighted by fragment size.
             plan.sizes[merge.made.fragment] * part.tokens
             for merge in self._recording.merges[:number]
@@ -257,7 +257,7 @@ class Replay(contextlib.ExitStack):
             **checkpoint.of_model(plan),
             **checkpoint.trained(number, tokens // sum(plan.sizes)),
         }
-        storage.write_sealed(state_path(snapshots, 0), facts, [])
+        files.write_sealed(state_path(snapshots, 0), facts, [])
 
     def _island(self, who: Who) -> ReplayedIsland:
         """Return the incarnation; begin it if this is its first merge."""

@@ -48,7 +48,7 @@ from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Metrics, Model
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.replay.recording import Who, environment_like
 
 WORKER = "diloco_jax.simulation.replay.worker"

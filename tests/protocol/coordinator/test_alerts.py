@@ -5,7 +5,6 @@ from kit import joined, make_config, of
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.coordinator.fragments import (
     MISSED_MERGES,
     SOLO_MERGES,
@@ -16,11 +15,12 @@ from diloco_jax.protocol.coordinator.fragments import (
 from diloco_jax.protocol.coordinator.islands import Island, Islands
 from diloco_jax.protocol.coordinator.state import (
     Account,
+    Alert,
     Fragment,
     Turn,
     initial,
 )
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.messages import Contribution, Version
 
 
 def fragment(solo=0, missed=0):

@@ -10,10 +10,10 @@ from search_support import CONFIG, PATIENCE_S, Searching, asked, found, of
 
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.anchors import MERGES_APART, MOST_CHANGES
-from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.coordinator.search import Effect, FoundTerm, GiveUp
+from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.protocol.holding import AwaitAnchor
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 
 CHANGE = 2.0
 

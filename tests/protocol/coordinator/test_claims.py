@@ -10,11 +10,16 @@ from kit import TOKENS_PER_STEP, Driver, make_config, of, only, persisted, took
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import takes
-from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
-from diloco_jax.protocol.coordinator.state import Fragments
-from diloco_jax.protocol.messages import Granted, Refused, Welcome
-from diloco_jax.protocol.values import Outstanding, Record, Version
+from diloco_jax.protocol.coordinator.state import Effect, Fragments
+from diloco_jax.protocol.messages import (
+    Granted,
+    Outstanding,
+    Record,
+    Refused,
+    Version,
+    Welcome,
+)
 
 LEASED = 2 * FIRST_LEASE_STEPS
 """Steps, of one sequence each, for which a join is leased data at once."""

@@ -12,19 +12,18 @@ from kit import Driver, joined, of
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import schedule
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.coordinator.recovery import recover
+from diloco_jax.protocol.coordinator.state import (
     Effect,
     KeepAsked,
     Persist,
     RunExtended,
     Said,
+    initial,
 )
-from diloco_jax.protocol.coordinator.recovery import recover
-from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.holding import CycleKept, KeepFragment, Merge
-from diloco_jax.protocol.messages import Report, Watch
+from diloco_jax.protocol.messages import Report, Version, Watch
 from diloco_jax.protocol.records import Merged
-from diloco_jax.protocol.values import Version
 
 
 def kept(effects: list[Effect]) -> dict[int, tuple[int, Version]]:

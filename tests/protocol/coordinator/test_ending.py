@@ -10,7 +10,7 @@ from kit import Driver, asked, joined, kinds, notes, of, only, persisted
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
-from diloco_jax.protocol.coordinator.events import Alert, Persist
+from diloco_jax.protocol.coordinator.state import Alert, Persist
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Finished,

@@ -10,8 +10,7 @@ from search_support import CONFIG, Searching, asked, found, of, told
 
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
-from diloco_jax.protocol.messages import Refused, Welcome
-from diloco_jax.protocol.values import FIRST_VERSION
+from diloco_jax.protocol.messages import FIRST_VERSION, Refused, Welcome
 
 COMPILE_S = 600.0
 

@@ -17,11 +17,9 @@ from kit import (
     verdicts,
 )
 
-from diloco_jax.protocol.coordinator.events import Alert, Effect, Persist
-from diloco_jax.protocol.coordinator.state import MISSED_MERGES
+from diloco_jax.protocol.coordinator.state import MISSED_MERGES, Alert, Effect, Persist
 from diloco_jax.protocol.holding import Commit, Drop, Merge
-from diloco_jax.protocol.messages import Published, TakeRequest
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Published, TakeRequest, Version
 
 
 def test_nothing_merges_below_quorum() -> None:

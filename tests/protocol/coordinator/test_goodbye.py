@@ -4,11 +4,10 @@ import msgspec
 import pytest
 from kit import Driver, asked, check_state, joined, notes, of, only, persisted, verdicts
 
-from diloco_jax.protocol import values
-from diloco_jax.protocol.coordinator.events import Effect
-from diloco_jax.protocol.coordinator.state import restored
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.state import Effect, restored
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Forget, Merge
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.messages import DeltaKey
 
 
 def whose(effects: list[Effect]) -> list[tuple[str, int, int, int]]:
@@ -93,7 +92,7 @@ def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
     d.reports(a=2, b=2)
     d.take("b", 0, 2, arrive=False)
     d.take("a", 0, 2)
-    leases = values.join_spans(lease.span for lease in d.state.islands["b"].leases)
+    leases = messages.join_spans(lease.span for lease in d.state.islands["b"].leases)
     # It arrives, and b leaves, while the merge that it is too late for is under way.
     d.arrive("b", 0)
     d.goodbye("b", "preempted")
@@ -108,7 +107,7 @@ def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
     assert notes(effects, "refused")[0]["reason"] == "stale"
     assert totals.lost == {"preempted": 5, "stale": 15}
     assert d.state.departed == ()
-    assert values.common_spans(d.state.free_spans, leases) == leases
+    assert messages.common_spans(d.state.free_spans, leases) == leases
 
 
 def test_an_island_leaves_one_delta_of_a_fragment_at_most() -> None:

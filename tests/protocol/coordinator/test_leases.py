@@ -7,11 +7,9 @@ from kit import Driver, joined, kinds, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
-from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
-from diloco_jax.protocol.coordinator.state import with_island
-from diloco_jax.protocol.messages import Granted, Welcome
-from diloco_jax.protocol.values import Span, join_spans
+from diloco_jax.protocol.coordinator.state import Effect, Persist, with_island
+from diloco_jax.protocol.messages import Granted, Span, Welcome, join_spans
 
 
 def spans(effects: list[Effect]) -> list[Span]:

@@ -13,9 +13,16 @@ from search_support import anchor
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.search import FoundTerm
 from diloco_jax.protocol.coordinator.state import MERGES_KNOWN
-from diloco_jax.protocol.messages import Refused, ResendRequest, TakeVerdict, Welcome
+from diloco_jax.protocol.messages import (
+    STALE,
+    Outstanding,
+    Refused,
+    ResendRequest,
+    TakeVerdict,
+    Version,
+    Welcome,
+)
 from diloco_jax.protocol.records import line
-from diloco_jax.protocol.values import STALE, Outstanding, Version
 
 TERM = 2
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from kit import joined
 
-from diloco_jax.protocol.coordinator.events import Disconnected, Said
 from diloco_jax.protocol.coordinator.state import (
     EXPECTED,
     FRAGMENT,
     MACHINES,
     TAKE,
+    Disconnected,
     IllegalMoveError,
+    Said,
     StateMachine,
     Take,
     take_state,

@@ -4,7 +4,7 @@ import pytest
 from kit import Driver, asked, joined, kinds, notes, of, only, persisted, verdicts
 
 from diloco_jax.protocol.coordinator import decide, members
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.coordinator.state import (
     Alert,
     Effect,
     Note,
@@ -15,14 +15,16 @@ from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
     Goodbye,
     Granted,
+    Outstanding,
     Refused,
     Report,
     ResendRequest,
+    Span,
     TakeRequest,
     TakeVerdict,
+    Version,
     Welcome,
 )
-from diloco_jax.protocol.values import Outstanding, Span, Version
 
 
 def status(d: Driver, name: str) -> str:

@@ -10,14 +10,20 @@ from msgspec.structs import replace
 from search_support import anchor
 
 from diloco_jax.protocol.coordinator import ledger, members, recovery
-from diloco_jax.protocol.coordinator.events import Alert, Effect, Outdated, SaidAhead
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.search import FoundTerm
-from diloco_jax.protocol.coordinator.state import Fragments
+from diloco_jax.protocol.coordinator.state import (
+    Alert,
+    Effect,
+    Fragments,
+    Outdated,
+    SaidAhead,
+)
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
     Hello,
+    Outstanding,
     Progress,
     Refused,
     ResendRequest,
@@ -25,9 +31,9 @@ from diloco_jax.protocol.messages import (
     Stop,
     TakeRequest,
     TakeVerdict,
+    Version,
     Welcome,
 )
-from diloco_jax.protocol.values import Outstanding, Version
 
 TOKENS = 1000
 """Progress with which the term begins."""

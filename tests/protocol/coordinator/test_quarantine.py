@@ -6,8 +6,12 @@ from bounds_support import give_up, patient, together
 from kit import Driver, merged_islands, notes, of, only, persisted
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.events import Alert, Effect
-from diloco_jax.protocol.coordinator.state import with_account, with_fragment
+from diloco_jax.protocol.coordinator.state import (
+    Alert,
+    Effect,
+    with_account,
+    with_fragment,
+)
 from diloco_jax.protocol.holding import Merge
 
 

@@ -6,18 +6,19 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.recovery import recover
-from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.coordinator.state import RunExtended, RunResumed, initial
 from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import (
+    Outstanding,
     Refused,
     ResendRequest,
+    Span,
     Stop,
     TakeRequest,
+    Version,
     Welcome,
 )
-from diloco_jax.protocol.values import Outstanding, Span, Version
 
 
 def trained() -> Driver:

@@ -4,7 +4,6 @@ import pytest
 from kit import Driver, asked, joined, kinds, make_config, notes, of, only, persisted
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.schedule import (
     after_crash,
     fragment_of,
@@ -12,7 +11,7 @@ from diloco_jax.protocol.coordinator.schedule import (
     skip_cycle,
     steps_to_tick,
 )
-from diloco_jax.protocol.coordinator.state import Turn
+from diloco_jax.protocol.coordinator.state import Effect, Persist, Turn
 from diloco_jax.protocol.messages import TakeRequest
 
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found, of
 
 from diloco_jax.protocol.coordinator import anchors, recovery
-from diloco_jax.protocol.coordinator.events import Alert, Tell
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import (
     MERGES_AHEAD,
@@ -21,8 +20,8 @@ from diloco_jax.protocol.coordinator.search import (
     Postpone,
     may_have_become,
 )
-from diloco_jax.protocol.messages import Refused, Welcome
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.coordinator.state import Alert, Tell
+from diloco_jax.protocol.messages import Refused, Version, Welcome
 
 
 def versions(opened: FoundTerm) -> tuple[Version, ...]:

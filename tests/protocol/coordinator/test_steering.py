@@ -20,8 +20,13 @@ from kit import (
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import steering
-from diloco_jax.protocol.coordinator.events import Alert, Effect
-from diloco_jax.protocol.coordinator.state import State, initial, with_island
+from diloco_jax.protocol.coordinator.state import (
+    Alert,
+    Effect,
+    State,
+    initial,
+    with_island,
+)
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import ProfileOrder, Refused, Steer, Welcome
 

@@ -17,15 +17,18 @@ from kit import (
     verdicts,
 )
 
-from diloco_jax.protocol.coordinator.events import Alert, Effect
+from diloco_jax.protocol.coordinator.state import Alert, Effect
 from diloco_jax.protocol.coordinator.takes import UNFIT_DELTAS
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
+    DeltaKey,
+    Outstanding,
     Published,
+    Record,
     ResendRequest,
     TakeVerdict,
+    Version,
 )
-from diloco_jax.protocol.values import DeltaKey, Outstanding, Record, Version
 
 
 @pytest.fixture

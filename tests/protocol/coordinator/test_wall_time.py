@@ -8,12 +8,10 @@ import pytest
 from kit import TOKENS_PER_STEP, Driver, of, only
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.events import MachineSlept
 from diloco_jax.protocol.coordinator.islands import FASTER, LATE_S, WallTime
-from diloco_jax.protocol.coordinator.state import Fragments
+from diloco_jax.protocol.coordinator.state import Fragments, MachineSlept
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.messages import Granted, Refused, Stop, Welcome
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Granted, Refused, Stop, Version, Welcome
 
 LIE_S = 1e-4
 """The step time that a liar says it has."""

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.island.boundary import Books
-from diloco_jax.protocol.values import Span, Version
+from diloco_jax.protocol.messages import Span, Version
 
 V = [Version(1, n) for n in range(100)]
 

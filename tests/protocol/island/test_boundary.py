@@ -16,8 +16,7 @@ from diloco_jax.protocol.island.boundary import (
     Watching,
 )
 from diloco_jax.protocol.island.conversation import Conversation
-from diloco_jax.protocol.messages import Measures, TakeRequest, Watch
-from diloco_jax.protocol.values import Span, Version
+from diloco_jax.protocol.messages import Measures, Span, TakeRequest, Version, Watch
 
 
 class Island:

@@ -16,8 +16,15 @@ from diloco_jax.protocol.island.conversation import (
     goes_back,
 )
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import Finished, Published, ResendRequest, Welcome
-from diloco_jax.protocol.values import Record, Span, Version
+from diloco_jax.protocol.messages import (
+    Finished,
+    Published,
+    Record,
+    ResendRequest,
+    Span,
+    Version,
+    Welcome,
+)
 
 
 @pytest.fixture

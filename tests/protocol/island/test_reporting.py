@@ -2,8 +2,13 @@
 
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
-from diloco_jax.protocol.messages import Measures
-from diloco_jax.protocol.values import MOST_POSITION, Outstanding, Record, Version
+from diloco_jax.protocol.messages import (
+    MOST_POSITION,
+    Measures,
+    Outstanding,
+    Record,
+    Version,
+)
 from diloco_jax.wire import bulk
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from diloco_jax.coordinator.journal import DurableError
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.faults.arrays import Anchor, first_anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.island.boundary import Boundary
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.faults.faults import (
     AnyFault,
     CoordinatorCrash,

@@ -1,4 +1,10 @@
-"""Limits of a server: what a peer may send, and what queues, waits and threads take.
+"""Peers: who they are, and what a server lets them take.
+
+A principal is the owner of a certificate, by its role, and by its name if there are
+several. A certificate carries it as a URI, `diloco:island:v6e`, and its files are named
+after it, `island.v6e.pem`. The name that an island claims is compared with the
+certificate of its connection at every hello, upload and fetch. Reports belong to the
+stream of a hello.
 
 A control message may cost lines on the tape and the log, and time of the one thread
 that decides, so a peer that is too fast waits. A transfer or call holds a thread: those
@@ -19,6 +25,7 @@ import contextlib
 import itertools
 import logging
 import math
+import re
 import resource
 import threading
 import time
@@ -27,10 +34,120 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent import futures
 from typing import Any
 
-from diloco_jax.wire.errors import Busy, WireError
+import msgspec
+
+from diloco_jax.protocol.messages import ISLAND_NAME
+from diloco_jax.wire.errors import Busy, Refused, WireError
 
 logger = logging.getLogger(__name__)
 
+# ---- who they are ---------------------------------------------------------------
+
+NO_NAME = r"\A\Z"
+NAMES = {
+    "coordinator": NO_NAME,
+    "worker": r"\A[0-9]{1,64}\Z",
+    "island": ISLAND_NAME,
+    "reader": NO_NAME,
+    "operator": NO_NAME,
+}
+"""Patterns of the names of principals by role."""
+
+
+class Principal(msgspec.Struct, frozen=True, kw_only=True):
+    """A process with a key of its own."""
+
+    role: str
+    """One of `NAMES`."""
+    name: str = ""
+    """Name of an island, or number of a worker; empty for other roles."""
+
+    @property
+    def uri(self) -> str:
+        """The principal's name in its certificate."""
+        return ":".join(filter(None, ("diloco", self.role, self.name)))
+
+    @property
+    def stem(self) -> str:
+        """The name of the principal's files, without .pem and .key."""
+        return ".".join(filter(None, (self.role, self.name)))
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.role, self.name)))
+
+
+COORDINATOR = Principal(role="coordinator")
+READER = Principal(role="reader")
+"""Looks on: `diloco status`."""
+OPERATOR = Principal(role="operator")
+"""Steers a run from outside."""
+
+
+def island(name: str) -> Principal:
+    """Return the principal of an island."""
+    return Principal(role="island", name=name)
+
+
+def worker(number: int) -> Principal:
+    """Return the principal of a worker of the coordinator."""
+    return Principal(role="worker", name=str(number))
+
+
+def of_uri(uri: str) -> Principal | None:
+    """Return the principal that a URI names; None if it names none."""
+    found = _of(*uri.removeprefix("diloco:").partition(":")[::2])
+    return found if found is not None and found.uri == uri else None
+
+
+def of_stem(stem: str) -> Principal | None:
+    """Return the principal whose files have this name; None if there is none."""
+    found = _of(*stem.partition(".")[::2])
+    return found if found is not None and found.stem == stem else None
+
+
+def _of(role: str, name: str) -> Principal | None:
+    known = role in NAMES and re.search(NAMES[role], name)
+    return Principal(role=role, name=name) if known else None
+
+
+def require(caller: Principal | None, wanted: Principal) -> None:
+    """Raise Refused unless the caller is the principal whom a call is for.
+
+    caller: None if the address is served without TLS; then every caller is accepted.
+    """
+    if caller is None or caller == wanted:
+        return
+    how = f"--add --islands {wanted.name}" if wanted.role == "island" else "--add"
+    raise Refused(
+        "identity",
+        f"this is for the {wanted}, and the caller's certificate is that of {caller}; "
+        f"start it with the {wanted.stem}.pem and .key of the {wanted} (`diloco certs "
+        f"DIR {how}` makes them)",
+    )
+
+
+def require_run(call: Any, run_id: str) -> None:
+    """Raise Refused unless a call is of the run that this process serves."""
+    if call.run_id != run_id:
+        raise Refused(
+            "run_id",
+            f"this process serves run {run_id}, the call is of run {call.run_id}; "
+            f"check the coordinator's address",
+        )
+
+
+def mismatch(found: Principal | None, field: str, *wanted: Principal) -> str:
+    """Explain why a server is none of the principals that may answer; empty if it is
+    one. field: the config's, with the address that was dialled."""
+    if found in wanted:
+        return ""
+    return (
+        f"that is the certificate of {found or 'nobody'}, and has to be that of "
+        f"{' or of the '.join(map(str, wanted))}; check {field}, and what listens there"
+    )
+
+
+# ---- what they may take ---------------------------------------------------------
 
 KEPT_IDLE = 8
 """Threads of a pool that wait for tasks; one that is done when there are as many ends.
@@ -457,3 +574,25 @@ def allow_connections(connections: int) -> int:
             limit,
         )
     return min(connections, max(limit - OTHER_FILES, limit // 2))
+
+
+class Backoff:
+    """Pauses between attempts: first the shortest, then doubled each time up to the
+    longest."""
+
+    def __init__(self, shortest_s: float, longest_s: float, failures: int = 0) -> None:
+        """As in `Deadlines.retries_s`. failures: attempts that failed before these."""
+        self._shortest_s, self._longest_s = shortest_s, longest_s
+        self._pause_s = shortest_s
+        for _ in range(failures):
+            self.next_s()
+
+    def next_s(self) -> float:
+        """Return the seconds until the next attempt."""
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, self._longest_s)
+        return pause_s
+
+    def reset(self) -> None:
+        """Begin again with the shortest pause, since an attempt got through."""
+        self._pause_s = self._shortest_s

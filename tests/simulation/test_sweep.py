@@ -1,0 +1,141 @@
+"""Settings and seeds, compared pair by pair; rules that a notebook's cell defines."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+from emulate_support import make_config
+from scipy import stats
+
+from diloco_jax import ConfigError, EmulationOptions, LocalCluster, emulate, sweep
+from diloco_jax.core.merging import MEAN
+from diloco_jax.observability.history import plot_losses
+
+SETTINGS = {"K = 2": {}, "K = 1": {"sync.quorum": 1, "inner.learning_rate": 2e-2}}
+SEEDS = (3, 5)
+OPTIONS = EmulationOptions(merge_seconds=0.5)
+
+
+@pytest.fixture(scope="module")
+def found(text):
+    return sweep(make_config(text), SETTINGS, seeds=SEEDS, options=OPTIONS)
+
+
+def test_runs_are_those_of_emulate(found, text):
+    config = make_config(text).replace({"seed": SEEDS[1], **SETTINGS["K = 1"]})
+    alone = emulate(config, options=OPTIONS)
+    one = found.runs["K = 1"][1]
+    assert one.summary["eval_loss"] == alone.summary["eval_loss"]
+    assert len(one.history.evaluations["loss"]) == 8, "one a merge"
+    assert len(alone.history.evaluations["loss"]) == 0, "none was asked for"
+
+
+def test_the_table_compares_runs_of_one_seed(found):
+    table = found.table()
+    losses = {
+        label: [run.summary["eval_loss"] for run in runs]
+        for label, runs in found.runs.items()
+    }
+    over = [100 * (b / a - 1) for a, b in zip(*losses.values(), strict=True)]
+    low, _ = stats.t.interval(0.95, 1, np.mean(over), stats.sem(over))
+    row = table.loc["K = 1"]
+    assert row.over_first == pytest.approx(np.mean(over))
+    assert row.half == pytest.approx(np.mean(over) - low)
+    assert abs(row.over_first) > 0
+    assert table.loc["K = 2", ["over_first", "half"]].tolist() == [0, 0]
+    assert list(table["runs"]) == [2, 2]
+    assert "K = 1" in found._repr_html_()
+
+
+def test_one_seed_has_no_interval(found):
+    once = dataclasses.replace(
+        found, seeds=(3,), runs={label: runs[:1] for label, runs in found.runs.items()}
+    )
+    assert np.isnan(once.table().half).all()
+
+
+def test_a_plot_has_a_line_of_each_run_and_a_colour_of_each_setting(found):
+    for over, column in (("tokens", "tokens"), ("seconds", "time")):
+        axes = found.plot_loss(over=over)
+        lines = axes.get_lines()
+        assert len({line.get_color() for line in lines}) == 2
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert labels == list(SETTINGS)
+        drawn = lines[1].get_xdata()
+        assert list(drawn) == list(found.runs["K = 2"][1].history.evaluations[column])
+
+
+def test_what_cannot_be_drawn_says_why(found):
+    history = found.runs["K = 1"][0].history
+    tokens = np.full_like(history.evaluations["loss"], np.nan)
+    recorded = dataclasses.replace(
+        history, evaluations={**history.evaluations, "tokens": tokens}, recorded=True
+    )
+    with pytest.raises(ConfigError, match=r"'v5p' has \d+ eval.* over 'seconds'"):
+        plot_losses({"v5p": recorded})
+    assert plot_losses({"v5p": recorded}, over="seconds").get_xlabel() == "seconds"
+
+
+@pytest.mark.parametrize(
+    ("settings", "seeds", "message"),
+    [
+        ({"a": {}, "b": {"sync.quorum": 3}}, [0], "setting 'b': sync.quorum = 3"),
+        ({"a": {"sync.qorum": 3}}, [0], "setting 'a': no field 'sync.qorum'.*did you"),
+        ({"a": {}}, [4, 4], "one comes twice"),
+        ({}, [0], "settings has 0 entries"),
+        ({"a": {}}, [], "seeds has 0"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_before_any_run(text, settings, seeds, message):
+    with pytest.raises(ConfigError, match=message):
+        sweep(make_config(text), settings, seeds=seeds)
+
+
+# ---- a rule in a cell ---------------------------------------------------------------
+
+
+class Half:
+    """Merges half of the mean, or another part of it."""
+
+    needs = "sum"
+    by_element = keeps_length = False
+    keeps_equal = embeddings_by_mean = flush_by_mean = False
+    extra_copies = 0
+
+    def __init__(self, part: float) -> None:
+        self.part = part
+
+    def factors(self, weights, squares):
+        return [self.part * weight for weight in weights]
+
+    def scale(self, weights, squares, square):
+        return 1.0
+
+    def direction_square(self, square):
+        return None
+
+
+def test_a_cell_s_rule_is_used_and_its_next_definition_too(text, monkeypatch):
+    config = make_config(text).replace("sync.merge", "__main__:MyRule")
+    main = sys.modules["__main__"]
+    with pytest.raises(ConfigError, match=r"sync\.merge.*__main__ has no 'MyRule'"):
+        emulate(config)
+    monkeypatch.setattr(main, "MyRule", MEAN, raising=False)
+    mean = emulate(config).summary["eval_loss"]
+    monkeypatch.setattr(main, "MyRule", Half(0.5))
+    half = emulate(config).summary["eval_loss"]
+    assert mean == emulate(config.replace("sync.merge", "mean")).summary["eval_loss"]
+    assert half != mean
+    monkeypatch.setattr(main, "MyRule", object())
+    with pytest.raises(ConfigError, match=r"sync\.merge = '__main__:MyRule'"):
+        emulate(config)
+
+
+def test_a_run_asks_for_the_file_of_a_cell_s_rule(text, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "MyRule", MEAN, raising=False)
+    config = make_config(text).replace("sync.merge", "__main__:MyRule")
+    with pytest.raises(ConfigError, match=r"give 'path/to/file.py:MyRule'"):
+        LocalCluster(config)
