@@ -67,6 +67,7 @@ class VisionConfig:
         return (self.side // self.patch // self.shuffle) ** 2
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer, sizes in elements; or a model of your own.
@@ -116,7 +117,9 @@ class ModelConfig:
         help="Parts of a model with pictures that are trained; the others stay as "
         "model.weights has them, and make no pieces; empty = all.",
     )
-    vision: VisionConfig = VisionConfig()
+    vision: VisionConfig = setting(
+        VisionConfig(), help="The tower, of a model that takes pictures."
+    )
     vocab_size: int = setting(256, AT_LEAST_1, help="Number of different tokens.")
     d_model: int = setting(192, AT_LEAST_1, help="Width of the residual stream.")
     num_layers: int = setting(4, AT_LEAST_1, help="Transformer layers.")

@@ -19,7 +19,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import MachineRates
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.models.flops import analytic_flops
+from diloco_jax.models.flops import sequence_flops
 from diloco_jax.planning.advice import advise
 from diloco_jax.planning.checks import IslandNetwork, Remedy, Terms, needs_of, refusals
 from diloco_jax.planning.compiling import IslandPlan
@@ -215,7 +215,7 @@ def step_seconds_of(
             f"{run.model.factory!r}; plan without --arithmetic"
         )
     found = slice_of(name, island)
-    flops = island.batch_size * analytic_flops(run.model, run.sequence_length)
+    flops = island.batch_size * sequence_flops(run)
     again = RECOMPUTED if island.remat == "full" else 1.0
     seconds = flops * again / (found.chips * found.generation.flops_per_s)
     return max(seconds, island.step_seconds)
