@@ -182,8 +182,9 @@ def generate(
 
     def first(count: int) -> jax.Array | None:
         """Return what the next tokens begin as, where they are of the prompt."""
-        inside = begun is not None and position < len(prompt)
-        return begun[:, position : position + count] if inside else None
+        if begun is None or position >= len(prompt):
+            return None
+        return begun[:, position : position + count]
 
     while room and len(tokens) > 1:
         # Powers of two: few lengths are compiled. The last token's logits are drawn by.

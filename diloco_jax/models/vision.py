@@ -220,13 +220,15 @@ def _attend(x: jax.Array, own: Params, layout: Layout) -> jax.Array:
 
     mixed = jax.nn.dot_product_attention(*map(side, ("query", "key", "value")))
     mixed = checkpoint_name(mixed, ATTENDED)  # type: ignore[no-untyped-call]
-    return project(mixed, own["output"], axes=2) + own["output_bias"]
+    added: jax.Array = project(mixed, own["output"], axes=2) + own["output_bias"]
+    return added
 
 
 def _mlp(x: jax.Array, own: Params, layout: Layout) -> jax.Array:
     hidden = ACTIVATIONS["gelu_tanh"](project(x, own["up"]) + own["up_bias"])
     hidden = layout.constrain(hidden, ("batch", None, "mlp"))
-    return project(hidden, own["down"]) + own["down_bias"]
+    added: jax.Array = project(hidden, own["down"]) + own["down_bias"]
+    return added
 
 
 def _names(config: ModelConfig) -> Any:

@@ -407,8 +407,8 @@ def require_processor(folder: Path, model: ModelConfig) -> None:
     for name in (PREPROCESSOR, PROCESSOR):
         if not (folder / name).is_file():
             continue
-        found = read_json(folder / name)
-        found = found.get("image_processor", found if name == PREPROCESSOR else None)
+        whole = read_json(folder / name)
+        found = whole.get("image_processor", whole if name == PREPROCESSOR else None)
         if not isinstance(found, dict):
             continue
         wanted = processor(model)[PREPROCESSOR]
