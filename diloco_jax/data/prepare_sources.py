@@ -306,13 +306,13 @@ def _parsed(data: bytes, at: int, where: str) -> Any:
 
 
 def _no_document(where: str, error: object) -> ConfigError:
-    return ConfigError(f"{FIELD}: {where} is no document: {error}; {_remedy(error)}")
+    remedy = _remedy(error, "mend it, or give --text-field")
+    return ConfigError(f"{FIELD}: {where} is no document: {error}; {remedy}")
 
 
-def _remedy(error: object) -> str:
-    if isinstance(error, PictureError):
-        return "mend its pictures, or leave it out"
-    return "mend it, or give --text-field"
+def _remedy(error: object, otherwise: str) -> str:
+    picture = isinstance(error, PictureError)
+    return "mend its pictures, or leave it out" if picture else otherwise
 
 
 def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
@@ -324,9 +324,10 @@ def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Do
         try:
             found = _read(row, reader, source)
         except ValueError as error:
+            remedy = _remedy(error, "give --text-field")
             raise ConfigError(
                 f"{FIELD}: {source.path}, row {number} of row group {part.start}: "
-                f"{error} (its columns are {', '.join(names)}); {_remedy(error)}"
+                f"{error} (its columns are {', '.join(names)}); {remedy}"
             ) from error
         yield found
 

@@ -117,13 +117,10 @@ def build(
         makes no model; pictures of the data that the model does not take.
     """
     island, layout = island or IslandConfig(), layout or Layout.of_one_device()
-    model: Model
     if run.model.factory:
-        model = _own(run, island, layout)
-    elif run.model.lora_rank or run.model.train:
-        model = load(ADAPTED)(run, island, layout)
-    else:
-        model = bundled(run, island, layout)
+        return _own(run, island, layout)
+    partly = run.model.lora_rank or run.model.train
+    model: Model = (load(ADAPTED) if partly else bundled)(run, island, layout)
     require_pictures(model.pictures, model.batch, run.data)
     return model
 
@@ -171,6 +168,7 @@ def _own(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
 
 def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -> None:
     """Raise ConfigError unless the model is as `Model` says; compute nothing."""
+    require_pictures(model.pictures, model.batch, run.data)
     shapes = model.shapes()
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         keys = [getattr(key, "key", None) for key in path]
