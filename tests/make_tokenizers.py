@@ -28,9 +28,7 @@ def library_text(nbytes: int) -> str:
     return "".join(parts)[:nbytes]
 
 
-def make_json(
-    folder: Path, *, start: bool = True, words: tuple[str, ...] = ()
-) -> Path:
+def make_json(folder: Path, *, start: bool = True, words: tuple[str, ...] = ()) -> Path:
     """Write a byte-level BPE as tokenizer.json, and the file that names its end.
     words: special ones besides."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

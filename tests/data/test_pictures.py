@@ -13,6 +13,7 @@ import make_tokenizers
 import numpy as np
 import pyarrow
 import pytest
+from diloco_jax.protocol.values import Span
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
@@ -46,7 +47,6 @@ from diloco_jax.data.prepared import MANIFEST, PreparedRows, read_manifest
 from diloco_jax.data.reader import BatchReader, LeasedStream
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 from diloco_jax.models.build import build
-from diloco_jax.protocol.values import Span
 
 SIDE, EACH, LENGTH, WAIT_S = 8, 4, 64, 60.0
 ORANGE = (240, 130, 20)

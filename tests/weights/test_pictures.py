@@ -4,8 +4,11 @@ prompts and tasks have pictures."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -289,8 +292,6 @@ def test_a_prompt_whose_pictures_do_not_fit_is_refused(
 
 
 def message_matches(message: str, told: str) -> bool:
-    import re
-
     return bool(re.search(message, " ".join(told.split())))
 
 
@@ -369,3 +370,33 @@ def test_an_item_whose_pictures_do_not_fit_is_refused(item, message, tmp_path):
     path.write_text(json.dumps([plain | item]))
     with pytest.raises(ConfigError, match=message):
         score(open_model(FOLDER), read_task(path), 64)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "pictures.md"
+
+
+@pytest.mark.dist
+def test_the_page_goes_from_files_to_an_export(tmp_path, monkeypatch, capsys):
+    """Its commands run as they stand, the run with an island that is killed."""
+    text = PAGE.read_text()
+    commands = re.search(r"^```\n(diloco .*?)^```", text, re.M | re.S)[1].splitlines()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(PAGE.parents[1] / "benchmarks")
+    importlib.import_module("pictures").write_pictures(tmp_path / "shapes", 200, 1)
+    (tmp_path / "run.py").write_text(code)
+    assert [line.split()[1] for line in commands] == [
+        *("data", "run", "eval", "export", "generate")
+    ]
+    for line in commands:
+        words = shlex.split(line)[1:]
+        if words[0] == "run":
+            words += ["--faults", "small@10:kill"]
+        assert cli.main(words) == 0, line
+    summary = json.loads(Path("runs/shapes/summary.json").read_text())
+    assert summary["tasks"]["task"]["items"] == 200
+    lives = summary["islands"]["small"]["incarnations"]
+    assert lives == 2
+    model = families.read(tensor_files.read_json(Path("model/config.json")), "")
+    assert model.vision == preset("tiny_vision").vision
+    assert capsys.readouterr().out
