@@ -2,11 +2,11 @@
 
 In an environment with torch and transformers (2.13.0 and 5.24.0 made these files):
 `python tests/weights/make_published.py`, or with `make NAME` those alone. Sizes are
-small, the weights random and the tokenizers trained here, so the files are of this project alone. What is kept of the
-originals: the keys of config.json with their values but for sizes, places of tokens,
-names and shards of the tensors, and the kind of the tokenizer with its special words.
-Each folder's config.json stays as it is, but for the tokens, and files of a processor
-do; all else is made anew.
+small, the weights random and the tokenizers trained here, so the files are of this
+project alone. What is kept of the originals: the keys of config.json with their values
+but for sizes, places of tokens, names and shards of the tensors, and the kind of the
+tokenizer with its special words. Each folder's config.json stays as it is, but for the
+tokens, and files of a processor do; all else is made anew.
 
 Seen as published, as copied into these public repositories:
 
