@@ -40,13 +40,14 @@ from typing import Any
 
 import quality_configs
 import support
-from gpu_step import PEAKS
 
 from diloco_jax.config import Config, OuterConfig, SyncConfig
 from diloco_jax.files import write_json
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.models.presets import preset
 
+PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L4": 121e12}
+"""Dense bfloat16 FLOP/s of the devices whose name has this (NVIDIA's data sheets)."""
 PACKED = Path(".gpu")
 LACKING = (
     "array_record",

@@ -30,6 +30,7 @@ Command: `python -m benchmarks.lives`. Cost: a quarter of an hour on two cores.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -39,6 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,18 +50,20 @@ import support
 import tape_checks
 from large_run import GAP_MEDIANS_MAX, replay
 from machine import Stall
-from workers import WORKERS, at_addresses, kinds_of
 
 from diloco_jax import run_files
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.files import write_json
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.workdir import holds_run
 
 ISLANDS = ("a", "b", "c")
+WORKERS = 2
 WIPED = "c"
 """The island whose disk is lost."""
 STEP_SECONDS = 0.4
@@ -266,6 +270,30 @@ def config_of(seconds: float, folder: Path, workers: bool) -> Config:
     return at_addresses(config, folder / "certificates")
 
 
+def at_addresses(config: Config, certificates: Path) -> Config:
+    """Return the config with ports and keys for all, its workers included."""
+    workers = config.placement.workers if config.placement.workers > 1 else 0
+    make_certificates(
+        certificates, [], 1, islands=list(config.islands), workers=workers
+    )
+    ports = [f"127.0.0.1:{free_port()}" for _ in range(workers + 1)]
+    placement = dataclasses.replace(
+        config.placement,
+        bind=ports[0],
+        worker_addresses=tuple(ports[1:]),
+        certificates=str(certificates),
+    )
+    return dataclasses.replace(config, placement=placement).validate()
+
+
+def kinds_of(workdir: Path) -> Counter[str]:
+    """Count the lines of the tape by kind."""
+    with contextlib.suppress(Exception):  # The last line may be half written.
+        tape = read_tape(workdir / run_files.TAPE)
+        return Counter(record["kind"] for record in tape)
+    return Counter()
+
+
 def checks_of(lives: Lives, stall_s: float) -> Iterator[support.Check]:
     """Check one part against the promises."""
     summary, tapes = lives.summary(), lives.tapes()
@@ -280,6 +308,9 @@ def checks_of(lives: Lives, stall_s: float) -> Iterator[support.Check]:
         yield support.at_most(f"{name}: gap", medians, GAP_MEDIANS_MAX, ".2f")
     yield from soak.book_checks(lives.run()) if not lives.earlier else books(lives)
     yield support.none_of("steps merged twice", tape_checks.interval_problems(merges))
+    yield support.none_of(
+        "tokens lost with versions", tape_checks.lost_merges_problems(tapes[-1])
+    )
     yield support.none_of("adopted versions that go back", backwards(tapes))
     yield support.none_of("replay", lives.replayed())
 

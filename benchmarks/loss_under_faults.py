@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -53,10 +54,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import moments
+import jax
+import jax.numpy as jnp
 import soak
 import support
 from machine import device, provenance
@@ -66,7 +68,10 @@ from quality_report import difference
 from diloco_jax.chaos.schedule import Strike, parse_strikes
 from diloco_jax.config import Config
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.simulation import emulate as emulation
+from diloco_jax.simulation.bodies import TrainedBody
 from diloco_jax.simulation.emulation_options import EmulationOptions
+from diloco_jax.simulation.island import VirtualFetch
 
 NAME = "loss_under_faults"
 SEEDS = 5
@@ -262,6 +267,50 @@ def config_of(
     return dataclasses.replace(config, run=run, placement=placement).validate()
 
 
+class SavingBody(TrainedBody):
+    """A body that saves its moments now and then, and comes back with them; the fields
+    are set after it is made."""
+
+    name: str
+    every: int
+    saved: dict[str, Any]
+    """Moments of all islands of the emulation, by name."""
+    steps = 0
+
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
+        """Join, then take over the saved moments."""
+        super().begin(fetched)
+        if (moments := self.saved.get(self.name)) is not None:
+            self._replica._moments = jax.tree.map(jnp.copy, moments)
+
+    def train(self, positions: Any, learning_rate: float) -> None:
+        """Make a step, and save now and then."""
+        super().train(positions, learning_rate)
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.saved[self.name] = jax.tree.map(jnp.copy, self._replica._moments)
+
+
+@contextlib.contextmanager
+def moments_saved(every: int) -> Iterator[None]:
+    """Let islands of emulations in the block come back with their moments of the last
+    checkpoint. every: steps between two."""
+    saved: dict[str, Any] = {}
+    make = emulation._Emulator._make_body
+
+    def make_body(self: Any, name: str) -> TrainedBody:
+        body = make(self, name)
+        body.__class__ = SavingBody
+        body.name, body.every, body.saved = name, every, saved  # type: ignore[attr-defined]
+        return body
+
+    emulation._Emulator._make_body = make_body  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        emulation._Emulator._make_body = make  # type: ignore[method-assign]
+
+
 def emulated(config: Config, seed: int, times: Times) -> dict[str, Any]:
     """Return the loss of one run, and its books."""
     from diloco_jax import compilation, emulate
@@ -276,7 +325,7 @@ def emulated(config: Config, seed: int, times: Times) -> dict[str, Any]:
     )
     began = time.monotonic()
     every = round(soak.CHECKPOINT_S / soak.STEP_SECONDS)
-    with moments.keeping(moments.SAVED, every):
+    with moments_saved(every):
         result = emulate(config, options=options)
     summary = result.summary
     return {

@@ -20,6 +20,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # No device is opened, so that several processes may load it.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# No test asks the hub itself.
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:1"
 # Before jax is imported anywhere; child processes inherit it.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -16,6 +16,7 @@ ALLOWED = {
     "protocol": {"msgspec", "diloco_jax.protocol"},
 }
 MODULES = {
+    "huggingface-hub": "huggingface_hub",
     "skypilot": "sky",
     "orbax-checkpoint": "orbax",
     "array-record": "array_record",

@@ -464,9 +464,9 @@ WEIGHTS = [
     ),
     wrong(
         "run two.py --init hf:HuggingFaceTB/SmolLM2-135M",
-        "HuggingFaceTB/SmolLM2-135M/config.json",
-        "give the folder of a model",
-        lacks="the command that fetches a model by its name",
+        "does not give it",
+        "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M",
+        "--init hf:SmolLM2-135M",
     ),
     wrong("emulate two.py --init hf:nosuch", "nosuch/config.json", "folder of a model"),
     wrong("export nosuch out", "'nosuch' is neither a folder nor", "give a run's"),

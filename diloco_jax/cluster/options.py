@@ -27,9 +27,10 @@ class RunOptions:
     )
     init: str = setting(
         "",
-        metavar="hf:DIR|run:WORKDIR",
+        metavar="hf:DIR|hf:OWNER/NAME|run:WORKDIR",
         help="Start from weights, whose model is taken over with them: of a folder "
-        "with config.json and safetensors, or of a run.",
+        "with config.json and safetensors, of the hub (OWNER/NAME@REVISION pins one), "
+        "or of a run.",
     )
     resume: str = setting(
         "", help="Workdir of a stopped run that should go on; CONFIG may be left out."

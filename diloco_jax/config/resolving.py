@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config, with_paths
 from diloco_jax.config.fields import own_code
-from diloco_jax.config.run import OuterConfig, RunConfig
+from diloco_jax.config.run import OuterConfig, RunConfig, read_init
 from diloco_jax.files import absolute
 
 logger = logging.getLogger(__name__)
@@ -100,8 +100,7 @@ def with_absolute_paths(config: Config) -> Config:
     """Return the config with absolute paths, which mean the same in any folder."""
     config = with_paths(config, absolute)
     run = config.run
-    kind, colon, folder = run.model.weights.partition(":")
-    weights = f"{kind}{colon}{absolute(folder)}"
+    weights = ":".join(read_init(run.model.weights)) if run.model.weights else ""
     run = dataclasses.replace(
         run,
         data=_with_absolute_code(run.data),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -208,21 +210,28 @@ class ModelConfig:
 
 
 INIT_KINDS = ("hf", "run")
+HUB = "hf://"
+"""Begins the location of a model of the Hugging Face Hub."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w][\w./-]*)?")
+"""OWNER/NAME, or OWNER/NAME@REVISION."""
 FROM_ISLAND = "from-island:"
 """Begins an `--init` that names an island, whose parameters are no files."""
 
 
 def read_init(weights: str) -> tuple[str, str]:
     """Return the kind and the folder that it names; raise ConfigError if it has another
-    form.
+    form. OWNER/NAME, where no such folder is, names a model of the hub.
     """
     kind, _, folder = weights.partition(":")
     if weights and (kind not in INIT_KINDS or not folder or folder.endswith("://")):
         raise ConfigError(
             f"--init {weights}: write hf:DIR for a folder with config.json and "
-            f"safetensors, run:WORKDIR for a run's newest snapshot, or "
-            f"{FROM_ISLAND}NAME for what that island begins with"
+            f"safetensors, hf:OWNER/NAME for a model of the hub, run:WORKDIR for a "
+            f"run's newest snapshot, or {FROM_ISLAND}NAME for what that island begins "
+            f"with"
         )
+    if kind == "hf" and HUB_NAME.fullmatch(folder) and not os.path.isdir(folder):
+        return kind, f"{HUB}{folder}"
     return kind, absolute(folder)
 
 

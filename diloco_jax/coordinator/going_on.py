@@ -134,7 +134,7 @@ class CoordinatorOptions:
 
     init: str = setting(
         "",
-        metavar="[hf:DIR|run:WORKDIR|from-island:NAME]",
+        metavar="[hf:DIR|hf:OWNER/NAME|run:WORKDIR|from-island:NAME]",
         help="Begin a new run in WORKDIR, with parameters that are drawn or that an "
         "island begins with, or with the model and parameters of a folder of weights "
         "or of a run. Without it, the run there goes on, or else the run whose anchors "

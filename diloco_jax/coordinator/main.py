@@ -254,7 +254,7 @@ class Coordinator:
                 workdirs.make_workdir(self._workdir)
                 self._facts = RunFacts(run_id=run_id, begun_unix=time.time())
                 self._open_run(had_run=False)
-            return holder or self._maker.lacking_all(term)
+            return holder or self._maker.all_lost(term)
 
         search = AnchorSearch(self.config.run, policy, self._plan, aim, holder_of)
         self._serve(search)

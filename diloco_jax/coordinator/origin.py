@@ -115,7 +115,7 @@ class StateMaker:
 
     # ---- the holder of this life ----------------------------------------------------
 
-    def lacking_all(self, term: int) -> FragmentHolder:
+    def all_lost(self, term: int) -> FragmentHolder:
         """Return a holder that waits for the anchors of all fragments. term: that which
         begins with them."""
         holder = self._holder(term)
@@ -183,7 +183,7 @@ class StateMaker:
         state = recovered.state
         return replace(
             aim_of_run(self.config, self.plan, self.trusted),
-            lacking=tuple(lost),
+            lost=tuple(lost),
             term=state.term + 1,
             last_name=state.term_name,
             known={
@@ -419,7 +419,7 @@ def _record(line: Mapping[str, Any], where: str) -> records.Durable:
 def aim_of_run(config: Config, plan: FragmentPlan, trusted: str) -> Aim:
     """Return the aim of a coordinator that has lost its state."""
     return Aim(
-        lacking=tuple(range(len(plan.fragments))),
+        lost=tuple(range(len(plan.fragments))),
         names=frozenset(config.islands),
         name=secrets.token_hex(4),
         trusted=trusted,

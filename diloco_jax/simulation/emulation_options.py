@@ -145,7 +145,7 @@ class CommandOptions(EmulationOptions):
 
     init: str = setting(
         "",
-        metavar="hf:DIR|run:WORKDIR",
+        metavar="hf:DIR|hf:OWNER/NAME|run:WORKDIR",
         help="Start from weights, whose model is taken over with them.",
     )
     trust_code: bool = setting(False, help=TRUST_CODE)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.coordinator.holding.store import merges_of, params_of, weights_of
+from diloco_jax.coordinator.holding.store import merges_of, params_of, weights_by
 from diloco_jax.core import stacked
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule, Shape
@@ -157,7 +157,8 @@ class MappedMerges:
         firsts: Sequence[Params],
     ) -> None:
         """islands: their names, sorted. firsts: first parameters of each seed."""
-        self._sync, self._plan, self._merges = run.sync, plan, merges_of(run, plan)
+        self._plan, self._merges = plan, merges_of(run, plan)
+        self._weights, self._bound = weights_by(run.sync), run.sync.delta_bound
         self._names, self._seeds = islands, seeds
         begun = [
             [
@@ -232,7 +233,7 @@ class MappedMerges:
         return found
 
     def _shares(self, order: Merge) -> list[float]:
-        weights = weights_of(self._sync, order.contributions, final=order.final)
+        weights = self._weights(order.contributions, order.final)
         return [weight / math.fsum(weights) for weight in weights]
 
     def _squares(self, fragment: int) -> list[list[list[float]]]:
@@ -247,12 +248,12 @@ class MappedMerges:
             lengths = [length(squares) for squares in islands]
             for name, squares, here in zip(self._names, islands, lengths, strict=True):
                 usual = statistics.median_high(lengths)
-                most = self._sync.delta_bound * usual or math.inf
+                most = self._bound * usual or math.inf
                 if not is_fit(squares) or here > most:
                     raise ConfigError(
                         f"seed {seed}: a delta of islands.{name} for fragment "
                         f"{fragment} has length {here:g}, the median is {usual:g} and "
-                        f"sync.delta_bound {self._sync.delta_bound:g}, so a run may "
+                        f"sync.delta_bound {self._bound:g}, so a run may "
                         f"refuse it; lower inner.learning_rate, or use emulate"
                     )
         return by_seed

@@ -1,8 +1,9 @@
 """The first parameters of a run: drawn, or from files, or from another run.
 
-`--init hf:DIR` names a folder with config.json and safetensors, `--init run:WORKDIR`
-the newest snapshot of a run of this package. Of a folder in a bucket there is a copy on
-this machine for as long as somebody reads it.
+`--init hf:DIR` names a folder with config.json and safetensors, `--init hf:OWNER/NAME`
+a model of the hub, `--init run:WORKDIR` the newest snapshot of a run of this package.
+Of a folder in a bucket there is a copy on this machine for as long as somebody reads
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
-from diloco_jax.config.run import FROM_ISLAND, read_init
+from diloco_jax.config.run import FROM_ISLAND, HUB, read_init
 from diloco_jax.coordinator import snapshots
 from diloco_jax.core.fragments import Piece, get_piece
 from diloco_jax.data.prepared import is_prepared, read_manifest, tokenizer_of
@@ -42,7 +43,7 @@ from diloco_jax.files import is_bucket
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
 from diloco_jax.models.vision import part_of
-from diloco_jax.weights import families, tensor_files
+from diloco_jax.weights import families, hub, tensor_files
 from diloco_jax.weights.tensor_files import (
     BESIDE,
     CONFIG,
@@ -77,7 +78,7 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
             )
         placement = dataclasses.replace(config.placement, first_from=island)
         return dataclasses.replace(config, placement=placement)
-    kind, folder = read_init(source)
+    kind, folder = read_init(hub.pinned(source))
     with at_hand(kind, folder, arrays=False) as here:
         if kind == "hf":
             model = families.read(read_json(here / CONFIG), f"{folder}/{CONFIG}")
@@ -162,14 +163,20 @@ def require_source(model: ModelConfig) -> None:
     if not kind:
         return
     model = _all_trained(model)
-    with at_hand(kind, folder, arrays=False) as here:
+    of_hub = folder.startswith(HUB)
+    if of_hub and (meant := hub.pinned(model.weights)) != f"{kind}:{folder}":
+        raise ConfigError(
+            f"model.weights = {model.weights!r} names no commit, and the run would not "
+            f"find the same files later; write {meant!r}, which it is now"
+        )
+    with at_hand(kind, folder, arrays=of_hub) as here:
         if kind == "run":
             config = _config_of(here, model)
             if not is_bucket(folder):
                 from diloco_jax.evaluation import newest_plan
 
                 newest_plan(config, here, build(config.run))
-        elif not is_bucket(folder):
+        elif of_hub or not is_bucket(folder):
             read_folder(here, model)
 
 
@@ -380,7 +387,8 @@ PREFIX, SUFFIX = f"{run_files.SOURCE}.", ".tmp"
 def at_hand(
     kind: str, folder: str, *, arrays: bool, scratch: Path | None = None
 ) -> Iterator[Path]:
-    """Yield a source's folder on this machine: itself, or a copy if it is in a bucket.
+    """Yield a source's folder on this machine: itself, that of the hub's cache, or a
+    copy if it is in a bucket.
 
     The copy ends with the block; arrays that are mapped from it stay readable.
 
@@ -395,6 +403,13 @@ def at_hand(
     """
     if not is_bucket(folder):
         yield Path(folder)
+        return
+    if folder.startswith(HUB):
+        here = hub.downloaded(folder, arrays=arrays)
+        try:
+            yield here
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(here), folder)) from error
         return
     if scratch is not None:
         for left in scratch.glob(f"{PREFIX}*{SUFFIX}"):  # By a process that was killed.

@@ -23,7 +23,6 @@ NAMES = (
     "island_memory",
     "coordinator_memory",
     "coordinator_scale",
-    "coordinator_load",
     "data",
 )
 SMALLEST = 0.05

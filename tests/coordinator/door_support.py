@@ -260,7 +260,7 @@ def searching(
 ) -> tuple[AnchorSearch, AnchorHolder]:
     """A coordinator that has lost its state, and the holder of its anchors."""
     holder = AnchorHolder(Rooms(1 << 20))
-    aim = Aim(lacking=(0, 1), names=names)
+    aim = Aim(lost=(0, 1), names=names)
     made = AnchorSearch(RUN, config, PLAN, aim, lambda run, term: cast(Any, holder))
     return made, holder
 

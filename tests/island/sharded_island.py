@@ -28,8 +28,7 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
-from diloco_jax.island.device.mesh import land
-from diloco_jax.island.device.programs import PiecePrograms
+from diloco_jax.island.device.programs import PiecePrograms, land
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.attention import ATTENTION

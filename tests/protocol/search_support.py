@@ -44,7 +44,7 @@ class Searching:
 
     def __init__(self, names: str = "ab", run_id: str = "", **aim: Any) -> None:
         self.now, self.config = 50.0, replace(CONFIG, run_id=run_id)
-        self.aim = Aim(lacking=(0, 1), names=frozenset(names), name="n", **aim)
+        self.aim = Aim(lost=(0, 1), names=frozenset(names), name="n", **aim)
         self.state = anchors.begin(self.config, self.aim, self.now)
         self.effects: list[Effect] = []
         self.says: dict[str, dict[str, Any]] = {}

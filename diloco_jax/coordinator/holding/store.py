@@ -233,7 +233,7 @@ class Store:
         seconds for which an anchor is kept once nobody fetches it, for a stripe that
         broke and for other hosts. passes: see `use_passes`."""
         self.plan = plan
-        self._sync = run.sync
+        self._weights = weights_by(run.sync)
         self._spares = Spares()
         self._merges = [
             dataclasses.replace(merge, empty=self._spares.array, passes=passes)
@@ -334,7 +334,7 @@ class Store:
             current.state,
             [payload.data for payload in payloads],
             squares or [self.squares(fragment, payload) for payload in payloads],
-            weights_of(self._sync, contributions, final=final),
+            self._weights(contributions, final),
             share=share,
             final=final,
             last=current.last,
@@ -497,13 +497,18 @@ def merges_of(run: RunConfig, plan: FragmentPlan) -> list[FragmentMerge]:
     ]
 
 
-def weights_of(
-    sync: SyncConfig, contributions: Sequence[Contribution], *, final: bool
-) -> list[float]:
-    """Return the weights of a merge's deltas. final: see `Store.merge`."""
-    weighting = tokens if final else WEIGHTINGS.find(sync.weighting)
-    weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
-    return capped(weights, sync.weight_cap)
+def weights_by(
+    sync: SyncConfig,
+) -> Callable[[Sequence[Contribution], bool], list[float]]:
+    """Return what gives the weights of a merge's deltas, and is told whether the merge
+    is `final`, as `Store.merge` has it."""
+    weighting, most = WEIGHTINGS.find(sync.weighting), sync.weight_cap
+
+    def weights_of(deltas: Sequence[Contribution], final: bool) -> list[float]:
+        by = tokens if final else weighting
+        return capped([weight(by, d.tokens, d.steps) for d in deltas], most)
+
+    return weights_of
 
 
 def params_of(plan: FragmentPlan, thetas: Sequence[Arrays]) -> Params:

@@ -52,12 +52,17 @@ from diloco_jax.island.device.mesh import (
     Spreads,
     Tiles,
     abstract,
-    in_turn,
-    land,
     parts_by_host,
     zeros,
 )
-from diloco_jax.island.device.programs import OFTEN, Index, PiecePrograms, bits_shape
+from diloco_jax.island.device.programs import (
+    OFTEN,
+    Index,
+    PiecePrograms,
+    bits_shape,
+    in_turn,
+    land,
+)
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Params

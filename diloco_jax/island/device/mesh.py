@@ -32,7 +32,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -205,8 +205,6 @@ def _primes(number: int) -> list[int]:
         factor += 1
     return found
 
-
-T = TypeVar("T")
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -384,57 +382,6 @@ def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
             value.shape, sharding, lambda index: np.array(value[index])
         )
     return placed
-
-
-def land(
-    spread: Spread,
-    shape: tuple[int, ...],
-    dtype: npt.DTypeLike,
-    boxes: Mapping[tuple[int, Tiles], npt.NDArray[Any]],
-) -> jax.Array:
-    """Put this host's tiles of a piece on its devices, as the spread has them. It
-    communicates with no other host, so any thread may call it.
-
-    shape: of all tiles, [*grid, n]. boxes: by row (0 without rows) and tiles. Rows that
-    are not given are zeros. The values are copied, as in `place`.
-    """
-    sharding = spread.landing
-    if not spread.moved and sharding.is_fully_addressable:
-        (value,) = boxes.values()
-        return place(value, sharding)
-
-    def shard(index: Index | None) -> npt.NDArray[np.generic]:
-        assert index is not None
-        row, within = 0, index
-        if spread.moved:
-            row, within = index[0].indices(spread.rows)[0], index[1:]
-        start, stop = tiles_at(within, shape[:-1])
-        value = boxes.get((row, (start, stop)))
-        if value is None:
-            assert spread.rows > 1, f"{within} is in none of {list(boxes)}"
-            value = np.zeros((*np.subtract(stop, start), shape[-1]), dtype)
-        return np.array(value[None] if spread.moved else value)
-
-    landed = spread.landed_shape(shape)
-    return jax.make_array_from_callback(landed, sharding, shard)
-
-
-def in_turn(arrays: T) -> T:
-    """Return the arrays; on a CPU island of several hosts, wait until they are
-    computed.
-
-    An accelerator runs programs, and so their collectives, in the order of their
-    dispatch. A CPU runs independent programs side by side, so hosts could pair
-    different collectives with each other.
-    """
-    if _side_by_side():
-        jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
-    return arrays
-
-
-@functools.cache
-def _side_by_side() -> bool:
-    return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def zeros(

@@ -8,15 +8,15 @@ its tiles, and tiles make their shard.
 
 A mesh axis may cut a piece inside its tiles (`mesh.py`). Then a take first gathers the
 delta along that axis, and an adoption the anchor. All devices along it make the same
-tiles.
+tiles. What a host fetched lands on its own devices alone, before any program runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,15 @@ from diloco_jax.core.fragments import Bands, Piece
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.mesh import (
     Spread,
+    Tiles,
     abstract,
-    in_turn,
     place,
     spread_of,
     tile_spec,
+    tiles_at,
 )
+
+T = TypeVar("T")
 
 Index = tuple[Any, Any]
 """Layer of a stacked tensor, or None; number of a band, or None. Each is an int32 on
@@ -444,3 +447,54 @@ def _sum_rows(landed: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=4096, typed=True)
 def _placed(value: np.int32 | np.float32, sharding: NamedSharding) -> jax.Array:
     return place(np.asarray(value), sharding)
+
+
+def land(
+    spread: Spread,
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike,
+    boxes: Mapping[tuple[int, Tiles], npt.NDArray[Any]],
+) -> jax.Array:
+    """Put this host's tiles of a piece on its devices, as the spread has them. It
+    communicates with no other host, so any thread may call it.
+
+    shape: of all tiles, [*grid, n]. boxes: by row (0 without rows) and tiles. Rows that
+    are not given are zeros. The values are copied, as in `place`.
+    """
+    sharding = spread.landing
+    if not spread.moved and sharding.is_fully_addressable:
+        (value,) = boxes.values()
+        return place(value, sharding)
+
+    def shard(index: tuple[slice, ...] | None) -> npt.NDArray[np.generic]:
+        assert index is not None
+        row, within = 0, index
+        if spread.moved:
+            row, within = index[0].indices(spread.rows)[0], index[1:]
+        start, stop = tiles_at(within, shape[:-1])
+        value = boxes.get((row, (start, stop)))
+        if value is None:
+            assert spread.rows > 1, f"{within} is in none of {list(boxes)}"
+            value = np.zeros((*np.subtract(stop, start), shape[-1]), dtype)
+        return np.array(value[None] if spread.moved else value)
+
+    landed = spread.landed_shape(shape)
+    return jax.make_array_from_callback(landed, sharding, shard)
+
+
+def in_turn(arrays: T) -> T:
+    """Return the arrays; on a CPU island of several hosts, wait until they are
+    computed.
+
+    An accelerator runs programs, and so their collectives, in the order of their
+    dispatch. A CPU runs independent programs side by side, so hosts could pair
+    different collectives with each other.
+    """
+    if _side_by_side():
+        jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
+    return arrays
+
+
+@functools.cache
+def _side_by_side() -> bool:
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"

@@ -136,12 +136,12 @@ def notices(state: Search) -> list[str]:
 
 def waits_for(state: Search) -> str:
     """Describe the wait, for people."""
-    got = f"{len(state.got)} of {len(state.aim.lacking)} fragments have arrived"
+    got = f"{len(state.got)} of {len(state.aim.lost)} fragments have arrived"
     if state.aim.first:
         (giver,) = state.aim.names
         return f"the run begins with the parameters of island {giver!r}, of which {got}"
     if state.aim.known is not None:
-        lost = list(state.aim.lacking)
+        lost = list(state.aim.lost)
         return f"fragments {lost} are lost, and gathered from islands: {got}"
     return f"this coordinator has lost its state and gathers anchors of islands: {got}"
 
@@ -388,7 +388,7 @@ class _Turn(OneStep[Search]):
             self._judge(fragment)
             if self.state.phase == "over":
                 return
-        for fragment in aim.lacking:
+        for fragment in aim.lost:
             state = self.state
             if fragment in {**state.got, **state.asked, **state.claims}:
                 continue
@@ -397,7 +397,7 @@ class _Turn(OneStep[Search]):
                 self._nobody_left(fragment)
                 return
             self._ask_one(fragment, holders)
-        if len(self.state.got) == len(aim.lacking):
+        if len(self.state.got) == len(aim.lost):
             self._end()
 
     def _holders(self, fragment: int) -> list[str]:
@@ -659,7 +659,7 @@ class _Turn(OneStep[Search]):
             run_id=state.run_id,
             term=state.term,
             name=state.aim.name,
-            anchors=tuple(state.got[fragment] for fragment in state.aim.lacking),
+            anchors=tuple(state.got[fragment] for fragment in state.aim.lost),
             tokens=known.tokens,
             next_position=known.next_position,
             offered=tuple(sorted(state.members)),

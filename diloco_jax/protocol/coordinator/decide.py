@@ -99,7 +99,7 @@ def _handle(turn: Turn, event: Event) -> None:
             _arrived(turn, event)
         case MergePrepared():
             fragments.prepared(turn, event)
-            if turn.now < turn.state.deadline:
+            if turn.state.phase == "flushing" and turn.now < turn.state.deadline:
                 ending.wait(turn)  # Later steps of who is in it are yet to come.
         case MachineSlept(seconds=seconds):
             turn.state = claims.slept(turn.state, seconds)
@@ -213,7 +213,8 @@ def _arrived(turn: Turn, event: DeltaArrived) -> None:
     fragment = takes.arrived(turn, before, event)
     if fragment is not before:
         turn.put(fragment)
-        ending.wait(turn)  # Every delta that arrives renews the wait for the next one.
+        if turn.state.phase == "flushing":
+            ending.wait(turn)  # Every delta renews the wait for the next one.
     ending.island_stopped(turn, name)
 
 
@@ -286,8 +287,10 @@ def _settle(turn: Turn, moving: list[Fragment]) -> None:
         if flushing:
             ending.flush(turn, fragment, live, hurry=hurry)
             fragment = turn.state.fragments[fragment.index]
-        over = fragment.phase == "open" and ending.is_over(
-            turn.state, fragment, turn.now
+        over = (
+            flushing
+            and fragment.phase == "open"
+            and ending.is_over(turn.state, fragment, turn.now)
         )
         settled = fragments.close_if_due(turn, fragment, fleet, hurry=over)
         if settled is not fragment:

@@ -105,12 +105,11 @@ def awaited(state: State) -> tuple[str, ...]:
 
 
 def wait(turn: Turn) -> None:
-    """Let a flush that is under way wait from now."""
-    if turn.state.phase == "flushing":
-        until = turn.now + turn.config.flush_s
-        pause_s = _pause_s(turn.config, len(turn.state.islands.standing.answering))
-        hangs_at = until - (1.0 - OPEN_BY) * turn.config.flush_s
-        turn.set(deadline=until, opens_at=turn.now + pause_s, hangs_at=hangs_at)
+    """Let the flush, which is under way, wait from now."""
+    until = turn.now + turn.config.flush_s
+    pause_s = _pause_s(turn.config, len(turn.state.islands.standing.answering))
+    hangs_at = until - (1.0 - OPEN_BY) * turn.config.flush_s
+    turn.set(deadline=until, opens_at=turn.now + pause_s, hangs_at=hangs_at)
 
 
 def soonest(state: State, now: float) -> float:
@@ -169,9 +168,10 @@ def flush(
 
 
 def is_over(state: State, fragment: Fragment, now: float) -> bool:
-    """Tell whether an open fragment waits no longer: the flush's time has passed, or
-    what it waits for hangs, and some that are here have steps for another merge."""
-    if state.phase != "flushing" or now < state.hangs_at:
+    """Tell whether a fragment that is open in the flush waits no longer: the flush's
+    time has passed, or what it waits for hangs, and some that are here have steps for
+    another merge."""
+    if now < state.hangs_at:
         return False
     return now >= state.deadline or any(
         _has_more(state.islands[name], account)

@@ -116,8 +116,8 @@ class Heard(NamedTuple):
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a search: what is lost, and who is believed."""
 
-    lacking: tuple[int, ...]
-    """Fragments without an anchor."""
+    lost: tuple[int, ...]
+    """Fragments without an anchor: some of a run, or all of one that is lost or new."""
     names: frozenset[str]
     """The islands that are awaited: those of the config, or the one that gives."""
     name: str = ""

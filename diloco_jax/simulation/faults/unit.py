@@ -94,14 +94,14 @@ class Unit:
 
     def _search(
         self,
-        lacking: tuple[int, ...],
+        lost: tuple[int, ...],
         keep: Callable[[int, Anchor], bool],
         done: Callable[[Opened | None], None],
         **known: Any,
     ) -> None:
         world = self._world
         names, name = frozenset(world.schedule.islands), f"opened at {self._clock.now}"
-        aim = Aim(lacking=lacking, names=names, name=name, **known)
+        aim = Aim(lost=lost, names=names, name=name, **known)
         self.gatherer = VirtualGatherer(world.config, aim, self._clock, keep, done)
 
     def _gathered(self, opened: Opened | None) -> None:

@@ -363,7 +363,7 @@ def lost(*numbers: int, **aim: Any) -> Searching:
     """Fragment 0 is lost at version (1, 6), in term 1 of the run."""
     names = "abcd"[: len(numbers)] or "a"
     g = Searching(names, run_id="run-1", term=2, known=KNOWN, **aim)
-    g.aim = replace(g.aim, lacking=(0,))
+    g.aim = replace(g.aim, lost=(0,))
     g.state = anchors.begin(g.config, g.aim, g.now)
     for name, number in zip(names, numbers, strict=False):
         g.offer(name, number, 9)
