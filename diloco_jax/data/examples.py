@@ -1,4 +1,4 @@
-"""The spans of text, learned or not, of a JSON object or a row of a table.
+"""The spans of text, learned or not, of a JSON object or a row of a table, as tokens.
 
 Chats are written as the template beside a tokenizer writes them, as `transformers`
 renders it. Learned is what stands between the template's generation marks. Of a
@@ -17,7 +17,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -553,3 +553,73 @@ def _fields(found: Mapping[str, Any]) -> str:
         for name, value in found.items()
     ]
     return ", ".join(shown) or "none"
+
+
+TRAILING = 4
+"""Tokens at the end of a text among which one that ends it is looked for."""
+
+
+class Tokenised(NamedTuple):
+    """A document, or a piece of one. Both [n]: tokens, int32, and whether the
+    prediction of each counts, bool. `pictures`: where each is kept, and its length."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    pictures: tuple[tuple[int, int], ...] = ()
+
+
+def tokenise(
+    some: Sequence[Example], tokenizer: Tokenizer, reader: Reader
+) -> Iterator[Tokenised]:
+    """Yield the tokens of documents, with those that begin and end one.
+
+    The spans of a document are one text for the tokenizer: many put a space before
+    whatever they are given. A token is learned if a character of it is.
+    """
+    end = tokenizer.end
+    ends = {end, reader.turn_end} - {None}
+    texts, flags = [], []
+    for example in some:
+        spans = example.spans
+        texts.append("".join(span.text for span in spans))
+        sizes = [len(span.text) for span in spans]
+        flags.append(np.repeat([span.learned for span in spans], sizes).astype(bool))
+    mixed = [bool(flag.any() and not flag.all()) for flag in flags]
+    placed = iter(tokenizer.encode_placed([*itertools.compress(texts, mixed)]))
+    alike = iter(tokenizer.encode([*itertools.compress(texts, ~np.array(mixed))]))
+    for example, flag, is_mixed in zip(some, flags, mixed, strict=True):
+        if is_mixed:
+            found, places = next(placed)
+            tokens, (begin, stop) = np.array(found, np.int32), np.array(places).T
+            before = np.concatenate([[0], np.cumsum(flag)])
+            begin = np.minimum(begin, len(flag) - 1)
+            learned = before[np.maximum(stop, begin + 1)] > before[begin]
+        else:
+            tokens = next(alike)
+            learned = np.full(len(tokens), flag.any())
+        if (pictures := reader.pictures) and example.pictures:
+            # The word is one token, and becomes all placeholders of the picture.
+            places = tokens == (tokenizer.token_of(PLACE) or 0)
+            times = np.where(places, pictures.tokens, 1)
+            tokens = np.repeat(np.where(places, pictures.token, tokens), times)
+            learned = np.repeat(learned & ~places, times)
+        start = tokenizer.start
+        if not start and end is not None and learned[:1].all():
+            start = (end,)  # The first token, too, is predicted from something.
+        if start and tuple(tokens[: len(start)]) == start:
+            learned[: len(start)] = False  # The text has them already.
+        else:
+            tokens = np.concatenate([np.array(start, np.int32), tokens])
+            learned = np.concatenate([np.zeros(len(start), bool), learned])
+        wants = example.ends and not _has_ended(tokens, ends, tokenizer)
+        if wants and end is not None:
+            tokens = np.append(tokens, np.int32(end))
+            learned = np.append(learned, flag[-1:].any())
+        yield Tokenised(tokens, learned)
+
+
+def _has_ended(tokens: np.ndarray, ends: set[int | None], tokenizer: Tokenizer) -> bool:
+    """Tell if one of these tokens ends a document, but for spaces after it."""
+    last = tokens[:0:-1][:TRAILING].tolist()
+    at = next((n for n, token in enumerate(last) if token in ends), None)
+    return at is not None and not tokenizer.decode(last[:at]).strip()

@@ -108,17 +108,16 @@ def require_pictures(
         )
     if taken is None:
         return
-    for name, here, there in (
-        ("picture_tokens", data.picture_tokens, taken.tokens),
-        ("picture_token", data.picture_token, taken.token),
-    ):
-        if here != there:
-            raise ConfigError(
-                f"data.{name} = {here}, and the model takes {there}: the data was "
-                f"prepared for another one; make it again with `diloco data prepare "
-                f"OUT SOURCES --picture-tokens {taken.tokens}` and the tokenizer in "
-                f"which the placeholder is token {taken.token}"
-            )
+    ours, theirs = (
+        (data.picture_tokens, data.picture_token),
+        (taken.tokens, taken.token),
+    )
+    if ours != theirs:
+        raise ConfigError(
+            f"data.picture_tokens = {ours[0]} of data.picture_token = {ours[1]}, and "
+            f"the model takes {theirs[0]} of {theirs[1]}: make the data again with "
+            f"--picture-tokens {theirs[0]} and the model's own tokenizer"
+        )
     if not data.pictures:
         raise ConfigError(
             "data.pictures = 0, and the data has pictures; give the most of a row"
@@ -192,7 +191,7 @@ def read_picture(value: Any, folder: Path) -> bytes:
             f"an object of 'bytes' and 'path'"
         )
     if len(value) > MOST_BYTES:
-        raise PictureError(_too_large(len(value)))
+        raise PictureError(f"it has more than {MOST_BYTES:,} bytes; make it smaller")
     decoded(value, 1)
     return value
 
@@ -210,20 +209,12 @@ def _of_file(name: str, folder: Path) -> bytes:
     if "://" in name:
         raise PictureError(f"{shown} is an address; fetch it, and give its path")
     try:
-        path = folder / name
-        if not path.is_file():
-            raise PictureError(f"there is no file {shown} in {folder}")
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise PictureError(f"{shown}: {_too_large(size)}")
-        return path.read_bytes()
-    except PictureError:
-        raise
+        if (path := folder / name).is_file():
+            with path.open("rb") as file:
+                return file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         raise PictureError(f"{shown} in {folder} cannot be read ({error})") from error
-
-
-def _too_large(nbytes: int) -> str:
-    return f"it has {nbytes:,} bytes, and at most {MOST_BYTES:,} are read"
+    raise PictureError(f"there is no file {shown} in {folder}")
 
 
 def decodes(rows: Fields, fields: Fields) -> bool:
@@ -233,8 +224,7 @@ def decodes(rows: Fields, fields: Fields) -> bool:
     if theirs is None or ours is None or theirs.dtype != FILES.dtype:
         return False
     side = ours.shape[1:2]
-    taken = ours.is_like(Field("uint8", None, (*theirs.shape, *side, *side, 3)))
-    return taken and COUNT in rows
+    return ours.is_like(Field("uint8", None, (*theirs.shape, *side, *side, 3)))
 
 
 UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -39,8 +39,8 @@ import numpy as np
 from diloco_jax import files
 from diloco_jax.data.corpus import is_validation, place
 from diloco_jax.data.documents import SourceKind
-from diloco_jax.data.examples import Reader
-from diloco_jax.data.pictures import PLACE, RowPictures
+from diloco_jax.data.examples import Reader, Tokenised, tokenise
+from diloco_jax.data.pictures import RowPictures
 from diloco_jax.data.prepare_sources import (
     PART_BYTES,
     PICTURE_PART_BYTES,
@@ -438,8 +438,6 @@ def _do_part(number: int, part: Part) -> None:
 SUFFIX = ".arrayrecord"
 OPTIONS = "group_size:1"
 """A record is read alone, since rows are drawn one by one."""
-TRAILING = 4
-"""Tokens at the end of a text among which one that ends it is looked for."""
 AT_ONCE, PICTURES_AT_ONCE = 256, 16
 """Documents that a tokenizer gets together; the latter where they may have pictures,
 which lie in memory until then."""
@@ -508,7 +506,9 @@ def write_part(
     with tempfile.TemporaryFile(dir=folder) if with_pictures else io.BytesIO() as kept:
         ahead = documents()
         while some := list(itertools.islice(ahead, at_once)):
-            for document, tokenised in zip(some, _tokenised(some, recipe), strict=True):
+            examples = [document.example for document in some]
+            found = tokenise(examples, recipe.tokenizer, recipe.reader)
+            for document, tokenised in zip(some, found, strict=True):
                 held = is_validation(document.key, recipe.validation_fraction)
                 side = VALIDATION if held else TRAIN
                 spans = document.example.spans
@@ -541,61 +541,6 @@ def write_part(
     )
     files.write_text(msgspec.json.encode(done).decode(), done_path(folder, number))
     return done
-
-
-def _tokenised(some: Sequence[Document], recipe: Recipe) -> Iterator[Tokenised]:
-    """Yield the tokens of documents, with those that begin and end one.
-
-    The spans of a document are one text for the tokenizer: many put a space before
-    whatever they are given. A token is learned if a character of it is.
-    """
-    tokenizer, end = recipe.tokenizer, recipe.tokenizer.end
-    ends = {end, recipe.reader.turn_end} - {None}
-    texts, flags = [], []
-    for document in some:
-        spans = document.example.spans
-        texts.append("".join(span.text for span in spans))
-        sizes = [len(span.text) for span in spans]
-        flags.append(np.repeat([span.learned for span in spans], sizes).astype(bool))
-    mixed = [bool(flag.any() and not flag.all()) for flag in flags]
-    placed = iter(tokenizer.encode_placed([*itertools.compress(texts, mixed)]))
-    alike = iter(tokenizer.encode([*itertools.compress(texts, ~np.array(mixed))]))
-    for document, flag, is_mixed in zip(some, flags, mixed, strict=True):
-        if is_mixed:
-            found, places = next(placed)
-            tokens, (begin, stop) = np.array(found, np.int32), np.array(places).T
-            before = np.concatenate([[0], np.cumsum(flag)])
-            begin = np.minimum(begin, len(flag) - 1)
-            learned = before[np.maximum(stop, begin + 1)] > before[begin]
-        else:
-            tokens = next(alike)
-            learned = np.full(len(tokens), flag.any())
-        if (pictures := recipe.reader.pictures) and document.example.pictures:
-            # The word is one token, and becomes all placeholders of the picture.
-            places = tokens == (tokenizer.token_of(PLACE) or 0)
-            times = np.where(places, pictures.tokens, 1)
-            tokens = np.repeat(np.where(places, pictures.token, tokens), times)
-            learned = np.repeat(learned & ~places, times)
-        start = tokenizer.start
-        if not start and end is not None and learned[:1].all():
-            start = (end,)  # The first token, too, is predicted from something.
-        if start and tuple(tokens[: len(start)]) == start:
-            learned[: len(start)] = False  # The text has them already.
-        else:
-            tokens = np.concatenate([np.array(start, np.int32), tokens])
-            learned = np.concatenate([np.zeros(len(start), bool), learned])
-        wants = document.example.ends and not _has_ended(tokens, ends, tokenizer)
-        if wants and end is not None:
-            tokens = np.append(tokens, np.int32(end))
-            learned = np.append(learned, flag[-1:].any())
-        yield Tokenised(tokens, learned)
-
-
-def _has_ended(tokens: np.ndarray, ends: set[int | None], tokenizer: Tokenizer) -> bool:
-    """Tell if one of these tokens ends a document, but for spaces after it."""
-    last = tokens[:0:-1][:TRAILING].tolist()
-    at = next((n for n, token in enumerate(last) if token in ends), None)
-    return at is not None and not tokenizer.decode(last[:at]).strip()
 
 
 def _write(
@@ -650,15 +595,6 @@ def _write(
 def _part_of(file: IO[bytes], start: int, size: int) -> bytes:
     file.seek(start)
     return file.read(size)
-
-
-class Tokenised(NamedTuple):
-    """A document, or a piece of one. Both [n]: tokens, int32, and whether the
-    prediction of each counts, bool. `pictures`: where each is kept, and its length."""
-
-    tokens: np.ndarray
-    learned: np.ndarray
-    pictures: tuple[tuple[int, int], ...] = ()
 
 
 def pieces(

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import io
+import itertools
 import json
 import re
 import struct
@@ -13,7 +14,6 @@ import make_tokenizers
 import numpy as np
 import pyarrow
 import pytest
-from diloco_jax.protocol.values import Span
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
@@ -31,7 +31,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
-from diloco_jax.data.examples import AROUND, pictures_for, reader_for
+from diloco_jax.data.examples import AROUND, Tokenised, pictures_for, reader_for
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.pictures import (
     BYTE_TOKEN,
@@ -42,13 +42,14 @@ from diloco_jax.data.pictures import (
     RowPictures,
     decoded,
 )
-from diloco_jax.data.prepare import Tokenised, pack, pieces, prepare
+from diloco_jax.data.prepare import pack, pieces, prepare
 from diloco_jax.data.prepared import MANIFEST, PreparedRows, read_manifest
 from diloco_jax.data.reader import BatchReader, LeasedStream
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 from diloco_jax.models.build import build
+from diloco_jax.protocol.messages import Span
 
-SIDE, EACH, LENGTH, WAIT_S = 8, 4, 64, 60.0
+SIDE, EACH, LENGTH, TOKEN, WAIT_S = 8, 4, 64, 7, 60.0
 ORANGE = (240, 130, 20)
 
 
@@ -73,10 +74,6 @@ def halves(mode="RGB"):
 # ---- files of all kinds ------------------------------------------------------------
 
 
-def palette(**options):
-    return file_of(plain(mode="P"), **options)
-
-
 def frames(kind):
     others = [plain((0, 0, 200)), plain((0, 200, 0))]
     return file_of(plain(), kind, save_all=True, append_images=others)
@@ -86,6 +83,8 @@ def sixteen(value):
     return Image.fromarray(np.full((9, 5), value, np.uint16))
 
 
+OF_TWO = plain().quantize(2)
+WHITE, GREY = (255,) * 3, (90,) * 3
 KINDS = {
     "png": (file_of(plain()), ORANGE),
     "jpeg": (file_of(plain(), "JPEG", quality=95), ORANGE),
@@ -93,26 +92,17 @@ KINDS = {
     "bmp": (file_of(plain(), "BMP"), ORANGE),
     "tiff": (file_of(plain(), "TIFF"), ORANGE),
     "ppm": (file_of(plain(), "PPM"), ORANGE),
-    "grey": (file_of(plain((90,) * 3, mode="L")), (90,) * 3),
-    "grey jpeg": (file_of(plain((90,) * 3, mode="L"), "JPEG"), (90,) * 3),
-    "one bit": (file_of(plain((255,) * 3, mode="1")), (255,) * 3),
-    "palette": (palette(), ORANGE),
-    "palette, seen through": (
-        palette(transparency=plain(mode="P").getpixel((0, 0))),
-        (255,) * 3,
-    ),
-    "grey, half seen through": (
-        file_of(Image.new("LA", (5, 5), (0, 128))),
-        (127,) * 3,
-    ),
-    "colour, seen through": (
-        file_of(Image.new("RGBA", (5, 5), (9, 9, 9, 0))),
-        (255,) * 3,
-    ),
-    "colour, not seen through": (file_of(plain(mode="RGBA")), ORANGE),
+    "grey": (file_of(plain(GREY, mode="L")), GREY),
+    "grey jpeg": (file_of(plain(GREY, mode="L"), "JPEG"), GREY),
+    "one bit": (file_of(plain(WHITE, mode="1")), WHITE),
+    "palette": (file_of(plain(mode="P")), ORANGE),
+    "palette, clear": (file_of(OF_TWO, transparency=OF_TWO.getpixel((0, 0))), WHITE),
+    "grey, half clear": (file_of(Image.new("LA", (5, 5), (0, 128))), (127,) * 3),
+    "clear": (file_of(Image.new("RGBA", (5, 5), (9, 9, 9, 0))), WHITE),
+    "not clear": (file_of(plain(mode="RGBA")), ORANGE),
     "CMYK": (file_of(plain(mode="CMYK"), "JPEG", quality=95), ORANGE),
     "16 bit": (file_of(sixteen(0x8000)), (128,) * 3),
-    "16 bit tiff": (file_of(sixteen(0xFF00), "TIFF"), (255,) * 3),
+    "16 bit tiff": (file_of(sixteen(0xFF00), "TIFF"), WHITE),
     "animated gif": (frames("GIF"), ORANGE),
     "animated webp": (frames("WEBP"), ORANGE),
     "animated png": (frames("PNG"), ORANGE),
@@ -315,38 +305,36 @@ def test_text_alone_is_what_it_was_with_and_without(tmp_path):
 GOOD = in_base64(png(0))
 FLOATS = in_base64(file_of(Image.new("F", (4, 4), 0.5), "TIFF"))
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8))
+CUT = {"image": in_base64(file_of(NOISE)[:3000])}
+CUT_JPEG = {"image": in_base64(file_of(NOISE, "JPEG")[:1500])}
+UNREAD, NO_PLACE = "cannot be read as a picture: ", f"the place of one, {PLACE}, 1 ti"
 BAD = {
     "a path of nothing": ({"image": "pics/7.png"}, "no file 'pics/7.png' in .*in"),
     "a folder": ({"image": "."}, "no file '.' in"),
     "an address": ({"image": "https://a.b/c.png"}, "is an address; fetch it"),
-    "a name that no disk has": ({"image": "x" * 5000}, "cannot be read .*too long"),
-    "cut off": (
-        {"image": in_base64(file_of(NOISE)[:3000])},
-        "cannot be read as a picture: image file is truncated",
-    ),
-    "cut off jpeg": (
-        {"image": in_base64(file_of(NOISE, "JPEG")[:1500])},
-        "cannot be read as a picture: image file is truncated",
-    ),
+    "a name of no disk": ({"image": "x" * 5000}, "cannot be read .*too long"),
+    "cut off": (CUT, f"{UNREAD}image file is truncated"),
+    "cut off jpeg": (CUT_JPEG, f"{UNREAD}image file is truncated"),
     "text": ({"image": "words.txt"}, "it is none of JPEG, PNG,"),
     "a program's": ({"image": "drawing.eps"}, "it is none of JPEG, PNG,"),
+    "too long": ({"image": "long.png"}, "more than 134,217,728 bytes; make it sm"),
     "empty": ({"image": {"bytes": ""}}, "it is none of"),
     "no base64": ({"image": {"bytes": "?" * 90}}, "it is none of"),
     "floats": ({"image": FLOATS}, "floats, of no known range"),
     "a bomb": ({"image": in_base64(bomb(9000, 9000))}, "9,000 x 9,000 pixels"),
     "a number": ({"image": 3}, "it is int, and a picture is a path"),
-    "nothing of the two": ({"image": {"url": "a"}}, "it is NoneType, and a picture"),
+    "neither of two": ({"image": {"url": "a"}}, "it is NoneType, and a picture"),
     "both": ({"image": GOOD, "images": [GOOD]}, "both 'image' and 'images'"),
     "no list": ({"images": GOOD}, "its 'images' are str"),
     "a hole": ({"images": [GOOD, None]}, "or one of them is null"),
     "the second": ({"images": [GOOD, "a.png"]}, "its picture 1: there is no file"),
     "no place": (
         {"images": [GOOD] * 2, "text": f"one {PLACE}"},
-        f"it has 2 pictures, and its text has the place of one, {PLACE}, 1 times",
+        f"it has 2 pictures, and its text has {NO_PLACE}",
     ),
-    "a place of nothing": (
+    "no picture": (
         {"text": f"the word {PLACE}"},
-        f"it has 0 pictures, and its text has the place of one, {PLACE}, 1 times",
+        f"it has 0 pictures, and its text has {NO_PLACE}",
     ),
 }
 
@@ -357,6 +345,8 @@ def test_a_bad_picture_is_named_with_file_and_row(kind, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "words.txt").write_text("words")
     (tmp_path / "in" / "drawing.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n")
+    with (tmp_path / "in" / "long.png").open("wb") as sparse:
+        sparse.truncate(1 << 28)
     rows = [{"text": f"{n}", "image": GOOD} for n in range(9)]
     rows.append({"text": "a picture", **row})
     write_lines(path := tmp_path / "in" / "a.jsonl", rows)
@@ -457,71 +447,55 @@ def test_a_tokenizer_needs_a_word_for_a_picture(tokenizers):
 
 
 @st.composite
-def documents(draw, each, token):
-    """Token rows with pictures in them, each token with a number of its own."""
-    found, number = [], 1000
+def documents(draw, each):
+    """Token rows, each token and each picture with a number of its own, from 10 on;
+    `TOKEN` is the placeholder."""
+    found, number = [], itertools.count(10)
     for _ in range(draw(st.integers(1, 8))):
-        tokens, places = [], []
-        for _ in range(draw(st.integers(0, 6))):
-            for _ in range(draw(st.integers(0, 9))):
-                tokens.append(number)
-                number += 1
-            if draw(st.booleans()):
-                places.append((number, number))
-                number += 1
-                tokens += [token] * each
-        tokens = np.array([number, *tokens, number + 1], np.int32)
-        number += 2
-        found.append(Tokenised(tokens, tokens != token, tuple(places)))
+        tokens, places = [next(number)], []
+        for shown in draw(st.lists(st.booleans(), max_size=30)):
+            if shown:
+                places.append((next(number), 0))
+            tokens += [TOKEN] * each if shown else [next(number)]
+        tokens = np.array([*tokens, next(number)], np.int32)
+        found.append(Tokenised(tokens, tokens != TOKEN, tuple(places)))
     return found
 
 
 @given(st.data(), st.integers(1, 5), st.integers(0, 9), st.integers(1, 4))
 def test_rows_have_whole_pictures_and_predict_each_token_once(data, each, more, most):
-    length, token = each + more, 7
-    found = data.draw(documents(each, token))
-    pictures = RowPictures(most=most, tokens=each, token=token)
-    rows = list(pack(found, length, pictures))
+    """And each after what it stands behind in its document."""
+    length, found = each + more, data.draw(documents(each))
+    rows = pack(found, length, RowPictures(most=most, tokens=each, token=TOKEN))
     predicted, seen = [], []
     for row in rows:
         assert sum(len(piece.tokens) for piece in row) <= length + 1
         assert sum(len(piece.pictures) for piece in row) <= most
         for piece in row:
-            runs = [len(r) for r in np.split(piece.tokens, _changes(piece.tokens))]
-            places = np.flatnonzero(piece.tokens == token)
-            assert len(places) == each * len(piece.pictures)
-            assert all(
-                run % each == 0
-                for run, at in zip(runs, [0, *_changes(piece.tokens)], strict=True)
-                if piece.tokens[at] == token
-            )
-            predicted += [int(t) for t in piece.tokens[1:][piece.learned[1:]]]
+            shown = (piece.tokens == TOKEN).tobytes()
+            whole = [len(run) for run in re.findall(b"\1+", shown)]
+            assert all(size % each == 0 for size in whole)
+            assert sum(whole) == each * len(piece.pictures)
             seen += piece.pictures
-            _require_before(piece, found, token)
-    want = [int(t) for one in found for t in one.tokens[1:] if t != token]
+            predicted += [
+                (int(token), int(before))
+                for before, token in itertools.pairwise(piece.tokens)
+                if token != TOKEN
+            ]
+    want = [
+        (int(token), int(before))
+        for document in found
+        for before, token in itertools.pairwise(document.tokens)
+        if token != TOKEN
+    ]
     assert sorted(predicted) == sorted(want)
-    kept = [place for one in found for place in one.pictures]
     assert len(set(seen)) == len(seen)
-    assert set(seen) <= set(kept)
-
-
-def _changes(tokens):
-    return np.flatnonzero(np.diff(tokens == 7)) + 1
-
-
-def _require_before(piece, found, token):
-    """A token that follows a picture is predicted from it."""
-    whole = {int(t): one for one in found for t in one.tokens if t != token}
-    for at in np.flatnonzero(piece.tokens[1:] != token) + 1:
-        tokens = whole[int(piece.tokens[at])].tokens
-        (there,) = np.flatnonzero(tokens == piece.tokens[at])
-        assert tokens[there - 1] == piece.tokens[at - 1]
 
 
 def test_a_document_of_more_pictures_than_a_row_may_have_is_cut_before_one():
     tokens = np.array([1, 7, 7, 2, 7, 7, 3, 7, 7, 4], np.int32)
-    document = Tokenised(tokens, tokens != 7, ((0, 1), (1, 1), (2, 1)))
-    cut = pieces(document, 20, RowPictures(most=2, tokens=2, token=7))
+    document = Tokenised(tokens, tokens != TOKEN, ((0, 1), (1, 1), (2, 1)))
+    cut = pieces(document, 20, RowPictures(most=2, tokens=2, token=TOKEN))
     assert [list(piece.tokens) for piece in cut] == [[1, 7, 7, 2, 7, 7, 3], [7, 7, 4]]
 
 
@@ -713,7 +687,7 @@ def test_a_mixture_has_rows_with_and_without_pictures(mixture):
             (0,),
             {},
             "takes_more",
-            r"data.picture_tokens = 4, and the model takes 5: .*5",
+            r"picture_tokens = 4 of .* = 255, and the model takes 5 of 255: .*5 and",
         ),
         ((0,), {}, "takes_none", r"has pictures \(data.arrays.*and the model takes no"),
     ],

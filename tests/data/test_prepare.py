@@ -20,8 +20,8 @@ from pyarrow import parquet
 
 from diloco_jax.data import prepare_sources
 from diloco_jax.data.corpus import is_validation, place
-from diloco_jax.data.examples import Reader
-from diloco_jax.data.prepare import Tokenised, pack
+from diloco_jax.data.examples import Reader, Tokenised
+from diloco_jax.data.prepare import pack
 from diloco_jax.data.prepare_sources import SourceKind, find_sources, make_parts, read
 from diloco_jax.data.prepared import RecordFormat
 from diloco_jax.data.tokenizers import open_tokenizer
