@@ -116,8 +116,10 @@ class ModelConfig:
     )
     train: tuple[Literal["tower", "connector", "decoder"], ...] = setting(
         (),
-        help="Parts of a model with pictures that are trained; the others stay as "
-        "model.weights has them, and make no pieces; empty = all.",
+        metavar="PART...",
+        help="Parts of a model with pictures that are trained, of tower, connector and "
+        "decoder; the others stay as model.weights has them, and make no pieces; empty "
+        "= all.",
     )
     vision: VisionConfig = setting(
         VisionConfig(), help="The tower, of a model that takes pictures."
