@@ -30,18 +30,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import quality_configs
 import support
 
-from diloco_jax.config import Config, OuterConfig, SyncConfig
+from diloco_jax import compilation
+from diloco_jax.config import Config, DataConfig, OuterConfig, SyncConfig
+from diloco_jax.data.corpus import load_corpus
 from diloco_jax.files import write_json
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.models.presets import preset
@@ -59,7 +63,11 @@ LACKING = (
     "xxhash",
 )
 """Packages that the machine's image does not have."""
+CARRIED_MIB = 64
+"""Most that can be carried, the text included."""
 PYTHON = "3.12"
+GLIBC = ("manylinux2014", *(f"manylinux_2_{n}" for n in (17, 24, 27, 28)))
+"""Tags of wheels that its system can load; pip takes each as it stands."""
 SEEDS = (0, 1, 2)
 TOKENS_PER_PARAMETER = 20
 LEAST_SHARE = 0.1
@@ -130,12 +138,16 @@ def main() -> int:
 
 
 def pack(text: Path) -> int:
-    """Collect wheels, text and a script that installs them into `PACKED`."""
+    """Collect wheels, text and a script that installs them into `PACKED`; return 1 if
+    it is more than can be carried. Raises ConfigError if the text is none."""
+    digest = load_corpus((str(text),), DataConfig().validation_fraction).digest
     wheels = PACKED / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     line = [sys.executable, "-m", "pip", "download", "--no-deps", "-q"]
     line += ["--only-binary", ":all:", "--python-version", PYTHON, "-d", str(wheels)]
-    subprocess.run([*line, "--platform", "manylinux_2_28_x86_64", *LACKING], check=True)
+    line += [word for name in GLIBC for word in ("--platform", f"{name}_x86_64")]
+    wanted = [f"{name}=={metadata.version(name)}" for name in LACKING]
+    subprocess.run([*line, *wanted], check=True)
     packed = PACKED / "text.tar.xz"
     subprocess.run(["tar", "-cJf", packed, "-C", text, "."], check=True)
     (PACKED / "begin").write_text(
@@ -145,8 +157,9 @@ def pack(text: Path) -> int:
         f"mkdir -p {PACKED}/text && tar -xJf {packed} -C {PACKED}/text\n"
     )
     size = sum(path.stat().st_size for path in PACKED.rglob("*") if path.is_file())
-    print(f"{PACKED}: {size / 2**20:.1f} MiB, to be carried", file=sys.stderr)
-    return 0
+    told = f"{PACKED}: {size / 2**20:.1f} MiB of {CARRIED_MIB}, text {digest}"
+    print(told, file=sys.stderr)
+    return int(size > CARRIED_MIB * 2**20)
 
 
 class Study:
@@ -163,9 +176,12 @@ class Study:
     def run(self) -> int:
         """Run; return 1 if the device is used too little to go on."""
         self._options.state.mkdir(parents=True, exist_ok=True)
+        compilation.use_cache(self._options.state / "compiled")
         todo = [c for c in cells(self._options.half) if c.name not in self._rows]
         try:
-            share = self._found.get("share") or self._probe(todo[0])
+            if todo and "flops_per_second" not in self._found:
+                self._probe(todo[0])
+            share = self._found.get("share")
             if share is not None and share < self._options.least_share:
                 print(f"share of the peak {share:.3f} is too small", file=sys.stderr)
                 return 1
@@ -192,21 +208,23 @@ class Study:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._found, self._path)
 
-    def _probe(self, cell: Cell) -> float | None:
-        """Measure FLOP/s on a short run; return its share of the peak, if known."""
+    def _probe(self, cell: Cell) -> None:
+        """Measure FLOP/s on a short run, and its share of the peak, if that is known;
+        one that is cut off begins anew."""
         import jax
 
         config = self._config(dataclasses.replace(cell, method="default", islands=8))
-        steps = PROBE_CYCLES * config.run.sync.steps_per_cycle
+        cycles = 2 if self._options.rehearse else PROBE_CYCLES
+        steps = cycles * config.run.sync.steps_per_cycle
         short = config.replace("total_tokens", steps * _step_tokens(config))
         found = self._laboratory(short, None)
         flops = found.tokens_per_second * _token_flops(config)
+        assert flops > 0, "the probe is too short to have a speed"
         device = jax.devices()[0].device_kind
         peak = next((p for name, p in PEAKS.items() if name in device), None)
         share = flops / peak if peak else None
         self._found.update(device=device, flops_per_second=flops, share=share)
         self._write()
-        return share
 
     def _run(self, cell: Cell) -> None:
         """Run a row to its end, unless it does not fit."""
@@ -232,7 +250,8 @@ class Study:
             "bytes_up": sum(i["bytes_up"] for i in runs[0]["islands"].values()),
             "bytes_down": sum(i["bytes_down"] for i in runs[0]["islands"].values()),
             "rate": config.run.inner.learning_rate,
-            "tokens_per_second": found.tokens_per_second,
+            # NaN where all merges compiled something, and no JSON.
+            "tokens_per_second": _or_none(found.tokens_per_second),
             "seconds": found.seconds,
         }
         state.unlink(missing_ok=True)
@@ -269,12 +288,11 @@ class Study:
     def _config(self, cell: Cell) -> Config:
         plain = cell.method == "data-parallel"
         model = preset("tiny" if self._options.rehearse else cell.size)
-        size = quality_configs.Size(
-            model=model, tokens=1, rates=((0, self._rate(cell)),), sequences=64
-        )
-        size = dataclasses.replace(
-            size, sequence=32 if self._options.rehearse else 1024
-        )
+        rates = ((0, self._rate(cell)),)
+        size = quality_configs.Size(model=model, tokens=1, rates=rates, sequences=64)
+        size = dataclasses.replace(size, sequence=1024)
+        if self._options.rehearse:
+            size = dataclasses.replace(size, sequences=8, sequence=32)
         islands = quality_configs.equal(cell.islands, size.sequences)
         config = quality_configs.config(size, islands=islands, **SYNC[cell.method])
         tokens = TOKENS_PER_PARAMETER * sum(support.fragment_sizes(config))
@@ -318,6 +336,10 @@ SYNC: dict[str, dict[str, Any]] = {
     "best": BEST,
 }
 """What the methods set; the rest is the product's default."""
+
+
+def _or_none(number: float) -> float | None:
+    return None if math.isnan(number) else number
 
 
 def _step_tokens(config: Config) -> int:

@@ -50,6 +50,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--size", default="0.04m", choices=quality_configs.SIZES)
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--tokens", type=int, default=0, help="if not the size's")
     parser.add_argument("--text", nargs="*", default=[], help="the corpus")
     parser.add_argument("--no-float64", action="store_true", help="not Theta")
     options = parser.parse_args()
@@ -123,8 +124,8 @@ def compared(options: argparse.Namespace) -> dict[str, Any]:
     config = quality_configs.config(size).replace("data.paths", tuple(options.text))
     for name in config.islands:
         config = config.replace(f"islands.{name}.compute_dtype", options.dtype)
-    if options.quick:
-        config = config.replace("total_tokens", QUICK_TOKENS)
+    if tokens := options.tokens or QUICK_TOKENS * options.quick:
+        config = config.replace("total_tokens", tokens)
     network, seeds = quality_configs.network(2), range(options.seeds)
     found = laboratory.run(
         config,

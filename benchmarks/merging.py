@@ -132,6 +132,12 @@ def main() -> int:
     parser.add_argument("--cell", type=int, help="used by itself")
     parser.add_argument("--memory", choices=("store", "2", "16"), help="used by itself")
     parser.add_argument("--time", choices=CODECS, help="used by itself")
+    parser.add_argument(
+        "--measured",
+        nargs=4,
+        metavar=("FILE", "ROUTE", "CODEC", "DELTAS"),
+        help="add what such a merge took to a file for `diloco plan --measured`",
+    )
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     if options.memory:
@@ -173,6 +179,12 @@ def main() -> int:
         support.at_most("memory at its peak", peak, MEMORY_MAX),
         support.at_most("peak of a merge of 16 deltas over 2", growth, GROWTH_MAX),
     ]
+    if options.measured:
+        path, *like = options.measured
+        of = [r["seconds_per_1e9_parameters"] for r in rows if like_cell(r, like)]
+        if not of:
+            parser.error(f"no merge of {' '.join(like)} was measured: --measured")
+        support.write_measured(Path(path), merge_core_seconds=of[0])
     return support.write_results(
         options.out,
         "merging",
@@ -197,6 +209,11 @@ def main() -> int:
         {"time": rows, "beyond": [*beyond, *others], "memory": memory},
         facts=facts,
     )
+
+
+def like_cell(row: dict[str, Any], like: Sequence[str]) -> bool:
+    """Tell if a row is of this route, codec and number of deltas."""
+    return [row["route"], row["codec"], str(row["islands"])] == list(like)
 
 
 def bound_of(row: dict[str, Any]) -> support.Check:

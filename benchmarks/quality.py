@@ -37,10 +37,10 @@ from 2026-11-30 on. Of the 924 before, none has the first two, 456 have neither 
 nor text, and 518 no learning rate.
 
 Command: `python benchmarks/quality.py --size 0.1m --minutes 60`; with a text of one's
-own and a GPU `--size 2m --text FOLDER --platform cuda --jobs 8`, `--rates` for the
-sweep alone, `--add FILE` for the raw results of another machine. Cost: about a minute
-of one idle core per run at 0.1 M parameters and 2 M tokens, 5 minutes at 8 M tokens, 9
-minutes at 0.3 M; on an H100 that 8 runs share 3 minutes at 0.3 M and 6 at 2 M.
+own `--size 0.3m --text FOLDER`, `--rates` for the sweep alone, `--add FILE` for the raw
+results of another machine. Cost: about a minute of one idle core per run at 0.1 M
+parameters and 2 M tokens, 5 minutes at 8 M tokens, 9 minutes at 0.3 M. For a GPU there
+is `gpu_hour.py`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ def main() -> int:
     parser.add_argument(
         "--text", nargs="*", default=[], help="the corpus, if not the standard library"
     )
-    parser.add_argument("--platform", default="cpu", help='"cpu" or "cuda"')
     parser.add_argument(
         "--add", nargs="*", type=Path, default=[], help="raw results of other machines"
     )
@@ -114,11 +113,8 @@ def main() -> int:
             done = {_job(run) for run in known}
             runs = json.loads(file.read_bytes())["runs"]
             known += [run for run in runs if _job(run) not in done]
-    # One thread each: two runs side by side are faster than one on two cores. Of a
-    # GPU's memory each takes what it needs.
-    os.environ.update(ALLOCATOR)
-    os.environ.update(NPROC="1", JAX_PLATFORMS=options.platform)
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # One thread each: two runs side by side are faster than one on two cores.
+    os.environ.update(ALLOCATOR, NPROC="1", JAX_PLATFORMS="cpu")
     _refuse_mixed(known)
     _work(options, path, known)
     _refuse_mixed(known)
@@ -136,11 +132,16 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     config = dataclasses.replace(row.config, run=run)
     compilation.use_cache(compilation.of_user())
     began = time.monotonic()
-    if row.plain:
+    if row.plain or row.moments_every:
+        import quality_moments
+
         from diloco_jax import baseline
         from diloco_jax.config.resolving import resolve
 
-        found = baseline.run(resolve(config))
+        if row.plain:
+            found = baseline.run(resolve(config))
+        else:
+            found = quality_moments.run(config, row.moments_every, row.merges_power)
         result = {"loss": _loss(found), "tokens": found["tokens"]}
     else:
         from diloco_jax import emulate
@@ -163,7 +164,9 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     result |= device()
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
-    result |= provenance(row.config, row.options, row.plain)
+    more = (row.moments_every,) if row.moments_every else ()
+    more += (row.merges_power,) if row.merges_power != 1 else ()
+    result |= provenance(row.config, row.options, row.plain, *more)
     return {"size": size, "row": name, "seed": seed, **result}
 
 

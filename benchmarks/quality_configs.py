@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import support
-
 from diloco_jax.config import (
     Config,
     InnerConfig,
@@ -54,6 +52,12 @@ SIZES = {
         tokens=860_000,
         rates=((0, 16e-3),),
     ),
+    "0.04m, short": Size(
+        model=dataclasses.replace(TINY, d_model=32, num_heads=2, mlp_dim=96),
+        tokens=600_000,
+        rates=((0, 8e-3),),
+        sequences=16,
+    ),
     "0.1m": Size(model=TINY, tokens=2_000_000, rates=((0, 8e-3), (2, 4e-3))),
     # Where levers are screened, in small batches: `quality_levers.py`.
     "0.1m, short": Size(model=TINY, tokens=1_200_000, rates=((0, 4e-3),), sequences=16),
@@ -93,6 +97,10 @@ class Row:
     options: EmulationOptions = EmulationOptions()  # noqa: RUF009
     plain: bool = False
     """Data-parallel: `diloco_jax.baseline` on this config."""
+    moments_every: int = 0
+    """Steps between two merges of moments, by `quality_moments.py`; 0: `emulate`."""
+    merges_power: float = 1.0
+    """There merge k of K comes after (k / K)^power of the steps."""
     against: str = ""
     headline: bool = False
 
@@ -102,13 +110,10 @@ class Row:
 
     def same_run(self, other: Row) -> bool:
         """Return True if both rows are the same run under two names."""
-        mine = (self.config, self.options, self.plain)
-        return mine == (other.config, other.options, other.plain)
-
-
-def parameters_of(size: Size) -> int:
-    """Return the number of the model's parameters."""
-    return sum(support.fragment_sizes(config(size)))
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("config", "options", "plain", "moments_every", "merges_power")
+        )
 
 
 def config(
@@ -142,7 +147,9 @@ def plain(size: Size, sequences: int) -> Config:
 
 
 def inner(config: Config, optimizer: str, rate: float) -> Config:
-    inner = InnerConfig(optimizer=optimizer, learning_rate=rate)
+    """Return the config with this inner optimizer; SGD has momentum 0.9."""
+    momentum = (("momentum", 0.9),) if optimizer == "sgd" else ()
+    inner = InnerConfig(optimizer=optimizer, learning_rate=rate, arguments=momentum)
     run = dataclasses.replace(config.run, inner=inner)
     return dataclasses.replace(config, run=run)
 

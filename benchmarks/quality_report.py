@@ -19,36 +19,23 @@ from quality_configs import (
     MIN_SEEDS,
     SIZES,
     Row,
-    Size,
-    parameters_of,
 )
+from quality_levers import LADDER, ORDERS, RUNGS
 from quality_rows import RATE, rates, rows, same_runs
-from quality_schedules import CYCLES, TOKEN_FACTORS
 from quality_variants import CYCLE, PRESET
 
-PUBLISHED_GAPS = {
-    35e6: {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9},
-    90e6: {1: -0.1, 2: 0.5, 4: 1.5, 8: 3.1},
-    180e6: {1: -0.2, 2: 0.3, 4: 1.1, 8: 2.3},
-    550e6: {1: -0.3, 2: 0.2, 4: 0.7, 8: 1.7},
-    2.4e9: {1: -0.4, 2: -0.1, 4: 0.3, 8: 1.1},
-}
-"""Percent over data-parallel by parameters and islands: synchronous, 20 tokens per
+PUBLISHED_GAPS = {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9}
+"""Percent over data-parallel by islands, 35 M parameters: synchronous, 20 tokens per
 parameter, H = 30, each at its own best batch size (arXiv 2503.09799, table 4)."""
 FINDINGS = Path(__file__).with_name("quality_findings.md")
 """The page: answers first."""
 DETAILS = Path(__file__).with_name("quality_details.md")
 """All that was found; it stands in the appendix, before the rows."""
-FIGURE = (
-    "Decoupling costs more with more islands, less with more tokens or shorter cycles"
-)
+FIGURE = "The gap to data-parallel: more islands cost more, and what takes it off"
 """The finding that the picture shows."""
 ISLANDS = (1, 2, 4, 8, 16)
-MANY_TOKENS = 40
-"""Tokens per parameter from which on a point is drawn hollow."""
 NUDGE = 1.035
 """Factor of x between lines, so that no interval hides another."""
-COLORS = {2: "C0", 4: "C1", 8: "C2"}
 BYTES = "bytes"
 """In a template, before the rows whose bytes are compared."""
 BOUNDS = (
@@ -114,10 +101,13 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
 def told(template: Path, runs: Runs) -> str:
     """The text with `{size; row; against}` replaced by what was found, and wrapped;
     `against` is the row's own if it is left out. After `{bytes; ` stand the bytes of
-    payloads over those of `against`. Raises SystemExit naming one that is no row."""
+    payloads over those of `against`, after `{ladder; ` a size. Raises SystemExit naming
+    one that is no row."""
 
     def fill(match: re.Match[str]) -> str:
         words = match[1].split("; ")
+        if words[0] == LADDER:
+            return ladder(_losses(runs, words[1]))
         size, name, *rest = words[1:] if words[0] == BYTES else words
         by_name = _by_name(size) if size in SIZES else {}
         if unknown := {name, *rest} - by_name.keys():
@@ -125,12 +115,7 @@ def told(template: Path, runs: Runs) -> str:
         against = rest[0] if rest else by_name[name].against
         if words[0] == BYTES:
             return _ratio(_found(runs, size, _bytes), name, against)
-        compared = difference(_losses(runs, size), name, against)
-        if compared is None:
-            return "not run"
-        mean, half, pairs = compared
-        interval = f" ± {half:.1f}" if half < float("inf") else ""
-        return f"{mean:+.1f} %{interval} ({pairs})"
+        return _signed(difference(_losses(runs, size), name, against))
 
     text = re.sub(r"\{([^{}]+)\}", fill, template.read_text())
     return support.wrapped(text)
@@ -168,15 +153,58 @@ def difference(
         for seed in losses.get(name, {})
         if seed in losses.get(against, {})
     ]
-    if not pairs:
-        return None
-    if len(pairs) == 1:
-        return pairs[0], float("inf"), 1
+    return interval(pairs)
+
+
+def interval(found: Sequence[float]) -> tuple[float, float, int] | None:
+    """Return mean, half of its 95 % interval, which is infinite for one, and number."""
+    if len(found) < 2:
+        return (found[0], float("inf"), 1) if found else None
     from scipy import stats
 
-    quantile = float(stats.t.ppf(0.975, len(pairs) - 1))
-    half = quantile * statistics.stdev(pairs) / len(pairs) ** 0.5
-    return statistics.fmean(pairs), half, len(pairs)
+    quantile = float(stats.t.ppf(0.975, len(found) - 1))
+    half = quantile * statistics.stdev(found) / len(found) ** 0.5
+    return statistics.fmean(found), half, len(found)
+
+
+def shares(
+    losses: dict[str, dict[int, float]], order: int, place: int
+) -> dict[int, float]:
+    """Return what a rung takes off by seed, in percent of the loss of data-parallel."""
+    above, below = (losses.get(ORDERS[order][n], {}) for n in (place, place + 1))
+    base = losses.get("data-parallel", {})
+    seeds = sorted(above.keys() & below.keys() & base.keys())
+    return {seed: 100 * (above[seed] - below[seed]) / base[seed] for seed in seeds}
+
+
+def ladder(losses: dict[str, dict[int, float]]) -> str:
+    """Return the rows of a table: the shares of each rung in both orders, and their
+    difference, paired by seed."""
+
+    def told(found: dict[int, float]) -> str:
+        return _signed(interval(list(found.values())), unit="")
+
+    lines = []
+    for name, *places in RUNGS:
+        one, other = (
+            shares(losses, order, place) for order, place in enumerate(places)
+        )
+        both = {s: one[s] - other[s] for s in one.keys() & other.keys()}
+        shared = all(
+            ORDERS[0][places[0] + n] == ORDERS[1][places[1] + n] for n in (0, 1)
+        )
+        cells = [told(one)] + (["", ""] if shared else [told(other), told(both)])
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _signed(found: tuple[float, float, int] | None, unit: str = " %") -> str:
+    """Return a difference with its interval and its pairs."""
+    if found is None:
+        return "not run"
+    mean, half, pairs = found
+    either = f" ± {half:.1f}" if half < float("inf") else ""
+    return f"{mean:+.1f}{unit}{either} ({pairs})"
 
 
 def _losses(runs: Runs, size: str) -> dict[str, dict[int, float]]:
@@ -217,8 +245,8 @@ def _line(
         line["difference, 95 % interval"] = "the same run"
     elif compared is not None:
         mean, half, _ = compared
-        interval = f"± {half:.2f}" if half < float("inf") else "(one pair)"
-        line["difference, 95 % interval"] = f"{mean:+.2f} % {interval}"
+        either = f"± {half:.2f}" if half < float("inf") else "(one pair)"
+        line["difference, 95 % interval"] = f"{mean:+.2f} % {either}"
     return line
 
 
@@ -253,32 +281,29 @@ def _checks(size: str, losses: dict[str, dict[int, float]]) -> list[support.Chec
 
 
 def _plot(path: Path, runs: Runs) -> None:
-    """Plot the gap to data-parallel by islands, by model size, by tokens and by H."""
+    """Plot the gap to data-parallel by islands, and what each rung takes off it."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, grid = pyplot.subplots(2, 2, figsize=(11, 10), layout="constrained")
+    figure, (islands, rungs) = pyplot.subplots(
+        1, 2, figsize=(12, 5.5), layout="constrained"
+    )
     figure.suptitle(FIGURE, fontsize="x-large")
-    islands, sizes, tokens, cycles = grid.flat
     _plot_islands(islands, runs)
-    _plot_sizes(sizes, runs)
-    _plot_tokens(tokens, runs)
-    _plot_cycles(cycles, runs)
-    for axes, title, label in (
-        (islands, "8 islands cost 8 to 17 %", "islands"),
-        (sizes, "No fall with size up to 2 M parameters", "parameters"),
-        (tokens, "Cheaper with more tokens, from 2 M on", "tokens, millions"),
-        (cycles, "Longer cycles cost more", "H, inner steps per cycle"),
-    ):
-        axes.set(title=title, xlabel=label, ylabel="loss over data-parallel, %")
-        axes.axhline(0, color="0.8", zorder=0)
-        axes.minorticks_off()
-        if axes.get_legend_handles_labels()[0]:
-            # Below the axes no label can lie on a line or on another label.
-            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
-            axes.legend(fontsize="small", ncol=2, frameon=False, **below)
+    _plot_ladder(rungs, runs)
+    islands.set(title="More islands cost more", xlabel="islands")
+    islands.set(ylabel="loss over data-parallel, %")
+    islands.axhline(0, color="0.8", zorder=0)
+    islands.minorticks_off()
+    rungs.set(title="8 islands, from the defaults to data-parallel")
+    rungs.set(xlabel="what the change takes off, % of data-parallel's loss")
+    rungs.axvline(0, color="0.8", zorder=0)
+    for axes in (islands, rungs):
+        # Below the axes no label can lie on a line or on another label.
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+        axes.legend(fontsize="small", ncol=2, frameon=False, **below)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -290,118 +315,32 @@ def _plot_islands(axes: Any, runs: Runs) -> None:
         count: (_of(count), "data-parallel") for count in ISLANDS
     }
     lines = {size: _gaps(_losses(runs, size), by_islands) for size in SIZES}
-    _lines_of_gaps(axes, lines)
-    smallest = sorted(PUBLISHED_GAPS[min(PUBLISHED_GAPS)].items())
-    label = "published, 35 M, synchronous"
-    axes.plot(*zip(*smallest, strict=True), "k--", label=label)
-    _ticks(axes, ISLANDS)
-
-
-def _plot_sizes(axes: Any, runs: Runs) -> None:
-    """Plot our gaps beside the published lines; points are hollow where a parameter had
-    many tokens."""
-    drawn: dict[str, Size] = {}
-    for order, (count, color) in enumerate(COLORS.items()):
-        published = [(n, gaps[count]) for n, gaps in PUBLISHED_GAPS.items()]
-        label = f"published, {count} islands, synchronous"
-        axes.plot(*zip(*published, strict=True), "--", color=color, label=label)
-        beside: Counter[int] = Counter()
-        for size, about in SIZES.items():
-            parameters = parameters_of(about)
-            found = difference(_losses(runs, size), _of(count), "data-parallel")
-            if found is None:
-                continue
-            gap, half, pairs = found
-            place = len(COLORS) * beside[parameters] + order
-            beside[parameters] += 1
-            axes.errorbar(
-                [parameters * NUDGE**place],
-                [gap],
-                [_bar(half, pairs)],
-                marker="o",
-                color=color,
-                elinewidth=1,
-                fillstyle="none" if _many(about) else "full",
-            )
-            drawn[size] = about
-    for about in drawn.values():
-        per = round(about.tokens / parameters_of(about) / 5) * 5
-        fill = "none" if _many(about) else "full"
-        label = f"ours, about {per} tokens per parameter"
-        if label not in axes.get_legend_handles_labels()[1]:
-            axes.plot([], [], "ko", fillstyle=fill, label=label)
-    axes.set_xscale("log")
-
-
-def _many(size: Size) -> bool:
-    return size.tokens / parameters_of(size) >= MANY_TOKENS
-
-
-def _plot_tokens(axes: Any, runs: Runs) -> None:
-    """Plot our gaps by tokens, for models of one size."""
-    lines = {
-        f"{name}, {count} islands": _by_tokens(same, count, runs)
-        for name, same in _same_but_for_tokens().items()
-        for count in COLORS
-    }
-    lines = {label: points for label, points in lines.items() if len(points) > 1}
-    _lines_of_gaps(axes, lines)
-    _ticks(axes, sorted({x for points in lines.values() for x, *_ in points}))
-
-
-def _plot_cycles(axes: Any, runs: Runs) -> None:
-    """Plot our gaps by the length of the cycle."""
-    by_cycle: dict[float, tuple[str, str]] = {
-        cycle: (f"H = {cycle}, sgd 1 / 0", "data-parallel") for cycle in CYCLES
-    }
-    lines = {
-        f"{size}, 8 islands": points
-        for size in SIZES
-        if len(points := _gaps(_losses(runs, size), by_cycle)) > 1
-    }
-    _lines_of_gaps(axes, lines)
-    _ticks(axes, sorted({x for points in lines.values() for x, *_ in points}))
-
-
-def _lines_of_gaps(axes: Any, lines: dict[str, list[Gap]]) -> None:
-    """Draw lines with intervals, each a little to the right of the one before."""
     drawn = {label: points for label, points in lines.items() if points}
     for order, (label, points) in enumerate(drawn.items()):
         xs, gaps, halves, pairs = zip(*points, strict=True)
         moved = [x * NUDGE ** (order - (len(drawn) - 1) / 2) for x in xs]
         bars = list(map(_bar, halves, pairs))
         axes.errorbar(moved, gaps, bars, marker="o", elinewidth=1, label=label)
-
-
-def _ticks(axes: Any, values: Sequence[float]) -> None:
+    label = "published, 35 M, synchronous"
+    axes.plot(PUBLISHED_GAPS.keys(), PUBLISHED_GAPS.values(), "k--", label=label)
     axes.set_xscale("log")
-    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set_xticks(ISLANDS, [f"{count}" for count in ISLANDS])
 
 
-def _same_but_for_tokens() -> dict[str, list[str]]:
-    """Sizes with the same model and batch, by the name of the first of them."""
-    names: dict[Size, str] = {}
-    groups: dict[str, list[str]] = {}
-    for name, size in SIZES.items():
-        first = names.setdefault(dataclasses.replace(size, tokens=0), name)
-        groups.setdefault(first, []).append(name)
-    return groups
-
-
-def _by_tokens(sizes: list[str], count: int, runs: Runs) -> list[Gap]:
-    """Return the gaps of `count` islands, by millions of tokens."""
-    points: list[Gap] = []
-    for size in sizes:
-        rows_by_tokens = {
-            factor * SIZES[size].tokens / 1e6: (
-                _of(count) + suffix,
-                "data-parallel" + suffix,
-            )
-            for factor in (*TOKEN_FACTORS, 1.0)
-            for suffix in ["" if factor == 1 else f", {factor:g} x tokens"]
-        }
-        points += _gaps(_losses(runs, size), rows_by_tokens)
-    return sorted(points)
+def _plot_ladder(axes: Any, runs: Runs) -> None:
+    """Plot the shares of the rungs, in the first order."""
+    drawn = [size for size in SIZES if shares(_losses(runs, size), 0, 0)]
+    for number, size in enumerate(drawn):
+        losses = _losses(runs, size)
+        found = [interval(list(shares(losses, 0, own).values())) for _, own, _ in RUNGS]
+        rungs = [(y, *each) for y, each in enumerate(found) if each]
+        for y, mean, half, pairs in rungs:
+            place = y + (number - (len(drawn) - 1) / 2) / (len(drawn) + 1)
+            bar = {"height": 1 / (len(drawn) + 1), "color": f"C{number}"}
+            axes.barh(place, mean, xerr=_bar(half, pairs), **bar)
+        axes.barh(0, 0, color=f"C{number}", label=size)
+    axes.set_yticks(range(len(RUNGS)), [name for name, *_ in RUNGS])
+    axes.invert_yaxis()
 
 
 def _of(count: int) -> str:

@@ -28,7 +28,7 @@ from quality_configs import (
     plain,
     unequal,
 )
-from quality_levers import levers
+from quality_levers import ladder, levers
 from quality_schedules import batches, schedules, tokens
 from quality_trouble import trouble
 from quality_variants import GENTLE, PRESET, by_name
@@ -81,6 +81,7 @@ def rows(size: Size) -> Iterator[Row]:
         *batches(size),
         *trouble(size),
         *levers(size),
+        *ladder(size),
     ]
     found = [*headlines, *variants.presets(by_name([*headlines, *others]))]
     found += variants.defaults(by_name(found))

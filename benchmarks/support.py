@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 from machine import FACTS, CpuSamples, machine_facts, sample_cpu
 
 from diloco_jax import run_files
@@ -30,6 +31,7 @@ from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.files import write_json
+from diloco_jax.hardware.machines import Measurements
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.process import Interruptible
@@ -219,6 +221,17 @@ def spread(values: Sequence[float], form: str = ".3f") -> str:
     """Median, with the lowest and the highest value."""
     middle, low, high = statistics.median(values), min(values), max(values)
     return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def write_measured(path: Path, **values: float) -> None:
+    """Add values to a file for `diloco plan --measured`, by field of `Measurements`,
+    with this command, machine and day as their origin."""
+    facts = machine_facts()
+    origin = f"{facts['command']}, {facts['machine']}, {facts['date']}"
+    before = json.loads(path.read_bytes()) if path.exists() else {}
+    added = {name: {"value": v, "origin": origin} for name, v in values.items()}
+    found = msgspec.convert(before | added, Measurements)
+    write_json(msgspec.to_builtins(found), path)
 
 
 def write_results(

@@ -6,12 +6,13 @@ decoupled run make, and does it notice the links at all?
 
 Each island and the coordinator live in a network namespace of their own, behind links
 whose rate is scaled: the bytes of the small model over the rate, relative to the step,
-are those of 12 B parameters. H, P, tau and codecs are those of configs/four_regions.py;
-TLS is on. A step is emulated (`step_seconds`), so that two cores carry all islands.
-Data-parallel and synchronous DiLoCo are a step of the same length and a ring that sums
-a vector of the model's size over the same links: bf16 after each step, or f32 after
-each H; their formulas stand beside. The loss at equal tokens is that of the decoupled
-run, and of plain training with all islands' batches in one.
+are those of 12 B parameters. H, P and tau are those of configs/four_regions.py, with
+deltas in int4 and publishes in int8; TLS is on. A step is emulated (`step_seconds`), so
+that two cores carry all islands. Data-parallel and synchronous DiLoCo are a step of the
+same length and a ring that sums a vector of the model's size over the same links: bf16
+after each step, or f32 after each H; their formulas stand beside. The loss at equal
+tokens is that of the decoupled run, and of plain training with all islands' batches in
+one.
 
 Prediction: what arithmetic gives for data-parallel, and 7 % more for the headers of
 TCP; 0.99 of no limit for the decoupled run, also at 2 Gbit/s and 1 s, where its
@@ -163,8 +164,10 @@ def measured(count: int, cycles: int, chosen: tuple[Link, ...]) -> list[dict[str
 
 
 def reference() -> Config:
-    """Return the config of the full size."""
-    return loading.read_config(ROOT / "configs" / "four_regions.py")
+    """Return the config of the full size, with the codecs of this measurement."""
+    config = loading.read_config(ROOT / "configs" / "four_regions.py")
+    sync = dataclasses.replace(config.run.sync, codec_up="int4", codec_down="int8")
+    return config.replace("sync", sync)
 
 
 def config_of(count: int, cycles: int) -> Config:

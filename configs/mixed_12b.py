@@ -28,7 +28,11 @@ def config() -> Config:
             model=preset("12b"),
             inner=InnerConfig(learning_rate=2e-4),
             sync=SyncConfig(
-                steps_per_cycle=96, fragments=48, overlap_steps=4, codec_up="int4"
+                steps_per_cycle=96,
+                fragments=48,
+                overlap_steps=4,
+                codec_up="int4",
+                codec_down="int4",
             ),
             sequence_length=4096,
             total_tokens=250_000_000_000,

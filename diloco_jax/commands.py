@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_jax import run_files
 from diloco_jax.config import Config
+from diloco_jax.config.config import require_worth
 from diloco_jax.config.fields import NOT_NEGATIVE, setting
 from diloco_jax.config.options import WorkdirOptions, parse
 from diloco_jax.errors import EXIT_DONE, ConfigError
@@ -125,7 +126,9 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     options.check_run()
     if options.run_id:
         going_on.require_run(workdir, options.run_id)
-    if not options.init:
+    if options.init:
+        require_worth(config.run)
+    else:
         config = going_on.with_beginning_of(config, workdir)
     config = resolve(config, copied=True)
     code: int = run(

@@ -31,6 +31,7 @@ RUN_BY = {
     "docs/embed_more.md": "runtime/example_support.py",
     "docs/extending.md": "test_extending.py",
     "docs/finetune.md": "test_blocks_in_docs.py",
+    "docs/mixtures.md": "weights/test_mixtures_page.py",
     "docs/models.md": "models/test_own_model.py",
     "docs/pictures.md": "weights/test_pictures.py",
     "docs/python.md": "runtime/test_python_page.py",

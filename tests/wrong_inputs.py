@@ -172,6 +172,12 @@ VALUES = [
         "choose from f32, bf16, int8, int4, int2",
     ),
     wrong(
+        "run two.py --sync.codec-up int2",
+        "sync.codec_up = 'int2' with inner.optimizer = 'adamw'",
+        "+1.4 % ± 0.7",
+        "set sync.codec_up = 'int4'",
+    ),
+    wrong(
         "run two.py --sync.codec-down gzip",
         "sync.codec_down = 'gzip'",
         "choose from f32, bf16, int8, int4, int2",
@@ -245,10 +251,22 @@ ISLANDS = [
     wrong(
         "run two.py --islands.v6e.mesh-fsdp 3",
         "islands.v6e.batch_size = 8",
-        "1 * 3 * 1 = 3",
+        "1 * 3 * 1 * 1 = 3",
         "choose a multiple of 3",
     ),
     wrong("run two.py --islands.v6e.mesh-tensor 0", "mesh_tensor = 0", "at least 1"),
+    wrong(
+        "run two.py --islands.v6e.mesh-expert 2",
+        "islands.v6e.mesh_expert = 2 does not divide",
+        "model.experts = 0",
+        "choose a divisor, or spread by mesh_data or mesh_fsdp",
+    ),
+    wrong(
+        "run two.py --model.experts 4 --model.experts-per-token 5",
+        "model.experts_per_token = 5",
+        "model.experts = 4",
+        "at most as many",
+    ),
     wrong(
         "run two.py --islands.v6e.hosts 3",
         "islands.v6e.hosts = 3 does not divide 1",

@@ -38,6 +38,7 @@ from diloco_jax.cluster.processes import (
 )
 from diloco_jax.cluster.status import asking
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.config.config import require_worth
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
 from diloco_jax.coordinator.going_on import too_few
@@ -342,6 +343,7 @@ def run(
                 config = resolve(config, text_is_here=True)
             begun = None
         else:
+            require_worth(config.run)
             config = resolve(config, text_is_here=True)
             _require_loss(config)
             begun = whole.enter_context(Beginning(config, config_path))

@@ -47,6 +47,12 @@ FIELDS: dict[str, Family[Any]] = {
     "sync.codec_down": CODECS,
     "outer.optimizer": OUTER_OPTIMIZERS,
 }
+COSTLY = {
+    ("int2", "adamw"): "+1.0 % ± 3.1 (3 pairs, 0.04 M parameters, H = 12)",
+    ("int2", "muon"): "+0.9 % ± 0.8 (3 pairs, 0.1 M parameters, H = 12)",
+}
+"""Loss over int8, by codec and inner optimizer, of pairs that no run begins with: its
+upper end is above the 0.5 % that a codec may cost (docs/design/codecs.md)."""
 TRIAL = "from diloco_jax.config.config import try_members; try_members()"
 """Program of the separate process."""
 TRIAL_S = 300.0
@@ -248,10 +254,26 @@ def validate(config: Config) -> None:
         )
     for name, island in islands.items():
         _check_island(f"islands.{name}", island)
+        if not run.model.factory:
+            _check_experts(f"islands.{name}", island, run.model.experts)
         if island.attention == "splash" and not run.model.factory:
             require_blocks(run.sequence_length, f"islands.{name}.")
     _check_placement(config.placement, islands)
     _check_workers(config.placement, sync.fragments)
+
+
+def require_worth(run: RunConfig) -> None:
+    """Raise ConfigError if a codec is known to cost too much of the loss; emulations
+    still measure it."""
+    optimizer = run.inner.optimizer
+    for field in ("codec_up", "codec_down"):
+        codec = getattr(run.sync, field)
+        if cost := COSTLY.get((codec, optimizer)):
+            raise ConfigError(
+                f"sync.{field} = {codec!r} with inner.optimizer = {optimizer!r}: "
+                f"over int8 they cost {cost} of the loss, and a codec may cost 0.5 %; "
+                f"set sync.{field} = 'int4'"
+            )
 
 
 def require_blocks(sequence_length: int, where: str = "") -> None:
@@ -325,9 +347,9 @@ def check_batch(island: IslandConfig, prefix: str = "") -> None:
     if island.batch_size % island.batch_multiple:
         raise ConfigError(
             f"{prefix}batch_size = {island.batch_size} is not divided by mesh_data * "
-            f"mesh_fsdp * accumulation = {island.mesh_data} * {island.mesh_fsdp} * "
-            f"{island.accumulation} = {island.batch_multiple}; choose a multiple of "
-            f"{island.batch_multiple}"
+            f"mesh_fsdp * mesh_expert * accumulation = "
+            f"{' * '.join(map(str, (*island.mesh[:3], island.accumulation)))} = "
+            f"{island.batch_multiple}; choose a multiple of {island.batch_multiple}"
         )
 
 
@@ -336,10 +358,19 @@ def _check_island(where: str, island: IslandConfig) -> None:
     if island.devices % island.hosts:
         raise ConfigError(
             f"{where}.hosts = {island.hosts} does not divide {island.devices}, the "
-            f"number of its devices (mesh_data * mesh_fsdp * mesh_tensor = "
-            f"{island.mesh_data} * {island.mesh_fsdp} * {island.mesh_tensor}), of "
-            f"which each host has an equal share; choose a divisor of "
-            f"{island.devices}, or a larger mesh"
+            f"number of its devices (mesh_data * mesh_fsdp * mesh_expert * "
+            f"mesh_tensor = {' * '.join(map(str, island.mesh))}), of which each host "
+            f"has an equal share; choose a divisor of {island.devices}, or a larger "
+            f"mesh"
+        )
+
+
+def _check_experts(where: str, island: IslandConfig, experts: int) -> None:
+    if island.mesh_expert > 1 and (not experts or experts % island.mesh_expert):
+        raise ConfigError(
+            f"{where}.mesh_expert = {island.mesh_expert} does not divide "
+            f"model.experts = {experts} into equal parts; choose a divisor, or spread "
+            f"by mesh_data or mesh_fsdp"
         )
 
 

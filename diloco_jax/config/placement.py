@@ -7,6 +7,7 @@ budget. `LaunchConfig` is the part of a config that only `diloco launch` reads.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,12 @@ class IslandConfig:
     )
     mesh_fsdp: int = setting(
         1, AT_LEAST_1, help="Devices over which sequences and parameters are spread."
+    )
+    mesh_expert: int = setting(
+        1,
+        AT_LEAST_1,
+        help="Devices over which sequences and the experts of a layer are spread; it "
+        "divides model.experts.",
     )
     mesh_tensor: int = setting(
         1, AT_LEAST_1, help="Devices over which the work on a sequence is spread."
@@ -98,13 +105,18 @@ class IslandConfig:
     @property
     def devices(self) -> int:
         """Devices of the island's mesh."""
-        return self.mesh_data * self.mesh_fsdp * self.mesh_tensor
+        return math.prod(self.mesh)
+
+    @property
+    def mesh(self) -> tuple[int, int, int, int]:
+        """Sizes of the mesh: data, fsdp, expert, tensor."""
+        return self.mesh_data, self.mesh_fsdp, self.mesh_expert, self.mesh_tensor
 
     @property
     def batch_multiple(self) -> int:
         """The number that `batch_size` must be a multiple of: each device has as many
         sequences in each round of accumulation."""
-        return self.mesh_data * self.mesh_fsdp * self.accumulation
+        return self.mesh_data * self.mesh_fsdp * self.mesh_expert * self.accumulation
 
 
 SLOWEST_LINK_BITS_PER_S = 1e8

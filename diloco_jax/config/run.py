@@ -134,7 +134,30 @@ class ModelConfig:
         2, AT_LEAST_1, help="Heads of keys and values, each shared by several heads."
     )
     head_dim: int = setting(32, AT_LEAST_1, help="Width of one attention head.")
-    mlp_dim: int = setting(512, AT_LEAST_1, help="Width of a layer's MLP.")
+    mlp_dim: int = setting(
+        512, AT_LEAST_1, help="Width of a layer's MLP; without effect with experts."
+    )
+    experts: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="MLPs of each layer, to some of which a router sends each token (a "
+        "mixture of experts); 0 = one MLP for all tokens.",
+    )
+    experts_per_token: int = setting(
+        2, AT_LEAST_1, help="Experts that a token is sent to, the likeliest ones."
+    )
+    expert_dim: int = setting(512, AT_LEAST_1, help="Width of one expert.")
+    experts_renormalised: bool = setting(
+        True,
+        help="Divide the probabilities of a token's experts by their sum, as Mixtral "
+        "and Qwen 3 do and OLMoE does not.",
+    )
+    balance_loss: float = setting(
+        0.01,
+        NOT_NEGATIVE,
+        help="Factor of the loss that keeps the experts' loads alike; without the "
+        "factor it is 1 where they are, and model.experts where one has all.",
+    )
     tied_embeddings: bool = setting(
         False, help="Use the embeddings of the input for the output, too."
     )
@@ -154,6 +177,10 @@ class ModelConfig:
     )
     qk_norm: bool = setting(
         False, help="Normalise each head's query and key before they are rotated."
+    )
+    qk_norm_whole: bool = setting(
+        False,
+        help="With qk_norm: normalise those of all heads together, as OLMoE does.",
     )
     post_norms: bool = setting(
         False, help="Normalise what attention and MLP add to the residual stream, too."

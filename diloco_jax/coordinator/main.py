@@ -100,7 +100,11 @@ def serve(coordinator: Coordinator) -> int:
     ends the process itself.
     """
     try:
-        coordinator.start(coordinator.heed_signals)
+        try:
+            coordinator.start(coordinator.heed_signals)
+        except origin.AskedToEnd as asked:
+            logger.info("%s", asked)
+            return EXIT_DONE
         with TurnWatch(coordinator.config.placement) as watch:
             watch.start()
             code = coordinator.run(watch.touch)
@@ -149,8 +153,10 @@ class Coordinator:
 
     def start(self, serves: Callable[[], None] = lambda: None) -> None:
         """Make or load the state, or gather it from islands, and serve. serves: called
-        when this can be asked to end, before the run's address is told."""
+        when this can be asked to end, before the run's address is told. AskedToEnd is
+        raised if that is while islands are searched."""
         config, workdir = self.config, self._workdir
+        self._serves = serves
         searched: Searched | None = None
         if self._facts.run_id:
             self._open_run(had_run=True)
@@ -256,8 +262,16 @@ class Coordinator:
                 self._open_run(had_run=False)
             return holder or self._maker.all_lost(term)
 
-        search = AnchorSearch(self.config.run, policy, self._plan, aim, holder_of)
+        search = AnchorSearch(
+            self.config.run,
+            policy,
+            self._plan,
+            aim,
+            holder_of,
+            lambda: self._interrupted,
+        )
         self._serve(search)
+        self._serves()
         if self._facts.run_id:
             self._tell_address()  # Islands need it for a run that is to begin.
         searched = search.search()

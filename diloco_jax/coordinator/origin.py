@@ -451,6 +451,11 @@ class SearchError(WireError):
     a person have changed that."""
 
 
+class AskedToEnd(Exception):  # noqa: N818
+    """The process was asked to end while it searched. Islands train on, and the next
+    process begins the search anew."""
+
+
 class AnchorSearch(Handlers):
     """The answers of the wire's server until `search` returns."""
 
@@ -461,10 +466,12 @@ class AnchorSearch(Handlers):
         plan: FragmentPlan,
         aim: Aim,
         holder_of: Callable[[str, int], FragmentHolder],
+        asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         """config: with a run id if it is known. holder_of: returns the holder of the
         run's fragments, given its id and the term that begins. It is called once most
-        islands are of one run: until then nothing is written."""
+        islands are of one run: until then nothing is written. asked_to_end: once it is
+        true, the search ends."""
         self._likeness = Likeness(run, plan)
         self._config, self._holder_of = config, holder_of
         self._sessions, self._lines = Sessions(), RateLimitedLog()
@@ -482,17 +489,19 @@ class AnchorSearch(Handlers):
             searcher=self,
         )
         self._thread = EngineThread(
-            engine, anchors.next_deadline, Timer(), self._peer, lambda: None
+            engine, anchors.next_deadline, Timer(), self._peer, self._keep_house
         )
+        self._asked_to_end = asked_to_end
 
     def search(self) -> Searched:
         """Wait for islands until a deadline, and for their anchors.
 
-        Raises ConfigError that says why there will be no term.
+        Raises ConfigError that says why there will be no term, AskedToEnd.
         """
         logger.warning("%s", self._waits)
         self._thread.run()
-        assert self._found is not None
+        if self._found is None:
+            raise AskedToEnd(f"ending, asked to: {self._waits}")
         assert self._holder is not None
         alerts = [HolderTroubled(text=text) for text in self._alerts]
         return Searched(self._found, self._holder, [*self._unheard, *alerts])
@@ -569,6 +578,10 @@ class AnchorSearch(Handlers):
                 for name, member in sorted(state.members.items())
             },
         }
+
+    def _keep_house(self) -> None:
+        if self._asked_to_end():
+            self._thread.stop()
 
     def _peer(self, event: Event | None) -> Disconnected | None:
         match event:

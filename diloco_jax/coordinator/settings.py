@@ -283,7 +283,7 @@ def _flops_per_s(name: str, island: IslandConfig) -> float:
     if not island.topology:
         return island.devices * ANY_DEVICE_FLOPS_PER_S
     found = find_slice(island.topology, f"islands.{name}.topology")
-    return max(found.chips, island.devices) * found.generation.flops_per_s
+    return max(1.0, island.devices / found.devices) * found.flops_per_s
 
 
 class StateSizes(NamedTuple):

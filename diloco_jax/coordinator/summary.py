@@ -24,6 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, DataConfig
@@ -35,6 +37,9 @@ from diloco_jax.coordinator.watchdog import DiskNeed, DiskWait, Watchdog
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.source import Shares
 from diloco_jax.files import json_number, write_json, write_text
+from diloco_jax.hardware.machines import MeasuredValue, Measurements
+from diloco_jax.hardware.tpus import slice_of
+from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability import measures
 from diloco_jax.observability.exported import Snapshot, families
 from diloco_jax.observability.metrics import Metrics
@@ -113,8 +118,8 @@ def write(
     over_unix: float,
     digest: str,
 ) -> None:
-    """Write `summary.json`, unless an earlier life of the coordinator wrote it after
-    the end.
+    """Write `summary.json` and `measured.json`, unless an earlier life of the
+    coordinator wrote them after the end.
 
     Args:
       begun_unix: start of the run, in unix seconds.
@@ -137,7 +142,43 @@ def write(
     if not any(member.own_data for member in roster.members.values()):
         result |= rows_by_source(config.run.data, lead.state)
     result["ignored_messages"] = dict(lead.journal.ignored_messages)
+    found = measurements(config, roster, lead.config.run_id)
+    write_json(msgspec.to_builtins(found), workdir / run_files.MEASURED)
     write_json(result, workdir / run_files.SUMMARY)
+
+
+def measurements(config: Config, roster: Roster, run_id: str) -> Measurements:
+    """Return what `diloco plan --measured` takes from a run: the median step of each
+    island's newest incarnation, the share of peak that it is on a TPU, and the longest
+    first compilation."""
+    run, steps, shares = config.run, dict[str, MeasuredValue](), {}
+    compiled = {n: m.first_compile_seconds for n, m in roster.members.items()}
+    for name, member in sorted(roster.members.items()):
+        seconds, island = member.current.median_step_seconds, config.islands.get(name)
+        if not seconds or island is None:
+            continue
+        origin = f"run {run_id}, {member.current.steps} steps of {name}"
+        steps[name] = MeasuredValue(value=seconds, origin=origin)
+        if island.topology and not run.model.factory:
+            found = slice_of(name, island)
+            rows = member.tokens_per_step / run.sequence_length
+            flops = rows * analytic_flops(run.model, run.sequence_length)
+            share = MeasuredValue(
+                value=flops / seconds / found.flops_per_s, origin=origin
+            )
+            # A step that is faster than the peak was not made on that slice.
+            if share.value <= 1:
+                shares[found.generation.name] = share
+    longest = max(compiled, key=lambda name: compiled[name], default="")
+    return Measurements(
+        step_seconds=steps,
+        share_of_peak=shares,
+        compile_seconds=MeasuredValue(
+            value=compiled[longest], origin=f"run {run_id}, {longest}"
+        )
+        if compiled.get(longest)
+        else None,
+    )
 
 
 def summary(

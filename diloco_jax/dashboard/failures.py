@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax.hardware.tpus import peak_flops_per_s
 
-AXES = ("mesh_data", "mesh_fsdp", "mesh_tensor")
+AXES = ("mesh_data", "mesh_fsdp", "mesh_expert", "mesh_tensor")
 
 
 @dataclasses.dataclass(kw_only=True)

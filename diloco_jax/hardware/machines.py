@@ -17,7 +17,8 @@ that it is from:
 Measured, by the package's benchmarks, are `CONSTANTS` and `NATIVE`. Every `WeightedSum`
 is merged by the same passes, of which `MachineRates` has the rates. The other kinds of
 merge rules do more, and need not grow in proportion to the deltas: a sort does not. So
-a rule has points, and the cost between two of them follows a power of the number.
+a rule has points, and the cost between two of them follows a power of the number. What
+a user has measured comes as `Measurements`, and counts before all of these.
 
 Islands train on without the coordinator, so the data that they hold, and every wait for
 it, must last through its restart. The processes of a run know the model and the disk;
@@ -29,14 +30,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from diloco_jax.config import Config
+from diloco_jax.config.fields import LARGEST
 from diloco_jax.config.placement import MergeRoute
-from diloco_jax.errors import ConfigError
+from diloco_jax.errors import ConfigError, suggest
+from diloco_jax.hardware.tpus import GENERATIONS
 
 if TYPE_CHECKING:
     from diloco_jax.compilation import Route
@@ -112,6 +118,15 @@ DISK_BASE_MIB_PER_S = 140.0
 """DISK, "Baseline Throughput (MiBps) per VM"."""
 DISK_MIB_PER_S_PER_GIB = 0.28
 """DISK, "Throughput per GiB (MiBps)"."""
+
+
+ZONE = re.compile(r"(?<=\d)-(ai\d+)?[a-z]$")
+"""Ending of a zone's name after its region's name."""
+
+
+def region_of(zone: str) -> str:
+    """Return the region of a zone; a region is its own."""
+    return ZONE.sub("", zone)
 
 
 def machine_of(name: str) -> Machine:
@@ -221,12 +236,17 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
     it and advances the outer optimizer by it, on any route. By codec of the publish."""
     merge_route: str
     """Route of the measured merges: "native" or "xla"."""
+    whole_merge_core_seconds: float | None = None
+    """Core seconds per 1e9 parameters of a merge of the run's deltas by its rule, in
+    place of all of the above; None if nobody measured it."""
     upload_core_seconds: float
     """Core seconds of the coordinator per GB that arrives, with mutual TLS."""
     fetch_core_seconds: float
     """The same per GB that is fetched from it."""
     write_core_seconds: float
     """Core seconds per GB of sealed files that are written."""
+    draw_core_seconds: float
+    """Core seconds per 1e9 parameters that are drawn when a run begins."""
     copy_bytes_per_s: float
     """Bytes that one core copies per second. It tells how machines compare: merges are
     bound by memory."""
@@ -244,16 +264,18 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
         whose rates are told if it has any of its own."""
         merges = ", ".join(f"{k} {v:.3g}" for k, v in self.merge_core_seconds.items())
         deltas = ", ".join(f"{k} {v:.3g}" for k, v in self.delta_core_seconds.items())
-        return [
+        of_merges = [
             f"merges, core seconds per 1e9 parameters ({self.merge}, {self.outer}, "
             f"route {self.merge_route}): "
             f"{merges}; each delta {deltas}; a copy {_gb(self.copy_bytes_per_s)}"
             f" [{self.merges_from}]",
             *([self.rules[rule].line(rule)] if rule in self.rules else []),
+        ]
+        return [
+            *(of_merges if self.whole_merge_core_seconds is None else []),
             f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
             f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
             f"sealed files, core seconds per GB: {self.write_core_seconds:.3g}",
-            "disk: as published for its size and machine (not measured)",
         ]
 
 
@@ -271,6 +293,7 @@ CONSTANTS = MachineRates(
     outer="nesterov",
     merges_from="constant: `python benchmarks/merging.py`, 2 cores, Intel Xeon, "
     "2026-11-26",
+    draw_core_seconds=22.0,
     wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-29",
 )
 """Merges: the line through 2 to 16 deltas of docs/results/raw/merging.md, by the route
@@ -280,7 +303,8 @@ machines of `MACHINES` have Xeons, a store of 1 B parameters took there what the
 (docs/results/raw/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
 docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon,
-2026-11-26."""
+2026-11-26. Draw: `init` of the preset 100m, the second time, on the EPYC beside other
+work, 2026-11-30."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,
@@ -305,6 +329,112 @@ def rate_of(rates: dict[str, float], codec: str) -> float:
 
 def _gb(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+# ---- measured values ----------------------------------------------------------------
+
+
+class MeasuredValue(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """One measured value."""
+
+    value: float
+    origin: str
+    """Command or run, machine and date."""
+
+
+OneValue = MeasuredValue | None
+ByName = dict[str, MeasuredValue]
+
+
+class Measurements(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """All that can be measured for a plan; each value is left out where nobody did."""
+
+    step_seconds: ByName = {}
+    """Median seconds of a step, by island."""
+    share_of_peak: ByName = {}
+    """Share of the chips' peak that the model's FLOPs reached, by generation. An
+    island's own `step_seconds` count before it."""
+    link_up_gbit_per_s: OneValue = None
+    """Gbit/s of the slowest island's link to the coordinator."""
+    link_down_gbit_per_s: OneValue = None
+    """The same from the coordinator."""
+    disk_write_bytes_per_s: OneValue = None
+    """Bytes per second that the coordinator's disk writes."""
+    disk_read_bytes_per_s: OneValue = None
+    """Bytes per second that it reads."""
+    merge_core_seconds: OneValue = None
+    """Core seconds of the coordinator per 1e9 parameters of a merge: of as many deltas
+    as the run has islands, by its rule and codecs, with the checks of the deltas."""
+    restart_seconds: OneValue = None
+    """Seconds from the death of the coordinator's process to its service."""
+    compile_seconds: OneValue = None
+    """Seconds in which a host of the slowest island compiles all of its programs."""
+
+    def values(self) -> Iterator[tuple[str, MeasuredValue]]:
+        """Yield each value with its name: "step_seconds.v5p", "restart_seconds"."""
+        for name in self.__struct_fields__:
+            found = getattr(self, name)
+            if isinstance(found, dict):
+                yield from ((f"{name}.{key}", value) for key, value in found.items())
+            elif found is not None:
+                yield name, found
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for people for each value, and where it is from."""
+        for name, found in self.values():
+            yield f"measured {name}: {found.value:.4g} [{found.origin}]"
+
+
+NOTHING_MEASURED = Measurements()
+
+
+def read_measurements(path: str, config: Config) -> Measurements:
+    """Read a file of measured values, `diloco plan --measured FILE`.
+
+    Raises ConfigError naming the file and the field: one that the file may not have, an
+    island that the run does not have, or a value that nothing can measure.
+    """
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=Measurements)
+    except OSError as error:
+        raise ConfigError(
+            f"--measured {path}: {error.strerror}; name a file"
+        ) from error
+    except msgspec.DecodeError as error:
+        fields = ", ".join(Measurements.__struct_fields__)
+        raise ConfigError(
+            f'--measured {path}: {error}; write {{"FIELD": {{"value": NUMBER, '
+            f'"origin": TEXT}}}}, with a level of names between for step_seconds '
+            f"(islands) and share_of_peak (generations); fields are {fields}"
+        ) from error
+    for said in _wrong(found, config):
+        raise ConfigError(f"--measured {path}: {said}")
+    return found
+
+
+def _wrong(found: Measurements, config: Config) -> Iterator[str]:
+    """Yield what no run can have measured, with its remedy."""
+    named = ("step_seconds", config.islands), ("share_of_peak", GENERATIONS)
+    for field, known in named:
+        for name in getattr(found, field):
+            if name not in known:
+                near = suggest(name, list(known))
+                yield f"{field} has {name!r}{near}; choose from {', '.join(known)}"
+    for name, one in found.values():
+        share = name.startswith("share_of_peak")
+        if not 0 < one.value <= (1 if share else LARGEST):
+            limit = " and at most 1" if share else ""
+            yield f"{name} = {one.value:g}; it must be finite and above 0{limit}"
+        if not one.origin.strip():
+            yield f"{name} has no origin; write the command, the machine and the day"
 
 
 # ---- the time that a restart takes --------------------------------------------------

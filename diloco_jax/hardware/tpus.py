@@ -4,11 +4,13 @@ machine.
 A topology is written GENERATION:SHAPE, as in "v5p:4x4x4" or "v6e:16x16". Facts that a
 provider may change stand in the tables here, and nowhere else.
 
-Rates, looked up 2026-11-20, per chip: peak bf16 FLOP/s, HBM bandwidth and
-the ICI total of both directions from Google's pages on v5p and v6e
-(cloud.google.com/tpu/docs/v5p, v6e); links and wrap-around from "How to Scale Your
-Model" (jax-ml.github.io/scaling-book), which has HBM bandwidth and links up to 12 %
-lower. `hbm_bytes` is what libtpu's compiler says it has for a program.
+Rates, looked up 2026-11-20, per chip: peak bf16 FLOP/s, HBM bandwidth and the ICI total
+of both directions from Google's pages on each generation (cloud.google.com/tpu/docs/v4,
+v5e, v5p, v6e, tpu7x); links and wrap-around from "How to Scale Your Model"
+(jax-ml.github.io/scaling-book), which has HBM bandwidth and links up to 12 % lower. It
+alone has v4's links: six of 45 GB/s. `hbm_bytes` is what libtpu 0.0.42.1's compiler
+says it has for a program (2026-11-30). Zones: cloud.google.com/tpu/docs/regions-zones,
+2026-11-30. Shapes: the pages of the generations.
 
 This machine's TPUs are known by its devices and its PCI bus, without jax.
 """
@@ -29,10 +31,21 @@ class Generation:
     name: str
     shapes: tuple[str, ...]
     """Shapes that have an accelerator type, smallest first."""
+    devices_per_chip: int = 1
+    """Devices that JAX has for a chip: 2 where its two halves do not act as one."""
+    chip_config: str = ""
+    """Name that libtpu's compiler needs in order to take a chip as one device."""
+    type_name: str
+    """Name of the generation in the Cloud TPU API; empty where that has none, nor
+    SkyPilot, which asks it."""
     counted_per_chip: int
     """An accelerator type counts chips (1) or their cores (2): "v6e-16", "v5p-16"."""
     runtime_version: str
     """Name of the machines' image in the Cloud TPU API."""
+    by_policy: bool = False
+    """True if GKE places slices of several hosts by a workload policy, and not by
+    `--tpu-topology` (docs.cloud.google.com/kubernetes-engine/docs/concepts/
+    tpu-ironwood)."""
     node_label: str
     """Value of GKE's node label `gke-tpu-accelerator`."""
     machine_types: dict[int, str]
@@ -44,8 +57,7 @@ class Generation:
     """Zones known to offer it, for messages; the provider has the last word."""
     flops_per_s: float
     """Peak of a chip for bf16, and for f32 operands at the default precision, which
-    rounds to bf16.
-    """
+    rounds to bf16. This and what follows is of a chip, whatever its devices."""
     hbm_bytes: int
     """Bytes of a chip's HBM that a program may use."""
     hbm_bytes_per_s: float
@@ -54,22 +66,70 @@ class Generation:
     links: int
     """Links of a chip to neighbours, two per axis."""
     wraps_from: int
-    """An axis is a ring if its length is a multiple of this, in chips, else a line.
-    v5p: only if this holds for all axes.
-    """
+    """An axis is a ring if its length is a multiple of this, in chips, else a line."""
     wraps_together: bool
+    """True if it is one only where this holds for all axes."""
     device_kinds: tuple[str, ...]
     """Names under which JAX shows the chip (`Device.device_kind`)."""
 
 
 GIB = 1 << 30
+CUBES = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
+    *("8x8x8", "8x8x16", "8x16x16"),
+)
+"""Shapes that all generations with three axes have."""
+SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 GENERATIONS = {
+    "v4": Generation(
+        name="v4",
+        shapes=CUBES,
+        chip_config="megacore",
+        type_name="v4",
+        counted_per_chip=2,
+        runtime_version="tpu-ubuntu2204-base",
+        node_label="tpu-v4-podslice",
+        machine_types={4: "ct4p-hightpu-4t"},
+        cube=4,
+        max_chips=4096,
+        zones=("us-central2-b",),
+        flops_per_s=275e12,
+        hbm_bytes=int(30.75 * GIB),
+        hbm_bytes_per_s=1200e9,
+        ici_bytes_per_s=270e9,
+        links=6,
+        wraps_from=4,
+        wraps_together=True,
+        device_kinds=("TPU v4",),
+    ),
+    "v5e": Generation(
+        name="v5e",
+        shapes=SQUARES,
+        type_name="v5litepod",
+        counted_per_chip=1,
+        runtime_version="v2-alpha-tpuv5-lite",
+        node_label="tpu-v5-lite-podslice",
+        machine_types={
+            1: "ct5lp-hightpu-1t",
+            4: "ct5lp-hightpu-4t",
+            8: "ct5lp-hightpu-8t",
+        },
+        cube=0,
+        max_chips=256,
+        zones=("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a"),
+        flops_per_s=197e12,
+        hbm_bytes=int(15.75 * GIB),
+        hbm_bytes_per_s=819e9,
+        ici_bytes_per_s=200e9,
+        links=4,
+        wraps_from=16,
+        wraps_together=False,
+        device_kinds=("TPU v5 lite", "TPU v5e"),
+    ),
     "v5p": Generation(
         name="v5p",
-        shapes=(
-            *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
-            *("8x8x8", "8x8x16", "8x16x16", "16x16x24"),
-        ),
+        shapes=(*CUBES, "16x16x24"),
+        type_name="v5p",
         counted_per_chip=2,
         runtime_version="v2-alpha-tpuv5",
         node_label="tpu-v5p-slice",
@@ -88,7 +148,8 @@ GENERATIONS = {
     ),
     "v6e": Generation(
         name="v6e",
-        shapes=("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+        shapes=SQUARES,
+        type_name="v6e",
         counted_per_chip=1,
         runtime_version="v2-alpha-tpuv6e",
         node_label="tpu-v6e-slice",
@@ -112,21 +173,49 @@ GENERATIONS = {
         wraps_together=False,
         device_kinds=("TPU v6 lite", "TPU v6e"),
     ),
+    "tpu7x": Generation(
+        name="tpu7x",
+        shapes=CUBES,
+        devices_per_chip=2,
+        type_name="",
+        counted_per_chip=2,
+        runtime_version="",
+        by_policy=True,
+        node_label="tpu7x",
+        machine_types={4: "tpu7x-standard-4t"},
+        cube=4,
+        max_chips=9216,
+        zones=("us-central1-c", "us-central1-ai1a"),
+        flops_per_s=2307e12,
+        hbm_bytes=2 * int(94.75 * GIB),
+        hbm_bytes_per_s=7380e9,
+        ici_bytes_per_s=600e9,
+        links=6,
+        wraps_from=4,
+        wraps_together=True,
+        device_kinds=("TPU7x",),
+    ),
 }
 
 
 HOST_MACHINES = {
+    "ct4p-hightpu-4t": (240, 407),
+    "ct5lp-hightpu-1t": (24, 48),
+    "ct5lp-hightpu-4t": (112, 192),
+    "ct5lp-hightpu-8t": (224, 384),
     "ct5p-hightpu-4t": (208, 448),
     "ct6e-standard-1t": (44, 176),
     "ct6e-standard-4t": (180, 720),
     "ct6e-standard-8t": (360, 1440),
+    "tpu7x-standard-4t": (224, 960),
 }
-"""(vCPUs, GB of memory) of the hosts' machine types."""
+"""(vCPUs, GB of memory) of the hosts' machine types
+(cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, 2026-11-20)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """One TPU slice. JAX has one device per chip on these generations."""
+    """One TPU slice."""
 
     generation: Generation
     shape: str
@@ -138,8 +227,28 @@ class Slice:
 
     @property
     def chips(self) -> int:
-        """Number of chips, each of which is one JAX device."""
+        """Number of chips."""
         return math.prod(self.axes)
+
+    @property
+    def devices(self) -> int:
+        """Number of JAX devices, which an island's mesh has."""
+        return self.chips * self.generation.devices_per_chip
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes of a device's HBM that a program may use."""
+        return self.generation.hbm_bytes // self.generation.devices_per_chip
+
+    @property
+    def hbm_bytes_per_s(self) -> float:
+        """Bytes per second between a device and its HBM."""
+        return self.generation.hbm_bytes_per_s / self.generation.devices_per_chip
+
+    @property
+    def flops_per_s(self) -> float:
+        """Peak of the whole slice."""
+        return self.chips * self.generation.flops_per_s
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -148,8 +257,8 @@ class Slice:
 
     @property
     def chips_per_host(self) -> int:
-        """Number of chips per host: 4, except in v6e slices of one chip or one 8-chip
-        host."""
+        """Number of chips per host: 4, except in v5e and v6e slices of one chip or one
+        8-chip host."""
         return self.chips if self.chips in self.generation.machine_types else 4
 
     @property
@@ -165,10 +274,11 @@ class Slice:
     @property
     def accelerator_type(self) -> str:
         """Accelerator type such as "v5p-128"; empty for a shape that shares its size
-        with a usual one."""
-        if self.shape not in self.generation.shapes:
+        with a usual one, and for a generation that the Cloud TPU API does not have."""
+        kind = self.generation
+        if self.shape not in kind.shapes or not kind.type_name:
             return ""
-        return f"{self.generation.name}-{self.chips * self.generation.counted_per_chip}"
+        return f"{kind.type_name}-{self.chips * kind.counted_per_chip}"
 
 
 def slice_of(name: str, island: IslandConfig) -> Slice:
@@ -183,11 +293,12 @@ def slice_of(name: str, island: IslandConfig) -> Slice:
             f"'v5p:2x2x1' or 'v6e:4x4'"
         )
     found = find_slice(island.topology, field)
-    if island.devices != found.chips:
+    if island.devices != found.devices:
+        each = "two devices" if found.devices > found.chips else "one device"
         raise ConfigError(
             f"islands.{name}: its mesh has {island.devices} devices, and "
-            f"{found.topology} has {found.chips} chips, one device each; choose mesh_* "
-            f"whose product is {found.chips}, or another topology"
+            f"{found.topology} has {found.chips} chips, {each} each; choose mesh_* "
+            f"whose product is {found.devices}, or another topology"
         )
     if island.hosts not in (1, found.hosts):
         raise ConfigError(
@@ -207,7 +318,7 @@ def find_slice(topology: str, field: str) -> Slice:
     if generation is None:
         known = [f"{g}:{s}" for g, made in GENERATIONS.items() for s in made.shapes]
         for entry in known:
-            if find_slice(entry, field).accelerator_type == topology:
+            if topology == find_slice(entry, field).accelerator_type != "":
                 raise ConfigError(f"{field} = {topology!r}; write {entry!r}")
         raise ConfigError(
             f"{field} = {topology!r} is no TPU topology{suggest(topology, known)}; "
@@ -255,19 +366,19 @@ def _axes(shape: str) -> list[int]:
 
 
 def peak_flops_per_s(device_kind: str) -> float | None:
-    """Return the peak of a chip by the name that JAX has for it; None if that is not in
-    the table."""
+    """Return the peak of a device by the name that JAX has for it; None if that is not
+    in the table."""
     for generation in GENERATIONS.values():
         if device_kind in generation.device_kinds:
-            return generation.flops_per_s
+            return generation.flops_per_s / generation.devices_per_chip
     return None
 
 
 def ici_bytes_per_s(found: Slice) -> float:
-    """Return the bytes per second that one chip can send to its neighbours.
+    """Return the bytes per second that one device can send to neighbours of its chip.
 
     A ring axis has two links per chip, a line has one, and an axis of one chip has
-    none. The result is 0 for a single chip.
+    none. The devices of a chip share its links. The result is 0 for a single chip.
     """
     chip, axes = found.generation, found.axes
     rings = [axis % chip.wraps_from == 0 for axis in axes]
@@ -277,12 +388,18 @@ def ici_bytes_per_s(found: Slice) -> float:
         0 if axis == 1 else 2 if ring else 1
         for axis, ring in zip(axes, rings, strict=True)
     )
-    return chip.ici_bytes_per_s * used / chip.links
+    return chip.ici_bytes_per_s * used / chip.links / chip.devices_per_chip
 
 
 GOOGLE_VENDOR = "0x1ae0"
 """Vendor number of TPUs, and of some network cards, on the PCI bus."""
-PCI_DEVICES = {"0x0062": "v5p", "0x006f": "v6e"}
+PCI_DEVICES = {
+    "0x005e": "v4",
+    "0x0063": "v5e",
+    "0x0062": "v5p",
+    "0x006f": "v6e",
+    "0x0076": "tpu7x",
+}
 """TPU generations by their device number on the PCI bus, with jax's numbers."""
 
 

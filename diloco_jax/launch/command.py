@@ -33,7 +33,7 @@ LOOKS = ("status", "logs")
 """Actions that change nothing, and ask nothing."""
 OF_TPU_VM = ("create", "delete")
 """Actions of a backend that makes machines, and has no hold on what they run."""
-OF_NO_STEP = frozenset({"memory", "merge buffer", "places", "disk bytes"})
+OF_NO_STEP = frozenset({"memory", "merge buffer", "disk bytes"})
 """Checks of the plan that do not depend on the islands' speed."""
 SLOW_STEP_S = 3600.0
 """Step so long that no other check refuses."""
@@ -139,9 +139,9 @@ def require_planned(config: Config) -> list[str]:
     """Ask the plan before anything is paid for: would the coordinator's machine do?
 
     Steps are not known without a compiler, so a launch is refused only for what does
-    not depend on them: memory, places at the bulk port, and the least bytes of the
-    disk. What arithmetic refuses beyond that at peak rates is returned as notes.
-    `diloco plan` knows the rest.
+    not depend on them: memory, the merge buffer, and the least bytes of the disk. What
+    arithmetic refuses beyond that at peak rates is returned as notes, and so is what
+    would wait its turn. `diloco plan` knows the rest.
 
     Raises ConfigError if the coordinator's machine or its disk is too small for the
     run, however slow its steps are.
@@ -150,7 +150,7 @@ def require_planned(config: Config) -> list[str]:
 
     # The laptop's devices play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    from diloco_jax.planning.checks import refusals
+    from diloco_jax.planning.checks import notes, refusals
     from diloco_jax.planning.plan import fragments_of, step_seconds_of, terms_of
 
     slow = dict.fromkeys(config.islands, SLOW_STEP_S)
@@ -162,11 +162,13 @@ def require_planned(config: Config) -> list[str]:
         raise ConfigError(
             f"{'; '.join(wrong)}; or give --unplanned to launch it all the same"
         )
+    waits = [f"plan: {note}" for note in notes(terms)]
     if config.run.model.factory:
-        return []  # Nobody knows its FLOPs before it is compiled.
+        return waits  # Nobody knows its FLOPs before it is compiled.
     fast = {name: step_seconds_of(config, name) for name in config.islands}
     terms = dataclasses.replace(terms, step_seconds=fast, steps_known=True)
-    return [f"plan at peak rates, REFUSED: {r.text}" for r in refusals(terms)]
+    refused = [f"plan at peak rates, REFUSED: {r.text}" for r in refusals(terms)]
+    return [*refused, *waits]
 
 
 def _backend_of(options: LaunchOptions) -> Backend:

@@ -15,6 +15,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from diloco_jax.hardware.machines import region_of
 from diloco_jax.launch import manifests
 from diloco_jax.launch.certificates import digest, files_of
 from diloco_jax.launch.manifests import ISLAND, PART, yaml_text
@@ -122,8 +123,13 @@ def _login(cluster: GkeCluster) -> Command:
 
 
 def _island_pools(spec: LaunchSpec, island: PlacedIsland) -> list[Resource]:
-    """Return a node pool in each zone of the island; at most one has a slice."""
+    """Return a node pool in each zone of the island; at most one has a slice. Before
+    them, where the generation is placed by one, the policy that says what they are."""
     found, generation = island.slice, island.slice.generation
+    policies = [_policy(island)] if generation.by_policy and found.hosts > 1 else []
+    placed = f"--placement-policy={island.resource}"
+    if not policies:
+        placed = f"--tpu-topology={found.shape}" if found.hosts > 1 else ""
     bought = {
         "on_demand": "",
         "spot": "--spot",
@@ -131,8 +137,7 @@ def _island_pools(spec: LaunchSpec, island: PlacedIsland) -> list[Resource]:
         f"--reservation={quote(island.reservation)}",
     }
     options = (
-        f"--machine-type={found.machine_type} "
-        f"{f'--tpu-topology={found.shape}' if found.hosts > 1 else ''} "
+        f"--machine-type={found.machine_type} {placed} "
         f"{bought[island.purchase]} --max-nodes={found.hosts} "
         f"--node-labels={ISLAND}={island.resource}"
     )
@@ -142,10 +147,35 @@ def _island_pools(spec: LaunchSpec, island: PlacedIsland) -> list[Resource]:
         f"{island.cluster.location!r}, or ask for quota "
         f"(launch.purchase.{island.name} = {island.purchase!r})"
     )
-    return [
+    pools = [
         _pool(spec, island.cluster, pool, island.name, zone, options, remedy)
         for pool, zone in zip(island.pools, island.zones, strict=True)
     ]
+    return [*policies, *pools]
+
+
+def _policy(island: PlacedIsland) -> Resource:
+    """Return the workload policy by which the cloud places a slice of several hosts."""
+    region, name = region_of(island.zones[0]), island.resource
+
+    def line(verb: str, words: str = "", **how: Any) -> Command:
+        project = quote(island.cluster.project)
+        where = f"--region={region} --project={project} --quiet"
+        line = f"gcloud compute resource-policies {verb} {name} {where} {words}"
+        return Command(tuple(shlex.split(line)), **how)
+
+    return Resource(
+        what=f"workload policy {name} in {region}",
+        owner=island.name,
+        find=line("describe", "'--format=value(status)'"),
+        create=(
+            line(
+                "create workload-policy",
+                f"--type=HIGH_THROUGHPUT --accelerator-topology={island.slice.shape}",
+            ),
+        ),
+        delete=line("delete", deletes=True),
+    )
 
 
 def _coordinators_pool(spec: LaunchSpec) -> Resource:

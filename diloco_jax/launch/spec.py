@@ -20,8 +20,10 @@ from diloco_jax.config import (
     Placement,
     own_code,
 )
+from diloco_jax.config.config import require_worth
 from diloco_jax.config.run import FROM_ISLAND, read_init
 from diloco_jax.files import is_bucket
+from diloco_jax.hardware.machines import region_of
 from diloco_jax.hardware.tpus import Slice, slice_of
 from diloco_jax.launch.variables import check_variables
 from diloco_jax.wire import peers
@@ -54,8 +56,6 @@ too: whoever fails before its hello is not heard by the coordinator."""
 KEPT_HOURS = 24.0 * 365
 """Hours for which a coordinator lingers whose machine is not to be given back."""
 
-ZONE = re.compile(r"(?<=\d)-[a-z]$")
-"""Ending of a zone's name after its region's name."""
 MAX_NAME = 40
 """Longest name in letters. GKE's node pools have the strictest limit of all."""
 MAX_ZONES = 9
@@ -252,11 +252,6 @@ def in_cluster(name: str, settings: LaunchConfig) -> str:
     return f"{name}.{settings.namespace}.svc"
 
 
-def region_of(zone: str) -> str:
-    """Return the region of a zone; a region is its own."""
-    return ZONE.sub("", zone)
-
-
 def resource_name(name: str, part: str) -> str:
     """Return a name that every part of the cloud accepts.
 
@@ -439,6 +434,11 @@ def _place(run: str, config: Config, island: str, on: Backend) -> PlacedIsland:
             f"{field} = {settings.purchase[island]!r}: SkyPilot buys no reserved TPUs; "
             f"launch this run with --on gke or --on tpu_vm"
         )
+    if on != "gke" and not found.generation.type_name:
+        raise ConfigError(
+            f"islands.{island}.topology = {found.topology!r}: the Cloud TPU API, and "
+            f"so --on {on}, does not have {found.generation.name}; launch with --on gke"
+        )
     if on == "sky" and not found.accelerator_type:
         raise ConfigError(
             f"islands.{island}.topology = {found.topology!r}: SkyPilot asks for slices "
@@ -551,6 +551,7 @@ def _host_config(
         )
         for island in placed
     }
+    require_worth(run)
     ordered = Config(run=run, islands=islands, placement=placement, launch=launch)
     return ordered.validate()
 

@@ -127,7 +127,7 @@ def _queued_resource(spec: LaunchSpec, island: PlacedIsland, script: str) -> Res
     found, settings, zone = island.slice, spec.settings, island.zones[0]
     kind = f"--accelerator-type={found.accelerator_type}"
     if not found.accelerator_type:
-        kind = f"--type={found.generation.name} --topology={found.shape}"
+        kind = f"--type={found.generation.type_name} --topology={found.shape}"
     bought = {"on_demand": "", "spot": "--spot", "reserved": "--reserved"}
     # A request that waits longer than the run may would buy what nobody uses.
     valid = f"--valid-until-duration={max(1, round(settings.max_hours * 3600))}s"

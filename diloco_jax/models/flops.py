@@ -77,14 +77,18 @@ def least_flops(model: ModelConfig, length: int) -> float:
 
 
 def product_weights(model: ModelConfig) -> int:
-    """Weights of all matrix products, those of the logits included."""
+    """Weights of all matrix products that a token takes part in, those of the logits
+    included: of a mixture the router and the token's own experts."""
     return model.vocab_size * model.d_model + model.num_layers * layer_weights(model)
 
 
 def layer_weights(model: ModelConfig) -> int:
     """Weights of the matrix products of one layer."""
     heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    return model.d_model * (heads * model.head_dim + 3 * model.mlp_dim)
+    width = 3 * model.mlp_dim
+    if model.experts:
+        width = model.experts + 3 * model.experts_per_token * model.expert_dim
+    return model.d_model * (heads * model.head_dim + width)
 
 
 def product_flops(jaxpr: Any) -> float:

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import ConfigError, ModelConfig
-from diloco_jax.models import vision
+from diloco_jax.models import experts, vision
 from diloco_jax.models.layers import (
+    ACTIVATIONS,
     Rotations,
     frequencies,
     rms_norm,
@@ -52,6 +53,7 @@ T, D], stands for what the tokens begin as, where pictures are among them (`begu
 @functools.lru_cache(maxsize=4)
 def make_decode(config: ModelConfig) -> Decode:
     """Return the model's decoder; it computes in the dtype of the cache."""
+    activation, alone = ACTIVATIONS[config.activation], Layout.of_one_device()
 
     @jax.jit
     def decode(
@@ -100,8 +102,11 @@ def make_decode(config: ModelConfig) -> Decode:
                     query, kept.keys, kept.values, mask=mask
                 )
 
+            def send(x: jax.Array, weights: experts.Experts) -> jax.Array:
+                return experts.mix(config, activation, alone, x, None, weights)[0]
+
             module = layer_of(config, weights)
-            return module(x, turns[windowed], attend, lambda x, names: x), kept
+            return module(x, turns[windowed], attend, lambda x, names: x, send), kept
 
         x = embedded(config, params["embedding"][tokens], dtype)
         x = x if first is None else first.astype(dtype)

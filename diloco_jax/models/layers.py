@@ -1,7 +1,8 @@
 """The layers of the bundled model, in flax nnx, and the loop over all of them.
 
 A layer has RMSNorm before each half, rotary positions, grouped-query attention, and a
-gated MLP; by the config also norms of queries and keys and after each half, and biases.
+gated MLP, or a mixture of experts (`experts.py`); by the config also norms of queries
+and keys and after each half, and biases.
 Every parameter carries its logical axis names and mean and standard deviation at the
 start; the values come from outside.
 
@@ -33,6 +34,7 @@ from flax import nnx
 
 from diloco_jax.config import ModelConfig
 from diloco_jax.models.attention import Mix
+from diloco_jax.models.experts import Experts, Send
 from diloco_jax.models.model import Names
 
 Rotations = tuple[jax.Array, jax.Array]
@@ -112,18 +114,26 @@ class Layer(nnx.Module):
         self.attention_norm = Norm(config, config.d_model, "embed")
         self.attention = Attention(config)
         self.mlp_norm = Norm(config, config.d_model, "embed")
-        self.mlp = Mlp(config)
+        self.mlp = ExpertMlp(config) if config.experts else Mlp(config)
         self.post_norms = config.post_norms
         if config.post_norms:
             self.attention_post_norm = Norm(config, config.d_model, "embed")
             self.mlp_post_norm = Norm(config, config.d_model, "embed")
 
     def __call__(
-        self, x: jax.Array, turns: Rotations, attend: Mix, constrain: Constrain
+        self,
+        x: jax.Array,
+        turns: Rotations,
+        attend: Mix,
+        constrain: Constrain,
+        send: Send,
     ) -> jax.Array:
+        """send: what experts are called by."""
         added = self.attention(self.attention_norm(x), turns, attend, constrain)
         x = x + (self.attention_post_norm(added) if self.post_norms else added)
-        added = self.mlp(self.mlp_norm(x), constrain)
+        y = self.mlp_norm(x)
+        several = isinstance(self.mlp, ExpertMlp)
+        added = self.mlp(y, send) if several else self.mlp(y, constrain)
         return x + (self.mlp_post_norm(added) if self.post_norms else added)
 
 
@@ -158,10 +168,12 @@ class Attention(nnx.Module):
         if config.attention_bias == "qkvo":
             self.output_biased = True
             self.output_bias = _weight((d,), ("embed",), 0.0)
-        self.normed = config.qk_norm
+        self.normed, self.normed_whole = config.qk_norm, config.qk_norm_whole
         if config.qk_norm:
-            self.query_norm = Norm(config, h, "head_dim")
-            self.key_norm = Norm(config, h, "head_dim")
+            axis = "heads" if config.qk_norm_whole else "head_dim"
+            together = (n, k) if config.qk_norm_whole else (1, 1)
+            self.query_norm = Norm(config, together[0] * h, axis)
+            self.key_norm = Norm(config, together[1] * h, axis)
 
     def __call__(
         self, x: jax.Array, turns: Rotations, attend: Mix, constrain: Constrain
@@ -174,10 +186,17 @@ class Attention(nnx.Module):
             key += self.key_bias[...].reshape(key.shape[2:])
             value += self.value_bias[...].reshape(value.shape[2:])
         if self.normed:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query = self._normed(self.query_norm, query)
+            key = self._normed(self.key_norm, key)
         mixed = attend(rotate(query, turns), rotate(key, turns), value)  # B T N H
         added = project(mixed, self.output[...], axes=2)
         return added + self.output_bias[...] if self.output_biased else added
+
+    def _normed(self, norm: Norm, heads: jax.Array) -> jax.Array:
+        """Normalise each head, or all of them together; heads: [B, T, N, H]."""
+        if not self.normed_whole:
+            return norm(heads)
+        return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
 
 class Mlp(nnx.Module):
@@ -204,6 +223,22 @@ class Mlp(nnx.Module):
         hidden = constrain(hidden, ("batch", None, "mlp"))
         added = project(hidden, self.down[...])
         return added + self.down_bias[...] if self.biases else added
+
+
+class ExpertMlp(nnx.Module):
+    """Gated MLPs, to some of which each token is sent: see `experts.py`."""
+
+    def __init__(self, config: ModelConfig):
+        e, d, f = config.experts, config.d_model, config.expert_dim
+        self.router = _weight((d, e), ("embed", None), d**-0.5)
+        self.gate = _weight((e, d, f), ("expert", "embed", "mlp"), d**-0.5)
+        self.up = _weight((e, d, f), ("expert", "embed", "mlp"), d**-0.5)
+        out = f**-0.5 * _residual_scale(config)
+        self.down = _weight((e, f, d), ("expert", "mlp", "embed"), out)
+
+    def __call__(self, x: jax.Array, send: Send) -> jax.Array:
+        weights = (self.router, self.gate, self.up, self.down)
+        return send(x, Experts(*(weight[...] for weight in weights)))
 
 
 def rms_norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -234,7 +269,7 @@ def project(x: jax.Array, weight: jax.Array, axes: int = 1) -> jax.Array:
 
 
 def _weight(
-    shape: tuple[int, ...], axes: tuple[str, ...], std: float, start: float = 0.0
+    shape: tuple[int, ...], axes: Names, std: float, start: float = 0.0
 ) -> nnx.Param[jax.Array]:
     return nnx.Param(jnp.zeros(shape), axes=axes, std=std, start=start)
 

@@ -71,9 +71,10 @@ class Model(NamedTuple):
     """A model as pure functions.
 
     `init(key) -> params`: nested dict of f32 arrays.
-    `loss(params, batch) -> (loss, metrics)`: mean cross entropy of the next token in
-    nats, f32 scalar; metrics has "loss" and "tokens", the sum of the weights that the
-    mean was taken over. With `ROWS` it tells of each row, too. A batch has the arrays
+    `loss(params, batch) -> (loss, metrics)`: what is minimised, f32 scalar; metrics has
+    "loss", the mean cross entropy of the next token in nats, which is told and
+    evaluated and mostly the same, and "tokens", the sum of the weights that the mean
+    was taken over. With `ROWS` it tells of each row, too. A batch has the arrays
     of `batch`, each with an axis [B] in front, and in validation always "weights", f32
     [B, T], 0 where a prediction does not count (`split_batch`); in a mixture also
     "source_number", that of each row's source, int32 [B].

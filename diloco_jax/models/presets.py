@@ -1,11 +1,12 @@
 """Models by name: published ones, and byte models by their number of parameters.
 
-`smollm2_135m`, `smolvlm_256m`, `llama3_1b` (3.2), `llama3_8b` (3.1), `qwen3_*` and
-`gemma3_*` are the models of these names, parameter by parameter, `gemma3_12b` without
-its picture encoder; sources are the config.json files beside the published weights.
-They are trained on their own tokens, or start from their weights (`--init`).
-
-`tiny_vision` is a byte model that takes pictures of 32 x 32 pixels, for CPUs.
+`smollm2_135m`, `smolvlm_256m`, `llama3_1b` (3.2), `llama3_8b` (3.1), `qwen3_*`,
+`olmoe_1b_7b` and `gemma3_*` are the models of these names, parameter by parameter,
+`gemma3_12b` without its picture encoder; sources are the config.json files beside the
+published weights. They are trained on their own tokens, or start from their weights
+(`--init`). `qwen3_30b_a3b` and `olmoe_1b_7b` are mixtures of experts, and
+`tiny_experts` is one of bytes. `tiny_vision`, of bytes too, takes pictures of 32 x 32
+pixels.
 
 Other names are numbers of parameters, within 15 %. Those in millions are byte models.
 Those in billions have 256 k words and the sizes of large models of today, but none of
@@ -70,6 +71,21 @@ _GEMMA3 = ModelConfig(
     rope_base=1_000_000.0,
     rope_window_base=10_000.0,
 )
+_OLMOE = ModelConfig(
+    vocab_size=50_304,
+    qk_norm=True,
+    qk_norm_whole=True,
+    norm_gain="scale",
+    norm_epsilon=1e-5,
+    experts_renormalised=False,
+    balance_loss=0.01,
+)
+
+
+def _experts(experts: int, of_token: int, width: int) -> dict[str, Any]:
+    return {"experts": experts, "experts_per_token": of_token, "expert_dim": width}
+
+
 PRESETS = {
     "tiny": replace(_BYTES, **_sizes(64, 2, 4, 2, 16, 128)),
     "tiny_vision": replace(
@@ -86,6 +102,9 @@ PRESETS = {
             shuffle=2,
             token=BYTE_TOKEN,
         ),
+    ),
+    "tiny_experts": replace(
+        _BYTES, **_sizes(64, 2, 4, 2, 16, 128), **_experts(4, 2, 64)
     ),
     "0.3m": replace(_BYTES, **_sizes(96, 3, 3, 1, 32, 256)),
     "2m": replace(_BYTES, **_sizes(192, 4, 6, 2, 32, 640)),
@@ -117,6 +136,15 @@ PRESETS = {
         _QWEN3, **_sizes(1024, 28, 16, 8, 128, 3072), tied_embeddings=True
     ),
     "qwen3_8b": replace(_QWEN3, **_sizes(4096, 36, 32, 8, 128, 12_288)),
+    "qwen3_30b_a3b": replace(
+        _QWEN3,
+        **_sizes(2048, 48, 32, 4, 128, 6144),
+        **_experts(128, 8, 768),
+        balance_loss=0.001,
+    ),
+    "olmoe_1b_7b": replace(
+        _OLMOE, **_sizes(2048, 16, 16, 16, 128, 1024), **_experts(64, 8, 1024)
+    ),
     "gemma3_270m": replace(_GEMMA3, **_sizes(640, 18, 4, 1, 256, 2048), window=512),
     "gemma3_1b": replace(_GEMMA3, **_sizes(1152, 26, 4, 1, 256, 6912), window=512),
     "gemma3_12b": replace(

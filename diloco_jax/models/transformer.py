@@ -40,9 +40,10 @@ from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.data.pictures import COUNT, PICTURES
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers import VOCAB_SIZE
-from diloco_jax.models import vision
+from diloco_jax.models import experts, vision
 from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import (
+    ACTIVATIONS,
     Layer,
     Tensor,
     first_scale,
@@ -174,22 +175,30 @@ def adapter_scale(config: ModelConfig) -> float:
     return (config.lora_alpha or config.lora_rank) / config.lora_rank
 
 
+def adapter_stacks(config: ModelConfig, half: str) -> int:
+    """Return the number of leading axes that stack the matrices of a half of the
+    layers: layers, and experts in them."""
+    return 2 if half == "mlp" and config.experts else 1
+
+
 def adapter_tensors(config: ModelConfig, layers: dict[str, Any]) -> dict[str, Any]:
-    """Describe the adapters of the stacked layers' tensors, by half and name."""
+    """Describe the adapters of the stacked layers' tensors, by half and name; each
+    expert of a layer has its own."""
     adapted: dict[str, Any] = {}
     for path, axes in ADAPTED_AXES.items():
         half, name = path.split("/")
         base: Tensor = layers[half][name]
-        inside, outside = 1 + axes, len(base.shape)
+        stacks = adapter_stacks(config, half)
+        inside, outside = stacks + axes, len(base.shape)
         rank = config.lora_rank
-        fan_in = math.prod(base.shape[1:inside])
+        fan_in = math.prod(base.shape[stacks:inside])
         adapted.setdefault(half, {})[name] = {
             "a": Tensor(
                 (*base.shape[:inside], rank), (*base.axes[:inside], None), fan_in**-0.5
             ),
             "b": Tensor(
-                (base.shape[0], rank, *base.shape[inside:outside]),
-                (base.axes[0], None, *base.axes[inside:outside]),
+                (*base.shape[:stacks], rank, *base.shape[inside:outside]),
+                (*base.axes[:stacks], None, *base.axes[inside:outside]),
                 0.0,
             ),
         }
@@ -198,14 +207,16 @@ def adapter_tensors(config: ModelConfig, layers: dict[str, Any]) -> dict[str, An
 
 def with_adapters(config: ModelConfig, weights: Any, adapters: Any) -> Any:
     """Return one layer's weights with its adapters added; both without axis L."""
-    factor = adapter_scale(config)
+    product = functools.partial(adapter_product, factor=adapter_scale(config))
     out = {
         half: dict(own) if isinstance(own, dict) else own
         for half, own in weights.items()
     }
     for half, names in adapters.items():
         for name, pair in names.items():
-            out[half][name] = weights[half][name] + adapter_product(pair, factor)
+            several = adapter_stacks(config, half) > 1
+            added = jax.vmap(product)(pair) if several else product(pair)
+            out[half][name] = weights[half][name] + added
     return out
 
 
@@ -296,19 +307,24 @@ def build(
         x = layout.constrain(embedded(config, rows, dtype), STREAM)
         params, added = jax.tree.map(lambda p: p.astype(dtype), (params, added))
         if PICTURES in batch:
-            found = vision.features(config, params, batch[PICTURES], layout, wrap)
-            x = vision.placed(config, x, inputs, found, batch[COUNT])
+            seen = vision.features(config, params, batch[PICTURES], layout, wrap)
+            x = vision.placed(config, x, inputs, seen, batch[COUNT])
         # `gather` would sum the gradient of the table once for each chunk of logits.
         embedding = layout.constrain(params["embedding"], axes["embedding"])
         stacked = params["layers"] if added is None else (params["layers"], added)
-        x = apply_layers(stacked, x, segments)
+        x, use = apply_layers(stacked, x, segments)
         x = rms_norm(config, x, params["norm"])
         if config.tied_embeddings:
             table = embedding.T
         else:
             table = layout.constrain(params["unembedding"], axes["unembedding"])
         losses = token_losses(x, table, targets, loss_chunk, layout)
-        return weighted_loss(losses, weights)
+        found, metrics = weighted_loss(losses, weights)
+        if use is None:
+            return found, metrics
+        balance = experts.balance_loss(use)
+        metrics |= {"balance_loss": balance, "expert_tokens": use.tokens}
+        return found + config.balance_loss * balance, metrics
 
     def whole_layer(weights: Any) -> Params:
         """Gather a layer's weights, with its adapters added if there are any."""
@@ -322,7 +338,7 @@ def build(
 
     def apply_layers(
         stacked: Any, x: jax.Array, segments: jax.Array | None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, experts.Routed | None]:
         turns, kinds = {}, {}
         for windowed in (False, True):
             turned = rotations(x.shape[1], frequencies(config, windowed=windowed))
@@ -333,12 +349,24 @@ def build(
                 attend, window=config.window * windowed, segments=segments
             )
 
-        def layer(x: jax.Array, weights: Any, windowed: bool) -> tuple[jax.Array, None]:
-            module = layer_of(config, whole_layer(weights))
-            x = module(x, turns[windowed], kinds[windowed], layout.constrain)
-            return layout.constrain(x, STREAM), None
+        real = None if segments is None else segments != 0
+        mix = functools.partial(
+            experts.mix, config, ACTIVATIONS[config.activation], layout
+        )
 
-        return run_layers(config, x, stacked, wrap(layer), per_iteration)[0]
+        def layer(x: jax.Array, weights: Any, windowed: bool) -> tuple[jax.Array, Any]:
+            use = None
+
+            def send(x: jax.Array, weights: experts.Experts) -> jax.Array:
+                nonlocal use
+                added, use = mix(x, real, weights)
+                return added
+
+            module = layer_of(config, whole_layer(weights))
+            x = module(x, turns[windowed], kinds[windowed], layout.constrain, send)
+            return layout.constrain(x, STREAM), use
+
+        return run_layers(config, x, stacked, wrap(layer), per_iteration)
 
     takes = vision.picture_input(config)
     fields = {**BATCH, **(takes.fields(pictures) if takes else {})}
@@ -463,10 +491,20 @@ def _again(policy: Any = None) -> Callable[[Any], Any]:
     )
 
 
+def _is_product(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Tell if an operation is a product with weights, of all rows or by groups."""
+    if primitive.name == "ragged_dot_general":
+        return True
+    plain: bool = POLICIES.dots_with_no_batch_dims_saveable(
+        primitive, *inputs, **params
+    )
+    return plain
+
+
 REMAT: dict[str, Callable[[Any], Any]] = {
     "none": lambda f: f,
     "full": _again(),
-    "dots": _again(POLICIES.dots_with_no_batch_dims_saveable),
+    "dots": _again(_is_product),
     "attention": _again(POLICIES.save_only_these_names(ATTENDED)),
 }
 """Parts of each layer that the backward pass computes again: nothing, all, all but the
@@ -474,6 +512,21 @@ products with weights, all but attention."""
 
 
 def _validate(config: ModelConfig) -> None:
+    if config.experts and config.experts_per_token > config.experts:
+        raise ConfigError(
+            f"model.experts_per_token = {config.experts_per_token}, but model.experts "
+            f"= {config.experts}; choose at most as many"
+        )
+    if config.experts and config.mlp_bias:
+        raise ConfigError(
+            f"model.mlp_bias = True with model.experts = {config.experts}: experts "
+            f"have no biases; set one of both to its default"
+        )
+    if config.qk_norm_whole and not config.qk_norm:
+        raise ConfigError(
+            "model.qk_norm_whole = True with model.qk_norm = False; set "
+            "model.qk_norm = True, or leave both"
+        )
     if config.vocab_size < VOCAB_SIZE:
         raise ConfigError(
             f"model.vocab_size = {config.vocab_size}; tokens are bytes, so it must be "

@@ -1,27 +1,33 @@
-"""Advice: single changes of a fixed list that would make a plan better.
+"""Advice: changes that would make a plan better, and what settings of a link cost.
 
-What is arithmetic, the cut into fragments and what links carry, is tried before it is
-told: nothing else gets worse with it. A change that the compiler has to judge is told
-untried: another `diloco plan` with it says what it gives.
+Advice is a single change of a fixed list. What is arithmetic, the cut into fragments
+and what links carry, is tried before it is told: nothing else gets worse with it. A
+change that the compiler has to judge is told untried: another `diloco plan` with it
+says what it gives. Where checks refuse, one set of changes that mends all of them is
+sought, and planned before it is told.
+
+Fewer bytes on a link may cost loss. `LOSSES` has what was measured of that; nothing
+here picks a setting by it.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_jax.config import ConfigError, IslandConfig, SyncConfig
-from diloco_jax.core.codecs import Codec
-from diloco_jax.core.families import CODECS
 from diloco_jax.core.fragments import EVEN, FragmentPlan
-from diloco_jax.core.tiles import MOST_ELEMENTS
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.checks import (
     GB,
+    LINK_UTILISATION,
     Change,
     Needs,
+    Rates,
     Remedy,
     Terms,
     failing,
@@ -39,6 +45,11 @@ MOST = 2
 are no larger than the largest one now."""
 BY_ELEMENT = "mean"
 """The merge rule that leaves no tensor whole: it cuts every large one into bands."""
+
+
+LIGHTER = {"f32": "bf16", "bf16": "int8", "int8": "int4"}
+"""The codec with fewer bytes that is proposed in place of another one: none has more
+loss than was measured (`LOSSES`)."""
 
 
 def advise(terms: Terms, compiled: Mapping[str, IslandPlan]) -> list[Remedy]:
@@ -193,34 +204,40 @@ def _cuts(sync: SyncConfig, fewest: int) -> Iterator[Change]:
 def _late(terms: Terms, compiled: Mapping[str, IslandPlan]) -> Remedy | None:
     """Propose more time, or fewer bytes, for a largest fragment that is adopted late:
     the first change that is enough."""
-    now, link, before = needs_of(terms), terms.link_gbit_per_s, failing(terms).keys()
-    peak, name = _peak(now)
-    up, down = now.networks[name].up, now.networks[name].down
-    if not peak > link >= max(up.mean, down.mean):
+    now, before = needs_of(terms), failing(terms).keys()
+    over, peak, link, name = _peak(terms, now)
+    if over <= 1 or "link" in before:
         return None
     text = (
         f"islands.{name} needs {peak:.3g} Gbit/s while the largest fragment is under "
         f"way, which is adopted late where its link has less; it has {link:g}"
     )
     sync = terms.config.run.sync
-    for change in _lighter(sync, peak / link):
+    for change in _lighter(sync, over):
         then = terms.changed(change)
         more = open_fragments(then.config.run.sync) / open_fragments(sync) - 1
         fits = all(
             i.hbm.pinned_host or i.hbm.used + more * i.hbm.open_takes <= i.hbm.available
             for i in compiled.values()
         )
-        after, _ = _peak(needs_of(then))
-        if fits and after <= link and failing(then).keys() <= before:
+        still_over, after, *_ = _peak(then, needs_of(then))
+        if fits and still_over <= 1 and failing(then).keys() <= before:
             text += f": set {shown(change)}; then it needs {after:.3g}"
             return Remedy(check="late", text=text, change=change)
     return None
 
 
-def _peak(needs: Needs) -> tuple[float, str]:
-    """Return the highest rate that an island's link needs, and the island."""
-    links = needs.networks.items()
-    return max((max(link.up.peak, link.down.peak), name) for name, link in links)
+def _peak(terms: Terms, needs: Needs) -> tuple[float, float, float, str]:
+    """Return the highest rate that an island's link needs: over the link's, itself, the
+    link's, and the island."""
+    return max(
+        (
+            (rates.peak / has, rates.peak, has, name)
+            for name, link in needs.networks.items()
+            for rates, has in ((link.up, terms.link_up), (link.down, terms.link_down))
+        ),
+        key=lambda found: found[0],
+    )
 
 
 def _lighter(sync: SyncConfig, factor: float) -> Iterator[Change]:
@@ -230,7 +247,194 @@ def _lighter(sync: SyncConfig, factor: float) -> Iterator[Change]:
     else:
         yield {"sync.overlap_steps": overlap, "sync.steps_per_cycle": overlap + 1}
     for field in ("codec_down", "codec_up"):
-        codec = getattr(sync, field)
-        sizes = {n: Codec(n).tile_bytes(MOST_ELEMENTS) for n in (*CODECS.table, codec)}
-        if fewer := [other for other in sizes if sizes[other] < sizes[codec]]:
-            yield {f"sync.{field}": max(fewer, key=sizes.__getitem__)}
+        if lighter := LIGHTER.get(getattr(sync, field)):
+            yield {f"sync.{field}": lighter}
+
+
+# ---- what a link carries ------------------------------------------------------------
+
+
+class Loss(NamedTuple):
+    """A measured difference of the validation loss at equal tokens."""
+
+    codec: str
+    """Of deltas and publishes."""
+    cycle: float
+    """Length of a cycle over the one that it is compared with."""
+    over: str
+    difference: str
+    """Percent, half of the 95 % interval, and the number of pairs; negative is better.
+    """
+    size: str
+    """Parameters and tokens of the runs."""
+
+
+LOSSES = (
+    Loss("int8", 1.0, "bf16 both ways", "+0.1 % ± 0.1 (14)", "0.1 M, 8 M tokens"),
+    Loss("int8", 1.0, "bf16 both ways", "-0.1 % ± 0.3 (7)", "0.3 M, 7 M tokens"),
+    Loss("int4", 1.0, "bf16 both ways", "+0.2 % ± 0.2 (20)", "0.1 M, 8 M tokens"),
+    Loss("int4", 1.0, "bf16 both ways", "+0.1 % ± 0.4 (7)", "0.3 M, 7 M tokens"),
+    Loss(
+        "int4", 14 / 24, "int8, H = P = 24", "-1.8 % ± 0.7 (3)", "0.1 M, 1.2 M tokens"
+    ),
+    Loss("int4", 12 / 24, "int8, H = P = 24", "-3.0 % (1)", "0.1 M, 1.2 M tokens"),
+)
+"""docs/results/quality.md, from docs/results/raw/quality.json, 2026-11-30: 8 equal
+islands on 2 cores of an AMD EPYC. Nothing larger was measured."""
+TRIED_CODECS = tuple(dict.fromkeys(loss.codec for loss in LOSSES))
+TRIED_CYCLES = tuple(dict.fromkeys(loss.cycle for loss in LOSSES))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinkSetting:
+    """Settings of the exchange that the links carry, with what they cost."""
+
+    change: Change
+    """Values by field that are not those of the config; empty for its own."""
+    bytes_per_step: float
+    """Bytes of an island per step, both ways."""
+    share: float
+    """The same over those of the config's own settings."""
+    up: Rates
+    """Of the island whose link has the least to spare."""
+    down: Rates
+    memory: int
+    """Bytes of the coordinator's memory."""
+    losses: tuple[str, ...]
+    """Measured differences of the loss, each with its size; empty if nobody measured
+    this."""
+
+    @property
+    def line(self) -> str:
+        """A line for people."""
+        loss = "; ".join(self.losses) or "loss not measured"
+        return (
+            f"{shown(self.change) or 'as it is'}: {self.share:.2f} of the bytes, "
+            f"Gbit/s up {self.up.mean:.3g} ({self.up.peak:.3g}), down "
+            f"{self.down.mean:.3g} ({self.down.peak:.3g}), "
+            f"coordinator {self.memory / GB:.3g} GB; {loss}"
+        )
+
+
+OF_LINK = frozenset({"link", "egress", "memory", "merge buffer", "merging"})
+"""Checks that a setting of the exchange has to pass."""
+
+
+def settings_that_fit(terms: Terms) -> list[LinkSetting]:
+    """Return the codecs and lengths of a cycle whose bytes the links carry, on average
+    and while the largest fragment is under way, and that the coordinator can hold;
+    those with the fewest bytes first. Of those with more bytes than the config's own,
+    the ones whose loss was measured. It picks none."""
+    found = list[LinkSetting]()
+    sync, now = terms.config.run.sync, _bytes_per_step(needs_of(terms))
+    pairs = {(up, down) for up in TRIED_CODECS for down in TRIED_CODECS}
+    for up, down in sorted({*pairs, (sync.codec_up, sync.codec_down)}):
+        for part in TRIED_CYCLES:
+            cycle = math.ceil(sync.steps_per_cycle * part)
+            wanted = {"codec_up": up, "codec_down": down, "steps_per_cycle": cycle}
+            own = {field: getattr(sync, field) for field in wanted}
+            change = {f"sync.{f}": v for f, v in wanted.items() if own[f] != v}
+            then = terms.changed(change)
+            try:
+                then.config.validate()
+            except ConfigError:
+                continue
+            needs = needs_of(then)
+            over, _, _, name = _peak(then, needs)
+            if over > 1 or OF_LINK & failing(then).keys():
+                continue
+            size = _bytes_per_step(needs)
+            one = LinkSetting(
+                change=change,
+                bytes_per_step=size,
+                share=size / now,
+                up=needs.networks[name].up,
+                down=needs.networks[name].down,
+                memory=needs.coordinator.memory,
+                losses=tuple(_losses(up, down, part)),
+            )
+            if one.share <= 1 or one.losses:
+                found.append(one)
+    return sorted(found, key=lambda setting: setting.bytes_per_step)
+
+
+def _bytes_per_step(needs: Needs) -> float:
+    network = next(iter(needs.networks.values()))
+    gbit = (network.up.mean + network.down.mean) * needs.pacing_step_seconds
+    return LINK_UTILISATION * gbit / 8 * GB
+
+
+def _losses(up: str, down: str, cycle: float) -> Iterator[str]:
+    for loss in LOSSES:
+        if up == down == loss.codec and cycle == loss.cycle:
+            yield f"loss {loss.difference} over {loss.over}, at {loss.size}"
+
+
+# ---- all refusals together ----------------------------------------------------------
+
+WORKERS = (2, 4, 8, 16, 32, 64)
+"""Numbers of workers that are tried together with other changes."""
+MOST_TRIED = 50
+"""Changes that a check proposes and that are looked at, at most."""
+MOST_CHANGES = 8
+"""Changes in a set at most."""
+
+
+def mended(terms: Terms) -> Remedy | None:
+    """Return one set of changes with which no check refuses; None if none was found.
+
+    Changes are taken one after the other, each the one that leaves the least missing.
+    Those that turn out to be of no use are left out again.
+    """
+    now, taken = terms, list[Change]()
+    while wrong := _missing(now):
+        if len(taken) == MOST_CHANGES:
+            return None
+        whole = [_with_buffer(now, change) for change in _candidates(now)]
+        tried = [(change, _missing(now.changed(change))) for change in whole]
+        best, left = min(tried, key=lambda one: one[1], default=({}, wrong))
+        if left >= wrong:
+            return None
+        now, taken = now.changed(best), [*taken, best]
+    together: Change = {}
+    for change in taken:
+        together |= change
+    for path in list(together):
+        less = {other: value for other, value in together.items() if other != path}
+        if not _missing(terms.changed(less)):
+            together = less
+    text = f"set {shown(together)}: planned so, no check refuses"
+    return Remedy(check="together", text=text, change=together)
+
+
+def _with_buffer(terms: Terms, change: Change) -> Change:
+    """Return the change with a merge buffer that is large enough for it: each of more
+    workers needs its own."""
+    lacks = failing(terms.changed(change)).get("merge buffer")
+    return change | next(iter(lacks.changes)) if lacks else change
+
+
+def _candidates(terms: Terms) -> Iterator[Change]:
+    """Yield what each refusing check would change, of values of the same fields the
+    first that is enough for it, and more workers."""
+    for name, check in failing(terms).items():
+        alike: dict[tuple[str, ...], list[Change]] = {}
+        for change in itertools.islice(check.changes, MOST_TRIED):
+            alike.setdefault(tuple(change), []).append(change)
+        for changes in alike.values():
+            enough = bisect.bisect_left(
+                changes, True, key=lambda c: name not in failing(terms.changed(c))
+            )
+            yield changes[min(enough, len(changes) - 1)]
+    most = len(terms.fragments.fragments)
+    for count in WORKERS:
+        if terms.config.placement.workers < count <= most:
+            yield {"placement.workers": count}
+
+
+def _missing(terms: Terms) -> float:
+    """Return by how much checks refuse, over all of them: 0 if none does."""
+    return sum(
+        math.log(check.needed / check.available) + 1e-9
+        for check in failing(terms).values()
+    )

@@ -2,7 +2,8 @@
 
 Everything here is arithmetic from the config, the sizes of fragments and the islands'
 steps, so a change is tried by doing the arithmetic again. A change that would break
-another check is not proposed.
+another check is not proposed. A need that only makes somebody wait his turn is told,
+and refuses nothing.
 
 Every byte crosses an island's link once, however many hosts and copies of the model it
 has: its hosts fetch disjoint parts, and the slice's own interconnect spreads them.
@@ -15,6 +16,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from diloco_jax.config import Config
 from diloco_jax.config.config import replaced
 from diloco_jax.coordinator.settings import admitted, payload_bytes, room_needed
@@ -22,8 +25,11 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
     MIB,
     MOST_DISK_GB,
+    NOTHING_MEASURED,
     Machine,
     MachineRates,
+    MeasuredValue,
+    Measurements,
     constants_of,
     disk_bytes_per_s,
     machine_of,
@@ -109,18 +115,43 @@ class Terms:
     hosts: Mapping[str, int]
     step_seconds: Mapping[str, float]
     link_gbit_per_s: float
+    """Of each island's link, each way, where `measured` has nothing else."""
     steps_known: bool = True
     """False: `step_seconds` are made up, and a disk is judged by the bytes that do not
     depend on them."""
+    measured: Measurements = NOTHING_MEASURED
+    """Values that count before constants and published rates."""
 
     @property
     def rates(self) -> MachineRates:
         """Rates of the coordinator's machine by the config's merge route."""
-        return constants_of(self.config.placement.merge_route)
+        found = constants_of(self.config.placement.merge_route)
+        if whole := self.measured.merge_core_seconds:
+            found = msgspec.structs.replace(found, whole_merge_core_seconds=whole.value)
+        return found
+
+    @property
+    def link_up(self) -> float:
+        """Gbit/s of an island's link to the coordinator."""
+        return _or(self.measured.link_up_gbit_per_s, self.link_gbit_per_s)
+
+    @property
+    def link_down(self) -> float:
+        """Gbit/s of an island's link from the coordinator."""
+        return _or(self.measured.link_down_gbit_per_s, self.link_gbit_per_s)
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """Rate of the coordinator's disk, each way: as published."""
+        """Bytes per second that the coordinator's disk writes."""
+        return _or(self.measured.disk_write_bytes_per_s, self._published_disk)
+
+    @property
+    def disk_read_bytes_per_s(self) -> float:
+        """Bytes per second that it reads."""
+        return _or(self.measured.disk_read_bytes_per_s, self._published_disk)
+
+    @property
+    def _published_disk(self) -> float:
         launch = self.config.launch
         return min(
             disk_bytes_per_s(launch.coordinator_disk_gb),
@@ -130,6 +161,10 @@ class Terms:
     def changed(self, change: Change) -> Terms:
         """Return the terms with other values of fields of the config."""
         return dataclasses.replace(self, config=changed(self.config, change))
+
+
+def _or(measured: MeasuredValue | None, otherwise: float) -> float:
+    return measured.value if measured else otherwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +182,7 @@ def needs_of(terms: Terms) -> Needs:
     """Do the arithmetic. Raises ConfigError."""
     config, sync = terms.config, terms.config.run.sync
     pace = schedule.pace(sync.quorum, list(terms.step_seconds.values()))
-    cycle_s = sync.steps_per_cycle * pace
+    cycle_s, restart = sync.steps_per_cycle * pace, terms.measured.restart_seconds
     coordinator = plan_coordinator(
         config.run,
         config.placement,
@@ -160,8 +195,13 @@ def needs_of(terms: Terms) -> Needs:
         cycles=config.merges_per_fragment(),
     )
 
+    bytes_of = {
+        codec: payload_bytes(codec, terms.fragments)
+        for codec in (sync.codec_up, sync.codec_down)
+    }
+
     def rates_of(codec: str, own_seconds: float) -> Rates:
-        sizes = payload_bytes(codec, terms.fragments)
+        sizes = bytes_of[codec]
         mean = _gbit(sum(sizes)) / cycle_s
         # Without overlap an island waits; a window of one step is a fair share.
         window = max(1, sync.overlap_steps) * own_seconds / 2
@@ -177,14 +217,16 @@ def needs_of(terms: Terms) -> Needs:
             coordinator,
             islands=len(terms.hosts),
             cycle_seconds=cycle_s,
-            link_gbit_per_s=terms.link_gbit_per_s,
-            disk_bytes_per_s=terms.disk_bytes_per_s,
+            link_gbit_per_s=terms.link_up,
+            write_bytes_per_s=terms.disk_bytes_per_s,
+            read_bytes_per_s=terms.disk_read_bytes_per_s,
+            measured_restart_s=restart.value if restart else None,
         ),
         networks={
             name: IslandNetwork(
                 up=rates_of(sync.codec_up, seconds),
                 down=rates_of(sync.codec_down, seconds),
-                join_seconds=_gbit(4 * terms.fragments.total) / terms.link_gbit_per_s,
+                join_seconds=_gbit(4 * terms.fragments.total) / terms.link_down,
             )
             for name, seconds in terms.step_seconds.items()
         },
@@ -206,6 +248,8 @@ class Check(NamedTuple):
     """Sentence without the remedy."""
     changes: Iterable[Change]
     """Changes that may help, the smallest first."""
+    waits: bool = False
+    """True if what is beyond waits its turn, and so nothing is refused."""
 
     @property
     def holds(self) -> bool:
@@ -245,8 +289,17 @@ def refusals(terms: Terms) -> list[Remedy]:
 
 
 def failing(terms: Terms) -> dict[str, Check]:
-    """Return the checks that do not hold, by name."""
-    return {check.name: check for check in _checks(terms) if not check.holds}
+    """Return the checks that refuse, by name."""
+    return {
+        check.name: check
+        for check in _checks(terms)
+        if not (check.holds or check.waits)
+    }
+
+
+def notes(terms: Terms) -> list[str]:
+    """Return what does not hold and makes somebody wait, as sentences."""
+    return [check.text for check in _checks(terms) if check.waits and not check.holds]
 
 
 def _checks(terms: Terms) -> list[Check]:
@@ -267,9 +320,14 @@ def _checks(terms: Terms) -> list[Check]:
 
 
 def _link(terms: Terms, needs: Needs) -> Check:
-    means = {n: max(i.up.mean, i.down.mean) for n, i in needs.networks.items()}
-    name = max(means, key=lambda name: means[name])
-    needed, has, steps = means[name], terms.link_gbit_per_s, _steps(terms)
+    ways = [
+        (rates.mean / has, rates.mean, has, name)
+        for name, link in needs.networks.items()
+        for rates, has in ((link.up, terms.link_up), (link.down, terms.link_down))
+    ]
+    # Of islands that are alike, the first.
+    _, needed, has, name = max(ways, key=lambda way: way[0])
+    steps = _steps(terms)
     return Check(
         "link",
         needed,
@@ -315,7 +373,7 @@ def _join(terms: Terms, needs: Needs) -> Check:
         needed,
         has,
         f"a join of {octets / GB:.0f} GB takes {needed:.0f} s on a link of "
-        f"{terms.link_gbit_per_s:g} Gbit/s, and hosts wait for it for {has:.0f} s "
+        f"{terms.link_down:g} Gbit/s, and hosts wait for it for {has:.0f} s "
         f"(placement.time_budget_s = {placement.time_budget_s:g})",
         [{"placement.time_budget_s": float(budget)}],
     )
@@ -454,16 +512,21 @@ def _restart(terms: Terms, needs: Needs) -> Check:
 
 
 def _places(terms: Terms) -> Check:
-    """Count the transfers that may run at once: one per host and channel, each way."""
-    channels, hosts = terms.config.placement.bulk_channels, sum(terms.hosts.values())
-    needed, most = 2 * channels * hosts, MOST_SLOTS // (2 * hosts)
+    """Count the transfers that may run at once at a port, and each worker has its own:
+    one per host and channel, each way."""
+    placement, hosts = terms.config.placement, sum(terms.hosts.values())
+    channels, workers = placement.bulk_channels, placement.workers
+    needed = 2 * channels * hosts
+    where = f"the port of each of {workers} workers" if workers > 1 else "its port"
     return Check(
         "places",
         needed,
         MOST_SLOTS,
         f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
-        f"transfers together, and it has places for {MOST_SLOTS}; others would wait",
-        [{"placement.bulk_channels": most}] if most >= 1 else [],
+        f"transfers together at {where}, which has places for {MOST_SLOTS}: others "
+        f"wait their turn",
+        (),
+        waits=True,
     )
 
 

@@ -16,8 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.config import Config
+from diloco_jax.config.config import require_worth
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
-from diloco_jax.hardware.machines import machine_of
+from diloco_jax.hardware.machines import (
+    NOTHING_MEASURED,
+    machine_of,
+    read_measurements,
+)
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.models.build import inner_note
 from diloco_jax.observability.terminal import bar
@@ -35,7 +40,7 @@ from diloco_jax.planning.options import (
     price_sentence,
     require_prices,
 )
-from diloco_jax.planning.plan import ExpectedGoodput, Plan, PlannedIsland, RunPlan
+from diloco_jax.planning.plan import Plan, PlannedIsland
 
 
 def run(config: Config, path: str, options: PlanOptions) -> int:
@@ -44,11 +49,15 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     Raises ConfigError before anything is compiled.
     """
     options.validate()
+    require_worth(config.run)
     for name, island in config.islands.items():
         slice_of(name, island)
     machine_of(config.launch.coordinator_machine)
     if prices := parse_prices(options.price):
-        require_prices(config, prices)
+        require_prices(config, prices, traffic=True)
+    measured = NOTHING_MEASURED
+    if options.measured:
+        measured = read_measurements(options.measured, config)
     if not options.arithmetic:
         require_libtpu()
     # TPUs of this machine play no part.
@@ -74,7 +83,14 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
                 packages = ("diloco-jax", "jax", "libtpu")
                 versions = {name: metadata.version(name) for name in packages}
             plan = planning.plan_run(
-                path, config, fragments, options.assumptions, compiled, versions, prices
+                path,
+                config,
+                fragments,
+                options.assumptions,
+                compiled,
+                versions,
+                prices,
+                measured,
             )
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -92,32 +108,45 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
 
 
 def render(plan: Plan, console: Console) -> None:
-    """Print the islands side by side, then the run, refusals and advice."""
-    run, lines = plan.run, list[str]()
+    """Print the islands side by side, then the run, refusals and advice. Each line
+    about time says by which speed it is."""
+    run, lines, bound = plan.run, list[str](), f"[{plan.run.bound}]"
+    groups = _alike(plan)
     if plan.compiled:
-        console.print(_islands(plan))
+        console.print(_islands(plan, groups))
         lines.append(
-            f"run: {run.params / 1e9:.4g} B parameters, a cycle of "
-            f"{run.cycle_seconds:.4g} s, {run.tokens_per_second:,.0f} tokens/s at best"
+            f"run: {run.params / 1e9:.4g} B parameters; {bound} a cycle of "
+            f"{run.cycle_seconds:.4g} s, {run.tokens_per_second:,.0f} tokens/s"
         )
     else:
         lines.append(
             f"arithmetic, nothing compiled, HBM not checked: {run.params / 1e9:.4g} B "
-            f"parameters, a cycle of {run.cycle_seconds:.4g} s"
+            f"parameters; {bound} a cycle of {run.cycle_seconds:.4g} s"
         )
-        for name, island in plan.islands.items():
+        for title, names in groups.items():
+            island = plan.islands[names[0]]
             up, down = island.network.up, island.network.down
             lines.append(
-                f"{name}: step {island.step_seconds:.4g} s at peak rates, Gbit/s up "
+                f"{title}: step {island.step_seconds:.4g} s {bound}, Gbit/s up "
                 f"{_rates(up.mean, up.peak)}, down {_rates(down.mean, down.peak)}, "
                 f"join {island.network.join_seconds:.0f} s"
             )
-    lines += _expected(run, run.goodput) if run.goodput else ()
-    lines += _coordinator(run.coordinator, run.outage.restart_seconds)
-    lines += run.outage.lines()
+    lines += _expected(plan, groups)
+    about = _coordinator(run.coordinator, run.outage.restart_seconds)
+    lines += (f"{line} {bound}" for line in (*about, *run.outage.lines()))
+    lines.append(run.first_start.line)
     lines += run.rates.lines(run.coordinator.merges.rule)
-    lines += [price_sentence(run.price_per_hour)] if run.price_per_hour else ()
-    lines += (f"REFUSED: {refusal.text}" for refusal in run.refusals)
+    if run.measured.disk_write_bytes_per_s is None:
+        lines.append("disk: as published for its size and machine (not measured)")
+    lines += run.measured.lines()
+    lines += (f"REFUSED {bound}: {refusal.text}" for refusal in run.refusals)
+    if run.refusals:
+        found = run.mended.text if run.mended else "no set of changes was found"
+        lines.append(f"all refusals together: {found}")
+    lines += (f"note {bound}: {note}" for note in run.notes)
+    if run.settings:
+        lines.append(f"settings that the links carry {bound}, fewest bytes first:")
+    lines += (f"  {setting.line}" for setting in run.settings)
     lines += (f"- {advice.text}" for advice in plan.advice)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if plan.versions:
@@ -125,12 +154,31 @@ def render(plan: Plan, console: Console) -> None:
         console.print(f"({versions})", highlight=False, style="dim")
 
 
-def _islands(plan: Plan) -> Table:
+Groups = dict[str, list[str]]
+"""Names of islands of which everything is alike, by what they are called together."""
+
+
+def _alike(plan: Plan) -> Groups:
+    alike: list[list[str]] = []
+    for name, island in plan.islands.items():
+        same = (names for names in alike if plan.islands[names[0]] == island)
+        if (names := next(same, None)) is None:
+            alike.append(names := [])
+        names.append(name)
+    return {
+        ", ".join(names)
+        if len(names) < 3
+        else f"{names[0]} and {len(names) - 1} alike": (names)
+        for names in alike
+    }
+
+
+def _islands(plan: Plan, groups: Groups) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
-    compiled = plan.compiled
-    for name in plan.islands:
-        table.add_column(name, justify="right", no_wrap=True)
+    compiled = {names[0]: plan.compiled[names[0]] for names in groups.values()}
+    for title in groups:
+        table.add_column(title, justify="right", no_wrap=True)
     for title, cell in ROWS:
         table.add_row(title, *(cell(plan.islands[n], c) for n, c in compiled.items()))
     for kind in sorted(
@@ -194,7 +242,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("topology", lambda _, c: c.topology),
     ("chips", lambda _, c: str(c.chips)),
     ("fits", _fits),
-    ("HBM per chip", _hbm("available")),
+    ("HBM per device", _hbm("available")),
     ("  parameters", _hbm("parameters")),
     ("  optimizer", _hbm("optimizer")),
     ("  merged model", _hbm("watched")),
@@ -229,17 +277,37 @@ ROWS: tuple[tuple[str, Cell], ...] = (
 )
 
 
-def _expected(run: RunPlan, goodput: ExpectedGoodput) -> Iterator[str]:
+def _expected(plan: Plan, groups: Groups) -> Iterator[str]:
+    run, firsts = plan.run, {title: names[0] for title, names in groups.items()}
+    steps = ", ".join(
+        f"{title} {plan.islands[name].expected_step_seconds:.4g} s "
+        f"[{plan.islands[name].expected_from}]"
+        for title, name in firsts.items()
+    )
+    yield f"expected steps: {steps}; a cycle of {run.expected_cycle_seconds:.4g} s"
     days = "no end" if run.days is None else f"{run.days:.3g} days"
+    hours = run.goodput.mean_hours_between
     outages = ", ".join(
-        f"{name} every {hours:,.0f} h"
-        for name, hours in goodput.mean_hours_between.items()
-        if hours is not None
+        f"{title} every {hours[name]:,.0f} h"
+        for title, name in firsts.items()
+        if hours[name] is not None
     )
     yield (
-        f"expected goodput {goodput.goodput:.1%} (interruptions: {outages or 'none'})"
+        f"expected goodput {run.goodput.goodput:.1%} (interruptions: "
+        f"{outages or 'none'})"
     )
-    yield f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total"
+    yield (
+        f"expected: {run.tokens_per_day:.4g} tokens per day, {days} to the config's "
+        f"total"
+    )
+    if price := run.price:
+        tokens = ""
+        if price.per_1e9_tokens is not None:
+            tokens = f", {price.per_1e9_tokens:,.2f} per 1e9 tokens"
+        yield (
+            f"{price_sentence(price.per_hour)}; expected: {price.per_day:,.2f} per day"
+            f"{tokens}, with {price.crossing_gb_per_day:,.0f} GB a day between regions"
+        )
 
 
 def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
@@ -256,9 +324,9 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
             f"{most.cores:.2g} cores on average",
         )
     return (
-        f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of it while "
-        f"islands join), {plan.cores} cores, back {restart_seconds:.0f} s after it "
-        f"dies",
+        f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of "
+        f"it while islands join), {plan.cores} cores, back {restart_seconds:.0f} s "
+        f"after it dies",
         *(_disk(whose, disk) for whose, disk in disks),
         *workers,
         plan.merges.line,

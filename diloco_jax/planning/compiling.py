@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -73,7 +74,7 @@ REFUSAL = re.compile(rf"{AMOUNT}\)? exceeds available HBM \(?{AMOUNT}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hbm:
-    """Bytes in the HBM of one chip, unless a field says otherwise."""
+    """Bytes in the HBM of one device, unless a field says otherwise."""
 
     parameters: int
     optimizer: int
@@ -99,7 +100,7 @@ class Hbm:
     missing: int = 0
     """Bytes by which the step does not fit; 0 if it fits."""
     pinned_host: int
-    """Bytes of anchors, residuals and takes, if they lie in the chip's share of its
+    """Bytes of anchors, residuals and takes, if they lie in the device's share of its
     host's memory."""
 
     @property
@@ -231,14 +232,13 @@ def roofline(
 ) -> Roofline:
     """Return the roofline of one step.
 
-    flops: of the whole island; bytes: of one chip.
+    flops: of the whole island; bytes: of one device.
     """
-    chip = found.generation
     sent = sum(c.sent_bytes for c in collectives)
     hidden = sum(c.overlapping_bytes for c in collectives)
     seconds: dict[Resource, float] = {
-        "compute": executed_flops / found.chips / chip.flops_per_s,
-        "hbm": hbm_bytes / chip.hbm_bytes_per_s,
+        "compute": executed_flops / found.flops_per_s,
+        "hbm": hbm_bytes / found.hbm_bytes_per_s,
         "ici": ici_seconds(found, sent),
     }
     waiting = ici_seconds(found, sent - hidden)
@@ -251,12 +251,12 @@ def roofline(
         waiting_seconds=waiting,
         binding=max(seconds, key=lambda name: seconds[name]),
         step_seconds=step,
-        model_flops_utilisation=model_flops / found.chips / chip.flops_per_s / step,
+        model_flops_utilisation=model_flops / found.flops_per_s / step,
     )
 
 
 def ici_seconds(found: Slice, sent_bytes: float) -> float:
-    """Return the seconds in which a chip sends this many bytes over all its links."""
+    """Return the seconds in which a device sends this many bytes over all its links."""
     return sent_bytes / ici_bytes_per_s(found) if sent_bytes else 0.0
 
 
@@ -297,10 +297,12 @@ class IslandPlan:
     hbm: Hbm
     flops: Flops
     hbm_traffic_bytes: int | None
-    """Bytes per chip and step; None, as for collectives, if nothing compiled."""
+    """Bytes per device and step; None, as for collectives, if nothing compiled."""
     collectives: list[CollectiveSum] | None
     exchange: list[ExchangePlan]
     roofline: Roofline
+    compile_seconds: float = 0.0
+    """Seconds in which this machine traced and compiled all of it."""
 
     @property
     def exchange_seconds(self) -> float:
@@ -313,7 +315,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
 
     Raises ConfigError, or the compiler's error if it is not about memory.
     """
-    run, island = config.run, config.islands[name]
+    run, island, began = config.run, config.islands[name], time.monotonic()
     found = slice_of(name, island)
     report("tracing", 0, 1)
     model, trainer = build_trainer(run, island, _devices(found))
@@ -344,7 +346,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
     else:
         program = _program(compiled)
         moved, collectives = hbm_bytes(program), sum_collectives(program)
-        hbm = hbm.accepted(compiled.memory_analysis(), found.generation.hbm_bytes)
+        hbm = hbm.accepted(compiled.memory_analysis(), found.hbm_bytes)
     exchange = []
     for done, (kind, pieces) in enumerate(kinds.items()):
         report(pieces[0].name, 2 + done, parts)
@@ -368,6 +370,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
             hbm_bytes=moved or 0,
             collectives=collectives or [],
         ),
+        compile_seconds=time.monotonic() - began,
     )
 
 
@@ -399,7 +402,7 @@ def _plan_exchange(
         pieces=len(pieces),
         aligned=_cuts(kind.piece.spec) == _cuts(kind.encoded.spec),
         collectives={name: sums for name, sums in collectives.items() if sums},
-        seconds=ici_seconds(found, sent) + moved / found.generation.hbm_bytes_per_s,
+        seconds=ici_seconds(found, sent) + moved / found.hbm_bytes_per_s,
     )
 
 
@@ -425,6 +428,8 @@ def _devices(found: Slice) -> Any:
     from jax.experimental import topologies
 
     facts: dict[str, Any] = {"topology_name": found.topology}
+    if found.generation.chip_config:
+        facts["chip_config_name"] = found.generation.chip_config
     if found.hosts == 1:  # libtpu takes it that each host has 2x2 chips.
         facts["chips_per_host_bounds"] = (*found.axes, 1)[:3]
     return topologies.get_topology_desc(platform="tpu", **facts).devices

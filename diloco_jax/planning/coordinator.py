@@ -133,6 +133,8 @@ def plan_merges(
         found = rates.rules.get(sync.merge)
         beyond = found.beyond(deltas) if found else None
     core_seconds = summed + by_rule * (beyond or 0.0)
+    if (whole := rates.whole_merge_core_seconds) is not None:
+        summed, core_seconds, beyond = min(summed, whole), whole, 0.0
     usable = min(cores, merges_at_once(cores) * CORES_PER_MERGE)
     seconds = core_seconds * params / 1e9 / usable
     return MergePlan(
@@ -556,6 +558,36 @@ def _dealt(plan: FragmentPlan, workers: int, amounts: Sequence[int]) -> list[int
     return sums
 
 
+# ---- the first start ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstStart:
+    """Seconds until a new run makes its first step, by what takes them."""
+
+    draw_seconds: float
+    """Of one core that draws the parameters, or the most that a worker has; 0 where
+    they are not drawn."""
+    write_seconds: float
+    """Of the disk, which has every fragment's first snapshot before islands come."""
+    fetch_seconds: float
+    """Of an island's link, which carries the anchors once."""
+    compile_seconds: float | None
+    """Of the slowest island's host; None if nobody measured it."""
+
+    @property
+    def line(self) -> str:
+        """A line for people."""
+        compiling = "compile, for how long nobody measured"
+        if self.compile_seconds is not None:
+            compiling = f"compile for {self.compile_seconds:.0f}"
+        return (
+            f"first start: parameters are drawn in {self.draw_seconds:.0f} s on one "
+            f"core and written in {self.write_seconds:.0f}; islands fetch them in "
+            f"{self.fetch_seconds:.0f} and {compiling}"
+        )
+
+
 # ---- outages ------------------------------------------------------------------------
 
 
@@ -611,9 +643,14 @@ def plan_outage(
     islands: int,
     cycle_seconds: float,
     link_gbit_per_s: float,
-    disk_bytes_per_s: float,
+    write_bytes_per_s: float,
+    read_bytes_per_s: float,
+    measured_restart_s: float | None = None,
 ) -> OutagePlan:
-    """Return what an outage costs: arithmetic from sizes and rates."""
+    """Return what an outage costs: arithmetic from sizes and rates.
+
+    measured_restart_s: counts in place of what a restart would take by arithmetic.
+    """
     anchors = 4 * fragments.total
     ballots = (islands - 1) * sum(
         PayloadLayout.of_ballots(pieces).total_bytes for pieces in fragments.fragments
@@ -624,7 +661,7 @@ def plan_outage(
     gbit_per_s = min(gbit_per_s, machine.egress_gbit_per_s or math.inf)
     spilled = max(0, ballots - config.placement.merge_buffer_bytes)
     written = anchors + coordinator.theta + coordinator.outer_state + spilled
-    restart_s = coordinator.restart_seconds(disk_bytes_per_s)
+    restart_s = measured_restart_s or coordinator.restart_seconds(read_bytes_per_s)
     return OutagePlan(
         restart_seconds=restart_s,
         held_seconds=outage_seconds(config, fragments.total),
@@ -634,6 +671,6 @@ def plan_outage(
         ballot_bytes=ballots,
         on_disk_bytes=spilled,
         gathering_seconds=max(
-            8e-9 * (anchors + ballots) / gbit_per_s, written / disk_bytes_per_s
+            8e-9 * (anchors + ballots) / gbit_per_s, written / write_bytes_per_s
         ),
     )

@@ -1,6 +1,9 @@
-"""Assumptions of a plan about the world, and the options of `diloco plan`.
+"""What a plan takes from its user: assumptions, measured values, prices, options.
 
-Price of a run's machines, from prices that the user gives.
+A plan has two speeds. What a run will take, in days and money, follows from the share
+of the chips' peak that is expected of them. What may not run is refused by the fastest
+that the steps can be. A value that was measured counts before an assumption, and its
+origin is told beside it.
 
 List prices differ between regions and change, and no table of them can be cited here:
 so the package has none.
@@ -20,6 +23,7 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.errors import ConfigError
+from diloco_jax.hardware.machines import region_of
 from diloco_jax.hardware.tpus import GENERATIONS, slice_of
 
 
@@ -41,10 +45,43 @@ class Assumptions:
     link_gbit_per_s: float = setting(
         5.0, POSITIVE, help="Gbit/s of each island's link, each way."
     )
+    share: tuple[float, ...] = setting(
+        (0.5,),
+        metavar="EXPECTED [UPPER]",
+        help="Share of the chips' peak that the model's FLOPs are expected to reach, "
+        "by which days, tokens and price are told; and the most that they can reach, "
+        "by which checks refuse (without it they go by the bound at peak).",
+    )
+
+    @property
+    def expected_share(self) -> float:
+        """Share of peak by which days, tokens and price are told."""
+        return self.share[0]
+
+    @property
+    def upper_share(self) -> float:
+        """Share of peak that no step exceeds; 1 if the user knows none."""
+        return self.share[-1] if len(self.share) > 1 else 1.0
+
+    @property
+    def bound(self) -> str:
+        """The speed by which checks refuse, in words."""
+        upper = self.upper_share
+        return "at peak" if upper == 1 else f"at {upper:g} of peak"
 
     def validate(self) -> None:
         """Raise ConfigError naming field, value and remedy."""
         check_bounds(self)
+        shares = self.share
+        if len(shares) not in (1, 2) or not 0 < shares[0] <= shares[-1] <= 1:
+            raise ConfigError(
+                f"share = {' '.join(f'{s:g}' for s in shares) or 'nothing'}; give the "
+                f"expected share of peak, above 0 and at most 1, and where it is known "
+                f"the upper one, which is no smaller: --share 0.5, --share 0.4 0.65"
+            )
+
+
+# ---- options ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,13 +93,20 @@ class PlanOptions(Assumptions):
     )
     arithmetic: bool = setting(
         False,
-        help="Compile nothing: take steps by formula at the chips' peak rates, and "
-        "check links and coordinator alone.",
+        help="Compile nothing: take steps by formula, and check links and coordinator "
+        "alone.",
+    )
+    measured: str = setting(
+        "",
+        metavar="FILE",
+        help="Values that were measured, as JSON, each with its origin; they count "
+        "before assumptions, constants and published rates.",
     )
     price: str = setting(
         "",
-        help="Prices per hour as you know them, v5p=N,v6e=N,coordinator=N: of a chip "
-        "by generation, and of the coordinator's machine with its disk.",
+        help="Prices as you know them, v5p=N,v6e=N,coordinator=N,traffic=N: per hour "
+        "of a chip by generation, and of the coordinator's machine with its disk; and "
+        "per GB between regions.",
     )
 
     @property
@@ -72,7 +116,10 @@ class PlanOptions(Assumptions):
         return Assumptions(**{f.name: getattr(self, f.name) for f in fields})
 
 
+# ---- prices -------------------------------------------------------------------------
+
 COORDINATOR = "coordinator"
+TRAFFIC = "traffic"
 
 
 def parse_prices(text: str) -> dict[str, float]:
@@ -80,7 +127,7 @@ def parse_prices(text: str) -> dict[str, float]:
     prices: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        known = (*GENERATIONS, COORDINATOR)
+        known = (*GENERATIONS, COORDINATOR, TRAFFIC)
         try:
             price = float(value)
         except ValueError:
@@ -94,11 +141,16 @@ def parse_prices(text: str) -> dict[str, float]:
     return prices
 
 
-def require_prices(config: Config, prices: Mapping[str, float]) -> None:
-    """Raise ConfigError if a price is missing."""
+def require_prices(
+    config: Config, prices: Mapping[str, float], *, traffic: bool = False
+) -> None:
+    """Raise ConfigError if a price is missing. traffic: that of traffic is needed where
+    islands are in other regions than the coordinator."""
     needed = {COORDINATOR} | {
         slice_of(n, i).generation.name for n, i in config.islands.items()
     }
+    if traffic and away(config):
+        needed.add(TRAFFIC)
     if missing := sorted(needed - set(prices)):
         raise ConfigError(
             f"price has {', '.join(prices)} and lacks {', '.join(missing)}; add "
@@ -106,11 +158,28 @@ def require_prices(config: Config, prices: Mapping[str, float]) -> None:
         )
 
 
-def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, float]:
-    """Return the hourly price of the chips by generation, and of the coordinator's
-    machines.
+def away(config: Config) -> list[str]:
+    """Return the islands whose first zone is in another region than the coordinator's;
+    none without zones."""
+    home, zones = config.launch.coordinator_zone, config.launch.zones
+    first = {
+        name: zones.get(name, "").replace(",", " ").split() for name in config.islands
+    }
+    return [
+        name
+        for name, zone in first.items()
+        if home and zone and region_of(zone[0]) != region_of(home)
+    ]
 
-    prices: per chip by generation, and per machine and its disk for "coordinator".
+
+def price_per_hour(
+    config: Config, prices: Mapping[str, float], crossing_gb: float = 0.0
+) -> dict[str, float]:
+    """Return the hourly price of the chips by generation, of the coordinator's
+    machines, and of traffic between regions where there is any.
+
+    prices: per chip by generation, per machine and its disk for "coordinator", per GB
+    for "traffic". crossing_gb: GB of an hour that cross from region to region.
     """
     parts: dict[str, float] = {}
     for name, island in config.islands.items():
@@ -122,13 +191,16 @@ def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, flo
     workers = config.placement.workers
     machines = 1 + (workers if workers > 1 else 0)
     parts[COORDINATOR] = machines * prices[COORDINATOR]
+    if crossing_gb:
+        parts[TRAFFIC] = crossing_gb * prices[TRAFFIC]
     return parts
 
 
 def price_sentence(per_hour: Mapping[str, float]) -> str:
     """Return one sentence with the price per hour and its parts."""
     parts = ", ".join(f"{name} {price:,.2f}" for name, price in per_hour.items())
+    without = "" if TRAFFIC in per_hour else "traffic between regions, "
     return (
         f"price per hour: {sum(per_hour.values()):,.2f} ({parts}), by your --price; "
-        f"without disks of islands, traffic between regions, and discounts"
+        f"without disks of islands, {without}and discounts"
     )

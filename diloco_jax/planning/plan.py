@@ -3,6 +3,9 @@
 Without a compiler a step is its FLOPs by the formula over the chips' peak rate. So it
 is shorter than any real one, and loads links and coordinator the most. Nothing is known
 about HBM: a model that does not fit its slice is not found.
+
+Checks go by this bound, or by the upper share of peak that the user knows. Days, tokens
+and price go by the step that was measured, or by the share of peak that is expected.
 """
 
 from __future__ import annotations
@@ -15,16 +18,38 @@ import msgspec
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.coordinator.settings import state_sizes
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.hardware.machines import MachineRates
+from diloco_jax.hardware.machines import (
+    NOTHING_MEASURED,
+    MachineRates,
+    Measurements,
+)
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.flops import sequence_flops
-from diloco_jax.planning.advice import advise
-from diloco_jax.planning.checks import IslandNetwork, Remedy, Terms, needs_of, refusals
+from diloco_jax.planning.advice import LinkSetting, advise, mended, settings_that_fit
+from diloco_jax.planning.checks import (
+    LINK_UTILISATION,
+    IslandNetwork,
+    Needs,
+    Remedy,
+    Terms,
+    needs_of,
+    notes,
+    refusals,
+)
 from diloco_jax.planning.compiling import IslandPlan
-from diloco_jax.planning.coordinator import CoordinatorPlan, OutagePlan
-from diloco_jax.planning.options import Assumptions, price_per_hour
+from diloco_jax.planning.coordinator import (
+    CoordinatorPlan,
+    FirstStart,
+    OutagePlan,
+)
+from diloco_jax.planning.options import (
+    Assumptions,
+    away,
+    price_per_hour,
+)
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""
@@ -54,14 +79,38 @@ class PlannedIsland:
     hosts: int
     tokens_per_step: int
     step_seconds: float
-    """Seconds of a step by the roofline, with its share of `exchange_seconds`, or at
-    peak rates; or of the emulated step if that is longer."""
+    """Seconds of a step at least: by the roofline, with its share of
+    `exchange_seconds`, at peak rates, or at the upper share of peak; or of the emulated
+    step if that is longer."""
+    expected_step_seconds: float
+    """Seconds of a step as it was measured, or at the expected share of peak."""
+    expected_from: str
+    """Where that is from."""
     exchange_seconds: float
     """Seconds of a cycle in which takes and adoptions hold up the steps: arithmetic
     from the collectives and the traffic of their compiled programs."""
     tokens_per_second: float
-    """Tokens per second without interruptions."""
+    """Tokens per second at best, without interruptions."""
     network: IslandNetwork
+    """By the shortest step."""
+
+    @property
+    def expected_tokens_per_second(self) -> float:
+        """Tokens per second by the expected step, without interruptions."""
+        return self.tokens_per_step / self.expected_step_seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a run costs by the prices of its user and the expected steps."""
+
+    per_hour: dict[str, float]
+    """Its parts."""
+    per_day: float
+    per_1e9_tokens: float | None
+    """Of merged tokens; None if nothing is ever merged."""
+    crossing_gb_per_day: float
+    """GB that cross from region to region in a day."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,22 +118,37 @@ class RunPlan:
     """Plan of all islands together."""
 
     params: int
+    bound: str
+    """The speed of the next three fields, and by which checks refuse, in words."""
     pacing_step_seconds: float
     cycle_seconds: float
     tokens_per_second: float
     """Tokens per second of all islands, without interruptions."""
-    goodput: ExpectedGoodput | None
-    """None if the plan is arithmetic alone, and so are the next two."""
-    tokens_per_day: float | None
+    expected_cycle_seconds: float
+    """By the expected steps, as all that follows up to the price."""
+    expected_tokens_per_second: float
+    goodput: ExpectedGoodput
+    tokens_per_day: float
     """Tokens merged per day at the expected goodput."""
     days: float | None
-    """Days to the config's total tokens; None too if nothing is ever merged."""
+    """Days to the config's total tokens; None if nothing is ever merged."""
+    price: Price | None
+    """By the prices of `--price`; None without them."""
     coordinator: CoordinatorPlan
+    """By the shortest steps, as all that follows."""
     outage: OutagePlan
+    first_start: FirstStart
     refusals: list[Remedy]
+    mended: Remedy | None
+    """One set of changes with which no check refuses; None if none does now, or if no
+    set was found."""
+    notes: list[str]
+    """Needs that make somebody wait his turn, and refuse nothing."""
+    settings: list[LinkSetting]
+    """Settings of the exchange that the links carry, those with the fewest bytes
+    first."""
     rates: MachineRates
-    price_per_hour: dict[str, float] | None
-    """Its parts, by the prices of `--price`; None without them."""
+    measured: Measurements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,22 +189,33 @@ def plan_run(
     compiled: Mapping[str, IslandPlan] | None = None,
     versions: Mapping[str, str] | None = None,
     prices: Mapping[str, float] | None = None,
+    measured: Measurements = NOTHING_MEASURED,
 ) -> Plan:
     """Plan the run. Raises ConfigError.
 
     compiled: the islands by name; None: by arithmetic. versions: of the packages that
-    compiled. prices: see `price_per_hour`.
+    compiled. prices: complete by `require_prices`.
     """
-    made = compiled or {}
-    seconds = {n: step_seconds_of(config, n, made.get(n)) for n in config.islands}
-    terms = terms_of(config, fragments, seconds, assumptions.link_gbit_per_s)
-    run, slices = (
-        terms.config.run,
-        {n: slice_of(n, i) for n, i in config.islands.items()},
-    )
-    needs, length = needs_of(terms), run.sequence_length
+    made, names = compiled or {}, tuple(config.islands)
+    expected = {
+        name: expected_step(config, name, assumptions, measured, made.get(name))
+        for name in names
+    }
+    upper = assumptions.upper_share
+    seconds = {
+        # What was measured is possible, whatever bound was given.
+        name: min(
+            expected[name][0], step_seconds_of(config, name, made.get(name), upper)
+        )
+        for name in names
+    }
+    terms = terms_of(config, fragments, seconds, assumptions.link_gbit_per_s, measured)
+    needs, run = needs_of(terms), terms.config.run
+    slices = {n: slice_of(n, island) for n, island in config.islands.items()}
     tokens = {
-        name: made[name].tokens_per_step if made else island.batch_size * length
+        name: made[name].tokens_per_step
+        if made
+        else island.batch_size * run.sequence_length
         for name, island in config.islands.items()
     }
     islands = {
@@ -150,17 +225,22 @@ def plan_run(
             hosts=found.hosts,
             tokens_per_step=tokens[name],
             step_seconds=terms.step_seconds[name],
+            expected_step_seconds=expected[name][0],
+            expected_from=expected[name][1],
             exchange_seconds=made[name].exchange_seconds if made else 0.0,
             tokens_per_second=tokens[name] / terms.step_seconds[name],
             network=needs.networks[name],
         )
         for name, found in slices.items()
     }
-    rate = sum(island.tokens_per_second for island in islands.values())
-    goodput = tokens_per_day = None
-    if made:
-        goodput = expected_goodput(config, islands, assumptions)
-        tokens_per_day = rate * goodput.goodput * SECONDS_PER_DAY
+    then = needs_of(
+        dataclasses.replace(
+            terms, step_seconds={n: s for n, (s, _) in expected.items()}
+        )
+    )
+    rate = sum(island.expected_tokens_per_second for island in islands.values())
+    goodput = expected_goodput(config, islands, assumptions)
+    per_day = rate * goodput.goodput * SECONDS_PER_DAY
     refused = refusals(terms)
     return Plan(
         config=path,
@@ -169,19 +249,63 @@ def plan_run(
         islands=islands,
         run=RunPlan(
             params=fragments.total,
+            bound=assumptions.bound,
             pacing_step_seconds=needs.pacing_step_seconds,
             cycle_seconds=needs.cycle_seconds,
-            tokens_per_second=rate,
+            tokens_per_second=sum(i.tokens_per_second for i in islands.values()),
+            expected_cycle_seconds=then.cycle_seconds,
+            expected_tokens_per_second=rate,
             goodput=goodput,
-            tokens_per_day=tokens_per_day,
-            days=run.total_tokens / tokens_per_day if tokens_per_day else None,
+            tokens_per_day=per_day,
+            days=run.total_tokens / per_day if per_day else None,
+            price=_price(config, prices, then, per_day) if prices else None,
             coordinator=needs.coordinator,
             outage=needs.outage,
+            first_start=_first_start(terms, needs, made),
             refusals=refused,
+            mended=mended(terms) if refused else None,
+            notes=notes(terms),
+            settings=settings_that_fit(terms),
             rates=terms.rates,
-            price_per_hour=price_per_hour(config, prices) if prices else None,
+            measured=measured,
         ),
         advice=advise(terms, made),
+    )
+
+
+def _price(
+    config: Config, prices: Mapping[str, float], expected: Needs, tokens_per_day: float
+) -> Price:
+    """Return the price of a run. prices: `require_prices` misses none. expected: needs
+    by the expected steps."""
+    links = [expected.networks[name] for name in away(config)]
+    gbit_per_s = LINK_UTILISATION * sum(i.up.mean + i.down.mean for i in links)
+    per_hour = price_per_hour(config, prices, gbit_per_s / 8 * 3600)
+    per_day = 24 * sum(per_hour.values())
+    return Price(
+        per_hour=per_hour,
+        per_day=per_day,
+        per_1e9_tokens=per_day / tokens_per_day * 1e9 if tokens_per_day else None,
+        crossing_gb_per_day=gbit_per_s / 8 * SECONDS_PER_DAY,
+    )
+
+
+def _first_start(
+    terms: Terms, needs: Needs, compiled: Mapping[str, IslandPlan]
+) -> FirstStart:
+    """Return the first start. Without a measurement on a host, islands count as long as
+    this machine compiled for them."""
+    run, total, found = terms.config.run, terms.fragments.total, terms.measured
+    here = [i.compile_seconds for i in compiled.values() if i.compile_seconds]
+    told, longest = found.compile_seconds, max(here, default=None)
+    drawn = not (run.model.weights or terms.config.placement.first_from)
+    # Workers draw together, each its own part.
+    of_a_core = terms.rates.draw_core_seconds * needs.coordinator.share_served
+    return FirstStart(
+        draw_seconds=drawn * of_a_core * total / 1e9,
+        write_seconds=state_sizes(run, terms.fragments).state / terms.disk_bytes_per_s,
+        fetch_seconds=max(link.join_seconds for link in needs.networks.values()),
+        compile_seconds=told.value if told else longest,
     )
 
 
@@ -190,6 +314,7 @@ def terms_of(
     fragments: FragmentPlan,
     step_seconds: Mapping[str, float],
     link_gbit_per_s: float = Assumptions.link_gbit_per_s,
+    measured: Measurements = NOTHING_MEASURED,
 ) -> Terms:
     """Return the inputs of a plan whose islands' steps take so long."""
     return Terms(
@@ -198,27 +323,51 @@ def terms_of(
         hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
         step_seconds=step_seconds,
         link_gbit_per_s=link_gbit_per_s,
+        measured=measured,
     )
 
 
 def step_seconds_of(
-    config: Config, name: str, compiled: IslandPlan | None = None
+    config: Config, name: str, compiled: IslandPlan | None = None, share: float = 1.0
 ) -> float:
-    """Return the seconds of an island's step: see `PlannedIsland.step_seconds`."""
-    island, run = config.islands[name], config.run
+    """Return the seconds of an island's step, in which the model's FLOPs reach at most
+    this share of the chips' peak: see `PlannedIsland.step_seconds`."""
+    island, run, found = (
+        config.islands[name],
+        config.run,
+        slice_of(name, config.islands[name]),
+    )
     if compiled:
+        at_share = compiled.flops.model / (share * found.flops_per_s)
         exchange = compiled.exchange_seconds / run.sync.steps_per_cycle
-        return max(compiled.roofline.step_seconds + exchange, island.step_seconds)
+        bound = compiled.roofline.step_seconds + exchange
+        return max(bound, at_share, island.step_seconds)
     if run.model.factory:
         raise ConfigError(
             f"arithmetic: there is no formula for the FLOPs of model.factory = "
             f"{run.model.factory!r}; plan without --arithmetic"
         )
-    found = slice_of(name, island)
     flops = island.batch_size * sequence_flops(run)
     again = RECOMPUTED if island.remat == "full" else 1.0
-    seconds = flops * again / (found.chips * found.generation.flops_per_s)
-    return max(seconds, island.step_seconds)
+    return max(flops * max(again, 1 / share) / found.flops_per_s, island.step_seconds)
+
+
+def expected_step(
+    config: Config,
+    name: str,
+    assumptions: Assumptions,
+    measured: Measurements,
+    compiled: IslandPlan | None = None,
+) -> tuple[float, str]:
+    """Return the seconds that an island's step is expected to take, and where that is
+    from: a measured step, or a measured or expected share of peak."""
+    island = config.islands[name]
+    if step := measured.step_seconds.get(name):
+        return max(step.value, island.step_seconds), "measured"
+    found = measured.share_of_peak.get(slice_of(name, island).generation.name)
+    share = found.value if found else assumptions.expected_share
+    where = f"at {share:.3g} of peak{', measured' if found else ''}"
+    return step_seconds_of(config, name, compiled, share), where
 
 
 def expected_goodput(
@@ -231,19 +380,19 @@ def expected_goodput(
     An island that is interrupted every `mtti` seconds, and then loses `lost` seconds of
     work, keeps mtti / (mtti + lost) of it. Lost are the time until it is back, the
     fetch of the parameters, and what its fragments computed since their last takes:
-    half a cycle of its steps.
+    half a cycle of its steps. Steps are the expected ones.
     """
     assumptions.validate()
     lost, between, kept = {}, {}, 0.0
     for name, island in islands.items():
-        unsent = config.run.sync.steps_per_cycle * island.step_seconds / 2
+        unsent = config.run.sync.steps_per_cycle * island.expected_step_seconds / 2
         back = assumptions.return_minutes * 60 + island.network.join_seconds
         lost[name] = back + unsent
         years = assumptions.mtbi_years
         rate = island.chips / (years * SECONDS_PER_YEAR) if years else 0.0
         between[name] = 1 / rate / 3600 if rate else None
-        kept += island.tokens_per_second / (1 + rate * lost[name])
-    possible = sum(island.tokens_per_second for island in islands.values())
+        kept += island.expected_tokens_per_second / (1 + rate * lost[name])
+    possible = sum(island.expected_tokens_per_second for island in islands.values())
     return ExpectedGoodput(
         goodput=kept / possible,
         lost_seconds=lost,

@@ -25,7 +25,7 @@ from diloco_jax.models import transformer
 from diloco_jax.models.model import Frozen, Layout, Model, Params
 from diloco_jax.models.vision import part_of
 from diloco_jax.weights.first import first_pieces
-from diloco_jax.weights.tensor_files import IN_A_LAYER, decoder_name
+from diloco_jax.weights.tensor_files import decoder_name, names_in_a_layer
 
 
 def factory(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
@@ -128,16 +128,17 @@ def merged_leaves(
         adapted = adapters and path[0] == LAYERS
         if adapted and "/".join(path[1:]) in transformer.ADAPTED_AXES:
             _, half, name = path
-            value = value + delta(run.model, adapters["layers"][half][name])
+            value = value + delta(run.model, half, adapters["layers"][half][name])
         yield path, value
 
 
-def delta(model: ModelConfig, pair: dict[str, Any]) -> np.ndarray:
+def delta(model: ModelConfig, half: str, pair: dict[str, Any]) -> np.ndarray:
     """Return s A B of a stacked matrix, f32[L, *in, *out]."""
     a, b = (np.asarray(pair[key], np.float32) for key in ("a", "b"))
-    layers, rank = b.shape[:2]
-    flat = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
-    shaped = flat.reshape(*a.shape[:-1], *b.shape[2:])
+    stacks = b.shape[: transformer.adapter_stacks(model, half)]
+    rank = a.shape[-1]
+    flat = a.reshape(*stacks, -1, rank) @ b.reshape(*stacks, rank, -1)
+    shaped = flat.reshape(*a.shape[:-1], *b.shape[len(stacks) + 1 :])
     return np.float32(transformer.adapter_scale(model)) * shaped
 
 
@@ -148,19 +149,23 @@ ADAPTER_TENSORS = "adapter_model.safetensors"
 def write_adapter(model: ModelConfig, params: Params, folder: Path) -> int:
     """Write the adapters into a folder that is there; return their number of values."""
     tensors: dict[str, np.ndarray] = {}
+    names = names_in_a_layer(model)
     for path in transformer.ADAPTED_AXES:
         half, name = path.split("/")
         pair = params["layers"][half][name]
-        module = IN_A_LAYER[path].removesuffix(".weight")
-        for layer in range(model.num_layers):
-            a, b = (np.asarray(pair[key][layer], np.float32) for key in ("a", "b"))
+        module = names[path].removesuffix(".weight")
+        stacks = pair["b"].shape[: transformer.adapter_stacks(model, half)]
+        for layer, *expert in np.ndindex(stacks):
+            a, b = (
+                np.asarray(pair[key][layer, *expert], np.float32) for key in ("a", "b")
+            )
             inside = decoder_name(model, f"model.layers.{layer}.{module}")
-            place = f"base_model.model.{inside}"
+            place = f"base_model.model.{inside}".format(expert=next(iter(expert), ""))
             # Files have a matrix's outputs first.
             tensors[f"{place}.lora_A.weight"] = a.reshape(-1, model.lora_rank).T.copy()
             tensors[f"{place}.lora_B.weight"] = b.reshape(model.lora_rank, -1).T.copy()
     save_file(tensors, folder / ADAPTER_TENSORS, {"format": "pt"})
-    targets = {IN_A_LAYER[path].split(".")[-2] for path in transformer.ADAPTED_AXES}
+    targets = {names[path].split(".")[-2] for path in transformer.ADAPTED_AXES}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

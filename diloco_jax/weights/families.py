@@ -40,14 +40,41 @@ PLAIN = {
     "use_sliding_window": False,
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
+    "clip_qkv": None,
+    "router_jitter_noise": 0.0,
 }
 """Keys for which only this value, or none, can be followed."""
+LACKING: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "shared experts": {
+        "n_shared_experts": (0,),
+        "num_shared_experts": (0,),
+        "moe_num_shared_experts": (0,),
+        "shared_expert_intermediate_size": (0,),
+    },
+    "layers without experts beside layers with them": {
+        "first_k_dense_replace": (0,),
+        "num_dense_layers": (0,),
+        "mlp_only_layers": ([],),
+        "decoder_sparse_step": (1,),
+    },
+    "balance of the experts by a bias": {
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "moe_router_enable_expert_bias": (False,),
+        "use_expert_bias": (False,),
+    },
+}
+"""Parts of mixtures of experts that the bundled transformer lacks: the keys that ask
+for them, and the values that do not."""
 Whole = Annotated[int, Meta(ge=1)]
 Above0 = Annotated[float, Meta(gt=0)]
 TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers"), Whole),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), Whole),
     **dict.fromkeys(("head_dim", "intermediate_size"), Whole),
+    **dict.fromkeys(("num_experts", "num_local_experts"), Whole),
+    **dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size"), Whole),
+    "norm_topk_prob": bool,
+    "router_aux_loss_coef": Annotated[float, Meta(ge=0)],
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), Whole),
     "sliding_window": Annotated[int, Meta(ge=0)],
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), bool),
@@ -77,10 +104,19 @@ class ModelFamily:
     architecture: str
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Its keys of a mixture of experts, by our names."""
     windows: bool = False
     activation_key: str = "hidden_act"
 
 
+EXPERTS = {
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "experts_renormalised": "norm_topk_prob",
+    "balance_loss": "router_aux_loss_coef",
+}
 FAMILIES = {
     "llama": ModelFamily(architecture="LlamaForCausalLM", fixed={"norm_gain": "scale"}),
     "qwen2": ModelFamily(
@@ -120,6 +156,60 @@ FAMILIES = {
         },
         windows=True,
         activation_key="hidden_activation",
+    ),
+    "mixtral": ModelFamily(
+        architecture="MixtralForCausalLM",
+        fixed={
+            "norm_gain": "scale",
+            "attention_bias": "none",
+            "mlp_bias": False,
+            "experts_renormalised": True,
+        },
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        experts={
+            "experts": "num_local_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_dim": "intermediate_size",
+            "balance_loss": "router_aux_loss_coef",
+        },
+    ),
+    "qwen3_moe": ModelFamily(
+        architecture="Qwen3MoeForCausalLM",
+        fixed={"norm_gain": "scale", "qk_norm": True, "mlp_bias": False},
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        experts=EXPERTS,
+    ),
+    "olmoe": ModelFamily(
+        architecture="OlmoeForCausalLM",
+        fixed={
+            "norm_gain": "scale",
+            "qk_norm": True,
+            "qk_norm_whole": True,
+            "mlp_bias": False,
+        },
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+        },
+        experts=EXPERTS | {"expert_dim": "intermediate_size"},
     ),
 }
 MULTIMODAL = {"gemma3": "gemma3_text", "idefics3": "llama", "smolvlm": "llama"}
@@ -193,6 +283,7 @@ def read(found: Json, where: str) -> ModelConfig:
     tower = _read_tower(found, where)
     found = text_config(found)
     kind = str(found.get("model_type"))
+    _require_none_lacking(where, found)
     if kind not in FAMILIES:
         known = [*FAMILIES, *MULTIMODAL]
         raise ConfigError(
@@ -201,6 +292,8 @@ def read(found: Json, where: str) -> ModelConfig:
         )
     family = FAMILIES[kind]
     found = _checked(found, where)
+    if family.experts and "num_local_experts" in found:  # As transformers 5 writes it.
+        found = {"num_experts": found["num_local_experts"], **found}
     found = {**DEFAULTS, **family.defaults, **found}
     found = {"num_key_value_heads": found.get("num_attention_heads"), **found}
     if not found.get("head_dim") and found.get("num_attention_heads"):
@@ -208,7 +301,7 @@ def read(found: Json, where: str) -> ModelConfig:
         found = {**found, "head_dim": found.get("hidden_size", 0) // heads}
     _require_plain(where, found)
     sizes = {}
-    for ours, theirs in SIZES.items():
+    for ours, theirs in {**SIZES, **family.experts}.items():
         if theirs not in found:
             raise ConfigError(f"{where} has no {theirs}; copy the folder again")
         sizes[ours] = found[theirs]
@@ -218,6 +311,9 @@ def read(found: Json, where: str) -> ModelConfig:
         found.get("query_pre_attn_scalar", sizes["head_dim"]),
         (sizes["head_dim"],),
     )
+    if family.fixed.get("qk_norm_whole"):
+        width = sizes["d_model"] // sizes["num_heads"]
+        _require(where, "head_dim", sizes["head_dim"], (width,))
     key = family.activation_key
     activation = found.get(key, "silu")
     _require(where, key, activation, tuple(ACTIVATIONS))
@@ -263,6 +359,8 @@ def write(model: ModelConfig, length: int) -> dict[str, Any]:
         return _write_tower(model, length)
     nearest: list[str] = []
     for kind, family in FAMILIES.items():
+        if bool(family.experts) != bool(model.experts):
+            continue
         written = _write(kind, family, model, length)
         again = read(written, kind)
         wanted = as_written(model, again)
@@ -287,7 +385,11 @@ def as_written(model: ModelConfig, written: ModelConfig) -> ModelConfig:
     changes: dict[str, Any] = {"weights": "", "train": ()}
     if written.norm_gain == "scale":
         changes["norm_gain"] = "scale"
-    unused: list[str] = []
+    unused: list[str] = [] if model.experts else list(EXPERTS)
+    if model.experts:
+        changes["mlp_dim"] = written.mlp_dim
+    if not model.qk_norm:
+        unused += ["qk_norm_whole"]
     if not model.window:
         unused += ["window_pattern", "rope_window_base"]
     if model.rope_scaling == "none":
@@ -305,7 +407,10 @@ def _write(
     written = {
         "architectures": [family.architecture],
         "model_type": kind,
-        **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
+        **{
+            theirs: getattr(model, ours)
+            for ours, theirs in {**SIZES, **family.experts}.items()
+        },
         family.activation_key: activations[model.activation],
         "attention_bias": model.attention_bias == "qkvo",
         "mlp_bias": model.mlp_bias,
@@ -315,6 +420,8 @@ def _write(
     }
     if "sliding_window" in family.defaults:
         written["sliding_window"] = None
+    if family.fixed.get("qk_norm_whole"):  # Its norms have the width of the stream.
+        written["head_dim"] = model.d_model // model.num_heads
     if family.windows:
         layers = range(model.num_layers)
         windowed = [model.is_windowed(layer) for layer in layers]
@@ -518,6 +625,17 @@ def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any
             f"many of sliding_attention can be followed"
         )
     return windows
+
+
+def _require_none_lacking(where: str, found: Json) -> None:
+    for part, keys in LACKING.items():
+        for key, plain in keys.items():
+            if (value := found.get(key)) is not None and value not in plain:
+                raise ConfigError(
+                    f"{where}: {key} = {value!r} asks for {part}, which the bundled "
+                    f"transformer lacks; its families of experts are "
+                    f"{', '.join(name for name in FAMILIES if FAMILIES[name].experts)}"
+                )
 
 
 def _require_plain(where: str, found: Json) -> None:

@@ -49,6 +49,7 @@ from diloco_jax.weights.tensor_files import (
     CONFIG,
     GENERATION,
     INDEX,
+    ExpertStack,
     read_json,
     read_tensors,
 )
@@ -237,6 +238,13 @@ def end_tokens(folder: Path) -> list[int]:
 def fill(params: Params, piece: Piece, value: np.ndarray) -> None:
     """Write a piece into arrays, or views of arrays, that are there already."""
     place = get_piece(params, dataclasses.replace(piece, band=-1, bands=None))
+    if isinstance(place, ExpertStack):
+        joined = np.asarray(place)
+        whole_piece = dataclasses.replace(piece, path=("",), layer=-1)
+        if piece.bands is not None:
+            fill({"": joined}, whole_piece, value)
+        place.write(value if piece.bands is None else joined)
+        return
     if piece.bands is not None:
         # Splitting an axis makes a view, as joining the band's part would not.
         place = piece.bands.striped(place)[piece.bands.index(piece.band)]

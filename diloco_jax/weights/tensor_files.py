@@ -87,22 +87,45 @@ IN_A_TOWER_LAYER = {
     "mlp/down": "mlp.fc2.weight",
     "mlp/down_bias": "mlp.fc2.bias",
 }
+OF_EXPERTS = {
+    "mlp/router": "mlp.gate.weight",
+    "mlp/gate": "mlp.experts.{expert}.gate_proj.weight",
+    "mlp/up": "mlp.experts.{expert}.up_proj.weight",
+    "mlp/down": "mlp.experts.{expert}.down_proj.weight",
+}
+OF_MIXTRAL = {
+    "mlp/router": "block_sparse_moe.gate.weight",
+    "mlp/gate": "block_sparse_moe.experts.{expert}.w1.weight",
+    "mlp/up": "block_sparse_moe.experts.{expert}.w3.weight",
+    "mlp/down": "block_sparse_moe.experts.{expert}.w2.weight",
+}
 OUTWARD = ("attention/output", "mlp/down")
 """Matrices whose last axis is the residual stream: theirs have it first."""
 ROWS = (("embedding",), ("tower", "positions"))
 """Tables, which have one row a word or place in both."""
 
 
+def names_in_a_layer(model: ModelConfig) -> dict[str, str]:
+    """Return the names of a layer's tensors by ours; those of experts have a place for
+    the expert's number. The families of experts differ in the norms of queries."""
+    names = IN_A_LAYER | (WITH_POST_NORMS if model.post_norms else {})
+    if model.experts:
+        names |= OF_EXPERTS if model.qk_norm else OF_MIXTRAL
+    return names
+
+
 class FileTensor(NamedTuple):
-    """A tensor of a file, and the parameter, or layer of one, that it is."""
+    """A tensor of a file, and the parameter, or part of one, that it is."""
 
     name: str
     shape: tuple[int, ...]
     path: tuple[str, ...]
     layer: int
     """-1: the whole parameter."""
+    expert: int
+    """-1: all of the layer."""
     ours: tuple[int, ...]
-    """Shape of the parameter, or of one layer of it."""
+    """Shape of the parameter, or of one layer of it, or of one expert."""
 
     @property
     def is_norm(self) -> bool:
@@ -118,28 +141,61 @@ class FileTensor(NamedTuple):
         return np.moveaxis(array.reshape(*self.ours[1:], self.ours[0]), -1, 0)
 
 
+class ExpertStack:
+    """The experts of a layer, an array of a file each: joined where they are read, so
+    that memory holds no more than one layer's."""
+
+    def __init__(self, experts: list[np.ndarray]) -> None:
+        self.experts = experts
+        self.shape = (len(experts), *experts[0].shape)
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        joined: np.ndarray = np.stack(self.experts)
+        return joined if dtype is None else joined.astype(dtype)
+
+    def reshape(self, *shape: int) -> np.ndarray:
+        """Return the joined array in this shape."""
+        return np.asarray(self).reshape(shape)
+
+    def write(self, value: np.ndarray) -> None:
+        """Write an array of all experts into theirs."""
+        for own, new in zip(self.experts, value, strict=True):
+            np.copyto(own, new, casting="same_kind")
+
+
 def tensors(model: ModelConfig) -> list[FileTensor]:
     """List all tensors of the bundled transformer, the layers in their order."""
-    names = IN_A_LAYER | (WITH_POST_NORMS if model.post_norms else {})
+    names = names_in_a_layer(model)
     found = []
     whole = dataclasses.replace(model, lora_rank=0, train=())
     leaves = jax.tree_util.tree_leaves_with_path(transformer.build(whole).shapes())
     for keys, leaf in leaves:
         path = tuple(key.key for key in keys)
+        several = False
         if path[0] == "layers":
-            stack = decoder_name(model, "model.layers."), names["/".join(path[1:])]
+            stack, name = "model.layers.", names["/".join(path[1:])]
+            stack, several = decoder_name(model, stack), "{expert}" in name
         elif path[:2] == ("tower", "layers"):
+            stack = "model.vision_model.encoder.layers."
             name = IN_A_TOWER_LAYER["/".join(path[2:])]
-            stack = "model.vision_model.encoder.layers.", name
         else:
             named = BESIDE_DECODER.get("/".join(path))
             named = named or decoder_name(model, OUTSIDE[path[0]])
-            found.append(_file_tensor(named, path, -1, leaf.shape))
+            found.append(_file_tensor(named, path, -1, -1, leaf.shape))
             continue
-        found += [
-            _file_tensor(f"{stack[0]}{layer}.{stack[1]}", path, layer, leaf.shape[1:])
-            for layer in range(leaf.shape[0])
-        ]
+        for layer in range(leaf.shape[0]):
+            there = f"{stack}{layer}.{name}"
+            found += [
+                _file_tensor(
+                    there.format(expert=expert),
+                    path,
+                    layer,
+                    expert,
+                    leaf.shape[1 + several :],
+                )
+                for expert in (range(model.experts) if several else (-1,))
+            ]
     return sorted(found, key=lambda t: (t.name == OUTSIDE["unembedding"], t.layer))
 
 
@@ -153,7 +209,7 @@ def views(
     model: ModelConfig, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, Any]]:
     """Return the model's parameters as views of a file's arrays by name; a stacked one
-    is a list of its layers."""
+    is a list of its layers, and experts an `ExpertStack` in it."""
     params: dict[str, Any] = {}
     for tensor in tensors(model):
         node = params
@@ -162,13 +218,21 @@ def views(
         value = tensor.view(arrays[tensor.name])
         if tensor.layer < 0:
             node[tensor.path[-1]] = value
+            continue
+        layers = node.setdefault(tensor.path[-1], [])
+        if tensor.expert < 0:
+            layers.append(value)
+        elif tensor.expert == 0:
+            layers.append([value])
         else:
-            node.setdefault(tensor.path[-1], []).append(value)
+            layers[-1].append(value)
+        if tensor.expert == model.experts - 1 >= 0:
+            layers[-1] = ExpertStack(layers[-1])
     return params
 
 
 def _file_tensor(
-    name: str, path: tuple[str, ...], layer: int, ours: tuple[int, ...]
+    name: str, path: tuple[str, ...], layer: int, expert: int, ours: tuple[int, ...]
 ) -> FileTensor:
     shape = ours
     if path == ("tower", "patches"):
@@ -179,7 +243,7 @@ def _file_tensor(
         stream = ours[-1] if outward else ours[0]
         other = math.prod(ours) // stream
         shape = (stream, other) if outward else (other, stream)
-    return FileTensor(name, shape, path, layer, ours)
+    return FileTensor(name, shape, path, layer, expert, ours)
 
 
 DTYPES = {

@@ -1,6 +1,7 @@
 """The process of a coordinator, the same on any machine."""
 
 import dataclasses
+import logging
 import os
 import signal
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.coordinator.snapshots import states
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.process import signals
-from diloco_jax.workdir import RunFacts
+from diloco_jax.workdir import RunFacts, holds_run
 
 
 @pytest.fixture
@@ -117,6 +118,25 @@ def test_asked_to_end_as_soon_as_its_address_is_told(config, monkeypatch, tmp_pa
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert not told.exists()
+
+
+def test_asked_to_end_while_it_searches_islands(config, caplog, tmp_path):
+    """It ends in order, and leaves nothing that looks like a run."""
+
+    class Asks(main.Coordinator):
+        def heed_signals(self):
+            super().heed_signals()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    caplog.set_level(logging.INFO, main.__name__)
+    handlers = {number: signal.getsignal(number) for number in signals()}
+    try:
+        assert main.serve(Asks(config, tmp_path / "run", init=False)) == EXIT_DONE
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "ending, asked to: this coordinator has lost its state" in caplog.text
+    assert not holds_run(tmp_path / "run")
 
 
 def test_the_run_that_a_person_names_is_gathered(config, tmp_path, monkeypatch):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from diloco_jax.config import Placement, RunConfig
+from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.hardware.machines import Measurements, read_measurements
+from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability.exported import Readings, Snapshot, families
 from diloco_jax.protocol.coordinator import decide, state
 from diloco_jax.protocol.coordinator.state import Said
@@ -167,3 +170,26 @@ def test_a_status_says_whose_steps_change_nothing(run, skipped, loss, says):
     shown = summary.status(config, now, roster, seconds=9.0, alerts=[], now=AT + 9)
     told = [alert for alert in shown["alerts"] if "change nothing" in alert]
     assert [alert.split()[1] for alert in told] == ["a"] * says
+
+
+def test_a_run_leaves_what_a_plan_takes(tmp_path, run):
+    """Its median steps, the share of a slice's peak that they are, and the longest
+    first compilation; of islands that the config has."""
+    _, _, roster = run
+    found = summary.measurements(Config(), roster, "r")
+    assert found == Measurements()
+    here = IslandConfig(topology="v5e:1x1")
+    own = Config(islands={"a": here, "away": here})
+    roster.members["a"].first_compile_seconds = 12.0
+    roster.members["a"].current = Measures(steps=3, median_step_seconds=0.5)
+    found = summary.measurements(own, roster, "r")
+    assert found.step_seconds["a"].value == 0.5
+    assert found.step_seconds["a"].origin == "run r, 3 steps of a"
+    assert found.compile_seconds.value == 12.0
+    length = own.run.sequence_length
+    flops = 10 / length * analytic_flops(own.run.model, length)
+    share = found.share_of_peak["v5e"].value
+    assert share == pytest.approx(flops / 0.5 / 197e12)
+    path = tmp_path / "measured.json"
+    path.write_bytes(msgspec.json.encode(found))
+    assert read_measurements(str(path), own) == found

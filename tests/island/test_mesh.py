@@ -12,8 +12,8 @@ MLP = ("layers", "embed", "mlp")
 QUERY = ("layers", "embed", "heads", "head_dim")
 
 
-def mesh(fsdp: int = 1, tensor: int = 1) -> dict[str, int]:
-    return {"data": 2, "fsdp": fsdp, "tensor": tensor}
+def mesh(fsdp: int = 1, tensor: int = 1, expert: int = 1) -> dict[str, int]:
+    return {"data": 2, "fsdp": fsdp, "expert": expert, "tensor": tensor}
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,20 @@ def test_what_is_cut_inside_tiles_keeps_them_whole():
 
 
 def test_what_a_mesh_axis_does_not_divide_is_whole_in_use():
-    four = layout(AbstractMesh((1, 1, 4), MESH_AXES))
+    four = layout(AbstractMesh((1, 1, 1, 4), MESH_AXES))
     names = ("embed", "vocab")
     assert tuple(four.spec(names, (8, 8))) == (None, "tensor")
     assert tuple(four.spec(names, (8, 6))) == (None, None)
+
+
+def test_the_expert_axis_cuts_the_experts_alone():
+    sizes = mesh(4, 1, 8)
+    model = transformer.build(preset("qwen3_30b_a3b"))
+    for path, names, leaf in flat(model.axes, model.shapes()):
+        spec = tuple(param_spec(sizes, names, leaf.shape))
+        at = names.index("expert") if "expert" in names else -1
+        assert [i for i, cut in enumerate(spec) if cut == "expert"] == [at] * (at > 0)
+        assert "fsdp" in spec or len(leaf.shape) < 3, path
 
 
 @pytest.mark.parametrize("name", ["1b", "12b"])

@@ -220,7 +220,7 @@ def test_missing_devices_are_refused_with_the_remedy():
 def test_the_state_of_any_optimizer_is_cut_as_its_parameters(name):
     model = transformer.build(preset("2m"))
     shapes, inner = model.shapes(), make_inner(name, axes=model.axes)
-    mesh = AbstractMesh((2, 2, 2), MESH_AXES)
+    mesh = AbstractMesh((2, 2, 1, 2), MESH_AXES)
     shardings = param_shardings(mesh, model.axes, shapes)
     whole = replicated(mesh)
     state = jax.eval_shape(inner.init, shapes)

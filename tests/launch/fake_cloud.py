@@ -136,10 +136,21 @@ GCLOUD = {
         "--min-nodes --max-nodes --total-min-nodes --total-max-nodes --disk-size "
         "--location-policy --reservation --reservation-affinity --placement-type "
         "--service-account --scopes --node-labels --max-run-duration --labels "
-        "--node-taints --workload-metadata",
+        "--node-taints --workload-metadata --placement-policy",
         "--async --spot --preemptible --enable-autoscaling --enable-gvnic --flex-start",
         pairs=(("--reservation", "--reservation-affinity"),),
+        exclusive=("--tpu-topology --placement-policy",),
     ),
+    "compute resource-policies create workload-policy": Spec(
+        "workload policy",
+        "create",
+        "--region! --type! --accelerator-topology --accelerator-topology-mode "
+        "--max-topology-distance --description",
+    ),
+    "compute resource-policies describe": Spec(
+        "workload policy", "describe", "--region!"
+    ),
+    "compute resource-policies delete": Spec("workload policy", "delete", "--region!"),
     "container node-pools describe": Spec("node pool", "describe", POOL),
     "container node-pools delete": Spec("node pool", "delete", POOL, "--async"),
     "dns record-sets describe": Spec("record", "describe", "--zone! --type!"),
@@ -175,6 +186,7 @@ FRESH = {
     "instance": "RUNNING",
     "disk": "READY",
     "node pool": "RUNNING",
+    "workload policy": "READY",
 }
 KUBECTL = {
     "get": (("-o",), ("--ignore-not-found",)),

@@ -11,9 +11,13 @@ import time
 
 import kubernetes_validate
 import pytest
+from fake_cloud import parse_gcloud
 from gke_support import NOW, container_script, job_and_pod, rendered
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from test_rendered import LAUNCHES
+
+from diloco_jax.launch.gke import deployment
+from diloco_jax.launch.spec import make_spec
 
 WAIT_S = 120.0
 UNTIL_TERM = (
@@ -278,3 +282,46 @@ def test_a_host_name_of_a_coordinator_is_no_address_of_its_balancer(config):
     service = named["Service", "two-coordinator"]["spec"]
     assert service["type"] == "LoadBalancer"
     assert "loadBalancerIP" not in service
+
+
+def test_a_tpu7x_is_placed_by_a_policy_where_it_has_several_hosts(config):
+    """And v4 and v5e by their topology, as the cloud calls them."""
+    lines = created(config, "tpu7x:2x2x2", 16)
+    policy, pool = lines["two-v5p"]
+    assert policy.startswith("compute resource-policies create workload-policy two-v5p")
+    assert "--accelerator-topology=2x2x2" in policy
+    assert "--placement-policy=two-v5p" in pool
+    assert "--tpu-topology" not in pool
+    assert "--machine-type=tpu7x-standard-4t" in pool
+    (pool,) = created(config, "tpu7x:2x2x1", 8)["two-v5p"]
+    assert not re.search("--placement-policy|--tpu-topology", pool)
+    (pool,) = created(config, "v4:2x2x2", 8)["two-v5p"]
+    assert "--machine-type=ct4p-hightpu-4t --tpu-topology=2x2x2" in pool
+    objects = rendered(island(config, "tpu7x:2x2x2", 16))
+    _, pod = job_and_pod(objects["JobSet", "two-v5p"])
+    (container,) = pod["containers"]
+    # The cloud counts chips, and jax two devices of each.
+    assert container["resources"]["limits"]["google.com/tpu"] in (4, "4")
+    labels = pod["nodeSelector"]
+    assert labels["cloud.google.com/gke-tpu-accelerator"] == "tpu7x"
+
+
+def island(config, topology, devices):
+    """The config with another slice for its first island."""
+    own = dataclasses.replace(
+        config.islands["v5p"], topology=topology, mesh_fsdp=devices, batch_size=devices
+    )
+    return dataclasses.replace(config, islands={**config.islands, "v5p": own})
+
+
+def created(config, topology, devices):
+    """`gcloud` lines that make the machines of each island, in their order, all of
+    which the references know."""
+    spec = make_spec(island(config, topology, devices), "two.py", "gke")
+    made = {}
+    for resource in deployment(spec, "certificates", "folder", NOW).resources:
+        for command in resource.create:
+            if command.arguments[0] == "gcloud" and resource.owner == "v5p":
+                _, _, (name, *_), _ = parse_gcloud(command.arguments[1:])
+                made.setdefault(name, []).append(" ".join(command.arguments[1:]))
+    return made

@@ -68,7 +68,7 @@ def test_a_machine_that_is_too_small_is_refused_and_named(
     config: Config, cloud: Any
 ) -> None:
     small = mixed(config, coordinator_machine="n2-highmem-2")
-    with pytest.raises(ConfigError, match=r"190 GB of memory.*n2-highmem-2.*--unplan"):
+    with pytest.raises(ConfigError, match=r"185 GB of memory.*n2-highmem-2.*--unplan"):
         run(small, "configs/two.py", LaunchOptions(on="tpu_vm", yes=True))
     assert cloud.calls == []
 

@@ -110,6 +110,12 @@ def test_bad_settings_are_refused_with_a_remedy(config, on, settings, said):
             "SkyPilot asks for slices by accelerator",
         ),
         (
+            "sky",
+            {"topology": "tpu7x:2x2x1"},
+            "the Cloud TPU API, and so --on sky, does not have tpu7x; launch with --on",
+        ),
+        ("tpu_vm", {"topology": "tpu7x:2x2x1"}, "and so --on tpu_vm, does not have"),
+        (
             "gke",
             {"name": "V6E-B", "topology": "v6e:1x1"},
             "would be called 'two-v6e-b'",

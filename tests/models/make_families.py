@@ -1,11 +1,12 @@
 """Make tests/models/families/: tiny random models of every family, by `transformers`.
 
 In an environment with torch and transformers (5.24.0 made these files):
-`python tests/models/make_families.py`. The weights are random, so the files are of this
-project alone.
+`python tests/models/make_families.py`, or with names of families after it. The weights
+are random, so the files are of this project alone.
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,16 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FOLDER = Path(__file__).with_name("families")
@@ -41,6 +48,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+EXPERTS = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
 PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 
 FAMILIES = {
@@ -74,14 +82,35 @@ FAMILIES = {
         ),
         {},
     ),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig(**SIZES | EXPERTS, num_local_experts=4),
+        {},
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **SIZES | EXPERTS,
+            num_experts=4,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
+        {"max_shard_size": "24KB"},
+    ),
+    "olmoe": (
+        OlmoeForCausalLM,
+        OlmoeConfig(**SIZES | EXPERTS | {"hidden_size": 64}, num_experts=4),
+        {},
+    ),
 }
 
 
 def main() -> None:
     """Write a folder for each family, with the logits of 24 tokens."""
-    for name, (kind, config, saving) in FAMILIES.items():
+    for name in sys.argv[1:] or FAMILIES:
+        kind, config, saving = FAMILIES[name]
         torch.manual_seed(0)
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         model = kind(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():

@@ -23,7 +23,8 @@ def load(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 def logits(config: dict, w: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
     """Logits of [T] tokens, [T, V]."""
-    gemma = config["model_type"] == "gemma3_text"
+    kind = config["model_type"]
+    gemma, mixtral, olmoe = (kind == k for k in ("gemma3_text", "mixtral", "olmoe"))
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     size, count = config["head_dim"], len(tokens)
 
@@ -41,6 +42,20 @@ def logits(config: dict, w: dict[str, np.ndarray], tokens: np.ndarray) -> np.nda
             return 0.5 * x * (1 + np.tanh(inner))
         return x / (1 + np.exp(-x))
 
+    def mlp(x, at, names):
+        first, second, last = (f"{at}.{name}" for name in names)
+        return linear(gate(linear(x, first)) * linear(x, second), last)
+
+    def sparse(x, at):
+        """One token through its experts, one after the other."""
+        at = f"{at}.{'block_sparse_moe' if mixtral else 'mlp'}"
+        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        scores = np.exp(linear(x, f"{at}.gate"))
+        odds = scores / scores.sum()
+        own = np.argsort(-odds)[: config["num_experts_per_tok"]]
+        total = 1.0 if olmoe else odds[own].sum()
+        return sum(odds[e] / total * mlp(x, f"{at}.experts.{e}", names) for e in own)
+
     x = w["model.embed_tokens.weight"][tokens]
     if gemma:
         x = x * math.sqrt(config["hidden_size"])
@@ -48,11 +63,12 @@ def logits(config: dict, w: dict[str, np.ndarray], tokens: np.ndarray) -> np.nda
         at = f"model.layers.{layer}"
         kind = config.get("layer_types", ["full_attention"] * 999)[layer]
         y = norm(x, f"{at}.input_layernorm")
-        q, k, v = (
-            linear(y, f"{at}.self_attn.{n}_proj").reshape(count, -1, size)
-            for n in "qkv"
-        )
-        if f"{at}.self_attn.q_norm.weight" in w:
+        q, k, v = (linear(y, f"{at}.self_attn.{n}_proj") for n in "qkv")
+        if olmoe:
+            q = norm(q, f"{at}.self_attn.q_norm")
+            k = norm(k, f"{at}.self_attn.k_norm")
+        q, k, v = (a.reshape(count, -1, size) for a in (q, k, v))
+        if f"{at}.self_attn.q_norm.weight" in w and not olmoe:
             q = norm(q, f"{at}.self_attn.q_norm")
             k = norm(k, f"{at}.self_attn.k_norm")
         turns = [turn(angle(config, kind, size), p) for p in range(count)]
@@ -74,8 +90,10 @@ def logits(config: dict, w: dict[str, np.ndarray], tokens: np.ndarray) -> np.nda
         else:
             x = x + y
             y = norm(x, f"{at}.post_attention_layernorm")
-        y = gate(linear(y, f"{at}.mlp.gate_proj")) * linear(y, f"{at}.mlp.up_proj")
-        y = linear(y, f"{at}.mlp.down_proj")
+        if "num_experts_per_tok" in config:
+            y = np.stack([sparse(token, at) for token in y])
+        else:
+            y = mlp(y, f"{at}.mlp", ("gate_proj", "up_proj", "down_proj"))
         x = x + (norm(y, f"{at}.post_feedforward_layernorm") if gemma else y)
     table = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return norm(x, "model.norm") @ table.T

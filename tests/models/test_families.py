@@ -31,6 +31,8 @@ PUBLISHED = {
     "llama3_8b": 8_030_261_248,
     "qwen3_0_6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "olmoe_1b_7b": 6_919_161_856,
     "gemma3_270m": 268_098_176,
     "gemma3_1b": 999_885_952,
     # 12,187,325,040 less the picture encoder and its projector.
@@ -69,8 +71,8 @@ def test_logits_are_those_of_the_formulas_and_of_transformers(name):
     formulas = reference.logits(*reference.load(FOLDER / name), there["tokens"][0])
     largest = np.abs(formulas).max()
     assert largest > 1
-    np.testing.assert_allclose(there["logits"], formulas, atol=2e-5 * largest)
-    np.testing.assert_allclose(found, formulas, atol=2e-5 * largest)
+    np.testing.assert_allclose(there["logits"], formulas, atol=1e-5 * largest)
+    np.testing.assert_allclose(found, formulas, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,11 +81,11 @@ def test_what_is_trained_is_what_is_decoded(name):
     model, params, there = loaded(name)
     tokens = there["tokens"]
     built = transformer.build(model, remat="full")
-    loss, _ = jax.jit(built.loss)(params, {"tokens": jnp.asarray(tokens)})
+    _, metrics = jax.jit(built.loss)(params, {"tokens": jnp.asarray(tokens)})
     logits = decoded(model, params, tokens[:, :-1])
     shares = jax.nn.log_softmax(logits)
     expected = -np.mean(np.asarray(shares)[np.arange(23), tokens[0, 1:]])
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
     in_parts = decoded(model, params, tokens[:, :-1], 9, 10)
     np.testing.assert_allclose(in_parts, logits, atol=1e-4)
 
@@ -127,7 +129,7 @@ def test_kernel_and_formula_see_the_same_window():
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n[0].isdigit()])
 def test_a_published_config_reads_as_it_is_written(name):
-    if name == "tiny":
+    if name in ("tiny", "tiny_experts"):
         return
     model = preset(name)
     written = families.write(model, 4096)

@@ -15,6 +15,7 @@ from diloco_jax.models.flops import (
     count_flops,
     layer_weights,
     product_flops,
+    product_weights,
 )
 from diloco_jax.models.presets import preset
 
@@ -25,6 +26,32 @@ def test_the_count_of_twelve_billion_is_that_of_the_formula_within_two_percent()
     flops = count_flops(RUN, IslandConfig(batch_size=64))
     assert flops.model == pytest.approx(flops.analytic, rel=0.02)
     assert flops.analytic == 64 * analytic_flops(RUN.model, 4096)
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "olmoe_1b_7b"])
+def test_a_token_of_a_mixture_costs_its_own_experts_alone(name):
+    """Published as 3.3 B and 1.3 B active parameters; one of both embeddings is no
+    product."""
+    model = preset(name)
+    run = dataclasses.replace(RUN, model=model)
+    flops = count_flops(run, IslandConfig(batch_size=2))
+    assert flops.model == pytest.approx(flops.analytic, rel=0.02)
+    active = product_weights(model) + model.vocab_size * model.d_model
+    billions = {"qwen3_30b_a3b": 3.35, "olmoe_1b_7b": 1.28}
+    assert active == pytest.approx(billions[name] * 1e9, rel=0.005)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_recomputation_counts_the_products_of_experts(remat):
+    """All of a layer's, or the scores of attention alone. The last product's result is
+    needed for the gradient of the router's probabilities."""
+    run = dataclasses.replace(RUN, model=preset("tiny_experts"), sequence_length=256)
+    model = run.model
+    flops = count_flops(run, IslandConfig(batch_size=8, remat=remat))
+    square = 4 * model.num_heads * model.head_dim * 256**2
+    again = {"full": 2 * layer_weights(model) * 256 + square, "dots": square}[remat]
+    extra = 8 * model.num_layers * again
+    assert flops.executed - flops.model == pytest.approx(extra, rel=0.05)
 
 
 def test_recomputation_counts_apart():

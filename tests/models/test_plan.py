@@ -11,7 +11,8 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.presets import PRESETS, preset
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-LARGE = [name for name in PRESETS if name.endswith("b")]
+OF_EXPERTS = [name for name in PRESETS if preset(name).experts and name[0] != "t"]
+LARGE = [name for name in PRESETS if name.endswith("b") and name not in OF_EXPERTS]
 MOST = {
     "1b": 72,
     "12b": 114,
@@ -44,6 +45,17 @@ def unevenness(plan):
 def test_the_largest_fragment_is_little_above_the_mean(name, models):
     for fragments in range(1, MOST[name] + 1):
         assert unevenness(plan_of(models, name, fragments)) <= EVEN, fragments
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_the_experts_of_a_layer_go_into_even_fragments_where_their_number_divides(name):
+    """They are most of the model, in three pieces a layer, which are not cut."""
+    models = {name: build(RunConfig(model=preset(name)))}
+    plan = plan_of(models, name, SyncConfig().fragments)
+    assert unevenness(plan) <= EVEN
+    shapes = {piece.path[-1]: piece.shape for piece in plan.pieces}
+    model = preset(name)
+    assert shapes["up"] == (model.experts, model.d_model, model.expert_dim)
 
 
 @pytest.mark.parametrize("name", LARGE)

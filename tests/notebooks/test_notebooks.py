@@ -61,7 +61,7 @@ BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     },
     "06_plan_a_fleet": {
         "down": (1.0, 1.2),
-        "costs.loc['days', 'two regions']": (1.0, 1.3),
+        "costs.loc['days', 'two regions']": (1.7, 1.9),
     },
     "07_finetune_a_real_model": {
         "costs.loc['lives of the killed island', 'All weights']": (2, 2),

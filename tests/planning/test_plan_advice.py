@@ -143,6 +143,23 @@ def test_a_largest_fragment_that_is_late_comes_with_what_carries_it():
         assert "sync.overlap_steps" not in other.change
 
 
+COSTS = [("adamw", "int4"), ("muon", "int4"), ("lion", "int2")]
+
+
+@pytest.mark.parametrize(("inner", "codec"), COSTS)
+def test_no_codec_is_proposed_that_costs_too_much_of_the_loss(inner, codec):
+    config = config_of(steps_per_cycle=20, fragments=20, overlap_steps=1)
+    config = config.replace("inner.optimizer", inner)
+    config = config.replace("sync.codec_up", "int4").replace("sync.codec_down", "int8")
+    found = {
+        name: value
+        for change in module._lighter(config.run, 1.0)
+        for name, value in change.items()
+    }
+    assert found.get("sync.codec_up", "int4") == codec
+    assert found["sync.codec_down"] == "int4"
+
+
 LARGE = Config(
     run=RunConfig(
         model=preset("12b"), sync=SyncConfig(steps_per_cycle=160, fragments=128)

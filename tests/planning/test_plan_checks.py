@@ -12,9 +12,10 @@ from config_support import load_config
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
+from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of, region_of
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning import checks
+from diloco_jax.planning.advice import mended
 from diloco_jax.planning.checks import Terms, needs_of, refusals
 from diloco_jax.planning.options import (
     Assumptions,
@@ -42,7 +43,8 @@ def terms_of(name, link=5.0):
 
 @pytest.fixture(scope="module")
 def mixed():
-    return terms_of("mixed_12b")
+    """With publishes in int8, which load the links more."""
+    return terms_of("mixed_12b").changed({"sync.codec_down": "int8"})
 
 
 @pytest.mark.parametrize("link", [2.0, 5.0])
@@ -108,7 +110,6 @@ REFUSED = [
         5.0,
         "take 0.279 GB in each of 2 workers and placement.merge_buffer_bytes is 0.1 GB",
     ),
-    ("places", {"placement.bulk_channels": 64}, 5.0, "has places for 4096"),
 ]
 """(check, settings with which it refuses, Gbit/s of a link, part of its text)"""
 
@@ -118,7 +119,22 @@ def test_every_check_has_a_case_in_which_it_refuses(mixed):
         *("link", "egress", "join", "memory", "merge buffer", "cores", "merging"),
         *("disk bytes", "disk speed", "restart", "places"),
     ]
-    assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}
+    refusing = {c.name for c in checks._checks(mixed) if not c.waits}
+    assert {name for name, *_ in REFUSED} == refusing
+
+
+def test_what_only_waits_its_turn_is_told_and_refuses_nothing(mixed):
+    """Each worker has a port of its own, with as many places."""
+    crowded = mixed.changed({"placement.bulk_channels": 64})
+    assert refusals(crowded) == []
+    (note,) = checks.notes(crowded)
+    assert (
+        "may begin 10240 transfers together at its port, which has places for 4096"
+        in note
+    )
+    (note,) = checks.notes(crowded.changed({"placement.workers": 2}))
+    assert "at the port of each of 2 workers" in note
+    assert checks.notes(mixed) == []
 
 
 def test_workers_on_machines_of_their_own_need_only_their_share():
@@ -298,24 +314,39 @@ def test_a_price_is_the_users(mixed):
 def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     path = str(CONFIGS / "four_regions.py")
-    prices = ("--price", "v5p=4,v6e=2,coordinator=3")
-    assert cli.main(["plan", path, "--arithmetic", *prices]) == 0
+    prices = "v5p=4,v6e=2,coordinator=3"
+    command = ["plan", path, "--arithmetic", "--price"]
+    assert cli.main([*command, prices]) == 2
+    assert "lacks traffic; add traffic=NUMBER" in capsys.readouterr().err
+    assert cli.main([*command, f"{prices},traffic=0"]) == 0
     shown = capsys.readouterr().err
     assert "arithmetic, nothing compiled, HBM not checked" in shown
     assert "price per hour: 1,539.00 (v5p 512.00, v6e 1,024.00, coordina" in shown
-    assert "by your --price" in shown
+    assert "by your --price; without disks of islands, and discounts" in shown
+    assert "expected: 36,936.00 per day" in shown
+    assert "east, europe: step 0.9549 s [at peak]" in shown
+    assert "[at 0.5 of peak]" in shown
     assert "constant: `python benchmarks/merging.py`" in shown
 
 
-def test_a_trillion_parameters_are_too_many_for_one_coordinator():
-    """The checks of memory and threads know no single change."""
-    terms = terms_of("paper_1t")
-    long = dict.fromkeys(terms.hosts, 150.0)
-    terms = dataclasses.replace(terms, step_seconds=long)
-    found = {refusal.check: refusal for refusal in refusals(terms)}
-    assert found["memory"].change == found["places"].change == {}
-    assert "link" not in found
-    assert checks.MOST_SLOTS < 2 * 4 * 64 * 512
+def test_a_trillion_parameters_are_too_many_for_one_process():
+    """The checks of memory and disk know no single change, and a set of them does."""
+    long = dict.fromkeys(terms_of("paper_1t").hosts, 150.0)
+    terms = dataclasses.replace(terms_of("paper_1t"), step_seconds=long)
+    assert refusals(terms) == []
+    alone = terms.changed(
+        {"placement.workers": 1, "placement.merge_buffer_bytes": 1 << 40}
+    )
+    found = {refusal.check: refusal for refusal in refusals(alone)}
+    assert set(found) == {"memory", "disk bytes"}
+    assert found["memory"].change == {}
+    whole = mended(alone)
+    assert whole.change["placement.workers"] > 1
+    assert refusals(alone.changed(whole.change)) == []
+    # Nothing of the set can be left out.
+    for path in whole.change:
+        less = {p: value for p, value in whole.change.items() if p != path}
+        assert refusals(alone.changed(less))
 
 
 # ---- the configs that are planned ------------------------------------------------
@@ -332,6 +363,10 @@ def test_four_regions_have_the_islands_whose_compilations_they_share():
     [
         ("mixed_toy", ["v5p:2x2x1", "v6e:2x2"]),
         ("mixed_12b", ["v5p:4x4x4", "v6e:16x16"]),
+        (
+            "mixed_five",
+            ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"],
+        ),
     ],
 )
 def test_the_reference_cases_are_what_they_are_called(name, topologies):
@@ -339,6 +374,21 @@ def test_the_reference_cases_are_what_they_are_called(name, topologies):
     slices = [slice_of(n, island) for n, island in config.islands.items()]
     assert [found.topology for found in slices] == topologies
     assert len(fragments_of(config).fragments) == config.run.sync.fragments
+
+
+def test_sixty_four_islands_are_those_of_two_and_pass_on_slow_links():
+    two = load_config(CONFIGS / "mixed_12b.py").islands
+    terms = terms_of("sixty_four", link=2.0)
+    assert len(terms.config.islands) == 64
+    assert set(map(repr, terms.config.islands.values())) == set(map(repr, two.values()))
+    regions = {region_of(zone) for zone in terms.config.launch.zones.values()}
+    assert len(regions) == 4
+    assert refusals(terms) == []
+    # One process is too few, and the plan knows what it lacks.
+    alone = terms.changed({"placement.workers": 1})
+    assert {"egress", "memory", "merging"} <= {r.check for r in refusals(alone)}
+    whole = mended(alone)
+    assert refusals(alone.changed(whole.change)) == []
 
 
 def test_assumptions_are_those_of_the_simulator_where_it_has_them():

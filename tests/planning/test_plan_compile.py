@@ -9,11 +9,15 @@ from compile_support import REPOSITORY, needs_libtpu, plan, run_plan
 from config_support import load_config
 
 from diloco_jax.config.loading import write_config_json
+from diloco_jax.hardware.tpus import GENERATIONS, find_slice
 
 pytestmark = [pytest.mark.tpu_compile, needs_libtpu]
 
 NAMES = ("v5p", "v6e")
 CUT_NAMES = ("v6e_cut",)
+OTHERS = ("v4", "v5e", "tpu7x")
+"""Generations whose islands of configs/mixed_five.py are compiled here alone; the other
+two are those of configs/mixed_toy.py."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,49 @@ def toy(tmp_path_factory):
     code, found = plan(path)
     assert code == 0
     return found
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    config = load_config(REPOSITORY / "configs" / "mixed_five.py")
+    islands = {name: config.islands[name] for name in OTHERS}
+    path = tmp_path_factory.mktemp("plan") / "others.json"
+    write_config_json(dataclasses.replace(config, islands=islands), path)
+    code, found = plan(path, timeout_s=560)
+    assert code == 0
+    return found
+
+
+def test_the_two_configs_share_their_islands_programs():
+    five = load_config(REPOSITORY / "configs" / "mixed_five.py").islands
+    two = load_config(REPOSITORY / "configs" / "mixed_toy.py").islands
+    assert set(five) == {*OTHERS, *NAMES} == set(GENERATIONS)
+    for name in NAMES:
+        slowed = dataclasses.replace(two[name], step_seconds=five[name].step_seconds)
+        assert five[name] == slowed
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_steps_takes_and_adoptions_compile_for_the_other_generations(others, name):
+    island = others["islands"][name]["compiled"]
+    found = find_slice(island["topology"], "topology")
+    flops, hbm = island["flops"], island["hbm"]
+    assert island["fits"]
+    assert (island["chips"], hbm["available"]) == (4, found.hbm_bytes)
+    assert flops["model"] == pytest.approx(flops["analytic"], rel=0.02)
+    # A device has its share: of a TPU7x, half of its chip's, and all of the few
+    # matrices whose extents eight devices do not divide.
+    share = 4 * others["run"]["params"] / found.devices
+    for part in ("parameters", "anchors"):
+        assert share <= hbm[part] < 1.4 * share
+    assert hbm["optimizer"] == pytest.approx(2 * hbm["parameters"], rel=0.02)
+    assert 0 < hbm["temporaries"] < hbm["used"] < hbm["available"]
+    kinds = kinds_of(island)
+    assert {"all-gather", "all-reduce"} <= set(kinds)
+    assert all(c["largest_group"] <= found.devices for c in kinds.values())
+    assert len(island["exchange"]) >= 6
+    assert all(kind["collectives"] == {} for kind in island["exchange"])
+    assert island["compile_seconds"] > 0
 
 
 def kinds_of(island):

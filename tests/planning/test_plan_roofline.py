@@ -32,6 +32,8 @@ GATHER = CollectiveSum(
         ("v6e:2x2", 2),
         ("v6e:8x16", 3),
         ("v6e:16x16", 4),
+        ("v5e:8x16", 3),
+        ("v4:4x4x4", 6),
     ],
 )
 def test_a_chip_sends_on_the_links_that_its_slice_has(topology, links):

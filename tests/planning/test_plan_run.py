@@ -26,7 +26,7 @@ from diloco_jax.wire.bulk import chunks
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 """One second of each island's chips."""
-CALM = Assumptions(mtbi_years=0.0, link_gbit_per_s=1000.0)
+CALM = Assumptions(mtbi_years=0.0, link_gbit_per_s=1000.0, share=(1.0,))
 
 
 def planned(config=CONFIG, assumptions=CALM):

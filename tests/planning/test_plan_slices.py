@@ -55,7 +55,8 @@ for generation in GENERATIONS.values():
     for shape in generation.shapes[:6]:
         found = Slice(generation, shape)
         devices = _devices(found)
-        assert len(devices) == found.chips, found
+        assert len(devices) == found.devices, found
+        assert found.devices == found.chips * generation.devices_per_chip, found
         assert len({d.process_index for d in devices}) == found.hosts, found
         print(found.topology)
 """
@@ -68,7 +69,8 @@ for generation in GENERATIONS.values():
         check=False,
     )
     assert shown.returncode == 0, shown.stderr[-2000:]
-    assert {"v6e:1x1", "v6e:2x4", "v5p:2x2x2"} <= set(shown.stdout.split())
+    shown = set(shown.stdout.split())
+    assert {"v6e:1x1", "v5e:2x4", "v5p:2x2x2", "v4:2x2x1", "tpu7x:2x2x2"} <= shown
 
 
 HOSTS = """

@@ -31,9 +31,11 @@ pytestmark = pytest.mark.dist
 PACKAGE = Path(diloco_jax.__file__).parent
 MOST_FILES = 36
 """There are 34, or two more by what else falls into these seconds, as a snapshot."""
+IDLE_STEPS, BEFORE_TAKE, STEPS_PER_CYCLE = 3, 150, 400
 OUTAGE_BUDGET_S = 1.0
-"""Short, so that data is granted while the island only trains, too."""
-IDLE_STEPS, BEFORE_TAKE = 3, 15
+"""Short, so that data is granted while the island only trains: its first grant lasts
+for 128 steps, each later one for a second or two. Meanwhile the coordinator looks at
+its machine, too, as it does every few seconds."""
 LARGE = 50
 """Elements of a tuple whose types are not looked at."""
 
@@ -92,9 +94,9 @@ def files_of_path(
 
 
 def test_a_delta_goes_through_few_files(text, tmp_path, calls):
-    config = make_config(text, steps_per_cycle=40, quorum=1)
+    config = make_config(text, steps_per_cycle=STEPS_PER_CYCLE, quorum=1)
     config = dataclasses.replace(config, islands={"a": config.islands["a"]})
-    config = with_run(config, total_tokens=800 * SEQUENCE_LENGTH)
+    config = with_run(config, total_tokens=8000 * SEQUENCE_LENGTH)
     config = placed(config, outage_budget_s=OUTAGE_BUDGET_S)
     with coordinator(config, tmp_path / "run") as service:
         island = TrainingHost(config, "a", service.address, tmp_path / "a")
@@ -113,7 +115,7 @@ def test_a_delta_goes_through_few_files(text, tmp_path, calls):
         with calls.noted() as idle:
             while loop.done < BEFORE_TAKE:
                 step()
-                time.sleep(0.2)  # Reports go once in a while.
+                time.sleep(0.1)  # Reports go once in a while.
         assert not books.outstanding()
         until = time.monotonic() + PATIENCE_S
         with calls.noted() as taken:

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
+from config_support import load_config
 from emulate_support import CYCLES, check_books, make_config, with_placement
 from interruption import until_it_is_raised
 from oracle_support import expected_history
@@ -25,6 +27,8 @@ from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
 from diloco_jax.simulation.bodies import TrainedBody
 from diloco_jax.simulation.clock import LineSpeed
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.optimized
@@ -170,6 +174,31 @@ def test_packed_data_is_refused_by_a_model_that_knows_no_documents(
     )
     with pytest.raises(ConfigError, match=r"flat\.py:make.* data is packed .*tokens"):
         emulate(dataclasses.replace(config, run=run))
+
+
+def test_five_kinds_of_islands_train_one_model(text) -> None:
+    """Those of configs/mixed_five.py, each on a device of this process: each computes
+    its share of the tokens, by its batch and the length of its steps, and is merged."""
+    five = {
+        name: dataclasses.replace(island, mesh_fsdp=1, topology="")
+        for name, island in load_config(CONFIGS / "mixed_five.py").islands.items()
+    }
+    config = make_config(text, fragments=2, steps_per_cycle=8, overlap_steps=2)
+    rows = sum(island.batch_size for island in five.values())
+    run = dataclasses.replace(config.run, total_tokens=40 * rows * SEQUENCE_LENGTH)
+    found = emulate(dataclasses.replace(config, run=run, islands=five))
+    check_books(found)
+    assert set(found.summary["islands"]) == set(five)
+    for name, island in found.summary["islands"].items():
+        assert island["tokens_merged"] > 0, name
+        assert island["participation"] > 0.5, name
+    speeds = {n: i.batch_size / i.step_seconds for n, i in five.items()}
+    computed = {
+        n: i["tokens_computed"] / found.summary["tokens_computed"]
+        for n, i in found.summary["islands"].items()
+    }
+    shares = {n: speed / sum(speeds.values()) for n, speed in speeds.items()}
+    assert computed == pytest.approx(shares, rel=0.1)
 
 
 def test_slower_islands_and_pauses_take_their_time(text) -> None:

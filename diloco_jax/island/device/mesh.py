@@ -1,8 +1,9 @@
 """An island's mesh: how parameters, batches and a publish are placed on it.
 
 Mesh axes: "data" repeats the parameters, "fsdp" cuts them where they rest and each
-layer gathers its own, "tensor" cuts the layer's work as well. Sequences are cut over
-"data" and "fsdp". ("expert" and "sequence" are to come.)
+layer gathers its own, "expert" cuts the experts of a layer and repeats all else,
+"tensor" cuts the layer's work as well. Sequences are cut over all but "tensor".
+("sequence" is to come.)
 
 A parameter is cut where its pieces' tiles end (`core/tiles.py`), so that every device
 encodes and decodes what it holds. Where a mesh axis divides no axis of the tile grid,
@@ -206,17 +207,22 @@ def _primes(number: int) -> list[int]:
     return found
 
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
 # Mesh axis -> the logical axes of parameters that it may cut. It cuts the first one
 # on whose tiles its shards end and that no other mesh axis cuts.
 RULES = {
+    "expert": ("expert",),
     "tensor": ("mlp", "heads", "kv_heads", "vocab"),
     "fsdp": ("embed", "mlp", "vocab", "heads", "kv_heads", "head_dim"),
 }
-BATCH = ("data", "fsdp")
+BATCH = ("data", "fsdp", "expert")
 # For activations and weights in use: an axis that only "fsdp" cuts is gathered.
-IN_USE = {"batch": BATCH, **dict.fromkeys(RULES["tensor"], ("tensor",))}
+IN_USE = {
+    "batch": BATCH,
+    "expert": ("expert",),
+    **dict.fromkeys(RULES["tensor"], ("tensor",)),
+}
 
 LARGE = 1 << 20
 """Elements of a piece from which on it is better to gather it now and then than to hold
@@ -247,16 +253,15 @@ def make_mesh(
       ConfigError: there are fewer devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = (config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
     if len(devices) < config.devices:
         raise ConfigError(
-            f"mesh_data * mesh_fsdp * mesh_tensor = "
-            f"{' * '.join(map(str, sizes))} = {config.devices} devices, but there are "
-            f"{len(devices)}; lower them, or for virtual CPU devices set XLA_FLAGS="
-            f"{HOST_DEVICES}={config.devices} (or "
-            f"jax_num_cpu_devices) before jax starts"
+            f"mesh_data * mesh_fsdp * mesh_expert * mesh_tensor = "
+            f"{' * '.join(map(str, config.mesh))} = {config.devices} devices, but "
+            f"there are {len(devices)}; lower them, or for virtual CPU devices set "
+            f"XLA_FLAGS={HOST_DEVICES}={config.devices} (or jax_num_cpu_devices) "
+            f"before jax starts"
         )
-    grid = np.array(devices[: config.devices], dtype=object).reshape(sizes)
+    grid = np.array(devices[: config.devices], dtype=object).reshape(config.mesh)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

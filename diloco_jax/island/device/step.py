@@ -293,20 +293,20 @@ class Trainer:
     def _loss_and_grads(
         self, params: Params, batch: Placed, frozen: Params
     ) -> tuple[jax.Array, Metrics, Params]:
-        """Return the mean over the batch, sums over it, and the mean's gradient, in A
-        rounds."""
+        """Return the mean over the batch, sums over it, and the gradient of what the
+        model makes of the mean, in A rounds."""
         differentiate = jax.value_and_grad(self._loss, has_aux=True)
         rounds = self._accumulation
         if rounds == 1:
-            (loss, metrics), grads = differentiate(params, batch, frozen)
-            return loss, self._counted(metrics, batch), grads
+            (_, metrics), grads = differentiate(params, batch, frozen)
+            return metrics["loss"], self._counted(metrics, batch), grads
         # Rounds of plain rows count alike, and are added as they are.
         alike = batch.keys().isdisjoint(DERIVED)
 
         def of_round(part: Placed) -> Any:
-            (loss, metrics), grads = differentiate(params, part, frozen)
+            (_, metrics), grads = differentiate(params, part, frozen)
             tokens = metrics["tokens"]
-            parts = (loss, grads)
+            parts = (metrics["loss"], grads)
             if not alike:
                 # A round of padding only has no mean.
                 parts = jax.tree.map(
@@ -340,10 +340,10 @@ class Trainer:
         """Return the sum in as many rounds as a step has, which bounds the memory."""
 
         def sums(batch: Placed) -> tuple[jax.Array, jax.Array]:
-            loss, metrics = self._loss(params, batch, frozen)
+            _, metrics = self._loss(params, batch, frozen)
             weight = metrics["tokens"]
             # A round of padding only has no mean.
-            return jnp.where(weight > 0, loss * weight, 0.0), weight
+            return jnp.where(weight > 0, metrics["loss"] * weight, 0.0), weight
 
         if self._accumulation == 1:
             return sums(batch)

@@ -1,0 +1,136 @@
+"""Run by test_experts.py in a process of its own; prints what it saw as JSON.
+
+Four virtual CPU devices train a mixture of experts on several meshes.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.config import DataConfig, InnerConfig, IslandConfig, RunConfig
+from diloco_jax.island.device.build import build_trainer
+from diloco_jax.island.device.mesh import layout as layout_of
+from diloco_jax.island.device.mesh import make_mesh
+from diloco_jax.island.device.step import TrainState
+from diloco_jax.models import experts
+from diloco_jax.models.presets import preset
+
+RUN = RunConfig(
+    model=preset("tiny_experts"),
+    data=DataConfig(arrays=("tokens", "segments")),
+    sequence_length=16,
+    inner=InnerConfig(optimizer="sgd", weight_decay=0.0),
+)
+SEGMENTS = np.ones((8, 17), np.int32)
+SEGMENTS[3, 9:] = 2
+SEGMENTS[5:, 4:] = 0
+
+
+SHAPES = ("1x1x1x1", "2x2x1x1", "1x2x1x2", "1x1x2x1", "1x1x4x1", "1x2x2x1", "1x1x2x2")
+
+
+def in_double_precision() -> dict[str, float]:
+    """Largest differences of a layer's result, use and gradients from those on one
+    device, by number of devices that share the experts: of 8 rows, one expert of 8
+    without tokens, on a device another one."""
+    config = dataclasses.replace(RUN.model, experts=8, experts_per_token=3)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(8, 16, 64))
+    shapes = [(64, 8), (8, 64, 24), (8, 64, 24), (8, 24, 64)]
+    weights = experts.Experts(*(random.normal(size=s) / 8 for s in shapes))
+    weights.router[:, 5] = 0
+    weights.router[0, 5] = -100  # No token that has a positive first value.
+    x[..., 0] = np.abs(x[..., 0]) + 0.1
+
+    def loss(x, weights, layout):
+        y, use = experts.mix(
+            config, jax.nn.silu, layout, x, SEGMENTS[:, 1:] > 0, weights
+        )
+        return jnp.sum(y**3) + experts.balance_loss(
+            jax.tree.map(lambda a: a[None], use)
+        ), (
+            y,
+            use,
+        )
+
+    found = {}
+    with jax.enable_x64(True):
+        for ways in (1, 2, 4):
+            mesh = make_mesh(IslandConfig(batch_size=8, mesh_expert=ways))
+            of_both = jax.value_and_grad(loss, (0, 1), has_aux=True)
+            with jax.set_mesh(mesh):
+                call = jax.jit(functools.partial(of_both, layout=layout_of(mesh)))
+                found[ways] = jax.tree.map(np.asarray, call(x, weights))
+        ((_, (y, use)), (_, of_weights)) = found[1]
+        assert y.dtype == np.float64
+        assert use.tokens[5] == 0
+        assert not of_weights.gate[5].any()
+    return {
+        ways: max(
+            float(np.abs(a - b).max() / np.abs(b).max())
+            for a, b in zip(*map(jax.tree.leaves, (own, found[1])), strict=True)
+        )
+        for ways, own in found.items()
+    }
+
+
+def train(shape: str) -> tuple[dict, list[np.ndarray]]:
+    """Losses of three steps, how the first batch was routed, and the parameters.
+
+    shape: data x fsdp x expert x tensor.
+    """
+    data, fsdp, expert, tensor = map(int, shape.split("x"))
+    island = IslandConfig(
+        batch_size=8,
+        mesh_data=data,
+        mesh_fsdp=fsdp,
+        mesh_expert=expert,
+        mesh_tensor=tensor,
+        remat="full",
+    )
+    model, trainer = build_trainer(RUN, island)
+    params = trainer.place_params(jax.jit(model.init)(jax.random.key(0)))
+    tokens = np.random.default_rng(0).integers(1, 256, (3, 8, 17)).astype(np.int32)
+    batches = [{"tokens": own, "segments": SEGMENTS} for own in tokens]
+    with jax.set_mesh(trainer.mesh):
+        lowered = jax.jit(model.loss).lower(params, trainer.put_batch(batches[0]))
+        compiled = lowered.compile()
+        _, metrics = compiled(params, trainer.put_batch(batches[0]))
+    state, losses = TrainState(params, trainer.init_inner(params)), []
+    for batch in batches:
+        state, told = trainer.step(state, trainer.put_batch(batch), 0.1)
+        losses.append(float(told["loss"]))
+    # A device sorts its own rows, and those that may come to its experts.
+    rows = 8 * 16 * RUN.model.experts_per_token // (data * fsdp)
+    sorts = re.findall(r" sort\(s32\[(\d+)\]", compiled.as_text())
+    found = {
+        "losses": losses,
+        "expert_tokens": np.asarray(metrics["expert_tokens"]).tolist(),
+        "sorts_over_the_mesh": [n for n in map(int, sorts) if n > rows],
+        "sorts": len(sorts),
+    }
+    return found, [np.array(leaf) for leaf in jax.tree.leaves(state.params)]
+
+
+def run_all() -> dict:
+    """All meshes, each against one device."""
+    seen = {shape: train(shape) for shape in SHAPES}
+    one = seen["1x1x1x1"][1]
+    return {
+        shape: {
+            **found,
+            "distance": max(
+                float(np.abs(a - b).max()) for a, b in zip(own, one, strict=True)
+            ),
+        }
+        for shape, (found, own) in seen.items()
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"meshes": run_all(), "float64": in_double_precision()}))
