@@ -394,9 +394,8 @@ def test_the_page_goes_from_files_to_an_export(tmp_path, monkeypatch, capsys):
             words += ["--faults", "small@10:kill"]
         assert cli.main(words) == 0, line
     summary = json.loads(Path("runs/shapes/summary.json").read_text())
-    assert summary["tasks"]["task"]["items"] == 200
-    lives = summary["islands"]["small"]["incarnations"]
-    assert lives == 2
+    assert summary["eval_tasks"]["task"]["items"] == 200
+    assert summary["islands"]["small"]["incarnation"] == 2
     model = families.read(tensor_files.read_json(Path("model/config.json")), "")
     assert model.vision == preset("tiny_vision").vision
     assert capsys.readouterr().out
