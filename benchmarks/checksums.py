@@ -2,9 +2,10 @@
 
 Question: which checksums can a path of bulk bytes afford? Frames of the wire carry
 xxh3_64 of their bytes, sealed files (snapshots, publishes) xxh3_128, records of the log
-CRC-32; keys, configs and chunks of data are named by SHA-256, and are short. BLAKE2b is
-what `hashlib` has beside it. One buffer is summed, and copied, in turn; seconds are
-those of the processor.
+CRC-32, and own parameters xxh3_128 after each merge; keys, configs and chunks of data
+are named by SHA-256, which also checks what a peer may lie about: anchors that islands
+send in place of lost fragments. BLAKE2b is what `hashlib` has beside it. One buffer is
+summed, and copied, in turn; seconds are those of the processor.
 
 The wire may take 0.85 core seconds per GB at each end, TLS included. A checksum there
 is to be a small part of that: less than a tenth.
@@ -34,9 +35,9 @@ WIRE_SHARE_MAX = 0.1
 OF_THE_WIRE, COPY = "xxh3_64", "a copy"
 USED = {
     "xxh3_64": "each frame of the wire",
-    "xxh3_128": "snapshots and publishes",
+    "xxh3_128": "snapshots, publishes, merged parameters",
     "CRC-32": "records of the log",
-    "SHA-256": "names of configs, keys, chunks of data",
+    "SHA-256": "names of configs, keys, chunks of data; anchors of peers",
     "BLAKE2b": "order of peers",
     COPY: "",
 }

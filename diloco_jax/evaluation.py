@@ -177,7 +177,7 @@ def newest_pieces(
             )
     for fragment, of_fragment in enumerate(plan.fragments):
         path = snapshots.fragment_path(folder, fragment, found[fragment][-1])
-        yield from _pieces(path, of_fragment, store.like(fragment))
+        yield from _pieces(path, of_fragment, store.room(fragment))
 
 
 def kept_pieces(
@@ -195,15 +195,14 @@ def kept_pieces(
     store = Store(config.run, plan, None, pin_s=0.0)
     for fragment, of_fragment in enumerate(plan.fragments):
         path = folder / fragment_snapshots.kept_name(fragment)
-        like = {"theta": store.like(fragment)["theta"]}
-        yield from _pieces(path, of_fragment, like)
+        room = {"theta": store.room(fragment)["theta"]}
+        yield from _pieces(path, of_fragment, room)
 
 
 def _pieces(
-    path: Folder | Path, pieces: Sequence[Piece], like: Any
+    path: Folder | Path, pieces: Sequence[Piece], arrays: Mapping[str, list[Any]]
 ) -> Iterator[tuple[Piece, npt.NDArray[Any]]]:
-    """Yield the pieces of theta of a fragment's file, whose arrays are as in `like`."""
-    arrays = snapshots.empty(like)
+    """Read a fragment's file into these arrays; yield the pieces of theta."""
     try:
         files.read_sealed(path, snapshots.flat(arrays))
     except files.SealedError as error:

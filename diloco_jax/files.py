@@ -247,8 +247,8 @@ def require_writable(folder: Path, option: str) -> None:
 _HEAD = struct.Struct("<8sIQ")
 _MAGIC = b"diloco-1"
 DIGEST_BYTES = 16
-BLOCK_BYTES = 8 << 20
-"""Bytes that are written and hashed at a time."""
+BLOCK_BYTES = 1 << 20
+"""Bytes that are read or written and hashed at a time: a core's own cache has them."""
 
 
 class SealedError(ConfigError):

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "diloco_jax"
 ALLOWED = {
-    "core": {"jax", "optax", "numpy", "diloco_jax.core"},
+    "core": {"jax", "optax", "numpy", "xxhash", "diloco_jax.core"},
     "protocol": {"msgspec", "diloco_jax.protocol"},
 }
 MODULES = {

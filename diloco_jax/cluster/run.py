@@ -278,8 +278,7 @@ def tell_resumed(workdir: Path, console: Console) -> None:
     line = newest_record(workdir / run_files.TAPE, "recovered")
     recovered = from_tape(line, Recovered)
     merges = sum(version.number for version in recovered.versions)
-    digest = recovered.parameters_digest
-    say(console, f"goes on after {merges:,} merges from global parameters {digest}")
+    say(console, f"goes on after {merges:,} merges")
 
 
 def tell_extended(config: Config, workdir: Path, console: Console) -> None:

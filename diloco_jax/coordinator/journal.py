@@ -37,6 +37,7 @@ from diloco_jax.files import Appended, sync_path
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import Ignored
+from diloco_jax.protocol.holding import RestoredFragment
 from diloco_jax.protocol.messages import Version
 
 logger = logging.getLogger(__name__)
@@ -276,19 +277,27 @@ class Recovered(records.Written, frozen=True, kw_only=True):
 
     snapshot: int
     """Number of the snapshot of the state."""
-    snapshot_versions: tuple[Version, ...]
-    """Versions by fragment of the snapshots of the fragments."""
     records: int
     """Records that the log held after the snapshot of the state."""
     discarded: int
     """Merges that were prepared and never committed."""
     versions: tuple[Version, ...]
     """Versions by fragment, the log's records included."""
-    parameters_digest: str
     environment: Environment
+
+
+class FragmentBack(records.Written, frozen=True, kw_only=True, tag="restored"):
+    """A fragment is back from its snapshot and the publishes after it."""
+
+    fragment: int
+    version: Version
+    snapshot: Version
+    """Version of the snapshot."""
+    digest: str
+    """Digest of Theta, after its kind."""
     momentum_untouched: bool = False
-    """True if the outer optimizer of some fragment is as it was in its snapshot,
-    although merges came after it: it cannot be inferred from a published change."""
+    """True if the outer optimizer is as it was in the snapshot, although merges came
+    after it: it cannot be inferred from a published change."""
 
 
 class Term(records.Written, frozen=True, kw_only=True):
@@ -327,7 +336,7 @@ class Hello(records.Written, frozen=True, kw_only=True):
 
 class Compiled(records.Written, frozen=True):
     """All functions that merges need are compiled. A merge that was ordered before this
-    line waited for them.
+    line waited for them, or for its fragment to be back.
     """
 
 
@@ -346,14 +355,15 @@ class Measured(records.Written, frozen=True, kw_only=True):
 
 
 class Digested(records.Written, frozen=True, kw_only=True):
-    """Digests of a fragment's Theta and anchor at a version; they are computed after
-    the merge. That of the anchor tells whether an island has it."""
+    """Digests of a fragment's Theta and anchor after a merge."""
 
     fragment: int
     version: Version
     digest: str
+    """Digest of Theta, after its kind."""
     anchor: str = ""
-    """Digest of the anchor; empty on tapes of before."""
+    """SHA-256 of the anchor, which tells whether an island has it. A worker's alone:
+    islands' anchors take the places of what it loses."""
 
 
 class Alert(records.Written, frozen=True, kw_only=True):
@@ -362,7 +372,22 @@ class Alert(records.Written, frozen=True, kw_only=True):
     text: str
 
 
-Note = Begun | Recovered | Term | Hello | Compiled | Measured | Digested | Alert
+Note = (
+    Begun
+    | Recovered
+    | FragmentBack
+    | Term
+    | Hello
+    | Compiled
+    | Measured
+    | Digested
+    | Alert
+)
+
+
+def restored(told: RestoredFragment) -> FragmentBack:
+    """Return the tape's note of a fragment that is back."""
+    return FragmentBack(**msgspec.structs.asdict(told))
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:

@@ -60,6 +60,7 @@ from diloco_jax.protocol.holding import (
     MergeMeasured,
     MergePrepared,
     MergesCompiled,
+    RestoredFragment,
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
@@ -334,7 +335,9 @@ LONGEST_WAIT_S = 0.5
 """Longest interval between two calls of housekeeping, in seconds."""
 
 Before = Callable[[], None]
-_ToBeWritten = MergesCompiled | MergeMeasured | MergeDigested | HolderTroubled
+_ToBeWritten = (
+    MergesCompiled | MergeMeasured | MergeDigested | RestoredFragment | HolderTroubled
+)
 
 
 class EngineThread(Generic[S, E]):
@@ -575,6 +578,8 @@ class Lead(EngineThread[State, Event]):
                         anchor=message.anchor,
                     )
                 )
+            case RestoredFragment():
+                self.journal.note(journal.restored(message))
             case HolderTroubled(text=text):
                 self.journal.alert(text)
 

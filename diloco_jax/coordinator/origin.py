@@ -5,8 +5,9 @@ term, which begins with anchors of islands; one island may give a run's first
 parameters. A new state is durable before any island hears of it.
 
 After a crash the lead recovers from its snapshot and its log, which say what is
-committed. The holder, in this process or at workers as the config asks, then
-brings its fragments to these versions (`fragment_snapshots.restore`).
+committed. The holder, in this process or at workers as the config asks, then brings its
+fragments to these versions. In this process it does so beside the run: each fragment is
+merged and served once it is back.
 
 `AnchorSearch` is a coordinator that searches the islands for anchors before it lets
 anybody in. Calls become events of `protocol.coordinator.anchors`, which decides. The
@@ -37,13 +38,15 @@ from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.coordinator import journal, service
 from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles, make_store
-from diloco_jax.coordinator.holding.holder import FragmentHolder, make_holder
+from diloco_jax.coordinator.holding.holder import (
+    FragmentHolder,
+    lost_here,
+    make_holder,
+)
 from diloco_jax.coordinator.lead import Engine, EngineThread, Sessions
 from diloco_jax.coordinator.service import Likeness
-from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import WorkersHolder, has_result
-from diloco_jax.core import outer
 from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import messages, records
@@ -105,7 +108,8 @@ class StateMaker:
     kept: KeptCycles
     tape: Tape
     opened: contextlib.ExitStack
-    """Closed at the end of the life; it then breaks the lines to workers."""
+    """Closed at the end of the life; it then ends a restore that is under way, and
+    breaks the lines to workers."""
     open_log: Callable[[int], durable.RecordLog]
     """Opens the log after that snapshot."""
     search: Callable[[Aim, FragmentHolder | None], Searched]
@@ -128,9 +132,11 @@ class StateMaker:
             whose = checkpoint.whose(self.config.run, self.policy.run_id, self.plan)
             store = make_store(self.config, self.plan)
             everything = range(len(self.plan.fragments))
-            return make_holder(
+            holder = make_holder(
                 self.config, store, self.kept, self.workdir, whose, everything
             )
+            self.opened.callback(holder.close)  # A start may fail while it restores.
+            return holder
         workers = WorkersHolder(
             self.config,
             self.workdir,
@@ -338,28 +344,15 @@ def tell_recovered(
     Raises DurableError for a lost fragment, if no worker has lost it.
     """
     if restored.lost and config.placement.workers == 1:
-        raise durable.DurableError(
-            f"{restored.lost[0].why}. Without a copy, start with an empty --workdir "
-            f"while islands run: their anchors begin a new term of the run"
-        )
-    lines, by_fragment = recovered.lines, {f.fragment: f for f in restored.fragments}
+        raise lost_here(restored.lost[0].why)
+    lines = recovered.lines
     if restored.discarded:
         logger.info("%d merges were prepared and never committed", restored.discarded)
     versions = tuple(f.version for f in recovered.state.fragments)
-    behind = any(fragment.moved for fragment in restored.fragments)
-    untouched = behind and not outer.is_invertible(outer_settings(config.run))
-    digest = digest_all(fragment.digest for fragment in restored.fragments)
-    if untouched:
-        logger.warning(
-            "the momentum of outer.optimizer = %r is that of the fragments' snapshots: "
-            "it cannot be inferred from the changes that were published since",
-            config.run.outer.optimizer,
-        )
     logger.info(
-        "recovered from snapshot %d and %d records after it: global parameters %s",
+        "recovered from snapshot %d and %d records after it",
         recovered.snapshot,
         len(lines),
-        digest,
     )
     for line in not_on_tape(tape.path, lines):
         tape.append({**line, "time": time.time()})
@@ -367,19 +360,15 @@ def tell_recovered(
         journal.dated(
             journal.Recovered(
                 snapshot=recovered.snapshot,
-                snapshot_versions=tuple(
-                    by_fragment[f].snapshot if f in by_fragment else version
-                    for f, version in enumerate(versions)
-                ),
                 records=len(lines),
                 discarded=restored.discarded,
                 versions=versions,
-                parameters_digest=digest,
                 environment=restored.environment,
-                momentum_untouched=untouched,
             )
         )
     )
+    for fragment in restored.fragments:
+        tape.append(journal.dated(journal.restored(fragment)))
 
 
 def without_snapshot(workdir: Path, run_id: str, folder: Folder) -> ConfigError:
@@ -434,7 +423,7 @@ def _commit(holder: FragmentHolder, found: FoundTerm) -> None:
 
 
 def _digest(found: FoundTerm) -> str:
-    return digest_all(anchor.digest for anchor in found.anchors)
+    return digest_all(anchor.parameters for anchor in found.anchors)
 
 
 class Searched(NamedTuple):

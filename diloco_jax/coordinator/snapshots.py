@@ -95,9 +95,12 @@ class Snapshots:
             # Not every bucket permits removal, and each has its own errors.
             logger.warning("the old snapshot %s cannot be removed: %s", path, error)
 
-    def _read(self, path: Folder, into: list[Any]) -> dict[str, Any]:
-        """Read a snapshot's bytes into these arrays; return its header."""
+    def _read(self, path: Folder, into: list[Any] | None) -> dict[str, Any]:
+        """Read a snapshot's bytes into these arrays; return its header. None: read that
+        alone."""
         try:
+            if into is None:
+                return files.read_sealed_header(path)
             return files.read_sealed(path, into)[0]
         except ConfigError:
             raise
@@ -220,14 +223,6 @@ def fragment_path(folder: Folder, fragment: int, version: Version) -> Folder:
 def flat(arrays: Arrays) -> list[Any]:
     """Return the arrays in a snapshot's order: by name, then as they are listed."""
     return [np.asarray(array) for name in sorted(arrays) for array in arrays[name]]
-
-
-def empty(like: Arrays) -> dict[str, list[Any]]:
-    """Return new arrays of these shapes and dtypes."""
-    return {
-        name: [np.empty(array.shape, array.dtype) for array in own]
-        for name, own in like.items()
-    }
 
 
 class StateSnapshots(Snapshots):

@@ -447,7 +447,7 @@ class HoldingWorker(Handlers):
             case RestoreFragments(fences=fences):
                 for fence in fences:
                     self._awaited.forget(fence.island, fence.before)
-                self._line.send(self.holder.restore(message))
+                self._line.send(self.holder.restore(message, whole=True))
                 self._serve()
                 self.holder.warm_up()
             case SaveAll(within_s=within_s):

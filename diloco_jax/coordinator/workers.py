@@ -535,8 +535,10 @@ class WorkersHolder(FragmentHolder):
                     self._uncompiled.discard(worker)
                     if self._uncompiled:
                         return
-            case MergeDigested() | AnchorKept():
+            case MergeDigested():
                 self._digests[message.fragment] = message.digest
+            case AnchorKept():
+                self._digests[message.fragment] = message.parameters
         self._tell(message)
 
     def _fail(self, error: BaseException) -> None:
@@ -601,8 +603,8 @@ class WorkersHolder(FragmentHolder):
             fragments=tuple(
                 RestoredFragment(
                     fragment=c.fragment,
+                    version=c.version,
                     snapshot=c.version,
-                    moved=False,
                     digest=self._digests[c.fragment],
                 )
                 for c in asked.fragments

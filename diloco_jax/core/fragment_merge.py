@@ -17,19 +17,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from diloco_jax.core import merging, outer
 from diloco_jax.core.changes import apply_to_tiles, publish_tiles
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import MergeRule
-from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece
+from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece, named
 from diloco_jax.core.merging import Encoded, MergedPiece, merge_piece, rule_for
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
 from diloco_jax.core.tiles import (
@@ -207,6 +208,8 @@ class MergeResult(NamedTuple):
     state: FragmentState
     payload: memoryview
     """The encoded publish."""
+    digest: str
+    """`digest_arrays` of the new Theta."""
     norm: float
     """Length of the merged delta."""
     measures: MergeMeasures
@@ -314,7 +317,7 @@ class FragmentMerge:
         payload = self.empty((self.layout_down.total_bytes,), np.uint8).data
         rules = state.rules if final else tuple(piece.state for piece in merged)
         after = FragmentState(theta, anchor, state.outer, rules)
-        norm, stepped = norm_of(merged), False
+        norm, stepped, digest = norm_of(merged), False, xxh3_128()
         if not (final or self._by_block):
             stepped = True
             after = after._replace(outer=self._whole_step(state, merged, theta))
@@ -325,6 +328,7 @@ class FragmentMerge:
                 after,
                 None if stepped else merged[index],
                 payload,
+                digest,
                 np.float32(norm),
                 final=final,
             )
@@ -337,22 +341,45 @@ class FragmentMerge:
             for old, new in zip(state.theta, theta, strict=True)
         ]
         measures, directions = measure(deltas, merged, weights, samples, last, steps)
-        return MergeResult(after, payload, norm, measures, tuple(samples), directions)
+        return MergeResult(
+            after,
+            payload,
+            named(digest),
+            norm,
+            measures,
+            tuple(samples),
+            directions,
+        )
 
     def replay(
-        self, state: FragmentState, payload: Buffer, *, final: bool
+        self,
+        state: FragmentState,
+        payload: Buffer,
+        *,
+        final: bool,
+        digest: xxh3_128 | None = None,
     ) -> FragmentState:
         """Apply a logged publish after a crash: Theta = A.
 
         `outer.advance` advances the outer optimizer's state and `recovered` the
-        merge rule's. A publish of the flush advances neither.
+        merge rule's. A publish of the flush advances neither. digest: goes on over the
+        new Theta.
         """
         anchor = self._new(state.anchor)
-        published = self.layout_down.unpack(payload)
-        for new, old, encoded in zip(anchor, state.anchor, published, strict=True):
-            tiles = encoded.reshape(len(old), -1)
+        published = [
+            encoded.reshape(len(old), -1)
+            for old, encoded in zip(
+                state.anchor, self.layout_down.unpack(payload), strict=True
+            )
+        ]
+        if self._replays_natively(state):
+            advanced = self._native_replay(state, published, anchor, digest, final)
+            return FragmentState(anchor, anchor, advanced, state.rules)
+        for new, old, tiles in zip(anchor, state.anchor, published, strict=True):
             for rows in blocks(*old.shape):
                 new[rows] = apply_to_tiles(self.down, old[rows], tiles[rows])
+                if digest is not None:
+                    digest.update(new[rows].data)
         if final:
             return FragmentState(anchor, anchor, state.outer, state.rules)
         change = [new - old for new, old in zip(anchor, state.anchor, strict=True)]
@@ -364,13 +391,72 @@ class FragmentMerge:
         )
         if self._by_block:
             each = [(moved,) for moved in change]
-            advanced: Any = tuple(outer.advance(self.settings, state.outer, each))
+            advanced = tuple(outer.advance(self.settings, state.outer, each))
         else:
             whole = tuple(map(_own_order, self.pieces, change))
             (advanced,) = outer.advance(self.settings, [state.outer], [whole])
         return FragmentState(
             anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
         )
+
+    def _replays_natively(self, state: FragmentState) -> bool:
+        return (
+            self.passes is not None
+            and self.passes.knows(self.down.name)
+            and self._by_block
+            and outer.native_kind(self.settings) is not None
+            and not jax.tree.leaves(state.rules)
+        )
+
+    def _native_replay(
+        self,
+        state: FragmentState,
+        published: Sequence[npt.NDArray[np.uint8]],
+        anchor: Arrays,
+        digest: xxh3_128 | None,
+        final: bool,
+    ) -> Any:
+        """Apply an encoded publish into the arrays of `anchor`, by the route "native".
+        Return the new state of the outer optimizer.
+
+        Its guard depends on the length of the whole delta, which is known at the end,
+        and hardly ever cuts one: only then is there a second pass.
+        """
+
+        def apply(index: int, step: NativeStep, digest: xxh3_128 | None) -> list[float]:
+            assert self.passes is not None
+            return self.passes.replay(
+                self.down.name,
+                step.step,
+                encoded=published[index],
+                anchor=state.anchor[index],
+                trace=step.trace,
+                new_anchor=anchor[index],
+                new_trace=step.new_trace,
+                digest=digest,
+            )
+
+        def reuse(step: NativeStep) -> Empty:
+            return lambda shape, dtype: cast(Any, step.new_trace)
+
+        def steps(norm: float, empty: Sequence[Empty]) -> Iterator[NativeStep]:
+            for own, make in zip(state.outer, empty, strict=True):
+                found = native_step(self.settings, own, 1.0, np.float32(norm), make)
+                assert found is not None
+                yield found
+
+        if final:
+            for index in range(len(anchor)):
+                apply(index, NativeStep(Step(kind="flush")), digest)
+            return state.outer
+        made = list(steps(0.0, [self.empty] * len(anchor)))
+        squares = [s for n, step in enumerate(made) for s in apply(n, step, digest)]
+        if self.settings.norm_guard:
+            made = list(steps(math.sqrt(math.fsum(squares)), list(map(reuse, made))))
+            for index, step in enumerate(made):
+                if step.step.guard != 1.0:
+                    apply(index, step, None)
+        return tuple(step.after for step in made)
 
     def _new(self, arrays: Arrays) -> Arrays:
         return tuple(self.empty(array.shape, np.float32) for array in arrays)
@@ -397,13 +483,14 @@ class FragmentMerge:
         after: FragmentState,
         merged: MergedPiece | None,
         payload: memoryview,
+        digest: xxh3_128,
         norm: np.float32,
         *,
         final: bool,
     ) -> Any:
         """Take the outer step from `merged`, unless that is None, and encode the
-        publish, into the arrays of `after` and the payload. Return the new state of the
-        outer optimizer."""
+        publish, into the arrays of `after` and the payload. The digest goes on over the
+        new Theta. Return the new state of the outer optimizer."""
         theta, new_anchor = after.theta[index], after.anchor[index]
         old, anchor = before.theta[index], before.anchor[index]
         encoded = self.layout_down.unpack(payload)[index].reshape(len(theta), -1)
@@ -419,6 +506,7 @@ class FragmentMerge:
                 new_trace=native.new_trace,
                 new_anchor=new_anchor,
                 encoded=encoded,
+                digest=digest,
             )
             return native.after
         state = before.outer[index] if self._by_block else ()
@@ -453,6 +541,7 @@ class FragmentMerge:
             encoded[rows], new_anchor[rows] = publish_tiles(
                 self.down, theta[rows], anchor[rows]
             )
+            digest.update(theta[rows].data)
         return jax.tree.unflatten(structure, new)
 
     def _native_step(

@@ -186,6 +186,12 @@ typedef struct {
   float factor, guard, momentum, rate;
 } Step;
 
+/* The same for a publish: 1 / rate, momentum^2 and 1 / (1 + momentum), each rounded once.
+*/
+typedef struct {
+  float guard, momentum, by, squared, part;
+} Inferred;
+
 /* Take the outer step of `count` elements. total and theta may be the same memory. */
 INLINE void step_of(int kind, Step step, int64_t count, const float *total,
                       const float *old, const float *trace, float *theta,
@@ -283,6 +289,82 @@ int merge_finish(int codec, int kind, float factor, float guard, float momentum,
                        new_trace, new_anchor, encoded);                                \
     break;
   switch (codec) { FINISH(F32) FINISH(BF16) FINISH(INT8) FINISH(INT4) FINISH(INT2) }
+  restore(before);
+  return failed;
+}
+
+/* ---- publishes after a crash ------------------------------------------------------ */
+
+/* Apply `count` elements of a decoded publish to the anchor, and advance the momentum by
+the delta that such a step infers from it. */
+INLINE void replay_of(int kind, Inferred step, int64_t count, const float *decoded,
+                      const float *anchor, const float *trace, float *new_anchor,
+                      float *new_trace, float *delta) {
+  for (int64_t i = 0; i < count; i++) {
+    float moved = flushed(anchor[i] + decoded[i]), change = moved - anchor[i];
+    new_anchor[i] = moved;
+    if (kind == SGD) {
+      delta[i] = -(change * step.by);
+    } else if (kind != FLUSH) {
+      float old = step.squared * trace[i], kept = step.momentum * trace[i];
+      delta[i] = __builtin_fmaf(change, -step.by, -old) * step.part;
+      new_trace[i] = kind == NESTEROV
+                         ? __builtin_fmaf(step.momentum, trace[i], delta[i])
+                         : __builtin_fmaf(delta[i], step.guard, kept);
+    }
+  }
+}
+
+INLINE int replay_tiles(int codec, int kind, Inferred step, int64_t tiles, int64_t n,
+                        const uint8_t *encoded, const float *anchor, const float *trace,
+                        float *new_anchor, float *new_trace, double *squares) {
+  int64_t bytes = tile_bytes(codec, n), run = run_of(n), odd = parts_of(n);
+  float *delta = calloc(run, 4);
+  double *work = square_work(run);
+  if (delta && work) {
+    for (int64_t t = 0; t < tiles; t++, encoded += bytes, squares += odd) {
+      double *to = squares;
+      for (int64_t first = 0; first < n; first += run, to++) {
+        int64_t end = n - first < run ? n : first + run;
+        for (int64_t start = first; start < end; start += CHUNK) {
+          int64_t count = end - start < CHUNK ? end - start : CHUNK, at = t * n + start;
+          float decoded[CHUNK];
+          if (count == CHUNK)
+            decode(codec, STORE, encoded, n, start, CHUNK, 1, decoded);
+          else
+            decode(codec, STORE, encoded, n, start, count, 1, decoded);
+          replay_of(kind, step, count, decoded, anchor + at, trace ? trace + at : NULL,
+                    new_anchor + at, new_trace ? new_trace + at : NULL,
+                    delta + start - first);
+        }
+        memset(delta + end - first, 0, 4 * (run - (end - first)));
+        halve_squares(delta, run, work, to);
+      }
+    }
+  }
+  int failed = !delta || !work;
+  free(delta);
+  free(work);
+  return failed;
+}
+
+/* Apply a publish, uint8[tiles, tile_bytes], to f32[tiles, n] each; traces: NESTEROV
+alone. The inferred delta's squares: f64[tiles, parts_of(n)], zeros of a FLUSH. */
+int merge_replay(int codec, int kind, float guard, float momentum, float by,
+                 float squared, float part, int64_t tiles, int64_t n,
+                 const uint8_t *encoded, const float *anchor, const float *trace,
+                 float *new_anchor, float *new_trace, double *squares) {
+  uint64_t before = zero_subnormals();
+  Inferred step = {guard, momentum, by, squared, part};
+  int failed = 1;
+#define REPLAY(CODEC, KIND)                                                            \
+  if (codec == CODEC && kind == KIND)                                                  \
+    failed = replay_tiles(CODEC, KIND, step, tiles, n, encoded, anchor, trace,         \
+                          new_anchor, new_trace, squares);
+#define REPLAYS(CODEC)                                                                 \
+  REPLAY(CODEC, FLUSH)                                                                 \
+  REPLAY(CODEC, SGD) REPLAY(CODEC, NESTEROV) REPLAY(CODEC, GUARDED_NESTEROV)
+  REPLAYS(F32) REPLAYS(BF16) REPLAYS(INT8) REPLAYS(INT4) REPLAYS(INT2)
   restore(before);
   return failed;
 }

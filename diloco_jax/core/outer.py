@@ -269,6 +269,13 @@ def _learning_rate(settings: OuterSettings) -> optax.Schedule:
     )
 
 
+def native_kind(settings: OuterSettings) -> StepKind | None:
+    """Return the optimizer's step in C; None if it has none."""
+    optimizer = OUTER_OPTIMIZERS.find(settings.optimizer)
+    kind: StepKind | None = getattr(optimizer, "native_step", None)
+    return kind
+
+
 class NativeStep(NamedTuple):
     """An outer step of one piece by the merge route "native" (`core/tiles.py`)."""
 
@@ -293,23 +300,24 @@ def native_step(
       norm: length of the whole fragment's merged delta.
       empty: makes the array of the new momentum.
     """
-    optimizer = OUTER_OPTIMIZERS.find(settings.optimizer)
-    kind: StepKind | None = getattr(optimizer, "native_step", None)
+    kind = native_kind(settings)
     if kind is None:
         return None
     kept, structure = jax.tree.flatten(state["optimizer"])
     others = {name: own for name, own in state.items() if name != "optimizer"}
-    guard, rate, moved = _scalars(settings, others, norm)
+    leaves, tree = jax.tree.flatten(others)
+    numbers = tuple(np.asarray(leaf).item() for leaf in leaves)
+    guard, rate, moved = _known_scalars(settings, tree, numbers, float(norm))
     after = state.copy()
-    after.update(jax.tree.map(np.asarray, moved))
+    after.update(moved)
     # The sum of momentum and a delta that the guard scaled is rounded otherwise.
     guarded = kind == "nesterov" and settings.norm_guard > 0
     step = Step(
         kind="guarded_nesterov" if guarded else kind,
         factor=factor,
-        guard=float(guard),
+        guard=guard,
         momentum=settings.momentum,
-        rate=float(rate),
+        rate=rate,
     )
     if not kept:
         return NativeStep(step, after=after)
@@ -317,6 +325,18 @@ def native_step(
     new_trace = empty(trace.shape, np.float32)
     after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
     return NativeStep(step, trace, new_trace, after)
+
+
+@functools.lru_cache(maxsize=64)
+def _known_scalars(
+    settings: OuterSettings, tree: Any, numbers: tuple[float, ...], norm: float
+) -> tuple[float, float, Any]:
+    """Return `_scalars`, once for all pieces of a fragment."""
+    state = jax.tree.unflatten(
+        tree, [np.int32(n) if isinstance(n, int) else np.float32(n) for n in numbers]
+    )
+    guard, rate, moved = _scalars(settings, state, np.float32(norm))
+    return float(guard), float(rate), jax.tree.map(np.asarray, moved)
 
 
 @compiled(0)

@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 ArrayLike = jax.Array | npt.NDArray[Any]
 """An array of jax or numpy, as the functions of this package take it."""
@@ -299,11 +300,14 @@ class Passes:
         self._squares = library.merge_squares
         self._sum = library.merge_sum
         self._finish = library.merge_finish
+        self._replay = library.merge_replay
         whole, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         reals = [ctypes.c_float] * 4
         self._squares.argtypes = [whole, number, number, *[pointer] * 2]
         self._sum.argtypes = [whole, *[number] * 3, *[pointer] * 4]
         self._finish.argtypes = [*[whole] * 2, *reals, *[number] * 2, *[pointer] * 7]
+        reals.append(ctypes.c_float)
+        self._replay.argtypes = [*[whole] * 2, *reals, *[number] * 2, *[pointer] * 6]
 
     def knows(self, codec: str) -> bool:
         """Tell whether there are functions in C for this codec, by its name in the
@@ -370,6 +374,7 @@ class Passes:
         new_trace: Values | None,
         new_anchor: Values,
         encoded: Octets,
+        digest: xxh3_128 | None = None,
     ) -> None:
         """Take the outer step of a piece and encode its publish; all f32[tiles,
         elements].
@@ -381,6 +386,7 @@ class Passes:
             there already.
           new_trace, new_anchor, encoded: the results; encoded: uint8[tiles,
             tile_bytes].
+          digest: goes on over the new theta, a block as soon as it is made.
         """
         values = old, trace, anchor, theta, new_trace, new_anchor
 
@@ -400,13 +406,61 @@ class Passes:
                 _at(encoded[rows], np.uint8, (tiles, tile_bytes(codec, elements))),
             )
 
-        self._over_blocks(of, *theta.shape)
+        tiles, elements = theta.shape
+        self._over_blocks(of, tiles, elements, made=theta, digest=digest)
+
+    def replay(
+        self,
+        codec: str,
+        step: Step,
+        *,
+        encoded: Octets,
+        anchor: Values,
+        trace: Values | None,
+        new_anchor: Values,
+        new_trace: Values | None,
+        digest: xxh3_128 | None = None,
+    ) -> list[float]:
+        """Apply a publish to a piece, f32[tiles, elements] each, and advance its
+        momentum by the delta that such a step infers from it (`outer.advance`). Return
+        the sums of that delta's squares, by tile; zeros of a "flush": it infers none.
+
+        Args:
+          codec: of the publish, uint8[tiles, tile_bytes].
+          anchor, trace: before it; trace: momentum of "nesterov" alone.
+          new_anchor, new_trace: the results.
+          digest: goes on over the new anchor.
+        """
+        values = anchor, trace, new_anchor, new_trace
+        one, mu = np.float32(1), step.momentum
+        by, part = one / np.float32(step.rate), one / np.float32(1 + mu)
+
+        def of(rows: slice, halved: npt.NDArray[np.float64]) -> None:
+            tiles, elements = anchor[rows].shape
+            self._call(
+                self._replay,
+                *(CODECS.index(codec), STEPS.index(step.kind)),
+                *(step.guard, mu, by, mu**2, part, tiles, elements),
+                _at(encoded[rows], np.uint8, (tiles, tile_bytes(codec, elements))),
+                *(
+                    value
+                    if value is None
+                    else _at(value[rows], np.float32, (tiles, elements))
+                    for value in values
+                ),
+                _at(halved, np.float64, halved.shape),
+            )
+
+        tiles, elements = anchor.shape
+        return self._by_tile(of, tiles, elements, made=new_anchor, digest=digest)
 
     def _by_tile(
         self,
         of: Callable[[slice, npt.NDArray[np.float64]], None],
         tiles: int,
         elements: int,
+        made: Values | None = None,
+        digest: xxh3_128 | None = None,
     ) -> list[float]:
         """Return the sums of tiles' squares, whose parts `of` writes, by blocks."""
 
@@ -417,15 +471,26 @@ class Passes:
             found: list[float] = halved.sum(axis=1).tolist()
             return found
 
-        found = self._over_blocks(summed, tiles, elements)
+        found = self._over_blocks(summed, tiles, elements, made=made, digest=digest)
         return [value for block in found for value in block]
 
     def _over_blocks(
-        self, function: Callable[[slice], Any], tiles: int, elements: int
+        self,
+        function: Callable[[slice], Any],
+        tiles: int,
+        elements: int,
+        made: Values | None = None,
+        digest: xxh3_128 | None = None,
     ) -> list[Any]:
-        """Call the function for every block; a single one needs no other thread."""
-        given = list(blocks(tiles, elements))
-        return list((map if len(given) == 1 else self.each)(function, given))
+        """Call the function for every block; a single one needs no other thread. A
+        digest goes on over what is made, in order, while later blocks are computed."""
+        given, found = list(blocks(tiles, elements)), []
+        each = map if len(given) == 1 else self.each
+        for rows, result in zip(given, each(function, given), strict=True):
+            found.append(result)
+            if made is not None and digest is not None:
+                digest.update(made[rows].data)
+        return found
 
     def _call(self, function: Any, *arguments: Any) -> None:
         if function(*arguments):

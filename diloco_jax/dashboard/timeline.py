@@ -220,7 +220,16 @@ EVENTS_KEPT = 20_000
 ALERTS_KEPT = 100
 POINTS_KEPT = 4_000
 LEFT_IN_ORDER = ("finished", "stopped")
-ROUTINE = ("island", "tick", "granted", "ticks", "measured", "digested", "merged")
+ROUTINE = (
+    "island",
+    "tick",
+    "granted",
+    "ticks",
+    "measured",
+    "digested",
+    "restored",
+    "merged",
+)
 """Kinds of lines of the tape that are no events for people, or have views."""
 
 

@@ -233,7 +233,7 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of rules beyond that, by `sync.merge`."""
     replay_core_seconds: dict[str, float]
     """Core seconds per 1e9 parameters of a publish in recovery, which decodes it, adds
-    it and advances the outer optimizer by it, on any route. By codec of the publish."""
+    it and advances the outer optimizer by it. By codec of the publish."""
     merge_route: str
     """Route of the measured merges: "native" or "xla"."""
     whole_merge_core_seconds: float | None = None
@@ -247,6 +247,12 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
     """Core seconds per GB of sealed files that are written."""
     draw_core_seconds: float
     """Core seconds per 1e9 parameters that are drawn when a run begins."""
+    read_core_seconds: float
+    """The same of those that are read into new memory, and checked."""
+    digest_core_seconds: float
+    """Core seconds per GB of own values that a digest goes over."""
+    sha256_core_seconds: float
+    """The same of values that a peer may be asked for."""
     copy_bytes_per_s: float
     """Bytes that one core copies per second. It tells how machines compare: merges are
     bound by memory."""
@@ -275,7 +281,9 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
             *(of_merges if self.whole_merge_core_seconds is None else []),
             f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
             f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
-            f"sealed files, core seconds per GB: {self.write_core_seconds:.3g}",
+            f"sealed files, core seconds per GB: {self.write_core_seconds:.3g} to "
+            f"write, {self.read_core_seconds:.3g} to read; a digest "
+            f"{self.digest_core_seconds:.2g}, SHA-256 {self.sha256_core_seconds:.2g}",
         ]
 
 
@@ -285,6 +293,9 @@ CONSTANTS = MachineRates(
     rules=RULES_OF_PACKAGE["xla"],
     replay_core_seconds={"f32": 5.7, "int8": 5.7},
     merge_route="xla",
+    read_core_seconds=1.6,
+    digest_core_seconds=0.054,
+    sha256_core_seconds=0.65,
     upload_core_seconds=0.81,
     fetch_core_seconds=0.84,
     write_core_seconds=0.6,
@@ -302,18 +313,22 @@ that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC,
 machines of `MACHINES` have Xeons, a store of 1 B parameters took there what these say
 (docs/results/raw/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
-docs/results/raw/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon,
-2026-11-26. Draw: `init` of the preset 100m, the second time, on the EPYC beside other
-work, 2026-11-30."""
+docs/results/raw/wire.md. Sealed files: written, 16 of 64 MiB in turn, on the Xeon,
+2026-11-26; read, `coordinator_scale --restore 100000000`, two cores of an AMD EPYC
+beside other work, 2026-11-30, most of it the kernel's for new pages. Digests:
+docs/results/raw/checksums.md. Draw: `init` of the preset 100m, the second time, on the
+EPYC beside other work, 2026-11-30."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,
     merge_core_seconds={"f32": 2.1, "bf16": 2.0, "int8": 2.2, "int4": 2.5},
     delta_core_seconds={"f32": 0.90, "bf16": 0.64, "int8": 0.50, "int4": 0.52},
+    replay_core_seconds={"f32": 5.7, "int8": 1.1},
     rules=RULES_OF_PACKAGE["native"],
     merge_route="native",
 )
-"""The same by the route "native", through 2 to 64 deltas: within 6 % of each."""
+"""The same by the route "native", through 2 to 64 deltas: within 6 % of each. Replay of
+int8: with the read files above; nobody measured other codecs by this route."""
 
 
 def constants_of(route: MergeRoute) -> MachineRates:
@@ -449,21 +464,37 @@ SOME_MACHINE = "n2-highmem-16"
 """Machine whose disk is taken where the table lacks the config's."""
 
 
+PROCESS_S = 30.0
+"""Seconds of a restart before the state is read: an assumption, for start and imports.
+"""
+RESTORED_MAX = 1.25
+"""Seconds of a restore over those of its disk or its cores, whichever take longer: a
+bound of `benchmarks/coordinator_scale.py`."""
+
+
 def state_seconds(
     read_bytes: float,
     bytes_per_s: float,
     replayed_parameters: float,
     replay_core_seconds: float,
+    read_core_seconds: float,
+    cores: int,
 ) -> float:
-    """Return the seconds in which a starting process restores its state.
+    """Return the seconds in which a starting process restores its state. It reads some
+    fragments while it decodes others, and serves each once it is back.
 
     Args:
       read_bytes: of the newest snapshots and the publishes after them, each read once.
       bytes_per_s: of the disk.
       replayed_parameters: those of these publishes, once for each publish.
       replay_core_seconds: core seconds per 1e9 of them.
+      read_core_seconds: core seconds per GB that is read.
+      cores: of the machine.
     """
-    return read_bytes / bytes_per_s + replayed_parameters / 1e9 * replay_core_seconds
+    computed = (
+        replayed_parameters * replay_core_seconds + read_bytes * read_core_seconds
+    )
+    return RESTORED_MAX * max(read_bytes / bytes_per_s, computed / 1e9 / cores)
 
 
 def outage_seconds(config: Config, parameters: int) -> float:
@@ -471,7 +502,10 @@ def outage_seconds(config: Config, parameters: int) -> float:
     takes to be restored, and at least `placement.outage_budget_s`."""
     name = config.launch.coordinator_machine
     machine = machine_of(name if name in MACHINES else SOME_MACHINE)
-    replayed = REPLAYED_CYCLES * parameters
+    replayed, rates = (
+        REPLAYED_CYCLES * parameters,
+        constants_of(config.placement.merge_route),
+    )
     restored_s = state_seconds(
         # A publish has a byte per parameter, in int8.
         STATE_BYTES * parameters + replayed,
@@ -480,9 +514,13 @@ def outage_seconds(config: Config, parameters: int) -> float:
             machine.disk_bytes_per_s,
         ),
         replayed,
-        rate_of(CONSTANTS.replay_core_seconds, config.run.sync.codec_down),
+        rate_of(rates.replay_core_seconds, config.run.sync.codec_down),
+        rates.read_core_seconds,
+        machine.cores,
     )
-    return max(config.placement.outage_budget_s, restored_s)
+    # The budget that is set has room for a start, and for the state of a small model.
+    restart_s = restored_s + min(restored_s, PROCESS_S)
+    return max(config.placement.outage_budget_s, restart_s)
 
 
 def lasting(config: Config, parameters: int) -> Config:

@@ -31,11 +31,14 @@ from diloco_jax.coordinator.service import METRICS_EVERY_S
 from diloco_jax.coordinator.settings import payload_bytes, state_sizes
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.core import fragment_merge, merging
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan, PayloadLayout
+from diloco_jax.core.tiles import MOST_ELEMENTS
 from diloco_jax.files import is_bucket
 from diloco_jax.hardware.machines import (
     CONSTANTS,
+    PROCESS_S,
     MachineRates,
     machine_of,
     outage_seconds,
@@ -48,9 +51,6 @@ SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
 FETCHES_PER_JOIN = 2
 """Fragments that a joining island pins at a time."""
-PROCESS_S = 30.0
-"""Seconds of a restart before the state is read: an assumption, for start and imports.
-"""
 PROCESS_BYTES = 256 << 20
 """The interpreter and compiled programs: the memory of a coordinator that has hardly
 any parameters (244 MB, `python benchmarks/coordinator_memory.py`). Libraries, 150 MB,
@@ -79,23 +79,32 @@ class MergePlan:
     deltas: int
     core_seconds: float
     """Core seconds per 1e9 parameters of a merge, with the checks of its deltas."""
+    until_durable: float
+    """The same of what follows until the merge is durable: the digest of Theta, and the
+    publish that is written; SHA-256 of the anchor, too, if it is a worker's."""
     of_weighted_sum: float
     """The part that every rule takes."""
     known: bool
     """False: nobody measured the rule, and it counts as a weighted sum."""
     fragment_core_seconds: float
-    """Core seconds of the merge of the largest fragment."""
+    """Core seconds of the merge of the largest fragment, until it is durable."""
     cores: float
     """Cores that the merges of a process keep busy at most."""
     seconds: float
-    """Seconds in which these cores do the merges of a cycle."""
+    """Seconds in which these cores do the merges of a cycle, until they are durable."""
     share: float
     """The same as a share of the cycle, and so of each tick."""
 
     @property
     def seconds_of_weighted_sum(self) -> float:
         """The same seconds if the rule were a weighted sum."""
-        return self.seconds * self.of_weighted_sum / self.core_seconds
+        like = self.of_weighted_sum + self.until_durable
+        return self.seconds * like / self.all_core_seconds
+
+    @property
+    def all_core_seconds(self) -> float:
+        """Core seconds per 1e9 parameters of a merge until it is durable."""
+        return self.core_seconds + self.until_durable
 
     @property
     def line(self) -> str:
@@ -103,9 +112,10 @@ class MergePlan:
         unknown = "; nobody measured this rule, and it counts as a weighted sum"
         return (
             f"merges of {self.deltas} deltas by {self.rule}: {self.core_seconds:.3g} "
-            f"core seconds per 1e9 parameters, {self.fragment_core_seconds:.3g} for "
-            f"the largest fragment, {self.share:.2g} of each tick on {self.cores:g} "
-            f"cores{'' if self.known else unknown}"
+            f"core seconds per 1e9 parameters and {self.until_durable:.2g} until the "
+            f"publish is durable, {self.fragment_core_seconds:.3g} for the largest "
+            f"fragment, {self.share:.2g} of each tick on {self.cores:g} cores"
+            f"{'' if self.known else unknown}"
         )
 
 
@@ -119,12 +129,13 @@ def plan_merges(
     cycle_seconds: float,
     cores: int,
     by_rule: float = 1.0,
+    at_workers: bool = False,
 ) -> MergePlan:
     """Return the merges of the process that has the most parameters, `params`.
 
     largest: parameters of the largest fragment. cores: of the machine. by_rule:
     share of the parameters that are merged by the rule; the others are merged by the
-    weighted mean.
+    weighted mean. at_workers: it is that of a worker.
     """
     summed = rate_of(rates.merge_core_seconds, sync.codec_down)
     summed += deltas * rate_of(rates.delta_core_seconds, sync.codec_up)
@@ -136,14 +147,18 @@ def plan_merges(
     if (whole := rates.whole_merge_core_seconds) is not None:
         summed, core_seconds, beyond = min(summed, whole), whole, 0.0
     usable = min(cores, merges_at_once(cores) * CORES_PER_MERGE)
-    seconds = core_seconds * params / 1e9 / usable
+    encoded = get_codec(sync.codec_down).tile_bytes(MOST_ELEMENTS) / MOST_ELEMENTS
+    until_durable = 4 * rates.digest_core_seconds + encoded * rates.write_core_seconds
+    until_durable += 4 * rates.sha256_core_seconds if at_workers else 0.0
+    seconds = (core_seconds + until_durable) * params / 1e9 / usable
     return MergePlan(
         rule=sync.merge,
         deltas=deltas,
         core_seconds=core_seconds,
+        until_durable=until_durable,
         of_weighted_sum=summed,
         known=beyond is not None,
-        fragment_core_seconds=core_seconds * largest / 1e9,
+        fragment_core_seconds=(core_seconds + until_durable) * largest / 1e9,
         cores=usable,
         seconds=seconds,
         share=seconds / cycle_seconds,
@@ -326,7 +341,7 @@ class CoordinatorPlan:
     wire_cores: float
     merge_cores: float
     disk_cores: float
-    """For snapshots, publishes and kept cycles, which are written and sealed."""
+    """For snapshots and kept cycles, which are written and sealed."""
     cores: int
     """Whole cores: `busy_cores`, and one for everything else. With workers: those of
     each worker, and one for the lead."""
@@ -342,6 +357,10 @@ class CoordinatorPlan:
     replayed_bytes: float
     replay_core_seconds: float
     """Core seconds per 1e9 parameters that recovery decodes and adds."""
+    read_core_seconds: float
+    """Core seconds per GB that it reads and checks."""
+    restoring_cores: int
+    """Cores of the machines that do so."""
 
     @property
     def busy_cores(self) -> float:
@@ -377,17 +396,21 @@ class CoordinatorPlan:
         return max(sizes) / sum(sizes) if sizes else 1.0
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
-        """Return the seconds from the death of the process to its service.
+        """Return the seconds from the death of the process until all fragments are
+        back. The first ones are merged after `PROCESS_S`, and little more.
 
         Every fragment's newest snapshot is read once, then its publishes since. They
-        are half a round old on average, since fragments are written in turns.
+        are half a round old on average, since fragments are written in turns. Workers
+        read from disks of their own, side by side.
         """
-        state = self.theta + self.anchors + self.outer_state
+        state, share = self.theta + self.anchors + self.outer_state, self.share_served
         return PROCESS_S + state_seconds(
-            state + self.replayed_bytes,
+            share * (state + self.replayed_bytes),
             disk_bytes_per_s,
-            self.replayed,
+            share * self.replayed,
             self.replay_core_seconds,
+            self.read_core_seconds,
+            self.restoring_cores,
         )
 
 
@@ -438,7 +461,8 @@ def plan_coordinator(
         )
 
     disk = disk_of(plan.total, len(plan.fragments), "coordinator")
-    disk_cores = disk.written_per_s / 1e9 * rates.write_core_seconds
+    beside_merges = disk.written_per_s - disk.log_bytes_per_s
+    disk_cores = beside_merges / 1e9 * rates.write_core_seconds
     memory, workers = sum(parts.values()), placement.workers
     merges = plan_merges(
         run.sync,
@@ -449,8 +473,9 @@ def plan_coordinator(
         cycle_seconds=cycle_seconds,
         cores=cores,
         by_rule=by_rule / plan.total,
+        at_workers=workers > 1,
     )
-    merge_cores = merges.core_seconds / 1e9 * plan.total / cycle_seconds
+    merge_cores = merges.all_core_seconds / 1e9 * plan.total / cycle_seconds
     busy = wire + merge_cores + disk_cores
     dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
     needed = math.ceil(busy) if not dealt else 0
@@ -473,6 +498,8 @@ def plan_coordinator(
         replayed=replayed * plan.total,
         replayed_bytes=replayed * sizes.publish,
         replay_core_seconds=rate_of(rates.replay_core_seconds, run.sync.codec_down),
+        read_core_seconds=rates.read_core_seconds,
+        restoring_cores=cores,
     )
 
 

@@ -67,14 +67,16 @@ class RestoreFragments(Message, frozen=True, kw_only=True):
     """The run begins: draw or read the first parameters, and make them durable."""
 
 
-class RestoredFragment(msgspec.Struct, frozen=True, kw_only=True):
-    """A fragment is at its committed version."""
+class RestoredFragment(Message, frozen=True, kw_only=True):
+    """A fragment is at its committed version: it is merged and served from now on."""
 
     fragment: int
+    version: Version
     snapshot: Version
     """Version of the snapshot from which its publishes led there."""
-    moved: bool
-    """True if one of these publishes moves the outer optimizer."""
+    momentum_untouched: bool = False
+    """True if the outer optimizer is as it was in the snapshot, although merges came
+    after it: it cannot be inferred from a published change."""
     digest: str
     """Digest of Theta."""
 
@@ -88,9 +90,10 @@ class LostFragment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FragmentsRestored(Message, frozen=True, kw_only=True):
-    """Answer to `RestoreFragments`."""
+    """Answer to `RestoreFragments`. Each of the other fragments is told once it is
+    back."""
 
-    fragments: tuple[RestoredFragment, ...]
+    fragments: tuple[RestoredFragment, ...] = ()
     lost: tuple[LostFragment, ...] = ()
     discarded: int
     """Merges that were prepared and never committed."""
@@ -220,7 +223,9 @@ class AnchorKept(Message, frozen=True, kw_only=True):
     version: Version
     """The same number in the new term."""
     digest: str
-    """Digest of Theta, which is the anchor."""
+    """SHA-256 of the anchor, which a peer has sent."""
+    parameters: str = ""
+    """Digest of Theta, which is the anchor, as that of a merge."""
     unfit: bool = False
 
 
@@ -274,7 +279,8 @@ class MergeDigested(Message, frozen=True, kw_only=True):
     version: Version
     digest: str
     anchor: str = ""
-    """Digest of the anchor, which islands have at that version."""
+    """SHA-256 of the anchor, which islands have at that version; a worker's alone,
+    since the anchors of islands take the places of what it loses."""
 
 
 class HolderTroubled(Message, frozen=True, kw_only=True):
@@ -292,6 +298,7 @@ FromHolder = (
     | MergesCompiled
     | MergeMeasured
     | MergeDigested
+    | RestoredFragment
     | HolderTroubled
 )
 

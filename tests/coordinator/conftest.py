@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from coordinator_support import AXES, PIN_S, SHAPES
+from coordinator_support import AXES, PIN_S, SHAPES, WHOSE
 from engine_support import WAIT_S, Island, Piped, hello, report
 from etils import epath
 
@@ -97,7 +97,7 @@ def make_engine(tmp_path, store, island):
             island.inbox,
             Publishes(tmp_path / "publishes"),
             FragmentSnapshots(
-                epath.Path(tmp_path / "snapshots"), Placement(), range(2), {}
+                epath.Path(tmp_path / "snapshots"), Placement(), range(2), WHOSE
             ),
             KeptCycles(tmp_path, 2, {}, store.plan.sizes),
             write_within_s=write_within_s,

@@ -6,16 +6,13 @@ AXES = {
     "blocks": {"w": ("layers", "embed", "mlp"), "scale": ("layers", "embed")},
 }
 PIN_S = 60.0
+WHOSE = {"run_id": "r", "run": {"total_tokens": 0}, "plan": ""}
+"""Facts in the headers of an engine's snapshots."""
 
 
 def arrays(store):
     """Arrays of all fragments, as snapshots take them."""
     return [store.arrays(f) for f in range(len(store.plan.fragments))]
-
-
-def like(store):
-    """`arrays` without arrays."""
-    return [store.like(f) for f in range(len(store.plan.fragments))]
 
 
 def load(store, arrays, versions):

@@ -222,7 +222,7 @@ class Coordinator:
 def snapshots_of(lost: set[int]) -> FragmentSnapshots:
     """Snapshots whose checks are real, of which none is written."""
     made = FragmentSnapshots.__new__(FragmentSnapshots)
-    made.fragments, made.lost = (0, 1), lost
+    made.fragments, made.lost, made.away = (0, 1), lost, set()
     cast(Any, made).begin = lambda *_: None
     return made
 

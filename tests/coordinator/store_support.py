@@ -42,6 +42,12 @@ def own_order(store, fragment, arrays):
     ]
 
 
+def loaded(snapshots, store, fragment, through):
+    """(version, arrays) of a fragment's newest snapshot up to a version."""
+    arrays = store.room(fragment)
+    return snapshots.find(fragment, through, arrays), arrays
+
+
 def merge_once(store, fragment, version, seeds=(1, 2), final=False):
     payloads = [encoded_delta(store, fragment, seed)[0] for seed in seeds]
     parts = [contribution(n, 100 * (i + 1)) for i, n in enumerate("ab"[: len(seeds)])]

@@ -14,6 +14,7 @@ from engine_support import WAIT_S, hello, report
 from diloco_jax.coordinator.holding import fragment_snapshots, holder
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.journal import read
+from diloco_jax.core.fragments import digest_arrays, sha256_arrays
 from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
@@ -32,21 +33,40 @@ def test_the_digest_of_the_parameters_follows_on_the_tape(
         (r["fragment"], r["version"], r["digest"]) for r in noted()
     )
     assert (fragment, version) == (0, [1, 1])
-    assert digest == island.store.digest_of(0)
+    assert digest == digest_arrays(island.store.arrays(0)["theta"])
+    assert digest.startswith("xxh3-128:"), "the tape names its kind"
+
+
+def test_the_anchor_that_islands_may_be_asked_for_has_the_digest_of_a_peers_bytes(
+    make_engine, island, tmp_path
+):
+    """It is a worker's: without one, a lost fragment is not gathered."""
+    noted = []
+
+    def done():
+        tape = read_tape(tmp_path / "tape.jsonl")
+        noted[:] = [record for record in tape if record["kind"] == "digested"]
+        return noted
+
+    engine = make_engine(done=done)
+    engine._holder._holder._kept = None
+    engine.run()
+    anchor = island.store.arrays(0)["anchor"]
+    assert [record["anchor"] for record in noted] == [sha256_arrays(anchor)]
 
 
 def test_digests_that_come_after_the_last_decision_are_on_the_tape(
     make_engine, island, tmp_path, monkeypatch
 ):
-    digest_arrays = holder.digest_arrays
+    give_memory_back = holder.give_memory_back
 
-    def late(arrays):
+    def late():
         deadline = time.monotonic() + WAIT_S
         while not engine._ended and time.monotonic() < deadline:
             time.sleep(0.01)
-        return digest_arrays(arrays)
+        return give_memory_back()
 
-    monkeypatch.setattr(holder, "digest_arrays", late)
+    monkeypatch.setattr(holder, "give_memory_back", late)
     engine = make_engine(done=lambda: island.told(messages.Published))
     engine.run()
     kinds = [record["kind"] for record in read_tape(tmp_path / "tape.jsonl")]

@@ -26,8 +26,9 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     Publishes,
     make_store,
-    restore,
 )
+from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.journal import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import (
@@ -94,10 +95,15 @@ def recover(run, store, folder, publishes, tmp_path):
             own = origin.recover(policy, states, tmp_path / "log")
             found = make_store(config, store.plan)
             asked = as_bytes(own.restore, RestoreFragments)
-            answer = restore(asked, found, snapshots, publishes)
-            origin.tell_recovered(
-                config, own, as_bytes(answer, FragmentsRestored), tape
+            inbox = Inbox(found.layouts_up, Rooms(1 << 20))
+            holder = StoreHolder(
+                found, inbox, publishes, snapshots, None, write_within_s=1.0
             )
+            try:
+                answer = as_bytes(holder.restore(asked, whole=True), FragmentsRestored)
+            finally:
+                holder.close()
+            origin.tell_recovered(config, own, answer, tape)
             return found, own.state, own.snapshot
         finally:
             tape.close()
@@ -146,7 +152,7 @@ def test_what_the_log_has_is_the_state_and_comes_onto_the_tape(
     assert (state.islands["a"].incarnation, state.islands["a"].status) == (3, "absent")
     assert found.digest() == store.digest()
     kinds = [line["kind"] for line in read_tape(tmp_path / "tape.jsonl")]
-    assert kinds == ["joined", "recovered"]
+    assert kinds == ["joined", "recovered", "restored", "restored"]
 
 
 @pytest.mark.parametrize(
@@ -164,10 +170,11 @@ def test_a_recovery_says_if_momentum_is_left_as_it_was(
     recover, run, merge, tmp_path, caplog
 ):
     recover(records.line(JOINED), merge(1))
-    *_, recovered = read_tape(tmp_path / "tape.jsonl")
+    *_, zero, one = read_tape(tmp_path / "tape.jsonl")
     untouched = run.outer.optimizer == "adam"
-    assert recovered.get("momentum_untouched", False) == untouched
-    said = [r for r in caplog.records if "momentum of outer.optimizer" in r.message]
+    assert zero.get("momentum_untouched", False) == untouched
+    assert not one.get("momentum_untouched", False), "no publish came after it"
+    said = [r for r in caplog.records if "momentum of the outer" in r.message]
     assert len(said) == untouched
 
 
@@ -198,8 +205,9 @@ def test_a_fragment_goes_on_from_its_newest_snapshot_that_reads(
         lines.append(merge(number))
         saved[Version(1, number)] = store.arrays(0)
     found, state, _ = recover(*lines, saved=saved)
-    *_, recovered = read_tape(tmp_path / "tape.jsonl")
-    assert recovered["snapshot_versions"] == [[1, 2], [1, 0]]
+    *_, zero, one = read_tape(tmp_path / "tape.jsonl")
+    assert [zero["snapshot"], one["snapshot"]] == [[1, 2], [1, 0]]
+    assert zero["digest"] == found.digest_of(0)
     assert state.fragments[0].version == Version(1, 3)
     anchors = zip(found.arrays(0)["anchor"], store.arrays(0)["anchor"], strict=True)
     assert all(np.array_equal(ours, theirs) for ours, theirs in anchors)
@@ -214,7 +222,9 @@ def test_a_merge_that_was_prepared_and_never_committed_never_was(
     _, state, _ = recover(*lines)
     assert state.fragments[0].version == Version(1, 1)
     assert publishes.versions(0) == [Version(1, 1)]
-    *_, recovered = read_tape(tmp_path / "tape.jsonl")
+    (recovered,) = (
+        r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "recovered"
+    )
     assert recovered["discarded"] == 1
 
 

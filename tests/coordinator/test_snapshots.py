@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES
 from etils import epath
+from store_support import loaded
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement
@@ -85,7 +86,7 @@ def test_arrays_and_state_come_back(opened, opened_states, store, state):
     assert opened_states("r").newest() == 3
     assert opened_states("r").load(lambda number: False) == (3, state)
     for fragment in range(2):
-        version, found = opened("r").load(fragment, Version(1, 9), store.like(fragment))
+        version, found = loaded(opened("r"), store, fragment, Version(1, 9))
         assert version == Version()
         ours, theirs = flat(store.arrays(fragment)), flat(found)
         assert all(map(np.array_equal, ours, theirs))
@@ -98,8 +99,10 @@ def test_one_of_a_version_that_never_was_goes_before_another_has_its_number(
     save_first(snapshots, store)
     for number in (3, 5):
         snapshots.save(0, Version(1, number), store.arrays(0))
-    again, like = opened("r"), store.like(0)
-    assert again.load(0, Version(1, 4), like)[0] == Version(1, 3)
+    again = opened("r")
+    assert again.find(0, Version(1, 4)) == Version(1, 3)
+    assert len(versions(folder, 0)) == 2, "who only looks removes nothing"
+    assert loaded(again, store, 0, Version(1, 4))[0] == Version(1, 3)
     assert versions(folder, 0) == [Version(1, 3)]
     assert unsaved(again, Version(1, 4), Version()) == [0]
     again.save(0, Version(1, 4), store.arrays(0))
@@ -169,7 +172,7 @@ def test_those_of_another_run_or_config_are_refused(
     opened, opened_states, run, store, state
 ):
     def load(snapshots):
-        snapshots.load(0, Version(), store.like(0))
+        snapshots.find(0, Version())
 
     save_first(opened("r"), store)
     opened_states("r").save(3, state)

@@ -7,10 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from coordinator_support import AXES, PIN_S, SHAPES, arrays, like, load
+from coordinator_support import AXES, PIN_S, SHAPES, arrays, load
 from etils import epath
 from pieces import merge_deltas, publish, to_pieces
-from store_support import contribution, encoded_delta, merge_once, own_order
+from store_support import (
+    contribution,
+    encoded_delta,
+    loaded,
+    merge_once,
+    own_order,
+)
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Placement
@@ -105,7 +111,7 @@ def test_a_fragments_arrays_are_known_without_any(run, store):
                 np.testing.assert_equal(a.dtype, b.dtype),
             ),
             own,
-            empty.like(fragment),
+            empty.room(fragment),
         )
 
 
@@ -127,10 +133,7 @@ def test_a_rule_that_is_not_bundled_is_in_snapshots_with_what_it_keeps(
         merge_once(store, fragment, Version(1, 1))
         snapshots.save(fragment, Version(), store.arrays(fragment))
     other = Store(run, plan, params, PIN_S)
-    saved = [
-        snapshots.load(fragment, Version(), own)[1]
-        for fragment, own in enumerate(like(other))
-    ]
+    saved = [loaded(snapshots, other, fragment, Version())[1] for fragment in range(3)]
     load(other, saved, [Version(1, 1)] * 3)
     fresh = Store(run, plan, params, PIN_S)
     forgotten = [

@@ -8,7 +8,7 @@ import pytest
 from coordinator_support import PIN_S
 from etils import epath
 from pieces import to_pieces
-from store_support import contribution
+from store_support import contribution, loaded
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement
@@ -123,7 +123,7 @@ def test_snapshots_and_publishes_since_bring_bands_back(run, params, tmp_path):
     for fragment in range(FRAGMENTS):
         snapshots.save(fragment, *store.current(fragment))
     for fragment in range(FRAGMENTS):
-        kept = snapshots.load(fragment, Version(1, 1), store.like(fragment))
+        kept = loaded(snapshots, store, fragment, Version(1, 1))
         again.load(fragment, kept[1], Version(1, 1))
     assert again.digest() == store.digest()
     assert_same(again.params(), store.params())
@@ -135,4 +135,4 @@ def test_snapshots_and_publishes_since_bring_bands_back(run, params, tmp_path):
         ours, theirs = (s.fetch(fragment, Version(1, 3), None) for s in (again, store))
         assert [*map(bytes, ours.buffers)] == [*map(bytes, theirs.buffers)]
     with pytest.raises(ConfigError, match="does not fit: the model's parameters"):
-        opened(WHOLE).load(0, Version(1, 1), store.like(0))
+        opened(WHOLE).find(0, Version(1, 1))

@@ -1,6 +1,7 @@
 """Every parameter is in exactly one fragment, and fragments are even. Bands
 partition a tensor, whatever its shape, and merge as the whole would."""
 
+import hashlib
 import math
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pieces import merge_deltas, to_pieces
 
+from diloco_jax import files
 from diloco_jax.config import FragmentBy
 from diloco_jax.core.families import MERGE_RULES, Whole
 from diloco_jax.core.fragments import (
@@ -20,6 +22,7 @@ from diloco_jax.core.fragments import (
     from_pieces,
     get_piece,
     plan_fragments,
+    sha256_arrays,
 )
 from diloco_jax.core.merging import MEAN, may_cut
 
@@ -162,7 +165,9 @@ def test_array_digest_sees_values_and_not_layout() -> None:
     assert digest_arrays([x]) == digest_arrays([jnp.asarray(x)])
     assert digest_arrays([x.T]) == digest_arrays([np.ascontiguousarray(x.T)])
     assert digest_arrays([x]) != digest_arrays([x + 1])
-    assert len(digest_arrays([np.float32(1)])) == 64
+    whole = np.concatenate([x.ravel(), x.ravel()])
+    assert digest_arrays([x, x]) == f"xxh3-128:{files.digest_of(whole)}"
+    assert sha256_arrays([x, x]) == hashlib.sha256(whole.tobytes()).hexdigest()
 
 
 EXTENTS = st.sampled_from((1, 2, 3, 7, 16, 48, 128, 257))

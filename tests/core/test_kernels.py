@@ -1,5 +1,6 @@
 """The functions in C make the bits of those that XLA compiles, whatever the sizes."""
 
+import dataclasses
 import itertools
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merges import assert_same, merged, merger, same_bits
+from xxhash import xxh3_128
 
 from diloco_jax.compilation import passes_of
 from diloco_jax.core import outer, tiles
 from diloco_jax.core.changes import publish_tiles
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import CODECS
+from diloco_jax.core.fragments import digest_arrays, named
 from diloco_jax.core.merging import Encoded
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
 from diloco_jax.core.tiles import CODECS as KNOWN
@@ -210,6 +213,57 @@ def test_what_the_functions_do_not_have_goes_by_the_other_route(
     monkeypatch.setattr("diloco_jax.core.outer.Nesterov.native_step", None)
     made = [merged(merger(rule, passes=p), flush=True) for p in (passes, None)]
     assert_same(*made)
+
+
+@pytest.mark.parametrize("codec", KNOWN)
+@pytest.mark.parametrize("optimizer", ["nesterov", "sgd"])
+@pytest.mark.parametrize("guard", [0.0, 10.0, 0.3])
+def test_publishes_are_applied_as_by_the_other_route(
+    passes, codec, optimizer, guard
+) -> None:
+    """The last guard cuts what a publish says."""
+    chosen = merger("rda", optimizer, codec)
+    chosen = dataclasses.replace(
+        chosen,
+        settings=dataclasses.replace(
+            chosen.settings, norm_guard=guard, warmup_merges=2
+        ),
+    )
+    routes = [dataclasses.replace(chosen, passes=p) for p in (passes, None)]
+    start = chosen.begin([np.ones(p.shape, np.float32) for p in chosen.pieces])
+    rng, kept = np.random.default_rng(3), []
+    payloads = [
+        chosen.layout_down.pack(
+            [get_codec(codec).encode(drawn(rng, p.shape) * size) for p in chosen.pieces]
+        )
+        for size in (1.0, 1.0, 1.0, 9.0, 1.0, 1.0)
+    ]
+    for route in routes:
+        state, found = start, []
+        for number, payload in enumerate(payloads):
+            digest = xxh3_128()
+            final = number == len(payloads) - 1
+            state = route.replay(state, payload, final=final, digest=digest)
+            assert named(digest) == digest_arrays(state.theta)
+            found.append(state)
+        kept.append(found)
+    jax.tree.map(same_bits, *kept)
+    if guard == 0.3:  # It has cut one: without it, the momentum is another.
+        free = dataclasses.replace(
+            routes[0], settings=dataclasses.replace(chosen.settings, norm_guard=10.0)
+        )
+        state = start
+        for payload in payloads:
+            state = free.replay(state, payload, final=False)
+        mine = jax.tree.leaves(kept[0][-1].outer)
+        assert (
+            any(
+                not np.array_equal(one, other)
+                for one, other in zip(mine, jax.tree.leaves(state.outer), strict=True)
+                if np.ndim(one) == 2
+            )
+            or optimizer == "sgd"
+        )
 
 
 def test_neither_blocks_nor_threads_change_a_bit(passes, monkeypatch) -> None:

@@ -129,11 +129,9 @@ class Writing:
     def recover(self, second: int) -> Iterator[Line]:
         recovered = journal.Recovered(
             snapshot=3,
-            snapshot_versions=(Version(),),
             records=17,
             discarded=0,
             versions=(Version(),),
-            parameters_digest="d",
             environment={},
         )
         yield self.tape(recovered, second)

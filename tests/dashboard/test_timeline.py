@@ -163,11 +163,9 @@ def test_an_island_that_ended_with_the_coordinator_was_away(told):
 def recovered() -> journal.Recovered:
     return journal.Recovered(
         snapshot=1,
-        snapshot_versions=(),
         records=2,
         discarded=0,
         versions=(),
-        parameters_digest="d",
         environment={},
     )
 

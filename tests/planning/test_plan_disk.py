@@ -205,7 +205,7 @@ def lines_of_merge(islands):
         payload_bytes=250_000_000,
     )
     yield journal.Measured(**common, **MEASURES, directions=directions(islands))
-    yield journal.Digested(**common, digest="bf" * 32)
+    yield journal.Digested(**common, digest=f"xxh3-128:{16 * 'bf'}")
 
 
 @pytest.mark.parametrize(("islands", "sources"), [(2, 0), (16, 0), (2, 12)])

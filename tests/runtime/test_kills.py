@@ -190,7 +190,10 @@ def write_tape(workdir: Path, records: list[dict[str, Any]]) -> None:
 
 def test_replay_gives_the_bits_of_every_merge(run, workdir):
     committed, prepared = (r for r in run.tape if r["kind"] == "recovered")
-    merges = sum(version[1] for version in committed["snapshot_versions"])
+    after = run.tape[run.tape.index(committed) :]
+    restored = {r["fragment"]: r for r in reversed(after) if r["kind"] == "restored"}
+    assert len(restored) == len(committed["versions"])
+    merges = sum(r["snapshot"][1] for r in restored.values())
     assert 0 < merges < KILL_COMMITTED, "both halves of a recovery"
     assert sum(version[1] for version in committed["versions"]) == KILL_COMMITTED
     assert prepared["discarded"] >= 1

@@ -66,7 +66,7 @@ def digest_of(config: Config, workdir: Path, versions: list[Version]) -> str:
     folder, found = workdir / CHECKPOINTS, []
     for fragment, version in enumerate(versions):
         assert snapshots.versions(folder, fragment)[-1] == version
-        arrays = snapshots.empty(store.like(fragment))
+        arrays = store.room(fragment)
         path = snapshots.fragment_path(folder, fragment, version)
         files.read_sealed(path, snapshots.flat(arrays))
         found.append(digest_arrays(arrays["theta"]))

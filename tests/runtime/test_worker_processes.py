@@ -33,7 +33,6 @@ from worker_support import (
 
 from diloco_jax import cli, files, run_files
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.holding import fragment_snapshots as kept_cycles
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.coordinator.workers import WorkersHolder
@@ -94,7 +93,7 @@ def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
     assert kept_cycles.cycle_numbers(folder)
     for cycle in kept_cycles.cycle_numbers(folder):
         for fragment in range(2):
-            theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
+            theta = store.room(fragment)["theta"]
             name = kept_cycles.kept_name(fragment)
             header, _ = files.read_sealed(
                 kept_cycles.cycle_path(folder, cycle) / name, theta

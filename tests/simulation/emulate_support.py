@@ -123,15 +123,20 @@ def record(
         write(
             journal.Recovered(
                 snapshot=1,
-                snapshot_versions=versions,
                 records=0,
                 discarded=0,
                 versions=versions,
-                parameters_digest="",
                 environment=here,
             ),
             world.clock.now,
         )
+        for fragment, version in enumerate(versions):
+            write(
+                journal.FragmentBack(
+                    fragment=fragment, version=version, snapshot=version, digest=""
+                ),
+                world.clock.now,
+            )
 
     def judged(merging: StoreMerging, key: Any, encoded: Any) -> Received:
         found = receive(merging, key, encoded)

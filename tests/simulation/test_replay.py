@@ -119,11 +119,11 @@ def test_each_life_of_the_coordinator_has_its_route(recording):
     recording = dataclasses.replace(
         recording,
         coordinators=(first, {**first, "merge_route": "native"}),
-        between=(Recovery(0, (Version(),)),),
+        between=(Recovery(0),),
     )
     with replay.Replay(recording) as repeated:
         assert repeated._store.describe()["merge_route"] == "xla"
-        repeated._recover(recording.between[0])
+        repeated._follow(recording.between[0])
         assert repeated._store.describe()["merge_route"] == "native"
 
 

@@ -18,6 +18,7 @@ from diloco_jax.simulation.replay import replay
 from diloco_jax.simulation.replay.recording import (
     Recording,
     Recovery,
+    Restoration,
     TapedRecord,
     Who,
     read_recording,
@@ -68,7 +69,10 @@ def in_this_process(monkeypatch):
 def test_every_merge_has_the_same_bits(recordings, rule):
     recording = recordings[rule]
     assert len(recording.merges) > 20
-    assert [type(event) for event in recording.between] == [Recovery]
+    fragments = len(recording.between) - 1
+    kinds = [Recovery, *[Restoration] * fragments]
+    assert [type(event) for event in recording.between] == kinds
+    assert fragments == recording.config.run.sync.fragments
     assert Who("b", 2) in recording.lives
     with replay.Replay(recording) as repeated:
         for merge, found in repeated.merges():

@@ -43,8 +43,16 @@ def test_all_that_replay_needs_is_read(workdir):
         (2, 1, Version(1, 1), "1.1"),
         (3, 0, Version(1, 2), "0.2"),
     ]
-    starts = (Version(1, 1), Version(1, 0))
-    assert recording.between == (Recovery(2, starts),)
+    back, *fragments = recording.between
+    assert back == Recovery(2)
+    assert [(f.merges, f.restored.snapshot) for f in fragments] == [
+        (2, Version(1, 1)),
+        (2, Version(1, 0)),
+    ]
+    assert [[m.version for m in f.logged(recording.merges)] for f in fragments] == [
+        [],
+        [Version(1, 1)],
+    ]
     lives = recording.lives
     assert lives[Who("a", 1)].begins() == [Version(1, 0)] * 2
     assert lives[Who("a", 2)].begins() == [Version(1, 1)] * 2
@@ -67,7 +75,7 @@ def test_until_needs_no_more_than_its_merges(workdir):
     assert (len(recording.merges), recording.merges_on_tape) == (1, 3)
     assert (recording.between, list(recording.lives)) == ((), [Who("a", 1)])
     assert len(recording.lives[Who("a", 1)].records) == 4
-    assert len(read_recording(workdir, until=3).between) == 1
+    assert len(read_recording(workdir, until=3).between) == 3
 
 
 def test_each_incarnation_has_the_tokens_of_its_time(workdir):
@@ -77,7 +85,7 @@ def test_each_incarnation_has_the_tokens_of_its_time(workdir):
     more = dataclasses.replace(CONFIG, run=run)
     write_config_json(more, workdir / "config.json")
     end, extended = TAPE[-1], {"kind": "extended", "total_tokens": 2 * total}
-    tape = [*TAPE[:RECOVERED], end, *TAPE[RECOVERED:13], extended, *TAPE[13:]]
+    tape = [*TAPE[:RECOVERED], end, *TAPE[RECOVERED:15], extended, *TAPE[15:]]
     write(workdir, tape)
     lives = read_recording(workdir).lives
     assert lives[Who("a", 1)].total_tokens == total
@@ -114,8 +122,8 @@ def test_a_merge_that_is_not_there_cannot_be_repeated(workdir, tape, until, mess
             "line 8:.*line 7 was altered",
         ),
         (lambda lines: [*lines[:6], lines[6][:30] + b"\n"], "line 7: not a record"),
-        (lambda lines: lines[:-1], "after line 20 .*'finished'.*--until 3"),
-        (lambda lines: [*lines[:-1], lines[-1][:9]], "after line 20 .*'finished'"),
+        (lambda lines: lines[:-1], "after line 22 .*'finished'.*--until 3"),
+        (lambda lines: [*lines[:-1], lines[-1][:9]], "after line 22 .*'finished'"),
     ],
     ids=["missing", "reordered", "altered", "truncated", "ends early", "torn end"],
 )
@@ -202,13 +210,13 @@ def test_moments_of_nobody_are_named(workdir):
     ("tape", "bad"),
     [
         (without(0), "line 1: 'hello'"),
-        ([*TAPE, TAPE[0]], "line 22: 'begun'"),
+        ([*TAPE, TAPE[0]], "line 24: 'begun'"),
         (without(1), "line 2: not a record 'joined'"),
         (without(2), "line 3: island a, incarnation 1 has not joined"),
         (without(5), "line 6: record 4 .* follows number 2"),
         (without(8), "line 9: record 6 .* follows number 4"),
-        (without(17, 19), "line 18:.*fragment 0 at tick 3.*on no line"),
-        (without(FIRST_MERGE), r"line 18:.*\(1, 2\) after \(1, 0\)"),
+        (without(19, 21), "line 20:.*fragment 0 at tick 3.*on no line"),
+        (without(FIRST_MERGE), r"line 20:.*\(1, 2\) after \(1, 0\)"),
         (altered(6, lambda r: r["record"].pop("seq")), "line 7: not a record 'island'"),
         (altered(FIRST_MERGE, lambda r: r.pop("digest")), "line 8:.*digest"),
         ([*TAPE[:7], DIGESTED, *TAPE[7:]], r"line 8: .*\(1, 1\), but no merge"),

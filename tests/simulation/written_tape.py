@@ -63,6 +63,11 @@ def merged(fragment, number, start, end, tick, incarnation=1, base=0):
     return json.loads(json.dumps(records.line(merge)))
 
 
+def restored(fragment, snapshot, version=1):
+    about = {"fragment": fragment, "version": [1, version], "digest": "feed"}
+    return {"kind": "restored", **about, "snapshot": [1, snapshot]}
+
+
 TAPE = [
     {
         "kind": "begun",
@@ -85,12 +90,12 @@ TAPE = [
         "kind": "recovered",
         "snapshot": 1,
         "records": 1,
-        "parameters_digest": "feed",
         "versions": [[1, 1], [1, 1]],
-        "snapshot_versions": [[1, 1], [1, 0]],
         "discarded": 0,
         "environment": ENVIRONMENT,
     },
+    restored(0, 1),
+    restored(1, 0),
     of_island(6, "took", 8, fragment=1, tick=2),
     *life(2),
     of_island(1, "adopted", 0, incarnation=2, fragment=0, version=[1, 1]),
@@ -101,6 +106,7 @@ TAPE = [
     {"kind": "finished"},
 ]
 FIRST_MERGE, RECOVERED = 7, 11
+"""Places of these lines in `TAPE`."""
 
 
 def write(workdir, records=TAPE):

@@ -26,7 +26,13 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
 from diloco_jax.coordinator.holding.inbox import Inbox
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece, digest_arrays
+from diloco_jax.core.fragments import (
+    Buffer,
+    PayloadLayout,
+    Piece,
+    digest_arrays,
+    sha256_arrays,
+)
 from diloco_jax.core.tiles import TileGrid, ballot_of, compare_ballots
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
@@ -217,10 +223,12 @@ class LostFragments:
         fragment = awaited.fragment
         values = values_of(self._layouts[fragment], arriving.payload(start))
         fit = all(bool(jnp.isfinite(value).all()) for value in values)
-        version, digest = Version(awaited.term, replaced.number), ""
+        version = Version(awaited.term, replaced.number)
+        digest = parameters = ""
         if fit:
             arrays = self._store.first(fragment, values)
-            digest = digest_arrays(arrays["anchor"])
+            digest = sha256_arrays(arrays["anchor"])
+            parameters = digest_arrays(arrays["anchor"])
             if not self._write(arriving, version, arrays):
                 return
             self._prepared[fragment] = version, arrays
@@ -233,6 +241,7 @@ class LostFragments:
             replaced=replaced,
             version=version,
             digest=digest,
+            parameters=parameters,
             unfit=not fit,
         )
         self._tell(kept)

@@ -10,8 +10,8 @@ A round of all takes `placement.snapshot_every_s`, or longer, so that writing ta
 most a part of the disk's time. Only versions that the lead has committed are in the
 store, so each snapshot is of one; publishes that it makes superfluous are deleted.
 
-After a crash a holder makes its fragments of them and the publishes (`restore`);
-for a new run it makes them of parameters (`load_first`).
+After a crash a holder makes its fragments of them and the publishes, each by itself
+(`restored`); for a new run it makes them of parameters (`load_first`).
 
 A kept cycle is the global parameters of one cycle as a folder of the workdir.
 `exports/cycle-N` has a sealed file for each fragment, cycle.json, and the small files
@@ -43,27 +43,23 @@ from diloco_jax.coordinator.snapshots import (
     Arrays,
     Snapshots,
     SnapshotWriter,
-    empty,
     flat,
     fragment_path,
     versions,
 )
 from diloco_jax.core.fragments import Buffer, FragmentPlan, Params, get_piece
+from diloco_jax.core.tiles import Empty
 from diloco_jax.files import is_bucket, sync_path, write_json
-from diloco_jax.machine import give_memory_back
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.holding import (
     Committed,
     CycleKept,
-    FragmentsRestored,
     FromHolder,
     HolderTroubled,
     KeepFragment,
-    LostFragment,
     RestoredFragment,
-    RestoreFragments,
 )
-from diloco_jax.protocol.messages import FIRST_VERSION, NOTHING, Prepared, Version
+from diloco_jax.protocol.messages import FIRST_VERSION, Prepared, Version
 from diloco_jax.wire.errors import Busy, Refused, WireError
 from diloco_jax.wire.peers import DaemonPool
 
@@ -110,16 +106,20 @@ class Publishes:
         return Prepared(digest=digest, payload_bytes=len(payload))
 
     def read(
-        self, fragment: int, version: Version, wanted: str | None
+        self,
+        fragment: int,
+        version: Version,
+        wanted: str | None,
+        empty: Empty = np.empty,
     ) -> tuple[Buffer, bool]:
         """Return a publish, and True if it belongs to the flush. wanted: its
-        digest, if the log still has the record. Raises DurableError if the file is
-        missing or is not what the record says."""
+        digest, if the log still has the record. empty: makes its memory. Raises
+        DurableError if the file is missing or is not what the record says."""
         path = self.path(fragment, version)
         made = []
 
         def make(header: dict[str, Any]) -> npt.NDArray[Any]:
-            made.append(np.empty(header["bytes"], np.uint8))
+            made.append(empty((header["bytes"],), np.uint8))
             return made[0]
 
         try:
@@ -130,6 +130,13 @@ class Publishes:
             what = f"{path} has digest {found}, its record says {wanted}"
             raise _damaged(fragment, version, what)
         return made[0].data, bool(header["final"])
+
+    def require(self, fragment: int, version: Version) -> None:
+        """Raise DurableError unless a committed publish is there, by its header."""
+        try:
+            files.read_sealed_header(self.path(fragment, version))
+        except files.SealedError as error:
+            raise _damaged(fragment, version, str(error)) from error
 
     def mapped(self, fragment: int, version: Version) -> Buffer | None:
         """Return a publish as mapped from the disk; None if it was deleted since it was
@@ -248,6 +255,8 @@ class FragmentSnapshots(Snapshots):
             self._remove_torn(fragment_path(folder, fragment, Version()).parent)
         self.lost: set[int] = set()
         """Fragments without arrays, which are not written."""
+        self.away: set[int] = set()
+        """Fragments that are being restored, which are not written either."""
         self._next = 0
         """Place in `fragments` of the next one."""
         turns = len(fragments)
@@ -256,7 +265,9 @@ class FragmentSnapshots(Snapshots):
         )
 
     def require_here(self, fragment: int) -> None:
-        """Raise Busy for a fragment that is lost."""
+        """Raise Busy for a fragment that is lost, or being restored."""
+        if fragment in self.away:
+            raise Busy(f"fragment {fragment} is being restored here; come again")
         if fragment in self.lost:
             raise Busy(
                 f"fragment {fragment} was lost here, and is gathered from islands; "
@@ -273,37 +284,36 @@ class FragmentSnapshots(Snapshots):
                 f"coordinator asks for deltas in that term",
             )
 
-    def load(
-        self, fragment: int, through: Version, like: Arrays
-    ) -> tuple[Version, dict[str, list[Any]]]:
-        """Load a fragment's newest snapshot that can be read; return its version too.
-        Remove those after it: torn ones, and those beyond the committed version, whose
-        numbers other merges will have.
+    def find(
+        self, fragment: int, through: Version, into: Arrays | None = None
+    ) -> Version:
+        """Return the version of a fragment's newest snapshot of which the header can be
+        read; with arrays, of which all can be read, into them.
 
-        Its later publishes must be there: they are kept from the oldest snapshot on.
+        Remove those after it then: torn ones, and those beyond the committed version,
+        whose numbers other merges will have. Its later publishes must be there: they
+        are kept from the oldest snapshot on.
 
-        through: the committed version. like: arrays of the same shapes and dtypes,
-        without values.
-
-        Raises ConfigError: no snapshot can be read, or it is of another run.
+        through: the committed version. Raises ConfigError: no snapshot can be read, or
+        it is of another run.
         """
         known = [v for v in self._versions[fragment] if v <= through]
         failure = f"there is none up to version {tuple(through)}"
         for version in reversed(known):
             path = fragment_path(self._folder, fragment, version)
-            arrays = empty(like)
             try:
-                header = self._read(path, flat(arrays))
+                header = self._read(path, None if into is None else flat(into))
             except files.SealedError as error:
                 failure = str(error)
-                logger.warning("%s; the one before it is tried", error)
+                if into is not None:
+                    logger.warning("%s; the one before it is tried", error)
                 continue
             self._refuse_other(version.number, header)
             own = self._versions[fragment]
-            for unfit in own[own.index(version) + 1 :]:
+            for unfit in own[own.index(version) + 1 :] if into is not None else ():
                 self._remove(fragment_path(self._folder, fragment, unfit))
-            self._versions[fragment] = own[: own.index(version) + 1]
-            return version, arrays
+                own.remove(unfit)
+            return version
         raise files.SealedError(
             f"fragment {fragment} cannot be loaded from the snapshots in "
             f"{self._folder}: {failure}; restore the folder from a copy"
@@ -377,7 +387,7 @@ class FragmentSnapshots(Snapshots):
         return [
             f
             for f in turns
-            if f not in self.lost and self._versions[f][-1:] != [current[f]]
+            if f not in self.lost | self.away and self._versions[f][-1:] != [current[f]]
         ]
 
     def _writes(
@@ -413,72 +423,72 @@ def load_first(store: Store, params: Params, fragments: Sequence[int]) -> None:
             report(done / len(fragments))
 
 
-def restore(
-    asked: RestoreFragments,
-    store: Store,
-    snapshots: FragmentSnapshots,
-    publishes: Publishes,
-) -> FragmentsRestored:
-    """Bring every fragment to the version that the lead's log has committed. Delete the
-    publishes beyond it: their merges never were.
+def require(
+    committed: Committed, snapshots: FragmentSnapshots, publishes: Publishes
+) -> Version:
+    """Return the version of the snapshot from which a fragment can be restored, as far
+    as the names and headers of its files tell.
 
-    A fragment at version NOTHING has yet to come. One of which no snapshot reads, or a
-    committed publish is missing or damaged, is lost. Raises ConfigError for a snapshot
-    of another run, and StorageAway if a bucket does not answer.
-    """
-    committed = asked.fragments
-    discarded = publishes.discard({c.fragment: c.version for c in committed})
-    found, lost = [], []
-    with bar(Console(stderr=True), "restoring the fragments") as report:
-        for done, fragment in enumerate(committed, start=1):
-            if fragment.version == NOTHING:
-                lost.append(LostFragment(fragment=fragment.fragment, why=""))
-                continue
-            try:
-                found.append(_restored(fragment, store, snapshots, publishes))
-            except (files.SealedError, durable.DurableError) as error:
-                lost.append(LostFragment(fragment=fragment.fragment, why=str(error)))
-            give_memory_back()
-            report(done / len(committed))
-    return FragmentsRestored(
-        fragments=tuple(found),
-        lost=tuple(lost),
-        discarded=discarded,
-        environment=store.describe(),
-    )
-
-
-def _restored(
-    committed: Committed,
-    store: Store,
-    snapshots: FragmentSnapshots,
-    publishes: Publishes,
-) -> RestoredFragment:
-    """Load a fragment from its newest snapshot that can be read, and apply its later
-    publishes.
+    Raises SealedError or DurableError if it is lost: no snapshot reads, or a committed
+    publish is missing; ConfigError for a snapshot of another run, and StorageAway if a
+    bucket does not answer.
     """
     fragment, through = committed.fragment, committed.version
-    begin, arrays = snapshots.load(fragment, through, store.like(fragment))
+    version = begin = snapshots.find(fragment, through)
     if begin.term != through.term:
         raise durable.DurableError(
             f"the newest snapshot of fragment {fragment} is of version {tuple(begin)}, "
             f"the log is at {tuple(through)}: it is of another term; restore the "
             f"workdir from a copy"
         )
-    store.load(fragment, arrays, begin)
-    version, moved = begin, False
     while version < through:
         version = version.next()
+        publishes.require(fragment, version)
+    return begin
+
+
+def restored(
+    committed: Committed,
+    store: Store,
+    snapshots: FragmentSnapshots,
+    publishes: Publishes,
+    ended: Callable[[], bool] = lambda: False,
+) -> RestoredFragment | None:
+    """Bring a fragment to the version that the lead's log has committed: load its
+    newest snapshot that can be read, and apply its later publishes. None: `ended`.
+    Raises as `require` does, which comes first.
+    """
+    fragment, through = committed.fragment, committed.version
+    if ended():
+        return None
+    arrays = store.room(fragment)
+    version = begin = snapshots.find(fragment, through, arrays)
+    store.load(fragment, arrays, begin)
+    arrays.clear()  # The store has them, and frees those that a publish replaces.
+    moved = False
+    while version < through:
+        if ended():
+            return None
+        version = version.next()
         payload, final = publishes.read(
-            fragment, version, committed.digests.get(version.number)
+            fragment, version, committed.digests.get(version.number), store.empty
         )
-        store.replay(fragment, version, payload, final=final)
+        store.replay(
+            fragment, version, payload, final=final, digested=version == through
+        )
         store.put_aside(fragment, publishes.mapped)
         moved |= not final
+    if untouched := moved and not store.infers_momentum:
+        logger.warning(
+            "the momentum of the outer optimizer is that of fragment %d's snapshot: it "
+            "cannot be inferred from the changes that were published since",
+            fragment,
+        )
     return RestoredFragment(
         fragment=fragment,
+        version=through,
         snapshot=begin,
-        moved=moved,
+        momentum_untouched=untouched,
         digest=store.digest_of(fragment),
     )
 

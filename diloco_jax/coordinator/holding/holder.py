@@ -4,6 +4,9 @@ The lead and its holder exchange only messages (`protocol/holding.py`). Islands'
 come and go by `upload_begin`, `upload_end` and `fetch`; the caller checks first that
 the island may.
 
+At a start fragments come back from the disk on a few threads, each by itself. One that
+is not back yet is busy: its merges wait, and so does who fetches it. Nothing else does.
+
 Merges are computed on a few threads, one fragment on each. The same thread then writes
 the publish to disk, which prepares the merge, and reports it with an event. A publish
 that cannot be written is tried again for as long as islands last without a coordinator:
@@ -13,20 +16,21 @@ merge is committed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from diloco_jax import checkpoint, machine, run_files
+from diloco_jax import checkpoint, files, machine, run_files
 from diloco_jax.config import Config
 from diloco_jax.coordinator.holding.anchors import LostFragments
 from diloco_jax.coordinator.holding.fragment_snapshots import (
@@ -35,14 +39,16 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     Publishes,
     load_first,
     repeat,
-    restore,
+    require,
+    restored,
     telling,
 )
 from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
 from diloco_jax.coordinator.holding.store import Store
+from diloco_jax.coordinator.journal import DurableError
 from diloco_jax.coordinator.watchdog import given_up
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
-from diloco_jax.core.fragments import Params, digest_arrays
+from diloco_jax.core.fragments import Params, digest_all, sha256_arrays
 from diloco_jax.errors import remedy
 from diloco_jax.faults import Faults
 from diloco_jax.machine import give_memory_back
@@ -50,12 +56,14 @@ from diloco_jax.models.build import build
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
+    Committed,
     DeltaArrived,
     Drop,
     Forget,
     FragmentsRestored,
     FromHolder,
     KeepFragment,
+    LostFragment,
     Merge,
     MergeDigested,
     MergeMeasured,
@@ -65,7 +73,13 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     ToHolder,
 )
-from diloco_jax.protocol.messages import DeltaKey, FromCoordinator, Hello, Prepared
+from diloco_jax.protocol.messages import (
+    NOTHING,
+    DeltaKey,
+    FromCoordinator,
+    Hello,
+    Prepared,
+)
 from diloco_jax.weights.first import first_pieces
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import FetchSource
@@ -74,6 +88,7 @@ from diloco_jax.wire.errors import RemoteProtocolError
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[FromHolder], None]
+T = TypeVar("T")
 
 
 class FragmentHolder(ABC):
@@ -99,8 +114,9 @@ class FragmentHolder(ABC):
 
     @abstractmethod
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
-        """Bring the fragments to what is committed, or make those of a new run; see
-        `RestoreFragments`."""
+        """Begin to bring the fragments to what is committed, or make those of a new
+        run; see `RestoreFragments`. The answer says which are lost, as far as the names
+        and headers of their files tell."""
 
     @abstractmethod
     def save_all(self, within_s: float | None) -> bool:
@@ -113,7 +129,8 @@ class FragmentHolder(ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """Return 16 hex digits over the Theta of all fragments."""
+        """Return 16 hex digits over the Theta of all fragments; empty while some are
+        being restored."""
 
     @abstractmethod
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
@@ -137,7 +154,8 @@ class FragmentHolder(ABC):
         return {}
 
     def warm_up(self) -> None:  # noqa: B027
-        """Compile what merges need, ahead of the first merge."""
+        """Compile what merges need, ahead of the first merge. From now on the holder
+        tells which fragments are back."""
 
     def keep_house(self, now: float) -> None:  # noqa: B027
         """Begin to write the snapshot that is due, and to give back memory that is."""
@@ -180,6 +198,9 @@ MERGES_AT_ONCE = 4
 """Merges under way, at most: each holds three f32 arrays of its fragment."""
 CHECKS_AT_ONCE = 2
 """Deltas that are checked at a time; others wait for their turn."""
+RESTORES_AT_ONCE = 4
+"""Fragments that are restored at a time: one is read while another is decoded. If all
+shared a disk, the first would be back with the last."""
 
 
 class StoreHolder(FragmentHolder):
@@ -196,9 +217,9 @@ class StoreHolder(FragmentHolder):
         write_within_s: float,
         first: Callable[[], Params] = dict,
     ) -> None:
-        """kept: None for a worker. write_within_s: seconds after which a publish that
-        cannot be written has failed. first: draws or reads the first parameters of a
-        new run."""
+        """kept: None for a worker, whose lead keeps cycles. write_within_s: seconds
+        after which a publish that cannot be written has failed. first: draws or reads
+        the first parameters of a new run."""
         super().__init__()
         self._first = first
         self.store, self._inbox, self._kept = store, inbox, kept
@@ -211,7 +232,14 @@ class StoreHolder(FragmentHolder):
         """Faults are fired with the number of each merge of this process."""
         self._prepared: dict[int, PreparedMerge] = {}
         """The prepared merge of each fragment, until it is committed."""
-        self._closing = threading.Event()
+        self._closing, self._begun = threading.Event(), threading.Event()
+        self._restoring: RestoreFragments | None = None
+        self._back: dict[int, Future[str]] = {}
+        """The digest of each fragment that was asked for, once it is back and the lead
+        knows it."""
+        self._restorer = ThreadPoolExecutor(
+            min(RESTORES_AT_ONCE, machine.cores()), "diloco-restore"
+        )
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self.lost = LostFragments(
             store,
@@ -225,22 +253,36 @@ class StoreHolder(FragmentHolder):
 
     def warm_up(self) -> None:
         """See `FragmentHolder`."""
+        lost, lock = self._snapshots.lost, threading.Lock()
+        own = [f for f in self._snapshots.fragments if f not in lost]
+        left = set(own)
 
-        def compile_all() -> None:
-            self.store.warm_up(self._closing.is_set, self.fragments)
+        def compile_one(fragment: int) -> None:
+            self.store.warm_up(self._closing.is_set, [fragment])
+            with lock:
+                left.discard(fragment)
+                if left:
+                    return
             self._tell(MergesCompiled())
 
-        self._submit(compile_all)
+        for fragment in own:
+            job = functools.partial(compile_one, fragment)
+            self._when_back(fragment, functools.partial(self._submit, job))
+        if not own:
+            self._submit(lambda: self._tell(MergesCompiled()))
+        self._begun.set()
 
     @property
     def fragments(self) -> list[int]:
         """The fragments that are here."""
-        lost = self._snapshots.lost
-        return [f for f in self._snapshots.fragments if f not in lost]
+        missing = self._snapshots.lost | self._snapshots.away
+        return [f for f in self._snapshots.fragments if f not in missing]
 
     def close(self) -> None:
         """See `FragmentHolder`."""
         self._closing.set()
+        self._begun.set()
+        self._restorer.shutdown(wait=True, cancel_futures=True)
         self._merger.shutdown(wait=True)
 
     # ---- what the lead says ---------------------------------------------------------
@@ -257,10 +299,7 @@ class StoreHolder(FragmentHolder):
             case AwaitAnchor():
                 self.lost.expect(message)
             case KeepFragment():
-                theta = self.store.arrays(message.fragment)["theta"]
-                assert self._kept is not None
-                told = telling(lambda found: self._tell(found))
-                self._kept.keep(message, lambda: theta, told)
+                self._when_back(message.fragment, lambda: self._keep(message))
             case Drop():
                 self._inbox.drop(message.delta)
             case Forget():
@@ -269,13 +308,53 @@ class StoreHolder(FragmentHolder):
 
     # ---- what the process around it asks for ----------------------------------------
 
-    def restore(self, asked: RestoreFragments) -> FragmentsRestored:
-        """See `FragmentHolder`, and `restore`."""
+    def restore(
+        self, asked: RestoreFragments, *, whole: bool = False
+    ) -> FragmentsRestored:
+        """See `FragmentHolder`. whole: wait for all of them, and name every lost one:
+        those of a worker are gathered from islands before anyone is let in."""
         if asked.first:
-            return self._begun()
-        found = restore(asked, self.store, self._snapshots, self._publishes)
-        self.lost.lose(found.lost)
-        return found
+            return self._begin()
+        committed = {c.fragment: c.version for c in asked.fragments}
+        discarded = self._publishes.discard(committed)
+        lost: list[LostFragment] = []
+
+        def found(own: Committed, job: Callable[[], T]) -> T | None:
+            try:
+                return job()
+            except (files.SealedError, DurableError) as error:
+                lost.append(LostFragment(fragment=own.fragment, why=str(error)))
+            return None
+
+        here, back = [], []
+        for own in asked.fragments:
+            look = functools.partial(require, own, self._snapshots, self._publishes)
+            if own.version == NOTHING:
+                lost.append(LostFragment(fragment=own.fragment, why=""))
+            elif found(own, look) is not None:
+                here.append(own)
+        self._restoring = asked
+        self._snapshots.away.update(own.fragment for own in here)
+        if whole:
+            jobs = [self._restorer.submit(self._bring_back, own) for own in here]
+            pairs = zip(here, jobs, strict=True)
+            back = [one for own, job in pairs if (one := found(own, job.result))]
+        else:
+            self._back, began = (
+                {own.fragment: Future() for own in here},
+                time.monotonic(),
+            )
+            for own in here:
+                later = functools.partial(self._go_on_with, own, began)
+                self._restorer.submit(self._attempt, later)
+        self.lost.lose(lost)
+        self._snapshots.away.difference_update(self._snapshots.lost)
+        return FragmentsRestored(
+            fragments=tuple(back),
+            lost=tuple(lost),
+            discarded=discarded,
+            environment=self.store.describe(),
+        )
 
     def keep_house(self, now: float) -> None:
         """See `FragmentHolder`."""
@@ -284,7 +363,13 @@ class StoreHolder(FragmentHolder):
             self._inbox.keep_house(now, self._submit)
 
     def save_all(self, within_s: float | None) -> bool:
-        """See `FragmentHolder`."""
+        """See `FragmentHolder`. The result of a run has all fragments, those too that
+        nobody has waited for."""
+        away = self._snapshots.away
+        if within_s is None and self._restoring is not None:
+            for own in self._restoring.fragments:
+                if own.fragment in away:
+                    self._bring_back(own, lambda: False)
         self._snapshots.write_last(within_s, self.store, self._publishes)
         return True
 
@@ -298,7 +383,12 @@ class StoreHolder(FragmentHolder):
 
     def digest(self) -> str:
         """See `FragmentHolder`."""
-        return self.store.digest()
+        return "" if self._snapshots.away else self.store.digest()
+
+    def shown(self) -> dict[str, Any]:
+        """See `FragmentHolder`. restoring: fragments that are not back yet."""
+        away = sorted(self._snapshots.away)
+        return {"restoring": away} if away else {}
 
     # ---- islands' bytes, on many threads --------------------------------------------
 
@@ -359,7 +449,7 @@ class StoreHolder(FragmentHolder):
 
     # ---- inside ---------------------------------------------------------------------
 
-    def _begun(self) -> FragmentsRestored:
+    def _begin(self) -> FragmentsRestored:
         """Make the fragments of a new run; they are durable when this returns."""
         own = self._snapshots.fragments
         # Of the draw only the copy of these is kept; files are read a piece at a time.
@@ -372,17 +462,64 @@ class StoreHolder(FragmentHolder):
             digest = self.store.digest_of(fragment)
             begun.append(
                 RestoredFragment(
-                    fragment=fragment, snapshot=version, moved=False, digest=digest
+                    fragment=fragment, version=version, snapshot=version, digest=digest
                 )
             )
         return FragmentsRestored(
             fragments=tuple(begun), discarded=0, environment=self.store.describe()
         )
 
+    def _bring_back(
+        self, committed: Committed, ended: Callable[[], bool] | None = None
+    ) -> RestoredFragment | None:
+        """Restore a fragment; None: `ended`, or closing."""
+        parts = self.store, self._snapshots, self._publishes
+        found = restored(committed, *parts, ended or self._closing.is_set)
+        give_memory_back()
+        if found is not None:
+            self._snapshots.away.discard(committed.fragment)
+        return found
+
+    def _go_on_with(self, committed: Committed, began: float) -> None:
+        """Restore a fragment beside the run, and do what has waited for it. Raises
+        DurableError if it is lost: a run without workers cannot go on then."""
+        try:
+            found = self._bring_back(committed)
+        except (files.SealedError, DurableError) as error:
+            raise lost_here(str(error)) from error
+        finally:
+            self._begun.wait()
+        if found is None:
+            return
+        self._tell(found)
+        self._back[committed.fragment].set_result(found.digest)
+        if all(back.done() for back in self._back.values()):
+            logger.info(
+                "all %d fragments are back, after %.1f s: global parameters %s",
+                len(self._back),
+                time.monotonic() - began,
+                digest_all(back.result() for back in self._back.values()),
+            )
+
+    def _when_back(self, fragment: int, job: Callable[[], None]) -> None:
+        """Call a function at once, or once the fragment has been restored."""
+        back = self._back.get(fragment)
+        if back is None:
+            job()
+        else:
+            back.add_done_callback(lambda _: self._attempt(job))
+
+    def _keep(self, keep: KeepFragment) -> None:
+        assert self._kept is not None
+        theta = self.store.arrays(keep.fragment)["theta"]
+        told = telling(lambda found: self._tell(found))
+        self._kept.keep(keep, lambda: theta, told)
+
     def _merge(self, merge: Merge) -> None:
         payloads = [self._inbox.payload(key) for key in merge.deltas]
         squares = [self._inbox.squares(key) for key in merge.deltas]
-        self._submit(lambda: self._prepare(merge, payloads, squares))
+        job = functools.partial(self._prepare, merge, payloads, squares)
+        self._when_back(merge.fragment, functools.partial(self._submit, job))
 
     def _commit(self, commit: Commit) -> None:
         self._committed += 1
@@ -457,11 +594,13 @@ class StoreHolder(FragmentHolder):
 
     def _follow_up(self, merge: Merge, merged: MergeResult) -> None:
         """Do the rest of a merge, once it is committed and nobody waits for it."""
+        # Islands are asked for the anchors of a worker that lost its disk.
+        anchor = sha256_arrays(merged.state.anchor) if self._kept is None else ""
         digested = MergeDigested(
             fragment=merge.fragment,
             version=merge.version,
-            digest=digest_arrays(merged.state.theta),
-            anchor=digest_arrays(merged.state.anchor),
+            digest=merged.digest,
+            anchor=anchor,
         )
         self.store.expire_pins()
         give_memory_back()
@@ -469,14 +608,21 @@ class StoreHolder(FragmentHolder):
 
     def _submit(self, job: Callable[[], None]) -> None:
         """Call a function on a merging thread; its error ends the process."""
+        self._merger.submit(self._attempt, job)
 
-        def attempt() -> None:
-            try:
-                job()
-            except BaseException as error:
-                self._failed(error)
+    def _attempt(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._failed(error)
 
-        self._merger.submit(attempt)
+
+def lost_here(why: str) -> DurableError:
+    """Return the error of a coordinator without workers that has lost a fragment."""
+    return DurableError(
+        f"{why}. Without a copy, start with an empty --workdir while islands run: "
+        f"their anchors begin a new term of the run"
+    )
 
 
 def merges_at_once(cores: int) -> int:

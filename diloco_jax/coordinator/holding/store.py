@@ -27,10 +27,12 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from diloco_jax import before_jax, compilation
 from diloco_jax.config import RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import outer_settings
+from diloco_jax.core import outer
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS
 from diloco_jax.core.fragment_merge import (
@@ -52,6 +54,7 @@ from diloco_jax.core.fragments import (
     digest_arrays,
     from_pieces,
     get_piece,
+    named,
 )
 from diloco_jax.core.merging import Encoded, capped, rule_for, tokens, weight
 from diloco_jax.core.tiles import Passes, TileGrid
@@ -204,7 +207,8 @@ anchor and momentum; and a publish."""
 
 @dataclasses.dataclass
 class _Fragment:
-    """One fragment's arrays. `digest`: of `state.theta`; empty until needed."""
+    """One fragment's arrays. `digest`: of `state.theta`; empty until needed, where no
+    merge has made it."""
 
     version: Version
     state: FragmentState
@@ -235,14 +239,18 @@ class Store:
         self.plan = plan
         self._weights = weights_by(run.sync)
         self._spares = Spares()
+        self.empty = self._spares.array
+        """Makes arrays of memory that was there before, if there is any."""
         self._merges = [
-            dataclasses.replace(merge, empty=self._spares.array, passes=passes)
+            dataclasses.replace(merge, empty=self.empty, passes=passes)
             for merge in merges_of(run, plan)
         ]
         self._spare_bytes = SPARE_ARRAYS * 4 * max(plan.sizes) + max(
             merge.layout_down.total_bytes for merge in self._merges
         )
         self._lock = threading.Lock()
+        self._compiled: set[Any] = set()
+        """Kinds of fragments whose merges are compiled."""
         self._fragments: list[_Fragment] = []
         for pieces, merge in zip(plan.fragments, self._merges, strict=True):
             if params is None:
@@ -288,15 +296,14 @@ class Store:
         nothing = Contribution(
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
         )
-        compiled = set()
         held = range(len(self._merges)) if fragments is None else fragments
         for fragment, merge in ((f, self._merges[f]) for f in held):
             alike = tuple((p.shape, rule_for(p, merge.rule)) for p in merge.pieces)
             if ended():
                 return
-            if alike in compiled:
+            if alike in self._compiled:
                 continue
-            compiled.add(alike)
+            self._compiled.add(alike)
             layout = merge.layout_up
             zeros = np.zeros(layout.total_bytes, np.uint8)
             arrays = layout.unpack(zeros.data)
@@ -345,7 +352,7 @@ class Store:
         with self._lock:
             current = self._fragments[fragment]
             current.version, current.state = version, merged.state
-            current.last, current.digest = merged.sample, ""
+            current.last, current.digest = merged.sample, merged.digest
             current.publishes.append((version, merged.payload))
             current.pins.expire()
         self._spares.trim(self._spare_bytes)
@@ -364,14 +371,27 @@ class Store:
                 kept = [(v, found if v == version else p) for v, p in current.publishes]
                 current.publishes = deque(kept, maxlen=RETAINED_PUBLISHES)
 
+    @property
+    def infers_momentum(self) -> bool:
+        """True if `replay` advances the outer optimizer."""
+        return outer.is_invertible(self._merges[0].settings)
+
     def replay(
-        self, fragment: int, version: Version, payload: Buffer, *, final: bool
+        self,
+        fragment: int,
+        version: Version,
+        payload: Buffer,
+        *,
+        final: bool,
+        digested: bool = False,
     ) -> None:
-        """Apply a logged publish after a crash (see `FragmentMerge.replay`)."""
+        """Apply a logged publish after a crash (see `FragmentMerge.replay`). digested:
+        no other follows, and the digest of Theta is made in the same pass."""
         current = self._fragments[fragment]
-        merge = self._merges[fragment]
-        current.state = merge.replay(current.state, payload, final=final)
-        current.version, current.last, current.digest = version, (), ""
+        merge, digest = self._merges[fragment], xxh3_128() if digested else None
+        current.state = merge.replay(current.state, payload, final=final, digest=digest)
+        current.version, current.last = version, ()
+        current.digest = named(digest) if digest is not None else ""
         current.publishes.append((version, payload))
 
     def fetch(
@@ -433,7 +453,7 @@ class Store:
         return digest_all(map(self.digest_of, range(len(self._fragments))))
 
     def digest_of(self, fragment: int) -> str:
-        """Return 64 hex digits over a fragment's Theta: a second per GB, or two."""
+        """Return the digest of a fragment's Theta."""
         with self._lock:
             current = self._fragments[fragment]
             state, digest = current.state, current.digest
@@ -463,9 +483,16 @@ class Store:
             found = self._fragments[fragment]
             return found.version, _as_lists(found.state)
 
-    def like(self, fragment: int) -> dict[str, list[Any]]:
-        """Return `arrays` as `jax.ShapeDtypeStruct`."""
-        return _as_lists(self._merges[fragment].like())
+    def room(self, fragment: int) -> dict[str, list[Any]]:
+        """Return `arrays` with any content."""
+        like = _as_lists(self._merges[fragment].like())
+        return {
+            name: [
+                (self.empty if array.ndim else np.empty)(array.shape, array.dtype)
+                for array in own
+            ]
+            for name, own in like.items()
+        }
 
     def load(
         self, fragment: int, arrays: dict[str, list[Any]], version: Version

@@ -82,21 +82,26 @@ class RecordedMerge(NamedTuple):
 
 
 class Recovery(NamedTuple):
-    """Return of the coordinator after `merges` merges.
-
-    Each fragment came from a snapshot and its later publishes.
-    """
+    """Return of the coordinator after `merges` merges."""
 
     merges: int
-    starts: tuple[Version, ...]
-    """Version of the snapshot of each fragment."""
 
-    def logged(self, merges: Sequence[RecordedMerge]) -> list[RecordedMerge]:
-        """Return the merges whose publishes came after the snapshots, in order."""
+
+class Restoration(NamedTuple):
+    """Return of a fragment, from a snapshot and its later publishes, after `merges`
+    merges. Others may have been merged since the coordinator's return."""
+
+    merges: int
+    restored: journal.FragmentBack
+
+    def logged(self, merges: Sequence[RecordedMerge]) -> list[records.Merged]:
+        """Return the fragment's merges whose publishes came after the snapshot, in
+        order."""
+        fragment, start = self.restored.fragment, self.restored.snapshot
         return [
-            merge
-            for merge in merges[: self.merges]
-            if merge.made.version > self.starts[merge.made.fragment]
+            made
+            for made in (merge.made for merge in merges[: self.merges])
+            if made.fragment == fragment and made.version > start
         ]
 
 
@@ -176,7 +181,7 @@ class Recording:
     """Environments of the first coordinator and of each that came back."""
     merges: tuple[RecordedMerge, ...]
     merges_on_tape: int
-    between: tuple[Recovery | BegunTerm, ...]
+    between: tuple[Recovery | Restoration | BegunTerm, ...]
     """Other changes of the coordinator's state, in order."""
     lives: Mapping[Who, Life]
     """Incarnations in these merges, each up to its last take in them."""
@@ -273,7 +278,7 @@ class _Reader:
         self._total_tokens = 0
         self._coordinators: list[Environment] = []
         self._merges: list[RecordedMerge] = []
-        self._between: list[Recovery | BegunTerm] = []
+        self._between: list[Recovery | Restoration | BegunTerm] = []
         self._versions: dict[int, list[Version]] = {}
         """All versions that a fragment has had since the first, in order."""
         self._lives: dict[Who, Life] = {}
@@ -329,8 +334,10 @@ class _Reader:
             case "recovered":
                 back = from_tape(record, journal.Recovered)
                 self._coordinators.append(back.environment)
-                back_to = Recovery(len(self._merges), back.snapshot_versions)
-                self._between.append(back_to)
+                self._between.append(Recovery(len(self._merges)))
+            case "restored":
+                restored = from_tape(record, journal.FragmentBack)
+                self._between.append(Restoration(len(self._merges), restored))
             case "finished":
                 self._finished = True
             case "extended":

@@ -37,7 +37,7 @@ from diloco_jax.coordinator.journal import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragment_merge import Arrays, MergeResult
-from diloco_jax.core.fragments import Buffer, digest_arrays
+from diloco_jax.core.fragments import Buffer
 from diloco_jax.core.tiles import Passes
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader, LeasedPositions
@@ -66,6 +66,7 @@ from diloco_jax.simulation.replay.recording import (
     RecordedMerge,
     Recording,
     Recovery,
+    Restoration,
     Who,
     environment_like,
     refuse_other_bits,
@@ -200,11 +201,7 @@ class Replay(contextlib.ExitStack):
         between = list(self._recording.between)
         for merge in self._recording.merges:
             while between and between[0].merges < merge.number:
-                event = between.pop(0)
-                if isinstance(event, Recovery):
-                    self._recover(event)
-                else:
-                    self._begin_term(event)
+                self._follow(between.pop(0))
             made, payloads = merge.made, []
             for part in made.contributions:
                 island = self._island(Who(part.island, part.incarnation))
@@ -218,7 +215,7 @@ class Replay(contextlib.ExitStack):
                 share=made.share,
                 final=made.final,
             )
-            theta = digest_arrays(merged.state.theta) if merge.parameters else ""
+            theta = merged.digest if merge.parameters else ""
             yield merge, Digests(digest_of(merged.payload), theta)
             self._commit(merge, merged)
 
@@ -324,6 +321,15 @@ class Replay(contextlib.ExitStack):
             self._used.keep(anchor, tuple(arrays["anchor"]))
             self._used.keep(snapshot, arrays)
 
+    def _follow(self, event: Recovery | Restoration | BegunTerm) -> None:
+        match event:
+            case Recovery():
+                self._store.use_passes(self._passes.pop(0))
+            case Restoration():
+                self._restore(event)
+            case BegunTerm():
+                self._begin_term(event)
+
     def _begin_term(self, event: BegunTerm) -> None:
         """Begin a term of a fragment with an earlier anchor, like `LostFragments`."""
         fragment, version = event.begun.fragment, event.begun.version
@@ -334,21 +340,16 @@ class Replay(contextlib.ExitStack):
         self._versions[fragment] = version
         self._keep(fragment)
 
-    def _recover(self, recovery: Recovery) -> None:
-        """Load every fragment from a snapshot and apply its later publishes, like
-        `coordinator.origin`."""
-        self._store.use_passes(self._passes.pop(0))
-        logged = recovery.logged(self._recording.merges)
-        for fragment, version in enumerate(recovery.starts):
-            snapshot = self._used.take(("snapshot", fragment, version))
-            self._store.load(fragment, snapshot, version)
-            for made in (merge.made for merge in logged):
-                if made.fragment == fragment:
-                    payload = self._used.take(("publish", fragment, made.version))
-                    self._store.replay(
-                        fragment, made.version, payload, final=made.final
-                    )
-            self._keep(fragment)  # A later snapshot may be of this very state.
+    def _restore(self, back: Restoration) -> None:
+        """Load a fragment from a snapshot and apply its later publishes, like
+        `fragment_snapshots.restored`."""
+        fragment, start = back.restored.fragment, back.restored.snapshot
+        snapshot = self._used.take(("snapshot", fragment, start))
+        self._store.load(fragment, snapshot, start)
+        for made in back.logged(self._recording.merges):
+            payload = self._used.take(("publish", fragment, made.version))
+            self._store.replay(fragment, made.version, payload, final=made.final)
+        self._keep(fragment)  # A later snapshot may be of this very state.
 
 
 def _new_store(recording: Recording) -> Store:
@@ -456,11 +457,10 @@ def _uses(recording: Recording) -> Iterator[Use]:
     for event in recording.between:
         if isinstance(event, BegunTerm):
             yield "anchor", event.begun.fragment, event.begun.replaced
-        else:
-            for fragment, version in enumerate(event.starts):
-                yield "snapshot", fragment, version
-            for merge in event.logged(recording.merges):
-                yield "publish", merge.made.fragment, merge.made.version
+        elif isinstance(event, Restoration):
+            yield "snapshot", event.restored.fragment, event.restored.snapshot
+            for made in event.logged(recording.merges):
+                yield "publish", made.fragment, made.version
 
 
 def _between(have: Version, want: Version) -> Iterator[Version]:

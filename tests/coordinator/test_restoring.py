@@ -1,0 +1,293 @@
+"""Fragments come back from the disk one by one, beside the run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from coordinator_support import PIN_S, WHOSE
+from engine_support import WAIT_S
+from etils import epath
+from store_support import merge_once
+
+from diloco_jax.config import Placement
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    Publishes,
+)
+from diloco_jax.coordinator.holding.holder import RESTORES_AT_ONCE, StoreHolder
+from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
+from diloco_jax.coordinator.holding.store import Store
+from diloco_jax.coordinator.journal import DurableError
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.holding import (
+    Committed,
+    CycleKept,
+    KeepFragment,
+    MergesCompiled,
+    RestoredFragment,
+    RestoreFragments,
+)
+from diloco_jax.protocol.messages import Version
+from diloco_jax.wire import bulk
+from diloco_jax.wire.errors import Busy
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Returns an event on which the reading of these fragments waits from now on."""
+    first_reads = FragmentSnapshots._read
+
+    def make(*fragments: int) -> threading.Event:
+        comes = threading.Event()
+
+        def read(self, path, into):
+            if into is not None and int(Path(path).parent.name) in fragments:
+                assert comes.wait(WAIT_S)
+            return first_reads(self, path, into)
+
+        monkeypatch.setattr(FragmentSnapshots, "_read", read)
+        return comes
+
+    return make
+
+
+@pytest.fixture
+def on_disk(store):
+    """Writes first snapshots of a holder's fragments, and a publish of each after it;
+    returns what is to be restored, and the parameters."""
+
+    def write(holder: StoreHolder, *, merges: int = 1):
+        asked = []
+        for fragment in range(2):
+            holder._snapshots.save_first(fragment, *store.current(fragment))
+            digests = {}
+            for number in range(1, merges + 1):
+                version = Version(1, number)
+                payload = merge_once(store, fragment, version).payload
+                digests[number] = holder._publishes.write(
+                    fragment, version, payload, final=False
+                ).digest
+            asked.append(
+                Committed(
+                    fragment=fragment, version=Version(1, merges), digests=digests
+                )
+            )
+        # An anchor is what there is after a crash, as Theta too.
+        anchors = [np.array(a) for f in range(2) for a in store.arrays(f)["anchor"]]
+        return RestoreFragments(fragments=tuple(asked)), anchors
+
+    return write
+
+
+def wanted(fragment: int, version: Version) -> bulk.FetchRequest:
+    return bulk.FetchRequest(
+        run_id="r",
+        island="a",
+        incarnation=1,
+        session="s",
+        fragment=fragment,
+        want=version,
+        have=None,
+    )
+
+
+def nothing_since(holder: StoreHolder) -> RestoreFragments:
+    """Writes a first snapshot of each fragment, which is what is committed."""
+    for fragment in range(2):
+        holder._snapshots.save_first(fragment, *holder.store.current(fragment))
+    committed = [Committed(fragment=f, version=Version(), digests={}) for f in range(2)]
+    return RestoreFragments(fragments=tuple(committed))
+
+
+def kinds(tmp_path, *which: str) -> list[tuple[str, int]]:
+    tape = read_tape(tmp_path / "tape.jsonl")
+    return [(r["kind"], r["fragment"]) for r in tape if r["kind"] in which]
+
+
+def test_a_fragment_is_merged_and_served_while_another_is_being_read(
+    make_engine, island, slow, tmp_path
+):
+
+    def done():
+        if not island.told(messages.Published):
+            return False
+        if not comes.is_set():
+            assert holder.shown() == {"restoring": [1]}
+            assert holder.digest() == "", "of all fragments, or none"
+            assert holder.fetch(wanted(0, Version(1, 1))).buffers
+            busy = "fragment 1 is being restored here; come again"
+            with pytest.raises(Busy, match=busy):
+                holder.fetch(wanted(1, Version()))
+            assert holder._snapshots._unsaved(holder.store) == [0]
+            found = kinds(tmp_path, "restored", "merged")
+            assert found == [("restored", 0), ("merged", 0)]
+            comes.set()
+        return not holder.shown()
+
+    engine = make_engine(done=done)
+    holder: StoreHolder = engine._holder._holder
+    asked, comes = nothing_since(holder), slow(1)
+    assert not holder.restore(asked).lost
+    engine.run()
+    assert comes.is_set()
+    assert holder.digest() == holder.store.digest()
+    assert holder.fetch(wanted(1, Version())).buffers
+
+
+def test_a_merge_waits_for_its_fragment_and_nothing_else_does(
+    make_engine, island, slow, tmp_path
+):
+    """Its delta is taken in meanwhile, and an island is let in."""
+
+    def done():
+        if engine.state.fragments[0].phase == "merging" and not comes.is_set():
+            assert not island.told(messages.Published)
+            assert kinds(tmp_path, "compiled") == []
+            comes.set()
+        return island.told(messages.Published)
+
+    engine = make_engine(done=done)
+    holder: StoreHolder = engine._holder._holder
+    asked, comes = nothing_since(holder), slow(0, 1)
+    holder.restore(asked)
+    engine.run()
+    found = kinds(tmp_path, "restored", "merged")
+    assert found.index(("restored", 0)) < found.index(("merged", 0))
+
+
+def test_a_cycle_is_kept_of_what_was_restored(make_engine, island, slow, on_disk):
+    """As it is once it is back: later merges are not in it."""
+    engine = make_engine(done=lambda: True)
+    holder: StoreHolder = engine._holder._holder
+    (asked, anchors), comes, told = on_disk(holder), slow(0, 1), []
+    kept = threading.Event()
+
+    def tell(message):
+        told.append(message)
+        if isinstance(message, CycleKept):
+            kept.set()
+
+    holder.answer(tell, engine.fail)
+    holder.restore(asked)
+    holder.warm_up()
+    for fragment in range(2):
+        version = Version(1, 1)
+        holder.hold(
+            KeepFragment(
+                cycle=0, fragment=fragment, version=version, merges=1, tokens=8
+            )
+        )
+    assert not told
+    comes.set()
+    assert kept.wait(WAIT_S)
+    found = [a for f in range(2) for a in holder.store.arrays(f)["theta"]]
+    for ours, theirs in zip(found, anchors, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    named = [type(m) for m in told if isinstance(m, RestoredFragment | CycleKept)]
+    assert named == [RestoredFragment, RestoredFragment, CycleKept]
+    holder.close()
+
+
+def test_one_whose_bytes_are_damaged_ends_a_coordinator_that_has_begun(
+    make_engine, island, on_disk
+):
+    engine = make_engine(done=lambda: False)
+    holder: StoreHolder = engine._holder._holder
+    asked, _ = on_disk(holder)
+    path = holder._publishes.path(1, Version(1, 1))
+    octets = bytearray(path.read_bytes())
+    octets[-40] ^= 1
+    path.write_bytes(octets)
+    assert not holder.restore(asked).lost, "names and headers are as they were"
+    with pytest.raises(DurableError, match=r"fragment 1, version \(1, 1\).*checksum"):
+        engine.run()
+
+
+@pytest.mark.parametrize("gone", ["snapshot", "publish"])
+def test_one_whose_files_are_gone_is_known_before_anyone_is_let_in(
+    make_engine, on_disk, tmp_path, gone
+):
+    engine = make_engine(done=lambda: False)
+    holder: StoreHolder = engine._holder._holder
+    asked, _ = on_disk(holder)
+    (path,) = tmp_path.rglob(f"00001/*.{gone}")
+    path.unlink()
+    (lost,) = holder.restore(asked).lost
+    assert lost.fragment == 1
+    assert "fragment 1" in lost.why
+    holder.close()
+
+
+def test_a_kill_while_fragments_come_back_changes_nothing_on_the_disk(
+    make_engine, run, slow, on_disk, tmp_path
+):
+    holder: StoreHolder = make_engine(done=lambda: True)._holder._holder
+    asked, anchors = on_disk(holder, merges=3)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("00*/*")}
+    comes = slow(1)
+    holder.restore(asked)  # It stays as it is: nothing is told, nothing is ended.
+    assert {p: p.read_bytes() for p in tmp_path.rglob("00*/*")} == before
+    again = StoreHolder(
+        Store(run, holder.store.plan, None, PIN_S),
+        Inbox(holder.store.layouts_up, Rooms(1 << 20)),
+        Publishes(tmp_path / "publishes"),
+        FragmentSnapshots(
+            epath.Path(tmp_path / "snapshots"), Placement(), range(2), WHOSE
+        ),
+        None,
+        write_within_s=WAIT_S,
+    )
+    comes.set()
+    found = again.restore(asked, whole=True)
+    assert [f.version for f in found.fragments] == [Version(1, 3)] * 2
+    assert [f.snapshot for f in found.fragments] == [Version()] * 2
+    theta = [a for f in range(2) for a in again.store.arrays(f)["theta"]]
+    for ours, theirs in zip(theta, anchors, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for one in (holder, again):
+        one.close()
+
+
+def test_the_result_of_a_run_has_those_that_nobody_waited_for(
+    make_engine, slow, on_disk
+):
+    holder: StoreHolder = make_engine(done=lambda: True)._holder._holder
+    asked, anchors = on_disk(holder)
+    comes = slow(0, 1)
+    holder._restorer.submit(comes.wait, WAIT_S)
+    holder.restore(asked)
+    holder._closing.set()
+    comes.set()
+    holder.close()
+    assert holder.save_all(None)
+    assert holder.digest() == holder.store.digest()
+    theta = [a for f in range(2) for a in holder.store.arrays(f)["theta"]]
+    for ours, theirs in zip(theta, anchors, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_all_is_compiled_once_all_fragments_are_back(make_engine, slow, on_disk):
+    engine, told = make_engine(done=lambda: True), []
+    holder: StoreHolder = engine._holder._holder
+    (asked, _), comes, compiled = on_disk(holder), slow(1), threading.Event()
+
+    def tell(message):
+        told.append(type(message))
+        if isinstance(message, MergesCompiled):
+            compiled.set()
+
+    holder.answer(tell, engine.fail)
+    holder.restore(asked)
+    holder.warm_up()
+    assert not compiled.is_set()
+    comes.set()
+    assert compiled.wait(WAIT_S)
+    assert told.count(MergesCompiled) == 1
+    assert told.count(RestoredFragment) == 2
+    assert told[-1] is MergesCompiled
+    assert RESTORES_AT_ONCE >= 2
+    holder.close()
