@@ -67,9 +67,8 @@ PICTURES = {
     "PNG, 640 x 480": ("png", 640, 480),
     "WebP, 640 x 480": ("webp", 640, 480),
 }
-PER_ROW, EACH, SIDE, SHORT, ROWS = 2, 64, 512, 1024, 64
-"""Pictures of a row, placeholders of each, pixels of a side in the batch, tokens of a
-row, and rows."""
+PER_ROW, EACH, SIDE, ROWS = 2, 64, 512, 64
+"""Pictures of a row, placeholders of each, pixels of a side in the batch, and rows."""
 TIMEOUT_S = 60.0
 
 
@@ -225,21 +224,21 @@ def pictured(folder: Path, kind: str, width: int, height: int) -> dict[str, floa
         names = [f"{PER_ROW * number + n}.{kind}" for n in range(PER_ROW)]
         lines.append(json.dumps({"text": "row " * 150, "images": names}))
     (folder / "in" / "rows.jsonl").write_text("\n".join(lines))
-    pictures = pictures_for(Bytes(), EACH, SHORT, PER_ROW)
+    pictures = pictures_for(Bytes(), EACH, LENGTH, PER_ROW)
     recipe = Recipe(
         tokenizer=Bytes(),
         reader=Reader(pictures=pictures),
-        sequence_length=SHORT,
+        sequence_length=LENGTH,
         validation_fraction=0.02,
     )
     began = time.process_time()
     made = prepare(folder / "out", (str(folder / "in"),), recipe, workers=1)
     prepared_s = time.process_time() - began
     data = DataConfig(paths=(str(folder / "out"),))
-    found = load_data(RunConfig(data=data, sequence_length=SHORT))
+    found = load_data(RunConfig(data=data, sequence_length=LENGTH))
     taken = PictureInput(side=SIDE, tokens=EACH, token=pictures.token)
     fields = {"tokens": TOKENS, **taken.fields(PER_ROW)}
-    reader = BatchReader(found.index(0), fields, SHORT)
+    reader = BatchReader(found.index(0), fields, LENGTH)
     read = []
     for number in range(REPEATS):
         began = time.process_time()

@@ -8,6 +8,7 @@ for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -143,14 +144,14 @@ class Template:
     def takes_parts(self) -> bool:
         """Tell if it writes a content that is a list of parts, and none that is text,
         as those of models with pictures do."""
-        found = []
-        for content in (PROBE, _parts(PROBE)):
-            try:
-                said = self._written([{"role": "user", "content": content}], {}, False)
-            except ValueError:
-                said = ""
-            found.append(PROBE in said)
-        return found == [False, True]
+
+        def writes(content: object) -> bool:
+            with contextlib.suppress(ValueError):
+                said = [{"role": "user", "content": content}]
+                return PROBE in self._written(said, {}, False)
+            return False
+
+        return not writes(PROBE) and writes(_parts(PROBE))
 
     def _render(self, messages: Messages, given: Given, asks: bool = False) -> str:
         if self.takes_parts:

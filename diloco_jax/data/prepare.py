@@ -44,6 +44,7 @@ from diloco_jax.data.pictures import RowPictures
 from diloco_jax.data.prepare_sources import (
     PART_BYTES,
     PICTURE_PART_BYTES,
+    PICTURES_AT_ONCE,
     Document,
     Part,
     SourceFile,
@@ -438,9 +439,8 @@ def _do_part(number: int, part: Part) -> None:
 SUFFIX = ".arrayrecord"
 OPTIONS = "group_size:1"
 """A record is read alone, since rows are drawn one by one."""
-AT_ONCE, PICTURES_AT_ONCE = 256, 16
-"""Documents that a tokenizer gets together; the latter where they may have pictures,
-which lie in memory until then."""
+AT_ONCE = 256
+"""Documents that a tokenizer gets together; with pictures, `PICTURES_AT_ONCE`."""
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True):

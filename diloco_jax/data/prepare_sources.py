@@ -39,7 +39,8 @@ from diloco_jax.data.pictures import (
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import how_to_mend
 
-ROWS_AT_ONCE = 256
+ROWS_AT_ONCE, PICTURES_AT_ONCE = 256, 16
+"""Rows of a table that are in memory; the latter where they may have pictures."""
 
 
 @contextlib.contextmanager
@@ -65,9 +66,10 @@ def open_table(path: str) -> Iterator[Any]:
 
 def rows(path: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a group as dicts of these columns."""
-    first = 0
+    first, shown = 0, not set(COLUMNS).isdisjoint(columns)
     with open_table(path) as table:
-        for batch in table.iter_batches(ROWS_AT_ONCE, [group], columns=columns):
+        at_once = PICTURES_AT_ONCE if shown else ROWS_AT_ONCE
+        for batch in table.iter_batches(at_once, [group], columns=columns):
             last = first + batch.num_rows - 1
             try:
                 found = batch.to_pylist()
