@@ -228,7 +228,6 @@ def main() -> int:
         {
             "run": case,
             **{name: f"{found[name]['accuracy']:.3f}" for name in QUESTIONS},
-            "validation loss, nats": f"{found['loss']:.3f}",
             "seconds": f"{found['seconds']:.0f}",
         }
         for case, found in done.items()
