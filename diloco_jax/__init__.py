@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         Placement,
         RunConfig,
         SyncConfig,
-        VisionConfig,
     )
     from diloco_jax.config.loading import read_config
     from diloco_jax.evaluation import load_params
@@ -60,7 +59,6 @@ __all__ = [
     "RunConfig",
     "Sweep",
     "SyncConfig",
-    "VisionConfig",
     "emulate",
     "join",
     "load_params",
@@ -76,7 +74,7 @@ __all__ = [
 # Nothing heavy is imported before it is needed: jax reads the environment on import.
 _PUBLIC = {
     "config": "Config ConfigError DataConfig InnerConfig IslandConfig ModelConfig "
-    "OuterConfig Placement RunConfig SyncConfig VisionConfig",
+    "OuterConfig Placement RunConfig SyncConfig",
     "config.loading": "read_config",
     "models.presets": "preset",
     "models.model": "loop_model",
