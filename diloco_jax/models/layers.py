@@ -24,7 +24,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,16 @@ from diloco_jax.models.model import Names
 Rotations = tuple[jax.Array, jax.Array]
 """Cosines and sines of the angles of all positions."""
 Frequencies = npt.NDArray[np.float64]
+
+
+class Tensor(NamedTuple):
+    """A parameter: its shape, its axes' names, and mean and standard deviation at the
+    start."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    std: float
+    start: float = 0.0
 
 
 def frequencies(config: ModelConfig, *, windowed: bool) -> Frequencies:
