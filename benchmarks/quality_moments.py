@@ -21,7 +21,7 @@ from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.build import build_plan
 from diloco_jax.simulation.bodies import trainer_of
 from diloco_jax.simulation.emulation_options import EmulationOptions
-from diloco_jax.simulation.lockstep import Lockstep
+from diloco_jax.simulation.laboratory import Lockstep
 from diloco_jax.weights.first import first_params
 
 

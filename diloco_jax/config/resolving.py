@@ -51,7 +51,8 @@ def resolve(
             picture_token=pictures.token,
         )
         run = dataclasses.replace(run, data=data)
-    if (run.model.lora_rank or run.model.factory) and not run.model.frozen_digest:
+    leaves = run.model.lora_rank or run.model.train or run.model.factory
+    if leaves and not run.model.frozen_digest:
         from diloco_jax.models.build import build
 
         if (frozen := build(run).frozen) is not None:

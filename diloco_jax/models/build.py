@@ -98,8 +98,8 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """Type of the function that `model.factory` names."""
 ADAPTED = "diloco_jax.weights.adapted:factory"
-"""The factory of models with adapters: it reads the weights that they adapt, of which
-nothing here knows."""
+"""The factory of models of which a part stays as it is: it reads these weights, of
+which nothing here knows."""
 
 
 def build(
@@ -119,8 +119,8 @@ def build(
     island, layout = island or IslandConfig(), layout or Layout.of_one_device()
     if run.model.factory:
         return _own(run, island, layout)
-    maker = load(ADAPTED) if run.model.lora_rank else bundled
-    model: Model = maker(run, island, layout)
+    partly = run.model.lora_rank or run.model.train
+    model: Model = (load(ADAPTED) if partly else bundled)(run, island, layout)
     require_pictures(model.pictures, model.batch, run.data)
     return model
 
@@ -134,6 +134,7 @@ def bundled(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
         attention=island.attention,
         loss_chunk=island.loss_chunk,
         layout=layout,
+        pictures=max(run.data.pictures, 1),
     )
 
 

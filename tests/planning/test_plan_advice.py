@@ -143,21 +143,12 @@ def test_a_largest_fragment_that_is_late_comes_with_what_carries_it():
         assert "sync.overlap_steps" not in other.change
 
 
-COSTS = [("adamw", "int4"), ("muon", "int4"), ("lion", "int2")]
-
-
-@pytest.mark.parametrize(("inner", "codec"), COSTS)
-def test_no_codec_is_proposed_that_costs_too_much_of_the_loss(inner, codec):
+def test_no_codec_is_proposed_of_which_more_loss_than_int4_s_was_measured():
     config = config_of(steps_per_cycle=20, fragments=20, overlap_steps=1)
-    config = config.replace("inner.optimizer", inner)
-    config = config.replace("sync.codec_up", "int4").replace("sync.codec_down", "int8")
-    found = {
-        name: value
-        for change in module._lighter(config.run, 1.0)
-        for name, value in change.items()
-    }
-    assert found.get("sync.codec_up", "int4") == codec
-    assert found["sync.codec_down"] == "int4"
+    sync = config.replace({"sync.codec_up": "int4", "sync.codec_down": "int8"}).run.sync
+    changes = list(module._lighter(sync, 1.0))
+    assert {"sync.codec_down": "int4"} in changes
+    assert not [change for change in changes if "sync.codec_up" in change]
 
 
 LARGE = Config(
