@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from diloco_jax.data.pictures import PictureInput
 from diloco_jax.data.source import TOKENS, Field, Fields, fields_of_batch
 from diloco_jax.errors import ConfigError
 
@@ -102,6 +103,8 @@ class Model(NamedTuple):
     and let nothing cross from one document to another."""
     frozen: Frozen | None = None
     """Parameters that are not trained; `loss` takes them as a third argument."""
+    pictures: PictureInput | None = None
+    """The pictures that it takes; `batch` then has the arrays of its `fields`."""
     uses: Mapping[str, Use] = MappingProxyType({})
     """Tensors that only some tokens touch, by path, joined with "/". With
     `sync.weights_by_use` the use of a row is its weight in a merge."""

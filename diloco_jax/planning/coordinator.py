@@ -585,36 +585,6 @@ def _dealt(plan: FragmentPlan, workers: int, amounts: Sequence[int]) -> list[int
     return sums
 
 
-# ---- the first start ----------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FirstStart:
-    """Seconds until a new run makes its first step, by what takes them."""
-
-    draw_seconds: float
-    """Of one core that draws the parameters, or the most that a worker has; 0 where
-    they are not drawn."""
-    write_seconds: float
-    """Of the disk, which has every fragment's first snapshot before islands come."""
-    fetch_seconds: float
-    """Of an island's link, which carries the anchors once."""
-    compile_seconds: float | None
-    """Of the slowest island's host; None if nobody measured it."""
-
-    @property
-    def line(self) -> str:
-        """A line for people."""
-        compiling = "compile, for how long nobody measured"
-        if self.compile_seconds is not None:
-            compiling = f"compile for {self.compile_seconds:.0f}"
-        return (
-            f"first start: parameters are drawn in {self.draw_seconds:.0f} s on one "
-            f"core and written in {self.write_seconds:.0f}; islands fetch them in "
-            f"{self.fetch_seconds:.0f} and {compiling}"
-        )
-
-
 # ---- outages ------------------------------------------------------------------------
 
 

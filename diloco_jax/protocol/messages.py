@@ -305,7 +305,7 @@ Fact = (
     | None
 )
 Facts = Annotated[dict[Identifier, Fact], Meta(max_length=64)]
-Fields = dict[Identifier, Fact | list[Fact | list[Fact]]]
+Fields = dict[Identifier, Fact | Facts | list[Fact | list[Fact]]]
 
 
 OWN_DATA = "own_data"
