@@ -434,6 +434,12 @@ class SyncConfig:
         help="Largest share of one island in the weights of a merge, if there are "
         "enough others for it; 1 = any.",
     )
+    weights_by_use: bool = setting(
+        False,
+        help="Weigh each row of a tensor that only some tokens touch (an input table "
+        "that is not the output's, too) by how often an island's tokens used it. A row "
+        "that nobody used stays as it is. Counts take two bytes a row and take.",
+    )
     partial_merges: PartialMerges = setting(
         "scaled",
         help="Length of a merge that lacks some live islands: scaled by its share of "

@@ -84,15 +84,33 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
         """Tell if merges and outer steps treat the bands of a piece as the whole."""
         return by_element and merging.may_cut(piece, rule)
 
+    by_use = {path: use.per_token for path, use in model.uses.items()}
     try:
-        return plan_fragments(
-            model.shapes(), model.axes, sync.fragments, sync.fragment_by, may_cut
+        plan = plan_fragments(
+            model.shapes(),
+            model.axes,
+            sync.fragments,
+            sync.fragment_by,
+            may_cut,
+            by_use if sync.weights_by_use else {},
         )
     except ValueError as error:
         raise ConfigError(
             f"sync.fragments = {sync.fragments}, sync.fragment_by = "
             f"{sync.fragment_by!r}: {error}"
         ) from error
+    known = {"/".join(piece.path) for piece in plan.pieces if piece.shape}
+    if unknown := sorted({*by_use} - known):
+        raise ConfigError(
+            f"the model counts the use of {', '.join(unknown)}, and no tensor with "
+            f"rows has that name: there are {', '.join(sorted(known))}"
+        )
+    for piece in plan.pieces:
+        try:
+            merging.require_rows(merging.rule_for(piece, rule), piece.by_use > 0)
+        except ValueError as error:
+            raise ConfigError(f"sync.merge = {sync.merge!r}: {error}") from error
+    return plan
 
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -60,6 +60,7 @@ from diloco_jax.models.model import (
     Metrics,
     Model,
     Params,
+    Use,
     split_batch,
     weighted_loss,
 )
@@ -370,6 +371,9 @@ def build(
 
     takes = vision.picture_input(config)
     fields = {**BATCH, **(takes.fields(pictures) if takes else {})}
+    # A tied table is used by every prediction, too.
+    count = functools.partial(input_counts, config.vocab_size)
+    uses = {} if config.tied_embeddings else {"embedding": Use(count)}
     shapes = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, dtype),  # type: ignore[no-untyped-call]
         tensors,
@@ -386,7 +390,12 @@ def build(
         )
     if not config.train:
         return Model(
-            lambda key: _init(tensors, key), loss, axes, fields, pictures=takes
+            lambda key: _init(tensors, key),
+            loss,
+            axes,
+            fields,
+            pictures=takes,
+            uses=uses,
         )
 
     def part(tree: dict[str, Any], trained: bool) -> dict[str, Any]:
@@ -404,7 +413,17 @@ def build(
         fields,
         Frozen(shapes=part(shapes, False), axes=part(axes, False)),
         takes,
+        part(uses, True),
     )
+
+
+def input_counts(vocab_size: int, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return how often each token is an input, uint32 [vocab_size]; padding is none."""
+    inputs = batch["tokens"][:, :-1]
+    if "segments" in batch:
+        inputs = inputs[batch["segments"][:, :-1] != 0]
+    counts = np.bincount(inputs.ravel(), minlength=vocab_size)
+    return counts.astype(np.uint32)
 
 
 def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:

@@ -275,7 +275,8 @@ class StoreMerging:
         squares = self._store.squares(key.fragment, payload)
         if not is_fit(squares):
             return Received((payload, squares), NON_FINITE)
-        return Received((payload, squares), norm=length(squares))
+        uses = self._store.uses(key.fragment, payload)
+        return Received((payload, squares), "", length(squares), *uses)
 
     def compute(self, merge: Merge, deltas: Sequence[Packed]) -> Prepared:
         payloads, squares = zip(*deltas, strict=True)
