@@ -412,6 +412,11 @@ def build(
         fields,
         Frozen(shapes=part(shapes, False), axes=part(axes, False)),
         takes,
+        {
+            path: use
+            for path, use in uses.items()
+            if vision.part_of(tuple(path.split("/"))) in config.train
+        },
     )
 
 
