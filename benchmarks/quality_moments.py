@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from diloco_jax.simulation.lockstep import Lockstep
 
 from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve
@@ -22,6 +21,7 @@ from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.build import build_plan
 from diloco_jax.simulation.bodies import trainer_of
 from diloco_jax.simulation.emulation_options import EmulationOptions
+from diloco_jax.simulation.laboratory import Lockstep
 from diloco_jax.weights.first import first_params
 
 

@@ -538,15 +538,15 @@ def _rule_bytes(run: RunConfig, plan: FragmentPlan, islands: int) -> tuple[int, 
     """Return the bytes that merges leave in memory, the measured tiles of deltas
     included, and the most that the merge of one piece takes."""
     # Many pieces, of few kinds.
-    kinds = Counter((p.shape, p.embedding) for p in plan.pieces)
-    like = {(p.shape, p.embedding): p for p in plan.pieces}
+    kinds = Counter((p.grid, p.embedding) for p in plan.pieces)
+    like = {(p.grid, p.embedding): p for p in plan.pieces}
     rule = MERGE_RULES.find(run.sync.merge)
     rules = {kind: merging.rule_for(piece, rule) for kind, piece in like.items()}
     state = sum(
         count
         * (
             merging.state_bytes(rules[kind], like[kind].shape)
-            + fragment_merge.sample_bytes(like[kind].shape)
+            + fragment_merge.sample_bytes(like[kind].grid)
         )
         for kind, count in kinds.items()
     )

@@ -27,7 +27,7 @@ from diloco_jax.hardware.machines import (
 )
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.models.flops import analytic_flops
+from diloco_jax.models.flops import sequence_flops
 from diloco_jax.planning.advice import LinkSetting, advise, mended, settings_that_fit
 from diloco_jax.planning.checks import (
     LINK_UTILISATION,
@@ -370,7 +370,7 @@ def step_seconds_of(
             f"arithmetic: there is no formula for the FLOPs of model.factory = "
             f"{run.model.factory!r}; plan without --arithmetic"
         )
-    flops = island.batch_size * analytic_flops(run.model, run.sequence_length)
+    flops = island.batch_size * sequence_flops(run)
     again = RECOMPUTED if island.remat == "full" else 1.0
     return max(flops * max(again, 1 / share) / found.flops_per_s, island.step_seconds)
 

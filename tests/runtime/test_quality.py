@@ -92,6 +92,7 @@ def test_shares_add_up_to_the_gap(order):
     assert ladder(losses).count("(1)") == 3 * len(RUNGS) - 2 * 3
 
 
+@pytest.mark.nightly
 def test_merging_moments_is_an_emulation_but_for_the_moments():
     size = dataclasses.replace(SHORT, tokens=4 * SHORT.sequences * SHORT.sequence)
     found = {row.name: row for row in rows(size)}
