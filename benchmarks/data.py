@@ -1,7 +1,8 @@
 """The data's speed: preparing, and reading what was prepared.
 
 Question: how many tokens a second does one core read of a mixture of prepared folders,
-and does that feed a host of TPUs? How fast is data prepared?
+and does that feed a host of TPUs? How fast is data prepared? How many rows with
+pictures does a core decode?
 
 Read is what a run reads: leased positions of two folders with weights become batches
 with tokens, segments and weights, by the product's own stream, in a process that has
@@ -16,11 +17,16 @@ function: FLOPs by the formula over the chips' published peak rate. A real step 
 longer. (The formula counts attention whole, a tenth of the FLOPs here, and most layers
 of this model have a window.) A bound asks for twice these tokens.
 
-Command: `python benchmarks/data.py`. Cost: a minute on one core.
+Rows with pictures have two each, of noise that is smooth, in the sizes that the table
+says. Each becomes a square of 512 pixels. The host's demand of such rows is that of any
+rows: no tower is counted, with which a step takes longer.
+
+Command: `python benchmarks/data.py`. Cost: two minutes on one core.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -33,13 +39,16 @@ from typing import Any
 import jax
 import numpy as np
 import support
+from PIL import Image
 
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig
-from diloco_jax.data.examples import Reader
+from diloco_jax.data.examples import Reader, pictures_for
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.pictures import PictureInput
 from diloco_jax.data.prepare import Recipe, prepare
 from diloco_jax.data.reader import BatchReader, LeasedStream
-from diloco_jax.data.tokenizers import Placed, Tokenizer
+from diloco_jax.data.source import TOKENS
+from diloco_jax.data.tokenizers import Bytes, Placed, Tokenizer
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
@@ -52,6 +61,14 @@ LENGTH, BATCH, REPEATS = 2048, 64, 5
 BATCHES = 40
 """Batches of one repeat."""
 WEIGHTS = (3.0, 1.0)
+PICTURES = {
+    "JPEG, 640 x 480": ("jpg", 640, 480),
+    "JPEG, 2,048 x 1,536": ("jpg", 2048, 1536),
+    "PNG, 640 x 480": ("png", 640, 480),
+    "WebP, 640 x 480": ("webp", 640, 480),
+}
+PER_ROW, EACH, SIDE, ROWS = 2, 64, 512, 64
+"""Pictures of a row, placeholders of each, pixels of a side in the batch, and rows."""
 TIMEOUT_S = 60.0
 
 
@@ -73,8 +90,9 @@ class Quads(Tokenizer):
         return found
 
     def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
-        """Not needed here: no text is a chat."""
-        raise NotImplementedError
+        """Return nothing for none: no text is a chat."""
+        assert not texts
+        return []
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Not needed here."""
@@ -99,7 +117,11 @@ def main() -> int:
         paths = tuple(str(Path(folder, name)) for name in ("a", "b"))
         data = DataConfig(paths=paths, weights=WEIGHTS)
         read = [speed(data) for _ in range(REPEATS)]
+        shown = {
+            said: pictured(Path(folder, said), *how) for said, how in PICTURES.items()
+        }
     step_s = planned_step_s()
+    rows_per_s = HOST.batch_size / step_s
     demand = HOST.batch_size * LENGTH / step_s
     per_core = statistics.median(r["tokens_per_cpu_s"] for r in read)
     checks = [
@@ -136,8 +158,26 @@ def main() -> int:
         }
         for number, r in enumerate(read, start=1)
     ]
-    raw = {"written": written, "read": read, "demand_tokens_per_s": demand}
-    tables = {"Demand": [asked], "Work": table}
+    pictures = [
+        {
+            "two pictures a row": said,
+            "KB each": f"{s['kb']:.0f}",
+            "rows / CPU s": f"{s['rows_per_cpu_s']:,.0f}",
+            "pictures / CPU s": f"{s['rows_per_cpu_s'] * PER_ROW:,.0f}",
+            "rows / s of the host": f"{rows_per_s:,.0f}",
+            "cores for them": f"{rows_per_s / s['rows_per_cpu_s']:,.1f}",
+            "prepared / CPU s": f"{s['prepared_per_cpu_s'] * PER_ROW:,.0f}",
+        }
+        for said, s in shown.items()
+    ]
+    raw = {
+        "written": written,
+        "read": read,
+        "demand_tokens_per_s": demand,
+        "pictures": shown,
+        "demand_rows_per_s": rows_per_s,
+    }
+    tables = {"Demand": [asked], "Work": table, "Pictures": pictures}
     return support.write_results(options.out, "data", __doc__, tables, checks, raw)
 
 
@@ -167,6 +207,48 @@ def write(folder: Path, name: str) -> dict[str, Any]:
         "tokens": counts.tokens,
         "text_bytes": counts.text_bytes,
         "rows": counts.rows,
+    }
+
+
+def pictured(folder: Path, kind: str, width: int, height: int) -> dict[str, float]:
+    """Prepare and read rows with pictures of one kind and size."""
+    (folder / "in").mkdir(parents=True)
+    draw, lines, nbytes = np.random.default_rng(0), [], 0
+    for number in range(ROWS * PER_ROW):
+        small = draw.integers(0, 256, (height // 16, width // 16, 3), np.uint8)
+        image = Image.fromarray(small).resize((width, height))
+        path = folder / "in" / f"{number}.{kind}"
+        image.save(path, quality=90)
+        nbytes += path.stat().st_size
+    for number in range(ROWS):
+        names = [f"{PER_ROW * number + n}.{kind}" for n in range(PER_ROW)]
+        lines.append(json.dumps({"text": "row " * 150, "images": names}))
+    (folder / "in" / "rows.jsonl").write_text("\n".join(lines))
+    pictures = pictures_for(Bytes(), EACH, LENGTH, PER_ROW)
+    recipe = Recipe(
+        tokenizer=Bytes(),
+        reader=Reader(pictures=pictures),
+        sequence_length=LENGTH,
+        validation_fraction=0.02,
+    )
+    began = time.process_time()
+    made = prepare(folder / "out", (str(folder / "in"),), recipe, workers=1)
+    prepared_s = time.process_time() - began
+    data = DataConfig(paths=(str(folder / "out"),))
+    found = load_data(RunConfig(data=data, sequence_length=LENGTH))
+    taken = PictureInput(side=SIDE, tokens=EACH, token=pictures.token)
+    fields = {"tokens": TOKENS, **taken.fields(PER_ROW)}
+    reader = BatchReader(found.index(0), fields, LENGTH)
+    read = []
+    for number in range(REPEATS):
+        began = time.process_time()
+        reader.batch(np.arange(number * ROWS // 4, (number + 1) * ROWS // 4))
+        read.append(ROWS / 4 / (time.process_time() - began))
+    return {
+        "kb": nbytes / ROWS / PER_ROW / 1e3,
+        "rows": made.train.counts.rows,
+        "rows_per_cpu_s": statistics.median(read),
+        "prepared_per_cpu_s": ROWS / prepared_s,
     }
 
 

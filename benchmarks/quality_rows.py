@@ -73,6 +73,7 @@ def rows(size: Size) -> Iterator[Row]:
     others = [
         *_islands(size),
         *_merging(size),
+        *_by_use(size),
         *_codecs(size),
         *_adoption(size),
         *schedules(size),
@@ -226,6 +227,20 @@ def _merging(size: Size) -> Iterator[Row]:
             against=against,
             config=config(size, islands=islands, **sync),
             options=network(2, out_of_phase=unlike or batches),
+        )
+
+
+def _by_use(size: Size) -> Iterator[Row]:
+    """Weights by use of the rows of an input table that is not the output's, with texts
+    alike and unlike."""
+    unlike = "unlike shards"
+    for more, against in (("", "decoupled, 8 islands"), (f", {unlike}", unlike)):
+        yield Row(
+            name=f"weights by use{more}",
+            group="merging",
+            against=against,
+            config=config(size, weights_by_use=True),
+            options=network(2, out_of_phase=False, unlike_shards=bool(more)),
         )
 
 

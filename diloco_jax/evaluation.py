@@ -17,7 +17,6 @@ from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
-from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.loading import Data, load_data
 from diloco_jax.data.reader import ValidationBatches
 from diloco_jax.data.source import Source
@@ -208,7 +207,7 @@ def _pieces(
     except files.SealedError as error:
         raise files.SealedError(f"{error}; {COPY}") from error
     for piece, value in zip(pieces, arrays["theta"], strict=True):
-        yield piece, TileGrid.of(piece.shape).from_tiles(value)
+        yield piece, piece.grid.from_tiles(value)
 
 
 def kept_folder(workdir: Path, cycle: int) -> Path:

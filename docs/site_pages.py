@@ -26,6 +26,7 @@ from diloco_jax.config import (
     Placement,
     RunConfig,
     SyncConfig,
+    VisionConfig,
 )
 from diloco_jax.config.fields import bound_of
 from diloco_jax.config.options import paragraph
@@ -34,6 +35,7 @@ from diloco_jax.simulation.commands import KINDS
 SECTIONS = (
     (RunConfig, ""),
     (ModelConfig, "model."),
+    (VisionConfig, "model.vision."),
     (DataConfig, "data."),
     (InnerConfig, "inner."),
     (OuterConfig, "outer."),

@@ -28,8 +28,9 @@ def library_text(nbytes: int) -> str:
     return "".join(parts)[:nbytes]
 
 
-def make_json(folder: Path, *, start: bool = True) -> Path:
-    """Write a byte-level BPE as tokenizer.json, and the file that names its end."""
+def make_json(folder: Path, *, start: bool = True, words: tuple[str, ...] = ()) -> Path:
+    """Write a byte-level BPE as tokenizer.json, and the file that names its end.
+    words: special ones besides."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.processors import TemplateProcessing
 
@@ -38,7 +39,7 @@ def make_json(folder: Path, *, start: bool = True) -> Path:
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=WORDS,
-        special_tokens=[START, END],
+        special_tokens=[START, END, *words],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -20,7 +20,12 @@ import numpy as np
 from pieces import merge_deltas, publish, set_piece
 
 from diloco_jax.core.changes import adopt, apply_publish, delta
-from diloco_jax.core.codecs import encode_with_feedback, get_codec
+from diloco_jax.core.codecs import (
+    decode_uses,
+    encode_uses,
+    encode_with_feedback,
+    get_codec,
+)
 from diloco_jax.core.families import ADOPT_RULES, MERGE_RULES, WEIGHTINGS
 from diloco_jax.core.fragments import (
     FragmentPlan,
@@ -43,6 +48,8 @@ class RoundIsland(NamedTuple):
     step: Callable[[Any, Params, int], tuple[Any, Params]]
     """(carry, params, k) -> (carry, params) after k inner steps; donates nothing."""
     tokens_per_step: int
+    used: Callable[[Any], np.ndarray] = lambda carry: np.zeros(0)
+    """carry -> how often each row of the tables that weigh by use was used so far."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +154,8 @@ def run(
 class _Take(NamedTuple):
     weight: float
     encoded: list[jax.Array]
+    uses: np.ndarray
+    """By row of the whole table, per token."""
 
 
 class _Island:
@@ -169,6 +178,7 @@ class _Island:
         self.bases = [list(anchors) for anchors in self.anchors]
         self.residuals = [[jnp.zeros_like(a) for a in f] for f in self.anchors]
         self.counted_from = [0] * len(plan.fragments)
+        self.used_from = [island.used(island.carry)] * len(plan.fragments)
 
     def train(self, steps: int) -> None:
         if steps:
@@ -189,7 +199,11 @@ class _Island:
         self.counted_from[fragment] = step
         tokens = steps * self.island.tokens_per_step
         weighting = WEIGHTINGS.find(self.settings.weighting)
-        return _Take(weight(weighting, tokens, steps), encoded)
+        used = self.island.used(self.carry)
+        counts = (used - self.used_from[fragment]).astype(np.uint32)
+        self.used_from[fragment] = used
+        uses = decode_uses(np.asarray(encode_uses(counts))) / tokens
+        return _Take(weight(weighting, tokens, steps), encoded, uses)
 
     def adopt(self, fragment: int, published: list[jax.Array], step: int) -> None:
         rule = ADOPT_RULES.find(self.settings.adopt)
@@ -202,6 +216,7 @@ class _Island:
             self.bases[fragment][i] = self.anchors[fragment][i] = anchor
         if rule.loses_steps:
             self.counted_from[fragment] = step
+            self.used_from[fragment] = self.island.used(self.carry)
 
 
 class _Coordinator:
@@ -221,13 +236,36 @@ class _Coordinator:
         self.states = [self.tx.init(theta) for theta in self.theta]
 
     def merge(self, fragment: int, takes: Sequence[_Take]) -> list[jax.Array]:
-        weights = [take.weight for take in takes]
+        pieces, before = self.plan.fragments[fragment], self.theta[fragment]
         merged = tuple(
-            self._merge_piece(piece, [take.encoded[i] for take in takes], weights)
-            for i, piece in enumerate(self.plan.fragments[fragment])
+            self._merge_piece(piece, [take.encoded[i] for take in takes], takes)
+            for i, piece in enumerate(pieces)
         )
-        self.theta[fragment], self.states[fragment] = outer_step(
-            self.tx, self.theta[fragment], self.states[fragment], merged
+        unused = [
+            ~np.any([piece.uses_of(take.uses) > 0 for take in takes], axis=0)
+            if piece.by_use
+            else np.zeros(piece.shape[:1], bool)
+            for piece in pieces
+        ]
+
+        def kept(new: Any, old: Any) -> Any:
+            """Put rows that nobody used back, where there is an array a piece."""
+            if not _by_piece(new):
+                return new
+            return tuple(
+                jnp.where(rows.reshape(-1, *(1,) * (here.ndim - 1)), there, here)
+                for rows, here, there in zip(unused, new, old, strict=True)
+            )
+
+        def _by_piece(node: Any) -> bool:
+            return type(node) is tuple and [
+                getattr(x, "shape", None) for x in node
+            ] == [piece.shape for piece in pieces]
+
+        theta, state = outer_step(self.tx, before, self.states[fragment], merged)
+        self.theta[fragment] = kept(theta, before)
+        self.states[fragment] = jax.tree.map(
+            kept, state, self.states[fragment], is_leaf=_by_piece
         )
         published = []
         for i, theta in enumerate(self.theta[fragment]):
@@ -237,11 +275,14 @@ class _Coordinator:
         return published
 
     def _merge_piece(
-        self, piece: Piece, encoded: Sequence[jax.Array], weights: Sequence[float]
+        self, piece: Piece, encoded: Sequence[jax.Array], takes: Sequence[_Take]
     ) -> jax.Array:
         deltas = [self.up.decode(octets, piece.shape) for octets in encoded]
         rule = MERGE_RULES.find(self.settings.merge)
-        return merge_deltas(deltas, weights, rule_for(piece, rule))
+        weights, uses = [take.weight for take in takes], None
+        if piece.by_use:
+            uses = np.stack([piece.uses_of(take.uses) for take in takes])
+        return merge_deltas(deltas, weights, rule_for(piece, rule), uses=uses)
 
 
 def _copy_pieces(

@@ -42,11 +42,24 @@ def expected_history(
                 done += 1
             return (state.opt_state, done), state.params
 
+        # By number of steps.
+        counts = [np.zeros(run.model.vocab_size, np.int64)]
+
+        def used(carry, name=name, island=island, counts=counts):
+            _, done = carry
+            while run.sync.weights_by_use and len(counts) <= done:
+                first = (len(counts) - 1) * island.batch_size
+                chosen = positions[name][first : first + island.batch_size]
+                tokens = reader.batch(chosen)["tokens"][:, :-1]
+                own = np.bincount(tokens.ravel(), minlength=len(counts[0]))
+                counts.append(counts[-1] + own)
+            return counts[min(done, len(counts) - 1)]
+
         params = jax.jit(model.init)(jax.random.key(run.seed))
         carry = (trainer.init_inner(params), 0)
         islands.append(
             oracle.RoundIsland(
-                name, carry, step, island.batch_size * run.sequence_length
+                name, carry, step, island.batch_size * run.sequence_length, used
             )
         )
     plan = build_plan(run, model)

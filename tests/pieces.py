@@ -45,8 +45,13 @@ def publish(codec: Codec, theta: Any, anchor: Any) -> tuple[Any, Any]:
 
 
 def merge_deltas(
-    deltas: Sequence[Any], weights: Sequence[float], rule: MergeRule, share: float = 1.0
+    deltas: Sequence[Any],
+    weights: Sequence[float],
+    rule: MergeRule,
+    share: float = 1.0,
+    uses: npt.NDArray[np.float64] | None = None,
 ) -> npt.NDArray[np.float32]:
     """Merge arrays, f32[shape] each, by a rule without state."""
     state = start(rule, tuple(deltas[0].shape)) if deltas else ()
-    return merge_piece(rule, Encoded.of(deltas), weights, share, state).delta
+    encoded = Encoded.of(deltas)
+    return merge_piece(rule, encoded, weights, share, state, uses=uses).delta

@@ -20,6 +20,7 @@ MODULES = {
     "skypilot": "sky",
     "orbax-checkpoint": "orbax",
     "array-record": "array_record",
+    "pillow": "PIL",
     "grpcio": "grpc",
     "pyyaml": "yaml",
     "google-cloud-storage": "google",

@@ -27,6 +27,7 @@ from diloco_jax.config.run import (
     OuterConfig,
     RunConfig,
     SyncConfig,
+    VisionConfig,
     differences,
     shared_fields,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "Placement",
     "RunConfig",
     "SyncConfig",
+    "VisionConfig",
     "differences",
     "own_code",
     "shared_fields",

@@ -36,17 +36,23 @@ def resolve(
     run = config.run
     if text_is_here or not run.data.digest:
         from diloco_jax.data.loading import load_data, require_vocabulary
+        from diloco_jax.data.pictures import RowPictures
 
         found = load_data(run, copied=copied)
         require_vocabulary(found, run)
+        pictures = found.pictures or RowPictures()
         data = dataclasses.replace(
             run.data,
             digest=found.digest,
             arrays=found.arrays,
             weights=found.weights or run.data.weights,
+            pictures=pictures.most,
+            picture_tokens=pictures.tokens,
+            picture_token=pictures.token,
         )
         run = dataclasses.replace(run, data=data)
-    if (run.model.lora_rank or run.model.factory) and not run.model.frozen_digest:
+    leaves = run.model.lora_rank or run.model.train or run.model.factory
+    if leaves and not run.model.frozen_digest:
         from diloco_jax.models.build import build
 
         if (frozen := build(run).frozen) is not None:

@@ -32,6 +32,45 @@ from diloco_jax.files import absolute
 
 @explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The tower that turns pictures into inputs of the decoder, as SigLIP's in Idefics3
+    and SmolVLM; without layers there is none.
+
+    Example:
+      >>> from diloco_jax import preset
+      >>> preset("smolvlm_256m").vision.tokens_per_picture
+      64
+    """
+
+    layers: int = setting(
+        0, NOT_NEGATIVE, help="Layers of the tower; 0 = the model takes no pictures."
+    )
+    width: int = setting(768, AT_LEAST_1, help="Width of the tower, over all heads.")
+    heads: int = setting(12, AT_LEAST_1, help="Attention heads of the tower.")
+    mlp_dim: int = setting(3072, AT_LEAST_1, help="Width of the MLP of its layers.")
+    side: int = setting(
+        512, AT_LEAST_1, help="Pixels of a side of every picture, which is square."
+    )
+    patch: int = setting(16, AT_LEAST_1, help="Pixels of a side of a patch.")
+    shuffle: int = setting(
+        4,
+        AT_LEAST_1,
+        help="Patches of a side that make one input of the decoder (pixel shuffle).",
+    )
+    token: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="The token in whose places a picture's inputs stand; it is not predicted.",
+    )
+
+    @property
+    def tokens_per_picture(self) -> int:
+        """Inputs of the decoder, and places of `token`, of one picture."""
+        return (self.side // self.patch // self.shuffle) ** 2
+
+
+@explained
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer, sizes in elements; or a model of your own.
 
@@ -74,6 +113,16 @@ class ModelConfig:
         "",
         help="Digest of the weights that stay as they are; empty = computed when the "
         "run is created. Other ones are refused.",
+    )
+    train: tuple[Literal["tower", "connector", "decoder"], ...] = setting(
+        (),
+        metavar="PART...",
+        help="Parts of a model with pictures that are trained, of tower, connector and "
+        "decoder; the others stay as model.weights has them, and make no pieces; empty "
+        "= all.",
+    )
+    vision: VisionConfig = setting(
+        VisionConfig(), help="The tower, of a model that takes pictures."
     )
     vocab_size: int = setting(256, AT_LEAST_1, help="Number of different tokens.")
     d_model: int = setting(192, AT_LEAST_1, help="Width of the residual stream.")
@@ -263,8 +312,25 @@ class DataConfig:
     arrays: tuple[str, ...] = setting(
         ("tokens",),
         help="Arrays that each row of the data has: tokens; segments where rows are "
-        "packed; weights; source_number in a mixture. Found together with the digest, "
-        "and needed before to plan.",
+        "packed; weights; source_number in a mixture; pictures and picture_count. "
+        "Found together with the digest, and needed before to plan.",
+    )
+    pictures: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Most pictures of a row, for which each batch has room; 0 = as many as "
+        "the fullest row has, found together with the digest.",
+    )
+    picture_tokens: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Placeholders of a picture in a row's tokens; found together with the "
+        "digest, and needed before to plan.",
+    )
+    picture_token: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Number of the placeholder's token; likewise.",
     )
 
     @property
@@ -367,6 +433,12 @@ class SyncConfig:
         SOME_SHARE,
         help="Largest share of one island in the weights of a merge, if there are "
         "enough others for it; 1 = any.",
+    )
+    weights_by_use: bool = setting(
+        False,
+        help="Weigh each row of a tensor that only some tokens touch (an input table "
+        "that is not the output's, too) by how often an island's tokens used it. A row "
+        "that nobody used stays as it is. Counts take two bytes a row and take.",
     )
     partial_merges: PartialMerges = setting(
         "scaled",

@@ -212,7 +212,7 @@ def room_each(config: Config, plan: FragmentPlan) -> int:
 def largest_delta(config: Config, plan: FragmentPlan) -> int:
     """Return the bytes of the largest fragment's delta."""
     codec = get_codec(config.run.sync.codec_up)
-    return max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
+    return max(PayloadLayout.of_delta(codec, p).total_bytes for p in plan.fragments)
 
 
 def faults_of(config: Config, who: str, life: int = 1) -> Faults:

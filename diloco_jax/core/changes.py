@@ -44,10 +44,13 @@ def publish_tiles(
     return encoded, apply_to_tiles(codec, anchor, encoded)
 
 
-@compiled(0)
-def apply_publish(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
-    """Return the anchor after a publish, f32[shape]. Nothing is donated."""
-    return _moved(anchor, codec.decode(encoded, anchor.shape))
+@compiled(0, 3)
+def apply_publish(
+    codec: Codec, anchor: jax.Array, encoded: jax.Array, groups: int = 1
+) -> jax.Array:
+    """Return the anchor after a publish, f32[shape]. groups: static, of its tiles.
+    Nothing is donated."""
+    return _moved(anchor, codec.decode(encoded, anchor.shape, groups))
 
 
 @compiled(0)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 
 from diloco_jax.core.families import CODECS, TileCodec
@@ -41,29 +42,32 @@ class Codec:
         """Return the bytes of an encoded tile with that many elements."""
         return self.member.tile_bytes(elements)
 
-    def encoded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return (*grid, tile_bytes) of an array with that shape."""
-        grid = TileGrid.of(shape)
+    def encoded_shape(self, shape: tuple[int, ...], groups: int = 1) -> tuple[int, ...]:
+        """Return (*grid, tile_bytes) of an array with that shape; `TileGrid.of` says
+        what groups are, here and below."""
+        grid = TileGrid.of(shape, groups)
         return (*grid.grid, self.tile_bytes(grid.elements))
 
-    @compiled(0)
-    def encode(self, x: ArrayLike) -> jax.Array:
-        """Encode f32[shape] -> uint8[*grid, tile_bytes]."""
-        return self.encode_tiles(TileGrid.of(x.shape).split(x))
-
     @compiled(0, 2)
-    def decode(self, encoded: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    def encode(self, x: ArrayLike, groups: int = 1) -> jax.Array:
+        """Encode f32[shape] -> uint8[*grid, tile_bytes]."""
+        return self.encode_tiles(TileGrid.of(x.shape, groups).split(x))
+
+    @compiled(0, 2, 3)
+    def decode(
+        self, encoded: ArrayLike, shape: tuple[int, ...], groups: int = 1
+    ) -> jax.Array:
         """Decode uint8[*grid, tile_bytes] -> f32[shape], the shape before encoding.
 
         Raises:
           ValueError: `encoded` does not have the shape that `shape` encodes to.
         """
-        if encoded.shape != self.encoded_shape(shape):
+        if encoded.shape != (expected := self.encoded_shape(shape, groups)):
             raise ValueError(
-                f"{self.name} encodes {shape} as {self.encoded_shape(shape)}, got "
-                f"{encoded.shape}; sender and receiver disagree on shape or codec"
+                f"{self.name} encodes {shape} as {expected}, got {encoded.shape}; "
+                f"sender and receiver disagree on shape or codec"
             )
-        grid = TileGrid.of(shape)
+        grid = TileGrid.of(shape, groups)
         whole: jax.Array = grid.join(self.decode_tiles(encoded, grid.elements))
         return whole
 
@@ -84,9 +88,9 @@ def get_codec(name: str) -> Codec:
     return Codec(name)
 
 
-@compiled(0)
+@compiled(0, 3)
 def encode_with_feedback(
-    codec: Codec, x: jax.Array, residual: jax.Array
+    codec: Codec, x: jax.Array, residual: jax.Array, groups: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Encode x + residual; return (encoded, new residual that the encoding lost).
 
@@ -96,10 +100,40 @@ def encode_with_feedback(
       codec: static.
       x: f32[shape].
       residual: f32[shape], the loss of earlier encodings; zeros at first.
+      groups: static; as `TileGrid.of`.
     """
     total = x + residual
-    encoded = codec.encode(total)
-    return encoded, total - codec.decode(encoded, x.shape)
+    encoded = codec.encode(total, groups)
+    return encoded, total - codec.decode(encoded, x.shape, groups)
+
+
+EXACT_BITS = 11
+"""Bits of a count that are kept."""
+USE_BYTES = 2
+"""Bytes of a count."""
+
+
+@compiled()
+def encode_uses(counts: jax.Array) -> jax.Array:
+    """Encode counts below 2^32 on a log scale, uint32[n] -> uint8[1, n * USE_BYTES].
+
+    Up to 2047 they are exact; of larger ones the first `EXACT_BITS` bits stay, so that
+    what is read is never more than what was counted. All lie in one tile.
+    """
+    bits = 32 - lax.clz(counts)
+    shift = jnp.maximum(bits, EXACT_BITS) - EXACT_BITS
+    codes = (shift << (EXACT_BITS - 1)) + (counts >> shift)
+    return to_octets(codes.astype(jnp.uint16), jnp.uint16)[None]
+
+
+def decode_uses(octets: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """Invert `encode_uses`, but for what it left out: [1, n * USE_BYTES] -> f64[n].
+    Every code stands for a number."""
+    codes = octets.reshape(-1).view("<u2").astype(np.int64)
+    shift = np.maximum((codes >> (EXACT_BITS - 1)) - 1, 0)
+    kept = (codes - (shift << (EXACT_BITS - 1))).astype(np.float64)
+    counts: npt.NDArray[np.float64] = np.ldexp(kept, shift)
+    return counts
 
 
 def flush_subnormals(x: ArrayLike) -> jax.Array:

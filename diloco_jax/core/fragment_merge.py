@@ -28,9 +28,15 @@ from xxhash import xxh3_128
 
 from diloco_jax.core import merging, outer
 from diloco_jax.core.changes import apply_to_tiles, publish_tiles
-from diloco_jax.core.codecs import Codec
+from diloco_jax.core.codecs import Codec, decode_uses
 from diloco_jax.core.families import MergeRule
-from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece, named
+from diloco_jax.core.fragments import (
+    Buffer,
+    PayloadLayout,
+    Piece,
+    digest_arrays,
+    named,
+)
 from diloco_jax.core.merging import Encoded, MergedPiece, merge_piece, rule_for
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
 from diloco_jax.core.tiles import (
@@ -147,14 +153,14 @@ def sample(tiles: npt.NDArray[np.float32]) -> Sample:
 def sampled(deltas: Encoded, island: int) -> npt.NDArray[np.float32]:
     """Return what is looked at of a delta, f32[rows, elements]; decode those tiles
     alone."""
-    every = _every(*TileGrid.of(deltas.shape).in_order)
+    every = _every(*deltas.grid.in_order)
     tiles = np.asarray(deltas.tiles(island, slice(None, None, SAMPLED)))
     return tiles[:, ::every].copy() if every > 1 else tiles
 
 
-def sample_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of what is looked at of an f32 array."""
-    tiles, elements = TileGrid.of(shape).in_order
+def sample_bytes(grid: TileGrid) -> int:
+    """Return the bytes of what is looked at of an f32 array with these tiles."""
+    tiles, elements = grid.in_order
     return (
         4 * math.ceil(tiles / SAMPLED) * math.ceil(elements / _every(tiles, elements))
     )
@@ -188,6 +194,16 @@ Arrays = tuple[npt.NDArray[np.float32], ...]
 """f32[tiles, elements] by piece."""
 Squares = tuple[float, ...]
 """The sum of a delta's squares, by piece."""
+
+
+class Uses(NamedTuple):
+    """What a delta says of the use of the rows of its pieces."""
+
+    most: int = 0
+    """The tokens behind a piece's counts, of the piece with the most: no more than the
+    delta's."""
+    digest: str = ""
+    """Digest of all counts; empty if there are none."""
 
 
 class FragmentState(NamedTuple):
@@ -237,7 +253,7 @@ class FragmentMerge:
     @functools.cached_property
     def layout_up(self) -> PayloadLayout:
         """Layout of an encoded delta."""
-        return PayloadLayout.of(self.up, self.pieces)
+        return PayloadLayout.of_delta(self.up, self.pieces)
 
     @functools.cached_property
     def layout_down(self) -> PayloadLayout:
@@ -247,9 +263,7 @@ class FragmentMerge:
     def begin(self, values: Sequence[ArrayLike]) -> FragmentState:
         """Return the first state: Theta = A = the pieces' values, f32[shape] each."""
         theta = tuple(
-            np.array(
-                TileGrid.of(p.shape).to_tiles(np.asarray(v)), np.float32, order="C"
-            )
+            np.array(p.grid.to_tiles(np.asarray(v)), np.float32, order="C")
             for p, v in zip(self.pieces, values, strict=True)
         )
         first = jax.tree.map(np.asarray, self._first(theta))
@@ -259,7 +273,7 @@ class FragmentMerge:
         """Return a state of `jax.ShapeDtypeStruct` without arrays."""
         theta = tuple(
             jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-                TileGrid.of(p.shape).in_order, np.float32
+                p.grid.in_order, np.float32
             )
             for p in self.pieces
         )
@@ -271,11 +285,21 @@ class FragmentMerge:
 
         If a sum is not finite, the delta is not either (`is_fit`).
         """
-        arrays = self.layout_up.unpack(payload)
+        arrays = self.layout_up.unpack(payload)[: len(self.pieces)]
         return tuple(
-            Encoded(self.up, piece.shape, [array], (), self.passes).squares[0]
+            self._encoded(piece, [array]).squares[0]
             for piece, array in zip(self.pieces, arrays, strict=True)
         )
+
+    def uses(self, payload: Buffer) -> Uses:
+        """Return what a delta says of the use of rows."""
+        counted = [piece.by_use for piece in self.pieces if piece.by_use]
+        counts = self.layout_up.unpack(payload)[len(self.pieces) :]
+        if not counts:
+            return Uses()
+        pairs = zip(counts, counted, strict=True)
+        most = max(decode_uses(own).sum() / per_token for own, per_token in pairs)
+        return Uses(math.ceil(most), digest_arrays(counts))
 
     def merge(
         self,
@@ -287,6 +311,7 @@ class FragmentMerge:
         share: float,
         final: bool,
         last: Sequence[Sample],
+        tokens: Sequence[int] = (),
     ) -> MergeResult:
         """Merge encoded deltas, take the outer step and encode the publish.
 
@@ -297,20 +322,20 @@ class FragmentMerge:
           share: factor of the merged delta.
           final: the flush: weighted mean, learning rate 1, momentum untouched.
           last: `MergeResult.sample` of the merge before; empty if unknown.
+          tokens: of each delta, for pieces that are weighed by use.
         """
         encoded = [self.layout_up.unpack(payload) for payload in payloads]
         deltas, merged, samples = [], [], []
         theta, anchor = self._new(state.theta), self._new(state.anchor)
         for index, piece in enumerate(self.pieces):
-            own = Encoded(
-                self.up,
-                piece.shape,
+            own = self._encoded(
+                piece,
                 [arrays[index] for arrays in encoded],
                 [known[index] for known in squares],
-                self.passes,
             )
             rule, kept = rule_for(piece, self.rule, final=final), state.rules[index]
-            found = merge_piece(rule, own, weights, share, kept, theta[index])
+            uses = self._uses(index, encoded, tokens) if piece.by_use else None
+            found = merge_piece(rule, own, weights, share, kept, theta[index], uses)
             deltas.append(own)
             merged.append(found)
             samples.append(sample(found.total) * np.float32(found.factor))
@@ -321,6 +346,10 @@ class FragmentMerge:
         if not (final or self._by_block):
             stepped = True
             after = after._replace(outer=self._whole_step(state, merged, theta))
+            for index, found in enumerate(merged):
+                _keep(
+                    found, slice(0, len(theta[index])), state.theta[index], theta[index]
+                )
         outers = [
             self._finish_piece(
                 index,
@@ -398,6 +427,20 @@ class FragmentMerge:
         return FragmentState(
             anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
         )
+
+    def _uses(
+        self, index: int, deltas: Sequence[Sequence[Any]], tokens: Sequence[int]
+    ) -> npt.NDArray[np.float64]:
+        """Return the uses of a piece's rows by delta, per token."""
+        place = len(self.pieces) + sum(p.by_use > 0 for p in self.pieces[:index])
+        counts = np.stack([decode_uses(arrays[place]) for arrays in deltas])
+        counts /= np.array(tokens, np.float64)[:, None]
+        return counts
+
+    def _encoded(
+        self, piece: Piece, arrays: Sequence[Any], squares: Sequence[float] = ()
+    ) -> Encoded:
+        return Encoded(self.up, piece.shape, arrays, squares, self.passes, piece.groups)
 
     def _replays_natively(self, state: FragmentState) -> bool:
         return (
@@ -506,6 +549,8 @@ class FragmentMerge:
                 new_trace=native.new_trace,
                 new_anchor=new_anchor,
                 encoded=encoded,
+                unused=None if merged is None else merged.unused,
+                grid=None if merged is None or merged.unused is None else merged.grid,
                 digest=digest,
             )
             return native.after
@@ -536,8 +581,10 @@ class FragmentMerge:
                     for n, leaf in enumerate(jax.tree.leaves(moved)):
                         if cut[n]:
                             new[n][rows] = leaf
+                            _keep(merged, rows, kept[n], new[n])
                         else:
                             new[n] = np.asarray(leaf)
+                _keep(merged, rows, old, theta)
             encoded[rows], new_anchor[rows] = publish_tiles(
                 self.down, theta[rows], anchor[rows]
             )
@@ -574,8 +621,22 @@ class FragmentMerge:
             outer.make_outer(self.settings), own, state.outer, deltas
         )
         for piece, new, place in zip(self.pieces, stepped, theta, strict=True):
-            place[...] = TileGrid.of(piece.shape).to_tiles(np.asarray(new))
+            place[...] = piece.grid.to_tiles(np.asarray(new))
         return jax.tree.map(np.asarray, after)
+
+
+def _keep(
+    merged: MergedPiece,
+    tiles: slice,
+    old: npt.NDArray[np.float32],
+    new: npt.NDArray[np.float32],
+) -> None:
+    """Put the old values back, in these tiles, of rows that nobody used."""
+    if merged.unused is not None:
+        unused = merged.grid.by_row(merged.unused, tiles)
+        shape = (*unused.shape, -1)
+        here = new[tiles].reshape(shape)
+        np.copyto(here, old[tiles].reshape(shape), where=unused[..., None])
 
 
 def length(squares: Squares) -> float:
@@ -589,5 +650,5 @@ def is_fit(squares: Squares) -> bool:
 
 
 def _own_order(piece: Piece, tiles: Any) -> npt.NDArray[np.float32]:
-    values: npt.NDArray[np.float32] = TileGrid.of(piece.shape).from_tiles(tiles)
+    values: npt.NDArray[np.float32] = piece.grid.from_tiles(tiles)
     return values

@@ -18,10 +18,11 @@ of a fragment alone, never on a mesh (docs/design/pieces.md).
 
 Parameters are a nested dict of arrays. `P` is the number of fragments.
 
-A fragment's *payload* is its encoded pieces, one after the other, without padding. A
-message carries all of it or a part. A part is boxes of tiles, as a shard of
-an aligned mesh is; its bytes are its boxes' bytes, one after the other, each row-major
-over the box. A full anchor travels as the f32 values of the same boxes of tiles.
+A fragment's *payload* is its encoded pieces, one after the other, without padding; in
+a delta the counts of use follow, of those pieces that have any, a tile each. A message
+carries all of it or a part. A part is boxes of tiles, as a shard of an aligned mesh is;
+its bytes are its boxes' bytes, one after the other, each row-major over the box. A
+full anchor travels as the f32 values of the same boxes of tiles.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128
 
-from diloco_jax.core.codecs import Codec
+from diloco_jax.core.codecs import USE_BYTES, Codec
 from diloco_jax.core.tiles import ArrayLike, TileGrid, ballot_bytes
 
 MOST_STRIPES = 256
@@ -60,14 +62,19 @@ class Bands:
     """Rows of a stripe that a band has; the last band may have fewer."""
 
     @staticmethod
-    def of(shape: tuple[int, ...], limit: float) -> Bands:
+    def of(shape: tuple[int, ...], limit: float, groups: int = 1) -> Bands:
         """Return the division into bands of at most `limit` elements, if a row has no
-        more. A band has a power of two of rows, so that its tiles fit many meshes."""
-        axis = max(range(len(shape)), key=lambda a: (shape[a], -a)) - len(shape)
+        more. A band has a power of two of rows, so that its tiles fit many meshes.
+
+        groups: as of a piece. A band has whole ones if they are no larger than the
+        limit, else the same rows of every one."""
+        whole = groups > 1 and math.prod(shape) // groups <= limit
+        places = (0,) if whole else range(groups > 1, len(shape))
+        axis = max(places, key=lambda a: (shape[a], -a)) - len(shape)
+        aligned = 1 if whole else ALIGNED[axis == -1]
         extent = shape[axis]
         wanted = max(1.0, limit / (math.prod(shape) // extent))
         rows = 2 ** int(math.log2(wanted))
-        aligned = ALIGNED[axis == -1]
         stripes = 1
         while (
             stripes < MOST_STRIPES
@@ -117,6 +124,7 @@ WAYS = ("size", "layer", "tensor")
 
 LAYERS = "layers"
 VOCAB = "vocab"
+EXPERT = "expert"
 
 EVEN = 1.15
 """Size of the largest fragment over the mean, up to which fragments count as even."""
@@ -144,6 +152,12 @@ class Piece:
     """Shape of the piece, without the layer axis."""
     embedding: bool
     """True if it has a vocabulary axis: most rules merge it by weighted mean."""
+    groups: int = dataclasses.field(default=1, kw_only=True)
+    """Parts along the first axis, a row each, that have nothing in common: experts. No
+    tile has two of them."""
+    by_use: int = dataclasses.field(default=0, kw_only=True)
+    """Not 0: a delta says how often each row of the first axis was used, which weighs
+    it. A token uses so many rows at most."""
 
     @property
     def name(self) -> str:
@@ -157,6 +171,20 @@ class Piece:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def grid(self) -> TileGrid:
+        """Its tiles."""
+        return TileGrid.of(self.shape, self.groups)
+
+    def uses_of(self, counts: Any) -> Any:
+        """Return the counts of its rows, out of those of its tensor, [rows] or [layers,
+        rows]."""
+        own = counts if self.layer < 0 else counts[self.layer]
+        if self.bands is None or self.bands.axis > -len(self.shape):
+            return own
+        rows = dataclasses.replace(self.bands, axis=-1)
+        return rows.joined(rows.striped(own)[rows.index(self.band)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +214,7 @@ class FragmentPlan:
             [
                 [
                     [
-                        *(p.name, p.layer, p.shape, p.embedding),
+                        *(p.name, p.layer, p.shape, p.embedding, p.groups, p.by_use),
                         p.bands and dataclasses.astuple(p.bands),
                     ]
                     for p in fragment
@@ -203,6 +231,7 @@ def plan_fragments(
     num_fragments: int,
     by: str = "size",
     may_cut: Callable[[Piece], bool] = lambda piece: False,
+    by_use: Mapping[str, int] = MappingProxyType({}),
 ) -> FragmentPlan:
     """Deal all pieces out to `num_fragments` fragments of about equal size.
 
@@ -216,23 +245,32 @@ def plan_fragments(
     Args:
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
       axes: the same nesting; leaves are tuples with the logical name (or None) of
-        every axis. A leading "layers" makes one piece per layer; "vocab" anywhere
-        marks an embedding.
+        every axis. A leading "layers" makes one piece per layer, "expert" first or
+        after it makes groups, and "vocab" anywhere marks an embedding.
       num_fragments: P.
       by: the unit dealt out. "size": each piece by itself. "layer": all pieces of a
         layer (of one index, in every stack) together, each tensor outside the layers
         by itself. "tensor": all layers of a tensor together.
       may_cut: tells whether the mathematics of a whole piece are those of its bands
         (`core/merging.py: may_cut`).
+      by_use: `Piece.by_use` of tensors, by path, joined by "/".
 
     Raises:
       ValueError: P is below 1 or above the number of units; shapes and axes do not
         match; two pieces have one name; `by` is unknown.
     """
-    whole = list(_pieces(shapes, axes, ()))
+    whole = [
+        dataclasses.replace(piece, by_use=by_use.get("/".join(piece.path), 0))
+        for piece in _pieces(shapes, axes, ())
+    ]
     plans = [_deal(whole, num_fragments, by, may_cut, cut) for cut in CUTS]
     even = EVEN * plans[0].total / num_fragments
     return min(plans, key=lambda plan: max(even, *plan.sizes))  # The first of equals.
+
+
+def groups_of(names: Sequence[str | None], shape: tuple[int, ...]) -> int:
+    """Return `Piece.groups` of a tensor, or of a layer, by the names of its axes."""
+    return shape[0] if tuple(names[:1]) == (EXPERT,) else 1
 
 
 def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
@@ -379,9 +417,12 @@ def _in_bands(
         if piece.size <= above or not may_cut(piece):
             yield piece
             continue
-        bands = Bands.of(piece.shape, limit)
+        bands = Bands.of(piece.shape, limit, piece.groups)
         for band, shape in enumerate(bands.shapes(piece.shape)):
-            yield dataclasses.replace(piece, band=band, bands=bands, shape=shape)
+            groups = min(piece.groups, shape[0])
+            yield dataclasses.replace(
+                piece, band=band, bands=bands, shape=shape, groups=groups
+            )
 
 
 def _size(pieces: Iterable[Piece]) -> int:
@@ -406,12 +447,10 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
             f"{where}: shape {shape} has {len(shape)} axes, but they are named {axes}; "
             f"give one name (or None) per axis"
         )
-    embedding = VOCAB in axes
-    if axes and axes[0] == LAYERS:
-        for layer in range(shape[0]):
-            yield Piece(path, layer, shape[1:], embedding)
-    else:
-        yield Piece(path, -1, shape, embedding)
+    embedding, layered = VOCAB in axes, axes[:1] == (LAYERS,)
+    own, groups = shape[layered:], groups_of(axes[layered:], shape[layered:])
+    for layer in range(shape[0]) if layered else (-1,):
+        yield Piece(path, layer, own, embedding, groups=groups)
 
 
 def _stack(leaf: Any) -> Any:
@@ -462,14 +501,21 @@ class PayloadLayout:
     @classmethod
     def of(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
         """Return the layout of these pieces, in this order."""
-        return cls._of(pieces, [codec.encoded_shape(p.shape) for p in pieces])
+        shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
+        return cls._of(pieces, shapes)
+
+    @classmethod
+    def of_delta(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
+        """Return the layout of a delta of these pieces, with its counts of use."""
+        shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
+        uses = [(1, USE_BYTES * p.shape[0]) for p in pieces if p.by_use]
+        return cls._of([*pieces, *(p for p in pieces if p.by_use)], [*shapes, *uses])
 
     @classmethod
     def of_ballots(cls, pieces: Sequence[Piece]) -> PayloadLayout:
         """Return the layout of ballots about these pieces; see `tiles.ballot_of`."""
-        grids = [TileGrid.of(piece.shape) for piece in pieces]
-        shapes = [(*grid.grid, ballot_bytes(grid.elements)) for grid in grids]
-        return cls._of(pieces, shapes)
+        grids = (piece.grid for piece in pieces)
+        return cls._of(pieces, [(*g.grid, ballot_bytes(g.elements)) for g in grids])
 
     @classmethod
     def _of(

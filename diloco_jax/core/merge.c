@@ -7,7 +7,7 @@ with -ffp-contract=off and without -ffast-math.
 
 All arrays of a piece lie in the order of its tiles. `n` is the number of elements of a
 tile, `tiles` the number of tiles in this call. Each function returns 0, or 1 if there
-is no memory. Codecs and steps are numbered as in library.py. */
+is no memory. Codecs and steps are numbered as in tiles.py. */
 
 #include "codec.h"
 
@@ -110,6 +110,47 @@ int merge_squares(int codec, int64_t tiles, int64_t n, const uint8_t *encoded,
   return failed;
 }
 
+/* ---- rows of the first axis ------------------------------------------------------- */
+
+/* Which rows tiles have: tile `first` is the first of this call, `across` of them lie
+beside each other, and each has `own` rows, one after the other. */
+typedef struct {
+  int64_t first, across, own;
+} Rows;
+
+/* The first row of tile t of this call. */
+INLINE int64_t first_row(Rows rows, int64_t t) {
+  return (rows.first + t) / rows.across * rows.own;
+}
+
+/* The end, in a chunk, of the row that has its element i; `length` elements a row. */
+INLINE int64_t row_end(int64_t start, int64_t i, int64_t length, int64_t count) {
+  int64_t end = ((start + i) / length + 1) * length - start;
+  return end < count ? end : count;
+}
+
+/* Add a chunk of a tile, each row times its own factor. */
+INLINE void add_rows(const float *restrict value, const float *factors, int64_t start,
+                     int64_t count, int64_t length, float *restrict sum) {
+  for (int64_t i = 0, end; i < count; i = end) {
+    float factor = factors[(start + i) / length];
+    end = row_end(start, i, length, count);
+    for (int64_t j = i; j < end; j++) sum[j] = __builtin_fmaf(factor, value[j], sum[j]);
+  }
+}
+
+/* Put the values from before a step back where nobody used a row of a chunk. */
+INLINE void keep_rows(const uint8_t *unused, int64_t start, int64_t count,
+                      int64_t length, const float *old, const float *trace,
+                      float *theta, float *new_trace) {
+  for (int64_t i = 0, end; i < count; i = end) {
+    end = row_end(start, i, length, count);
+    if (!unused[(start + i) / length]) continue;
+    memcpy(theta + i, old + i, 4 * (end - i));
+    if (trace) memcpy(new_trace + i, trace + i, 4 * (end - i));
+  }
+}
+
 /* ---- sum -------------------------------------------------------------------------- */
 
 /* Ask for the integers or values of a chunk, which is needed once the same chunk of all
@@ -120,9 +161,9 @@ INLINE void read_ahead(int codec, const uint8_t *tile, int64_t start) {
     __builtin_prefetch(tile + start * width + i);
 }
 
-INLINE int sum_of(int codec, int64_t deltas, int64_t tiles, int64_t n,
-                  const uint8_t *const *encoded, const float *factors, float *total,
-                  double *squares) {
+INLINE int sum_of(int codec, int64_t deltas, int64_t tiles, int64_t n, int64_t apart,
+                  Rows rows, const uint8_t *const *encoded, const float *factors,
+                  float *total, double *squares) {
   int64_t bytes = tile_bytes(codec, n), run = run_of(n);
   double *work = square_work(run);
   float *end = malloc(4 * run);
@@ -134,6 +175,7 @@ INLINE int sum_of(int codec, int64_t deltas, int64_t tiles, int64_t n,
   for (int64_t t = 0; t < tiles; t++, squares += parts_of(n)) {
     float *out = total + t * n;
     double *to = squares;
+    const float *here = factors + first_row(rows, t);
     for (int64_t start = 0; start < n; start += CHUNK) {
       int64_t count = n - start < CHUNK ? n - start : CHUNK;
       float sum[CHUNK];
@@ -141,10 +183,15 @@ INLINE int sum_of(int codec, int64_t deltas, int64_t tiles, int64_t n,
       for (int64_t m = 0; m < deltas; m++) {
         const uint8_t *tile = encoded[m] + t * bytes;
         read_ahead(codec, tile, start + CHUNK);
-        if (count == CHUNK)
-          decode(codec, ADD, tile, n, start, CHUNK, factors[m], sum);
-        else
-          decode(codec, ADD, tile, n, start, count, factors[m], sum);
+        if (rows.own > 1) {
+          float value[CHUNK];
+          decode(codec, STORE, tile, n, start, count, 1, value);
+          add_rows(value, here + m * apart, start, count, n / rows.own, sum);
+        } else if (count == CHUNK) {
+          decode(codec, ADD, tile, n, start, CHUNK, here[m * apart], sum);
+        } else {
+          decode(codec, ADD, tile, n, start, count, here[m * apart], sum);
+        }
       }
       memcpy(out + start, sum, 4 * count);
     }
@@ -165,15 +212,18 @@ INLINE int sum_of(int codec, int64_t deltas, int64_t tiles, int64_t n,
 }
 
 /* Sum of the deltas, each times its factor, in their order, and the squares of it:
-f32[tiles, n], f64[tiles, parts_of(n)]. */
-int merge_sum(int codec, int64_t deltas, int64_t tiles, int64_t n,
+f32[tiles, n], f64[tiles, parts_of(n)]. A delta has `apart` factors, one a row. */
+int merge_sum(int codec, int64_t deltas, int64_t tiles, int64_t n, int64_t apart,
+              int64_t first, int64_t across, int64_t own,
               const uint8_t *const *encoded, const float *factors, float *total,
               double *squares) {
   uint64_t before = zero_subnormals();
+  Rows rows = {first, across, own};
   int failed = 1;
 #define SUM(CODEC)                                                                     \
   case CODEC:                                                                          \
-    failed = sum_of(CODEC, deltas, tiles, n, encoded, factors, total, squares);        \
+    failed = sum_of(CODEC, deltas, tiles, n, apart, rows, encoded, factors, total,     \
+                    squares);                                                          \
     break;
   switch (codec) { SUM(F32) SUM(BF16) SUM(INT8) SUM(INT4) SUM(INT2) }
   restore(before);
@@ -225,9 +275,9 @@ static void take_step(int kind, Step step, int64_t count, const float *total,
 }
 
 INLINE int finish_of(int codec, int kind, Step step, int64_t tiles, int64_t n,
-                     const float *old, const float *trace, const float *anchor,
-                     float *theta, float *new_trace, float *new_anchor,
-                     uint8_t *encoded) {
+                     Rows rows, const uint8_t *unused, const float *old,
+                     const float *trace, const float *anchor, float *theta,
+                     float *new_trace, float *new_anchor, uint8_t *encoded) {
   int bits = bits_of_codec(codec), planes = 8 / bits;
   int64_t bytes = tile_bytes(codec, n), width = width_of(bits, n);
   int traced = kind == NESTEROV || kind == GUARDED_NESTEROV;
@@ -240,6 +290,10 @@ INLINE int finish_of(int codec, int kind, Step step, int64_t tiles, int64_t n,
       float change[CHUNK];
       if (kind != KEEP)
         take_step(kind, step, count, theta + at, old + at,
+                  traced ? trace + at : NULL, theta + at,
+                  traced ? new_trace + at : NULL);
+      if (unused && kind != KEEP)
+        keep_rows(unused + first_row(rows, t), start, count, n / rows.own, old + at,
                   traced ? trace + at : NULL, theta + at,
                   traced ? new_trace + at : NULL);
       for (int64_t i = 0; i < count; i++)
@@ -275,18 +329,21 @@ INLINE int finish_of(int codec, int kind, Step step, int64_t tiles, int64_t n,
 }
 
 /* Take the outer step from the sum that lies in `theta`, and encode the publish. KEEP:
-theta is final. f32[tiles, n] each, uint8[tiles, tile_bytes]; traces: NESTEROV alone. */
+theta is final. f32[tiles, n] each, uint8[tiles, tile_bytes]; traces: NESTEROV alone.
+unused: by row whether it stays as it was; may be NULL. */
 int merge_finish(int codec, int kind, float factor, float guard, float momentum,
-                 float rate, int64_t tiles, int64_t n, const float *old,
+                 float rate, int64_t tiles, int64_t n, int64_t first, int64_t across,
+                 int64_t own, const uint8_t *unused, const float *old,
                  const float *trace, const float *anchor, float *theta,
                  float *new_trace, float *new_anchor, uint8_t *encoded) {
   uint64_t before = zero_subnormals();
   Step step = {factor, guard, momentum, rate};
+  Rows rows = {first, across, own};
   int failed = 1;
 #define FINISH(CODEC)                                                                  \
   case CODEC:                                                                          \
-    failed = finish_of(CODEC, kind, step, tiles, n, old, trace, anchor, theta,         \
-                       new_trace, new_anchor, encoded);                                \
+    failed = finish_of(CODEC, kind, step, tiles, n, rows, unused, old, trace, anchor,  \
+                       theta, new_trace, new_anchor, encoded);                         \
     break;
   switch (codec) { FINISH(F32) FINISH(BF16) FINISH(INT8) FINISH(INT4) FINISH(INT2) }
   restore(before);

@@ -282,6 +282,8 @@ class Encoded:
     """`squares`, if they are known already."""
     passes: Passes | None = None
     """The merge route "native"; None: "xla"."""
+    groups: int = 1
+    """As `Piece.groups`."""
 
     @classmethod
     def of(cls, arrays: Sequence[ArrayLike]) -> Encoded:
@@ -295,25 +297,32 @@ class Encoded:
 
     def __getitem__(self, island: int) -> ArrayLike:
         """Return the island's delta, f32[shape]."""
-        return self.codec.decode(self.encoded[island], self.shape)
+        return self.codec.decode(self.encoded[island], self.shape, self.groups)
 
     def tiles(self, island: int, rows: slice) -> ArrayLike:
         """Return these of its tiles, f32[rows, elements], in the order of the grid."""
         return self.codec.decode_tiles(self._in_order(island)[rows], self._elements)
 
     def weighted_sum(
-        self, factors: Sequence[float], out: npt.NDArray[np.float32]
+        self,
+        factors: Sequence[float] | npt.NDArray[np.float32],
+        out: npt.NDArray[np.float32],
     ) -> list[float]:
         """Sum the deltas, each times its factor, into f32[tiles, elements]; return the
-        sum of the squares of each tile of that."""
+        sum of the squares of each tile of that. factors: one a delta, or f32[M, rows],
+        one for each row of its first axis."""
+        by_row = self.grid if np.ndim(factors) > 1 else None
         if self._native is not None:
             encoded = [self._in_order(island) for island in range(len(self))]
-            return self._native.sum(self.codec.name, encoded, factors, out)
+            return self._native.sum(self.codec.name, encoded, factors, out, by_row)
         found: list[float] = []
         for rows in blocks(*out.shape):
             block = jnp.zeros(out[rows].shape, jnp.float32)
             for island, factor in enumerate(factors):
-                block = added(block, self.tiles(island, rows), np.float32(factor))
+                own = np.float32(factor)
+                if by_row is not None:
+                    own = by_row.by_row(factor, rows)
+                block = added(block, self.tiles(island, rows), own)
                 # Otherwise all deltas would be decoded ahead of the sum, into memory.
                 jax.block_until_ready(block)  # type: ignore[no-untyped-call]
             out[rows] = block
@@ -336,8 +345,13 @@ class Encoded:
         )
 
     @property
+    def grid(self) -> TileGrid:
+        """The tiles of each delta."""
+        return TileGrid.of(self.shape, self.groups)
+
+    @property
     def _elements(self) -> int:
-        return TileGrid.of(self.shape).elements
+        return self.grid.elements
 
     @property
     def _native(self) -> Passes | None:
@@ -353,9 +367,12 @@ class Encoded:
 
 @compiled(donates=(0,))
 def added(total: jax.Array, delta: ArrayLike, factor: Any) -> jax.Array:
-    """Return a sum with one more delta, times its factor. The sum is donated."""
-    summed: jax.Array = total + factor * delta
-    return summed
+    """Return a sum with one more delta, f32[n, elements], times its factor, one number
+    or [n, rows of a tile]. The sum is donated."""
+    shape = (*jnp.shape(factor), -1) if jnp.ndim(factor) else total.shape
+    by_row = jnp.expand_dims(factor, -1) if jnp.ndim(factor) else factor
+    summed = total.reshape(shape) + by_row * delta.reshape(shape)
+    return summed.reshape(total.shape)
 
 
 MOST_SQUARES = 1e36
@@ -365,7 +382,7 @@ MOST_SQUARES = 1e36
 class MergedPiece(NamedTuple):
     """A merged piece: `factor` times `total`."""
 
-    shape: Shape
+    grid: TileGrid
     total: npt.NDArray[np.float32]
     """f32[tiles, elements]."""
     factor: float
@@ -375,12 +392,15 @@ class MergedPiece(NamedTuple):
     """The rule's state, for the next merge."""
     direction_square: float | None
     """|sum of w unit(d)|^2, if the rule knows it."""
+    unused: npt.NDArray[np.bool_] | None = None
+    """bool[rows of the first axis]: no delta used it, so it stays as it is; None: all
+    were."""
 
     @property
     def delta(self) -> npt.NDArray[np.float32]:
         """The merged delta in its own order, f32[shape]."""
         scaled = self.total * np.float32(self.factor)
-        whole: npt.NDArray[np.float32] = TileGrid.of(self.shape).from_tiles(scaled)
+        whole: npt.NDArray[np.float32] = self.grid.from_tiles(scaled)
         return whole
 
 
@@ -391,6 +411,7 @@ def merge_piece(
     share: float = 1.0,
     state: State = (),
     out: npt.NDArray[np.float32] | None = None,
+    uses: npt.NDArray[np.float64] | None = None,
 ) -> MergedPiece:
     """Merge the deltas of one piece.
 
@@ -401,10 +422,13 @@ def merge_piece(
       share: share of the islands' work in these deltas, above 0 and at most 1.
       state: from the last merge of the piece; `start(rule, shape)` at first.
       out: the place of `MergedPiece.total`; None: a new array.
+      uses: f64[M, rows of the first axis], how often each delta's steps used a row, per
+        unit of its weight; None: all rows alike.
 
     Raises:
       ValueError: no deltas, not one weight per delta, weights that are negative or
-        not finite or all zero, or a share out of bounds.
+        not finite or all zero, or a share out of bounds; uses for a rule that sees
+        whole deltas.
     """
     total = math.fsum(weights)
     if len(deltas) != len(weights) or not weights:
@@ -420,12 +444,42 @@ def merge_piece(
         raise ValueError(f"share = {share}; it must be above 0 and at most 1")
     shares = [w / total for w in weights]
     if out is None:
-        out = np.empty(TileGrid.of(deltas.shape).in_order, np.float32)
+        out = np.empty(deltas.grid.in_order, np.float32)
+    by_row = None if uses is None else row_shares(shares, uses)
     if rule.needs == "sum":
-        return _sum(rule, deltas, shares, share, out)
+        return _sum(rule, deltas, shares, share, out, by_row)
     if rule.needs == "elementwise":
-        return _by_blocks(rule, deltas, shares, share, out)
+        return _by_blocks(rule, deltas, shares, share, out, by_row)
+    require_rows(rule, by_row is not None)
     return _by_pieces(rule, deltas, shares, share, state, out)
+
+
+def row_shares(
+    shares: Sequence[float], uses: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return each delta's share in each row, f64[M, rows]: its own times its use, over
+    the sum of all; zeros where nobody used the row. See `merge_piece`."""
+    found: npt.NDArray[np.float64] = np.array(shares)[:, None] * uses
+    total = found.sum(axis=0)
+    np.divide(found, total, out=found, where=total > 0)
+    return found
+
+
+def _unused(
+    by_row: npt.NDArray[np.float64] | None,
+) -> npt.NDArray[np.bool_] | None:
+    """Return `MergedPiece.unused`."""
+    return None if by_row is None else np.asarray(~by_row.any(axis=0))
+
+
+def require_rows(rule: MergeRule, by_use: bool) -> None:
+    """Raise ValueError if a rule cannot weigh rows by use, and is to."""
+    if by_use and rule.needs not in ("sum", "elementwise"):
+        raise ValueError(
+            f"{type(rule).__name__} sees whole deltas (needs = {rule.needs!r}), and "
+            f"weights by use differ from row to row; choose a rule that needs a sum or "
+            f"goes element by element, or leave sync.weights_by_use off"
+        )
 
 
 def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule:
@@ -480,21 +534,29 @@ def _sum(
     weights: list[float],
     share: float,
     out: npt.NDArray[np.float32],
+    by_row: npt.NDArray[np.float64] | None,
 ) -> MergedPiece:
     squares = deltas.squares
-    found = deltas.weighted_sum(rule.factors(weights, squares), out)
+    factors: Any = rule.factors(weights, squares)
+    if by_row is not None:
+        # What the rule makes of a delta's weight, it makes of its weight in a row.
+        pairs = zip(factors, weights, strict=True)
+        each = np.array([f / weight if weight else 0.0 for f, weight in pairs])
+        factors = (each[:, None] * by_row).astype(np.float32)
+    found = deltas.weighted_sum(factors, out)
     square = math.fsum(found)
     scale = rule.scale(weights, squares, square)
     if scale is None:
-        return _sum(MEAN, deltas, weights, share, out)
+        return _sum(MEAN, deltas, weights, share, out, by_row)
     factor = share * scale
     return MergedPiece(
-        deltas.shape,
+        deltas.grid,
         out,
         factor,
         factor * factor * square,
         (),
-        rule.direction_square(square),
+        rule.direction_square(square) if by_row is None else None,
+        _unused(by_row),
     )
 
 
@@ -504,11 +566,17 @@ def _by_blocks(
     weights: list[float],
     share: float,
     out: npt.NDArray[np.float32],
+    by_row: npt.NDArray[np.float64] | None,
 ) -> MergedPiece:
     for rows in blocks(len(out), out.shape[1], arrays=len(deltas)):
         stacked = jnp.stack([deltas.tiles(i, rows) for i in range(len(deltas))])
-        out[rows] = merge_block(rule, stacked, jnp.asarray(weights), share)
-    return MergedPiece(deltas.shape, out, 1.0, math.fsum(tile_squares(out)), (), None)
+        if by_row is None:
+            out[rows] = merge_block(rule, stacked, jnp.asarray(weights), share)
+        else:
+            own = jnp.asarray(deltas.grid.by_row(by_row, rows), jnp.float32)
+            out[rows] = merge_rows(rule, stacked, own, share)
+    square, unused = math.fsum(tile_squares(out)), _unused(by_row)
+    return MergedPiece(deltas.grid, out, 1.0, square, (), None, unused)
 
 
 def _by_pieces(
@@ -525,9 +593,9 @@ def _by_pieces(
     else:
         stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
         merged, after = merge_whole(rule, stacked, jnp.asarray(weights), share, state)
-    out[...] = TileGrid.of(deltas.shape).to_tiles(np.asarray(merged))
+    out[...] = deltas.grid.to_tiles(np.asarray(merged))
     square = math.fsum(tile_squares(out))
-    return MergedPiece(deltas.shape, out, 1.0, square, after, None)
+    return MergedPiece(deltas.grid, out, 1.0, square, after, None)
 
 
 def fold(
@@ -568,6 +636,19 @@ def _finish(rule: Fold, shape: Shape, sums: Any, share: Any, state: State) -> An
 def merge_block(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax.Array:
     """Merge the same elements of all deltas, f32[M, ...], f32[M] -> f32[...]."""
     return _required(rule.merge(deltas, weights, share), deltas.shape[1:])
+
+
+@compiled(0)
+def merge_rows(rule: Elementwise, deltas: Any, weights: Any, share: Any) -> jax.Array:
+    """Merge the same tiles of all deltas row by row, f32[M, n, elements], f32[M, n,
+    rows] -> f32[n, elements]; 0 where all weights of a row are 0. A delta of weight 0
+    is 0 in that row: a rule may look at deltas that weigh nothing."""
+    rows = weights.reshape(len(weights), -1)
+    own = deltas.reshape(*rows.shape, -1)
+    own = jnp.where(rows[..., None] > 0, own, 0.0)
+    merged = jax.vmap(lambda d, w: rule.merge(d, w, share), 1)(own, rows)
+    merged = jnp.where(rows.any(axis=0)[:, None], merged, 0.0)
+    return _required(merged.reshape(deltas.shape[1:]), deltas.shape[1:])
 
 
 @compiled(0)

@@ -19,20 +19,19 @@ import jax.numpy as jnp
 from diloco_jax.core import merging, outer
 from diloco_jax.core.changes import publish_tiles
 from diloco_jax.core.codecs import Codec
-from diloco_jax.core.families import Arrays, MergeRule, Shape, State
+from diloco_jax.core.families import Arrays, MergeRule, State
 from diloco_jax.core.outer import OuterSettings
 from diloco_jax.core.tiles import TileGrid
 
 
-def decoded(codec: Codec, shape: Shape, encoded: jax.Array) -> jax.Array:
-    """Decode a delta, uint8[*grid, tile_bytes] -> f32[n, e]. shape: of the piece."""
-    grid = TileGrid.of(shape)
+def decoded(codec: Codec, grid: TileGrid, encoded: jax.Array) -> jax.Array:
+    """Decode a delta, uint8[*grid, tile_bytes] -> f32[n, e]. grid: of the piece."""
     return codec.decode_tiles(encoded, grid.elements).reshape(grid.in_order)
 
 
 def total(
     rule: MergeRule,
-    shape: Shape,
+    grid: TileGrid,
     deltas: jax.Array,
     numbers: jax.Array,
     share: Any,
@@ -50,10 +49,9 @@ def total(
         return found, state
     if rule.needs == "elementwise":
         return merging.merge_block(rule, deltas, numbers, share), state
-    grid = TileGrid.of(shape)
     own = [grid.from_tiles(delta) for delta in deltas]
     if rule.needs == "fold":
-        merged, after = merging.fold(rule, shape, own, numbers, share, state)
+        merged, after = merging.fold(rule, grid.shape, own, numbers, share, state)
     else:
         merged, after = merging.merge_whole(rule, jnp.stack(own), numbers, share, state)
     return grid.to_tiles(merged), after
@@ -61,7 +59,7 @@ def total(
 
 def stepped(
     settings: OuterSettings,
-    shapes: Sequence[Shape],
+    grids: Sequence[TileGrid],
     theta: Arrays,
     state: Any,
     merged: Arrays,
@@ -73,7 +71,7 @@ def stepped(
 
     Args:
       settings: the outer optimizer.
-      shapes: of the pieces.
+      grids: of the pieces.
       theta, merged: by piece, f32[n, e].
       state: as `fragment_merge.FragmentState.outer`.
       norm: length of the fragment's merged delta.
@@ -88,7 +86,6 @@ def stepped(
             for own, kept, delta in zip(theta, state, merged, strict=True)
         ]
         return tuple(new for (new,), _ in steps), tuple(kept for _, kept in steps)
-    grids = [TileGrid.of(shape) for shape in shapes]
     whole, deltas = (
         tuple(grid.from_tiles(x) for grid, x in zip(grids, arrays, strict=True))
         for arrays in (theta, merged)
@@ -98,13 +95,13 @@ def stepped(
 
 
 def published(
-    codec: Codec, shapes: Sequence[Shape], theta: Arrays, anchor: Arrays
+    codec: Codec, grids: Sequence[TileGrid], theta: Arrays, anchor: Arrays
 ) -> tuple[Arrays, Arrays]:
     """Encode the change of a fragment; return (uint8[*grid, tile_bytes] by piece, the
     new anchor)."""
     found = [publish_tiles(codec, *pair) for pair in zip(theta, anchor, strict=True)]
     encoded = tuple(
-        octets.reshape(codec.encoded_shape(shape))
-        for shape, (octets, _) in zip(shapes, found, strict=True)
+        octets.reshape(*grid.grid, -1)
+        for grid, (octets, _) in zip(grids, found, strict=True)
     )
     return encoded, tuple(new for _, new in found)

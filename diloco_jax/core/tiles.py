@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -68,8 +69,9 @@ class TileGrid:
 
     @staticmethod
     @functools.cache
-    def of(shape: tuple[int, ...]) -> TileGrid:
-        """Return the tiling of an array of that shape.
+    def of(shape: tuple[int, ...], groups: int = 1) -> TileGrid:
+        """Return the tiling of an array of that shape. groups: parts of equal length
+        along the first axis, of which no tile has more than one.
 
         Starting from the whole array, even extents are halved, the one halved least
         so far first (ties: the largest, then the lowest axis), until a tile has at
@@ -82,15 +84,22 @@ class TileGrid:
         if size < 1:
             raise ValueError(f"shape {shape} has no elements; leave the piece out")
         limit = min(max(size / 256, 1024), MOST_ELEMENTS)
-        tile, halvings = list(shape), [0] * len(shape)
+        tile, grid = list(shape), [1] * len(shape)
+        if groups > 1:
+            tile[0], grid[0] = shape[0] // groups, groups
         while math.prod(tile) > limit:
             even = [axis for axis, extent in enumerate(tile) if extent % 2 == 0]
             if not even:
                 break
-            axis = min(even, key=lambda a: (halvings[a], -tile[a], a))
+            axis = min(even, key=lambda a: (grid[a], -tile[a], a))
             tile[axis] //= 2
-            halvings[axis] += 1
-        return TileGrid(tuple(tile), tuple(2**h for h in halvings))
+            grid[axis] *= 2
+        return TileGrid(tuple(tile), tuple(grid))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(map(operator.mul, self.grid, self.tile))
 
     @property
     def elements(self) -> int:
@@ -106,6 +115,13 @@ class TileGrid:
     def in_order(self) -> tuple[int, int]:
         """(tiles, elements): the shape of an array that lies in the order of tiles."""
         return self.tiles, self.elements
+
+    def by_row(self, values: Any, tiles: slice) -> Any:
+        """Put values of the rows of the first axis, [..., rows], beside these tiles:
+        [..., tiles, rows of a tile], of which each has an equal run of elements."""
+        own = values.reshape(*values.shape[:-1], self.grid[0], self.tile[0])
+        places = np.arange(tiles.start, tiles.stop) // (self.tiles // self.grid[0])
+        return own[..., places, :]
 
     def to_tiles(self, x: Any) -> Any:
         """Put [shape] in the order of the tiles: [tiles, elements]."""
@@ -304,8 +320,8 @@ class Passes:
         whole, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         reals = [ctypes.c_float] * 4
         self._squares.argtypes = [whole, number, number, *[pointer] * 2]
-        self._sum.argtypes = [whole, *[number] * 3, *[pointer] * 4]
-        self._finish.argtypes = [*[whole] * 2, *reals, *[number] * 2, *[pointer] * 7]
+        self._sum.argtypes = [whole, *[number] * 7, *[pointer] * 4]
+        self._finish.argtypes = [*[whole] * 2, *reals, *[number] * 5, *[pointer] * 8]
         reals.append(ctypes.c_float)
         self._replay.argtypes = [*[whole] * 2, *reals, *[number] * 2, *[pointer] * 6]
 
@@ -337,15 +353,18 @@ class Passes:
         self,
         codec: str,
         encoded: Sequence[Octets],
-        factors: Sequence[float],
+        factors: Sequence[float] | Values,
         total: Values,
+        grid: TileGrid | None = None,
     ) -> list[float]:
         """Sum deltas times their factors into `total`; return each tile's sum of
         squares.
 
-        Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements].
+        Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements]. With
+        the grid of the piece, factors are f32[deltas, rows of its first axis].
         """
         given: npt.NDArray[np.float32] = np.array(factors, np.float32)
+        given = given.reshape(len(encoded), -1)
         elements = total.shape[1]
 
         def of(rows: slice, halved: npt.NDArray[np.float64]) -> None:
@@ -354,8 +373,9 @@ class Passes:
             self._call(
                 self._sum,
                 *(CODECS.index(codec), len(encoded), len(halved), elements),
+                *(given.shape[1], *_rows_at(grid, rows)),
                 (ctypes.c_void_p * len(encoded))(*places),
-                _at(given, np.float32, (len(encoded),)),
+                _at(given, np.float32, given.shape),
                 _at(total[rows], np.float32, (len(halved), elements)),
                 _at(halved, np.float64, halved.shape),
             )
@@ -374,6 +394,8 @@ class Passes:
         new_trace: Values | None,
         new_anchor: Values,
         encoded: Octets,
+        unused: npt.NDArray[np.bool_] | None = None,
+        grid: TileGrid | None = None,
         digest: xxh3_128 | None = None,
     ) -> None:
         """Take the outer step of a piece and encode its publish; all f32[tiles,
@@ -386,6 +408,8 @@ class Passes:
             there already.
           new_trace, new_anchor, encoded: the results; encoded: uint8[tiles,
             tile_bytes].
+          unused, grid: the rows of the first axis that keep their values and momentum,
+            and the piece's tiles; None: no row.
           digest: goes on over the new theta, a block as soon as it is made.
         """
         values = old, trace, anchor, theta, new_trace, new_anchor
@@ -396,7 +420,8 @@ class Passes:
                 self._finish,
                 *(CODECS.index(codec), STEPS.index(step.kind)),
                 *(step.factor, step.guard, step.momentum, step.rate),
-                *(tiles, elements),
+                *(tiles, elements, *_rows_at(grid, rows)),
+                None if unused is None else _at(unused, np.bool_, unused.shape),
                 *(
                     value
                     if value is None
@@ -514,6 +539,15 @@ def _at(array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -
             f"for a contiguous {np.dtype(dtype)}{list(shape)}"
         )
     return array.ctypes.data
+
+
+def _rows_at(grid: TileGrid | None, tiles: slice) -> tuple[int, int, int]:
+    """Return the number of the first of these tiles, and how many beside each other
+    have the same rows of the first axis, and how many rows; without a grid there is
+    one row."""
+    if grid is None:
+        return tiles.start, tiles.stop, 1
+    return tiles.start, grid.tiles // grid.grid[0], grid.tile[0]
 
 
 def _parts(elements: int) -> int:

@@ -34,7 +34,7 @@ from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import Window, find_events, view
 from diloco_jax.data.tokenizers import VOCAB_SIZE
 from diloco_jax.errors import ConfigError
-from diloco_jax.models.flops import analytic_flops
+from diloco_jax.models.flops import sequence_flops
 from diloco_jax.observability.measures import health_of
 from diloco_jax.observability.tape import NewLines, nbytes
 from diloco_jax.wire.errors import WireError
@@ -164,7 +164,7 @@ class RunReader:
         of_bytes = not own and run.model.vocab_size == VOCAB_SIZE
         # No formula is known of a model of the user's own, and of adapters.
         known = not (run.model.factory or run.model.lora_rank)
-        flops = analytic_flops(run.model, run.sequence_length) if known else None
+        flops = sequence_flops(run) if known else None
         return {
             "name": self._workdir.resolve().name,
             "run_id": begun.run_id if begun else "",

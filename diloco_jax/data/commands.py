@@ -54,6 +54,15 @@ class PrepareOptions:
         "{role} and {content}; empty = the chat_template beside the tokenizer, or "
         "else chatml.",
     )
+    picture_tokens: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Tokens that a picture takes in the model, such as 64 of SmolVLM; 0 = "
+        "pictures of JSON and Parquet (image, images) are left out.",
+    )
+    pictures_per_row: int = setting(
+        0, NOT_NEGATIVE, help="Most pictures of a row; 0 = as many as fit."
+    )
     workers: int = setting(
         0,
         NOT_NEGATIVE,
@@ -87,13 +96,21 @@ def data_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from diloco_jax.data.documents import inventory
-    from diloco_jax.data.examples import reader_for
+    from diloco_jax.data.examples import pictures_for, reader_for
     from diloco_jax.data.prepare import Recipe, prepare
     from diloco_jax.data.tokenizers import open_tokenizer
     from diloco_jax.observability.terminal import bar
 
     tokenizer = open_tokenizer(options.tokenizer, "--tokenizer")
     reader = reader_for(tokenizer, options.text_field, options.turn)
+    if options.picture_tokens:
+        pictures = pictures_for(
+            tokenizer,
+            options.picture_tokens,
+            options.sequence_length,
+            options.pictures_per_row,
+        )
+        reader = dataclasses.replace(reader, pictures=pictures)
     recipe = Recipe(
         tokenizer=tokenizer,
         reader=reader,
@@ -117,6 +134,11 @@ def data_command(arguments: Sequence[str]) -> int:
             f"{found.predicted:,} predicted tokens of {found.text_bytes:,} bytes, rows "
             f"filled to {filled:.1%}"
         )
+        if split.pictures:
+            said += (
+                f", {split.pictures:,} pictures in {split.with_pictures:,} rows, "
+                f"{split.most_pictures} in one at most"
+            )
         if found.left_out:
             said += f", {found.left_out:,} with nothing to learn left out"
         if found.cut:

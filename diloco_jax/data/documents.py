@@ -52,6 +52,7 @@ PACKED = ".gz"
 LINES_ENDINGS = (".jsonl", ".ndjson")
 COLUMNS = (".csv", ".tsv")
 MARKUP = (".html", ".htm", ".ipynb")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 ABOUT = ("readme", "license", "licence", "dataset_info", "dataset_dict")
 """Beginnings of the names of files that are about the data beside them."""
 HEAD_BYTES = 1 << 16
@@ -155,6 +156,8 @@ def _kind(path: pathlib.Path, named: bool, field: str) -> SourceKind:
         wrong = "has neither a JSON list nor a JSON object a line"
     elif ending in COLUMNS:
         kind, wrong = SourceKind.LEFT_OUT, "is a table of plain text"
+    elif ending in PICTURES:
+        kind, wrong = SourceKind.LEFT_OUT, "is a picture, which a document names"
     elif (ending in MARKUP or ending == ".json") and not named:
         return SourceKind.LEFT_OUT
     else:

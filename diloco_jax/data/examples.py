@@ -1,4 +1,4 @@
-"""The spans of text, learned or not, of a JSON object or a row of a table.
+"""The spans of text, learned or not, of a JSON object or a row of a table, as tokens.
 
 Chats are written as the template beside a tokenizer writes them, as `transformers`
 renders it. Learned is what stands between the template's generation marks. Of a
@@ -8,6 +8,7 @@ for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -17,11 +18,19 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from diloco_jax.data.pictures import (
+    BYTE_MARK,
+    BYTE_TOKEN,
+    COLUMNS,
+    PLACE,
+    RowPictures,
+    given,
+)
 from diloco_jax.data.tokenizers import CONFIG, NAMING, Tokenizer, read_beside, refusing
 from diloco_jax.errors import ConfigError
 
@@ -131,7 +140,25 @@ class Template:
         except ValueError:
             return ""
 
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Tell if it writes a content that is a list of parts, and none that is text,
+        as those of models with pictures do."""
+
+        def writes(content: object) -> bool:
+            with contextlib.suppress(ValueError):
+                said = [{"role": "user", "content": content}]
+                return PROBE in self._written(said, {}, False)
+            return False
+
+        return not writes(PROBE) and writes(_parts(PROBE))
+
     def _render(self, messages: Messages, given: Given, asks: bool = False) -> str:
+        if self.takes_parts:
+            messages = [{**m, "content": _parts(m["content"])} for m in messages]
+        return self._written(messages, given, asks)
+
+    def _written(self, messages: Messages, given: Given, asks: bool) -> str:
         made, _ = _compiled(self._source(given), self.day)
         values = {"tools": None, "documents": None, **dict(self.words), **given}
         values |= {"messages": messages, "add_generation_prompt": asks}
@@ -173,6 +200,15 @@ def template_beside(tokenizer: Tokenizer) -> Template | None:
         tuple((name, word) for name, word in words if isinstance(word, str)),
         str(datetime.date.today()) if "strftime_now" in str(sources) else "",
     )
+
+
+def _parts(content: str | None) -> list[dict[str, str]] | None:
+    """Return a content as parts, text and pictures."""
+    if content is None:
+        return None
+    texts = [{"type": "text", "text": text} for text in content.split(PLACE)]
+    parts = [part for text in texts for part in ({"type": "image"}, text)][1:]
+    return [part for part in parts if part.get("text") != ""] or texts[:1]
 
 
 def _shared(last: str, rest: str) -> int:
@@ -265,13 +301,15 @@ class Example(NamedTuple):
     """A document.
 
     `ends`: the token that ends documents follows it. A chat has none where its last
-    turn has an end of its own. `cut`: see `Template.write`.
+    turn has an end of its own. `cut`: see `Template.write`. `pictures`: their files, in
+    the order of their places in the text.
     """
 
     spans: list[Passage]
     ends: bool = True
     chat: bool = False
     cut: int = 0
+    pictures: tuple[bytes, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +332,8 @@ class Reader:
     """Chats end with the token that ends documents."""
     unfit: str = ""
     """The fault of a turn with words that the tokenizer lacks."""
+    pictures: RowPictures | None = None
+    """The way in which pictures are written; None: they are left out."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a turn has no place for role or content."""
@@ -316,20 +356,29 @@ class Reader:
 
     def columns(self, known: list[str]) -> list[str]:
         """Return the columns of a table that `read` needs."""
-        wanted = (self.text_field, "prompt", "completion", "messages")
-        return [name for name in known if name in (*wanted, *BESIDE)]
+        wanted = (self.text_field, "prompt", "completion", "messages", *BESIDE)
+        pictures = COLUMNS if self.pictures else ()
+        return [name for name in known if name in (*wanted, *pictures)]
 
     def read(self, found: Mapping[str, Any]) -> Example:
-        """Return the document of one object; raise ValueError if it has none of the
-        forms.
+        """Return the document of one object, with `PLACE` for each picture: at the
+        beginning if no text has it. Raise ValueError if it has none of the forms.
         """
+        ahead = PLACE * (len(given(found)) if self.pictures else 0)
         if isinstance(text := found.get(self.text_field), str):
-            return Example([Passage(text, True)])
+            return Example([Passage(text if PLACE in text else ahead + text, True)])
         prompt, completion = found.get("prompt"), found.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
+            prompt = prompt if PLACE in prompt + completion else ahead + prompt
             return Example([Passage(prompt, False), Passage(completion, True)])
         if isinstance(messages := found.get("messages"), list):
-            return self._chat([_cleaned(message) for message in messages], found)
+            said = [
+                _cleaned(message, self.pictures is not None) for message in messages
+            ]
+            if ahead and said and not any(PLACE in (m["content"] or "") for m in said):
+                first = next((m for m in said if m["role"] == "user"), said[0])
+                first["content"] = ahead + (first["content"] or "")
+            return self._chat(said, found)
         raise ValueError(
             f"its fields are {_fields(found)}; it needs {self.text_field!r}, or "
             f"'prompt' and 'completion', all text, or a list of 'messages'"
@@ -419,23 +468,74 @@ def reader_for(
     )
 
 
-def _cleaned(message: Any) -> dict[str, Any]:
+AROUND = ("<fake_token_around_image><global-img>", "<fake_token_around_image>")
+"""Words of Idefics3's tokenizers before and after a picture."""
+
+
+def pictures_for(
+    tokenizer: Tokenizer, tokens: int, sequence_length: int, most: int = 0
+) -> RowPictures:
+    """Return the way in which rows have pictures.
+
+    Args:
+      tokens: placeholders of a picture.
+      sequence_length: T.
+      most: pictures of a row; 0 = as many as fit.
+
+    Raises:
+      ConfigError: a picture is longer than a row; the tokenizer has no placeholder.
+    """
+    if tokens > sequence_length:
+        raise ConfigError(
+            f"--picture-tokens = {tokens} is more than --sequence-length = "
+            f"{sequence_length}: no row has room for a picture; raise the latter"
+        )
+    text, token = BYTE_MARK, BYTE_TOKEN
+    if tokenizer.files:
+        found = tokenizer.token_of(PLACE)
+        marked = all(
+            tokenizer.token_of(w) is not None for w in re.findall(WORD, AROUND[0])
+        )
+        text = PLACE.join(AROUND) if marked else PLACE
+        if found is None or list(tokenizer.encode([f"a{text}a"])[0]).count(found) != 1:
+            raise ConfigError(
+                f"--tokenizer: {tokenizer.name} has no word {PLACE} that is a token "
+                f"wherever it stands, as the place of a picture; add it to the "
+                f"tokenizer (added_tokens), or give that of a model with pictures"
+            )
+        token = found
+    fit = sequence_length // tokens
+    return RowPictures(
+        most=min(most or fit, fit), tokens=tokens, token=token, text=text
+    )
+
+
+def _cleaned(message: Any, pictures: bool = False) -> dict[str, Any]:
     """Return a message without empty fields, its content as one text; None stands for
-    that of a call of tools. Raise ValueError if it has no role, or no such content."""
+    that of a call of tools. Raise ValueError if it has no role, or no such content.
+    pictures: it may have some."""
     found = message if isinstance(message, dict) else {}
     kept = {name: value for name, value in found.items() if value is not None}
     content = kept.get("content")
     if isinstance(content, list):
-        parts = [
-            part.get("text", 0) if isinstance(part, dict) else 0 for part in content
-        ]
-        content = "".join(map(str, parts)) if 0 not in parts else 0
+        parts = [_text_of(part, pictures) for part in content]
+        content = 0 if None in parts else "".join(map(str, parts))
     is_call = content is None and kept.get("tool_calls")
     if not isinstance(kept.get("role"), str) or not (
         isinstance(content, str) or is_call
     ):
         raise ValueError("a message needs a role and a content, both text")
     return {**kept, "content": content}
+
+
+def _text_of(part: Any, pictures: bool) -> str | None:
+    """Return a part of a message's content as text, None if it is none. pictures: one
+    of the type "image" is `PLACE`."""
+    found = part if isinstance(part, dict) else {}
+    if pictures and found.get("type") == "image":
+        return PLACE
+    text = found.get("text")
+    return None if text is None else str(text)
 
 
 def _is_learned(message: Mapping[str, Any]) -> bool:
@@ -454,3 +554,73 @@ def _fields(found: Mapping[str, Any]) -> str:
         for name, value in found.items()
     ]
     return ", ".join(shown) or "none"
+
+
+TRAILING = 4
+"""Tokens at the end of a text among which one that ends it is looked for."""
+
+
+class Tokenised(NamedTuple):
+    """A document, or a piece of one. Both [n]: tokens, int32, and whether the
+    prediction of each counts, bool. `pictures`: where each is kept, and its length."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    pictures: tuple[tuple[int, int], ...] = ()
+
+
+def tokenise(
+    some: Sequence[Example], tokenizer: Tokenizer, reader: Reader
+) -> Iterator[Tokenised]:
+    """Yield the tokens of documents, with those that begin and end one.
+
+    The spans of a document are one text for the tokenizer: many put a space before
+    whatever they are given. A token is learned if a character of it is.
+    """
+    end = tokenizer.end
+    ends = {end, reader.turn_end} - {None}
+    texts, flags = [], []
+    for example in some:
+        spans = example.spans
+        texts.append("".join(span.text for span in spans))
+        sizes = [len(span.text) for span in spans]
+        flags.append(np.repeat([span.learned for span in spans], sizes).astype(bool))
+    mixed = [bool(flag.any() and not flag.all()) for flag in flags]
+    placed = iter(tokenizer.encode_placed([*itertools.compress(texts, mixed)]))
+    alike = iter(tokenizer.encode([*itertools.compress(texts, ~np.array(mixed))]))
+    for example, flag, is_mixed in zip(some, flags, mixed, strict=True):
+        if is_mixed:
+            found, places = next(placed)
+            tokens, (begin, stop) = np.array(found, np.int32), np.array(places).T
+            before = np.concatenate([[0], np.cumsum(flag)])
+            begin = np.minimum(begin, len(flag) - 1)
+            learned = before[np.maximum(stop, begin + 1)] > before[begin]
+        else:
+            tokens = next(alike)
+            learned = np.full(len(tokens), flag.any())
+        if (pictures := reader.pictures) and example.pictures:
+            # The word is one token, and becomes all placeholders of the picture.
+            places = tokens == (tokenizer.token_of(PLACE) or 0)
+            times = np.where(places, pictures.tokens, 1)
+            tokens = np.repeat(np.where(places, pictures.token, tokens), times)
+            learned = np.repeat(learned & ~places, times)
+        start = tokenizer.start
+        if not start and end is not None and learned[:1].all():
+            start = (end,)  # The first token, too, is predicted from something.
+        if start and tuple(tokens[: len(start)]) == start:
+            learned[: len(start)] = False  # The text has them already.
+        else:
+            tokens = np.concatenate([np.array(start, np.int32), tokens])
+            learned = np.concatenate([np.zeros(len(start), bool), learned])
+        wants = example.ends and not _has_ended(tokens, ends, tokenizer)
+        if wants and end is not None:
+            tokens = np.append(tokens, np.int32(end))
+            learned = np.append(learned, flag[-1:].any())
+        yield Tokenised(tokens, learned)
+
+
+def _has_ended(tokens: np.ndarray, ends: set[int | None], tokenizer: Tokenizer) -> bool:
+    """Tell if one of these tokens ends a document, but for spaces after it."""
+    last = tokens[:0:-1][:TRAILING].tolist()
+    at = next((n for n, token in enumerate(last) if token in ends), None)
+    return at is not None and not tokenizer.decode(last[:at]).strip()

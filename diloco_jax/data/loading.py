@@ -21,6 +21,7 @@ import numpy as np
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.core.members import load, said
 from diloco_jax.data.corpus import ValidationWindows, Windows, load_checked_corpus
+from diloco_jax.data.pictures import RowPictures
 from diloco_jax.data.prepared import are_prepared, open_folders, tokenizer_of
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import (
@@ -104,6 +105,8 @@ class Data:
     """Shares of `mixed`, in any scale."""
     held_out: Mapping[str, Source] = dataclasses.field(default_factory=dict)
     """Parts of `validation` by name, each with a loss of its own; none: it is one."""
+    pictures: RowPictures | None = None
+    """The pictures of rows that have the arrays of its `fields`."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -176,6 +179,7 @@ def _prepared(run: RunConfig) -> Data:
         if found.weights
         else {},
         weights=found.weights,
+        pictures=found.pictures,
     )
 
 

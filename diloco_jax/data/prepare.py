@@ -14,21 +14,24 @@ pieces share rows.
 from __future__ import annotations
 
 import bisect
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import io
 import itertools
 import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -36,9 +39,12 @@ import numpy as np
 from diloco_jax import files
 from diloco_jax.data.corpus import is_validation, place
 from diloco_jax.data.documents import SourceKind
-from diloco_jax.data.examples import Reader
+from diloco_jax.data.examples import Reader, Tokenised, tokenise
+from diloco_jax.data.pictures import RowPictures
 from diloco_jax.data.prepare_sources import (
     PART_BYTES,
+    PICTURE_PART_BYTES,
+    PICTURES_AT_ONCE,
     Document,
     Part,
     SourceFile,
@@ -47,9 +53,11 @@ from diloco_jax.data.prepare_sources import (
     read,
 )
 from diloco_jax.data.prepared import (
+    FORMAT,
     MANIFEST,
     TRAIN,
     VALIDATION,
+    WITH_PICTURES,
     Contents,
     Counts,
     Origin,
@@ -81,6 +89,7 @@ class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
     turn: str
     part_bytes: int
     sources: tuple[SourceFile, ...]
+    pictures: RowPictures | None = None
 
 
 def prepare(
@@ -90,7 +99,7 @@ def prepare(
     *,
     workers: int,
     report: Report = lambda share: None,
-    part_bytes: int = PART_BYTES,
+    part_bytes: int = 0,
 ) -> Contents:
     """Make a prepared folder of source files, and return its manifest.
 
@@ -100,7 +109,8 @@ def prepare(
       recipe: how documents become rows.
       workers: processes; they change nothing in the result.
       report: see `Report`.
-      part_bytes: bytes of sources that become one file of rows.
+      part_bytes: bytes of sources that become one file of rows; 0 = `PART_BYTES`, or
+        `PICTURE_PART_BYTES` where pictures are taken.
 
     Raises:
       ConfigError: the folder is there; a source is missing or not what its name says;
@@ -116,7 +126,8 @@ def prepare(
         for source in find_sources(paths)
         if not Path(source.path).is_relative_to(scratch)
     ]
-    tokenizer = recipe.tokenizer
+    tokenizer, pictures = recipe.tokenizer, recipe.reader.pictures
+    part_bytes = part_bytes or (PICTURE_PART_BYTES if pictures else PART_BYTES)
     plan = WorkPlan(
         format=PLAN_FORMAT,
         tokenizer=Tokens(
@@ -132,6 +143,7 @@ def prepare(
         turn=recipe.reader.writes,
         part_bytes=part_bytes,
         sources=tuple(sources),
+        pictures=pictures,
     )
     try:
         (scratch / "parts").mkdir(parents=True, exist_ok=True)
@@ -262,15 +274,23 @@ def _finish(
             digests[piece.source].update(digest.encode())
     end = recipe.reader.turn_end
     taught = any(result.train.counts.chats for result in done)
+    train = _together([result.train for result in done])
+    validation = _together([result.validation for result in done])
+    pictures: RowPictures | msgspec.UnsetType = msgspec.UNSET
+    most = max(train.most_pictures, validation.most_pictures)
+    if plan.pictures is not None and most:
+        pictures = msgspec.structs.replace(plan.pictures, most=most)
     prepared = Contents(
+        format=WITH_PICTURES if most else FORMAT,
         sequence_length=plan.sequence_length,
         row_bytes=recipe.records.nbytes,
         validation_fraction=recipe.validation_fraction,
         turn=plan.turn,
         ends=(end,) if taught and end is not None else (),
+        pictures=pictures,
         tokenizer=plan.tokenizer,
-        train=_together([result.train for result in done]),
-        validation=_together([result.validation for result in done]),
+        train=train,
+        validation=validation,
         sources=tuple(
             Origin(
                 name=source.name,
@@ -318,6 +338,9 @@ def _together(splits: Sequence[Split]) -> Split:
         counts=sum((split.counts for split in splits), Counts()),
         shards=tuple(shard for split in splits for shard in split.shards),
         largest=max(noted) if min(noted) >= 0 else -1,
+        pictures=sum(split.pictures for split in splits),
+        with_pictures=sum(split.with_pictures for split in splits),
+        most_pictures=max(split.most_pictures for split in splits),
     )
 
 
@@ -416,10 +439,8 @@ def _do_part(number: int, part: Part) -> None:
 SUFFIX = ".arrayrecord"
 OPTIONS = "group_size:1"
 """A record is read alone, since rows are drawn one by one."""
-TRAILING = 4
-"""Tokens at the end of a text among which one that ends it is looked for."""
 AT_ONCE = 256
-"""Documents that a tokenizer gets together."""
+"""Documents that a tokenizer gets together; with pictures, `PICTURES_AT_ONCE`."""
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -474,30 +495,45 @@ def write_part(
             for document in read(source, piece, recipe.reader):
                 for span in document.example.spans:
                     digest.update(span.text.encode())
+                for picture in document.example.pictures:
+                    digest.update(hashlib.sha256(picture).digest())
                 digest.update(b"\0")
                 yield document
 
-    ahead = documents()
-    while some := list(itertools.islice(ahead, AT_ONCE)):
-        for document, tokenised in zip(some, _tokenised(some, recipe), strict=True):
-            held = is_validation(document.key, recipe.validation_fraction)
-            side = VALIDATION if held else TRAIN
-            spans = document.example.spans
-            learned = sum(len(span.text.encode()) for span in spans if span.learned)
-            counts[side] += Counts(
-                documents=1,
-                left_out=int(not learned),
-                text_bytes=learned,
-                chats=int(document.example.chat and learned > 0),
-                cut=document.example.cut,
+    with_pictures = recipe.reader.pictures is not None
+    at_once = PICTURES_AT_ONCE if with_pictures else AT_ONCE
+    # Until the rows are written: a part's pictures may be more than memory holds.
+    with tempfile.TemporaryFile(dir=folder) if with_pictures else io.BytesIO() as kept:
+        ahead = documents()
+        while some := list(itertools.islice(ahead, at_once)):
+            examples = [document.example for document in some]
+            found = tokenise(examples, recipe.tokenizer, recipe.reader)
+            for document, tokenised in zip(some, found, strict=True):
+                held = is_validation(document.key, recipe.validation_fraction)
+                side = VALIDATION if held else TRAIN
+                spans = document.example.spans
+                learned = sum(len(span.text.encode()) for span in spans if span.learned)
+                counts[side] += Counts(
+                    documents=1,
+                    left_out=int(not learned),
+                    text_bytes=learned,
+                    chats=int(document.example.chat and learned > 0),
+                    cut=document.example.cut,
+                )
+                if learned:
+                    with naming(folder):
+                        pictures = tuple(
+                            (kept.tell(), kept.write(picture))
+                            for picture in document.example.pictures
+                        )
+                    sides[side].append(tokenised._replace(pictures=pictures))
+                read_more(learned)
+        splits = {
+            side: _write(
+                folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side], kept
             )
-            if learned:
-                sides[side].append(tokenised)
-            read_more(learned)
-    splits = {
-        side: _write(folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side])
-        for side, found in sides.items()
-    }
+            for side, found in sides.items()
+        }
     done = PartDone(
         train=splits[TRAIN],
         validation=splits[VALIDATION],
@@ -507,69 +543,31 @@ def write_part(
     return done
 
 
-def _tokenised(some: Sequence[Document], recipe: Recipe) -> Iterator[Tokenised]:
-    """Yield the tokens of documents, with those that begin and end one.
-
-    The spans of a document are one text for the tokenizer: many put a space before
-    whatever they are given. A token is learned if a character of it is.
-    """
-    tokenizer, end = recipe.tokenizer, recipe.tokenizer.end
-    ends = {end, recipe.reader.turn_end} - {None}
-    texts, flags = [], []
-    for document in some:
-        spans = document.example.spans
-        texts.append("".join(span.text for span in spans))
-        sizes = [len(span.text) for span in spans]
-        flags.append(np.repeat([span.learned for span in spans], sizes).astype(bool))
-    mixed = [bool(flag.any() and not flag.all()) for flag in flags]
-    placed = iter(tokenizer.encode_placed([*itertools.compress(texts, mixed)]))
-    alike = iter(tokenizer.encode([*itertools.compress(texts, ~np.array(mixed))]))
-    for document, flag, is_mixed in zip(some, flags, mixed, strict=True):
-        if is_mixed:
-            found, places = next(placed)
-            tokens, (begin, stop) = np.array(found, np.int32), np.array(places).T
-            before = np.concatenate([[0], np.cumsum(flag)])
-            begin = np.minimum(begin, len(flag) - 1)
-            learned = before[np.maximum(stop, begin + 1)] > before[begin]
-        else:
-            tokens = next(alike)
-            learned = np.full(len(tokens), flag.any())
-        start = tokenizer.start
-        if not start and end is not None and learned[:1].all():
-            start = (end,)  # The first token, too, is predicted from something.
-        if start and tuple(tokens[: len(start)]) == start:
-            learned[: len(start)] = False  # The text has them already.
-        else:
-            tokens = np.concatenate([np.array(start, np.int32), tokens])
-            learned = np.concatenate([np.zeros(len(start), bool), learned])
-        wants = document.example.ends and not _has_ended(tokens, ends, tokenizer)
-        if wants and end is not None:
-            tokens = np.append(tokens, np.int32(end))
-            learned = np.append(learned, flag[-1:].any())
-        yield Tokenised(tokens, learned)
-
-
-def _has_ended(tokens: np.ndarray, ends: set[int | None], tokenizer: Tokenizer) -> bool:
-    """Tell if one of these tokens ends a document, but for spaces after it."""
-    last = tokens[:0:-1][:TRAILING].tolist()
-    at = next((n for n, token in enumerate(last) if token in ends), None)
-    return at is not None and not tokenizer.decode(last[:at]).strip()
-
-
 def _write(
-    folder: Path, name: str, found: list[Tokenised], recipe: Recipe, counts: Counts
+    folder: Path,
+    name: str,
+    found: list[Tokenised],
+    recipe: Recipe,
+    counts: Counts,
+    kept: IO[bytes],
 ) -> Split:
-    """Write the rows of one side; a side without any has no file."""
+    """Write the rows of one side; a side without any has no file. kept: a file of their
+    pictures."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     scratch = folder / f"{name}.{os.getpid()}.tmp"
     records, rows, tokens, predicted, largest = recipe.records, 0, 0, 0, 0
-    writer = None
+    pictures, writer = collections.Counter[int](), None
     try:
         with naming(scratch):
-            for row in pack(found, recipe.sequence_length):
+            for row in pack(found, recipe.sequence_length, recipe.reader.pictures):
                 writer = writer or ArrayRecordWriter(str(scratch), OPTIONS)
-                writer.write(records.encode([(p.tokens, p.learned) for p in row]))
+                parts = [(p.tokens, p.learned) for p in row]
+                places = [place for piece in row for place in piece.pictures]
+                writer.write(
+                    records.encode(parts, (_part_of(kept, *p) for p in places))
+                )
+                pictures[len(places)] += 1
                 rows += 1
                 tokens += sum(len(piece.tokens) for piece in row)
                 largest = max(largest, *(int(piece.tokens.max()) for piece in row))
@@ -584,64 +582,100 @@ def _write(
     finally:
         scratch.unlink(missing_ok=True)
     more = Counts(rows=rows, tokens=tokens, predicted=predicted)
-    return Split(counts=counts + more, shards=(shard,), largest=largest)
+    return Split(
+        counts=counts + more,
+        shards=(shard,),
+        largest=largest,
+        pictures=sum(number * some for number, some in pictures.items()),
+        with_pictures=rows - pictures[0],
+        most_pictures=max(pictures),
+    )
 
 
-class Tokenised(NamedTuple):
-    """A document, or a piece of one. Both [n]: tokens, int32, and whether the
-    prediction of each counts, bool."""
-
-    tokens: np.ndarray
-    learned: np.ndarray
+def _part_of(file: IO[bytes], start: int, size: int) -> bytes:
+    file.seek(start)
+    return file.read(size)
 
 
-def pieces(document: Tokenised, sequence_length: int) -> Iterator[Tokenised]:
+def pieces(
+    document: Tokenised, sequence_length: int, pictures: RowPictures | None = None
+) -> Iterator[Tokenised]:
     """Yield the pieces of a document, at most T + 1 tokens each. Leave out a piece of
     which no prediction counts.
+
+    A piece begins with the last token of the one before. A cut that would be within a
+    picture, or right behind it, is before it, since the token that follows is predicted
+    from its last placeholder; the next piece then begins with the picture.
     """
-    tokens, learned = document
-    for start in range(0, max(len(tokens) - 1, 0), sequence_length):
-        part = slice(start, start + sequence_length + 1)
+    tokens, learned, kept = document
+    begins, tokens_each, most = np.zeros(0, np.int64), 0, 0
+    if pictures is not None and kept:
+        tokens_each, most = pictures.tokens, pictures.most
+        begins = np.flatnonzero(tokens == pictures.token)[::tokens_each]
+    start = first = 0
+    while start < len(tokens) - 1:
+        stop = min(start + sequence_length + 1, len(tokens))
+        ahead = int(np.searchsorted(begins, stop))
+        if stop < len(tokens) and ahead and stop <= begins[ahead - 1] + tokens_each:
+            ahead -= 1
+            stop = int(begins[ahead])
+        if ahead > first + most:
+            ahead = first + most
+            stop = int(begins[ahead])
+        part = slice(start, stop)
         if learned[part][1:].any():
-            yield Tokenised(tokens[part], learned[part])
+            yield Tokenised(tokens[part], learned[part], kept[first:ahead])
+        before_picture = ahead < len(begins) and stop == begins[ahead]
+        start, first = stop - (not before_picture), ahead
+        if stop == len(tokens):
+            return
 
 
 def pack(
-    documents: Iterable[Tokenised], sequence_length: int
+    documents: Iterable[Tokenised],
+    sequence_length: int,
+    pictures: RowPictures | None = None,
 ) -> Iterator[Sequence[Tokenised]]:
     """Yield the pieces of one row after the other.
 
     A piece that fills a row comes at once. All others come at the end: from the longest
-    on, each is put into the fullest row with room for it.
+    on, each is put into the fullest row with room for it, and for its pictures.
     """
     size, left = sequence_length + 1, list[Tokenised]()
+    most = 0 if pictures is None else pictures.most
     for document in documents:
-        for piece in pieces(document, sequence_length):
+        for piece in pieces(document, sequence_length, pictures):
             if len(piece.tokens) == size:
                 yield [piece]
             else:
                 left.append(piece)
     left.sort(key=lambda piece: -len(piece.tokens))  # Stable, so it is repeatable.
-    open_rows: dict[int, list[list[Tokenised]]] = {}
-    rooms: list[int] = []  # Those of the open rows, ascending.
+    # Open rows by the number of their pictures, then by room, which ascends.
+    open_rows = [dict[int, list[list[Tokenised]]]() for _ in range(most + 1)]
+    rooms = [list[int]() for _ in range(most + 1)]
     for piece in left:
-        need = len(piece.tokens)
-        at = bisect.bisect_left(rooms, need)
-        if at == len(rooms):
-            row, room = [piece], size - need
+        need, more = len(piece.tokens), len(piece.pictures)
+        fit = [
+            (rooms[had][at], had, at)
+            for had in range(most - more + 1)
+            if (at := bisect.bisect_left(rooms[had], need)) < len(rooms[had])
+        ]
+        if not fit:
+            row, room, had = [piece], size - need, 0
         else:
-            room = rooms[at]
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                del open_rows[room], rooms[at]
+            room, had, at = min(fit)
+            row = open_rows[had][room].pop()
+            if not open_rows[had][room]:
+                del open_rows[had][room], rooms[had][at]
             row.append(piece)
             room -= need
         if room < 2:  # Nothing is predicted in a single token.
             yield row
             continue
-        if room not in open_rows:
-            open_rows[room] = []
-            bisect.insort(rooms, room)
-        open_rows[room].append(row)
-    for room in rooms:
-        yield from open_rows[room]
+        if room not in open_rows[had + more]:
+            open_rows[had + more][room] = []
+            bisect.insort(rooms[had + more], room)
+        open_rows[had + more][room].append(row)
+    for number, each in enumerate(rooms):
+        for room in each:
+            yield from open_rows[number][room]

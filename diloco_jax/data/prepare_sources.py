@@ -29,10 +29,18 @@ from diloco_jax.data.documents import (
     unreadable,
 )
 from diloco_jax.data.examples import Example, Passage, Reader
+from diloco_jax.data.pictures import (
+    COLUMNS,
+    PLACE,
+    PictureError,
+    given,
+    read_picture,
+)
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import how_to_mend
 
-ROWS_AT_ONCE = 256
+ROWS_AT_ONCE, PICTURES_AT_ONCE = 256, 16
+"""Rows of a table that are in memory; the latter where they may have pictures."""
 
 
 @contextlib.contextmanager
@@ -58,9 +66,10 @@ def open_table(path: str) -> Iterator[Any]:
 
 def rows(path: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a group as dicts of these columns."""
-    first = 0
+    first, shown = 0, not set(COLUMNS).isdisjoint(columns)
     with open_table(path) as table:
-        for batch in table.iter_batches(ROWS_AT_ONCE, [group], columns=columns):
+        at_once = PICTURES_AT_ONCE if shown else ROWS_AT_ONCE
+        for batch in table.iter_batches(at_once, [group], columns=columns):
             last = first + batch.num_rows - 1
             try:
                 found = batch.to_pylist()
@@ -71,7 +80,8 @@ def rows(path: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
             first = last + 1
 
 
-PART_BYTES = 1 << 26
+PART_BYTES, PICTURE_PART_BYTES = 1 << 26, 1 << 22
+"""Bytes of a part; the latter where documents may name pictures, which are larger."""
 MOST_PARTS = 4096
 """Larger sources have larger parts, since every part is a file of rows."""
 DOCUMENT_BYTES = 1 << 20
@@ -273,7 +283,7 @@ def _lines(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Do
             if bare.strip():
                 where = f"{source.path}, offset {at}: the line there"
                 found = _parsed(bare, at, where)
-                yield _document(found, reader, where)
+                yield _document(found, reader, source, where)
             at += len(line)
 
 
@@ -281,7 +291,7 @@ def _list(source: SourceFile, reader: Reader) -> Iterator[Document]:
     with _opened(source) as file:
         found = _parsed(file.read().removeprefix(BOM), 0, source.path)
     for number, item in enumerate(found):
-        yield _document(item, reader, f"{source.path}, item {number}")
+        yield _document(item, reader, source, f"{source.path}, item {number}")
 
 
 def _opened(source: SourceFile) -> BinaryIO:
@@ -298,9 +308,13 @@ def _parsed(data: bytes, at: int, where: str) -> Any:
 
 
 def _no_document(where: str, error: object) -> ConfigError:
-    return ConfigError(
-        f"{FIELD}: {where} is no document: {error}; mend it, or give --text-field"
-    )
+    remedy = _remedy(error, "mend it, or give --text-field")
+    return ConfigError(f"{FIELD}: {where} is no document: {error}; {remedy}")
+
+
+def _remedy(error: object, otherwise: str) -> str:
+    picture = isinstance(error, PictureError)
+    return "mend its pictures, or leave it out" if picture else otherwise
 
 
 def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
@@ -310,31 +324,34 @@ def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Do
     columns = reader.columns(names)
     for number, row in enumerate(rows(source.path, part.start, columns)):
         try:
-            found = _read(row, reader)
+            found = _read(row, reader, source)
         except ValueError as error:
+            remedy = _remedy(error, "give --text-field")
             raise ConfigError(
                 f"{FIELD}: {source.path}, row {number} of row group {part.start}: "
-                f"{error} (its columns are {', '.join(names)}); give --text-field"
+                f"{error} (its columns are {', '.join(names)}); {remedy}"
             ) from error
         yield found
 
 
-def _document(found: Any, reader: Reader, where: str) -> Document:
+def _document(found: Any, reader: Reader, source: SourceFile, where: str) -> Document:
     try:
         if not isinstance(found, dict):
             raise ValueError("it is no object")
-        return _read(found, reader)
+        return _read(found, reader, source)
     except ValueError as error:
         raise _no_document(where, error) from error
 
 
-def _read(found: Mapping[str, Any], reader: Reader) -> Document:
+def _read(found: Mapping[str, Any], reader: Reader, source: SourceFile) -> Document:
     """Return the document of an object or a row; it is empty if it has null in place of
-    a text. Raise ValueError if it has none of the forms, or U+0000 in a text."""
-    wanted = reader.columns(list(found))
-    given = {name for name in wanted if found[name] is not None}
+    a text. Raise ValueError if it has none of the forms, U+0000 in a text, or pictures
+    that are none or have no place."""
+    pictures = COLUMNS if reader.pictures else ()
+    wanted = [name for name in reader.columns(list(found)) if name not in pictures]
+    missing = {name for name in wanted if found[name] is None}
     example = Example([])
-    if len(given) == len(wanted) or not given < PAIR - {reader.text_field}:
+    if not missing or not set(wanted) - missing < PAIR - {reader.text_field}:
         example = reader.read({k: v for k, v in found.items() if v is not None})
     digest, spans = hashlib.sha256(), []
     for span in example.spans:
@@ -344,9 +361,45 @@ def _read(found: Mapping[str, Any], reader: Reader) -> Document:
         data = span.text.encode(errors="replace")
         digest.update(f"{len(data)}:{int(span.learned)}:".encode() + data)
         spans.append(span._replace(text=data.decode()))
+    if reader.pictures is not None and spans:
+        files = _pictures(found, spans, Path(source.path).parent)
+        for file in files:
+            digest.update(hashlib.sha256(file).digest())
+        spans = list(_with_places(spans, reader.pictures.text))
+        example = example._replace(pictures=files)
     spoken = found.get("messages")
     messages = spoken if isinstance(spoken, list) else []
     roles = {str(m.get("role")) for m in messages if isinstance(m, dict)}
     return Document(
         digest.hexdigest(), example._replace(spans=spans), tuple(sorted(roles))
     )
+
+
+def _pictures(
+    found: Mapping[str, Any], spans: Sequence[Passage], folder: Path
+) -> tuple[bytes, ...]:
+    """Return the pictures of a document, in whose text each has a place."""
+    values, pictures = given(found), []
+    places = sum(span.text.count(PLACE) for span in spans)
+    if places != len(values):
+        raise PictureError(
+            f"it has {len(values)} pictures, and its text has the place of one, "
+            f"{PLACE}, {places} times; give each picture a place, or leave all out"
+        )
+    for number, value in enumerate(values):
+        try:
+            pictures.append(read_picture(value, folder))
+        except PictureError as error:
+            raise PictureError(f"its picture {number}: {error}") from error
+    return tuple(pictures)
+
+
+def _with_places(spans: Sequence[Passage], text: str) -> Iterator[Passage]:
+    """Yield spans, with the text that stands for a picture in its places, which is not
+    learned."""
+    for span in spans:
+        for number, part in enumerate(span.text.split(PLACE)):
+            if number:
+                yield Passage(text, False)
+            if part:
+                yield span._replace(text=part)

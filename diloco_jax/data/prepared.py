@@ -12,7 +12,8 @@ random. One folder is the data of a run, or several are, in a mixture.
 - a bit for each token, set where a document begins [T + 1];
 - a bit for each prediction, set where it counts [T].
 
-All records of a folder have the same length.
+This has the same length in all records of a folder. The files of the row's pictures
+follow, in order, each after its number of bytes, uint32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import math
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from etils.epath import Path as BucketPath
 
 from diloco_jax import files
 from diloco_jax.config import DataConfig, ModelConfig, RunConfig
+from diloco_jax.data.pictures import RowPictures
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Fields, Row, slots_of
 from diloco_jax.data.tokenizers import BESIDE, open_tokenizer, require_digest
 from diloco_jax.errors import ConfigError
@@ -160,11 +162,17 @@ class RecordFormat:
             + (-(-length // 8))
         )
 
-    def encode(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> bytes:
+    def encode(
+        self,
+        parts: list[tuple[np.ndarray, np.ndarray]],
+        pictures: Iterable[bytes] = (),
+    ) -> bytes:
         """Return the record of documents, or pieces of them, side by side.
 
-        parts: tokens, integers [n], and for each of them whether its prediction counts,
-        bool [n]; the first of a part is never predicted.
+        Args:
+          parts: tokens, integers [n], and for each of them whether its prediction
+            counts, bool [n]; the first of a part is never predicted.
+          pictures: their files, in the order of their placeholders.
         """
         length = self.sequence_length
         tokens = np.zeros(length + 1, self.dtype)
@@ -177,17 +185,24 @@ class RecordFormat:
             starts[at], counts[at] = True, False
             at = end
         bits = np.packbits(starts).tobytes() + np.packbits(counts[1:]).tobytes()
-        return at.to_bytes(4, "little") + tokens.tobytes() + bits
+        files = b"".join(len(one).to_bytes(4, "little") + one for one in pictures)
+        return at.to_bytes(4, "little") + tokens.tobytes() + bits + files
 
-    def decode(self, record: bytes) -> Row:
-        """Return the arrays of a record, as `source.TOKENS` and its neighbours say.
+    def decode(self, record: bytes) -> tuple[Row, list[bytes]]:
+        """Return the arrays of a record, as `source.TOKENS` and its neighbours say, and
+        the files of its pictures.
 
         Raises ValueError if it has another length.
         """
-        if len(record) != self.nbytes:
+        pictures, at = list[bytes](), self.nbytes
+        while at < len(record):
+            end = at + 4 + int.from_bytes(record[at : at + 4], "little")
+            pictures.append(record[at + 4 : end])
+            at = end
+        if len(record) != at:
             raise ValueError(
-                f"a record has {len(record)} bytes, {self.nbytes} are those of "
-                f"{self.sequence_length} predicted tokens"
+                f"a record has {len(record)} bytes, {at} are those of "
+                f"{self.sequence_length} predicted tokens and {len(pictures)} pictures"
             )
         length, size = self.sequence_length, self.dtype.itemsize
         used = int.from_bytes(record[:4], "little")
@@ -197,8 +212,9 @@ class RecordFormat:
         starts = _unpacked(record[bits:middle], length + 1)
         segments = np.cumsum(starts, dtype=np.int32)
         segments[used:] = 0
-        weights = _unpacked(record[middle:], length).astype(np.float32)
-        return {"tokens": tokens, "segments": segments, "weights": weights}
+        rest = record[middle : self.nbytes]
+        weights = _unpacked(rest, length).astype(np.float32)
+        return {"tokens": tokens, "segments": segments, "weights": weights}, pictures
 
 
 def _unpacked(data: bytes, count: int) -> np.ndarray:
@@ -206,7 +222,8 @@ def _unpacked(data: bytes, count: int) -> np.ndarray:
 
 
 MANIFEST = "prepared.json"
-FORMAT = 2
+FORMAT, WITH_PICTURES = 2, 3
+"""Formats of folders, the second of those whose rows may have pictures."""
 TRAIN, VALIDATION = "train", "validation"
 CHUNK_BYTES = 1 << 20
 SAMPLES = 16
@@ -252,6 +269,11 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shards: tuple[Shard, ...]
     largest: int = -1
     """Highest token of the rows; -1, and left out, where an older version made them."""
+    pictures: int = 0
+    with_pictures: int = 0
+    """Rows that have some."""
+    most_pictures: int = 0
+    """Most of a row."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,12 +304,14 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     sequence_length: int
     """Tokens predicted of a row."""
     row_bytes: int
-    """Length of a record before its compression."""
+    """Length of a record before its compression, and without pictures."""
     validation_fraction: float
     turn: str
     """How turns of a chat are written."""
     ends: tuple[int, ...] = ()
     """Tokens that end an answer of the chats."""
+    pictures: RowPictures | msgspec.UnsetType = msgspec.UNSET
+    """None where no row has any."""
     tokenizer: Tokens
     train: Split
     validation: Split
@@ -320,10 +344,11 @@ def read_manifest(folder: str | Path) -> Contents:
             f"data.paths: {path} cannot be read ({error}); copy it again, or make the "
             f"folder with `diloco data prepare`"
         ) from error
-    if found.format != FORMAT:
+    if found.format not in (FORMAT, WITH_PICTURES):
         raise ConfigError(
-            f"data.paths: {path} has format {found.format}, this version reads format "
-            f"{FORMAT}; make the folder again with `diloco data prepare`"
+            f"data.paths: {path} has format {found.format}, this version reads formats "
+            f"{FORMAT} and {WITH_PICTURES}; make the folder again with `diloco data "
+            f"prepare`"
         )
     return found
 
@@ -385,9 +410,16 @@ READER = "readahead_buffer_size:0"
 class PreparedRows:
     """The rows of one split; a `source.Source`. Several threads may read at once."""
 
-    fields = FIELDS
-
-    def __init__(self, folder: str | Path, prepared: Contents, split: Split) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        prepared: Contents,
+        split: Split,
+        pictures: RowPictures | None = None,
+    ) -> None:
+        """pictures: those of the run's data; None: rows have no arrays of pictures."""
+        self.fields: Fields = {**FIELDS, **(pictures.fields if pictures else {})}
+        self._pictures = pictures
         self._folder, self._records = DataFolder(folder), prepared.records
         self._shards = split.shards
         self._ends = np.array(
@@ -408,7 +440,10 @@ class PreparedRows:
         within = row - int(self._ends[number]) + shard.rows
         try:
             (record,) = self._reader(number).read([within])
-            return self._records.decode(record)
+            found, pictures = self._records.decode(record)
+            if self._pictures is None:
+                return found
+            return {**found, **self._pictures.arrays(pictures)}
         except (RuntimeError, ValueError, IndexError) as error:
             raise OSError(
                 f"row {within} of {self._folder.path(shard.name)} cannot be read "
@@ -448,6 +483,8 @@ class Folders(NamedTuple):
     largest: int
     """Highest token of the rows."""
     bytes_per_token: float
+    pictures: RowPictures | None
+    """Pictures of the rows; None if no folder has any."""
 
 
 def are_prepared(data: DataConfig) -> bool:
@@ -511,16 +548,49 @@ def open_folders(run: RunConfig) -> Folders:
     for path, prepared in zip(paths, found, strict=True):
         require_whole(path, prepared, max(1, SAMPLES // len(paths)))
     counts = [prepared.validation.counts for prepared in found]
+    pictures = _pictures(data, paths, found)
+
+    def rows(split: str) -> tuple[PreparedRows, ...]:
+        pairs = zip(paths, found, strict=True)
+        return tuple(PreparedRows(p, f, getattr(f, split), pictures) for p, f in pairs)
+
     return Folders(
-        tuple(PreparedRows(p, f, f.train) for p, f in zip(paths, found, strict=True)),
-        tuple(
-            PreparedRows(p, f, f.validation) for p, f in zip(paths, found, strict=True)
-        ),
+        rows(TRAIN),
+        rows(VALIDATION),
         weights,
         digest,
         max(_largest(p, f, run.model) for p, f in zip(paths, found, strict=True)),
         sum(c.text_bytes for c in counts) / sum(c.predicted for c in counts),
+        pictures,
     )
+
+
+def _pictures(
+    data: DataConfig, paths: Sequence[str], found: Sequence[Contents]
+) -> RowPictures | None:
+    """Return the pictures of all folders together, None if no folder has any. Raise
+    ConfigError for folders of unlike placeholders, and rows of more than the run's
+    most."""
+    having = [(p, f.pictures) for p, f in zip(paths, found, strict=True) if f.pictures]
+    if not having:
+        return None
+    (first, most), *_ = having
+    for path, pictures in having:
+        ours = pictures.tokens, pictures.token
+        if ours != (theirs := (most.tokens, most.token)):
+            raise ConfigError(
+                f"data.paths: a picture of {path} has {ours[0]} placeholders of token "
+                f"{ours[1]}, one of {first} {theirs[0]} of {theirs[1]}; prepare both "
+                f"with the same --picture-tokens and tokenizer"
+            )
+        if 0 < data.pictures < pictures.most:
+            raise ConfigError(
+                f"data.pictures = {data.pictures}, and a row of {path} has "
+                f"{pictures.most} pictures; raise it, or prepare the folder again with "
+                f"--pictures-per-row {data.pictures}"
+            )
+    largest = max(pictures.most for _, pictures in having)
+    return msgspec.structs.replace(most, most=data.pictures or largest)
 
 
 def tokenizer_of(data: DataConfig) -> str | None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from diloco_jax import machine
 from diloco_jax.config import ConfigError
+from diloco_jax.data.pictures import COUNT, PICTURES, PictureError, decodes, fill
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields, Rows, Source, require_row
 from diloco_jax.protocol.messages import Span
 
@@ -34,8 +35,11 @@ class BatchReader:
     def __init__(self, rows: Rows, fields: Fields, sequence_length: int) -> None:
         """fields: of a batch (`source.fields_of_batch`). sequence_length: T. Raises
         ConfigError if the rows have other arrays of these names, or lack one."""
+        self._decodes = decodes(rows.fields, fields)
         for name, field in fields.items():
             found = rows.fields.get(name)
+            if name == PICTURES and self._decodes:
+                continue
             if found is None and name in DERIVED and field.is_like(DERIVED[name]):
                 continue
             if found is None or not found.is_like(field):
@@ -71,6 +75,14 @@ class BatchReader:
             value = row.get(name)
             if name in self._derived:
                 array[place] = 1
+            elif name == PICTURES and self._decodes:
+                try:
+                    fill(array[place], list(row[PICTURES][: int(row[COUNT])]))
+                except PictureError as error:
+                    raise ConfigError(
+                        f"row {number} has a picture that is none: {error}; copy the "
+                        f"data again"
+                    ) from error
             elif value is None or value.shape != array.shape[1:]:
                 found = "no" if value is None else f"{value.shape} as shape of"
                 raise ConfigError(
@@ -94,7 +106,7 @@ FEWEST_AHEAD, MOST_AHEAD = 2, 16
 MOST_READERS = 16
 """Threads; two read 512 windows of 16 KB in 13 ms (docs/data.md)."""
 ROWS_AT_ONCE = 8
-"""Fewest rows that are worth a reader of their own."""
+"""Fewest rows that are worth a reader of their own; with pictures each one is."""
 
 Range = tuple[int, int]
 """First row and the one after the last."""
@@ -191,6 +203,7 @@ class LeasedStream:
         self._closed = False
         self._own: tuple[Range, ...] = ()
         self._ahead = self._affordable(sequences_per_step)
+        self._at_once = 1 if PICTURES in reader.fields else ROWS_AT_ONCE
 
     def read_only(self, own: Sequence[Range]) -> None:
         """Read only these rows of every batch from now on; all rows if `own` is empty.
@@ -270,10 +283,10 @@ class LeasedStream:
         arrays = self._reader.empty(len(positions))
 
         def read(start: int) -> None:
-            for place in range(start, min(start + ROWS_AT_ONCE, len(positions))):
+            for place in range(start, min(start + self._at_once, len(positions))):
                 self._reader.read(int(positions[place]), arrays, place)
 
-        starts = range(0, len(positions), ROWS_AT_ONCE)
+        starts = range(0, len(positions), self._at_once)
         return [self._readers.submit(read, start) for start in starts], arrays
 
 

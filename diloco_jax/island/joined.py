@@ -363,6 +363,12 @@ class JoinedHost(Host["JoinedLoop"]):
         """
         self.leaves, self._like = LikeLeaves(like), like
         self.own_data, self._state = own_data, state
+        if config.run.sync.weights_by_use:
+            raise ConfigError(
+                "sync.weights_by_use is on in the run's config, and a train loop of "
+                "yours does not say how often its tokens used a row; begin the run "
+                "with sync.weights_by_use off"
+            )
         shapes = self.leaves.like
         model = Model(
             lambda key: shapes,

@@ -20,6 +20,7 @@ from diloco_jax.core.fragments import FragmentPlan, Piece, plan_fragments
 from diloco_jax.core.inner import left_to_adam, make_inner
 from diloco_jax.core.members import load, said
 from diloco_jax.core.outer import is_elementwise
+from diloco_jax.data.pictures import require_pictures
 from diloco_jax.data.source import WEIGHTS
 from diloco_jax.models import transformer
 from diloco_jax.models.model import ROWS, Layout, Model, abstract_batch
@@ -83,22 +84,40 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
         """Tell if merges and outer steps treat the bands of a piece as the whole."""
         return by_element and merging.may_cut(piece, rule)
 
+    by_use = {path: use.per_token for path, use in model.uses.items()}
     try:
-        return plan_fragments(
-            model.shapes(), model.axes, sync.fragments, sync.fragment_by, may_cut
+        plan = plan_fragments(
+            model.shapes(),
+            model.axes,
+            sync.fragments,
+            sync.fragment_by,
+            may_cut,
+            by_use if sync.weights_by_use else {},
         )
     except ValueError as error:
         raise ConfigError(
             f"sync.fragments = {sync.fragments}, sync.fragment_by = "
             f"{sync.fragment_by!r}: {error}"
         ) from error
+    known = {"/".join(piece.path) for piece in plan.pieces if piece.shape}
+    if unknown := sorted({*by_use} - known):
+        raise ConfigError(
+            f"the model counts the use of {', '.join(unknown)}, and no tensor with "
+            f"rows has that name: there are {', '.join(sorted(known))}"
+        )
+    for piece in plan.pieces:
+        try:
+            merging.require_rows(merging.rule_for(piece, rule), piece.by_use > 0)
+        except ValueError as error:
+            raise ConfigError(f"sync.merge = {sync.merge!r}: {error}") from error
+    return plan
 
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """Type of the function that `model.factory` names."""
 ADAPTED = "diloco_jax.weights.adapted:factory"
-"""The factory of models with adapters: it reads the weights that they adapt, of which
-nothing here knows."""
+"""The factory of models of which a part stays as it is: it reads these weights, of
+which nothing here knows."""
 
 
 def build(
@@ -113,15 +132,15 @@ def build(
 
     Raises:
       ConfigError: sizes that do not fit together; a factory that is not there, or that
-        makes no model.
+        makes no model; pictures of the data that the model does not take.
     """
     island, layout = island or IslandConfig(), layout or Layout.of_one_device()
     if run.model.factory:
         return _own(run, island, layout)
-    if run.model.lora_rank:
-        adapted: Model = load(ADAPTED)(run, island, layout)
-        return adapted
-    return bundled(run, island, layout)
+    partly = run.model.lora_rank or run.model.train
+    model: Model = (load(ADAPTED) if partly else bundled)(run, island, layout)
+    require_pictures(model.pictures, model.batch, run.data)
+    return model
 
 
 def bundled(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
@@ -133,6 +152,7 @@ def bundled(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
         attention=island.attention,
         loss_chunk=island.loss_chunk,
         layout=layout,
+        pictures=max(run.data.pictures, 1),
     )
 
 
@@ -166,6 +186,7 @@ def _own(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
 
 def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -> None:
     """Raise ConfigError unless the model is as `Model` says; compute nothing."""
+    require_pictures(model.pictures, model.batch, run.data)
     shapes = model.shapes()
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         keys = [getattr(key, "key", None) for key in path]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,10 @@ Send = Callable[[jax.Array, Experts], jax.Array]
 """Function of activations and a layer's mixture that returns what it adds to them, both
 [B, T, D]."""
 Activation = Callable[[jax.Array], jax.Array]
+# Untyped in jax.
+psum: Any = jax.lax.psum
+all_to_all: Any = jax.lax.all_to_all
+ragged_all_to_all: Any = jax.lax.ragged_all_to_all
 
 
 def mix(
@@ -77,9 +81,9 @@ def mix(
     if layout.mesh.size == 1:
         return here((), (), None, x, real, weights)
     rows = layout.spec(("batch", None, None), x.shape)
-    whole = PartitionSpec()  # type: ignore[no-untyped-call]
-    inward = layout.spec(("expert", "embed", "mlp"), weights.gate.shape)
-    outward = layout.spec(("expert", "mlp", "embed"), weights.down.shape)
+    whole: Any = PartitionSpec()  # type: ignore[no-untyped-call]
+    inward: Any = layout.spec(("expert", "embed", "mlp"), weights.gate.shape)
+    outward: Any = layout.spec(("expert", "mlp", "embed"), weights.down.shape)
     mapped = jax.shard_map(
         functools.partial(
             here,
@@ -126,8 +130,8 @@ def _of_device(
     mixed = jnp.sum(shares.astype(x.dtype)[..., None] * back, axis=1).reshape(x.shape)
     use = Routed(sizes.astype(jnp.float32), jnp.sum(odds * real[:, None], axis=0))
     if over_width:
-        mixed = jax.lax.psum(mixed, over_width)
-    return mixed, jax.lax.psum(use, over_rows) if over_rows else use
+        mixed = psum(mixed, over_width)
+    return mixed, psum(use, over_rows) if over_rows else use
 
 
 def _products(
@@ -169,7 +173,7 @@ class Owners(NamedTuple):
         """
         most, places = len(rows), jnp.arange(len(rows))
         own = sizes.reshape(self.number, -1)  # X e
-        theirs = jax.lax.all_to_all(own, self.axis, 0, 0, tiled=True)  # X e
+        theirs = all_to_all(own, self.axis, 0, 0, tiled=True)  # X e
         sent, coming = jnp.sum(own, axis=1), jnp.sum(theirs, axis=1)
         starts = jnp.cumsum(sent) - sent
         came = self.exchange(self.axis, rows, most, starts, sent, coming)
@@ -210,7 +214,7 @@ def ragged(
     """Exchange rows by the collective of TPUs, which moves no more than there is."""
     room = jnp.zeros((len(sent) * most, rows.shape[1]), rows.dtype)
     there = jnp.full_like(starts, jax.lax.axis_index(axis) * most)
-    came: jax.Array = jax.lax.ragged_all_to_all(
+    came: jax.Array = ragged_all_to_all(
         rows, room, starts, sent, there, coming, axis_name=axis
     )
     return came
@@ -229,7 +233,7 @@ def padded(
     chosen = rows.at[starts[:, None] + places].get(mode="clip")
     chosen = jnp.where((places < sent[:, None])[..., None], chosen, 0)
     flat = chosen.reshape(-1, rows.shape[1])
-    came: jax.Array = jax.lax.all_to_all(flat, axis, 0, 0, tiled=True)
+    came: jax.Array = all_to_all(flat, axis, 0, 0, tiled=True)
     return came
 
 

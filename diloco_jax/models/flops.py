@@ -24,26 +24,55 @@ import jax
 import numpy as np
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig
+from diloco_jax.data.pictures import PICTURES
 from diloco_jax.models.model import abstract_batch
 
 logger = logging.getLogger(__name__)
 
 
-def analytic_flops(model: ModelConfig, length: int) -> float:
-    """Count forward and backward pass of one sequence of `length` tokens.
+def analytic_flops(model: ModelConfig, length: int, pictures: int = 0) -> float:
+    """Count forward and backward pass of one sequence of `length` tokens, with so many
+    pictures among them.
 
     The formula is 6 per weight of a matrix product and token, and 12 per head element
-    and pair of positions.
+    and pair of positions; 4 per weight that is not trained.
     """
     attended = model.num_layers * model.num_heads * model.head_dim
-    return 6.0 * product_weights(model) * length + 12.0 * attended * length**2
+    per_weight = 6.0 if not model.train or "decoder" in model.train else 4.0
+    own = per_weight * product_weights(model) * length + 12.0 * attended * length**2
+    return own + pictures * picture_flops(model)
+
+
+def picture_flops(model: ModelConfig) -> float:
+    """Count forward and backward pass of one picture in tower and connector; of a tower
+    that is not trained there is no backward pass."""
+    vision, trained = model.vision, model.train or ("tower", "connector")
+    patches, width = (vision.side // vision.patch) ** 2, vision.width
+    back = "tower" in trained
+    in_layers = vision.layers * (4 * width**2 + 2 * width * vision.mlp_dim)
+    joined = vision.tokens_per_picture * width * vision.shuffle**2 * model.d_model
+    return float(
+        (6 if back else 2) * patches * in_layers
+        # Nothing is before the patches, whose gradient would be used.
+        + (4 if back else 2) * patches * 3 * vision.patch**2 * width
+        + (12 if back else 4) * vision.layers * width * patches**2
+        + (2 + 2 * ("connector" in trained) + 2 * back) * joined
+    )
+
+
+def sequence_flops(run: RunConfig) -> float:
+    """Count by the formula what one sequence of a run takes, with room for as many
+    pictures as its data has."""
+    pictures = run.data.pictures if PICTURES in run.data.arrays else 0
+    return analytic_flops(run.model, run.sequence_length, pictures)
 
 
 def least_flops(model: ModelConfig, length: int) -> float:
     """Count what no kernel leaves out of it: the products with weights, without those
-    for gradients of frozen weights (LoRA). Windows and masks may leave out attention.
+    for gradients of frozen weights. Windows and masks may leave out attention.
     """
-    per_weight = 4.0 if model.lora_rank else 6.0
+    frozen = model.lora_rank or (model.train and "decoder" not in model.train)
+    per_weight = 4.0 if frozen else 6.0
     return per_weight * product_weights(model) * length
 
 
@@ -162,7 +191,7 @@ def count_flops(run: RunConfig, island: IslandConfig) -> Flops:
     """Trace forward and backward pass of one sequence on the default device."""
     own = bool(run.model.factory)
     plain = dataclasses.replace(island, remat="none", loss_chunk=0)
-    analytic = None if own else analytic_flops(run.model, run.sequence_length)
+    analytic = None if own else sequence_flops(run)
     return Flops(
         model=island.batch_size * _products(run, plain),
         analytic=None if analytic is None else island.batch_size * analytic,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import ConfigError, ModelConfig
-from diloco_jax.models import experts
+from diloco_jax.models import experts, vision
 from diloco_jax.models.layers import (
     ACTIVATIONS,
     Rotations,
@@ -44,9 +44,10 @@ class Cache(NamedTuple):
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-Decode = Callable[[Params, jax.Array, Cache, int], tuple[jax.Array, Cache]]
+Decode = Callable[..., tuple[jax.Array, Cache]]
 """Function of parameters, tokens [B, T], cache and the first token's position, that
-returns logits, f32 [B, T, V], and the cache with these positions."""
+returns logits, f32 [B, T, V], and the cache with these positions. A fifth argument, [B,
+T, D], stands for what the tokens begin as, where pictures are among them (`begun`)."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -56,7 +57,11 @@ def make_decode(config: ModelConfig) -> Decode:
 
     @jax.jit
     def decode(
-        params: Params, tokens: jax.Array, cache: Cache, position: int
+        params: Params,
+        tokens: jax.Array,
+        cache: Cache,
+        position: int,
+        first: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         dtype, length = cache.keys.dtype, cache.keys.shape[2]
         params = jax.tree.map(lambda p: p.astype(dtype), params)
@@ -104,6 +109,7 @@ def make_decode(config: ModelConfig) -> Decode:
             return module(x, turns[windowed], attend, lambda x, names: x, send), kept
 
         x = embedded(config, params["embedding"][tokens], dtype)
+        x = x if first is None else first.astype(dtype)
         x, cache = run_layers(config, x, (params["layers"], cache), layer)
         x = rms_norm(config, x, params["norm"])
         tied = config.tied_embeddings
@@ -111,6 +117,24 @@ def make_decode(config: ModelConfig) -> Decode:
         return jnp.matmul(x, table, preferred_element_type=jnp.float32), cache
 
     return decode
+
+
+@functools.lru_cache(maxsize=4)
+def make_begun(config: ModelConfig, dtype: str) -> Callable[..., jax.Array]:
+    """Return the function of parameters, tokens int32 [B, T], pictures uint8 [B, N, S,
+    S, 3] and their counts [B] that returns what the tokens begin as, [B, T, D]."""
+
+    @jax.jit
+    def begun(
+        params: Params, tokens: jax.Array, pictures: jax.Array, counts: jax.Array
+    ) -> jax.Array:
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        x = embedded(config, params["embedding"][tokens], dtype)
+        layout = Layout.of_one_device()
+        found = vision.features(config, params, pictures, layout)
+        return vision.placed(config, x, tokens, found, counts)
+
+    return begun
 
 
 def generate(
@@ -125,6 +149,7 @@ def generate(
     ends: frozenset[int] = frozenset(),
     dtype: str = "float32",
     room: int = 0,
+    pictures: np.ndarray | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that follow the prompt, each as soon as it is drawn.
 
@@ -134,6 +159,7 @@ def generate(
       ends: tokens after which the text is over; they are not yielded.
       room: positions of the cache; 0 = as many as prompt and `max_tokens` need. Calls
         of equal room share what is compiled, however long their prompts are.
+      pictures: uint8 [N, S, S, 3], whose places the prompt has.
 
     Raises:
       ConfigError: an empty prompt, or one with tokens beyond the vocabulary.
@@ -150,13 +176,32 @@ def generate(
     params = jax.tree.map(jnp.asarray, params)
     cache = Cache.empty(config, 1, room or len(prompt) + max_tokens, dtype)
     chance, tokens = np.random.default_rng(seed), list(prompt)
+    begun = None
+    if pictures is not None and len(pictures):
+        begun = make_begun(config, dtype)(
+            params,
+            jnp.asarray([tokens]),
+            jnp.asarray(pictures)[None],
+            jnp.asarray([len(pictures)]),
+        )
+
+    def first(count: int) -> jax.Array | None:
+        """Return what the next tokens begin as, where they are of the prompt."""
+        if begun is None or position >= len(prompt):
+            return None
+        return begun[:, position : position + count]
+
     while room and len(tokens) > 1:
         # Powers of two: few lengths are compiled. The last token's logits are drawn by.
         count = 1 << (len(tokens) - 1).bit_length() - 1
-        _, cache = decode(params, jnp.asarray([tokens[:count]]), cache, position)
+        _, cache = decode(
+            params, jnp.asarray([tokens[:count]]), cache, position, first(count)
+        )
         position, tokens = position + count, tokens[count:]
     for _ in range(max_tokens):
-        logits, cache = decode(params, jnp.asarray([tokens]), cache, position)
+        logits, cache = decode(
+            params, jnp.asarray([tokens]), cache, position, first(len(tokens))
+        )
         position += len(tokens)
         token = draw(np.asarray(logits[0, -1]), temperature, top_p, chance)
         if token in ends:
@@ -190,22 +235,23 @@ class Likelihoods(NamedTuple):
     """bool [B]: every token whose weight is not 0 is the likeliest one."""
 
 
-Likelihood = Callable[[Params, jax.Array, jax.Array], Likelihoods]
-"""Function of parameters, tokens int32 [B, T] and weights f32 [B, T]."""
+Likelihood = Callable[..., Likelihoods]
+"""Function of parameters, tokens int32 [B, T] and weights f32 [B, T]; and, where there
+are any, pictures uint8 [B, N, S, S, 3] and their counts int32 [B]."""
 
 
 def make_likelihood(config: ModelConfig, dtype: str = "float32") -> Likelihood:
     """Return the function for a model that computes in that dtype."""
-    decode = make_decode(config)
+    decode, begun = make_decode(config), make_begun(config, dtype)
 
     @jax.jit
     def likelihood(
-        params: Params, tokens: jax.Array, weights: jax.Array
+        params: Params, tokens: jax.Array, weights: jax.Array, *pictures: jax.Array
     ) -> Likelihoods:
         rows, length = tokens.shape
-        logits, _ = decode(
-            params, tokens, Cache.empty(config, rows, length, dtype), jnp.int32(0)
-        )
+        first = begun(params, tokens, *pictures) if pictures else None
+        empty = Cache.empty(config, rows, length, dtype)
+        logits, _ = decode(params, tokens, empty, jnp.int32(0), first)
         of_next = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
         found = jnp.take_along_axis(of_next, tokens[:, 1:, None], axis=-1)[..., 0]
         likeliest = jnp.argmax(of_next, axis=-1) == tokens[:, 1:]

@@ -24,7 +24,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,16 @@ from diloco_jax.models.model import Names
 Rotations = tuple[jax.Array, jax.Array]
 """Cosines and sines of the angles of all positions."""
 Frequencies = npt.NDArray[np.float64]
+
+
+class Tensor(NamedTuple):
+    """A parameter: its shape, its axes' names, and mean and standard deviation at the
+    start."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    std: float
+    start: float = 0.0
 
 
 def frequencies(config: ModelConfig, *, windowed: bool) -> Frequencies:
@@ -122,8 +132,8 @@ class Layer(nnx.Module):
         added = self.attention(self.attention_norm(x), turns, attend, constrain)
         x = x + (self.attention_post_norm(added) if self.post_norms else added)
         y = self.mlp_norm(x)
-        several = isinstance(self.mlp, ExpertMlp)
-        added = self.mlp(y, send) if several else self.mlp(y, constrain)
+        mlp = self.mlp
+        added = mlp(y, send) if isinstance(mlp, ExpertMlp) else mlp(y, constrain)
         return x + (self.mlp_post_norm(added) if self.post_norms else added)
 
 

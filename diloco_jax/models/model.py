@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from diloco_jax.data.pictures import PictureInput
 from diloco_jax.data.source import TOKENS, Field, Fields, fields_of_batch
 from diloco_jax.errors import ConfigError
 
@@ -33,6 +34,17 @@ Params = dict[str, Any]
 Axes = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
+
+
+class Use(NamedTuple):
+    """How often the rows of a tensor's first axis (after "layers") are used."""
+
+    counted: Callable[[Mapping[str, np.ndarray]], np.ndarray] | str
+    """Returns the counts of some rows of a batch, [B, ...] by name, on the host: uint32
+    [rows] or [layers, rows]. Text: the name of a metric of `loss` that has them, of the
+    whole batch, in such a shape."""
+    per_token: int = 1
+    """Rows that a token uses at most."""
 
 
 def _nothing() -> Iterator[Any]:
@@ -91,6 +103,11 @@ class Model(NamedTuple):
     and let nothing cross from one document to another."""
     frozen: Frozen | None = None
     """Parameters that are not trained; `loss` takes them as a third argument."""
+    pictures: PictureInput | None = None
+    """The pictures that it takes; `batch` then has the arrays of its `fields`."""
+    uses: Mapping[str, Use] = MappingProxyType({})
+    """Tensors that only some tokens touch, by path, joined with "/". With
+    `sync.weights_by_use` the use of a row is its weight in a merge."""
 
     def fields(self, arrays: Collection[str]) -> dict[str, Field]:
         """Return the arrays of a training batch by name. arrays: names of those that

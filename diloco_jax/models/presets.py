@@ -1,11 +1,12 @@
 """Models by name: published ones, and byte models by their number of parameters.
 
-`smollm2_135m`, `llama3_1b` (3.2), `llama3_8b` (3.1), `qwen3_*`, `olmoe_1b_7b` and
-`gemma3_*` are the models of these names, parameter by parameter, `gemma3_12b` without
-its picture encoder; sources are the config.json files beside the published weights.
-They are trained on their own tokens, or start from their weights (`--init`).
-`qwen3_30b_a3b` and `olmoe_1b_7b` are mixtures of experts, and `tiny_experts` is one of
-bytes.
+`smollm2_135m`, `smolvlm_256m`, `llama3_1b` (3.2), `llama3_8b` (3.1), `qwen3_*`,
+`olmoe_1b_7b` and `gemma3_*` are the models of these names, parameter by parameter,
+`gemma3_12b` without its picture encoder; sources are the config.json files beside the
+published weights. They are trained on their own tokens, or start from their weights
+(`--init`). `qwen3_30b_a3b` and `olmoe_1b_7b` are mixtures of experts, and
+`tiny_experts` is one of bytes. `tiny_vision`, of bytes too, takes pictures of 32 x 32
+pixels.
 
 Other names are numbers of parameters, within 15 %. Those in millions are byte models.
 Those in billions have 256 k words and the sizes of large models of today, but none of
@@ -17,7 +18,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from diloco_jax.config import ConfigError, ModelConfig, suggest
+from diloco_jax.config import ConfigError, ModelConfig, VisionConfig, suggest
+from diloco_jax.data.pictures import BYTE_TOKEN
 
 
 def _sizes(
@@ -86,6 +88,21 @@ def _experts(experts: int, of_token: int, width: int) -> dict[str, Any]:
 
 PRESETS = {
     "tiny": replace(_BYTES, **_sizes(64, 2, 4, 2, 16, 128)),
+    "tiny_vision": replace(
+        _BYTES,
+        **_sizes(64, 2, 4, 2, 16, 128),
+        norm_gain="scale",
+        vision=VisionConfig(
+            layers=2,
+            width=64,
+            heads=4,
+            mlp_dim=128,
+            side=32,
+            patch=8,
+            shuffle=2,
+            token=BYTE_TOKEN,
+        ),
+    ),
     "tiny_experts": replace(
         _BYTES, **_sizes(64, 2, 4, 2, 16, 128), **_experts(4, 2, 64)
     ),
@@ -99,6 +116,13 @@ PRESETS = {
     "1b": replace(_WORDS, **_sizes(1152, 26, 4, 1, 256, 6912)),
     "12b": replace(_WORDS, **_sizes(3840, 48, 16, 8, 256, 15_360)),
     "smollm2_135m": replace(_SMOLLM2, **_sizes(576, 30, 9, 3, 64, 1536)),
+    "smolvlm_256m": replace(
+        _SMOLLM2,
+        **_sizes(576, 30, 9, 3, 64, 1536),
+        vocab_size=49_280,
+        tied_embeddings=False,
+        vision=VisionConfig(layers=12, token=49_190),
+    ),
     "llama3_1b": replace(
         _LLAMA3,
         **_sizes(2048, 16, 32, 8, 64, 8192),

@@ -26,8 +26,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +37,15 @@ from flax import nnx
 from jax.extend.random import threefry2x32_p
 
 from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.data.pictures import COUNT, PICTURES
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers import VOCAB_SIZE
-from diloco_jax.models import experts
+from diloco_jax.models import experts, vision
 from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import (
     ACTIVATIONS,
     Layer,
+    Tensor,
     first_scale,
     frequencies,
     restarted,
@@ -58,20 +60,10 @@ from diloco_jax.models.model import (
     Metrics,
     Model,
     Params,
+    Use,
     split_batch,
     weighted_loss,
 )
-
-
-class Tensor(NamedTuple):
-    """A parameter: its shape, its axes' names, and mean and standard deviation at the
-    start."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    std: float
-    start: float = 0.0
-
 
 NOISE_BLOCK = 1 << 20
 """Values drawn at a time; a power of two, so that the low half of a counter never
@@ -261,9 +253,11 @@ def build(
     attention: str = "auto",
     loss_chunk: int | None = None,
     layout: Layout | None = None,
+    pictures: int = 1,
 ) -> Model:
     """Return the transformer of this config. With `lora_rank` its parameters are the
-    adapters, and its weights are frozen, whose values somebody else has to give.
+    adapters, and its weights are frozen; with `train`, its parameters are those parts,
+    and the others are frozen. Somebody else has to give the frozen values.
 
     Args:
       config: sizes.
@@ -275,6 +269,7 @@ def build(
       loss_chunk: positions of each sequence whose logits stand at a time; 0 = all,
         None = as many as `positions_at_a_time` says.
       layout: the mesh that it runs on; None: the default device.
+      pictures: most pictures of a row, of a model that takes pictures.
 
     Raises:
       ConfigError: sizes that do not fit together.
@@ -304,12 +299,17 @@ def build(
     ) -> tuple[jax.Array, Metrics]:
         """added: adapters of the layers."""
         inputs, targets, weights = split_batch(batch)
+        if config.vision.layers:
+            weights = jnp.where(targets == config.vision.token, 0, weights)
         segments = batch["segments"][:, :-1] if "segments" in batch else None
         # The gradient of a row is a sum over its tokens, in the dtype of the lookup: in
         # bf16 it would stop growing at some hundreds of them.
         rows = layout.constrain(params["embedding"], axes["embedding"])[inputs]
         x = layout.constrain(embedded(config, rows, dtype), STREAM)
         params, added = jax.tree.map(lambda p: p.astype(dtype), (params, added))
+        if PICTURES in batch:
+            seen = vision.features(config, params, batch[PICTURES], layout, wrap)
+            x = vision.placed(config, x, inputs, seen, batch[COUNT])
         # `gather` would sum the gradient of the table once for each chunk of logits.
         embedding = layout.constrain(params["embedding"], axes["embedding"])
         stacked = params["layers"] if added is None else (params["layers"], added)
@@ -369,20 +369,61 @@ def build(
 
         return run_layers(config, x, stacked, wrap(layer), per_iteration)
 
-    if not adapters:
-        return Model(lambda key: _init(tensors, key), loss, axes, BATCH)
+    takes = vision.picture_input(config)
+    fields = {**BATCH, **(takes.fields(pictures) if takes else {})}
+    # A tied table is used by every prediction, too.
+    count = functools.partial(input_counts, config.vocab_size)
+    uses = {} if config.tied_embeddings else {"embedding": Use(count)}
     shapes = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, dtype),  # type: ignore[no-untyped-call]
         tensors,
         is_leaf=_is_tensor,
     )
+    if adapters:
+        return Model(
+            lambda key: {"layers": _init(adapters, key)},
+            lambda params, batch, frozen: loss(frozen, batch, params["layers"]),
+            {"layers": adapters_axes},
+            fields,
+            Frozen(shapes=shapes, axes=axes),
+            takes,
+        )
+    if not config.train:
+        return Model(
+            lambda key: _init(tensors, key),
+            loss,
+            axes,
+            fields,
+            pictures=takes,
+            uses=uses,
+        )
+
+    def part(tree: dict[str, Any], trained: bool) -> dict[str, Any]:
+        """Return the parts that are trained, or those that are not."""
+        return {
+            name: own
+            for name, own in tree.items()
+            if (vision.part_of((name,)) in config.train) is trained
+        }
+
     return Model(
-        lambda key: {"layers": _init(adapters, key)},
-        lambda params, batch, frozen: loss(frozen, batch, params["layers"]),
-        {"layers": adapters_axes},
-        BATCH,
-        Frozen(shapes=shapes, axes=axes),
+        lambda key: _init(part(tensors, True), key),
+        lambda params, batch, frozen: loss({**params, **frozen}, batch),
+        part(axes, True),
+        fields,
+        Frozen(shapes=part(shapes, False), axes=part(axes, False)),
+        takes,
+        part(uses, True),
     )
+
+
+def input_counts(vocab_size: int, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return how often each token is an input, uint32 [vocab_size]; padding is none."""
+    inputs = batch["tokens"][:, :-1]
+    if "segments" in batch:
+        inputs = inputs[batch["segments"][:, :-1] != 0]
+    counts = np.bincount(inputs.ravel(), minlength=vocab_size)
+    return counts.astype(np.uint32)
 
 
 def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:
@@ -445,7 +486,7 @@ def _tensors(config: ModelConfig) -> dict[str, Any]:
     }
     if not config.tied_embeddings:
         tensors["unembedding"] = Tensor((d, v), ("embed", "vocab"), EMBEDDING_STD)
-    return tensors
+    return tensors | vision.tensors(config)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -525,3 +566,4 @@ def _validate(config: ModelConfig) -> None:
             f"model.num_heads = {config.num_heads} is not a multiple of "
             f"model.num_kv_heads = {config.num_kv_heads}; choose a multiple"
         )
+    vision.validate(config)

@@ -538,15 +538,15 @@ def _rule_bytes(run: RunConfig, plan: FragmentPlan, islands: int) -> tuple[int, 
     """Return the bytes that merges leave in memory, the measured tiles of deltas
     included, and the most that the merge of one piece takes."""
     # Many pieces, of few kinds.
-    kinds = Counter((p.shape, p.embedding) for p in plan.pieces)
-    like = {(p.shape, p.embedding): p for p in plan.pieces}
+    kinds = Counter((p.grid, p.embedding) for p in plan.pieces)
+    like = {(p.grid, p.embedding): p for p in plan.pieces}
     rule = MERGE_RULES.find(run.sync.merge)
     rules = {kind: merging.rule_for(piece, rule) for kind, piece in like.items()}
     state = sum(
         count
         * (
             merging.state_bytes(rules[kind], like[kind].shape)
-            + fragment_merge.sample_bytes(like[kind].shape)
+            + fragment_merge.sample_bytes(like[kind].grid)
         )
         for kind, count in kinds.items()
     )
@@ -583,36 +583,6 @@ def _dealt(plan: FragmentPlan, workers: int, amounts: Sequence[int]) -> list[int
     for owner, amount in zip(owners, amounts, strict=True):
         sums[owner] += amount
     return sums
-
-
-# ---- the first start ----------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FirstStart:
-    """Seconds until a new run makes its first step, by what takes them."""
-
-    draw_seconds: float
-    """Of one core that draws the parameters, or the most that a worker has; 0 where
-    they are not drawn."""
-    write_seconds: float
-    """Of the disk, which has every fragment's first snapshot before islands come."""
-    fetch_seconds: float
-    """Of an island's link, which carries the anchors once."""
-    compile_seconds: float | None
-    """Of the slowest island's host; None if nobody measured it."""
-
-    @property
-    def line(self) -> str:
-        """A line for people."""
-        compiling = "compile, for how long nobody measured"
-        if self.compile_seconds is not None:
-            compiling = f"compile for {self.compile_seconds:.0f}"
-        return (
-            f"first start: parameters are drawn in {self.draw_seconds:.0f} s on one "
-            f"core and written in {self.write_seconds:.0f}; islands fetch them in "
-            f"{self.fetch_seconds:.0f} and {compiling}"
-        )
 
 
 # ---- outages ------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from diloco_jax.hardware.machines import (
 )
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.models.flops import analytic_flops
+from diloco_jax.models.flops import sequence_flops
 from diloco_jax.planning.advice import LinkSetting, advise, mended, settings_that_fit
 from diloco_jax.planning.checks import (
     LINK_UTILISATION,
@@ -40,11 +40,7 @@ from diloco_jax.planning.checks import (
     refusals,
 )
 from diloco_jax.planning.compiling import IslandPlan
-from diloco_jax.planning.coordinator import (
-    CoordinatorPlan,
-    FirstStart,
-    OutagePlan,
-)
+from diloco_jax.planning.coordinator import CoordinatorPlan, OutagePlan
 from diloco_jax.planning.options import (
     Assumptions,
     away,
@@ -111,6 +107,33 @@ class Price:
     """Of merged tokens; None if nothing is ever merged."""
     crossing_gb_per_day: float
     """GB that cross from region to region in a day."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstStart:
+    """Seconds until a new run makes its first step, by what takes them."""
+
+    draw_seconds: float
+    """Of one core that draws the parameters, or the most that a worker has; 0 where
+    they are not drawn."""
+    write_seconds: float
+    """Of the disk, which has every fragment's first snapshot before islands come."""
+    fetch_seconds: float
+    """Of an island's link, which carries the anchors once."""
+    compile_seconds: float | None
+    """Of the slowest island's host; None if nobody measured it."""
+
+    @property
+    def line(self) -> str:
+        """A line for people."""
+        compiling = "compile, for how long nobody measured"
+        if self.compile_seconds is not None:
+            compiling = f"compile for {self.compile_seconds:.0f}"
+        return (
+            f"first start: parameters are drawn in {self.draw_seconds:.0f} s on one "
+            f"core and written in {self.write_seconds:.0f}; islands fetch them in "
+            f"{self.fetch_seconds:.0f} and {compiling}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -347,7 +370,7 @@ def step_seconds_of(
             f"arithmetic: there is no formula for the FLOPs of model.factory = "
             f"{run.model.factory!r}; plan without --arithmetic"
         )
-    flops = island.batch_size * analytic_flops(run.model, run.sequence_length)
+    flops = island.batch_size * sequence_flops(run)
     again = RECOMPUTED if island.remat == "full" else 1.0
     return max(flops * max(again, 1 / share) / found.flops_per_s, island.step_seconds)
 

@@ -198,6 +198,10 @@ class DeltaArrived(Message, frozen=True, kw_only=True):
     refusal: Refusal = ""
     norm: float = 0.0
     """Length of the delta; 0: unknown."""
+    used: int = 0
+    """Tokens behind its counts of use."""
+    uses: str = ""
+    """Digest of its counts of use; empty if it has none."""
 
 
 class MergePrepared(Message, frozen=True, kw_only=True):

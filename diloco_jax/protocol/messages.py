@@ -213,6 +213,8 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Length of the delta; 0: unknown."""
     rate_sum: float = 0.0
     """Sum of the learning rates of its steps, as the island says; 0: unknown."""
+    uses: str = ""
+    """Digest of its counts of use; empty if it has none."""
 
     @property
     def steps(self) -> int:
@@ -234,6 +236,7 @@ FAILURES: Final[frozenset[EndReason]] = frozenset(("failed", "died"))
 RefusalReason = Literal[
     "non_finite",
     "out_of_bounds",
+    "miscounted",
     "quarantined",
     "stale",
     "future",
@@ -242,10 +245,11 @@ RefusalReason = Literal[
     "refused",
 ]
 """Reason for which a delta is not merged; its steps are lost if the island gives them
-up. out_of_bounds: it is much longer than the others' deltas. quarantined: it is within
-bounds, but too many before it were not. stale: its base lags the current version too
-far. future: its base is a version that no merge has made. overlap: some of its steps
-are settled. refused: the island gave the delta up without being told to."""
+up. out_of_bounds: it is much longer than the others' deltas. miscounted: its counts of
+use are more than its tokens. quarantined: it is within bounds, but too many before it
+were not. stale: its base lags the current version too far. future: its base is a
+version that no merge has made. overlap: some of its steps are settled. refused: the
+island gave the delta up without being told to."""
 
 Refusal = RefusalReason | Literal[""]
 """Reason for which a delta is not merged; empty: it is fit."""
@@ -262,6 +266,7 @@ WORKER: Final = "worker"
 # The local value is unusable.
 NON_FINITE: Final = "non_finite"
 OUT_OF_BOUNDS: Final = "out_of_bounds"
+MISCOUNTED: Final = "miscounted"
 QUARANTINED: Final = "quarantined"
 # A reopened delta would overlap again.
 OVERLAP: Final = "overlap"
@@ -300,7 +305,7 @@ Fact = (
     | None
 )
 Facts = Annotated[dict[Identifier, Fact], Meta(max_length=64)]
-Fields = dict[Identifier, Fact | list[Fact | list[Fact]]]
+Fields = dict[Identifier, Fact | Facts | list[Fact | list[Fact]]]
 
 
 OWN_DATA = "own_data"

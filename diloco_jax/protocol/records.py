@@ -254,7 +254,7 @@ class Leaving(_OfIncarnation, frozen=True, kw_only=True):
 
 class DeltaRefused(_OfIncarnation, frozen=True, kw_only=True, tag="refused"):
     """A delta is not merged. norm, most: its length and the allowed one, if they are
-    known."""
+    known; of a miscounted one the sum of its counts, and its tokens."""
 
     fragment: int
     tick: int

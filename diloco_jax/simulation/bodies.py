@@ -167,7 +167,12 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
     rate = RunConfig().inner.learning_rate
     if not run.model.factory:
         inner = dataclasses.replace(run.inner, learning_rate=rate)
-        data = DataConfig(arrays=run.data.arrays)
+        data = DataConfig(
+            arrays=run.data.arrays,
+            pictures=run.data.pictures,
+            picture_tokens=run.data.picture_tokens,
+            picture_token=run.data.picture_token,
+        )
         run = RunConfig(model=run.model, data=data, inner=inner)
     alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
     return _trainer_of(run, alike)
@@ -270,7 +275,8 @@ class StoreMerging:
         squares = self._store.squares(key.fragment, payload)
         if not is_fit(squares):
             return Received((payload, squares), NON_FINITE)
-        return Received((payload, squares), norm=length(squares))
+        uses = self._store.uses(key.fragment, payload)
+        return Received((payload, squares), "", length(squares), *uses)
 
     def compute(self, merge: Merge, deltas: Sequence[Packed]) -> Prepared:
         payloads, squares = zip(*deltas, strict=True)

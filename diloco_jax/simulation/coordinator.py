@@ -39,11 +39,14 @@ from diloco_jax.simulation.island import Connection, VirtualFetch
 
 
 class Received(NamedTuple):
-    """A delta as merges need it; why it is unfit, or ""; and its length, if known."""
+    """A delta as merges need it; and, as in `DeltaArrived`, why it is unfit, or "", its
+    length, if known, and its use of rows."""
 
     delta: Any
     refusal: Refusal = ""
     norm: float = 0.0
+    used: int = 0
+    uses: str = ""
 
 
 class Merging(Protocol):
@@ -165,9 +168,9 @@ class VirtualCoordinator(Engine[State, Event]):
             return
         if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
             return
-        delta, refusal, norm = self.merging.receive(key, encoded)
-        self._deltas[key] = delta
-        self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
+        found = self.merging.receive(key, encoded)._asdict()
+        self._deltas[key] = found.pop("delta")
+        self.hear(DeltaArrived(**key._asdict(), **found))
 
     def fetch(
         self, fragment: int, want: Version, have: Version | None

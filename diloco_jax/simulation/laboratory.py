@@ -171,6 +171,7 @@ def require_equal(config: Config, options: EmulationOptions) -> None:
             *(("anchor_memory", "device"), ("topology", "")),
         )
     ]
+    wanted.append(("sync.weights_by_use", config.run.sync.weights_by_use, False))
     wanted.append(("placement.faults", tuple(config.placement.faults), ()))
     wanted += [
         (name, getattr(options, name), getattr(EmulationOptions(), name))

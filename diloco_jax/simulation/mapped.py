@@ -22,7 +22,7 @@ from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator.holding.store import merges_of, params_of, weights_by
 from diloco_jax.core import stacked
 from diloco_jax.core.codecs import Codec
-from diloco_jax.core.families import MergeRule, Shape
+from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragment_merge import FragmentState, is_fit, length
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
 from diloco_jax.core.merging import MEAN, rule_for
@@ -51,7 +51,7 @@ class MappedExchange(Exchange):
             self._plan.fragments, self._states, anchors, strict=True
         ):
             own = [
-                jax.vmap(TileGrid.of(piece.shape).from_tiles)(value)
+                jax.vmap(piece.grid.from_tiles)(value)
                 for piece, value in zip(pieces, values, strict=True)
             ]
             for state in states:
@@ -186,7 +186,7 @@ class MappedMerges:
         """Take in the deltas of all islands, by piece."""
         merge = self._merges[fragment]
         deltas = [
-            _decoded(merge.up, piece.shape, octets)
+            _decoded(merge.up, piece.grid, octets)
             for piece, octets in zip(merge.pieces, encoded, strict=True)
         ]
         self.taken[fragment] = Taken(deltas, list(map(_halved, deltas)))
@@ -227,9 +227,9 @@ class MappedMerges:
     ) -> tuple[jax.Array, Any]:
         """Return `stacked.total` of a piece, by seed."""
         deltas = self.taken[order.fragment].deltas[index]
-        shape = self._merges[order.fragment].pieces[index].shape
+        grid = self._merges[order.fragment].pieces[index].grid
         given = np.array(numbers, np.float32), np.float32(order.share)
-        found: tuple[jax.Array, Any] = _total(rule, shape, deltas, *given, state)
+        found: tuple[jax.Array, Any] = _total(rule, grid, deltas, *given, state)
         return found
 
     def _shares(self, order: Merge) -> list[float]:
@@ -285,7 +285,7 @@ class MappedMerges:
         norms = [math.hypot(*own) for own in lengths.T]
         before = self.fragments[fragment]
         theta, anchor, outer, encoded = _finished(
-            (merge.settings, merge.down, tuple(p.shape for p in merge.pieces)),
+            (merge.settings, merge.down, tuple(p.grid for p in merge.pieces)),
             order.final,
             (before.theta, before.anchor, before.outer, tuple(summed.totals)),
             tuple(factors),
@@ -349,8 +349,8 @@ class MappedMerges:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _decoded(codec: Codec, shape: Shape, encoded: jax.Array) -> jax.Array:
-    found: jax.Array = over_runs(functools.partial(stacked.decoded, codec, shape))(
+def _decoded(codec: Codec, grid: TileGrid, encoded: jax.Array) -> jax.Array:
+    found: jax.Array = over_runs(functools.partial(stacked.decoded, codec, grid))(
         encoded
     )
     return found
@@ -358,24 +358,24 @@ def _decoded(codec: Codec, shape: Shape, encoded: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _total(
-    rule: MergeRule, shape: Shape, deltas: Any, numbers: Any, share: Any, state: Any
+    rule: MergeRule, grid: TileGrid, deltas: Any, numbers: Any, share: Any, state: Any
 ) -> Any:
-    total = functools.partial(stacked.total, rule, shape)
+    total = functools.partial(stacked.total, rule, grid)
     return jax.vmap(total, in_axes=(0, 0, None, 0))(deltas, numbers, share, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _finished(kind: Any, final: bool, arrays: Any, factors: Any, norms: Any) -> Any:
     """Return Theta, anchor, state of the outer optimizer and publish."""
-    settings, codec, shapes = kind
+    settings, codec, grids = kind
 
     def finish(arrays: Any, factors: Any, norm: Any) -> Any:
         theta, anchor, state, totals = arrays
         merged = tuple(x * f for x, f in zip(totals, factors, strict=True))
         theta, state = stacked.stepped(
-            settings, shapes, theta, state, merged, norm, final=final
+            settings, grids, theta, state, merged, norm, final=final
         )
-        encoded, anchor = stacked.published(codec, shapes, theta, anchor)
+        encoded, anchor = stacked.published(codec, grids, theta, anchor)
         return theta, anchor, state, encoded
 
     return jax.vmap(finish)(arrays, factors, norms)

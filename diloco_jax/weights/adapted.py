@@ -1,4 +1,5 @@
-"""Adapters on published weights: the weights stay as they are, the adapters train.
+"""Published weights that stay as they are, in whole or in part, and what trains beside
+them: adapters, or the other parts of a model with pictures.
 
 A run's adapters are written as a folder that PEFT reads: adapter_config.json and
 adapter_model.safetensors.
@@ -18,51 +19,64 @@ from safetensors.numpy import save_file
 from xxhash import xxh3_64
 
 from diloco_jax.config import ConfigError, IslandConfig, ModelConfig, RunConfig
+from diloco_jax.core.fragments import LAYERS
 from diloco_jax.models import build as models
 from diloco_jax.models import transformer
 from diloco_jax.models.model import Frozen, Layout, Model, Params
+from diloco_jax.models.vision import part_of
 from diloco_jax.weights.first import first_pieces
-from diloco_jax.weights.tensor_files import names_in_a_layer
+from diloco_jax.weights.tensor_files import decoder_name, names_in_a_layer
 
 
 def factory(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
-    """Return the model of a run with `model.lora_rank`.
+    """Return the model of a run with `model.lora_rank` or `model.train`.
 
     Raises ConfigError if the run starts from no weights.
     """
     if not run.model.weights:
+        trained = ", ".join(run.model.train)
+        what, why = (
+            f"model.train = {trained}",
+            "the other parts stay as the weights are",
+        )
+        if run.model.lora_rank:
+            what = f"model.lora_rank = {run.model.lora_rank}"
+            why = "adapters are added to weights"
         raise ConfigError(
-            f"model.lora_rank = {run.model.lora_rank}, and model.weights is empty: "
-            f"adapters are added to weights; give them (--init hf:DIR, and to an "
-            f"island --model.weights hf:DIR)"
+            f"{what}, and model.weights is empty: {why}; give them (--init hf:DIR, and "
+            f"to an island --model.weights hf:DIR)"
         )
     model = models.bundled(run, island, layout)
     assert model.frozen is not None
     frozen = model.frozen._replace(
-        leaves=lambda: base_leaves(run), digest=lambda: digest_of(base_leaves(run))
+        leaves=lambda: frozen_leaves(run), digest=lambda: digest_of(frozen_leaves(run))
     )
     return model._replace(frozen=frozen)
 
 
 def base_run(run: RunConfig) -> RunConfig:
-    """Return the run without adapters: its parameters are the weights themselves."""
+    """Return the run that trains all of the weights, and has no adapters."""
     model = dataclasses.replace(
-        run.model, lora_rank=0, lora_alpha=0.0, frozen_digest=""
+        run.model, lora_rank=0, lora_alpha=0.0, frozen_digest="", train=()
     )
     return dataclasses.replace(run, model=model)
 
 
-def base_leaves(run: RunConfig) -> Iterator[np.ndarray]:
-    """Yield the weights that a run adapts, stacked, in the order of `jax.tree.leaves`
-    and the dtype of their files."""
-    return map(_stacked, _mapped_base(run))
+def frozen_leaves(run: RunConfig) -> Iterator[np.ndarray]:
+    """Yield the weights that stay as they are, stacked, in the order of
+    `jax.tree.leaves` and the dtype of their files."""
+    return (_stacked(leaf) for _, leaf in _mapped(run))
 
 
-def _mapped_base(run: RunConfig) -> list[Any]:
+def _mapped(run: RunConfig) -> list[tuple[tuple[str, ...], Any]]:
+    """Return these weights by path; a stacked one is a list of its layers."""
     plain = base_run(run)
     pieces = first_pieces(plain, models.build(plain))
-    leaves: list[Any] = jax.tree.leaves(pieces, is_leaf=lambda x: isinstance(x, list))
-    return leaves
+    leaves = jax.tree_util.tree_leaves_with_path(
+        pieces, is_leaf=lambda x: isinstance(x, list)
+    )
+    paths = [(tuple(key.key for key in keys), leaf) for keys, leaf in leaves]
+    return [(p, leaf) for p, leaf in paths if part_of(p) not in run.model.train]
 
 
 def _stacked(leaf: Any) -> np.ndarray:
@@ -82,10 +96,19 @@ def digest_of(leaves: Iterator[np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def merged(run: RunConfig, adapters: Params) -> Params:
-    """Return the weights with a run's adapters added, f32, stacked."""
+def merged(run: RunConfig, trained: Params) -> Params:
+    """Return the whole model, f32, stacked: the weights with a run's adapters added, or
+    its trained parts and the others."""
+    if run.model.train:
+        frozen: Params = {}
+        for path, value in merged_leaves(run, {}):
+            node = frozen
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = value
+        return {**trained, **frozen}
     structure = jax.tree.structure(models.build(base_run(run)).shapes())
-    leaves = [leaf for _, leaf in merged_leaves(run, adapters)]
+    leaves = [leaf for _, leaf in merged_leaves(run, trained)]
     whole: Params = jax.tree.unflatten(structure, leaves)
     return whole
 
@@ -93,20 +116,17 @@ def merged(run: RunConfig, adapters: Params) -> Params:
 def merged_leaves(
     run: RunConfig, adapters: Params
 ) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Yield `merged` by path, one array at a time.
+    """Yield the weights that stay as they are, with adapters added, by path, one array
+    at a time.
 
     Raises ConfigError, with both digests, if the weights are no longer the run's."""
-    base = _mapped_base(run)
-    here = Frozen({}, {}, digest=lambda: digest_of(map(_stacked, base)))
+    base = _mapped(run)
+    here = Frozen({}, {}, digest=lambda: digest_of(_stacked(own) for _, own in base))
     here.require(run.model.frozen_digest)
-    shapes = models.build(base_run(run)).shapes()
-    paths = [
-        tuple(key.key for key in keys)
-        for keys, _ in jax.tree_util.tree_leaves_with_path(shapes)
-    ]
-    for path, leaf in zip(paths, map(_stacked, base), strict=True):
-        value = np.asarray(leaf, np.float32)
-        if "/".join(path[1:]) in transformer.ADAPTED_AXES:
+    for path, leaf in base:
+        value = np.asarray(_stacked(leaf), np.float32)
+        adapted = adapters and path[0] == LAYERS
+        if adapted and "/".join(path[1:]) in transformer.ADAPTED_AXES:
             _, half, name = path
             value = value + delta(run.model, half, adapters["layers"][half][name])
         yield path, value
@@ -139,8 +159,8 @@ def write_adapter(model: ModelConfig, params: Params, folder: Path) -> int:
             a, b = (
                 np.asarray(pair[key][layer, *expert], np.float32) for key in ("a", "b")
             )
-            place = f"base_model.model.model.layers.{layer}.{module}"
-            place = place.format(expert=next(iter(expert), ""))
+            inside = decoder_name(model, f"model.layers.{layer}.{module}")
+            place = f"base_model.model.{inside}".format(expert=next(iter(expert), ""))
             # Files have a matrix's outputs first.
             tensors[f"{place}.lora_A.weight"] = a.reshape(-1, model.lora_rank).T.copy()
             tensors[f"{place}.lora_B.weight"] = b.reshape(model.lora_rank, -1).T.copy()
@@ -154,7 +174,10 @@ def write_adapter(model: ModelConfig, params: Params, folder: Path) -> int:
         "lora_alpha": model.lora_alpha or model.lora_rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(targets),
+        # A tower has modules of these names, too.
+        "target_modules": rf".*\.text_model\..*\.({'|'.join(sorted(targets))})"
+        if model.vision.layers
+        else sorted(targets),
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")

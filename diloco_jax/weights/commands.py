@@ -170,6 +170,12 @@ class GenerateOptions:
         help="Workdir of a run, or a folder with config.json and safetensors.",
     )
     prompt: str = setting("", help="Text to be continued.")
+    image: tuple[str, ...] = setting(
+        (),
+        metavar="FILE...",
+        help="Pictures of the prompt, of a model that takes some: each in the place "
+        "<image> of the prompt, or all before a prompt without any.",
+    )
     max_tokens: int = setting(100, AT_LEAST_1, help="Most tokens of the continuation.")
     temperature: float = setting(
         0.0, NOT_NEGATIVE, help="Divides the logits; 0 = always the likeliest token."
@@ -197,7 +203,7 @@ def generate_command(arguments: Sequence[str]) -> int:
         "weights.",
     )
     check_bounds(options)
-    check_utf8("--prompt", options.prompt)
+    check_utf8("--prompt", options.prompt, *options.image)
     from diloco_jax.before_jax import skip_absent_tpu
 
     # Before anything imports jax.
@@ -205,7 +211,7 @@ def generate_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights.tasks import open_model
+    from diloco_jax.weights.tasks import open_model, read_pictures
 
     console = Console(stderr=True)
     with bar(console, "reading the weights") as report:
@@ -213,13 +219,15 @@ def generate_command(arguments: Sequence[str]) -> int:
             options.source, options.dtype, trust_code=options.trust_code, report=report
         )
     began, tokens, shown = time.monotonic(), list[int](), ""
-    prompt = text_model.encode(options.prompt)
+    files = read_pictures("--image", options.image, Path())
+    prompt = text_model.encode(options.prompt, len(files))
     made = text_model.generate(
         prompt,
         options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
+        pictures=text_model.pixels(files),
     )
     # Otherwise the text itself shows how far it is.
     silent = bar(console, "generating") if options.json else nullcontext(None)

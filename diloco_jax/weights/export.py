@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import shutil
 import time
@@ -32,7 +33,7 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.adapted import base_run, merged_leaves, write_adapter
 from diloco_jax.weights.first import fill
-from diloco_jax.weights.tensor_files import BESIDE, CONFIG, GENERATION
+from diloco_jax.weights.tensor_files import BESIDE, CONFIG, GENERATION, PREPROCESSOR
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Busy, ConnectionLost
 
@@ -85,6 +86,9 @@ def export(
             with _appearing(target, source) as scratch:
                 return write_adapter(run.model, adapters, scratch), ""
         run, pieces = base_run(run), _by_layer(merged_leaves(run, adapters))
+    if run.model.train:
+        pieces = itertools.chain(pieces, _by_layer(merged_leaves(run, {})))
+        run = base_run(run)
     with _appearing(target, source) as scratch:
         write = _Whole(run, source, scratch, dtype, shard_bytes)
         for piece, value in pieces:
@@ -98,7 +102,7 @@ def _by_layer(
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield whole parameters as pieces, those of the layers one by one."""
     for path, value in leaves:
-        if path[0] != LAYERS:
+        if LAYERS not in path:
             yield Piece(path, -1, value.shape, False), value
             continue
         for layer, own in enumerate(value):
@@ -132,6 +136,8 @@ class _Whole:
             written = families.write(run.model, run.sequence_length)
             self._gains = families.read(written, "").norm_gain != run.model.norm_gain
             self._beside, self._lacks = _settings(written, source, dtype)
+            if run.model.vision.layers and not (source / PREPROCESSOR).is_file():
+                self._beside |= families.processor(run.model)
             tensors = tensor_files.tensors(run.model)
             arrays = made({tensor.name: tensor.shape for tensor in tensors})
             self.views = tensor_files.views(run.model, arrays)
@@ -195,16 +201,19 @@ def _settings(
     and what lacks in them.
 
     config.json is that of the source, where it has one, with the model's own fields
-    over it. Both name the tokens that begin and end a text: other tools take their
-    family's, 1 and 2 of a Llama, where neither does.
+    over it; of a model with pictures, part by part. Both name the tokens that begin and
+    end a text: other tools take their family's, 1 and 2 of a Llama, where neither does.
     """
+    whole: dict[str, Any] = {}
     kept: dict[str, Any] = {}
+    decoder = written.get("text_config", written)
     if (source / CONFIG).is_file():
-        kept = dict(families.text_config(tensor_files.read_json(source / CONFIG)))
+        whole = tensor_files.read_json(source / CONFIG)
+        kept = dict(families.text_config(whole))
         for key in ("rope_parameters", "_sliding_window_pattern", "dtype", "auto_map"):
             kept.pop(key, None)  # Older keys say the same; no code comes along.
-        lengths = (kept, written)
-        written = written | {
+        lengths = (kept, decoder)
+        decoder = decoder | {
             "max_position_embeddings": max(
                 found.get("max_position_embeddings", 0) for found in lengths
             )
@@ -214,7 +223,13 @@ def _settings(
         saying = tensor_files.read_json(source / GENERATION)
     tokens, trouble = _tokens(source, saying, kept)
     named = {key: token for key, token in tokens.items() if token is not None}
-    found = {CONFIG: {**_filled(kept, tokens), **written, "torch_dtype": dtype}}
+    config = {**_filled(kept, tokens), **decoder, "torch_dtype": dtype}
+    if "text_config" in written:
+        tower = {**whole.get("vision_config", {}), **written["vision_config"]}
+        parts = {"text_config": config, "vision_config": tower, "torch_dtype": dtype}
+        outer = {k: v for k, v in whole.items() if k not in ("dtype", "auto_map")}
+        config = {**outer, **written, **named, **parts}
+    found = {CONFIG: config}
     if (said := _filled(saying, named)) != saying:
         found[GENERATION] = said
     return found, "" if "eos_token_id" in named else f"no end token: {trouble}"

@@ -7,13 +7,17 @@ Both the older keys (`rope_theta`, `rope_scaling`) and those of transformers 5
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from diloco_jax.config import ConfigError, ModelConfig, suggest
+from diloco_jax.config import ConfigError, ModelConfig, VisionConfig, suggest
+from diloco_jax.models import vision
+from diloco_jax.weights.tensor_files import PREPROCESSOR, PROCESSOR, read_json
 
 Json = Mapping[str, Any]
 
@@ -83,6 +87,10 @@ TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), str),
     **dict.fromkeys(("rope_type", "type"), str),
     "layer_types": list[str],
+    **dict.fromkeys(("image_size", "patch_size", "scale_factor"), Whole),
+    "image_token_id": Annotated[int, Meta(ge=0)],
+    "layer_norm_eps": Above0,
+    "vision_config": dict[str, Any],
 }
 """Types of the keys that are read, at any depth; null is as if the key were not there,
 except that a null window is none."""
@@ -204,8 +212,44 @@ FAMILIES = {
         experts=EXPERTS | {"expert_dim": "intermediate_size"},
     ),
 }
-MULTIMODAL = {"gemma3": "gemma3_text"}
+MULTIMODAL = {"gemma3": "gemma3_text", "idefics3": "llama", "smolvlm": "llama"}
 """Models with a picture encoder, and the family of the decoder inside."""
+WITH_TOWER = ("idefics3", "smolvlm")
+"""Those whose tower is read, too; they compute the same, and leave as the first."""
+TOWER = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "mlp_dim": "intermediate_size",
+    "side": "image_size",
+    "patch": "patch_size",
+}
+TOWER_DEFAULTS = {
+    "num_hidden_layers": 12,
+    "hidden_size": 1152,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+    "image_size": 224,
+    "patch_size": 32,
+}
+TOWER_PLAIN = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": vision.EPSILON,
+    "num_channels": 3,
+}
+"""Keys of a tower for which only this value, or none, can be followed."""
+UNSAID = {
+    "do_image_splitting": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 1,
+    "rescale_factor": 1 / 255,
+}
+"""Settings of a processor that decide what a model sees, besides its two sizes, as they
+are where a file leaves them out; filter 1 is Lanczos."""
 OUTER = (
     "tie_word_embeddings",
     "quantization_config",
@@ -236,6 +280,7 @@ def read(found: Json, where: str) -> ModelConfig:
     where: the file, for messages. Raises ConfigError, naming the key, for an unknown
     family, a missing size, or a switch that the bundled transformer lacks.
     """
+    tower = _read_tower(found, where)
     found = text_config(found)
     kind = str(found.get("model_type"))
     _require_none_lacking(where, found)
@@ -282,6 +327,7 @@ def read(found: Json, where: str) -> ModelConfig:
             **_read_rope(found, where),
             **_read_windows(found, family, where),
             **family.fixed,
+            **tower,
         }
     )
 
@@ -309,6 +355,8 @@ def write(model: ModelConfig, length: int) -> dict[str, Any]:
     A family whose norms multiply by a plain scale also serves a model that adds 1 to
     it. Raises ConfigError if no family has the model's switches.
     """
+    if model.vision.layers:
+        return _write_tower(model, length)
     nearest: list[str] = []
     for kind, family in FAMILIES.items():
         if bool(family.experts) != bool(model.experts):
@@ -334,7 +382,7 @@ def write(model: ModelConfig, length: int) -> dict[str, Any]:
 def as_written(model: ModelConfig, written: ModelConfig) -> ModelConfig:
     """Return the model as a reader of its files sees it: without settings that have no
     effect, and with plain scales if the files have gains."""
-    changes: dict[str, Any] = {"weights": ""}
+    changes: dict[str, Any] = {"weights": "", "train": ()}
     if written.norm_gain == "scale":
         changes["norm_gain"] = "scale"
     unused: list[str] = [] if model.experts else list(EXPERTS)
@@ -387,6 +435,101 @@ def _write(
             ],
         }
     return written
+
+
+def _read_tower(found: Json, where: str) -> dict[str, Any]:
+    """Return the tower that a config.json describes; {} if it has none, or one that is
+    left out."""
+    kind = str(found.get("model_type"))
+    if kind not in WITH_TOWER:
+        return {}
+    outer = {"scale_factor": 2, **_checked(found, where)}
+    inner = _checked(outer.get("vision_config", {}), f"{where}, vision_config")
+    for key, value in TOWER_PLAIN.items():
+        _require(f"{where}, vision_config", key, inner.get(key, value), (value,))
+    if "image_token_id" not in outer:
+        raise ConfigError(f"{where} has no image_token_id; copy the folder again")
+    family = str((found.get("text_config") or {}).get("model_type"))
+    _require(f"{where}, text_config", "model_type", family, (MULTIMODAL[kind],))
+    sizes = {**TOWER_DEFAULTS, **inner}
+    tower = VisionConfig(
+        shuffle=outer["scale_factor"],
+        token=outer["image_token_id"],
+        **{ours: sizes[theirs] for ours, theirs in TOWER.items()},
+    )
+    return {"vision": tower}
+
+
+def _write_tower(model: ModelConfig, length: int) -> dict[str, Any]:
+    kind = WITH_TOWER[0]
+    decoder = dataclasses.replace(model, vision=VisionConfig(), train=())
+    text = write(decoder, length)
+    if text["model_type"] != MULTIMODAL[kind]:
+        raise ConfigError(
+            f"a model with pictures leaves as an {kind}, whose decoder is a "
+            f"{MULTIMODAL[kind]}, and this model's is a {text['model_type']}; read its "
+            f"parameters with diloco_jax.evaluation.load_params"
+        )
+    own = model.vision
+    return {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": kind,
+        "scale_factor": own.shuffle,
+        "image_token_id": own.token,
+        "tie_word_embeddings": model.tied_embeddings,
+        "text_config": text,
+        "vision_config": {
+            "model_type": f"{kind}_vision",
+            **{theirs: getattr(own, ours) for ours, theirs in TOWER.items()},
+            **TOWER_PLAIN,
+        },
+    }
+
+
+def processor(model: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Return the files, by name, that tell other tools how a model with pictures takes
+    them: each becomes one square by one resize, as it does here."""
+    side = model.vision.side
+    kind = {"processor_class": "Idefics3Processor"}
+    return {
+        PREPROCESSOR: {
+            **kind,
+            "image_processor_type": "Idefics3ImageProcessor",
+            "do_convert_rgb": True,
+            "do_pad": True,
+            **UNSAID,
+            "do_image_splitting": False,
+            "max_image_size": {"longest_edge": side},
+            "size": {"height": side, "width": side},
+        },
+        PROCESSOR: {**kind, "image_seq_len": model.vision.tokens_per_picture},
+    }
+
+
+def require_processor(folder: Path, model: ModelConfig) -> None:
+    """Raise ConfigError, naming file and settings, if a folder's files have pictures
+    treated otherwise than this package does; pass where they say nothing."""
+    if not model.vision.layers:
+        return
+    for name in (PREPROCESSOR, PROCESSOR):
+        if not (folder / name).is_file():
+            continue
+        whole = read_json(folder / name)
+        found = whole.get("image_processor", whole if name == PREPROCESSOR else None)
+        if not isinstance(found, dict):
+            continue
+        wanted = processor(model)[PREPROCESSOR]
+        wrong = {
+            key: wanted[key]
+            for key in (*UNSAID, "max_image_size", "size")
+            if found.get(key, UNSAID.get(key)) != wanted[key]
+        }
+        if wrong:
+            told = ", ".join(f"{key} = {found.get(key)!r}" for key in wrong)
+            raise ConfigError(
+                f"{folder / name}: {told}: pictures are one square here, not split "
+                f"and resized once, with values from -1 to 1; write {json.dumps(wrong)}"
+            )
 
 
 def _read_rope(found: Json, where: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from diloco_jax.data.tokenizers import find_tokenizer, kept_name, open_tokenizer
 from diloco_jax.files import is_bucket
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
+from diloco_jax.models.vision import part_of
 from diloco_jax.weights import families, hub, tensor_files
 from diloco_jax.weights.tensor_files import (
     BESIDE,
@@ -92,6 +93,7 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
         weights=f"{kind}:{folder}",
         lora_rank=own.lora_rank,
         lora_alpha=own.lora_alpha,
+        train=own.train,
         frozen_digest="",
     )
     require_source(model)
@@ -131,11 +133,28 @@ def first_pieces(run: RunConfig, model: Model, scratch: Path | None = None) -> P
     """
     if not run.model.weights or run.model.lora_rank:
         return first_params(run, model)
+    trained = run.model.train
+    if trained:
+        run = dataclasses.replace(run, model=_all_trained(run.model))
+        model = build(run)
     kind, folder = read_init(run.model.weights)
     with at_hand(kind, folder, arrays=True, scratch=scratch) as here:
         if kind == "hf":
-            return read_folder(here, run.model)
-        return _read_run(here, run.model, model, scratch)
+            found = read_folder(here, run.model)
+        else:
+            found = _read_run(here, run.model, model, scratch)
+    return {
+        name: own
+        for name, own in found.items()
+        if not trained or part_of((name,)) in trained
+    }
+
+
+def _all_trained(model: ModelConfig) -> ModelConfig:
+    """Return the model as its source has it, of which every part is trained."""
+    if not model.train:
+        return model
+    return dataclasses.replace(model, train=(), frozen_digest="")
 
 
 def require_source(model: ModelConfig) -> None:
@@ -144,6 +163,7 @@ def require_source(model: ModelConfig) -> None:
     kind, folder = read_init(model.weights)
     if not kind:
         return
+    model = _all_trained(model)
     of_hub = folder.startswith(HUB)
     if of_hub and (meant := hub.pinned(model.weights)) != f"{kind}:{folder}":
         raise ConfigError(
@@ -275,6 +295,7 @@ def read_folder(folder: Path, model: ModelConfig) -> Params:
             f"files have the parameters of the bundled transformer alone; load them in "
             f"the factory's init"
         )
+    families.require_processor(folder, model)
     wanted = {tensor.name: tensor.shape for tensor in tensor_files.tensors(model)}
     arrays = read_tensors(folder, lambda name: _plain_name(name) in wanted)
     arrays = _decoder(folder, arrays, model)
@@ -342,7 +363,8 @@ def _decoder(
         if not name.endswith("rotary_emb.inv_freq")
         and (not of_more or name.startswith((*inner, "lm_head.")))
     }
-    head, table = tensor_files.OUTSIDE["unembedding"], tensor_files.OUTSIDE["embedding"]
+    head = tensor_files.OUTSIDE["unembedding"]
+    table = tensor_files.decoder_name(model, tensor_files.OUTSIDE["embedding"])
     if not model.tied_embeddings or head not in arrays:
         return arrays
     copy = arrays.pop(head)

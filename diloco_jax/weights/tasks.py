@@ -4,7 +4,8 @@ A `TextModel` is a model with its parameters and tokenizer. In a multiple-choice
 the score is which choice the model thinks the likeliest. A file of it is a JSON list of
 items, each with `question`, `choices` and `answer`: the right choice itself, or its
 number from 0. A choice follows its question after one space, unless there is white
-space between them already. Where two choices are equally likely, the first counts.
+space between them already. Where two choices are equally likely, the first counts. An
+item may have pictures, `image` or `images`: files beside that of the task.
 
 lm-eval has its own tasks, and asks our model. It is an extra of this package (`eval`).
 Nothing but `scores` imports it; what its requests mean is here, in terms of a
@@ -14,6 +15,7 @@ Nothing but `scores` imports it; what its requests mean is here, in terms of a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +31,14 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.config.fields import check_utf8
 from diloco_jax.data.documents import BOM
+from diloco_jax.data.examples import pictures_for
+from diloco_jax.data.pictures import (
+    PLACE,
+    PictureError,
+    RowPictures,
+    fill,
+    read_picture,
+)
 from diloco_jax.data.tokenizers import (
     VOCAB_SIZE,
     Tokenizer,
@@ -57,20 +67,35 @@ class TextModel:
     dtype: str = "float32"
     """Type in which the model computes."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, pictures: int = 0) -> list[int]:
         """Return the tokens of a text after the tokenizer's start, once, even if the
         text spells it.
 
-        Raises ConfigError for half a character, and for a token beyond the model's
-        table.
+        pictures: their number; each has the place `PLACE` in the text, or all stand
+        before a text without any. Raises ConfigError for half a character, a token
+        beyond the model's table, or places that are more or fewer than the pictures.
         """
         check_utf8("the text", text)
         tokenizer, rows = self.tokenizer, self.model.vocab_size
+        form = self._picture_form() if pictures else RowPictures()
+        if pictures:
+            text = text if PLACE in text else PLACE * pictures + text
+            if (places := text.count(PLACE)) != pictures:
+                raise ConfigError(
+                    f"the text has {places} places of pictures ({PLACE}), and there "
+                    f"are {pictures} pictures; give each a place, or the text none"
+                )
+            text = text.replace(PLACE, form.text)
         start = list(tokenizer.start)
         spelled = "".join(map(tokenizer.word, start))
         if start and tokenizer.encode([spelled])[0].tolist() == start:
             text = text.removeprefix(spelled)
-        tokens = [*start, *tokenizer.encode([text])[0].tolist()]
+        found = tokenizer.encode([text])[0].tolist()
+        if pictures:
+            place, each = tokenizer.token_of(PLACE) or 0, [form.token] * form.tokens
+            parts = (each if token == place else [token] for token in found)
+            found = list(itertools.chain.from_iterable(parts))
+        tokens = [*start, *found]
         if (highest := max(tokens, default=0)) >= rows:
             raise ConfigError(
                 f"the text has the token {highest} ({tokenizer.word(highest)}) of "
@@ -78,6 +103,32 @@ class TextModel:
                 f"to {rows - 1}; leave that word out, or give the model's own tokenizer"
             )
         return tokens
+
+    def _picture_form(self) -> RowPictures:
+        """Return how rows have pictures; raise ConfigError if the model takes none, or
+        another placeholder than its tokenizer has."""
+        vision = self.model.vision
+        if not vision.layers:
+            raise ConfigError(
+                "there are pictures, and the model takes none (model.vision.layers = "
+                "0); leave them out, or give a model that takes them"
+            )
+        each = vision.tokens_per_picture
+        form = pictures_for(self.tokenizer, each, each)
+        if form.token != vision.token:
+            raise ConfigError(
+                f"the place of a picture is token {form.token} of "
+                f"{self.tokenizer.name}, and token {vision.token} of the model "
+                f"(model.vision.token); give the model's own tokenizer"
+            )
+        return form
+
+    def pixels(self, files: Sequence[bytes]) -> np.ndarray:
+        """Return pictures as the model takes them, uint8 [N, S, S, 3]."""
+        side = self.model.vision.side
+        pixels = np.empty((len(files), side, side, 3), np.uint8)
+        fill(pixels, files)
+        return pixels
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -136,7 +187,7 @@ def open_model(
             )
         params, _ = params_of(config, source, build(run), cycle, report)
         beside = source / run_files.SOURCE
-        if model.lora_rank:
+        if model.lora_rank or model.train:
             model, params = base_run(run).model, merged(run, params)
         spells_bytes = not model.weights or model.vocab_size == VOCAB_SIZE
     else:
@@ -169,6 +220,8 @@ SHORTEST = 16
 length is compiled once."""
 LOGITS = 1 << 26
 """Logits that are in memory at a time."""
+PICTURED_ROWS = 16
+"""Rows with pictures that are computed at a time."""
 
 Report = Callable[[float], None]
 """Called with the share that is done."""
@@ -180,6 +233,14 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     question: str
     choices: tuple[str, ...]
     answer: int | str
+    image: str | None = None
+    images: tuple[str, ...] = ()
+    """Files of pictures, which begin in the folder of the task's file."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of the item's pictures."""
+        return self.images if self.image is None else (self.image,)
 
     @property
     def right(self) -> int:
@@ -194,6 +255,8 @@ class Task(NamedTuple):
 
     name: str
     items: tuple[Item, ...]
+    folder: Path = Path()
+    """Where the file is."""
 
 
 class ScoredText(NamedTuple):
@@ -204,6 +267,8 @@ class ScoredText(NamedTuple):
     """The last so many tokens are the choice."""
     cut: bool
     """True if the question's first tokens are left out."""
+    pictures: tuple[bytes, ...] = ()
+    """Their files, in the order of their places."""
 
 
 def read_task(path: Path) -> Task:
@@ -219,7 +284,8 @@ def read_task(path: Path) -> Task:
             f'--tasks {path} is no list of items; write [{{"question": ..., '
             f'"choices": [..., ...], "answer": 0}}, ...]'
         )
-    return Task(path.stem, tuple(_item(path, n, raw) for n, raw in enumerate(found)))
+    items = tuple(_item(path, n, raw) for n, raw in enumerate(found))
+    return Task(path.stem, items, path.parent)
 
 
 def _item(path: Path, number: int, raw: Any) -> Item:
@@ -228,6 +294,8 @@ def _item(path: Path, number: int, raw: Any) -> Item:
         item = msgspec.convert(raw, Item)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
+    if item.image is not None and item.images:
+        raise ConfigError(f"{where} has both 'image' and 'images'; leave one out")
     if "\0" in "".join((item.question, *item.choices)):
         raise ConfigError(f"{where} has a NUL character (U+0000), which no text has")
     if len(item.choices) < 2 or not all(item.choices):
@@ -262,11 +330,14 @@ def score(
     length: most tokens of a question and a choice: those of the model's training.
     Raises ConfigError, naming the item, if a choice alone is longer.
     """
-    rows = [
-        _row(text_model, item, choice, length, f"{task.name}, item {number}")
-        for number, item in enumerate(task.items)
-        for choice in item.choices
-    ]
+    rows = []
+    for number, item in enumerate(task.items):
+        where = f"{task.name}, item {number}"
+        pictures = read_pictures(where, item.files, task.folder)
+        rows += [
+            _row(text_model, item, choice, length, where, pictures)
+            for choice in item.choices
+        ]
     found, _ = likelihoods(text_model, rows, report)
     plain, per_byte, cut, at = [], [], 0, 0
     for item in task.items:
@@ -291,14 +362,41 @@ def _share(name: str, right: Sequence[bool]) -> dict[str, float | None]:
     return {name: share, f"{name}_error": error}
 
 
+def read_pictures(where: str, files: Sequence[str], folder: Path) -> tuple[bytes, ...]:
+    """Return files of pictures; raise ConfigError, which begins with `where`, for one
+    that is none."""
+    found = []
+    for file in files:
+        try:
+            found.append(read_picture(file, folder))
+        except PictureError as error:
+            raise ConfigError(
+                f"{where}: {error}; give the file of a picture"
+            ) from error
+    return tuple(found)
+
+
 def _row(
-    text_model: TextModel, item: Item, choice: str, length: int, where: str
+    text_model: TextModel,
+    item: Item,
+    choice: str,
+    length: int,
+    where: str,
+    pictures: tuple[bytes, ...],
 ) -> ScoredText:
     apart = item.question[-1:].isspace() or choice[:1].isspace() or not item.question
     text = item.question + ("" if apart else " ") + choice
-    tokens, before = text_model.encode(text), len(text_model.encode(item.question))
+    count = len(pictures)
+    tokens = text_model.encode(text, count)
+    before = len(text_model.encode(item.question, count))
     what = f"{where}: the choice {choice[:40]!r}"
-    return _scored(tokens, before, length, what, "leave the item out")
+    scored = _scored(tokens, before, length, what, "leave the item out")
+    if pictures and scored.cut:
+        raise ConfigError(
+            f"{what} has {len(tokens)} tokens with its question and pictures, and the "
+            f"model's sequences have {length}; leave the item out"
+        )
+    return scored._replace(pictures=pictures)
 
 
 def _scored(
@@ -326,16 +424,18 @@ def likelihoods(
     each of them is the likeliest one, bool [rows]."""
     likelihood = make_likelihood(text_model.model, text_model.dtype)
     found, greedy = np.zeros(len(rows)), np.zeros(len(rows), bool)
-    by_length: dict[int, list[int]] = {}
+    by_kind: dict[tuple[int, bool], list[int]] = {}
     for index, row in enumerate(rows):
         padded = SHORTEST
         while padded < len(row.tokens):
             padded *= 2
-        by_length.setdefault(padded, []).append(index)
+        by_kind.setdefault((padded, bool(row.pictures)), []).append(index)
     done = 0
-    for padded, indices in sorted(by_length.items()):
+    for (padded, pictured), indices in sorted(by_kind.items()):
         count = max(1, LOGITS // (padded * text_model.model.vocab_size))
-        count = min(count, len(indices))
+        count = min(count, len(indices), PICTURED_ROWS if pictured else count)
+        most = max(len(rows[index].pictures) for index in indices)
+        side = text_model.model.vision.side
         for start in range(0, len(indices), count):
             batch = indices[start : start + count]
             tokens = np.zeros((count, padded), np.int32)
@@ -344,7 +444,15 @@ def likelihoods(
                 row = rows[index]
                 tokens[place, : len(row.tokens)] = row.tokens
                 weights[place, len(row.tokens) - row.scored : len(row.tokens)] = 1.0
-            given = jnp.asarray(tokens), jnp.asarray(weights)
+            given = [jnp.asarray(tokens), jnp.asarray(weights)]
+            if pictured:
+                pixels = np.zeros((count, most, side, side, 3), np.uint8)
+                counts = np.zeros(count, np.int32)
+                for place, index in enumerate(batch):
+                    own = rows[index].pictures
+                    counts[place] = len(own)
+                    pixels[place, : len(own)] = text_model.pixels(own)
+                given += [jnp.asarray(pixels), jnp.asarray(counts)]
             of_batch = likelihood(text_model.params, *given)
             found[batch] = np.asarray(of_batch.log)[: len(batch)]
             greedy[batch] = np.asarray(of_batch.greedy)[: len(batch)]

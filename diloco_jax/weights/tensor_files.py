@@ -27,6 +27,7 @@ from diloco_jax.config import ModelConfig
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import how_to_mend, parse_json
 from diloco_jax.models import transformer
+from diloco_jax.models.vision import part_of
 
 OUTSIDE = {
     "embedding": "model.embed_tokens.weight",
@@ -58,6 +59,34 @@ WITH_POST_NORMS = {
     "mlp_norm/scale": "pre_feedforward_layernorm.weight",
     "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
 }
+BESIDE_DECODER = {
+    "tower/patches": "model.vision_model.embeddings.patch_embedding.weight",
+    "tower/patches_bias": "model.vision_model.embeddings.patch_embedding.bias",
+    "tower/positions": "model.vision_model.embeddings.position_embedding.weight",
+    "tower/norm/scale": "model.vision_model.post_layernorm.weight",
+    "tower/norm/bias": "model.vision_model.post_layernorm.bias",
+    "connector/projection": "model.connector.modality_projection.proj.weight",
+}
+IN_A_TOWER_LAYER = {
+    "attention_norm/scale": "layer_norm1.weight",
+    "attention_norm/bias": "layer_norm1.bias",
+    **{
+        f"attention/{ours}{tail}": f"self_attn.{theirs}.{kind}"
+        for ours, theirs in (
+            ("query", "q_proj"),
+            ("key", "k_proj"),
+            ("value", "v_proj"),
+            ("output", "out_proj"),
+        )
+        for tail, kind in (("", "weight"), ("_bias", "bias"))
+    },
+    "mlp_norm/scale": "layer_norm2.weight",
+    "mlp_norm/bias": "layer_norm2.bias",
+    "mlp/up": "mlp.fc1.weight",
+    "mlp/up_bias": "mlp.fc1.bias",
+    "mlp/down": "mlp.fc2.weight",
+    "mlp/down_bias": "mlp.fc2.bias",
+}
 OF_EXPERTS = {
     "mlp/router": "mlp.gate.weight",
     "mlp/gate": "mlp.experts.{expert}.gate_proj.weight",
@@ -72,6 +101,8 @@ OF_MIXTRAL = {
 }
 OUTWARD = ("attention/output", "mlp/down")
 """Matrices whose last axis is the residual stream: theirs have it first."""
+ROWS = (("embedding",), ("tower", "positions"))
+"""Tables, which have one row a word or place in both."""
 
 
 def names_in_a_layer(model: ModelConfig) -> dict[str, str]:
@@ -98,14 +129,14 @@ class FileTensor(NamedTuple):
 
     @property
     def is_norm(self) -> bool:
-        """True for the scale of a norm."""
-        return self.path[-1] in ("scale", "norm")
+        """True for the scale of a norm of the decoder."""
+        return self.path[-1] in ("scale", "norm") and part_of(self.path) == "decoder"
 
     def view(self, array: np.ndarray) -> np.ndarray:
         """Return the parameter as a view of the file's array."""
-        if len(self.ours) == 1 or self.path == ("embedding",):
+        if len(self.ours) == 1 or self.path in ROWS:
             return array.reshape(self.ours)
-        if "/".join(self.path[1:]) in OUTWARD:
+        if "/".join(self.path[-2:]) in OUTWARD:
             return np.moveaxis(array.reshape(self.ours[-1], *self.ours[:-1]), 0, -1)
         return np.moveaxis(array.reshape(*self.ours[1:], self.ours[0]), -1, 0)
 
@@ -137,17 +168,24 @@ def tensors(model: ModelConfig) -> list[FileTensor]:
     """List all tensors of the bundled transformer, the layers in their order."""
     names = names_in_a_layer(model)
     found = []
-    whole = dataclasses.replace(model, lora_rank=0)
+    whole = dataclasses.replace(model, lora_rank=0, train=())
     leaves = jax.tree_util.tree_leaves_with_path(transformer.build(whole).shapes())
     for keys, leaf in leaves:
         path = tuple(key.key for key in keys)
-        if path[0] != "layers":
-            found.append(_file_tensor(OUTSIDE[path[0]], path, -1, -1, leaf.shape))
+        several = False
+        if path[0] == "layers":
+            stack, name = "model.layers.", names["/".join(path[1:])]
+            stack, several = decoder_name(model, stack), "{expert}" in name
+        elif path[:2] == ("tower", "layers"):
+            stack = "model.vision_model.encoder.layers."
+            name = IN_A_TOWER_LAYER["/".join(path[2:])]
+        else:
+            named = BESIDE_DECODER.get("/".join(path))
+            named = named or decoder_name(model, OUTSIDE[path[0]])
+            found.append(_file_tensor(named, path, -1, -1, leaf.shape))
             continue
-        name = names["/".join(path[1:])]
-        several = "{expert}" in name
-        for layer in range(model.num_layers):
-            there = f"model.layers.{layer}.{name}"
+        for layer in range(leaf.shape[0]):
+            there = f"{stack}{layer}.{name}"
             found += [
                 _file_tensor(
                     there.format(expert=expert),
@@ -159,6 +197,12 @@ def tensors(model: ModelConfig) -> list[FileTensor]:
                 for expert in (range(model.experts) if several else (-1,))
             ]
     return sorted(found, key=lambda t: (t.name == OUTSIDE["unembedding"], t.layer))
+
+
+def decoder_name(model: ModelConfig, name: str) -> str:
+    """Return a name of a decoder's tensor as it is in the model's files."""
+    inside = model.vision.layers and name.startswith("model.")
+    return f"model.text_{name}" if inside else name
 
 
 def views(
@@ -191,8 +235,11 @@ def _file_tensor(
     name: str, path: tuple[str, ...], layer: int, expert: int, ours: tuple[int, ...]
 ) -> FileTensor:
     shape = ours
-    if len(ours) > 1 and path != ("embedding",):
-        outward = "/".join(path[1:]) in OUTWARD
+    if path == ("tower", "patches"):
+        side = math.isqrt(ours[0] // 3)
+        shape = (ours[1], 3, side, side)
+    elif len(ours) > 1 and path not in ROWS:
+        outward = "/".join(path[-2:]) in OUTWARD
         stream = ours[-1] if outward else ours[0]
         other = math.prod(ours) // stream
         shape = (stream, other) if outward else (other, stream)
@@ -209,6 +256,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
 BESIDE = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -218,6 +267,9 @@ BESIDE = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    PREPROCESSOR,
+    PROCESSOR,
     GENERATION,
 )
 """Files beside a model's weights that an export hands on."""

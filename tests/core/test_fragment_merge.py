@@ -232,7 +232,7 @@ def test_a_fixed_64th_of_the_tiles_is_looked_at() -> None:
     tiles = grid.split(x).reshape(-1, grid.elements)
     found = sample(grid.to_tiles(x))
     np.testing.assert_array_equal(found, tiles[::SAMPLED])
-    assert found.nbytes == sample_bytes(shape) == x.nbytes / SAMPLED
+    assert found.nbytes == sample_bytes(TileGrid.of(shape)) == x.nbytes / SAMPLED
 
 
 @pytest.mark.parametrize("shape", [(513, 257), (1001, 1003), (2049, 3, 5)])
@@ -241,7 +241,7 @@ def test_odd_extents_make_no_sample_larger(shape: tuple[int, ...]) -> None:
     (delta,), grid = drawn(4, [shape])[0][:1], TileGrid.of(shape)
     assert grid.tiles == 1
     found = sample(grid.to_tiles(delta))
-    assert found.nbytes == sample_bytes(shape)
+    assert found.nbytes == sample_bytes(TileGrid.of(shape))
     assert 16384 <= found.size <= 2 * 16384
     assert np.std(found) == pytest.approx(np.std(delta), rel=0.05)
     np.testing.assert_array_equal(sampled(Encoded.of([delta]), 0), found)
@@ -271,7 +271,7 @@ def test_few_large_tiles_are_looked_at_in_part(
     shape: tuple[int, int], elements: float
 ) -> None:
     """All elements of a tile are looked at up to its most; else that many, or 1/64."""
-    assert sample_bytes(shape) == 4 * math.ceil(elements)
+    assert sample_bytes(TileGrid.of(shape)) == 4 * math.ceil(elements)
 
 
 @pytest.mark.parametrize("shape", [(512, 1024), (513, 1025)])

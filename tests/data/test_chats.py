@@ -8,13 +8,17 @@ from datetime import date
 import chat_templates
 import make_tokenizers
 import pytest
-from prepare_support import recipe, write_lines
+from prepare_support import write_lines
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
-from diloco_jax.data.examples import Reader, Template, reader_for, template_beside
-from diloco_jax.data.prepare import _tokenised
-from diloco_jax.data.prepare_sources import Document
+from diloco_jax.data.examples import (
+    Reader,
+    Template,
+    reader_for,
+    template_beside,
+    tokenise,
+)
 from diloco_jax.data.prepared import read_manifest
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 
@@ -369,9 +373,8 @@ def tokenizer(request, tokenizers, tmp_path):
 def tokenised(tokenizer, objects, turn=""):
     """The documents of objects: tokens, and which are learned."""
     reader = reader_for(tokenizer, turn=turn)
-    how = dataclasses.replace(recipe(tokenizer), reader=reader)
-    found = [Document("", reader.read(one)) for one in objects]
-    return [(one.tokens, one.learned) for one in _tokenised(found, how)]
+    found = tokenise([reader.read(one) for one in objects], tokenizer, reader)
+    return [(one.tokens, one.learned) for one in found]
 
 
 def test_the_tokens_of_spans_are_those_of_the_text(tokenizer):

@@ -20,8 +20,8 @@ from pyarrow import parquet
 
 from diloco_jax.data import prepare_sources
 from diloco_jax.data.corpus import is_validation, place
-from diloco_jax.data.examples import Reader
-from diloco_jax.data.prepare import Tokenised, pack
+from diloco_jax.data.examples import Reader, Tokenised
+from diloco_jax.data.prepare import pack
 from diloco_jax.data.prepare_sources import SourceKind, find_sources, make_parts, read
 from diloco_jax.data.prepared import RecordFormat
 from diloco_jax.data.tokenizers import open_tokenizer
@@ -71,9 +71,11 @@ def test_a_record_gives_its_row_back(data, length, vocabulary):
         for size in sizes
     ]
     form = RecordFormat(length, vocabulary)
-    record = form.encode(parts)
-    assert len(record) == form.nbytes
-    row = form.decode(record)
+    pictures = data.draw(st.lists(st.binary(), max_size=3))
+    record = form.encode(parts, pictures)
+    assert len(record) == form.nbytes + sum(4 + len(p) for p in pictures)
+    row, found = form.decode(record)
+    assert found == pictures
     used = sum(sizes)
     tokens = np.concatenate([np.zeros(0, int), *(t for t, _ in parts)])
     np.testing.assert_array_equal(row["tokens"][:used], tokens)

@@ -256,7 +256,7 @@ def spread_over_hosts(shape: str, hosts: int) -> list[str]:
 
     for pieces in plan.fragments:
         kinds = [kind(piece) for piece in pieces]
-        spreads = [(k.spread, p.shape) for k, p in zip(kinds, pieces, strict=True)]
+        spreads = [(k.spread, p.grid) for k, p in zip(kinds, pieces, strict=True)]
         parts = mesh.parts_by_host(spreads)
         for number, (piece, own) in enumerate(zip(pieces, kinds, strict=True)):
             value = random.normal(size=piece.shape).astype("<f4")

@@ -99,7 +99,7 @@ def all_parts(
     plan: FragmentPlan, kinds: dict[Piece, PiecePrograms]
 ) -> list[dict[int, Part]]:
     return [
-        parts_by_host([(kinds[piece].spread, piece.shape) for piece in pieces])
+        parts_by_host([(kinds[piece].spread, piece.grid) for piece in pieces])
         for pieces in plan.fragments
     ]
 

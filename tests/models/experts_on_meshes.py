@@ -107,7 +107,7 @@ def train(shape: str) -> tuple[dict, list[np.ndarray]]:
         losses.append(float(told["loss"]))
     # A device sorts its own rows, and those that may come to its experts.
     rows = 8 * 16 * RUN.model.experts_per_token // (data * fsdp)
-    sorts = re.findall(r" sort\(s32\[(\d+)\]", compiled.as_text())
+    sorts = re.findall(r"= \(\w+\[(\d+)\].* sort\(", compiled.as_text())
     found = {
         "losses": losses,
         "expert_tokens": np.asarray(metrics["expert_tokens"]).tolist(),

@@ -307,6 +307,7 @@ def test_every_mesh_trains_a_mixture_as_one_device(on_meshes):
         np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-5)
         assert found["distance"] < 1e-5
         assert found["expert_tokens"] == one["expert_tokens"]
+        assert found["sorts"]
         assert not found["sorts_over_the_mesh"]
 
 

@@ -38,6 +38,13 @@ def positions_by_island(tape) -> dict[str, np.ndarray]:
         {"codec_up": "int4", "codec_down": "bf16", "adopt": "blend", "merge": "mean"},
         # Both embeddings are cut into bands.
         {"codec_up": "int8", "codec_down": "int8", "adopt": "keep", "fragments": 8},
+        {
+            "codec_up": "int8",
+            "codec_down": "int8",
+            "adopt": "overwrite",
+            "fragments": 8,
+            "weights_by_use": True,
+        },
     ],
     ids=lambda sync: f"{sync['adopt']}-{sync['codec_up']}-{sync['codec_down']}",
 )

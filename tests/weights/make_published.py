@@ -1,11 +1,12 @@
 """Make tests/weights/published/: tiny random models in the layouts of published ones.
 
 In an environment with torch and transformers (2.13.0 and 5.24.0 made these files):
-`python tests/weights/make_published.py`. Sizes are small, the weights random and the
-tokenizers trained here, so the files are of this project alone. What is kept of the
-originals: the keys of config.json with their values but for sizes, places of tokens,
-names and shards of the tensors, and the kind of the tokenizer with its special words.
-Each folder's config.json stays as it is, but for the tokens; all else is made anew.
+`python tests/weights/make_published.py`, or with `make NAME` those alone. Sizes are
+small, the weights random and the tokenizers trained here, so the files are of this
+project alone. What is kept of the originals: the keys of config.json with their values
+but for sizes, places of tokens, names and shards of the tensors, and the kind of the
+tokenizer with its special words. Each folder's config.json stays as it is, but for the
+tokens, and files of a processor do; all else is made anew.
 
 Seen as published, as copied into these public repositories:
 
@@ -18,6 +19,9 @@ Seen as published, as copied into these public repositories:
 - gemma3: config.json of google/gemma-3-27b-it; the same file at fe6fa01d7fcc.
 - mistral: config.json of mistralai/Mistral-Nemo-Base-2407; kevinstephano/
   thunder_model_blocks at 6447bd7e8d76, hf_mistral/mistral_config.py.
+- idefics3: keys of config.json, preprocessor_config.json and names of the tensors of
+  HuggingFaceTB/SmolVLM-256M-Instruct, as a public repository lists them. Pictures are
+  not split, which its preprocessor_config.json does.
 - smollm2: the config of HuggingFaceTB/SmolLM2-135M as transformers 4.48.0 prints it;
   satyasundar/erav3-s13 at 3151c4be7777, README.md.
 
@@ -37,9 +41,11 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("published")
 PROMPTS = ("The cat sat on", "def main():\n    ", " 12 dogs, naïve 東京")
 CONTINUED = 12
+KEPT = ("config.json", "preprocessor_config.json", "processor_config.json")
 WORDS, LENGTH = 320, 256
 """Words of the tokenizers, and tokens of the longest text."""
 GEMMAS = ("gemma3", "gemma3_text")
+PICTURED = ("gemma3", "idefics3")
 BYTES = {
     # Special words, first ones and added ones; start, end, ends of generation.
     "llama3": (
@@ -56,6 +62,17 @@ BYTES = {
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         [],
         ("<|endoftext|>", "<|endoftext|>", "<|endoftext|>"),
+    ),
+    "idefics3": (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        [
+            "<global-img>",
+            "<fake_token_around_image>",
+            "<image>",
+            "<row_1_col_1>",
+            "<end_of_utterance>",
+        ],
+        ("<|im_start|>", "<end_of_utterance>", "<end_of_utterance>"),
     ),
 }
 GEMMA = (
@@ -84,8 +101,10 @@ def tokenizer(name, folder):
             "llama3": pre.Split(Regex(r"\p{N}{1,3}|\s?\p{L}+|\s+"), "isolated"),
             "qwen3": pre.Split(Regex(r"\p{N}|\s?\p{L}+|\s+"), "isolated"),
             "smollm2": pre.Digits(individual_digits=True),
+            "idefics3": pre.Digits(individual_digits=True),
         }
-        own = pre.ByteLevel(add_prefix_space=False, use_regex=name == "smollm2")
+        regex = name in ("smollm2", "idefics3")
+        own = pre.ByteLevel(add_prefix_space=False, use_regex=regex)
         made.pre_tokenizer = pre.Sequence([words[name], own])
         made.decoder = decoders.ByteLevel()
         alphabet = pre.ByteLevel.alphabet()
@@ -117,7 +136,7 @@ def tokenizer(name, folder):
         ]
         made = Tokenizer.from_str(json.dumps(saved))
     made.add_special_tokens(added)
-    if name not in ("qwen3", "smollm2"):
+    if name not in ("qwen3", "smollm2", "idefics3"):
         made.post_processor = TemplateProcessing(
             single=f"{start} $A", special_tokens=[(start, made.token_to_id(start))]
         )
@@ -138,6 +157,8 @@ def tokenizer(name, folder):
 def config(name, start, end, ends):
     """Return the config.json that is kept, in the published layout, with the tokens."""
     found = json.loads((FOLDER / name / "config.json").read_text())
+    if name == "idefics3":
+        return found
     ids = {"bos_token_id": start, "eos_token_id": ends if name in GEMMAS else end}
     return found | {key: value for key, value in ids.items() if key in found}
 
@@ -154,7 +175,7 @@ def continued(folder, prompts=PROMPTS):
     )
 
     kind = AutoConfig.from_pretrained(folder).model_type
-    auto = AutoModelForImageTextToText if kind == "gemma3" else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if kind in PICTURED else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     words, found = AutoTokenizer.from_pretrained(folder), []
     ends = model.generation_config.eos_token_id
@@ -175,6 +196,36 @@ def continued(folder, prompts=PROMPTS):
     return found
 
 
+def pictured(folder):
+    """Write rows with 0, 1 and 2 pictures and their logits, by `transformers`."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    side, each, length, place = 26, 9, 32, model.config.image_token_id
+    chance = np.random.default_rng(0)
+    tokens = chance.integers(3, 312, (3, length)).astype(np.int32)
+    pictures = chance.integers(0, 256, (3, 2, side, side, 3)).astype(np.uint8)
+    tokens[1, 5 : 5 + each] = tokens[2, 1 : 1 + each] = place
+    tokens[2, 14 : 14 + each] = place
+    found = []
+    for row, of_row in enumerate(pictures):
+        values = torch.from_numpy(of_row[:row].astype(np.float64) / 127.5 - 1)
+        given = {"pixel_values": values.permute(0, 3, 1, 2)[None]} if row else {}
+        with torch.no_grad():
+            made = model.eval()(torch.from_numpy(tokens[row : row + 1]), **given)
+        found.append(made.logits[0].numpy().astype(np.float32))
+        pictures[row, row:] = 0
+    np.savez_compressed(
+        folder / "pictures.npz",
+        tokens=tokens,
+        pictures=pictures,
+        counts=np.arange(3, dtype=np.int32),
+        logits=np.stack(found),
+    )
+
+
 def main():
     """Write a folder for each model, with what `transformers` makes of the prompts."""
     import torch
@@ -184,16 +235,16 @@ def main():
         AutoModelForImageTextToText,
     )
 
-    for name in (*BYTES, *PIECES):
+    for name in sys.argv[2:] or (*BYTES, *PIECES):
         folder = FOLDER / name
         for path in folder.iterdir():
-            if path.name != "config.json":
+            if path.name not in KEPT:
                 path.unlink()
         settings = config(name, *tokenizer(name, folder))
         text = json.dumps(settings, indent=2) + "\n"
         (folder / "config.json").write_text(text)
         torch.manual_seed(0)
-        auto = AutoModelForImageTextToText if name == "gemma3" else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if name in PICTURED else AutoModelForCausalLM
         model = auto.from_config(AutoConfig.from_pretrained(folder))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -201,13 +252,16 @@ def main():
                     parameter += 0.3 * torch.randn_like(parameter)
                 else:
                     parameter.copy_(torch.randn_like(parameter) * 0.2)
-        shards = {} if name in ("llama3", "smollm2") else {"max_shard_size": "40KB"}
+        single = name in ("llama3", "smollm2", "idefics3")
+        shards = {} if single else {"max_shard_size": "40KB"}
         model.bfloat16().save_pretrained(folder, **shards)
         (folder / "config.json").write_text(text)
         outer = settings.get("text_config", {}) | settings
-        ends = outer["eos_token_id"]
+        ends = outer["eos_token_id"] if name != "idefics3" else 319
         said = {"eos_token_id": ends, "do_sample": True, "temperature": 0.6}
         (folder / "generation_config.json").write_text(json.dumps(said, indent=2))
+        if name == "idefics3":
+            pictured(folder)
         found = json.dumps(continued(folder)) + "\n"
         (folder / "continuations.json").write_text(found)
         print(name, sum(p.numel() for p in model.parameters()))
@@ -215,7 +269,7 @@ def main():
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and sys.argv[1] != "make":
         print(json.dumps([continued(folder) for folder in sys.argv[1:]]))
     else:
         main()

@@ -28,9 +28,9 @@ def test_the_commands_of_the_page_lead_from_files_to_an_export(
         line = "The experts of a layer are sent the tokens of a text. "
         (tmp_path / "text" / f"{index}.txt").write_text(line * 20)
     (config,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    (tmp_path / "mixture.py").write_text(config)
+    (tmp_path / "run.py").write_text(config)
     lines = re.findall(r"^diloco (.*)$", PAGE.read_text(), re.M)
-    names = ["data", "plan", "run", "eval", "export", "generate"]
+    names = ["data", "run", "eval", "export", "generate"]
     assert [line.split()[0] for line in lines] == names
     said = {}
     for name, line in zip(names, lines, strict=True):

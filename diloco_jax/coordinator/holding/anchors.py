@@ -33,7 +33,7 @@ from diloco_jax.core.fragments import (
     digest_arrays,
     sha256_arrays,
 )
-from diloco_jax.core.tiles import TileGrid, ballot_of, compare_ballots
+from diloco_jax.core.tiles import ballot_of, compare_ballots
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
     AnchorCompared,
@@ -61,7 +61,7 @@ def values_of(layout: PayloadLayout, payload: Buffer) -> list[jax.Array]:
     """Return the values of an anchor, f32[shape] by piece."""
     codec, encoded = get_codec(CODEC), layout.unpack(payload)
     return [
-        codec.decode(array, placed.piece.shape)
+        codec.decode(array, placed.piece.shape, placed.piece.groups)
         for placed, array in zip(layout.placed, encoded, strict=True)
     ]
 
@@ -283,7 +283,7 @@ class LostFragments:
         anchors = found[1]["anchor"]
         equal, squares = True, 0.0
         for placed, theirs, anchor in zip(layout.placed, ballots, anchors, strict=True):
-            grid = TileGrid.of(placed.piece.shape)
+            grid = placed.piece.grid
             tiles = anchor.reshape(*grid.grid, grid.elements)
             ours = ballot_of(tiles, awaited.sample)
             same, apart = compare_ballots(ours, theirs, grid.elements)

@@ -410,6 +410,7 @@ class StoreHolder(FragmentHolder):
             with self._checks:
                 payload = self._inbox.payload(key)
                 squares = self.store.squares(start.fragment, payload)
+                uses = self.store.uses(start.fragment, payload)
                 self._inbox.checked(key, squares)
         except BaseException:
             # The protocol does not know that the delta has arrived: its last part must
@@ -431,6 +432,8 @@ class StoreHolder(FragmentHolder):
                 **key._asdict(),
                 refusal="" if fit else "non_finite",
                 norm=length(squares) if fit else 0.0,
+                used=uses.most,
+                uses=uses.digest,
             )
         )
         return True

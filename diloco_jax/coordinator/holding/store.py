@@ -42,6 +42,7 @@ from diloco_jax.core.fragment_merge import (
     MergeResult,
     Sample,
     Squares,
+    Uses,
     sampled,
 )
 from diloco_jax.core.fragments import (
@@ -57,7 +58,7 @@ from diloco_jax.core.fragments import (
     named,
 )
 from diloco_jax.core.merging import Encoded, capped, rule_for, tokens, weight
-from diloco_jax.core.tiles import Passes, TileGrid
+from diloco_jax.core.tiles import Passes
 from diloco_jax.protocol.messages import Contribution, Version
 from diloco_jax.wire.bulk import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
@@ -298,7 +299,7 @@ class Store:
         )
         held = range(len(self._merges)) if fragments is None else fragments
         for fragment, merge in ((f, self._merges[f]) for f in held):
-            alike = tuple((p.shape, rule_for(p, merge.rule)) for p in merge.pieces)
+            alike = tuple((p.grid, rule_for(p, merge.rule)) for p in merge.pieces)
             if ended():
                 return
             if alike in self._compiled:
@@ -307,8 +308,9 @@ class Store:
             layout = merge.layout_up
             zeros = np.zeros(layout.total_bytes, np.uint8)
             arrays = layout.unpack(zeros.data)
-            for placed, array in zip(layout.placed, arrays, strict=True):
-                sampled(Encoded(merge.up, placed.piece.shape, [array]), 0)
+            for piece, array in zip(merge.pieces, arrays, strict=False):
+                own = Encoded(merge.up, piece.shape, [array], groups=piece.groups)
+                sampled(own, 0)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
                 self.merge(fragment, [nothing], [zeros], final=final)
@@ -316,6 +318,10 @@ class Store:
     def squares(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Squares:
         """Return the sums of the squares of a delta, by piece, for `is_fit`."""
         return self._merges[fragment].squares(payload.data)
+
+    def uses(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Uses:
+        """Return what a delta says of the use of rows."""
+        return self._merges[fragment].uses(payload.data)
 
     def merge(
         self,
@@ -345,6 +351,7 @@ class Store:
             share=share,
             final=final,
             last=current.last,
+            tokens=[contribution.tokens for contribution in contributions],
         )
 
     def commit(self, fragment: int, version: Version, merged: MergeResult) -> None:
@@ -541,7 +548,7 @@ def weights_by(
 def params_of(plan: FragmentPlan, thetas: Sequence[Arrays]) -> Params:
     """Return Theta, by fragment in the order of the tiles, as a nested dict."""
     arrays = {
-        piece.name: TileGrid.of(piece.shape).from_tiles(value)
+        piece.name: piece.grid.from_tiles(value)
         for pieces, theta in zip(plan.fragments, thetas, strict=True)
         for piece, value in zip(pieces, theta, strict=True)
     }

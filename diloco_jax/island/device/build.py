@@ -26,7 +26,7 @@ from diloco_jax.island.device.exchange import (
     WatchedModel,
 )
 from diloco_jax.island.device.mesh import layout, make_mesh
-from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.island.device.step import Trainer, TrainState, UseCounts, use_shapes
 from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.models.model import Model, Params
@@ -72,7 +72,11 @@ def build_exchange(
     """Build takes and adoptions for an island that has no anchors yet, and parameters
     of zeros that lie as the real ones will."""
     plan, params = build_plan(run, model), trainer.zeros()
-    return Exchange(plan, run.sync, params, trainer.anchor_memory), params
+    uses = None
+    if any(piece.by_use for piece in plan.pieces):
+        shapes = use_shapes(model.uses, model.axes, params)
+        uses = UseCounts(plan, model.uses, shapes, trainer.mesh)
+    return Exchange(plan, run.sync, params, trainer.anchor_memory, uses), params
 
 
 def compile_ahead(

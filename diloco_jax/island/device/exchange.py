@@ -40,6 +40,7 @@ import numpy.typing as npt
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import (
     Box,
     Buffer,
@@ -63,7 +64,7 @@ from diloco_jax.island.device.programs import (
     in_turn,
     land,
 )
-from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.island.device.step import Trainer, TrainState, UseCounts
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Params
 from diloco_jax.protocol.island.boundary import TakeOutcome
@@ -251,7 +252,8 @@ class Exchange:
     """Anchors, bases and residuals of all fragments of one island.
 
     params: the parameters by name, or abstract arrays that lie like them: nested dict
-    of f32 on the island's mesh. memory: where anchors, bases and residuals lie.
+    of f32 on the island's mesh. memory: where anchors, bases and residuals lie. uses:
+    counts them; None: pieces have no counts.
     """
 
     def __init__(
@@ -260,11 +262,14 @@ class Exchange:
         sync: SyncConfig,
         params: Params,
         memory: AnchorMemory = "device",
+        uses: UseCounts | None = None,
     ) -> None:
-        self._plan = plan
+        self._plan, self.uses = plan, uses
+        self._loses_steps = ADOPT_RULES.find(sync.adopt).loses_steps
         self.feeds_back = sync.error_feedback
         """True if there are residuals."""
-        self.layouts_up = _layouts(plan, sync.codec_up)
+        up = get_codec(sync.codec_up)
+        self.layouts_up = tuple(PayloadLayout.of_delta(up, p) for p in plan.fragments)
         self.layouts_down = _layouts(plan, sync.codec_down)
         self.layouts_whole = _layouts(plan, "f32")
         self._states = states_of(plan, sync, params, memory)
@@ -278,13 +283,13 @@ class Exchange:
     # ---- the path of the data ---------------------------------------------------
 
     def take(self, fragment: int, params: Any) -> ByPiece:
-        """Return the fragment's encoded delta by piece.
+        """Return the fragment's encoded delta by piece, and then its counts of use.
 
         Only one take of a fragment may be without `settle`, `reopen` or `drop`.
         """
         leaves = jax.tree.leaves(params)
         taken: ByPiece = self._by_piece(fragment, lambda state: state.take(leaves))
-        return taken
+        return taken if self.uses is None else (*taken, *self.uses.take(fragment))
 
     def part_down(self, fragment: int) -> Part:
         """Return the part that this host fetches of a publish of the fragment, and of
@@ -298,7 +303,7 @@ class Exchange:
 
         def by_piece(state: PieceState) -> Any:
             programs = state.programs
-            return ((programs.spread, programs.shape),) * programs.rows
+            return ((programs.spread, programs.grid),) * programs.rows
 
         spreads: Spreads = self._by_piece(fragment, by_piece)
         return spreads
@@ -328,7 +333,7 @@ class Exchange:
             (box, tiles.view(np.uint32))
             for box, tiles in layout.split(octets, self.part_down(fragment))
         ]
-        shapes = [bits_shape(placed.piece.shape) for placed in layout.placed]
+        shapes = [bits_shape(placed.piece.grid) for placed in layout.placed]
         return self._land(fragment, boxes, shapes, np.uint32)
 
     def _land(
@@ -363,6 +368,8 @@ class Exchange:
         leaves, structure = jax.tree.flatten(in_turn(params))
         for state in self._states[arrival.fragment]:
             state.adopt(leaves, arrival, self._alpha, keep=keep)
+        if self._loses_steps and self.uses is not None:
+            self.uses.restart(arrival.fragment)
         adopted: Tree = jax.tree.unflatten(structure, leaves)
         return adopted
 
@@ -383,11 +390,15 @@ class Exchange:
         for state in self._states[fragment]:
             state.drop()
             state.base = None
+        if self.uses is not None:
+            self.uses.reopen(fragment)
 
     def reset(self, fragment: int, params: Tree) -> Tree:
         """Drop a lost take, and reset the local values to the anchor. `params` is
         donated."""
         self.reopen(fragment)
+        if self.uses is not None:
+            self.uses.restart(fragment)
         return self.at_anchor(fragment, params)
 
     def at_anchor(self, fragment: int, params: Tree) -> Tree:
@@ -478,6 +489,8 @@ class Exchange:
             for name in state.programs.names:
                 if seldom or name in OFTEN:
                     yield state.programs.lower(name)
+        if self.uses is not None:
+            yield from self.uses.lower_all()
 
     def held(self, fragment: int) -> Sequence[PieceState]:
         """Return what is held of the fragment; the caller changes nothing in it."""
@@ -568,6 +581,8 @@ class Replica(LentParams):
         state = TrainState(self.params, self._moments)
         state, metrics = self._trainer.step(state, placed, learning_rate)
         self.params, self._moments = state
+        if self._exchange.uses is not None:
+            self._exchange.uses.step(batch, placed, metrics)
         return metrics
 
     def spoil(self, factor: float) -> None:

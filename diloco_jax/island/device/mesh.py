@@ -42,7 +42,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.before_jax import HOST_DEVICES
 from diloco_jax.config import ConfigError, IslandConfig
-from diloco_jax.core.fragments import LAYERS, Box, Part
+from diloco_jax.core.fragments import LAYERS, Box, Part, groups_of
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.models.model import Layout
 
@@ -76,8 +76,8 @@ class Spread:
         return (self.rows, *encoded) if self.moved else encoded
 
 
-Spreads = Sequence[tuple[Spread, tuple[int, ...]]]
-"""For every piece of a fragment its spread, and its shape."""
+Spreads = Sequence[tuple[Spread, TileGrid]]
+"""For every piece of a fragment its spread, and its tiles."""
 
 
 def parts_by_host(pieces: Spreads) -> dict[int, Part]:
@@ -92,15 +92,16 @@ def parts_by_host(pieces: Spreads) -> dict[int, Part]:
     }
     loads = dict.fromkeys(boxes, 0)
     # The largest piece first: small ones even out what large ones leave.
-    for number in sorted(range(len(pieces)), key=lambda i: -math.prod(pieces[i][1])):
-        spread, shape = pieces[number]
+    sizes = [math.prod(grid.in_order) for _, grid in pieces]
+    for number in sorted(range(len(pieces)), key=lambda i: -sizes[i]):
+        spread, grid = pieces[number]
         for (start, stop), hosts in spread.hosts.items():
             host = min(hosts, key=loads.__getitem__)
             boxes[host].append(Box(number, start, stop))
-            loads[host] += TileGrid.of(shape).elements * math.prod(
+            loads[host] += grid.elements * math.prod(
                 high - low for low, high in zip(start, stop, strict=True)
             )
-    corner = (0,) * len(pieces[0][1])
+    corner = (0,) * len(pieces[0][1].grid)
     nothing = Box(0, corner, corner)
     return {host: tuple(found) or (nothing,) for host, found in boxes.items()}
 
@@ -302,7 +303,7 @@ def param_spec(
     piece = shape[stacked:]
     cuts: list[str | None] = [None] * len(piece)
     if len(piece) >= 2:
-        grid = TileGrid.of(piece).grid
+        grid = TileGrid.of(piece, groups_of(names[stacked:], piece)).grid
         for mesh_axis, candidates in RULES.items():
             size = mesh[mesh_axis]
             axes = [names.index(name) - stacked for name in candidates if name in names]

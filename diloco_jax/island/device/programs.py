@@ -99,6 +99,8 @@ class PiecePrograms:
     bands: Bands | None
     shape: tuple[int, ...]
     """Shape of a piece."""
+    groups: int
+    """As `Piece.groups`."""
     cut: PartitionSpec
     """Spec of a piece: as the parameter is cut."""
     tiles: PartitionSpec
@@ -127,7 +129,7 @@ class PiecePrograms:
         spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
         spec, mesh = spec[1:] if piece.layer >= 0 else spec, sharding.mesh.shape
         # A band may not divide as the whole.
-        cut, grid = tile_spec(spec, mesh, piece.shape), TileGrid.of(piece.shape).grid
+        cut, grid = tile_spec(spec, mesh, piece.shape), piece.grid.grid
         tiles = tile_spec(tuple(cut), mesh, grid)
         return cls(
             leaf=sharding,
@@ -136,6 +138,7 @@ class PiecePrograms:
             moved=spread_of(NamedSharding(sharding.mesh, tiles), grid).moved,
             bands=piece.bands,
             shape=piece.shape,
+            groups=piece.groups,
             cut=cut,
             tiles=tiles,
             memory=memory,
@@ -163,7 +166,12 @@ class PiecePrograms:
     def spread(self) -> Spread:
         """Where a piece's fetched tiles land: bytes of a publish, or bits of an
         anchor."""
-        return spread_of(self.encoded, TileGrid.of(self.shape).grid)
+        return spread_of(self.encoded, self.grid.grid)
+
+    @property
+    def grid(self) -> TileGrid:
+        """Tiles of a piece."""
+        return TileGrid.of(self.shape, self.groups)
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -194,9 +202,11 @@ class PiecePrograms:
         local = self._of_leaf(leaf, index)
         change = on(changes.delta(anchor, local), self._on_tiles)
         if residual is None:
-            encoded = self._each(up.encode)(change)
+            encoded = self._each(lambda x: up.encode(x, self.groups))(change)
         else:
-            encode = self._each(functools.partial(encode_with_feedback, up))
+            encode = self._each(
+                lambda x, lost: encode_with_feedback(up, x, lost, self.groups)
+            )
             encoded, residual = encode(change, on(residual, self._on_tiles))
             residual = on(residual, self._on_tiles)
         # A copy, whatever jit does with outputs that are inputs: the next step donates
@@ -211,7 +221,7 @@ class PiecePrograms:
     @_program("piece")
     def gather_anchor(self, bits: Any) -> Any:
         """Move and join landed tiles: (landed anchor) -> anchor."""
-        bits, grid = self._stack(bits), TileGrid.of(self.shape)
+        bits, grid = self._stack(bits), self.grid
         if self.moved:
             bits = on(self._each(_sum_rows)(bits), self._on_tiles)
         tiles = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -278,9 +288,8 @@ class PiecePrograms:
     def whole(self, anchor: Any) -> Any:
         """Encode an anchor: (anchor) -> f32 tiles by piece."""
         (anchor,) = self._fetch(anchor)
-        return self._apart(
-            self._each(get_codec("f32").encode)(on(anchor, self._on_tiles))
-        )
+        encode = self._each(lambda x: get_codec("f32").encode(x, self.groups))
+        return self._apart(encode(on(anchor, self._on_tiles)))
 
     # ---- for callers of programs ------------------------------------------------
 
@@ -311,9 +320,9 @@ class PiecePrograms:
         value = abstract(self.values_shape, np.float32, self.piece)
         alpha = abstract((), np.float32, self._everywhere)
         landed, landing = self.spread.landed_shape, self.spread.landing
-        shape = get_codec(self.codec_down).encoded_shape(self.shape)
+        shape = get_codec(self.codec_down).encoded_shape(self.shape, self.groups)
         octets = by_piece(shape, np.uint8, self.encoded)
-        bits = by_piece(landed(bits_shape(self.shape)), np.uint32, landing)
+        bits = by_piece(landed(bits_shape(self.grid)), np.uint32, landing)
         given: dict[str, tuple[Any, ...]] = {
             "gather": (by_piece(landed(shape), np.uint8, landing),),
             "gather_anchor": (bits,),
@@ -399,8 +408,9 @@ class PiecePrograms:
 
     def _advanced(self, anchor: Any, encoded: Any) -> jax.Array:
         """Return the anchor, at work, after a publish; it lies on the tiles."""
-        apply = functools.partial(changes.apply_publish, get_codec(self.codec_down))
-        new = self._each(apply)(on(anchor, self._on_tiles), self._stack(encoded))
+        down, groups = get_codec(self.codec_down), self.groups
+        apply = self._each(lambda a, x: changes.apply_publish(down, a, x, groups))
+        new = apply(on(anchor, self._on_tiles), self._stack(encoded))
         return on(new, self._on_tiles)
 
     def _adopted(
@@ -431,10 +441,9 @@ def on(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return y
 
 
-def bits_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def bits_shape(grid: TileGrid) -> tuple[int, ...]:
     """Return the shape of an anchor in tiles, (*grid, elements). As u32 they hold the
     bits of f32."""
-    grid = TileGrid.of(shape)
     return (*grid.grid, grid.elements)
 
 

@@ -1,4 +1,5 @@
-"""The inner step: one batch, one update of an island's parameters, on its own mesh.
+"""The inner step: one batch, one update of an island's parameters, on its own mesh;
+and how often the rows of a tensor were used by the steps of a fragment's delta.
 
 `B` sequences, `T` tokens predicted, `A` rounds of gradient accumulation.
 """
@@ -6,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -17,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.config import check_batch
+from diloco_jax.core.codecs import encode_uses
+from diloco_jax.core.fragments import LAYERS, FragmentPlan
 from diloco_jax.core.inner import by_source
 from diloco_jax.data.reader import Batch, OwnRows
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
@@ -29,7 +32,16 @@ from diloco_jax.island.device.mesh import (
     shardings_like_params,
     zeros,
 )
-from diloco_jax.models.model import ROWS, Frozen, Metrics, Model, Params, abstract_batch
+from diloco_jax.island.device.programs import in_turn
+from diloco_jax.models.model import (
+    ROWS,
+    Frozen,
+    Metrics,
+    Model,
+    Params,
+    Use,
+    abstract_batch,
+)
 
 T = TypeVar("T")
 
@@ -97,6 +109,11 @@ class Trainer:
             mesh, self._frozen_source.axes, self._frozen_source.shapes
         )
         shapes = model.shapes()
+        self._use_metrics = {
+            name: shape
+            for path, shape in use_shapes(model.uses, model.axes, shapes).items()
+            if isinstance(name := model.uses[path].counted, str)
+        }
         whole = replicated(mesh)
         self.shardings = param_shardings(mesh, model.axes, shapes)
         opt_shapes = jax.eval_shape(inner.init, shapes)
@@ -332,6 +349,9 @@ class Trainer:
             found["by_source"] = by_source(sources, losses, tokens, count)
         elif self._sources:
             found["by_source"] = jnp.zeros((self._sources, 2))
+        for name, shape in self._use_metrics.items():
+            told = metrics.get(name, jnp.zeros(shape, jnp.uint32))
+            found[name] = told.astype(jnp.uint32).reshape(shape)
         return found
 
     def _evaluate(
@@ -368,6 +388,134 @@ class Trainer:
             return rows.reshape(-1, self._accumulation, *rows.shape[1:]).swapaxes(0, 1)
 
         return {name: cut(rows) for name, rows in batch.items()}
+
+
+def use_shapes(
+    uses: Mapping[str, Use], axes: Any, shapes: Any
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the counts of each tensor, [rows] or [layers, rows]; axes,
+    shapes: as `Model` has them."""
+    found = {}
+    for path in uses:
+        names, leaf = axes, shapes
+        for key in path.split("/"):
+            names, leaf = names[key], leaf[key]
+        found[path] = leaf.shape[: 1 + (names[:1] == (LAYERS,))]
+    return found
+
+
+class UseCounts:
+    """How often rows were used since the steps began that are in a fragment's next
+    delta, as books count them (`protocol/island/boundary.py`).
+
+    A host counts the rows of batches that no host before it has; a take sums over
+    hosts. Counts rise modulo 2^32, of which a difference shows nothing.
+    """
+
+    def __init__(
+        self,
+        plan: FragmentPlan,
+        uses: Mapping[str, Use],
+        shapes: Mapping[str, tuple[int, ...]],
+        mesh: Mesh,
+    ) -> None:
+        """shapes: `use_shapes`."""
+        self._pieces = [[p for p in of if p.by_use] for of in plan.fragments]
+        self._uses = uses
+        self._total: dict[str, Any] = {
+            path: np.zeros(shape, np.uint32) for path, shape in shapes.items()
+        }
+        self._since = [self._total for _ in plan.fragments]
+        self._before = list(self._since)
+        self._mesh = mesh
+        self._hosts = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # type: ignore[no-untyped-call]
+        self._encode = jax.jit(
+            lambda counts: encode_uses(jnp.sum(counts, axis=0, dtype=jnp.uint32)),
+            out_shardings=replicated(mesh),
+        )
+
+    def step(self, batch: Batch, placed: Placed, metrics: Metrics) -> None:
+        """Count what a step uses. placed: the batch as it is on the devices."""
+        rows = None
+        total = dict(self._total)
+        for path, use in self._uses.items():
+            if isinstance(use.counted, str):
+                total[path] = total[path] + metrics[use.counted]
+                continue
+            if rows is None:
+                rows = _rows_here(batch, placed)
+            for part in rows:
+                total[path] = total[path] + use.counted(part)
+        self._total = total
+
+    def take(self, fragment: int) -> tuple[jax.Array, ...]:
+        """Return the encoded counts of a delta, by piece that has any, and begin those
+        of the next."""
+        since = self._since[fragment]
+        taken = []
+        for piece in self._pieces[fragment]:
+            path = "/".join(piece.path)
+            counts = piece.uses_of(self._total[path] - since[path])
+            if isinstance(counts, np.ndarray):
+                counts = self._by_device(counts)
+            else:
+                counts = counts[None]
+            taken.append(in_turn(self._encode(counts)))
+        self._before[fragment] = since
+        self.restart(fragment)
+        return tuple(taken)
+
+    def restart(self, fragment: int) -> None:
+        """Begin the next delta now: the steps before are in none."""
+        self._since[fragment] = self._total
+
+    def reopen(self, fragment: int) -> None:
+        """Undo the last take: its steps are in the next delta."""
+        self._since[fragment] = self._before[fragment]
+
+    def lower_all(self) -> Iterator[jax.stages.Lowered]:
+        """Lower what `take` executes, to be compiled."""
+        counted = [
+            (p.shape[0], isinstance(self._uses["/".join(p.path)].counted, str))
+            for of in self._pieces
+            for p in of
+        ]
+        for rows, summed in sorted(set(counted)):
+            lies = replicated(self._mesh) if summed else self._hosts
+            shape = (1 if summed else self._mesh.size, rows)
+            yield self._encode.lower(abstract(shape, np.uint32, lies))
+
+    def _by_device(self, counts: np.ndarray) -> jax.Array:
+        """Put this host's counts on its first device, and zeros on its others."""
+        here = jax.process_index()
+        devices = self._mesh.devices.flat
+        first = [d.process_index for d in devices].index(here)
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            mine = index[0].indices(self._mesh.size)[0] == first
+            return (counts if mine else np.zeros_like(counts))[None]
+
+        return jax.make_array_from_callback(
+            (self._mesh.size, len(counts)),
+            self._hosts,
+            part,
+        )
+
+
+def _rows_here(batch: Batch, placed: Placed) -> list[dict[str, np.ndarray]]:
+    """Return the rows of a batch that are this host's to count: those of which it has
+    the first copy."""
+    shards = next(iter(placed.values())).addressable_shards
+
+    def part(array: np.ndarray | OwnRows, index: tuple[slice, ...]) -> np.ndarray:
+        return array.part(index) if isinstance(array, OwnRows) else array[index[0]]
+
+    return [
+        {name: part(array, shard.index) for name, array in batch.items()}
+        for shard in shards
+        if shard.replica_id == 0
+    ]
 
 
 def _laid(shapes: Any, shardings: Any) -> Any:

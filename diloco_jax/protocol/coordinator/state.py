@@ -274,6 +274,10 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
     arrived: bool = False
     norm: float = 0.0
     """Length of the delta; 0: unknown."""
+    used: int = 0
+    """Tokens behind its counts of use."""
+    uses: str = ""
+    """Digest of its counts of use."""
     refused: Refusal = ""
     after: int = 0
     """Boundaries by which the island was last asked to put it off."""

@@ -58,6 +58,7 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
     FUTURE,
+    MISCOUNTED,
     NON_FINITE,
     OUT_OF_BOUNDS,
     OVERLAP,
@@ -132,6 +133,7 @@ def known(turn: Turn, fragment: Fragment, name: str, held: Outstanding) -> Fragm
         return refuse(turn, fragment, name, OVERLAP)
     if take.end == take.start:
         return refuse(turn, fragment, name, "empty")
+    fragment = _refuse_miscounted(turn, fragment, name)
     return refuse_if_untimely(turn, fragment, name)
 
 
@@ -196,14 +198,28 @@ def arrived(turn: Turn, fragment: Fragment, event: DeltaArrived) -> Fragment:
     if take.taken_at and not event.refusal and not take.refused:
         transfer_s = averaged(fragment.transfer_seconds, turn.now - take.taken_at)
         fragment = replace(fragment, transfer_seconds=transfer_s)
-    here = replace(take, arrived=True, norm=event.norm)
+    here = replace(
+        take, arrived=True, norm=event.norm, used=event.used, uses=event.uses
+    )
     TAKE.check(take_state(take), "bytes", take_state(here))
     fragment = with_account(fragment, name, replace(account, take=here))
     if event.refusal:
         return refuse(turn, fragment, name, event.refusal)
     if here.refused:
         drop(turn, fragment, name)
-    return fragment
+    return _refuse_miscounted(turn, fragment, name)
+
+
+def _refuse_miscounted(turn: Turn, fragment: Fragment, name: str) -> Fragment:
+    """Refuse a take, both of whose doors have passed, that says more of a piece's rows
+    were used than it has tokens: each token uses one row, of data that was leased."""
+    account, take = fragment.accounts[name], outstanding(fragment, name)
+    if take.end is None:
+        return fragment
+    tokens = (take.end - take.start) * account.tokens_per_step
+    if take.used <= tokens:
+        return fragment
+    return refuse(turn, fragment, name, MISCOUNTED, tokens)
 
 
 def gave_up(
@@ -286,6 +302,7 @@ def ready(fragment: Fragment, name: str) -> Contribution | None:
         base=take.base,
         norm=take.norm,
         rate_sum=take.rate_sum,
+        uses=take.uses,
     )
 
 
@@ -299,8 +316,8 @@ def refuse(
     tell: bool = True,
 ) -> Fragment:
     """Refuse an outstanding take; it stays outstanding until the island knows. most:
-    the length that was allowed, if that is the reason. tell: False if a publish tells
-    the island."""
+    the length that was allowed, or its tokens, if that is the reason. tell: False if a
+    publish tells the island."""
     account, before = fragment.accounts[name], outstanding(fragment, name)
     if before.refused:
         return fragment
@@ -310,7 +327,8 @@ def refuse(
     if reason == NON_FINITE:
         fragment = replace(fragment, unfit_deltas=fragment.unfit_deltas + 1)
         _alert_of_unfit(turn, fragment, name)
-    _note_refusal(turn, delta_of(fragment, name), reason, take.norm, most)
+    here = take.used if reason == MISCOUNTED else take.norm
+    _note_refusal(turn, delta_of(fragment, name), reason, here, most)
     if tell:
         verdict = verdict_at(fragment, take.tick, "refused", reason)
         turn.tell(account.session, verdict)
@@ -531,7 +549,7 @@ def advance_quarantine(turn: Turn) -> None:
     for effect in tuple(turn.effects):
         match effect:
             case Note(record=records.DeltaRefused(reason=reason) as refused):
-                if reason in (NON_FINITE, OUT_OF_BOUNDS):
+                if reason in (NON_FINITE, OUT_OF_BOUNDS, MISCOUNTED):
                     _unfit(turn, refused)
                 elif reason == QUARANTINED:
                     _fit(turn, refused)
@@ -585,6 +603,11 @@ def _unfit(turn: Turn, refused: records.DeltaRefused) -> None:
     what = "is not finite"
     if refused.reason == OUT_OF_BOUNDS:
         what = f"has a length of {refused.norm:.3g}, but {refused.most:.3g} is allowed"
+    if refused.reason == MISCOUNTED:
+        what = (
+            f"says that {refused.norm:.0f} of its tokens used a row, but it has "
+            f"{refused.most:.0f}"
+        )
     turn.alert(
         f"island {name!r} is quarantined: {island.streak} of its deltas in a row were "
         f"unfit, and the last one, of fragment {refused.fragment}, {what}; it restarts "

@@ -41,6 +41,7 @@ from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import (
     FIRST_VERSION,
     FUTURE,
+    MISCOUNTED,
     NON_FINITE,
     OUT_OF_BOUNDS,
     OVERLAP,
@@ -60,7 +61,7 @@ from diloco_jax.protocol.messages import (
     Watch,
 )
 
-RESTARTS = (NON_FINITE, OUT_OF_BOUNDS, QUARANTINED, FUTURE)
+RESTARTS = (NON_FINITE, OUT_OF_BOUNDS, MISCOUNTED, QUARANTINED, FUTURE)
 """Reasons of a refusal after which the fragment restarts from the anchor."""
 
 TakeOutcome = Literal["none", "settled", "reopened", "dropped", "reset"]

@@ -207,6 +207,14 @@ class Replay(contextlib.ExitStack):
                 island = self._island(Who(part.island, part.incarnation))
                 steps = island.steps
                 payloads.append(island.delta(made.fragment, part.tick))
+                uses = self._store.uses(made.fragment, payloads[-1]).digest
+                if uses != part.uses:
+                    raise TapeError(
+                        f"line {merge.line}: the delta of {part.island} has counts of "
+                        f"use of digest {part.uses!r}, and counted again they have "
+                        f"{uses!r}: the tape, the text or the program was altered "
+                        f"before it"
+                    )
                 self.steps += island.steps - steps
             merged = self._store.merge(
                 made.fragment,

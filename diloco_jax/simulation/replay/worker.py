@@ -33,7 +33,6 @@ from diloco_jax.cluster.cluster import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.journal import Environment
-from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.reader import Arrays
 from diloco_jax.island.device.build import (
     build_exchange,
@@ -320,9 +319,10 @@ class _Copy:
         It has the form of an anchor in full, and is empty without error feedback.
         """
         residuals = self._replica.trees()["residuals"]
+        placed = self._exchange.layouts_whole[fragment].placed
         return _joined(
-            TileGrid.of(array.shape).to_tiles(_whole(array))
-            for array in residuals[fragment]
+            own.piece.grid.to_tiles(_whole(array))
+            for own, array in zip(placed, residuals[fragment], strict=True)
         )
 
     def adopt(

@@ -399,3 +399,59 @@ def test_after_a_crash_it_is_asked_for_and_counts_then() -> None:
     assert take is not None
     assert (take.ready, take.norm) == (True, 3.0)
     assert d.fragment(0).transfer_seconds == 0.0, "nobody knows how long it took"
+
+
+@pytest.mark.parametrize("bytes_first", [False, True])
+@pytest.mark.parametrize(("more", "refused"), [(0, False), (1, True)])
+def test_counts_of_more_than_the_tokens_are_refused(
+    open_for_a: Driver, more: int, refused: bool, bytes_first: bool
+) -> None:
+    d = open_for_a
+    tokens = 2 * d.account("a", 0).tokens_per_step
+    tick = d.tick_of("a", 0)
+    here = DeltaArrived(
+        island="a",
+        incarnation=1,
+        fragment=0,
+        tick=tick,
+        norm=1.0,
+        used=tokens + more,
+        uses="abc",
+    )
+    effects = d.feed(here) if bytes_first else []
+    effects += d.take("a", 0, 2, arrive=False)
+    effects += [] if bytes_first else d.feed(here)
+    take = d.account("a", 0).take
+    assert take is not None
+    assert (take.refused, take.ready) == ("miscounted" * refused, not refused)
+    noted = notes(effects, "refused")
+    if refused:
+        (line,) = noted
+        assert (line["island"], line["reason"]) == ("a", "miscounted")
+        assert (line["norm"], line["most"]) == (tokens + 1, tokens)
+        return
+    assert not noted
+    merge = only(d.take("b", 0, 2), Merge)
+    assert [c.uses for c in merge.contributions] == ["abc", ""]
+
+
+def test_an_island_that_miscounts_is_quarantined_and_told_why() -> None:
+    d = joined(
+        "a",
+        "b",
+        "c",
+        quorum=1,
+        fragment_sizes=(5,),
+        steps_per_cycle=2,
+        quarantine_after=1,
+    )
+    d.reports(a=2, b=2, c=2)
+    d.take("a", 0, 2, arrive=False)
+    effects = d.feed(
+        DeltaArrived(
+            island="a", incarnation=1, fragment=0, tick=d.tick_of("a", 0), used=10**9
+        )
+    )
+    (alert,) = of(effects, Alert)
+    assert "'a' is quarantined" in alert.text
+    assert "says that 1000000000 of its tokens used a row, but it has" in alert.text

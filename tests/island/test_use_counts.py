@@ -1,0 +1,174 @@
+"""An island counts how often its steps used a row, as its books count its steps."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import MODEL, SEQUENCE_LENGTH
+
+from diloco_jax.config import (
+    ConfigError,
+    InnerConfig,
+    IslandConfig,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.core.codecs import decode_uses, get_codec
+from diloco_jax.core.fragments import get_piece, plan_fragments
+from diloco_jax.island.device.build import build_exchange, build_trainer, join
+from diloco_jax.island.device.mesh import batch_sharding, make_mesh, place
+from diloco_jax.island.device.step import UseCounts, use_shapes
+from diloco_jax.models.build import build, build_plan
+from diloco_jax.models.model import Use
+from diloco_jax.models.transformer import input_counts
+
+ROWS = 6
+AXES = {"table": ("vocab", "embed"), "up": ("layers", "expert", "embed")}
+SHAPES = {"table": (ROWS, 8), "up": (2, 4, 8)}
+USES = {
+    "table": Use(lambda batch: counted(batch["ids"])),
+    "up": Use("chosen", per_token=2),
+}
+
+
+def counted(ids: np.ndarray) -> np.ndarray:
+    return np.bincount(ids.ravel(), minlength=ROWS).astype(np.uint32)
+
+
+PLAN = plan_fragments(SHAPES, AXES, 1, by_use={"table": 1, "up": 2})
+
+
+@pytest.fixture
+def counts() -> UseCounts:
+    shapes = {"table": (ROWS,), "up": (2, 4)}
+    return UseCounts(PLAN, USES, shapes, make_mesh(IslandConfig()))
+
+
+def step(counts: UseCounts, *ids: int) -> None:
+    batch = {"ids": np.array([ids], np.int64)}
+    placed = {"ids": place(batch["ids"], batch_sharding(counts._mesh))}
+    chosen = jnp.arange(8, dtype=jnp.uint32).reshape(2, 4)
+    counts.step(batch, placed, {"chosen": chosen})
+
+
+def taken(counts: UseCounts) -> list[list[float]]:
+    """Return what a take says, by piece: table, and the layers of up."""
+    return [decode_uses(np.asarray(own)).tolist() for own in counts.take(0)]
+
+
+def test_a_take_says_what_was_used_since_the_last_one(counts) -> None:
+    step(counts, 0, 0, 5)
+    step(counts, 5, 2)
+    assert taken(counts) == [[2, 0, 1, 0, 0, 2], [0, 2, 4, 6], [8, 10, 12, 14]]
+    step(counts, 1)
+    assert taken(counts) == [[0, 1, 0, 0, 0, 0], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert taken(counts) == [[0] * 6, [0] * 4, [0] * 4]
+
+
+def test_a_take_that_is_undone_is_in_the_next_one(counts) -> None:
+    step(counts, 0)
+    taken(counts)
+    step(counts, 1)
+    counts.reopen(0)
+    assert taken(counts)[0] == [1, 1, 0, 0, 0, 0]
+    step(counts, 2)
+    counts.restart(0)
+    step(counts, 3)
+    assert taken(counts)[0] == [0, 0, 0, 1, 0, 0]
+
+
+def test_counts_that_overflow_show_the_right_difference(counts) -> None:
+    counts._total = {
+        name: np.full(np.shape(x), 2**32 - 1, np.uint32)
+        for name, x in counts._total.items()
+    }
+    counts.restart(0)
+    step(counts, 0, 0)
+    assert taken(counts)[0] == [2, 0, 0, 0, 0, 0]
+
+
+def test_padding_is_no_input() -> None:
+    tokens = np.array([[3, 1, 1, 2, 0, 0]])
+    segments = np.array([[1, 1, 2, 2, 0, 0]])
+    assert input_counts(4, {"tokens": tokens}).tolist() == [1, 2, 1, 1]
+    packed = {"tokens": tokens, "segments": segments}
+    assert input_counts(4, packed).tolist() == [0, 2, 1, 1]
+
+
+def test_shapes_of_counts_are_rows_by_layer() -> None:
+    shapes = {name: np.empty(shape) for name, shape in SHAPES.items()}
+    assert use_shapes(USES, AXES, shapes) == {"table": (6,), "up": (2, 4)}
+
+
+def untied(**inner) -> RunConfig:
+    return RunConfig(
+        model=dataclasses.replace(MODEL, tied_embeddings=False),
+        inner=InnerConfig(learning_rate=0.1, **inner),
+        sync=SyncConfig(fragments=1, codec_up="f32", weights_by_use=True),
+        sequence_length=SEQUENCE_LENGTH,
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_row_without_tokens_is_only_moved_by_decay_and_moments(optimizer) -> None:
+    run = untied(optimizer=optimizer, weight_decay=0.0 if optimizer == "sgd" else 0.1)
+    island = IslandConfig(batch_size=2)
+    model, trainer = build_trainer(run, island)
+    plan = build_plan(run, model)
+    exchange, _ = build_exchange(run, model, trainer)
+    first = trainer.first(0)
+    payload = exchange.layouts_whole[0].pack(
+        [
+            get_codec("f32").encode(get_piece(first, piece), piece.groups)
+            for piece in plan.pieces
+        ]
+    )
+    replica = join(plan, trainer, exchange, {0: exchange.put_anchor(0, payload)})
+    tokens = np.random.default_rng(0).integers(0, 9, (2, SEQUENCE_LENGTH + 1))
+    batch = {"tokens": tokens.astype(np.int32)}
+    replica.step(batch, 0.1)
+    replica.step(batch, 0.1)
+    encoded = replica.take(0)
+    assert len(encoded) == len(plan.pieces) + 1
+    number = next(n for n, piece in enumerate(plan.pieces) if piece.by_use)
+    delta = np.asarray(
+        get_codec("f32").decode(encoded[number], plan.pieces[number].shape)
+    )
+    counts = decode_uses(np.asarray(encoded[-1]))
+    np.testing.assert_array_equal(counts, 2 * input_counts(len(delta), batch))
+    unused = counts == 0
+    assert counts.sum() == 2 * 2 * SEQUENCE_LENGTH
+    assert delta[~unused].any(axis=1).all()
+    assert delta[unused].any() == (optimizer == "adamw")
+
+
+def test_a_tied_table_has_no_counts() -> None:
+    tied = dataclasses.replace(MODEL, tied_embeddings=True)
+    run = dataclasses.replace(untied(), model=tied)
+    assert not any(piece.by_use for piece in build_plan(run, build(run)).pieces)
+
+
+def test_a_rule_that_sees_whole_deltas_is_refused_by_name(tmp_path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from diloco_jax.core.families import Whole\n"
+        "class Own(Whole):\n"
+        "    embeddings_by_mean = False\n"
+        "    def merge(self, deltas, weights, share, state):\n"
+        "        return share * (weights @ deltas.reshape(len(deltas), -1)).reshape("
+        "deltas.shape[1:]), state\n"
+        "OWN = Own()\n"
+    )
+    run = untied()
+    sync = dataclasses.replace(run.sync, merge=f"{path}:OWN")
+    run = dataclasses.replace(run, sync=sync)
+    with pytest.raises(ConfigError, match=r"sync.merge = .*Own sees whole deltas"):
+        build_plan(run, build(run))
+
+
+def test_a_name_without_rows_is_refused() -> None:
+    run = untied()
+    model = build(run)._replace(uses={"tabel": USES["table"]})
+    with pytest.raises(ConfigError, match="the use of tabel, and no tensor with"):
+        build_plan(run, model)
