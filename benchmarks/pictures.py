@@ -5,7 +5,7 @@ colour, kind or number, and has the same words whatever the answer is. Three isl
 train the preset `tiny_vision` in one emulation: two have pictures with their questions,
 the third has text alone. The blinded twin is the same run with pictures that are all
 grey. "Without text" are the two islands alone, with their own share of the tokens. All
-answer the same held-out questions, as `diloco eval --tasks` asks them.
+answer the same held-out questions, as evaluation in tasks asks them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 
 from diloco_jax.config import ConfigError, ModelConfig, VisionConfig
 from diloco_jax.models import transformer, vision
+from diloco_jax.models.flops import analytic_flops, product_flops
 from diloco_jax.models.generation import (
     Cache,
     generate,
@@ -20,6 +21,7 @@ from diloco_jax.models.generation import (
     make_decode,
     make_likelihood,
 )
+from diloco_jax.models.model import abstract_batch
 from diloco_jax.models.presets import preset
 from diloco_jax.weights import families
 from diloco_jax.weights.first import read_folder, whole
@@ -180,6 +182,20 @@ def test_what_stays_as_it_is_makes_no_parameters(train):
     assert {*model.frozen.shapes} == {*rest}
     loss, _ = jax.jit(model.loss)(own, batch, rest)
     np.testing.assert_allclose(loss, jax.jit(plain.loss)(params, batch)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("train", [(), ("connector", "decoder"), ("tower",)])
+def test_the_count_of_pictures_is_that_of_the_formula(train):
+    """Of the program as it is differentiated: nothing goes back into a tower that stays
+    as it is."""
+    model = dataclasses.replace(preset("smolvlm_256m"), train=train)
+    built = transformer.build(model, attention="dot_product", loss_chunk=0, pictures=2)
+    arrays = ("tokens", "pictures", "picture_count")
+    batch = abstract_batch(built.fields(arrays), 1, 512)
+    frozen = {} if built.frozen is None else built.frozen.shapes
+    traced = jax.make_jaxpr(jax.value_and_grad(built.require_loss(), has_aux=True))
+    counted = product_flops(traced(built.shapes(), batch, frozen).jaxpr)
+    assert counted == pytest.approx(analytic_flops(model, 512, 2), rel=1e-6)
 
 
 def test_the_published_model_has_as_many_parameters_as_its_files():
