@@ -66,7 +66,8 @@ class Described(Protocol):
     keeps_equal: bool = True
     """True if equal deltas are merged to that same delta."""
     embeddings_by_mean: bool = True
-    """True if pieces with a vocabulary axis are merged by the weighted mean."""
+    """True if pieces with a vocabulary axis, and experts, are merged by the weighted
+    mean."""
     flush_by_mean: bool = True
     """True if the last merge of a run merges all pieces by the weighted mean."""
     extra_copies: int = 0

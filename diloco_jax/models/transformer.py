@@ -37,6 +37,7 @@ from flax import nnx
 from jax.extend.random import threefry2x32_p
 
 from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.core.fragments import EXPERT, LAYERS
 from diloco_jax.data.pictures import COUNT, PICTURES
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers import VOCAB_SIZE
@@ -371,9 +372,6 @@ def build(
 
     takes = vision.picture_input(config)
     fields = {**BATCH, **(takes.fields(pictures) if takes else {})}
-    # A tied table is used by every prediction, too.
-    count = functools.partial(input_counts, config.vocab_size)
-    uses = {} if config.tied_embeddings else {"embedding": Use(count)}
     shapes = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, dtype),  # type: ignore[no-untyped-call]
         tensors,
@@ -388,6 +386,7 @@ def build(
             Frozen(shapes=shapes, axes=axes),
             takes,
         )
+    uses = _uses(config, axes)
     if not config.train:
         return Model(
             lambda key: _init(tensors, key),
@@ -413,8 +412,27 @@ def build(
         fields,
         Frozen(shapes=part(shapes, False), axes=part(axes, False)),
         takes,
-        part(uses, True),
+        {
+            path: use
+            for path, use in uses.items()
+            if vision.part_of(tuple(path.split("/"))) in config.train
+        },
     )
+
+
+def _uses(config: ModelConfig, axes: Any) -> dict[str, Use]:
+    """Return the tensors that only some tokens touch: the input table, unless it is the
+    output's too, and the experts."""
+    count = functools.partial(input_counts, config.vocab_size)
+    uses = {} if config.tied_embeddings else {"embedding": Use(count)}
+    named = jax.tree_util.tree_leaves_with_path(
+        axes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+    for path, names in named:
+        if names[:2] == (LAYERS, EXPERT):
+            name = "/".join(key.key for key in path)
+            uses[name] = Use("expert_tokens", config.experts_per_token)
+    return uses
 
 
 def input_counts(vocab_size: int, batch: Mapping[str, np.ndarray]) -> np.ndarray:

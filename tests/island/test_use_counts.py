@@ -17,8 +17,9 @@ from diloco_jax.config import (
 from diloco_jax.core.codecs import decode_uses, get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
+from diloco_jax.island.device.exchange import Replica
 from diloco_jax.island.device.mesh import batch_sharding, make_mesh, place
-from diloco_jax.island.device.step import UseCounts, use_shapes
+from diloco_jax.island.device.step import Trainer, TrainState, UseCounts, use_shapes
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Use
 from diloco_jax.models.transformer import input_counts
@@ -101,6 +102,11 @@ def test_shapes_of_counts_are_rows_by_layer() -> None:
     assert use_shapes(USES, AXES, shapes) == {"table": (6,), "up": (2, 4)}
 
 
+def trainer_state(trainer: Trainer) -> TrainState:
+    params = trainer.first(0)
+    return TrainState(params, trainer.init_inner(params))
+
+
 def untied(**inner) -> RunConfig:
     return RunConfig(
         model=dataclasses.replace(MODEL, tied_embeddings=False),
@@ -141,6 +147,30 @@ def test_a_row_without_tokens_is_only_moved_by_decay_and_moments(optimizer) -> N
     assert counts.sum() == 2 * 2 * SEQUENCE_LENGTH
     assert delta[~unused].any(axis=1).all()
     assert delta[unused].any() == (optimizer == "adamw")
+
+
+def test_each_layer_of_experts_says_how_many_tokens_each_got() -> None:
+    run = untied(optimizer="sgd", weight_decay=0.0)
+    mixture = dataclasses.replace(
+        run.model, experts=4, experts_per_token=2, expert_dim=32
+    )
+    run = dataclasses.replace(run, model=mixture)
+    model, trainer = build_trainer(run, IslandConfig(batch_size=2))
+    plan = build_plan(run, model)
+    counted = [piece for piece in plan.pieces if piece.by_use]
+    experts = {piece.layer for piece in counted if piece.groups == 4}
+    assert experts == set(range(mixture.num_layers))
+    assert {p.by_use for p in counted if p.groups == 4} == {2}
+    exchange, _ = build_exchange(run, model, trainer)
+    replica = Replica(trainer, exchange, trainer_state(trainer))
+    tokens = np.random.default_rng(0).integers(0, 9, (2, SEQUENCE_LENGTH + 1))
+    replica.step({"tokens": tokens.astype(np.int32)}, 0.1)
+    assert exchange.uses is not None
+    taken = exchange.uses.take(0)
+    for piece, octets in zip(counted, taken, strict=True):
+        uses = decode_uses(np.asarray(octets))
+        assert uses.sum() == 2 * SEQUENCE_LENGTH * piece.by_use
+        assert len(uses) == piece.shape[0]
 
 
 def test_a_tied_table_has_no_counts() -> None:
