@@ -32,8 +32,9 @@ parameters alone, with H = 24: at H -1 %, at H / 4 -2 %, at every step -3 %. As 
 merges, but H growing with the steps: merge k of K after (k / K)^1.5 of them -0.5 %, ^2
 -0.5 %, and ^0.7, falling, +1 %. Nesterov at H = 1: +6 %.
 
-Seen, 2026-11-30: int4 at H = 14 -2.1, -1.9 and -1.6 % at 0.93 of the counted bytes;
-Nesterov at H = 24 +1.1 % (one pair).
+Seen, 2026-11-30: int4 at H = 14 -2.1, -1.9 and -1.6 % at 0.93 of the counted bytes,
+int2 at H = 8 -3.0 and -0.4 %; Nesterov at H = 24 +1.1 % (one pair). On the ladder tau
+is 0.6 at H = 24 and 7.3 at H = 1 (0.1 M), and moments merged are nothing.
 
 Command: `python benchmarks/quality.py --size "0.04m, short" --only data-parallel ladder
 --seeds 5`, and so with "0.1m, short". Cost: half a minute and a minute of one core per

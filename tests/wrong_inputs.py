@@ -174,7 +174,7 @@ VALUES = [
     wrong(
         "run two.py --sync.codec-up int2",
         "sync.codec_up = 'int2' with inner.optimizer = 'adamw'",
-        "+1.4 % ± 0.7",
+        "of the loss, and a codec may cost 0.5 %",
         "set sync.codec_up = 'int4'",
     ),
     wrong(
