@@ -36,9 +36,8 @@ from diloco_jax.protocol.coordinator import decide, ledger
 from diloco_jax.protocol.coordinator.state import Event, Said
 from diloco_jax.protocol.messages import Measures, Report
 from diloco_jax.simulation.clock import LineSpeed
-from diloco_jax.simulation.coordinator import NoArrays
+from diloco_jax.simulation.coordinator import NoArrays, World
 from diloco_jax.simulation.island import IslandSpec
-from diloco_jax.simulation.world import World
 
 FLEETS = ((2, 48), (16, 48), (64, 48), (64, 192))
 """Islands and fragments."""

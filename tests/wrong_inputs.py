@@ -580,7 +580,7 @@ PLANS = [
     wrong(
         "plan cloud.py --arithmetic --islands.v5p.topology v9:2x2",
         "islands.v5p.topology = 'v9:2x2' is no TPU topology",
-        "generation of v5p, v6e",
+        "generation of v4, v5e, v5p, v6e, tpu7x",
     ),
     wrong(
         "plan cloud.py --arithmetic --islands.v5p.mesh-fsdp 4",
@@ -591,7 +591,7 @@ PLANS = [
     wrong(
         "plan cloud.py --arithmetic --price v9=4",
         "price = 'v9=4'",
-        "a name of v5p, v6e, coordinator",
+        "a name of v4, v5e, v5p, v6e, tpu7x, coordinator, traffic",
     ),
     wrong(
         "plan cloud.py --arithmetic --price v5p=dear",

@@ -23,7 +23,7 @@ from typing import Any
 
 from diloco_jax.config.fields import as_html, check_fields, types_of
 from diloco_jax.config.placement import IslandConfig, LaunchConfig, Placement
-from diloco_jax.config.run import RunConfig
+from diloco_jax.config.run import ModelConfig, RunConfig
 from diloco_jax.core.families import (
     ADOPT_RULES,
     CODECS,
@@ -252,6 +252,7 @@ def validate(config: Config) -> None:
             f"model.num_heads = {run.model.num_heads} is not a multiple of "
             f"model.num_kv_heads = {run.model.num_kv_heads}; choose a multiple"
         )
+    require_switches(run.model)
     for name, island in islands.items():
         _check_island(f"islands.{name}", island)
         if not run.model.factory:
@@ -274,6 +275,25 @@ def require_worth(run: RunConfig) -> None:
                 f"over int8 they cost {cost} of the loss, and a codec may cost 0.5 %; "
                 f"set sync.{field} = 'int4'"
             )
+
+
+def require_switches(model: ModelConfig) -> None:
+    """Raise ConfigError if switches of the model do not go together."""
+    if model.experts and model.experts_per_token > model.experts:
+        raise ConfigError(
+            f"model.experts_per_token = {model.experts_per_token}, but model.experts "
+            f"= {model.experts}; choose at most as many"
+        )
+    if model.experts and model.mlp_bias:
+        raise ConfigError(
+            f"model.mlp_bias = True with model.experts = {model.experts}: experts have "
+            f"no biases; set one of both to its default"
+        )
+    if model.qk_norm_whole and not model.qk_norm:
+        raise ConfigError(
+            "model.qk_norm_whole = True with model.qk_norm = False; set "
+            "model.qk_norm = True, or leave both"
+        )
 
 
 def require_blocks(sequence_length: int, where: str = "") -> None:

@@ -12,14 +12,14 @@ anchor. The difference local - base since then is not in any delta yet.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from diloco_jax.core.codecs import Codec, flush_subnormals
-from diloco_jax.core.families import AdoptRule, Alpha
-from diloco_jax.core.tiles import ArrayLike, compiled
+from diloco_jax.core.families import AdoptRule, Alpha, Arrays
+from diloco_jax.core.tiles import ArrayLike, TileGrid, compiled
 
 
 @jax.jit
@@ -70,6 +70,19 @@ def _moved(anchor: ArrayLike, change: jax.Array) -> jax.Array:
 @compiled(0)
 def _encode_change(codec: Codec, theta: ArrayLike, anchor: ArrayLike) -> jax.Array:
     return codec.encode_tiles(theta - anchor)
+
+
+def publish_fragment(
+    codec: Codec, grids: Sequence[TileGrid], theta: Arrays, anchor: Arrays
+) -> tuple[Arrays, Arrays]:
+    """Encode the change of a fragment; return (uint8[*grid, tile_bytes] by piece, the
+    new anchor)."""
+    found = [publish_tiles(codec, *pair) for pair in zip(theta, anchor, strict=True)]
+    encoded = tuple(
+        octets.reshape(*grid.grid, -1)
+        for grid, (octets, _) in zip(grids, found, strict=True)
+    )
+    return encoded, tuple(new for _, new in found)
 
 
 @compiled(0)

@@ -289,3 +289,8 @@ def _padded(x: jax.Array, to: int) -> jax.Array:
 F32, BF16 = Floats(jnp.float32), Floats(jnp.bfloat16)
 INT8, INT4 = Blocks(bits=8, block=256), Blocks(bits=4, block=32)
 INT2 = Blocks(bits=2, block=32)
+
+
+def decode_piece(codec: Codec, grid: TileGrid, encoded: jax.Array) -> jax.Array:
+    """Decode a delta, uint8[*grid, tile_bytes] -> f32[n, e]. grid: of the piece."""
+    return codec.decode_tiles(encoded, grid.elements).reshape(grid.in_order)

@@ -668,3 +668,32 @@ def _required(merged: jax.Array, shape: Shape) -> jax.Array:
             f"{list(shape)}; a merged delta has their shape and dtype"
         )
     return merged
+
+
+def merge_stacked(
+    rule: MergeRule,
+    grid: TileGrid,
+    deltas: jax.Array,
+    numbers: jax.Array,
+    share: Any,
+    state: State,
+) -> tuple[jax.Array, State]:
+    """Merge the deltas of a piece where they lie on a device, f32[M, n, e] -> (f32[n,
+    e], the rule's next state), as a function to be compiled and mapped over runs.
+
+    numbers: f32[M], the weights; of a `WeightedSum` its factors, which has then still
+    to be scaled. share: as `merge_piece`, of the other kinds.
+    """
+    if rule.needs == "sum":
+        found = jnp.zeros(deltas.shape[1:], deltas.dtype)
+        for delta, factor in zip(deltas, numbers, strict=True):
+            found = added(found, delta, factor)
+        return found, state
+    if rule.needs == "elementwise":
+        return merge_block(rule, deltas, numbers, share), state
+    own = [grid.from_tiles(delta) for delta in deltas]
+    if rule.needs == "fold":
+        merged, after = fold(rule, grid.shape, own, numbers, share, state)
+    else:
+        merged, after = merge_whole(rule, jnp.stack(own), numbers, share, state)
+    return grid.to_tiles(merged), after

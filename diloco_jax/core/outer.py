@@ -22,7 +22,15 @@ import optax
 
 from diloco_jax.core import inner
 from diloco_jax.core.families import OUTER_OPTIMIZERS, Arrays, OuterOptimizer
-from diloco_jax.core.tiles import Empty, Step, StepKind, Values, compiled, tile_squares
+from diloco_jax.core.tiles import (
+    Empty,
+    Step,
+    StepKind,
+    TileGrid,
+    Values,
+    compiled,
+    tile_squares,
+)
 
 
 class Sgd:
@@ -354,3 +362,40 @@ def _scalars(settings: OuterSettings, state: Any, norm: Any) -> Any:
         guarding = norm_guard(settings.norm_guard)
         guard, found["guard"] = guarding.update(one, state["guard"], norm=norm)
     return guard, rate, found
+
+
+def fragment_step(
+    settings: OuterSettings,
+    grids: Sequence[TileGrid],
+    theta: Arrays,
+    state: Any,
+    merged: Arrays,
+    norm: Any,
+    *,
+    final: bool,
+) -> tuple[Arrays, Any]:
+    """Take the outer step of a fragment; return (Theta', the optimizer's next state).
+
+    Args:
+      settings: the outer optimizer.
+      grids: of the pieces.
+      theta, merged: by piece, f32[n, e].
+      state: as `fragment_merge.FragmentState.outer`.
+      norm: length of the fragment's merged delta.
+      final: the flush, which leaves the state as it is.
+    """
+    if final:
+        return flush_step(theta, merged), state
+    tx = make_outer(settings)
+    if is_elementwise(settings.optimizer):
+        steps = [
+            outer_step(tx, (own,), kept, (delta,), norm)
+            for own, kept, delta in zip(theta, state, merged, strict=True)
+        ]
+        return tuple(new for (new,), _ in steps), tuple(kept for _, kept in steps)
+    whole, deltas = (
+        tuple(grid.from_tiles(x) for grid, x in zip(grids, arrays, strict=True))
+        for arrays in (theta, merged)
+    )
+    after, state = outer_step(tx, whole, state, deltas)
+    return tuple(g.to_tiles(x) for g, x in zip(grids, after, strict=True)), state

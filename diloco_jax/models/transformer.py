@@ -37,6 +37,7 @@ from flax import nnx
 from jax.extend.random import threefry2x32_p
 
 from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.config.config import require_switches
 from diloco_jax.core.fragments import EXPERT, LAYERS
 from diloco_jax.data.pictures import COUNT, PICTURES
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
@@ -549,21 +550,7 @@ products with weights, all but attention."""
 
 
 def _validate(config: ModelConfig) -> None:
-    if config.experts and config.experts_per_token > config.experts:
-        raise ConfigError(
-            f"model.experts_per_token = {config.experts_per_token}, but model.experts "
-            f"= {config.experts}; choose at most as many"
-        )
-    if config.experts and config.mlp_bias:
-        raise ConfigError(
-            f"model.mlp_bias = True with model.experts = {config.experts}: experts "
-            f"have no biases; set one of both to its default"
-        )
-    if config.qk_norm_whole and not config.qk_norm:
-        raise ConfigError(
-            "model.qk_norm_whole = True with model.qk_norm = False; set "
-            "model.qk_norm = True, or leave both"
-        )
+    require_switches(config)
     if config.vocab_size < VOCAB_SIZE:
         raise ConfigError(
             f"model.vocab_size = {config.vocab_size}; tokens are bytes, so it must be "

@@ -1,18 +1,20 @@
 """The coordinator in virtual time: the production engine, driven by a clock.
 
 The threads, disks and sockets of the service are replaced by calls that happen at once
-or after a given delay.
+or after a given delay. A `World` has its lives, and islands on lines to it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
 from diloco_jax.coordinator.lead import Engine, Sessions
-from diloco_jax.protocol.coordinator import decide, takes
+from diloco_jax.protocol.coordinator import decide, recovery, takes
 from diloco_jax.protocol.coordinator.state import (
     Disconnected,
     Event,
@@ -20,6 +22,7 @@ from diloco_jax.protocol.coordinator.state import (
     PolicyConfig,
     State,
     Timer,
+    initial,
 )
 from diloco_jax.protocol.holding import (
     Commit,
@@ -33,9 +36,16 @@ from diloco_jax.protocol.holding import (
     ToHolder,
 )
 from diloco_jax.protocol.messages import DeltaKey, Hello, Prepared, Refusal, Version
-from diloco_jax.protocol.records import Durable, Noted
-from diloco_jax.simulation.clock import Clock, WakeUp
-from diloco_jax.simulation.island import Connection, VirtualFetch
+from diloco_jax.protocol.records import Durable, Merged, Noted
+from diloco_jax.simulation.clock import Clock, Line, LineSpeed, WakeUp
+from diloco_jax.simulation.island import (
+    Body,
+    Connection,
+    IslandSpec,
+    NoBody,
+    VirtualFetch,
+    VirtualIsland,
+)
 
 
 class Received(NamedTuple):
@@ -280,3 +290,116 @@ class VirtualCoordinator(Engine[State, Event]):
             # It is rounded down, so it would ring before its time, again and again.
             at += math.ulp(at) + math.ulp(deadline)
         self._timer.by(max(at, self.clock.now))
+
+
+class World:
+    """A run whose connections never fail; islands come and go.
+
+    make_body: makes the body of an incarnation of the named island.
+    persist, alert: see `VirtualCoordinator`.
+    report_s: longest time in seconds between two reports of an island.
+    outages: seconds for which the coordinator is away, by the number of merges after
+      which it dies, before an island is told of the last one. It comes back with what
+      its records say; merges that it had begun are lost. A fault while it is away
+      meets nobody.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        config: PolicyConfig,
+        merging: Merging,
+        *,
+        report_s: float,
+        line_speed: LineSpeed | None = None,
+        make_body: Callable[[str], Body] = lambda name: NoBody(),
+        persist: Callable[[Durable], None] = lambda record: None,
+        alert: Callable[[str], None] = lambda text: None,
+        merge_seconds: Callable[[Merge], float] = lambda merge: 0.0,
+        outages: Mapping[int, float] | None = None,
+    ) -> None:
+        self.clock = Clock()
+        self._config, self._outages = config, dict(outages or {})
+        self._tell_persisted = persist
+        self._lives_from = functools.partial(
+            VirtualCoordinator,
+            config,
+            self.clock,
+            merging=merging,
+            persist=self._persist if self._outages else persist,
+            alert=alert,
+            merge_seconds=merge_seconds,
+        )
+        self.coordinator = self._lives_from(initial(config))
+        """Present life of the coordinator, or the last one while it is away."""
+        self.away = False
+        """True while no coordinator serves."""
+        self.islands: dict[str, VirtualIsland] = {}
+        """Newest incarnation of each island, by name."""
+        self._run, self._report_s = run, report_s
+        self._line_speed = line_speed or LineSpeed()
+        self._make_body = make_body
+        self._log: list[Durable] = []
+        """Records from which the coordinator comes back; empty if it has no outages."""
+        self._merges = 0
+
+    def start(self, spec: IslandSpec) -> VirtualIsland:
+        """Start a new incarnation of an island, which says hello."""
+        before = self.islands.get(spec.name)
+        incarnation = 1 if before is None else before.incarnation + 1
+        body = self._make_body(spec.name)
+        island = VirtualIsland(
+            spec, incarnation, self._run, self.clock, body, self._report_s
+        )
+        self.islands[spec.name] = island
+        self.connect(island)
+        return island
+
+    def connect(self, island: VirtualIsland) -> None:
+        """Give the island a line, on which it says hello; while no coordinator serves,
+        it waits.
+        """
+        if not self.away:
+            island.connect(self.coordinator, Line(self.clock, self._line_speed))
+
+    def kill(self, name: str) -> None:
+        """Kill the island's process; its connection breaks at once."""
+        island = self.islands[name]
+        island.die()
+        if island.peer is not None:
+            self.coordinator.disconnected(island.peer)
+
+    def run(self, until: float = float("inf")) -> None:
+        """Run until the run is over, at most until `until` (seconds)."""
+        self.clock.run(until, lambda: self.coordinator.finished)
+
+    # ---- failures of the coordinator -----------------------------------------------
+
+    def _persist(self, record: Durable) -> None:
+        self._log.append(record)
+        self._tell_persisted(record)
+        if isinstance(record, Merged):
+            self._merges += 1
+            away_s = self._outages.get(self._merges)
+            if away_s is not None:
+                # Once the effects of the record are carried out: arrays are as the log
+                # says. All that they send is still under way.
+                self.clock.after(0.0, functools.partial(self._die, away_s))
+
+    def _die(self, away_s: float) -> None:
+        if self.away or self.coordinator.finished:
+            return
+        self.away = True
+        self.coordinator.die()
+        for island in self.islands.values():
+            island.disconnect()
+        self.clock.after(away_s, self._recover)
+
+    def _recover(self) -> None:
+        self.away = False
+        config, log, now = self._config, self._log, self.clock.now
+        state = recovery.recover(config, initial(config), log, now)
+        self.coordinator = self._lives_from(state)
+        for island in self.islands.values():
+            if island.ended is None and island.line is None:
+                self.connect(island)

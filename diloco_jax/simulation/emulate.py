@@ -58,10 +58,9 @@ from diloco_jax.simulation.bodies import (
     trainer_of,
 )
 from diloco_jax.simulation.clock import durations
-from diloco_jax.simulation.coordinator import Merging, VirtualCoordinator
+from diloco_jax.simulation.coordinator import Merging, VirtualCoordinator, World
 from diloco_jax.simulation.emulation_options import EmulationOptions
 from diloco_jax.simulation.island import Body, IslandSpec
-from diloco_jax.simulation.world import World
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
 if TYPE_CHECKING:

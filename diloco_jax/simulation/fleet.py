@@ -46,9 +46,8 @@ from diloco_jax.core.families import CODECS
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.simulation.clock import LineSpeed, drawn
-from diloco_jax.simulation.coordinator import NoArrays
+from diloco_jax.simulation.coordinator import NoArrays, World
 from diloco_jax.simulation.island import IslandSpec
-from diloco_jax.simulation.world import World
 
 Progress = Callable[[float], None]
 TOKENS_PER_STEP = 1000

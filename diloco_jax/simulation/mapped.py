@@ -20,12 +20,13 @@ import numpy.typing as npt
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator.holding.store import merges_of, params_of, weights_by
-from diloco_jax.core import stacked
-from diloco_jax.core.codecs import Codec
+from diloco_jax.core.changes import publish_fragment
+from diloco_jax.core.codecs import Codec, decode_piece
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragment_merge import FragmentState, is_fit, length
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
-from diloco_jax.core.merging import MEAN, rule_for
+from diloco_jax.core.merging import MEAN, merge_stacked, rule_for
+from diloco_jax.core.outer import fragment_step
 from diloco_jax.core.tiles import TileGrid, halved_squares
 from diloco_jax.island.device.exchange import ByPiece, Exchange
 from diloco_jax.island.device.programs import PiecePrograms
@@ -225,7 +226,7 @@ class MappedMerges:
     def _total(
         self, order: Merge, index: int, rule: Any, numbers: Any, state: Any
     ) -> tuple[jax.Array, Any]:
-        """Return `stacked.total` of a piece, by seed."""
+        """Return `merge_stacked` of a piece, by seed."""
         deltas = self.taken[order.fragment].deltas[index]
         grid = self._merges[order.fragment].pieces[index].grid
         given = np.array(numbers, np.float32), np.float32(order.share)
@@ -350,9 +351,7 @@ class MappedMerges:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decoded(codec: Codec, grid: TileGrid, encoded: jax.Array) -> jax.Array:
-    found: jax.Array = over_runs(functools.partial(stacked.decoded, codec, grid))(
-        encoded
-    )
+    found: jax.Array = over_runs(functools.partial(decode_piece, codec, grid))(encoded)
     return found
 
 
@@ -360,7 +359,7 @@ def _decoded(codec: Codec, grid: TileGrid, encoded: jax.Array) -> jax.Array:
 def _total(
     rule: MergeRule, grid: TileGrid, deltas: Any, numbers: Any, share: Any, state: Any
 ) -> Any:
-    total = functools.partial(stacked.total, rule, grid)
+    total = functools.partial(merge_stacked, rule, grid)
     return jax.vmap(total, in_axes=(0, 0, None, 0))(deltas, numbers, share, state)
 
 
@@ -372,10 +371,10 @@ def _finished(kind: Any, final: bool, arrays: Any, factors: Any, norms: Any) -> 
     def finish(arrays: Any, factors: Any, norm: Any) -> Any:
         theta, anchor, state, totals = arrays
         merged = tuple(x * f for x, f in zip(totals, factors, strict=True))
-        theta, state = stacked.stepped(
+        theta, state = fragment_step(
             settings, grids, theta, state, merged, norm, final=final
         )
-        encoded, anchor = stacked.published(codec, grids, theta, anchor)
+        encoded, anchor = publish_fragment(codec, grids, theta, anchor)
         return theta, anchor, state, encoded
 
     return jax.vmap(finish)(arrays, factors, norms)

@@ -21,9 +21,8 @@ from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import Said
 from diloco_jax.protocol.messages import Hello, Measures, Report
 from diloco_jax.simulation.clock import LineSpeed
-from diloco_jax.simulation.coordinator import NoArrays
+from diloco_jax.simulation.coordinator import NoArrays, World
 from diloco_jax.simulation.island import IslandSpec
-from diloco_jax.simulation.world import World
 
 FRAGMENTS, STEPS_PER_CYCLE = 6, 6
 MERGES, WARM_UP, LOOKED_AT = 3000, 600, 50

@@ -27,9 +27,8 @@ from diloco_jax.data.tokenizers import Bytes
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger, recovery
 from diloco_jax.protocol.coordinator.state import RunResumed, initial
-from diloco_jax.simulation.coordinator import NoArrays, VirtualCoordinator
+from diloco_jax.simulation.coordinator import NoArrays, VirtualCoordinator, World
 from diloco_jax.simulation.island import IslandSpec, NoBody
-from diloco_jax.simulation.world import World
 
 LENGTH, FRAGMENTS = 16, 3
 WEIGHTS = (2.0, 1.0)

@@ -30,8 +30,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import Note, Persist
 from diloco_jax.protocol.messages import NON_FINITE
 from diloco_jax.simulation.bodies import StoreMerging
-from diloco_jax.simulation.coordinator import Received, VirtualCoordinator
-from diloco_jax.simulation.world import World
+from diloco_jax.simulation.coordinator import Received, VirtualCoordinator, World
 
 CYCLES = 3
 BEGUN = 1e6

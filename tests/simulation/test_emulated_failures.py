@@ -16,7 +16,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.simulation.bodies import Diary
-from diloco_jax.simulation.world import World
+from diloco_jax.simulation.coordinator import World
 
 LIVES = "diloco_jax.simulation.emulate.LIVES_IN_VAIN"
 

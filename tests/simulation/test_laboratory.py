@@ -40,7 +40,7 @@ def test_in_float64_theta_is_that_of_emulate():
         command, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert len(json.loads(done.stdout)) == 4
+    assert len(json.loads(done.stdout)) == 5
 
 
 def test_books_and_history_are_those_of_emulate(text, found):

@@ -17,10 +17,9 @@ from diloco_jax.simulation.clock import (
     drawn,
     durations,
 )
-from diloco_jax.simulation.coordinator import NoArrays
+from diloco_jax.simulation.coordinator import NoArrays, World
 from diloco_jax.simulation.fleet import LOCKSTEP_STEPS, lockstep_share
 from diloco_jax.simulation.island import IslandSpec
-from diloco_jax.simulation.world import World
 
 BATCH, LENGTH = 8, 128
 PER_STEP = BATCH * LENGTH
