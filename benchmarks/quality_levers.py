@@ -120,8 +120,7 @@ def ladder(size: Size) -> Iterator[Row]:
 
 
 def _inner(size: Size) -> Iterator[Row]:
-    """Yield the defaults and data-parallel with three inner optimizers and 2 to 8
-    islands, each optimizer at one rate."""
+    """Yield the defaults and data-parallel by inner optimizer and islands."""
     for name, rate in (("adamw", 0.0), *OPTIMIZERS):
         what = "" if name == "adamw" else f"{name} {rate:g}, "
         base = f"{what}data-parallel"
