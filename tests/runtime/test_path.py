@@ -30,7 +30,7 @@ pytestmark = pytest.mark.dist
 
 PACKAGE = Path(diloco_jax.__file__).parent
 MOST_FILES = 36
-"""There are 34, or two more by what else falls into these seconds, as a snapshot."""
+"""There are 34, or one or two more by what else falls into these seconds."""
 IDLE_STEPS, BEFORE_TAKE, STEPS_PER_CYCLE = 3, 180, 400
 PAUSE_S = 0.1
 OUTAGE_BUDGET_S = 4.0
