@@ -344,7 +344,9 @@ def _opened(data: bytes) -> Iterator[Image]:
         raise PictureError(f"it cannot be read as a picture: {what}") from error
 
 
-def _reduced(image: Image, side: int) -> tuple[Image, tuple[float, ...]]:
+def _reduced(
+    image: Image, side: int
+) -> tuple[Image, tuple[float, float, float, float]]:
     """Return a picture as RGB, and where it lies in that: made smaller by whole numbers
     that leave three times the side, as a resize with `reducing_gap=3.0` does first.
 

@@ -73,7 +73,8 @@ class TextModel:
 
         pictures: their number; each has the place `PLACE` in the text, or all stand
         before a text without any. Raises ConfigError for half a character, a token
-        beyond the model's table, or places that are more or fewer than the pictures.
+        beyond the model's table, or places that are more or fewer than the pictures; to
+        a model that takes none, `PLACE` is text.
         """
         check_utf8("the text", text)
         tokenizer, rows = self.tokenizer, self.model.vocab_size
@@ -385,8 +386,11 @@ def _row(
     apart = item.question[-1:].isspace() or choice[:1].isspace() or not item.question
     text = item.question + ("" if apart else " ") + choice
     count = len(pictures)
-    tokens = text_model.encode(text, count)
-    before = len(text_model.encode(item.question, count))
+    try:
+        tokens = text_model.encode(text, count)
+        before = len(text_model.encode(item.question, count))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     what = f"{where}: the choice {choice[:40]!r}"
     scored = _scored(tokens, before, length, what, "leave the item out")
     if pictures and scored.cut:

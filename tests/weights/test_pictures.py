@@ -370,7 +370,10 @@ def next_logits(text_model, tokens, pixels):
         ({"image": "a.png", "images": ["a.png"]}, r"item 0 has both"),
         ({"image": "gone.png"}, r"task, item 0: its picture 0: .*no file 'gone\.png'"),
         ({"image": "../a.png"}, r"item 0: its picture 0: '\.\./a\.png' leads out of"),
-        ({"question": "<image> q"}, r"1 places .*there are 0 pictures; give as many"),
+        (
+            {"question": "<image> q"},
+            r"item 0: the text has 1 places .*there are 0 pictures",
+        ),
         ({"image": "a.png", "question": "x " * 99}, r"with its question and pictures"),
         ({"image": 3}, r"item 0: Expected `str"),
     ],
