@@ -253,17 +253,27 @@ def test_a_kill_while_fragments_come_back_changes_nothing_on_the_disk(
 
 
 def test_the_result_of_a_run_has_those_that_nobody_waited_for(
-    make_engine, slow, on_disk
+    make_engine, slow, on_disk, monkeypatch
 ):
+    """Each is told of before a snapshot of it is written: replay begins there."""
     holder: StoreHolder = make_engine(done=lambda: True)._holder._holder
     asked, anchors = on_disk(holder)
-    comes = slow(0, 1)
+    comes, order = slow(0, 1), []
+    monkeypatch.setattr(holder, "_tell", lambda found: order.append(found.fragment))
+    write_last = holder._snapshots.write_last
+
+    def written(*arguments):
+        order.append("snapshots")
+        write_last(*arguments)
+
+    monkeypatch.setattr(holder._snapshots, "write_last", written)
     holder._restorer.submit(comes.wait, WAIT_S)
     holder.restore(asked)
     holder._closing.set()
     comes.set()
     holder.close()
     assert holder.save_all(None)
+    assert order == [0, 1, "snapshots"]
     assert holder.digest() == holder.store.digest()
     theta = [a for f in range(2) for a in holder.store.arrays(f)["theta"]]
     for ours, theirs in zip(theta, anchors, strict=True):

@@ -339,6 +339,7 @@ class StoreHolder(FragmentHolder):
             jobs = [self._restorer.submit(self._bring_back, own) for own in here]
             pairs = zip(here, jobs, strict=True)
             back = [one for own, job in pairs if (one := found(own, job.result))]
+            self._snapshots.away.difference_update(one.fragment for one in back)
         else:
             self._back, began = (
                 {own.fragment: Future() for own in here},
@@ -365,11 +366,10 @@ class StoreHolder(FragmentHolder):
     def save_all(self, within_s: float | None) -> bool:
         """See `FragmentHolder`. The result of a run has all fragments, those too that
         nobody has waited for."""
-        away = self._snapshots.away
         if within_s is None and self._restoring is not None:
             for own in self._restoring.fragments:
-                if own.fragment in away:
-                    self._bring_back(own, lambda: False)
+                if own.fragment in self._snapshots.away:
+                    self._bring_back_and_tell(own, lambda: False)
         self._snapshots.write_last(within_s, self.store, self._publishes)
         return True
 
@@ -478,23 +478,31 @@ class StoreHolder(FragmentHolder):
         """Restore a fragment; None: `ended`, or closing."""
         parts = self.store, self._snapshots, self._publishes
         found = restored(committed, *parts, ended or self._closing.is_set)
+        self.store.trim()
         give_memory_back()
-        if found is not None:
-            self._snapshots.away.discard(committed.fragment)
         return found
 
-    def _go_on_with(self, committed: Committed, began: float) -> None:
-        """Restore a fragment beside the run, and do what has waited for it. Raises
+    def _bring_back_and_tell(
+        self, committed: Committed, ended: Callable[[], bool] | None = None
+    ) -> RestoredFragment | None:
+        """Restore a fragment, and tell of it before a snapshot of it can be written:
+        its momentum may be another one than before. None: `ended`, or closing. Raises
         DurableError if it is lost: a run without workers cannot go on then."""
         try:
-            found = self._bring_back(committed)
+            found = self._bring_back(committed, ended)
         except (files.SealedError, DurableError) as error:
             raise lost_here(str(error)) from error
         finally:
             self._begun.wait()
-        if found is None:
+        if found is not None:
+            self._tell(found)
+            self._snapshots.away.discard(committed.fragment)
+        return found
+
+    def _go_on_with(self, committed: Committed, began: float) -> None:
+        """Restore a fragment beside the run, and do what has waited for it."""
+        if (found := self._bring_back_and_tell(committed)) is None:
             return
-        self._tell(found)
         self._back[committed.fragment].set_result(found.digest)
         if all(back.done() for back in self._back.values()):
             logger.info(

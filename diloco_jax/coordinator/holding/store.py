@@ -362,6 +362,10 @@ class Store:
             current.last, current.digest = merged.sample, merged.digest
             current.publishes.append((version, merged.payload))
             current.pins.expire()
+        self.trim()
+
+    def trim(self) -> None:
+        """Free spare memory that merges do not need, as a restore leaves it."""
         self._spares.trim(self._spare_bytes)
 
     def put_aside(
