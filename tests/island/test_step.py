@@ -232,7 +232,7 @@ def test_batches_that_do_not_divide_are_refused():
 
 def test_missing_devices_are_refused_with_the_remedy():
     config = IslandConfig(mesh_data=64, mesh_fsdp=2, batch_size=128)
-    message = r"64 \* 2 \* 1 = 128 devices, .* are \d+; .*device_count=128"
+    message = r"64 \* 2 \* 1 \* 1 = 128 devices, .* are \d+; .*device_count=128"
     with pytest.raises(ConfigError, match=message):
         make_mesh(config)
 
