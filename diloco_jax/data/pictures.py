@@ -12,6 +12,7 @@ import base64
 import contextlib
 import dataclasses
 import io
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,11 +138,17 @@ BEGINNINGS = (
     *(b"MM\0*", b"P5", b"P6"),
 )
 MOST_PIXELS = 1 << 26
-"""Pixels of a picture: 67 million, which are 270 MB once they are decoded."""
+"""Pixels of a picture: 67 million, decoded in 0.3 GB of memory, of WebP in 1.0 GB."""
+LARGE_PIXELS, LARGE_AT_ONCE = 1 << 24, threading.BoundedSemaphore(2)
+"""Pictures of more pixels, and how many of them a process decodes at a time."""
+BAND_PIXELS = 1 << 20
+"""Pixels that are converted at a time, and a line at least."""
 MOST_BYTES = 1 << 27
 """Bytes of a picture's file."""
-SHOWN = 200
-"""Characters of a path that an error shows."""
+MOST_PICTURES, MOST_BYTES_TOGETHER = 1 << 10, 1 << 30
+"""Pictures of one document, and bytes of their files: all are in memory at once."""
+SHOWN, LONGEST_PATH = 200, 4096
+"""Characters of a path that an error shows, and that a path has."""
 
 
 class PictureError(ValueError):
@@ -164,16 +171,36 @@ def given(found: Mapping[str, Any]) -> list[Any]:
     return several
 
 
-def read_picture(value: Any, folder: Path) -> bytes:
-    """Return the file of a picture, which is decoded once on trial.
+def read_pictures(values: Sequence[Any], folder: Path | None) -> tuple[bytes, ...]:
+    """Return the files of a document's pictures, each decoded once on trial.
 
     Args:
-      value: its path; or its bytes, in base64 too; or a dict of `bytes` and `path`.
-      folder: that of the file in which it stands, where its path begins.
+      values: of each its path; or its bytes, in base64 too; or a dict of `bytes` and
+        `path`.
+      folder: that of the file in which they stand, where their paths begin and which
+        they do not leave; None = paths of the user's own, wherever they lead.
 
     Raises:
-      PictureError: it is none of these, or `decoded` refuses it.
+      PictureError: one is none of these, or `decoded` refuses it; or there are more
+        than `MOST_PICTURES`, or more than `MOST_BYTES_TOGETHER` bytes of them.
     """
+    if len(values) > MOST_PICTURES:
+        raise PictureError(
+            f"it has {len(values):,} pictures, and a document has {MOST_PICTURES:,} at "
+            f"most; make several of it"
+        )
+    found, room = list[bytes](), MOST_BYTES_TOGETHER
+    for number, value in enumerate(values):
+        try:
+            found.append(_read_picture(value, folder, room))
+        except PictureError as error:
+            raise PictureError(f"its picture {number}: {error}") from error
+        room -= len(found[-1])
+    return tuple(found)
+
+
+def _read_picture(value: Any, folder: Path | None, room: int) -> bytes:
+    """Return one file of `read_pictures`; room: bytes that it may have."""
     if isinstance(value, dict):
         kept = value.get("bytes")
         if isinstance(kept, str):
@@ -183,7 +210,7 @@ def read_picture(value: Any, folder: Path) -> bytes:
         head, comma, rest = value.partition(",")
         kept = _of_base64(rest if comma and head.startswith("data:") else value)
         if not kept or not kept.startswith(BEGINNINGS):
-            kept = _of_file(value, folder)
+            kept = _of_file(value, folder, room)
         value = kept
     if not isinstance(value, bytes):
         raise PictureError(
@@ -192,6 +219,13 @@ def read_picture(value: Any, folder: Path) -> bytes:
         )
     if len(value) > MOST_BYTES:
         raise PictureError(f"it has more than {MOST_BYTES:,} bytes; make it smaller")
+    if len(value) > room:
+        least = MOST_BYTES_TOGETHER - room + len(value)
+        raise PictureError(
+            f"with it the document has {least:,} bytes of pictures or more, and at "
+            f"most {MOST_BYTES_TOGETHER:,} are taken; make them smaller, or several "
+            f"documents of it"
+        )
     decoded(value, 1)
     return value
 
@@ -204,16 +238,37 @@ def _of_base64(text: str) -> bytes | None:
         return None
 
 
-def _of_file(name: str, folder: Path) -> bytes:
+def _of_file(name: str, within: Path | None, room: int) -> bytes:
+    """Return the bytes of a file, and of a larger one than is taken one too many."""
     shown = repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
+    if len(name) > LONGEST_PATH:
+        raise PictureError(
+            f"{shown}, of {len(name):,} characters, is no path, which has "
+            f"{LONGEST_PATH:,} at most, and no base64 of {', '.join(FORMATS)}; save it "
+            f"as one of these"
+        )
     if "://" in name:
         raise PictureError(f"{shown} is an address; fetch it, and give its path")
+    folder = within or Path()
     try:
-        if (path := folder / name).is_file():
+        path = (folder / name).resolve()
+        if within is not None and not path.is_relative_to(folder.resolve()):
+            raise PictureError(
+                f"{shown} leads out of {folder}; copy the file into that folder, and "
+                f"give its path there"
+            )
+        if path.is_file():
             with path.open("rb") as file:
-                return file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise PictureError(f"{shown} in {folder} cannot be read ({error})") from error
+                return file.read(min(MOST_BYTES, room) + 1)
+    except PictureError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # The last for links in a ring.
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise PictureError(f"{shown} in {folder} cannot be read ({why})") from error
     raise PictureError(f"there is no file {shown} in {folder}")
 
 
@@ -250,14 +305,17 @@ def decoded(data: bytes, side: int) -> np.ndarray:
     """
     from PIL import Image
 
-    with _opened(data) as image:
+    with contextlib.ExitStack() as kept:
+        image = kept.enter_context(_opened(data))
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise PictureError(f"it has {width:,} x {height:,} pixels{TOO_MANY}")
+        if width * height > LARGE_PIXELS:
+            kept.enter_context(LARGE_AT_ONCE)
         # A JPEG comes out at a half, a quarter, ... where that is twice the square yet.
         image.draft("RGB", (2 * side, 2 * side))
-        size, lanczos = (side, side), Image.Resampling.LANCZOS
-        found = _rgb(image).resize(size, lanczos, reducing_gap=3.0)
+        small, box = _reduced(image, side)
+        found = small.resize((side, side), Image.Resampling.LANCZOS, box)
         with contextlib.suppress(Exception):  # A picture stands as it is without EXIF.
             turn = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
             found = found if turn is None else found.transpose(Image.Transpose(turn))
@@ -284,6 +342,29 @@ def _opened(data: bytes) -> Iterator[Image]:
         if isinstance(error, UnidentifiedImageError):
             what = f"it is none of {', '.join(FORMATS)}"
         raise PictureError(f"it cannot be read as a picture: {what}") from error
+
+
+def _reduced(
+    image: Image, side: int
+) -> tuple[Image, tuple[float, float, float, float]]:
+    """Return a picture as RGB, and where it lies in that: made smaller by whole numbers
+    that leave three times the side, as a resize with `reducing_gap=3.0` does first.
+
+    Only a band of it is converted at a time: copies of a large picture are larger.
+    """
+    from PIL import Image
+
+    width, height = image.size
+    across, down = (int(length / side / 3.0) or 1 for length in (width, height))
+    if across == down == 1:
+        return _rgb(image), (0, 0, width, height)
+    image.load()
+    small = Image.new("RGB", (-(-width // across), -(-height // down)))
+    lines = max(BAND_PIXELS // width // down, 1) * down
+    for top in range(0, height, lines):
+        band = image.crop((0, top, width, min(top + lines, height)))
+        small.paste(_rgb(band).reduce((across, down)), (0, top // down))
+    return small, (0, 0, width / across, height / down)
 
 
 def _rgb(image: Image) -> Image:

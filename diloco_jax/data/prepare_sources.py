@@ -34,7 +34,7 @@ from diloco_jax.data.pictures import (
     PLACE,
     PictureError,
     given,
-    read_picture,
+    read_pictures,
 )
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import how_to_mend
@@ -379,19 +379,14 @@ def _pictures(
     found: Mapping[str, Any], spans: Sequence[Passage], folder: Path
 ) -> tuple[bytes, ...]:
     """Return the pictures of a document, in whose text each has a place."""
-    values, pictures = given(found), []
+    values = given(found)
     places = sum(span.text.count(PLACE) for span in spans)
     if places != len(values):
         raise PictureError(
             f"it has {len(values)} pictures, and its text has the place of one, "
             f"{PLACE}, {places} times; give each picture a place, or leave all out"
         )
-    for number, value in enumerate(values):
-        try:
-            pictures.append(read_picture(value, folder))
-        except PictureError as error:
-            raise PictureError(f"its picture {number}: {error}") from error
-    return tuple(pictures)
+    return read_pictures(values, folder)
 
 
 def _with_places(spans: Sequence[Passage], text: str) -> Iterator[Passage]:

@@ -211,7 +211,7 @@ def generate_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights.tasks import open_model, read_pictures
+    from diloco_jax.weights.tasks import files_of, open_model
 
     console = Console(stderr=True)
     with bar(console, "reading the weights") as report:
@@ -219,7 +219,7 @@ def generate_command(arguments: Sequence[str]) -> int:
             options.source, options.dtype, trust_code=options.trust_code, report=report
         )
     began, tokens, shown = time.monotonic(), list[int](), ""
-    files = read_pictures("--image", options.image, Path())
+    files = files_of("--image", options.image, None)
     prompt = text_model.encode(options.prompt, len(files))
     made = text_model.generate(
         prompt,

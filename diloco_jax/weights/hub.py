@@ -7,13 +7,15 @@ own cache (`HF_HOME`), where an interrupted download goes on and other tools fin
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax.config import ConfigError
 from diloco_jax.config.run import HUB, read_init
-from diloco_jax.weights.tensor_files import BESIDE, CONFIG, INDEX
+from diloco_jax.weights.tensor_files import BESIDE, CONFIG, INDEX, SINGLE, read_index
 
 ENDPOINT = "HF_ENDPOINT"
 """Variable with the address of another hub, as its own tools read it."""
@@ -49,24 +51,35 @@ def downloaded(folder: str, *, arrays: bool) -> Path:
     """Return a folder on this machine with the files of `hf://OWNER/NAME@COMMIT`; fetch
     those that the cache lacks, with a bar on standard error.
 
-    arrays: the weights too, not only the small files that describe them.
+    arrays: the weights too, not only the small files that describe them: those files
+      of them that `read_tensors` reads.
     Raises ConfigError as `pinned` does.
     """
     name, revision = _parts(folder)
-    wanted = [CONFIG, INDEX, *BESIDE, *(["*.safetensors"] if arrays else [])]
-    try:
-        from huggingface_hub import snapshot_download
 
-        found = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=wanted,
-            endpoint=os.environ.get(ENDPOINT),
-            etag_timeout=TIMEOUT_S,
+    def fetch(wanted: Sequence[str]) -> Path:
+        try:
+            from huggingface_hub import snapshot_download
+
+            return Path(
+                snapshot_download(
+                    name,
+                    revision=revision or None,
+                    allow_patterns=list(wanted),
+                    endpoint=os.environ.get(ENDPOINT),
+                    etag_timeout=TIMEOUT_S,
+                )
+            )
+        except Exception as error:
+            raise ConfigError(_cannot(folder, error)) from error
+
+    found = fetch([CONFIG, INDEX, *BESIDE, *([SINGLE] if arrays else [])])
+    # Others may lie beside them: the same weights once more, in another layout.
+    if arrays and not (found / SINGLE).is_file() and (found / INDEX).is_file():
+        return fetch(
+            [glob.escape(file) for file in sorted(set(read_index(found).values()))]
         )
-    except Exception as error:
-        raise ConfigError(_cannot(folder, error)) from error
-    return Path(found)
+    return found
 
 
 def _parts(folder: str) -> tuple[str, str]:

@@ -37,7 +37,7 @@ from diloco_jax.data.pictures import (
     PictureError,
     RowPictures,
     fill,
-    read_picture,
+    read_pictures,
 )
 from diloco_jax.data.tokenizers import (
     VOCAB_SIZE,
@@ -73,17 +73,19 @@ class TextModel:
 
         pictures: their number; each has the place `PLACE` in the text, or all stand
         before a text without any. Raises ConfigError for half a character, a token
-        beyond the model's table, or places that are more or fewer than the pictures.
+        beyond the model's table, or places that are more or fewer than the pictures; to
+        a model that takes none, `PLACE` is text.
         """
         check_utf8("the text", text)
         tokenizer, rows = self.tokenizer, self.model.vocab_size
         form = self._picture_form() if pictures else RowPictures()
-        if pictures:
-            text = text if PLACE in text else PLACE * pictures + text
+        if pictures and PLACE not in text:
+            text = PLACE * pictures + text
+        if self.model.vision.layers:
             if (places := text.count(PLACE)) != pictures:
                 raise ConfigError(
                     f"the text has {places} places of pictures ({PLACE}), and there "
-                    f"are {pictures} pictures; give each a place, or the text none"
+                    f"are {pictures} pictures; give as many as places, or the text none"
                 )
             text = text.replace(PLACE, form.text)
         start = list(tokenizer.start)
@@ -333,7 +335,7 @@ def score(
     rows = []
     for number, item in enumerate(task.items):
         where = f"{task.name}, item {number}"
-        pictures = read_pictures(where, item.files, task.folder)
+        pictures = files_of(where, item.files, task.folder)
         rows += [
             _row(text_model, item, choice, length, where, pictures)
             for choice in item.choices
@@ -362,18 +364,15 @@ def _share(name: str, right: Sequence[bool]) -> dict[str, float | None]:
     return {name: share, f"{name}_error": error}
 
 
-def read_pictures(where: str, files: Sequence[str], folder: Path) -> tuple[bytes, ...]:
-    """Return files of pictures; raise ConfigError, which begins with `where`, for one
-    that is none."""
-    found = []
-    for file in files:
-        try:
-            found.append(read_picture(file, folder))
-        except PictureError as error:
-            raise ConfigError(
-                f"{where}: {error}; give the file of a picture"
-            ) from error
-    return tuple(found)
+def files_of(
+    where: str, files: Sequence[str], folder: Path | None
+) -> tuple[bytes, ...]:
+    """Return files of pictures as `read_pictures` does; raise ConfigError, which begins
+    with `where`, for one that is none."""
+    try:
+        return read_pictures(files, folder)
+    except PictureError as error:
+        raise ConfigError(f"{where}: {error}; give the file of a picture") from error
 
 
 def _row(
@@ -387,8 +386,11 @@ def _row(
     apart = item.question[-1:].isspace() or choice[:1].isspace() or not item.question
     text = item.question + ("" if apart else " ") + choice
     count = len(pictures)
-    tokens = text_model.encode(text, count)
-    before = len(text_model.encode(item.question, count))
+    try:
+        tokens = text_model.encode(text, count)
+        before = len(text_model.encode(item.question, count))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     what = f"{where}: the choice {choice[:40]!r}"
     scored = _scored(tokens, before, length, what, "leave the item out")
     if pictures and scored.cut:

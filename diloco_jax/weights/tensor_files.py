@@ -295,6 +295,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor of a folder, by its index; raise ConfigError,
+    naming that, if it is none."""
+    where = read_json(index := folder / INDEX).get("weight_map")
+    try:
+        return msgspec.convert(where, dict[str, str])
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{index}: weight_map names no files of tensors ({error}); copy it again"
+        ) from error
+
+
 def read_tensors(
     folder: Path, needed: Callable[[str], bool] = lambda name: True
 ) -> dict[str, np.ndarray]:
@@ -311,13 +323,7 @@ def read_tensors(
     index, single = folder / INDEX, folder / SINGLE
     if single.is_file() or not index.is_file():
         return _mapped(single)
-    where = read_json(index).get("weight_map")
-    try:
-        where = msgspec.convert(where, dict[str, str])
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{index}: weight_map names no files of tensors ({error}); copy it again"
-        ) from error
+    where = read_index(folder)
     found: dict[str, np.ndarray] = {}
     for name in sorted(set(where.values())):
         wanted = [t for t, file in where.items() if file == name and needed(t)]

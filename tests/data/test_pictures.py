@@ -1,6 +1,7 @@
 """Pictures: files of all kinds, the rows that have them, and what is none."""
 
 import base64
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -31,6 +32,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
+from diloco_jax.data import pictures
 from diloco_jax.data.examples import AROUND, Tokenised, pictures_for, reader_for
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.pictures import (
@@ -169,6 +171,62 @@ def test_as_many_pixels_as_are_allowed_are_decoded(monkeypatch):
         decoded(file_of(plain(size=(20, 13))), SIDE)
 
 
+def modes():
+    values = np.random.default_rng(0).integers(0, 256, (301, 407, 4)).astype(np.uint8)
+    image = Image.fromarray(values)
+    yield file_of(image)
+    yield file_of(image.convert("LA"))
+    yield file_of(image.convert("RGB").quantize(9), transparency=1)
+    yield file_of(image.convert("CMYK"), "TIFF")
+    yield file_of(Image.fromarray(values[..., 0].astype(np.uint16) << 8))
+
+
+@pytest.mark.parametrize("data", modes())
+def test_a_large_picture_is_converted_in_bands(data, monkeypatch):
+    """To the bit it is what Pillow makes of the whole one."""
+    with Image.open(io.BytesIO(data)) as image:
+        whole = pictures._rgb(image).resize((SIDE, SIDE), 1, reducing_gap=3.0)
+    sizes, convert = [], pictures._rgb
+
+    def seen(image):
+        sizes.append(image.width * image.height)
+        return convert(image)
+
+    monkeypatch.setattr(pictures, "BAND_PIXELS", 20_000, raising=False)
+    monkeypatch.setattr(pictures, "_rgb", seen)
+    np.testing.assert_array_equal(decoded(data, SIDE), whole)
+    assert max(sizes) <= 20_000
+
+
+def test_few_large_pictures_are_decoded_at_a_time(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def gate():
+        entered.append(True)
+        yield
+
+    monkeypatch.setattr(pictures, "LARGE_PIXELS", 240)
+    for width, count in ((20, 0), (21, 1)):
+        monkeypatch.setattr(pictures, "LARGE_AT_ONCE", gate())
+        decoded(file_of(plain(size=(width, 12))), SIDE)
+        assert len(entered) == count
+
+
+def test_a_document_has_so_many_bytes_of_pictures(tmp_path, monkeypatch):
+    """And no more of a file is read than would say so."""
+    (tmp_path / "a.png").write_bytes(png(0))
+    with (tmp_path / "b.png").open("wb") as sparse:
+        sparse.truncate(1 << 26)
+    most = 5 * len(png(0)) // 2
+    monkeypatch.setattr(pictures, "MOST_BYTES_TOGETHER", most, raising=False)
+    assert pictures.read_pictures(["a.png"] * 2, tmp_path) == (png(0),) * 2
+    said = f"picture 2: with it .* has {most + 1:,} bytes .* at most {most:,} are taken"
+    for third in ("a.png", "b.png"):
+        with pytest.raises(PictureError, match=said):
+            pictures.read_pictures(["a.png", "a.png", third], tmp_path)
+
+
 # ---- sources -----------------------------------------------------------------------
 
 
@@ -303,6 +361,7 @@ def test_text_alone_is_what_it_was_with_and_without(tmp_path):
 
 
 GOOD = in_base64(png(0))
+AVIF = in_base64(b"\0\0\0\x1cftypavif" + bytes(3_000_000))
 FLOATS = in_base64(file_of(Image.new("F", (4, 4), 0.5), "TIFF"))
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8))
 CUT = {"image": in_base64(file_of(NOISE)[:3000])}
@@ -312,7 +371,23 @@ BAD = {
     "a path of nothing": ({"image": "pics/7.png"}, "no file 'pics/7.png' in .*in"),
     "a folder": ({"image": "."}, "no file '.' in"),
     "an address": ({"image": "https://a.b/c.png"}, "is an address; fetch it"),
-    "a name of no disk": ({"image": "x" * 5000}, "cannot be read .*too long"),
+    "a name of no disk": (
+        {"image": "x" * 300},
+        r"cannot be read \(File name too long\)",
+    ),
+    "no path": ({"image": "x" * 5000}, "of 5,000 characters, is no path.* of JPEG"),
+    "a kind of others": ({"image": AVIF}, "of 4,000,016 characters, is no .* of JPEG"),
+    "above": (
+        {"image": "../mine.png"},
+        "'../mine.png' leads out of .*copy the file in",
+    ),
+    "elsewhere": (
+        {"image": __file__},
+        "leads out of .*in; copy the file into that fol",
+    ),
+    "a link": ({"image": "link.png"}, "'link.png' leads out of"),
+    "links in a ring": ({"image": "ring"}, "'ring' in "),
+    "many": ({"images": [GOOD] * 1025}, "1,025 pictures, and a document has 1,024 at"),
     "cut off": (CUT, f"{UNREAD}image file is truncated"),
     "cut off jpeg": (CUT_JPEG, f"{UNREAD}image file is truncated"),
     "text": ({"image": "words.txt"}, "it is none of JPEG, PNG,"),
@@ -345,6 +420,9 @@ def test_a_bad_picture_is_named_with_file_and_row(kind, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "words.txt").write_text("words")
     (tmp_path / "in" / "drawing.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n")
+    (tmp_path / "mine.png").write_bytes(png(0))
+    (tmp_path / "in" / "link.png").symlink_to(tmp_path / "mine.png")
+    (tmp_path / "in" / "ring").symlink_to(tmp_path / "in" / "ring")
     with (tmp_path / "in" / "long.png").open("wb") as sparse:
         sparse.truncate(1 << 28)
     rows = [{"text": f"{n}", "image": GOOD} for n in range(9)]
@@ -356,6 +434,7 @@ def test_a_bad_picture_is_named_with_file_and_row(kind, tmp_path):
     assert re.search(said, str(refused.value)), refused.value
     assert f"in/a.jsonl, offset {at}: the line there is no doc" in str(refused.value)
     assert str(refused.value).endswith("mend its pictures, or leave it out")
+    assert len(str(refused.value)) < 1000
     assert not (tmp_path / "out").exists()
 
 

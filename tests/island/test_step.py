@@ -113,6 +113,27 @@ def test_rounds_are_one_big_batch(accumulation, weighted):
     np.testing.assert_allclose(metrics["tokens"], expected, rtol=1e-6)
 
 
+def test_rounds_with_unlike_places_of_pictures_are_one_big_batch():
+    """A model gives these places no weight, and no array of a batch says so."""
+    place, results = 255, []
+
+    def loss(params, batch):
+        weights = (batch["tokens"][:, 1:] != place).astype(jnp.float32)
+        return linear_model().loss(params, {**batch, "weights": weights})
+
+    batch = rows()
+    batch["tokens"][::2, 3:] = place
+    batch["pictures"] = np.zeros((8, 1, 2, 2, 3), np.uint8)
+    for rounds in (1, 2):
+        model = linear_model()._replace(loss=loss)
+        trainer = make_trainer(model, accumulation=rounds)
+        state, metrics = trainer.step(start(trainer), trainer.put_batch(batch), 1.0)
+        results.append(host((state.params, metrics)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
+    )
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_mixtures_step_tells_the_loss_of_each_source(accumulation):
     """As sums over its rows; the step is as it is without them, and compiled once."""
@@ -211,7 +232,7 @@ def test_batches_that_do_not_divide_are_refused():
 
 def test_missing_devices_are_refused_with_the_remedy():
     config = IslandConfig(mesh_data=64, mesh_fsdp=2, batch_size=128)
-    message = r"64 \* 2 \* 1 = 128 devices, .* are \d+; .*device_count=128"
+    message = r"64 \* 2 \* 1 \* 1 = 128 devices, .* are \d+; .*device_count=128"
     with pytest.raises(ConfigError, match=message):
         make_mesh(config)
 

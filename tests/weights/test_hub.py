@@ -6,15 +6,18 @@ import dataclasses
 import hashlib
 import http.server
 import json
+import shutil
 import threading
 import urllib.parse
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from diloco_jax import ConfigError, cli
 from diloco_jax.weights.first import read_folder, require_source, started_from
+from diloco_jax.weights.tensor_files import INDEX, SINGLE, read_tensors
 
 NAME, COMMIT = "someone/tiny", "a" * 40
 MODEL = f"hf:hf://{NAME}@{COMMIT}"
@@ -51,14 +54,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if revision not in ("main", "v1", COMMIT):
             missing = {"X-Error-Code": "RevisionNotFound"}
             return self._say(404, {"error": f"Invalid rev id: {revision}"}, missing)
-        files = sorted(self.folder.iterdir())
+        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        names = {path: str(path.relative_to(self.folder)) for path in files}
         if kind == "revision":
-            siblings = [{"rfilename": one.name} for one in files]
+            siblings = [{"rfilename": names[one]} for one in files]
             facts = {"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": siblings}
             return self._say(200, facts)
         if kind == "tree":
             tree = [
-                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0"}
+                {"type": "file", "path": names[f], "size": f.stat().st_size, "oid": "0"}
                 for f in files
             ]
             return self._say(200, tree)
@@ -80,7 +84,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return None
-        self.asked.append((path.name, asked))
+        self.asked.append((str(path.relative_to(self.folder)), asked))
         if path.suffix == ".safetensors" and (most := type(self).breaks_after):
             type(self).breaks_after = None
             self.wfile.write(data[begin : begin + most])
@@ -140,6 +144,36 @@ def test_the_arrays_are_those_of_the_folder(hub, config):
     found = read_folder(downloaded(f"hf://{NAME}@{COMMIT}", arrays=True), model)
     expected = read_folder(hub.folder, model)
     assert np.array_equal(found["embedding"], expected["embedding"])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_only_the_weights_that_are_read_are_fetched(
+    several, hub, tmp_path, monkeypatch
+):
+    """Many a model has them once more beside, in a layout of another library."""
+    from diloco_jax.weights.hub import downloaded
+
+    folder = tmp_path / "published"
+    shutil.copytree(hub.folder, folder)
+    monkeypatch.setattr(hub, "folder", folder)
+    single, shard = folder / SINGLE, "model-00001-of-00001.safetensors"
+    (folder / "original").mkdir()
+    for other in ("consolidated.safetensors", "original/model.safetensors", shard):
+        shutil.copy(single, folder / other)
+    where = dict.fromkeys(load_file(single), shard)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    if several:
+        single.unlink()
+    found = downloaded(f"hf://{NAME}@{COMMIT}", arrays=True)
+    fetched = [name for name, _ in hub.asked if name.endswith(".safetensors")]
+    assert fetched == [shard if several else SINGLE]
+    assert read_tensors(found).keys() == where.keys()
+
+
+def test_a_name_without_a_revision_is_the_newest(hub):
+    from diloco_jax.weights.hub import downloaded
+
+    assert (downloaded(f"hf://{NAME}", arrays=False) / "config.json").is_file()
 
 
 def test_a_download_that_was_cut_goes_on_where_it_was(hub, config, monkeypatch):

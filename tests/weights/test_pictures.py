@@ -277,7 +277,11 @@ def test_a_prompt_has_pictures_where_it_says_so(tmp_path, capsys):
             ["--prompt", "<image><image>"],
             r"2 places .*there are 1 pictures",
         ),
-        ("idefics3", ["--image", "none.png"], r"--image: there is no file 'none\.png'"),
+        (
+            "idefics3",
+            ["--image", "none.png"],
+            r"--image: its picture 0: there is no .*'none\.png'",
+        ),
         ("idefics3", ["--image", __file__], r"--image: .*cannot be read as a picture"),
         ("smollm2", [], r"the model takes none"),
     ],
@@ -289,6 +293,12 @@ def test_a_prompt_whose_pictures_do_not_fit_is_refused(
     asked = ["generate", str(FOLDER.with_name(folder)), "--image", picture, *given]
     assert cli.main(asked) == 2
     assert message_matches(message, capsys.readouterr().err)
+
+
+def test_a_place_without_any_picture_is_refused(capsys):
+    assert cli.main(["generate", str(FOLDER), "--prompt", "a <image>cat"]) == 2
+    told = capsys.readouterr().err
+    assert message_matches(r"1 places .*there are 0 pictures", told)
 
 
 def message_matches(message: str, told: str) -> bool:
@@ -358,7 +368,12 @@ def next_logits(text_model, tokens, pixels):
     ("item", "message"),
     [
         ({"image": "a.png", "images": ["a.png"]}, r"item 0 has both"),
-        ({"image": "gone.png"}, r"task, item 0: there is no file 'gone\.png'"),
+        ({"image": "gone.png"}, r"task, item 0: its picture 0: .*no file 'gone\.png'"),
+        ({"image": "../a.png"}, r"item 0: its picture 0: '\.\./a\.png' leads out of"),
+        (
+            {"question": "<image> q"},
+            r"item 0: the text has 1 places .*there are 0 pictures",
+        ),
         ({"image": "a.png", "question": "x " * 99}, r"with its question and pictures"),
         ({"image": 3}, r"item 0: Expected `str"),
     ],

@@ -21,6 +21,7 @@ from diloco_jax.config.config import check_batch
 from diloco_jax.core.codecs import encode_uses
 from diloco_jax.core.fragments import LAYERS, FragmentPlan
 from diloco_jax.core.inner import by_source
+from diloco_jax.data.pictures import PICTURES
 from diloco_jax.data.reader import Batch, OwnRows
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.island.device.mesh import (
@@ -317,8 +318,9 @@ class Trainer:
         if rounds == 1:
             (_, metrics), grads = differentiate(params, batch, frozen)
             return metrics["loss"], self._counted(metrics, batch), grads
-        # Rounds of plain rows count alike, and are added as they are.
-        alike = batch.keys().isdisjoint(DERIVED)
+        # Rounds of plain rows count alike, and are added as they are. Places of
+        # pictures do not count.
+        alike = batch.keys().isdisjoint({*DERIVED, PICTURES})
 
         def of_round(part: Placed) -> Any:
             (_, metrics), grads = differentiate(params, part, frozen)
