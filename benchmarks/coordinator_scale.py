@@ -594,7 +594,10 @@ def merge_meanwhile(folder: Path, parameters: int) -> dict[str, Any]:
         place = holder.upload_begin(start)
         place[:] = payload.data
         holder.upload_end(start, place)
-    back, merged, found, over = [], [], {}, threading.Event()
+    back: list[int] = []
+    merged: list[int] = []
+    found: dict[str, Any] = {}
+    over = threading.Event()
 
     def heard(message: Any) -> None:
         if isinstance(message, RestoredFragment):

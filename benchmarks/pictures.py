@@ -165,7 +165,7 @@ def one(folder: Path, options: argparse.Namespace, case: str) -> dict[str, Any]:
     began, blind = time.monotonic(), case == BLIND
     seen = write_pictures(folder / "seen", options.pictures, 1, blind=blind)
     paths, tokens = [prepared(seen, pictures=True)], options.tokens
-    islands = ("b", "c")
+    islands: tuple[str, ...] = ("b", "c")
     if case == ALONE:
         tokens = 2 * tokens // 3
     else:

@@ -164,7 +164,8 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     result |= device()
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
-    more = (row.moments_every,) if row.moments_every else ()
+    more: tuple[int | float, ...] = ()
+    more += (row.moments_every,) if row.moments_every else ()
     more += (row.merges_power,) if row.merges_power != 1 else ()
     result |= provenance(row.config, row.options, row.plain, *more)
     return {"size": size, "row": name, "seed": seed, **result}

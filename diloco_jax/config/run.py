@@ -297,7 +297,7 @@ class DataConfig:
     tokenizer: str = setting(
         "",
         local=True,
-        help="The tokenizer that the data was made with: tokenizer.json, a *.model of "
+        help="The tokenizer that the data was made with: tokenizer.json, a .model of "
         "SentencePiece, or a folder that has one; empty = bytes, or tokens of an "
         "unknown one.",
     )

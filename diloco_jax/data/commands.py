@@ -36,7 +36,7 @@ class PrepareOptions:
     )
     tokenizer: str = setting(
         "",
-        help="A tokenizer.json, a *.model of SentencePiece, or a folder that has one; "
+        help="A tokenizer.json, a .model of SentencePiece, or a folder that has one; "
         "empty = every byte of the text is a token.",
     )
     sequence_length: int = setting(

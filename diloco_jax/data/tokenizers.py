@@ -96,7 +96,7 @@ class Tokenizer(abc.ABC):
 
 
 def open_tokenizer(path: str | Path, field: str = "data.tokenizer") -> Tokenizer:
-    """Open a tokenizer.json, a *.model of SentencePiece, or a folder that has one; ""
+    """Open a tokenizer.json, a .model of SentencePiece, or a folder that has one; ""
     is the tokenizer of bytes.
 
     Raises ConfigError, naming `field`, if the path has none of these.
