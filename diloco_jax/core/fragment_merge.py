@@ -196,12 +196,17 @@ Squares = tuple[float, ...]
 """The sum of a delta's squares, by piece."""
 
 
+MOST_USES = 2**62
+"""More than any delta's tokens, and an integer that a message holds: codes of counts go
+far beyond that."""
+
+
 class Uses(NamedTuple):
     """What a delta says of the use of the rows of its pieces."""
 
     most: int = 0
     """The tokens behind a piece's counts, of the piece with the most: no more than the
-    delta's."""
+    delta's. At most `MOST_USES`."""
     digest: str = ""
     """Digest of all counts; empty if there are none."""
 
@@ -299,7 +304,7 @@ class FragmentMerge:
             return Uses()
         pairs = zip(counts, counted, strict=True)
         most = max(decode_uses(own).sum() / per_token for own, per_token in pairs)
-        return Uses(math.ceil(most), digest_arrays(counts))
+        return Uses(min(math.ceil(most), MOST_USES), digest_arrays(counts))
 
     def merge(
         self,

@@ -152,6 +152,9 @@ class Piece:
     """Shape of the piece, without the layer axis."""
     embedding: bool
     """True if it has a vocabulary axis: most rules merge it by weighted mean."""
+    expert: bool = dataclasses.field(default=False, kw_only=True)
+    """True if its first axis, or that of the tensor that it is a band of, is one of
+    experts: most rules merge it by weighted mean, however many it has."""
     groups: int = dataclasses.field(default=1, kw_only=True)
     """Parts along the first axis, a row each, that have nothing in common: experts. No
     tile has two of them."""
@@ -216,6 +219,8 @@ class FragmentPlan:
                     [
                         *(p.name, p.layer, p.shape, p.embedding, p.groups, p.by_use),
                         p.bands and dataclasses.astuple(p.bands),
+                        # Groups tell it of all others.
+                        *("expert",) * (p.expert and p.groups == 1),
                     ]
                     for p in fragment
                 ]
@@ -449,8 +454,9 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
         )
     embedding, layered = VOCAB in axes, axes[:1] == (LAYERS,)
     own, groups = shape[layered:], groups_of(axes[layered:], shape[layered:])
+    expert = axes[layered : layered + 1] == (EXPERT,)
     for layer in range(shape[0]) if layered else (-1,):
-        yield Piece(path, layer, own, embedding, groups=groups)
+        yield Piece(path, layer, own, embedding, expert=expert, groups=groups)
 
 
 def _stack(leaf: Any) -> Any:

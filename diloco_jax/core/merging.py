@@ -484,7 +484,7 @@ def require_rows(rule: MergeRule, by_use: bool) -> None:
 
 def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule:
     """Return the rule for this piece, in the last merge of a run if `final`."""
-    by_mean = (piece.embedding or piece.groups > 1) and rule.embeddings_by_mean
+    by_mean = (piece.embedding or piece.expert) and rule.embeddings_by_mean
     return MEAN if by_mean or (final and rule.flush_by_mean) else rule
 
 

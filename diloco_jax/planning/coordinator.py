@@ -538,8 +538,8 @@ def _rule_bytes(run: RunConfig, plan: FragmentPlan, islands: int) -> tuple[int, 
     """Return the bytes that merges leave in memory, the measured tiles of deltas
     included, and the most that the merge of one piece takes."""
     # Many pieces, of few kinds.
-    kinds = Counter((p.grid, p.embedding) for p in plan.pieces)
-    like = {(p.grid, p.embedding): p for p in plan.pieces}
+    kinds = Counter((p.grid, p.embedding, p.expert) for p in plan.pieces)
+    like = {(p.grid, p.embedding, p.expert): p for p in plan.pieces}
     rule = MERGE_RULES.find(run.sync.merge)
     rules = {kind: merging.rule_for(piece, rule) for kind, piece in like.items()}
     state = sum(

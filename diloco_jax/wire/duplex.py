@@ -8,6 +8,7 @@ died: at once if its machine lives, else after a silence.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import ssl
@@ -26,6 +27,8 @@ from diloco_jax.wire.addresses import parse_address
 from diloco_jax.wire.bulk import prepare
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
 from diloco_jax.wire.tls import Renewed, TlsFiles, principal_of
+
+logger = logging.getLogger(__name__)
 
 _PART_BYTES = 256 << 10
 
@@ -274,18 +277,26 @@ class WorkerLine:
             self._arrived.put(frame)
 
     def _write(self) -> None:
-        while True:
-            try:
-                message = self._waiting.get(timeout=self._alive_s)
-            except queue.Empty:
-                message = self.alive()
-            if message is None:
-                return
-            try:
+        message: msgspec.Struct | None = None
+        try:
+            while (message := self._next()) is not None:
                 write_frame(self._end, message)
-            except OSError:
-                self.part()  # The reader finds out too.
-                return
+        except OSError:
+            self.part()  # The reader finds out too.
+        except Exception:  # Without this thread, the process would be silent.
+            logger.exception(
+                "%s cannot be sent, so the line to the other process is broken; report "
+                "the cause below as a defect",
+                type(message).__name__,
+            )
+            self.part()
+
+    def _next(self) -> msgspec.Struct | None:
+        """Return what is sent next; None: nothing ever."""
+        try:
+            return self._waiting.get(timeout=self._alive_s)
+        except queue.Empty:
+            return self.alive()
 
 
 def write_frame(end: End, message: msgspec.Struct) -> None:

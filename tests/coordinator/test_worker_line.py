@@ -6,7 +6,13 @@ import socket
 
 import pytest
 
-from diloco_jax.protocol.holding import LeadAlive, WorkerServes, from_worker, to_worker
+from diloco_jax.protocol.holding import (
+    DeltaArrived,
+    LeadAlive,
+    WorkerServes,
+    from_worker,
+    to_worker,
+)
 from diloco_jax.wire.duplex import WorkerLine
 
 SILENCE_S = 60.0
@@ -43,3 +49,12 @@ def test_what_was_said_before_the_line_broke_is_heard(lines):
     lead.send(LeadAlive())
     lead.close()
     assert list(heard) == [LeadAlive()]
+
+
+def test_a_message_that_cannot_be_sent_breaks_the_line_and_is_logged(lines, caplog):
+    """Else a thread would die, and its process be silent."""
+    lead, worker = lines
+    worker.send(DeltaArrived(island="a", incarnation=1, fragment=0, tick=1, used=2**70))
+    assert list(lead.messages()) == []
+    assert "DeltaArrived" in caplog.text
+    assert "OverflowError" in caplog.text

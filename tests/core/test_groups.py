@@ -19,7 +19,7 @@ from diloco_jax.core.fragments import (
     get_piece,
     plan_fragments,
 )
-from diloco_jax.core.merging import Encoded, merge_piece
+from diloco_jax.core.merging import MEAN, Encoded, may_cut, merge_piece, rule_for
 from diloco_jax.core.outer import OuterSettings
 from diloco_jax.core.tiles import Passes, TileGrid
 
@@ -71,6 +71,7 @@ def test_bands_have_whole_experts_or_the_same_part_of_each(
         found = get_piece({"up": values}, piece)
         assert piece.bands is not None
         assert piece.groups == piece.shape[0] == len(found)
+        assert piece.expert
         assert (found == found[:, :1, :1]).all()
         assert (piece.groups < EXPERTS, piece.shape[1:] == (32, 16)) == (whole, whole)
     arrays = {piece.name: get_piece({"up": values}, piece) for piece in plan.pieces}
@@ -82,14 +83,30 @@ def test_a_mesh_of_experts_cuts_every_band_alike() -> None:
     assert (bands.axis, bands.stripes) == (-3, 8)
 
 
+@pytest.mark.parametrize("fragments", [1, 2, EXPERTS, 4 * EXPERTS])
+def test_the_number_of_fragments_does_not_choose_the_rule_of_experts(
+    fragments: int,
+) -> None:
+    """A band may have one expert alone, and is merged as those of many are."""
+    rule = MERGE_RULES.find("rda")
+    plan = plan_fragments(
+        {"up": (EXPERTS, 64, 64)},
+        {"up": ("expert", "embed", "mlp")},
+        fragments,
+        may_cut=lambda piece: may_cut(piece, rule),
+    )
+    assert {rule_for(piece, rule) for piece in plan.pieces} == {MEAN}
+    assert (fragments == 2) <= ({p.shape[0] for p in plan.pieces} == {1})
+
+
 def test_groups_are_a_part_of_the_plan() -> None:
-    piece = Piece(("up",), -1, (EXPERTS, 32, 16), False, groups=EXPERTS)
+    piece = Piece(("up",), -1, (EXPERTS, 32, 16), False, groups=EXPERTS, expert=True)
     (fragment,) = plan_fragments(
         {"up": piece.shape}, {"up": ("expert", "embed", "mlp")}, 1
     ).fragments
     assert fragment == (piece,)
     plain = plan_fragments({"up": piece.shape}, {"up": (None, "embed", "mlp")}, 1)
-    assert plain.pieces == (dataclasses.replace(piece, groups=1),)
+    assert plain.pieces == (dataclasses.replace(piece, groups=1, expert=False),)
     alike = dataclasses.replace(plain, fragments=(fragment,))
     assert plain.digest() != alike.digest()
 
@@ -282,6 +299,31 @@ def test_momentum_of_a_row_that_nobody_used_rests() -> None:
     assert (after[~unused] != before[~unused]).any()
 
 
+def test_a_publish_that_is_applied_again_shortens_a_resting_momentum() -> None:
+    """It does not say which rows nobody used: docs/design/weights_by_use.md has the
+    factor."""
+    (one, _), (two, unused), _ = merged("nesterov", "f32", guard=0.0)
+    codec = get_codec("f32")
+    merge = FragmentMerge(
+        pieces=(OTHER, TABLE),
+        up=codec,
+        down=codec,
+        rule=MERGE_RULES.find("rda"),
+        settings=OuterSettings(
+            optimizer="nesterov", learning_rate=0.5, momentum=0.9, norm_guard=0.0
+        ),
+    )
+    again = merge.replay(one.state, two.payload, final=False)
+    before, after, exact = (
+        TABLE.grid.from_tiles(_leaves(state.outer[1]["optimizer"])[0])
+        for state in (one.state, again, two.state)
+    )
+    np.testing.assert_allclose(
+        after[unused], before[unused] * 0.9 / 1.9, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(after[~unused], exact[~unused], rtol=1e-3, atol=1e-4)
+
+
 def test_what_a_delta_says_of_use_is_summed_and_digested() -> None:
     merge = FragmentMerge(
         pieces=(OTHER, TABLE),
@@ -297,6 +339,8 @@ def test_what_a_delta_says_of_use_is_summed_and_digested() -> None:
     found = merge.uses(payload)
     assert found.most == counts.sum()
     assert found.digest.startswith("xxh3-128:")
+    lies = merge.layout_up.pack([*arrays, np.full((1, 2 * 96), 0xFF, np.uint8)])
+    assert merge.uses(lies).most == 2**62, "a message holds no more"
     payload[-1] ^= 1
     assert merge.uses(payload).digest != found.digest
     with pytest.raises(ValueError, match=r"payload of \d+ bytes, the layout has"):

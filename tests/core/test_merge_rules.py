@@ -237,12 +237,12 @@ def test_a_rule_is_as_it_says_of_itself(rule, scale) -> None:
     assert merges_bands_alike(rule) == rule.by_element
 
 
-def test_the_flush_and_embeddings_are_means_unless_the_rule_says_otherwise(
+def test_the_flush_embeddings_and_experts_are_means_unless_the_rule_says_otherwise(
     rule,
 ) -> None:
-    for embedding in (True, False):
-        piece = Piece(("w",), -1, SHAPE, embedding)
-        own = embedding and rule.embeddings_by_mean
+    for embedding, expert in ((True, False), (False, True), (False, False)):
+        piece = Piece(("w",), -1, SHAPE, embedding, expert=expert)
+        own = (embedding or expert) and rule.embeddings_by_mean
         assert rule_for(piece, rule) is (MEAN if own else rule)
         flushed = own or rule.flush_by_mean
         assert rule_for(piece, rule, final=True) is (MEAN if flushed else rule)
@@ -282,7 +282,7 @@ class Counted(Sequence):
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self._arrays, self.alive, self.most = arrays, 0, 0
-        self.shape = arrays[0].shape
+        self.shape, self.grid = arrays[0].shape, tiles.TileGrid.of(arrays[0].shape)
 
     def __len__(self) -> int:
         return len(self._arrays)
