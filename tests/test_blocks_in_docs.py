@@ -33,7 +33,7 @@ RUN_BY = {
     "docs/finetune.md": "test_blocks_in_docs.py",
     "docs/mixtures.md": "weights/test_mixtures_page.py",
     "docs/models.md": "models/test_own_model.py",
-    "docs/pictures.md": "weights/test_pictures.py",
+    "docs/pictures.md": "weights/test_picture_models.py",
     "docs/python.md": "runtime/test_python_page.py",
     "docs/tpu.md": "launch/test_tpu_page.py",
     "docs/watching.md": "test_blocks_in_docs.py",

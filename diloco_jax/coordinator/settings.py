@@ -252,9 +252,9 @@ def require_ports(placement: Placement, tls: TlsFiles | None) -> None:
         addresses.require_free(placement.metrics_bind, bulk=False)
 
 
-ANY_DEVICE_FLOPS_PER_S = 1e16
-"""Rate that no device of the islands without a topology is above: twice the peak of the
-fastest chips of 2026."""
+ANY_DEVICE_FLOPS_PER_S = 2e16
+"""Rate that no device of the islands without a topology is above: four times the peak
+of the fastest chips of 2026."""
 
 
 UNDESCRIBED_DEVICES = 1024

@@ -208,7 +208,7 @@ def test_init_does_not_begin_twice_a_run_that_nobody_joined(config, tmp_path):
         ),
         (
             ["--islands.a.mesh-data", "3"],
-            ["islands.a.batch_size = 4", "3 * 1 * 1 = 3", "choose a multiple of 3"],
+            ["islands.a.batch_size = 4", "3 * 1 * 1 * 1 = 3", "choose a multiple of 3"],
         ),
         (
             ["--data.digest", "", "--data.paths", "FOLDER/none"],

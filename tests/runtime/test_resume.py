@@ -47,7 +47,7 @@ from diloco_jax.core.inner import learning_rate
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.source import Shares
 from diloco_jax.models.model import split_batch
-from diloco_jax.observability.tape import newest_record, read_tape
+from diloco_jax.observability.tape import read_tape
 from diloco_jax.simulation.replay.recording import read_recording
 from diloco_jax.workdir import read_facts
 
@@ -463,6 +463,6 @@ def test_a_graceful_stop_and_its_resumption_have_one_digest(text, tmp_path):
     with coordinator(config, tmp_path, init=False, killed=True) as service:
         assert once_back(service) == stopped["parameters_digest"]
     tape = list(read_tape(tmp_path / "tape.jsonl"))
-    recovered = newest_record(tmp_path / "tape.jsonl", "recovered")
+    *_, recovered = (r for r in tape if r["kind"] == "recovered")
     assert digest_after(tape, recovered) == stopped["parameters_digest"]
     assert stopped["phase"] == "stopped"

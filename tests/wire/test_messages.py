@@ -46,7 +46,7 @@ def decode(message: messages.Message, **changed: Any) -> Any:
         ("environment", {str(i): i for i in range(65)}),
         ("environment", {1: 2}),
         ("island_config", {"x": b""}),
-        ("run", {"a": {"b": {"c": 1}}}),
+        ("run", {"a": {"b": {"c": {"d": 1}}}}),
         ("run", {"a": {"b": [[[1]]]}}),
         ("outstanding", [{"fragment": -1}]),
     ],
