@@ -406,7 +406,10 @@ def test_the_page_goes_from_files_to_an_export(tmp_path, monkeypatch, capsys):
     for line in commands:
         words = shlex.split(line)[1:]
         if words[0] == "run":
-            words += ["--faults", "small@10:kill"]
+            # So slow that the one that is killed is back long before the end.
+            for island in ("large", "small"):
+                words += [f"--islands.{island}.step-seconds", "0.6"]
+            words += ["--faults", "small@3:kill"]
         assert cli.main(words) == 0, line
     summary = json.loads(Path("runs/shapes/summary.json").read_text())
     assert summary["eval_tasks"]["task"]["items"] == 200
