@@ -22,7 +22,8 @@ var Scorer = {
   isName: false,
 
   // A page is better by each of the words that its headings have, and by its place. What
-  // is written like a name of the code is looked for in the reference first.
+  // is written like a name of the code is looked for in the reference first, and a word
+  // there last: it has every field of every config.
   score: ([page, title, anchor, descr, score]) => {
     const file = Search._index.docnames.indexOf(page);
     const inHeadings = Scorer.words.filter((word) =>
@@ -31,7 +32,8 @@ var Scorer = {
     const ownTitle = Search._index.titles[file].toLowerCase();
     const inTitle = Scorer.words.filter((word) => ownTitle.includes(word));
     const place = Scorer.places.find(([name]) => name.test(page));
-    const extra = Scorer.isName && page.startsWith("reference/") ? 15 : 0;
+    const ofReference = Scorer.isName ? 15 : -5;
+    const extra = page.startsWith("reference/") ? ofReference : 0;
     const ofWords = 4 * (inHeadings.length + inTitle.length);
     return score + ofWords + extra + (place ? place[1] : 0);
   },
