@@ -22,8 +22,8 @@ var Scorer = {
   isName: false,
 
   // A page is better by each of the words that its headings have, and by its place. What
-  // is written like a name of the code is looked for in the reference first, and a word
-  // there last: it has every field of every config.
+  // is written like a name of the code is looked for in the reference first, a word behind
+  // the pages that define it: the reference has every field by its name.
   score: ([page, title, anchor, descr, score]) => {
     const file = Search._index.docnames.indexOf(page);
     const inHeadings = Scorer.words.filter((word) =>
