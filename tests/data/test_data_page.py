@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "chats.jsonl").write_text(lines)
     Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
     shown = [
-        {"text": f"It is red, {n} times. " * 40, "image": "red.png"} for n in range(300)
+        {"text": f"It is red, {n} times. " * 50, "image": "red.png"} for n in range(300)
     ]
     lines = "".join(json.dumps(one) + "\n" for one in shown)
     (tmp_path / "shown.jsonl").write_text(lines)
