@@ -202,7 +202,7 @@ far beyond that."""
 
 
 class Uses(NamedTuple):
-    """What a delta says of the use of the rows of its pieces."""
+    """The use of the rows of a delta's pieces, as the delta tells it."""
 
     most: int = 0
     """The tokens behind a piece's counts, of the piece with the most: no more than the

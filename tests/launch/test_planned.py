@@ -108,9 +108,11 @@ def test_what_arithmetic_refuses_at_peak_rates_is_a_note(
         config,
         run=dataclasses.replace(config.run, model=preset("100m"), sequence_length=1024),
         islands=dict.fromkeys(config.islands, island),
+        # A restart of 30 s and more is too long for it.
+        placement=dataclasses.replace(config.placement, outage_budget_s=20.0),
     )
     options = LaunchOptions(on="tpu_vm", yes=True, dry_run=True)
     assert run(fast, "configs/two.py", options) == 0
     notes = [n for n in capsys.readouterr().err.splitlines() if "REFUSED" in n]
     assert notes == [note for note in require_planned(fast) if "REFUSED" in note]
-    assert notes
+    assert len(notes) >= 2
