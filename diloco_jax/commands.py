@@ -241,6 +241,18 @@ def launch_command(arguments: Sequence[str]) -> int:
     return run(config, path, options)
 
 
+def rehearse_command(arguments: Sequence[str]) -> int:
+    """Run `diloco rehearse CONFIG`."""
+    from rich.console import Console
+
+    from diloco_jax.launch.rehearse import RehearseOptions, run
+
+    path, config, options = _config_and_options(
+        "rehearse", arguments, RehearseOptions()
+    )
+    return run(config, path, options, Console(stderr=True, markup=False))
+
+
 def plan_command(arguments: Sequence[str]) -> int:
     """Run `diloco plan CONFIG`."""
     from diloco_jax.planning.options import PlanOptions
@@ -259,7 +271,8 @@ def _config_and_options(
     from diloco_jax.config.loading import named_configs, read_config
     from diloco_jax.config.options import ANY_ISLAND, parse_with_config
 
-    prog, launches = f"diloco {command} CONFIG", command == "launch"
+    prog = f"diloco {command} CONFIG"
+    launches = command in ("launch", "rehearse")
     if arguments and arguments[0] in ("-h", "--help"):
         shown = Config(islands=ANY_ISLAND)
         parse_with_config(shown, ["--help"], options, prog, launches=launches)

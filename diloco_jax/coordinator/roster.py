@@ -354,12 +354,14 @@ def _activity(measures: Measures) -> list[tuple[float, float]]:
 
 
 ADDED = {
-    **dict.fromkeys(("steps", "skipped_steps"), MAX_COUNT),
+    **dict.fromkeys(
+        ("steps", "skipped_steps", "microseconds_up", "transfers_failed"), MAX_COUNT
+    ),
     "tokens_predicted": MAX_TOKENS,
     **dict.fromkeys(("bytes_up", "bytes_down", "bytes_join"), MAX_BYTES),
     **dict.fromkeys(
         (
-            *("step_seconds_total", "stalled_seconds"),
+            *("step_seconds_total", "stalled_seconds", "data_seconds"),
             *("eval_seconds", "compile_seconds"),
         ),
         MAX_SECONDS,

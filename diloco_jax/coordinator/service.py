@@ -415,10 +415,14 @@ class Service(Handlers):
                 "learning_rate": measures.learning_rate,
                 "median_step_seconds": measures.median_step_seconds,
                 "stalled_seconds": measures.stalled_seconds,
+                "data_seconds": measures.data_seconds,
                 "skipped_steps": measures.skipped_steps,
                 "tokens_predicted": measures.tokens_predicted or None,
                 "bytes_up": measures.bytes_up,
                 "bytes_down": measures.bytes_down,
+                "microseconds_up": measures.microseconds_up,
+                "transfers_failed": measures.transfers_failed,
+                **({"trial": measures.trial} if measures.trial else {}),
             }
         )
 

@@ -309,7 +309,11 @@ class Loop(Stepping):
         """Train until the run is over, or something ends this incarnation."""
         while (ending := self.until_step()) is None:
             self._validate()
-            self._train_step(self.data.next_batch(self.patience_s))
+            with self.timing.reading():
+                if late_s := self.faults.starved_s(self.done):
+                    self.sleep(late_s)
+                batch = self.data.next_batch(self.patience_s)
+            self._train_step(batch)
         return ending
 
     def _save(self, *, final: bool = False) -> None:
@@ -334,7 +338,9 @@ class Loop(Stepping):
             # One step late: the device has the next one to do by now.
             self._read_metrics()
             self._last_metrics = metrics
-            remaining = began + self._step_seconds - self.clock()
+            took = max(self._step_seconds, self.clock() - began)
+            lasts = took * self.faults.slowdown(self.done)
+            remaining = began + lasts - self.clock()
             if remaining > 0:
                 self.sleep(remaining)
         self.done += 1

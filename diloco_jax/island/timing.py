@@ -72,6 +72,7 @@ class Timing:
         """The gaps, sorted: every boundary asks for their median."""
         self._losses: collections.deque[float] = collections.deque(maxlen=LOSS_STEPS)
         self._max_gap = self._stalled = self._evaluated = self._stepped = 0.0
+        self._read = 0.0
         self._by_source: list[collections.deque[tuple[float, float]]] = []
         """Sums of losses and of weights of each source's last steps."""
         self._losses_by_source: list[float] = []
@@ -92,6 +93,13 @@ class Timing:
         seconds = self._clock() - began
         self._evaluated_in_gap += seconds
         self._evaluated += seconds
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Measure the wait for a batch, which is part of its gap."""
+        began = self._clock()
+        yield
+        self._read += self._clock() - began
 
     @contextmanager
     def step(self, busy: bool = False) -> Iterator[None]:
@@ -155,6 +163,7 @@ class Timing:
             max_step_gap_seconds=self._max_gap,
             step_seconds_total=self._stepped,
             stalled_seconds=self._stalled,
+            data_seconds=self._read,
             eval_seconds=self._evaluated,
             compile_seconds=self._compile_seconds,
             loss=statistics.fmean(self._losses) if self._losses else math.nan,

@@ -16,7 +16,13 @@ from diloco_jax.config.fields import setting
 from diloco_jax.files import absolute
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.certificates import prepare_certificates
-from diloco_jax.launch.spec import COORDINATOR, Backend, LaunchSpec, make_spec
+from diloco_jax.launch.spec import (
+    COORDINATOR,
+    Backend,
+    LaunchSpec,
+    make_spec,
+    resource_name,
+)
 from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.launch.variables import flag_notes
 from diloco_jax.planning.options import (
@@ -99,20 +105,12 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     if action == "create" and not options.unplanned:
         planned = require_planned(config)
     _check_owners(spec, options.only)
-    workdir = Path(absolute(config.placement.workdir or f"runs/{spec.name}"))
-    folder, own = workdir / "launch", config.placement.certificates
-    certificates = Path(absolute(own)) if own else workdir / "certificates"
+    folder = folder_of(config, path) / "launch"
+    certificates = _certificates(config, path)
     if action in ("create", "run") and not options.dry_run:
         prepare_certificates(certificates, BACKENDS[on].hosts(spec), spec)
-    now_unix = int(time.time())
-    deployment = BACKENDS[on].deployment(spec, str(certificates), str(folder), now_unix)
-    submitter = Submitter(
-        deployment,
-        only=options.only,
-        show=print if options.dry_run else _show,
-        confirm=_asker(options.yes),
-        dry_run=options.dry_run,
-    )
+    submitter = submitter_of(config, path, options)
+    deployment = submitter.deployment
     notes = planned
     if action in ("create", "run"):
         notes += [*flag_notes(config), *_notes(spec, on), *_costs(config, prices)]
@@ -133,6 +131,34 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         for line in submitter.deletions():
             _show(line)
     return 0
+
+
+def folder_of(config: Config, path: str) -> Path:
+    """Return the workdir of a launch on this machine."""
+    name = resource_name(config.launch.name or Path(path).stem, "")
+    return Path(absolute(config.placement.workdir or f"runs/{name}"))
+
+
+def _certificates(config: Config, path: str) -> Path:
+    own = config.placement.certificates
+    return Path(absolute(own)) if own else folder_of(config, path) / "certificates"
+
+
+def submitter_of(config: Config, path: str, options: LaunchOptions) -> Submitter:
+    """Return what acts on the launch of this config. Raises ConfigError."""
+    on = _backend_of(options)
+    spec = make_spec(config, path, on, options.init)
+    folder = folder_of(config, path) / "launch"
+    deployment = BACKENDS[on].deployment(
+        spec, str(_certificates(config, path)), str(folder), int(time.time())
+    )
+    return Submitter(
+        deployment,
+        only=options.only,
+        show=print if options.dry_run else _show,
+        confirm=_asker(options.yes),
+        dry_run=options.dry_run,
+    )
 
 
 def require_planned(config: Config) -> list[str]:
