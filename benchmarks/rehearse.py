@@ -5,11 +5,12 @@ right cause, and is it silent where nothing differs? Is `diloco plan` right with
 measured?
 
 The fleet is three islands of a tiny model, whose steps are emulated ones of 0.2 s. It
-is planned with links of 8 Mbit/s, a disk of 20 MB/s and 12 GB of memory. Planted are, one at a time: steps four times as long (`slow4`), memory
-bounded by `ulimit -d`, links of 3.2 Mbit/s, links that damage bytes, links 0.25 s
-longer each way, other parameters on one island (`scale1.5`), a disk whose every
-`fsync` waits for its bytes at 4 MB/s (a library before libc's own, built by `cc`), and
-batches that come 0.3 s late (`starve0.3`).
+is planned with links of 8 Mbit/s, a disk of 20 MB/s and 12 GB of memory. One at a time
+are planted: steps four times as long (`slow4`), memory bounded by `ulimit -d`, links of
+3.2 Mbit/s, links that damage bytes, links 0.25 s longer each way, other parameters on
+one island (`scale1.5`), a disk whose every `fsync` waits for its bytes at 4 MB/s (a
+library before libc's own, built by `cc`), and batches that come 0.3 s late
+(`starve0.3`).
 
 Prediction: each is found within three minutes, on the islands that have it, with the
 one cause; clean runs have no deviation.
@@ -122,7 +123,7 @@ PLANTED = {
 }
 
 
-def config(faults: tuple[str, ...] = ()) -> Config:
+def config() -> Config:
     """The toy fleet."""
     model = ModelConfig(
         d_model=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32, mlp_dim=256
@@ -130,7 +131,7 @@ def config(faults: tuple[str, ...] = ()) -> Config:
     sync = SyncConfig(steps_per_cycle=16, fragments=4, overlap_steps=2, quorum=2)
     sync = dataclasses.replace(sync, codec_up="f32", codec_down="f32")
     sizes = {"a": 4, "b": 2, "c": 4}
-    fleet = Config(
+    return Config(
         run=RunConfig(
             model=model,
             inner=InnerConfig(learning_rate=2e-3),
@@ -143,7 +144,6 @@ def config(faults: tuple[str, ...] = ()) -> Config:
             for name, size in sizes.items()
         },
     )
-    return fleet.replace("faults", faults) if faults else fleet
 
 
 def assumptions() -> dict[str, Any]:
@@ -178,14 +178,15 @@ def world(name: str, folder: Path) -> Iterator[None]:
             os.environ["LD_PRELOAD"] = preloaded
 
 
-def rehearsed(name: str, folder: Path) -> dict[str, Any]:
+def rehearsed(name: str, folder: Path, fleet: Config) -> dict[str, Any]:
     """Rehearse with a deviation, or none for an empty name; return what was told, the
-    seconds, and the plan's figures before and after."""
-    planted = PLANTED.get(name, Planted("", ()))
-    fleet, path = config(planted.faults), folder / "fleet.py"
+    seconds, and the plan's figures with what was measured."""
+    planted, path = PLANTED.get(name, Planted("", ())), folder / "fleet.py"
     measured = folder / "assumed.json"
     write_json(assumptions(), measured)
     own = fleet.replace("workdir", str(folder / "rehearsal"))
+    if planted.faults:
+        own = own.replace("faults", planted.faults)
     options = rehearse.RehearseOptions(
         max_minutes=MOST_S / 60,
         measured=str(measured),
@@ -268,7 +269,7 @@ def main() -> int:
     rows = []
     for name in (*options.only, *([""] * options.clean)):
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-            row = rehearsed(name, Path(folder))
+            row = rehearsed(name, Path(folder), config())
         row["off"] = off(row)
         rows.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "measured"}), flush=True)

@@ -30,6 +30,7 @@ EVERYWHERE = {
     "count": "number of publishes",
     "counted_tokens": "tokens of the steps that earlier terms' progress includes",
     "cycle": "number of the cycle",
+    "data_seconds": "time in which it waited for batches",
     "digest": "digest of the bytes",
     "end": "step after the last one",
     "environment": "software versions, devices, host, threads and processes",
