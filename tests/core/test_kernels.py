@@ -19,11 +19,11 @@ from diloco_jax.core import outer, tiles
 from diloco_jax.core.changes import publish_tiles
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import CODECS
-from diloco_jax.core.fragments import digest_arrays, named
+from diloco_jax.core.kernels import CODECS as KNOWN
+from diloco_jax.core.kernels import Passes, Step, tile_bytes
 from diloco_jax.core.merging import Encoded
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
-from diloco_jax.core.tiles import CODECS as KNOWN
-from diloco_jax.core.tiles import Passes, Step, tile_bytes
+from diloco_jax.core.tiles import digest_arrays, named
 
 pytestmark = pytest.mark.optimized
 
