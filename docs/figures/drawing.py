@@ -71,8 +71,8 @@ def save(picture: Path, make: Callable[[], Figure]) -> None:
         for colour, dark in DARK.items()
         for what in ("fill", "stroke")
     )
-    # Text and glyphs without a colour of their own are black.
-    rules += f"text,use:not([style]){{fill:{DARK['#000000']}}}"
+    # What has no colour of its own is black.
+    rules += f"svg{{fill:{DARK['#000000']}}}"
     dark = f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>\n"
     head, tag, rest = light.partition(" <defs>\n")
     picture.write_text(f"{head}{dark}{tag}{rest}")

@@ -9,6 +9,7 @@ It reads the raw files there; docs/results/raw/index.md has the list of all.
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import NamedTuple
 
 from drawing import BLUE, GREY, INK, ORANGE, RAW, draw, paper, say
@@ -16,6 +17,8 @@ from matplotlib.figure import Figure
 
 SMALLEST = 0.05
 """Place where anything below a twentieth of its limit is drawn."""
+LONGEST = 52
+"""Characters of a bound's name."""
 LARGEST = 5.0
 """Place where anything above five times its limit is drawn."""
 
@@ -39,12 +42,13 @@ def make() -> Figure:
     groups = [(name, telling(bounds)) for name, bounds in every.items() if bounds]
     groups.sort(key=lambda group: group[1][0].holds)
     lines = sum(len(bounds) + 1 for _, bounds in groups)
-    figure, (axes,) = paper(9, 1.2 + 0.19 * lines)
+    figure, (axes,) = paper(10, 1.2 + 0.19 * lines)
     ticks: list[float] = []
     labels: list[str] = []
     place = 0
     for name, bounds in groups:
-        axes.text(SMALLEST, -place, name, weight="bold", color=INK, va="center")
+        ticks.append(-place)
+        labels.append(name)
         place += 1
         for bound in bounds:
             used = min(max(bound.used, SMALLEST), LARGEST)
@@ -52,19 +56,23 @@ def make() -> Figure:
             axes.plot([used, 1.0], [-place] * 2, color=GREY, lw=0.8, zorder=1)
             axes.plot(used, -place, "o" if bound.holds else "D", color=colour, ms=5)
             ticks.append(-place)
-            labels.append(f"{bound.what}: {bound.measured} ({bound.limit})")
+            what = textwrap.shorten(bound.what, LONGEST, placeholder=" ...")
+            labels.append(f"{what}: {bound.measured} ({bound.limit})")
             place += 1
     axes.axvline(1.0, color=INK, lw=1)
     axes.set_yticks(ticks, labels, color=INK, fontsize=7.5)
+    for label in axes.get_yticklabels():
+        if label.get_text() in every:
+            label.set_fontweight("bold")
     axes.set_xscale("log")
     axes.set(xlim=(SMALLEST * 0.9, LARGEST * 1.1), ylim=(-place, 1))
     marks = {0.1: "0.1", 0.25: "0.25", 0.5: "0.5", 1.0: "limit", 2.0: "2", 4.0: "4"}
     axes.set_xticks([*marks], [*marks.values()])
-    axes.minormarksoff()
+    axes.minorticks_off()
     say(
         axes,
-        f"{held} of {total} measured bounds hold; here are the others, and the tightest",
-        "share of the limit that is used (logarithmic); a diamond does not hold",
+        f"{held} of {total} measured bounds hold",
+        "share of the limit (logarithmic): all that do not hold, the tightest that do",
     )
     return figure
 

@@ -45,7 +45,7 @@ def make(workdir: Path) -> Figure:
         left.annotate(
             island,
             parts[-1][-1],
-            (6, 0),
+            (6, 5 if index % 2 == 0 else -7),
             textcoords="offset points",
             color=colour,
             va="center",
