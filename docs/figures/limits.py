@@ -8,38 +8,30 @@ It reads the raw files there; docs/results/raw/index.md has the list of all.
 
 from __future__ import annotations
 
-import json
-import textwrap
-from typing import NamedTuple
+import sys
+from pathlib import Path
 
 from drawing import BLUE, GREY, INK, ORANGE, RAW, draw, paper, say
 from matplotlib.figure import Figure
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from results_index import bounds_of, telling
+
 SMALLEST = 0.05
 """Place where anything below a twentieth of its limit is drawn."""
-LONGEST = 52
-"""Characters of a bound's name."""
 LARGEST = 5.0
 """Place where anything above five times its limit is drawn."""
-
-
-class Bound(NamedTuple):
-    """One bound: the share of its limit that is used; at most 1 holds."""
-
-    what: str
-    used: float
-    measured: str
-    limit: str
-    holds: bool
 
 
 def make() -> Figure:
     """Return the figure: one line per bound, grouped by benchmark; those with bounds
     that do not hold come first."""
-    every = {path.stem: bounds_of(path.stem) for path in sorted(RAW.glob("*.json"))}
+    every = {path.stem: bounds_of(path) for path in sorted(RAW.glob("*.json"))}
     held = sum(bound.holds for bounds in every.values() for bound in bounds)
     total = sum(map(len, every.values()))
-    groups = [(name, telling(bounds)) for name, bounds in every.items() if bounds]
+    told = {name: telling(bounds) for name, bounds in every.items()}
+    groups = [(name, bounds) for name, bounds in told.items() if bounds]
     groups.sort(key=lambda group: group[1][0].holds)
     lines = sum(len(bounds) + 1 for _, bounds in groups)
     figure, (axes,) = paper(10, 1.2 + 0.19 * lines)
@@ -56,8 +48,7 @@ def make() -> Figure:
             axes.plot([used, 1.0], [-place] * 2, color=GREY, lw=0.8, zorder=1)
             axes.plot(used, -place, "o" if bound.holds else "D", color=colour, ms=5)
             ticks.append(-place)
-            what = textwrap.shorten(bound.what, LONGEST, placeholder=" ...")
-            labels.append(f"{what}: {bound.measured} ({bound.limit})")
+            labels.append(f"{bound.short}: {bound.measured} ({bound.limit})")
             place += 1
     axes.axvline(1.0, color=INK, lw=1)
     axes.set_yticks(ticks, labels, color=INK, fontsize=7.5)
@@ -75,31 +66,6 @@ def make() -> Figure:
         "share of the limit (logarithmic): all that do not hold, the tightest that do",
     )
     return figure
-
-
-def telling(bounds: list[Bound]) -> list[Bound]:
-    """Return those that do not hold, the worst first, and the tightest of the rest."""
-    ordered = sorted(bounds, key=lambda bound: -bound.used)
-    broken = [bound for bound in ordered if not bound.holds]
-    return [*broken, *[bound for bound in ordered if bound.holds][:1]]
-
-
-def bounds_of(name: str) -> list[Bound]:
-    """Return the bounds of a benchmark whose limit is a number above 0."""
-    read = json.loads((RAW / f"{name}.json").read_bytes())
-    found = []
-    for check in read.get("checks", []) if isinstance(read, dict) else []:
-        sign, _, text = check["bound"].partition(" ")
-        try:
-            measured, limit = float(check["measured"]), float(text)
-        except ValueError:
-            continue
-        if sign not in ("<=", ">=") or limit <= 0:
-            continue
-        used = measured / limit if sign == "<=" else limit / max(measured, 1e-12)
-        what, told = check["what"], check["measured"]
-        found.append(Bound(what, used, told, check["bound"], check["holds"]))
-    return found
 
 
 if __name__ == "__main__":
