@@ -25,7 +25,7 @@ import jax
 import msgspec
 from rich.console import Console
 
-from diloco_jax.cluster.local import LocalCluster, LocalClusterError
+from diloco_jax.cluster.cluster import LocalCluster, LocalClusterError
 from diloco_jax.cluster.processes import noted, signal_group
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.config import require_worth
