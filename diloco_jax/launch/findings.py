@@ -111,7 +111,7 @@ class Judge:
         struck: Sequence[Line],
         origin: str,
     ) -> None:
-        """Read the records. Raises ConfigError if there are none.
+        """Read the records; without any, no row was tried.
 
         Args:
           plan: None where islands name no slices.
@@ -121,8 +121,14 @@ class Judge:
         """
         self._config, self._plan, self._assumed = config, plan, assumed
         self._link, self._origin = link_gbit_per_s, origin
-        self._history, self._summary = read_history(workdir), read_summary(workdir)
-        self._tape = list(read_tape(workdir / run_files.TAPE))
+        self._summary, self._tape = read_summary(workdir), list[Line]()
+        self._lives: dict[str, float] = {}
+        if (workdir / run_files.TAPE).exists():
+            self._tape += read_tape(workdir / run_files.TAPE)
+            table = read_history(workdir).lives
+            lives = (table[key] for key in ("island", "began", "first_step"))
+            for name, began, first in zip(*lives, strict=True):
+                self._lives.setdefault(str(name), float(first - began))
         self._outcomes = measured(struck, self._tape, tuple(config.islands))
         self._own = Measurements()
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -361,13 +367,8 @@ class Judge:
             fetch_s = self._plan.run.first_start.fetch_seconds
             text = f"a compiler, and {fetch_s:.3g} s of a link"
             row = dataclasses.replace(row, assumed=text)
-        lives = self._history.lives
-        for who, began, first in zip(
-            lives["island"], lives["began"], lives["first_step"], strict=True
-        ):
-            if who == name and math.isfinite(first):
-                return row.found(f"{first - began:.3g} s")
-        return row
+        seconds = self._lives.get(name, math.nan)
+        return row.found(f"{seconds:.3g} s") if math.isfinite(seconds) else row
 
     # ---- the run -------------------------------------------------------------------
 

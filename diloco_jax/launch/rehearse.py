@@ -51,6 +51,7 @@ from diloco_jax.planning.options import (
     require_prices,
 )
 from diloco_jax.planning.plan import Plan, fragments_of, plan_run
+from diloco_jax.run_files import TAPE
 from diloco_jax.workdir import make_workdir
 
 QUIET_CYCLES, QUIET_S = 3, 8.0
@@ -144,10 +145,16 @@ def run(
     over, drive, left = "", None, "nothing was started"
     records = Path(absolute(options.records or str(workdir)))
     if options.on == "tpu_vm":
-        over, left = _by_hand(path), "nobody can know: " + LISTS
+        over, left = "TPU VMs have no engine: what to type stands below", LISTS
     elif not options.records:
-        ours = _rehearsed(config, plan, path, limit_s)
-        drive = Drive(_engine(ours, path, workdir, options, launcher), ours, console)
+        ours = _rehearsed(config, plan, path, limit_s, str(workdir))
+        engine: Here | Launched = Here(LocalCluster(ours, workdir, launcher))
+        if options.on:
+            given = command.LaunchOptions(
+                on=options.on, yes=options.yes, price=options.price
+            )
+            engine = Launched(ours, path, given)
+        drive = Drive(engine, ours, console)
         try:
             drive.run(limit_s)
         except (RehearsalOverError, CommandError, LocalClusterError) as error:
@@ -155,21 +162,17 @@ def run(
         except KeyboardInterrupt:
             over = "interrupted by hand"
         records, left = drive.engine.end()
-    rows, kept = list[Finding](), NOTHING_MEASURED
     origin = f"diloco rehearse {Path(path).name}, {time.strftime('%Y-%m-%d')}"
-    try:
-        judge = Judge(
-            records,
-            config,
-            plan,
-            assumed,
-            options.link_gbit_per_s,
-            drive.struck if drive else (),
-            origin,
-        )
-        rows, kept = judge.findings(), judge.measurements()
-    except ConfigError as error:
-        over = over or str(error)
+    struck = drive.struck if drive else ()
+    link = options.link_gbit_per_s
+    judge = Judge(records, config, plan, assumed, link, struck, origin)
+    rows, kept = judge.findings(), judge.measurements()
+    if options.on == "tpu_vm":
+        line = BY_HAND.replace("CONFIG", path)
+        rows = [
+            dataclasses.replace(row, follows=f"type `{KILL.get(row.cause, line)}`")
+            for row in rows
+        ]
     _tell(rows, kept, over, left, path, workdir, console)
     if options.json:
         told = {"findings": list(map(dataclasses.asdict, rows)), "over": over}
@@ -217,6 +220,10 @@ def _stop_loss(config: Config, options: RehearseOptions) -> tuple[float, str]:
             f"--records {options.records} starts nothing, and --on {options.on} makes "
             f"machines; leave one of them out"
         )
+    if options.records and not (Path(options.records) / TAPE).exists():
+        raise ConfigError(
+            f"--records {options.records} has no {TAPE}; name the workdir of a run"
+        )
     if options.share > 1:
         raise ConfigError(f"share = {options.share:g}; give a share of at most 1")
     limit_s, per_hour = 60 * options.max_minutes, dict[str, float]()
@@ -260,7 +267,9 @@ def _planned(
     return plan_run(path, config, fragments_of(config), assumptions, measured=assumed)
 
 
-def _rehearsed(config: Config, plan: Plan | None, path: str, limit_s: float) -> Config:
+def _rehearsed(
+    config: Config, plan: Plan | None, path: str, limit_s: float, workdir: str
+) -> Config:
     """Return the config of the rehearsal: it goes on until it is stopped, its machines
     end by themselves, and it has a name of its own."""
     rate = sum(
@@ -274,7 +283,7 @@ def _rehearsed(config: Config, plan: Plan | None, path: str, limit_s: float) -> 
     placement = dataclasses.replace(
         placement,
         rehearse=True,
-        workdir="",
+        workdir=workdir,
         evaluate_every_steps=0,
         restarts=max(2, placement.restarts),
     )
@@ -290,36 +299,24 @@ def _rehearsed(config: Config, plan: Plan | None, path: str, limit_s: float) -> 
 
 
 LISTS = (
-    "`gcloud compute tpus queued-resources list` and `gcloud compute instances list` "
-    "name it, `diloco launch CONFIG --on tpu_vm --action delete` deletes it"
+    "nobody can know: `gcloud compute tpus queued-resources list` and `gcloud compute "
+    "instances list` show it, `diloco launch CONFIG --on tpu_vm --action delete` "
+    "deletes it"
 )
-
-
-def _by_hand(path: str) -> str:
-    """Return the lines to type where there is no engine."""
-    docker = "gcloud compute tpus tpu-vm ssh SLICE --command='sudo docker restart ID'"
-    return (
-        f"nothing was tried, TPU VMs have no engine; type\n\n"
-        f"    diloco launch {path} --on tpu_vm --rehearse\n    {docker}\n"
-        f"    diloco rehearse {path} --records COPY_OF_THE_RUN\n\n"
-        f"and restart the coordinator's container on its machine in the same way"
-    )
+BY_HAND = (
+    "diloco launch CONFIG --on tpu_vm --rehearse; later: diloco rehearse CONFIG "
+    "--records COPY_OF_THE_RUN"
+)
+"""Lines for TPU VMs."""
+AGAIN = "sudo docker kill diloco"
+KILL = {
+    "return": f"gcloud compute tpus tpu-vm ssh SLICE --command='{AGAIN}'",
+    "restart": f"gcloud compute ssh COORDINATOR --command='{AGAIN}'",
+}
+"""The same for the kills, by the rows' causes."""
 
 
 # ---- engines ------------------------------------------------------------------------
-
-
-def _engine(
-    config: Config,
-    path: str,
-    workdir: Path,
-    options: RehearseOptions,
-    launcher: Sequence[str],
-) -> Here | Launched:
-    if options.on is None:
-        return Here(LocalCluster(config, workdir, launcher))
-    launch = command.LaunchOptions(on=options.on, yes=options.yes, price=options.price)
-    return Launched(config, path, launch)
 
 
 class Here:

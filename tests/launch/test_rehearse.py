@@ -182,7 +182,6 @@ def test_what_was_not_tried_says_so(tmp_path):
             300.0,
             "at most 6.00 in all, and it ends after 5 minutes",
         ),
-        ({"records": "w"}, 600.0, "nothing is started"),
     ],
 )
 def test_it_says_what_it_will_cost(config, given, limit_s, said):
@@ -201,6 +200,7 @@ def test_tpu_vms_get_lines_to_type(config, cloud):
     code, page = rehearsed(config, RehearseOptions(on="tpu_vm"))
     assert code == 1
     assert "diloco launch two.py --on tpu_vm --rehearse" in page
+    assert "a kill, and a return | merged again | not tried | type `gcloud" in page
     assert "What is left: nobody can know" in page
     assert not cloud.things, "nothing was bought"
 
