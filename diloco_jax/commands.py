@@ -350,13 +350,15 @@ def launch_command(arguments: Sequence[str]) -> int:
 
 def rehearse_command(arguments: Sequence[str]) -> int:
     """Run `diloco rehearse CONFIG`."""
+    from diloco_jax.launch.command import RehearseOptions
+
+    given = RehearseOptions()
+    path, config, options = _config_and_options("rehearse", arguments, given)
     from rich.console import Console
 
-    from diloco_jax.launch.rehearse import RehearseOptions, run
+    # It imports jax, which no help needs.
+    from diloco_jax.launch.rehearse import run
 
-    path, config, options = _config_and_options(
-        "rehearse", arguments, RehearseOptions()
-    )
     return run(config, path, options, Console(stderr=True, markup=False))
 
 

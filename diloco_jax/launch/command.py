@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError, LaunchConfig, suggest
-from diloco_jax.config.fields import setting
+from diloco_jax.config.fields import NOT_NEGATIVE, POSITIVE, setting
 from diloco_jax.files import absolute
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.spec import (
@@ -26,6 +26,7 @@ from diloco_jax.launch.spec import (
 )
 from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.planning.options import (
+    Assumptions,
     parse_prices,
     price_per_hour,
     price_sentence,
@@ -97,6 +98,54 @@ class LaunchOptions:
     )
     disk: bool = setting(
         False, help="With delete: the coordinator's disk too, and with it the run."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RehearseOptions:
+    """The options of `diloco rehearse`."""
+
+    on: Backend | None = setting(
+        None,
+        help="Where to rehearse, as for diloco launch. Without it, with processes of "
+        "this machine.",
+    )
+    max_minutes: float = setting(
+        60.0, POSITIVE, help="Minutes after which it ends, whatever was tried."
+    )
+    max_price: float = setting(
+        0.0, NOT_NEGATIVE, help="Most that it may cost, by --price; 0 = any."
+    )
+    price: str = setting(
+        "",
+        metavar="GENERATION=PRICE,coordinator=PRICE",
+        help="Prices per hour, as for diloco launch.",
+    )
+    measured: str = setting(
+        "",
+        metavar="FILE",
+        help="Values that were measured before, as for diloco plan: the plan that is "
+        "tried goes by them.",
+    )
+    link_gbit_per_s: float = setting(
+        Assumptions.link_gbit_per_s,
+        POSITIVE,
+        help="Gbit/s that the plan assumes of each island's link, each way.",
+    )
+    share: float = setting(
+        Assumptions.share[0],
+        POSITIVE,
+        help="Share of the chips' peak that the plan expects.",
+    )
+    records: str = setting(
+        "",
+        metavar="WORKDIR",
+        help="Start nothing: read the records of a run that had --rehearse, such as "
+        "one that was copied from a coordinator's disk.",
+    )
+    yes: bool = setting(False, help="Do not ask before machines are bought.")
+    json: bool = setting(
+        False, help="Print the rows to standard output as one JSON object."
     )
 
 

@@ -54,7 +54,7 @@ NOT_TRIED = "not tried"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Tried:
     """One row of the page."""
 
     what: str
@@ -66,7 +66,7 @@ class Finding:
     follows: str = "nothing"
     deviates: bool = False
 
-    def found(self, text: str, wrong: str = "", note: str = "nothing") -> Finding:
+    def found(self, text: str, wrong: str = "", note: str = "nothing") -> Tried:
         """Return the row with what was measured. wrong: what follows if it deviates."""
         return dataclasses.replace(
             self, measured=text, follows=wrong or note, deviates=bool(wrong)
@@ -98,7 +98,7 @@ class Quiet:
         return self.per_step("time") - self.per_step("stalled_seconds")
 
 
-class Judge:
+class Comparison:
     """Compares the records of a run with its plan."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Judge:
         self._quiet = _quiet(own)
         self._rates: dict[str, dict[str, float]] = {"up": {}, "down": {}}
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Tried]:
         """Return all rows, cheapest first."""
         of_islands = (
             *(self._devices, self._alike, self._memory, self._step, self._data),
@@ -188,10 +188,10 @@ class Judge:
     def _on_cpu(self, name: str) -> bool:
         return bool(self._environment(name).get("platform", "cpu") == "cpu")
 
-    def _devices(self, name: str) -> Finding:
+    def _devices(self, name: str) -> Tried:
         island, here = self._config.islands[name], self._environment(name)
         wanted = f"{island.devices} of {island.topology or 'any kind'}"
-        row = Finding(what="devices", cause="devices", island=name, assumed=wanted)
+        row = Tried(what="devices", cause="devices", island=name, assumed=wanted)
         if not here:
             return row
         count, kind, wrong = int(here["devices"]), str(here["device_kind"]), ""
@@ -205,7 +205,7 @@ class Judge:
         note = "a CPU stands for the slice" if self._on_cpu(name) else "nothing"
         return row.found(f"{count} of {kind}", wrong, note)
 
-    def _alike(self, name: str) -> Finding:
+    def _alike(self, name: str) -> Tried:
         """Judge whether it computes as the others do, from the same parameters and
         batch."""
         tried = {n: t for n, t in self._trials.items() if "memory_bytes" in t}
@@ -213,7 +213,7 @@ class Judge:
         # Half of the digits: sums round in unlike orders on unlike meshes.
         most = max((math.sqrt(EPSILONS[dtype]) for dtype in dtypes), default=0.0)
         wanted = f"as the others', within {most:.2g}"
-        row = Finding(
+        row = Tried(
             what="one fixed step", cause="arithmetic", island=name, assumed=wanted
         )
         if name not in tried or len(tried) < 2:
@@ -231,7 +231,7 @@ class Judge:
         text = f"loss {loss:.6g}, gradient {length:.6g}, off by {off:.2g}"
         return row.found(text, "" if off <= most else wrong)
 
-    def _memory(self, name: str) -> Finding:
+    def _memory(self, name: str) -> Tried:
         known, tried = self._assumed.device_memory_bytes, self._trials[name]
         island, assumed = self._config.islands[name], 0.0
         if name in known:
@@ -239,7 +239,7 @@ class Judge:
         elif island.topology and not self._on_cpu(name):
             assumed = LEAST_MEMORY * slice_of(name, island).hbm_bytes
         wanted = f"{assumed / 1e9:.4g} GB" if assumed else "-"
-        row = Finding(
+        row = Tried(
             what="memory of a device", cause="memory", island=name, assumed=wanted
         )
         if not tried.keys() >= {"memory_bytes", "memory_limit_bytes"}:
@@ -250,13 +250,13 @@ class Judge:
         text = f"{limit / 1e9:.4g} GB, {used / 1e9:.3g} used at most"
         return row.found(text, wrong if few else "")
 
-    def _step(self, name: str) -> Finding:
+    def _step(self, name: str) -> Tried:
         planned = self._plan.islands[name] if self._plan else None
         own = self._config.islands[name].step_seconds
         assumed = planned.expected_step_seconds if planned else own
         where = f" s, {planned.expected_from}" if planned else " s"
         wanted = f"{assumed:.4g}{where}" if assumed else "-"
-        row = Finding(what="a step", cause="step", island=name, assumed=wanted)
+        row = Tried(what="a step", cause="step", island=name, assumed=wanted)
         if (quiet := self._quiet.get(name)) is None:
             return row
         seconds, text = quiet.step_seconds, f"{quiet.step_seconds:.4g} s"
@@ -272,11 +272,9 @@ class Judge:
         note = "links and disk have more to carry: plan with it" if fast else "nothing"
         return row.found(text, note=note)
 
-    def _data(self, name: str) -> Finding:
+    def _data(self, name: str) -> Tried:
         wanted = f"below {LITTLE:.0%} of a step"
-        row = Finding(
-            what="wait for a batch", cause="data", island=name, assumed=wanted
-        )
+        row = Tried(what="wait for a batch", cause="data", island=name, assumed=wanted)
         if (quiet := self._quiet.get(name)) is None:
             return row
         seconds = quiet.per_step("data_seconds")
@@ -284,36 +282,37 @@ class Judge:
         slow = seconds > LITTLE * quiet.step_seconds
         return row.found(f"{seconds:.3g} s a step", wrong if slow else "")
 
-    def _exchange(self, name: str) -> Finding:
-        row = Finding(what="takes and adoptions of a cycle", cause="take", island=name)
+    def _exchange(self, name: str) -> Tried:
+        row = Tried(what="takes and adoptions of a cycle", cause="take", island=name)
         if (quiet := self._quiet.get(name)) is None:
             return row
         steps = self._config.run.sync.steps_per_cycle
         stalled = quiet.per_step("stalled_seconds") - quiet.per_step("data_seconds")
+        stalled = max(0.0, stalled)
         share = stalled / quiet.step_seconds
         return row.found(f"{steps * stalled:.3g} s, {share:.1%} of its steps")
 
-    def _overlap(self, name: str) -> Finding:
+    def _overlap(self, name: str) -> Tried:
         """Return the row of a trace, which no program reads yet."""
         why = "no collectives overlap on a CPU"
         if not self._on_cpu(name):
             why = f"type `diloco profile {name} --coordinator HOST:PORT`, and look"
-        return Finding(
+        return Tried(
             what="overlap of collectives", cause="overlap", island=name, follows=why
         )
 
     # ---- its link -------------------------------------------------------------------
 
-    def _round_trip(self, name: str) -> Finding:
-        row = Finding(what="round trip", cause="latency", island=name)
+    def _round_trip(self, name: str) -> Tried:
+        row = Tried(what="round trip", cause="latency", island=name)
         row = dataclasses.replace(row, assumed=f"below {FAR_S:g} s")
         if (seconds := self._trials[name].get("round_trip_seconds")) is None:
             return row
         wrong = "farther than two regions: raise sync.overlap_steps, or look for a VPN"
         return row.found(f"{seconds:.3g} s", wrong if seconds > FAR_S else "")
 
-    def _failed(self, name: str) -> Finding:
-        row = Finding(what="broken transfers", cause="loss", island=name)
+    def _failed(self, name: str) -> Tried:
+        row = Tried(what="broken transfers", cause="loss", island=name)
         row = dataclasses.replace(row, assumed="none")
         if (quiet := self._quiet.get(name)) is None:
             return row
@@ -322,13 +321,13 @@ class Judge:
         text = f"{failed} in {quiet.grown('time'):.0f} s"
         return row.found(text, wrong if failed else "")
 
-    def _way_down(self, name: str) -> Finding:
+    def _way_down(self, name: str) -> Tried:
         tried, fragments = self._trials[name], self._config.run.sync.fragments
         seconds, octets = tried.get("join_seconds", 0.0), tried.get("join_bytes", 0.0)
         trips = JOIN_ROUND_TRIPS + fragments // JOIN_FETCHES
         return self._way("down", name, seconds, octets, trips)
 
-    def _way_up(self, name: str) -> Finding:
+    def _way_up(self, name: str) -> Tried:
         if (quiet := self._quiet.get(name)) is None:
             return self._way("up", name, 0.0, 0.0, 0)
         records = [
@@ -344,13 +343,13 @@ class Judge:
 
     def _way(
         self, way: str, name: str, seconds: float, octets: float, trips: int
-    ) -> Finding:
+    ) -> Tried:
         """Judge a link's rate, and note it if it can be told. trips: round trips in
         these seconds."""
         known: MeasuredValue | None = getattr(self._assumed, f"link_{way}_gbit_per_s")
         assumed = known.value if known else self._link
         wanted = f"{assumed:.4g} Gbit/s"
-        row = Finding(what=f"link {way}", cause="link", island=name, assumed=wanted)
+        row = Tried(what=f"link {way}", cause="link", island=name, assumed=wanted)
         if not seconds or not octets:
             return row
         waited = trips * self._trials[name].get("round_trip_seconds", 0.0)
@@ -361,8 +360,8 @@ class Judge:
         wrong = "plan with it: `diloco plan` lists codecs and cycles that it carries"
         return row.found(f"{rate:.4g} Gbit/s", wrong if rate < assumed / SLACK else "")
 
-    def _join(self, name: str) -> Finding:
-        row = Finding(what="a join, hello to first step", cause="join", island=name)
+    def _join(self, name: str) -> Tried:
+        row = Tried(what="a join, hello to first step", cause="join", island=name)
         if self._plan:
             fetch_s = self._plan.run.first_start.fetch_seconds
             text = f"a compiler, and {fetch_s:.3g} s of a link"
@@ -372,26 +371,26 @@ class Judge:
 
     # ---- the run -------------------------------------------------------------------
 
-    def _disk(self) -> Finding:
+    def _disk(self) -> Tried:
         known, launch = self._assumed.disk_write_bytes_per_s, self._config.launch
         assumed = known.value if known else 0.0
         if not known and launch.project:  # Else it is that of this machine.
             assumed = machine_of(launch.coordinator_machine).disk_bytes_per_s
         wanted = f"{assumed / 1e6:.4g} MB/s" if assumed else "-"
-        row = Finding(what="the coordinator's disk", cause="disk", assumed=wanted)
+        row = Tried(what="the coordinator's disk", cause="disk", assumed=wanted)
         if (found := self._own.disk_write_bytes_per_s) is None:
             return row
         wrong = "raise launch.coordinator_disk_gb or placement.snapshot_every_s"
         slow = found.value < assumed / SLACK
         return row.found(f"{found.value / 1e6:.4g} MB/s", wrong if slow else "")
 
-    def _kills(self) -> Iterator[Finding]:
+    def _kills(self) -> Iterator[Tried]:
         """Yield what a kill of an island cost, and one of the coordinator."""
         rows = {
-            False: Finding(
+            False: Tried(
                 what="a kill, and a return", cause="return", assumed="merged again"
             ),
-            True: Finding(what="a restart of the coordinator", cause="restart"),
+            True: Tried(what="a restart of the coordinator", cause="restart"),
         }
         held = self._config.placement.outage_budget_s
         if self._plan:
@@ -409,9 +408,9 @@ class Judge:
             rows[led] = rows[led].found(text, wrong)
         yield from rows.values()
 
-    def _books(self) -> Finding:
+    def _books(self) -> Tried:
         wanted = "computed = merged + lost + carried + in flight"
-        row = Finding(what="the books", cause="books", assumed=wanted)
+        row = Tried(what="the books", cause="books", assumed=wanted)
         if not (summary := self._summary):
             return row
         wrong = [
@@ -451,7 +450,7 @@ def _s(seconds: float | None) -> str:
     return "never" if seconds is None else f"after {seconds:.1f} s"
 
 
-def as_markdown(rows: Sequence[Finding]) -> str:
+def as_markdown(rows: Sequence[Tried]) -> str:
     """Return the rows as a table."""
     lines = ["| | assumed | measured | what follows |", "|---|---|---|---|"]
     for row in rows:

@@ -29,7 +29,7 @@ from diloco_jax.cluster.cluster import LocalCluster, LocalClusterError
 from diloco_jax.cluster.processes import noted, signal_group
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.config import require_worth
-from diloco_jax.config.fields import NOT_NEGATIVE, POSITIVE, check_bounds, setting
+from diloco_jax.config.fields import check_bounds
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.files import absolute, write_json, write_text
@@ -39,8 +39,8 @@ from diloco_jax.hardware.machines import (
     read_measurements,
 )
 from diloco_jax.launch import command
-from diloco_jax.launch.findings import NOT_TRIED, Finding, Judge, as_markdown
-from diloco_jax.launch.spec import Backend
+from diloco_jax.launch.command import RehearseOptions
+from diloco_jax.launch.findings import NOT_TRIED, Comparison, Tried, as_markdown
 from diloco_jax.launch.submit import CommandError
 from diloco_jax.observability.terminal import bar, say
 from diloco_jax.planning.options import (
@@ -61,54 +61,6 @@ LOOK_S, LOOK_AWAY_S = 0.5, 15.0
 """Seconds between two looks at a run here, and at one of a launch."""
 PAGE, REHEARSED = "rehearsal.md", "rehearsed.json"
 """The page, and what `diloco plan --measured` reads, in the workdir."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RehearseOptions:
-    """The options of `diloco rehearse`."""
-
-    on: Backend | None = setting(
-        None,
-        help="Where to rehearse, as for diloco launch. Without it, with processes of "
-        "this machine.",
-    )
-    max_minutes: float = setting(
-        60.0, POSITIVE, help="Minutes after which it ends, whatever was tried."
-    )
-    max_price: float = setting(
-        0.0, NOT_NEGATIVE, help="Most that it may cost, by --price; 0 = any."
-    )
-    price: str = setting(
-        "",
-        metavar="GENERATION=PRICE,coordinator=PRICE",
-        help="Prices per hour, as for diloco launch.",
-    )
-    measured: str = setting(
-        "",
-        metavar="FILE",
-        help="Values that were measured before, as for diloco plan: the plan that is "
-        "tried goes by them.",
-    )
-    link_gbit_per_s: float = setting(
-        Assumptions.link_gbit_per_s,
-        POSITIVE,
-        help="Gbit/s that the plan assumes of each island's link, each way.",
-    )
-    share: float = setting(
-        Assumptions.share[0],
-        POSITIVE,
-        help="Share of the chips' peak that the plan expects.",
-    )
-    records: str = setting(
-        "",
-        metavar="WORKDIR",
-        help="Start nothing: read the records of a run that had --rehearse, such as "
-        "one that was copied from a coordinator's disk.",
-    )
-    yes: bool = setting(False, help="Do not ask before machines are bought.")
-    json: bool = setting(
-        False, help="Print the rows to standard output as one JSON object."
-    )
 
 
 class RehearsalOverError(Exception):
@@ -165,7 +117,7 @@ def run(
     origin = f"diloco rehearse {Path(path).name}, {time.strftime('%Y-%m-%d')}"
     struck = drive.struck if drive else ()
     link = options.link_gbit_per_s
-    judge = Judge(records, config, plan, assumed, link, struck, origin)
+    judge = Comparison(records, config, plan, assumed, link, struck, origin)
     rows, kept = judge.findings(), judge.measurements()
     if options.on == "tpu_vm":
         line = BY_HAND.replace("CONFIG", path)
@@ -182,7 +134,7 @@ def run(
 
 
 def _tell(
-    rows: Sequence[Finding],
+    rows: Sequence[Tried],
     kept: Measurements,
     over: str,
     left: str,

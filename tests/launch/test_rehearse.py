@@ -17,7 +17,7 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.files import write_json
 from diloco_jax.hardware.machines import MeasuredValue, Measurements
 from diloco_jax.launch import rehearse
-from diloco_jax.launch.findings import NOT_TRIED, Judge
+from diloco_jax.launch.findings import NOT_TRIED, Comparison
 from diloco_jax.launch.rehearse import RehearseOptions
 from diloco_jax.observability.tape import JsonLines, Tape
 
@@ -102,11 +102,11 @@ def recorded(
     return struck
 
 
-def judge(folder: Path, struck: list[dict[str, Any]]) -> Judge:
-    return Judge(folder, PLANNED, None, ASSUMED, 0.008, struck, "test")
+def judge(folder: Path, struck: list[dict[str, Any]]) -> Comparison:
+    return Comparison(folder, PLANNED, None, ASSUMED, 0.008, struck, "test")
 
 
-def blamed(judged: Judge) -> set[tuple[str, str]]:
+def blamed(judged: Comparison) -> set[tuple[str, str]]:
     return {(r.cause, r.island) for r in judged.findings() if r.deviates}
 
 
