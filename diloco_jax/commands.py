@@ -202,6 +202,7 @@ def island_command(arguments: Sequence[str]) -> int:
         workdir,
         incarnation,
         WorldAddress(address=options.world, index=options.host_index),
+        absolute(options.cache),
     )
     return code
 
