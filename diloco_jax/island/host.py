@@ -238,14 +238,14 @@ class Host(abc.ABC, Generic[L]):
 
     def _tell_left(self, **left: int) -> None:
         """Tell that, or the fragments that are still to come. Any thread may call it."""
-        left, now = self.mailbox.tell_left(**left), time.monotonic()
-        if now >= self._tell_at and any(left.values()):
+        both, now = self.mailbox.tell_left(**left), time.monotonic()
+        if now >= self._tell_at and any(both.values()):
             self._tell_at = now + TELL_S
             logger.info(
                 "island %s: %d programs are left to compile or read, and %d fragments "
                 "to fetch",
                 self.name,
-                *left.values(),
+                *both.values(),
             )
 
     @property

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import jax
 
+from diloco_jax import compilation
 from diloco_jax.before_jax import libtpu_flags_in_force
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
@@ -186,6 +187,7 @@ class Later:
                 if self._closed.is_set():
                     return
                 program.compile()
+            logger.info("all programs are there: %s", compilation.counted())
         except Exception as error:  # The loop meets it where it needs the program.
             logger.warning("a program that may be needed does not compile: %s", error)
         give_memory_back()
