@@ -237,7 +237,7 @@ class Host(abc.ABC, Generic[L]):
         self._tell_left(programs_left=count)
 
     def _tell_left(self, **left: int) -> None:
-        """Tell that, or the fragments that are still to come. Any thread may call it."""
+        """Tell that, or how many fragments are still to come; from any thread."""
         both, now = self.mailbox.tell_left(**left), time.monotonic()
         if now >= self._tell_at and any(both.values()):
             self._tell_at = now + TELL_S
