@@ -11,7 +11,12 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
+from diloco_jax.island.device.build import (
+    Later,
+    NotCompiledError,
+    compile_ahead,
+    compile_each,
+)
 from diloco_jax.island.main import TrainingHost
 from diloco_jax.island.world import ALONE, Hosts
 
@@ -24,6 +29,9 @@ class Refused:
 
     def lower_all(self, *args, **options):
         return [self]
+
+    def programs(self):
+        return 1
 
     def compile(self):
         raise jax.errors.JaxRuntimeError(self.said)
@@ -72,7 +80,8 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
         hosts=hosts,
         meet_compiled=lambda: None,
         _trainer=SimpleNamespace(lower_all=lambda length: []),
-        exchange=SimpleNamespace(lower_all=lower_all),
+        exchange=SimpleNamespace(lower_all=lower_all, programs=lambda **which: 7),
+        programs_left=None,
         _zeros={},
         _watched=None,
         config=Config(),
@@ -80,6 +89,12 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with pytest.raises(LowersError):
         TrainingHost.compile(here)
+
+
+def test_it_says_before_each_program_how_many_are_left():
+    left: list[int] = []
+    compile_each([Program(), Program(), Program()], 5, left.append)
+    assert left == [5, 4, 3]
 
 
 PATIENCE_S = 60.0

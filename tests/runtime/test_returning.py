@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from runtime_support import PATIENCE_S, coordinator, make_config, placed
 from diloco_jax import compilation
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
+from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.protocol.island.boundary import Ending
 
-pytestmark = pytest.mark.dist
 __all__ = ["bucket"]
 
 COMPILES = """
@@ -104,6 +106,33 @@ def spoil(entries: list[Path]) -> None:
         os.utime(entry, (0, 0))
 
 
+class Waits(TrainingHost):
+    """Compiles once all fragments have come."""
+
+    came = threading.Event()
+
+    def _tell_left(self, **left: int) -> None:
+        super()._tell_left(**left)
+        if left.get("fragments_left") == 0:
+            self.came.set()
+
+    def compile(self) -> None:
+        assert self.came.wait(PATIENCE_S), "it fetches after it has compiled"
+        super().compile()
+
+
+def test_anchors_come_beside_compilation(text, tmp_path):
+    config = placed(make_config(text), time_budget_s=PATIENCE_S)
+    with coordinator(config, tmp_path / "run") as service:
+        island = Waits(config, "a", service.address, tmp_path / "a")
+        island.start()
+        assert island.exchange.anchor(0)
+        assert not any(island.mailbox.tell_left().values())
+        island.stop(Ending(0, "end of test", "stopped"))
+        island.close()
+
+
+@pytest.mark.dist
 @pytest.mark.timeout(3 * TIMEOUT_S)
 def test_only_programs_that_cannot_be_read_are_compiled(text, tmp_path):
     config = make_config(text, cycles=10_000, quorum=1)
@@ -122,6 +151,7 @@ def test_only_programs_that_cannot_be_read_are_compiled(text, tmp_path):
         assert lives.live(3) == (0, compiled + read)
 
 
+@pytest.mark.dist
 def test_programs_in_a_bucket_are_read_from_there(bucket: Bucket) -> None:
     told = [
         subprocess.run(
