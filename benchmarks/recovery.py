@@ -10,8 +10,8 @@ compiled in the process's life, *read* those that it read from the cache. A prog
 is read is traced and lowered first, which is most of *compile* when the cache is warm.
 *Fetch* is that of all fragments, beside it; *restore* is what follows until the first
 step begins: moments and residuals of the checkpoint. *Beyond compile* is what a start
-takes above *compile*. *Steps to merge* are the island's own steps in the first delta of its that was
-merged; a cycle has 24.
+takes above it. *Steps to merge* are the island's own steps in the first delta of its
+that was merged; a cycle has 24.
 
 Prediction: a returned island compiles nothing and is merged after one to five steps,
 since a fragment is due at every step; 3 s beyond compile, of which imports take 2.
