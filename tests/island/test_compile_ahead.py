@@ -11,12 +11,7 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island.device.build import (
-    Later,
-    NotCompiledError,
-    compile_ahead,
-    compile_each,
-)
+from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
 from diloco_jax.island.main import TrainingHost
 from diloco_jax.island.world import ALONE, Hosts
 
@@ -89,12 +84,6 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with pytest.raises(LowersError):
         TrainingHost.compile(here)
-
-
-def test_it_says_before_each_program_how_many_are_left():
-    left: list[int] = []
-    compile_each([Program(), Program(), Program()], 5, left.append)
-    assert left == [5, 4, 3]
 
 
 PATIENCE_S = 60.0

@@ -315,27 +315,6 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     assert measures.bytes_down >= 2 * len(payload(1))
 
 
-def test_an_anchor_that_comes_while_programs_are_tried_out_is_kept_beside_the_devices(
-    coordinator, client, stack, mailbox
-):
-    left: list[int] = []
-    fetcher = Fetcher(Lanes(client, SIZES), IDENTITY, FakeExchange(), mailbox)
-    fetcher.lands = False
-    versions = [Version(1, 0)]
-    receiver = Receiver(
-        fetcher, mailbox, DEADLINES, versions, None, WAIT_S, left.append
-    )
-    stack.callback(receiver.close, 5.0)
-    anchor = bytes(range(4 * 38))
-    coordinator.source = source(Version(1, 2), anchor, full=True)
-    assert receiver.begin_join()() == [Version(1, 2)]
-    assert left == [1, 0]
-    kept = mailbox.arrivals.pick(0, Version(1, 2))
-    assert (kept.anchor, bytes(kept.octets), kept.chain) == (None, anchor, None)
-    landed = fetcher.landed(kept)
-    assert (landed.anchor, landed.octets) == ((anchor,), None)
-
-
 def test_a_join_ends_with_the_island(coordinator, receiver):
     coordinator.fetch_errors = [VersionGone("gone")] * 1000
     joined = receiver.begin_join()

@@ -1,26 +1,24 @@
-"""An island that comes back on an empty disk reads its programs from the cache that its
-owner's islands share, and compiles anew those that cannot be read."""
+"""An island that comes back on an empty disk fetches while it reads its programs from
+the cache that its owner's islands share, and compiles anew those that cannot be read.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import support
-from bucket_support import TIMEOUT_S, Bucket, bucket
+from bucket_support import TIMEOUT_S, bucket
 from jax._src import compilation_cache
 from runtime_support import PATIENCE_S, coordinator, make_config, placed
+from test_compilation import compile_something
 
 from diloco_jax import compilation
-from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
@@ -28,97 +26,24 @@ from diloco_jax.protocol.island.boundary import Ending
 
 __all__ = ["bucket"]
 
-COMPILES = """
-import sys
-from diloco_jax import compilation
-compilation.use_cache(sys.argv[1], "kind")
-import jax
-jax.jit(lambda x: x * 2 + 1)(1.0).block_until_ready()
-print(compilation.counted())
-"""
-
-
-def environment() -> dict[str, str]:
-    named = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return {n: value for n, value in named.items() if n != compilation.VARIABLE}
-
-
-@dataclasses.dataclass(frozen=True)
-class Lives:
-    """Lives of island a, each on a disk of its own, with one cache."""
-
-    config: Config
-    folder: Path
-    address: str
-
-    def live(self, incarnation: int) -> tuple[int, int]:
-        """Return the programs that a life compiled, and those that it read, once it has
-        adopted a merge and has all programs."""
-        write_config_json(self.config, self.folder / "config.json")
-        command = [*support.DILOCO, "island", self.folder / "config.json"]
-        command += ["--name", "a", "--coordinator", self.address]
-        command += ["--workdir", self.folder / f"disk-{incarnation}"]
-        command += ["--incarnation", incarnation, "--cache", self.folder / "cache"]
-        log = self.folder / f"{incarnation}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                list(map(str, command)),
-                stdout=output,
-                stderr=output,
-                env=environment(),
-            )
-        deadline = time.monotonic() + TIMEOUT_S
-        try:
-            while not (
-                "all programs are there" in log.read_text()
-                and self.adopted(incarnation)
-            ):
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.1)
-            process.terminate()
-            process.wait(PATIENCE_S)
-        finally:
-            process.kill()
-            process.wait()
-        (ends,) = re.findall(
-            r"ends: .*; (\d+) programs compiled, (\d+) read", log.read_text()
-        )
-        return int(ends[0]), int(ends[1])
-
-    def adopted(self, incarnation: int) -> bool:
-        return any(
-            record["kind"] == "island"
-            and record["incarnation"] == incarnation
-            and record["record"]["kind"] == "adopted"
-            for record in read_tape(self.folder / "run" / "tape.jsonl")
-        )
-
-
-def spoil(entries: list[Path]) -> None:
-    """Leave a third of them empty, a third torn, and a third of another version."""
-    foreign = compilation_cache.combine_executable_and_time(b"of another version", 1)
-    for number, entry in enumerate(entries):
-        whole = entry.read_bytes()
-        torn = whole[: len(whole) // 2]
-        other = compilation_cache.compress_executable(foreign)
-        entry.write_bytes((b"", torn, other)[number % 3])
-        os.utime(entry, (0, 0))
-
 
 class Waits(TrainingHost):
     """Compiles once all fragments have come."""
 
-    came = threading.Event()
+    came, told = threading.Event(), list[dict[str, int]]()
 
     def _tell_left(self, **left: int) -> None:
         super()._tell_left(**left)
+        self.told.append(left)
         if left.get("fragments_left") == 0:
             self.came.set()
 
     def compile(self) -> None:
         assert self.came.wait(PATIENCE_S), "it fetches after it has compiled"
+        assert self.told == [{"fragments_left": left} for left in (2, 1, 0)]
         super().compile()
+        programs = [left["programs_left"] for left in self.told[3:]]
+        assert programs == list(range(len(programs) + 2, 2, -1))
 
 
 def test_anchors_come_beside_compilation(text, tmp_path):
@@ -132,39 +57,63 @@ def test_anchors_come_beside_compilation(text, tmp_path):
         island.close()
 
 
+def live(folder: Path, address: str, incarnation: int) -> tuple[int, int]:
+    """Return the programs that a life of island a compiled, and those that it read,
+    once it has adopted a merge and has all programs. Each has a disk of its own."""
+    command = [*support.DILOCO, "island", str(folder / "config.json"), "--name", "a"]
+    command += ["--coordinator", address, "--workdir", str(folder / f"{incarnation}")]
+    command += ["--incarnation", f"{incarnation}", "--cache", str(folder / "cache")]
+    log, deadline = folder / f"{incarnation}.log", time.monotonic() + TIMEOUT_S
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        while "all programs are there" not in log.read_text() or not any(
+            (r["kind"], r.get("incarnation")) == ("island", incarnation)
+            and r["record"]["kind"] == "adopted"
+            for r in read_tape(folder / "run" / "tape.jsonl")
+        ):
+            said = log.read_text()
+            assert process.poll() is None, said
+            assert time.monotonic() < deadline, said
+            time.sleep(0.1)
+        process.terminate()
+        process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    ends = re.search(r"ends: .*; (\d+) programs compiled, (\d+) read", log.read_text())
+    return int(ends[1]), int(ends[2])
+
+
 @pytest.mark.dist
 @pytest.mark.timeout(3 * TIMEOUT_S)
-def test_only_programs_that_cannot_be_read_are_compiled(text, tmp_path):
+def test_only_programs_that_cannot_be_read_are_compiled(text, tmp_path, monkeypatch):
+    monkeypatch.delenv(compilation.VARIABLE)
     config = make_config(text, cycles=10_000, quorum=1)
     a = dataclasses.replace(config.islands["a"], step_seconds=0.02)
     config = dataclasses.replace(config, islands={"a": a})
     config = placed(config, time_budget_s=PATIENCE_S, evaluate_every_steps=0).validate()
-    with contextlib.ExitStack() as stack:
-        service = stack.enter_context(coordinator(config, tmp_path / "run"))
-        lives = Lives(config, tmp_path, service.address)
-        compiled, read = lives.live(1)  # Some programs are read: two have one key.
+    write_config_json(config, tmp_path / "config.json")
+    foreign = compilation_cache.combine_executable_and_time(b"of another version", 1)
+    other = compilation_cache.compress_executable(foreign)
+    with coordinator(config, tmp_path / "run") as service:
+        found = live(tmp_path, service.address, 1)
         (kind,) = (tmp_path / "cache").iterdir()
         entries = sorted(kind.iterdir())
-        assert (compiled, kind.name[:4]) == (len(entries), "jax-")
-        spoil(entries)
-        assert lives.live(2) == (compiled, read)
-        assert lives.live(3) == (0, compiled + read)
+        # Some programs are read, as two have one key.
+        assert (found[0], kind.name[:4]) == (len(entries), "jax-")
+        for number, entry in enumerate(entries):
+            whole = entry.read_bytes()
+            entry.write_bytes((b"", whole[: len(whole) // 2], other)[number % 3])
+        assert live(tmp_path, service.address, 2) == found
+        assert live(tmp_path, service.address, 3) == (0, sum(found))
 
 
 @pytest.mark.dist
-def test_programs_in_a_bucket_are_read_from_there(bucket: Bucket) -> None:
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", COMPILES, "gs://bucket/islands/_jax-cache/_shared"],
-            env={**environment(), **bucket.environment},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=True,
-        ).stdout.strip()
-        for _ in range(2)
-    ]
-    assert told[0] == "1 programs compiled, 0 read from the cache"
-    assert told[1] == "0 programs compiled, 1 read from the cache"
-    names = [name for name in bucket.names() if "_jax-cache/_shared/kind/" in name]
-    assert len(names) == 1
+def test_programs_in_a_bucket_are_read_from_there(bucket, monkeypatch):
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    folder = "gs://bucket/islands/_jax-cache/_shared"
+    compile_something(folder, "1 programs compiled, 0 read from the cache")
+    compile_something(folder, "0 programs compiled, 1 read from the cache")
+    assert len([name for name in bucket.names() if "_jax-cache/_shared/" in name]) == 1
