@@ -176,7 +176,7 @@ def status_command(arguments: Sequence[str]) -> int:
         print(json.dumps({**status, "health": health_of(status)}))
     elif "wall_seconds" in status:
         Console(stderr=True, markup=False).print(
-            closing_report(status, {}), highlight=False, soft_wrap=True
+            closing_report(status), highlight=False, soft_wrap=True
         )
     else:
         Console(stderr=True, markup=False).print(render(status, None))
