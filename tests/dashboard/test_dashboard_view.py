@@ -200,7 +200,7 @@ def test_failures_have_times_of_the_run_and_their_cost(short):
 def test_a_window_before_the_run_is_empty(short):
     found = seen(short, -100, -50)
     assert found["merges"] == []
-    assert found["goodput"]["goodput"] == 0
+    assert found["goodput"]["parts"]["merged"] == 0
     assert {letter for letter, _ in lengths(found["lanes"][1]["states"])} == {"."}
     assert seen(Timeline(), 0, 1)["lanes"][0]["name"] == "coordinator"
 
