@@ -35,7 +35,7 @@ BROKE = {
 }
 
 
-class Failure(msgspec.Struct, kw_only=True):
+class NotedFailure(msgspec.Struct, kw_only=True):
     """One failure. Times are unix seconds. Tokens of a delta count once for all
     fragments together, as those of steps do."""
 
@@ -97,7 +97,7 @@ class SeenIsland(msgspec.Struct, kw_only=True):
 class KeptFailures(msgspec.Struct, kw_only=True):
     """What a coordinator's next life must know."""
 
-    failures: list[Failure] = []
+    failures: list[NotedFailure] = []
     islands: dict[str, SeenIsland] = {}
 
 
@@ -109,9 +109,9 @@ class Failures:
         """kept: what the life before had."""
         kept = kept or KeptFailures()
         self._islands = kept.islands
-        self._all: deque[Failure] = deque(maxlen=KEPT)
-        self._open: dict[str, Failure] = {}
-        self._unmerged: dict[str, Failure] = {}
+        self._all: deque[NotedFailure] = deque(maxlen=KEPT)
+        self._open: dict[str, NotedFailure] = {}
+        self._unmerged: dict[str, NotedFailure] = {}
         """The newest failure of each, until it is merged again."""
         for failure in kept.failures:
             self._all.append(failure)
@@ -121,7 +121,7 @@ class Failures:
             if failure.merged is not None:
                 del self._unmerged[failure.who]
 
-    def __iter__(self) -> Iterator[Failure]:
+    def __iter__(self) -> Iterator[NotedFailure]:
         """Yield them, the oldest first."""
         return iter(self._all)
 
@@ -129,7 +129,7 @@ class Failures:
         """Return what the next life of this coordinator needs."""
         return KeptFailures(failures=list(self._all), islands=self._islands)
 
-    def within(self, start: float, stop: float) -> Iterator[Failure]:
+    def within(self, start: float, stop: float) -> Iterator[NotedFailure]:
         """Yield what failed in [start, stop), the newest first."""
         for failure in reversed(self._all):
             if failure.began < stop and (failure.ended or stop) >= start:
@@ -142,7 +142,7 @@ class Failures:
         goes_on = failure is not None and not failure.quarantine
         return over + (now - failure.began if failure and goes_on else 0.0)
 
-    def add(self, failures: Iterable[Failure]) -> None:
+    def add(self, failures: Iterable[NotedFailure]) -> None:
         """Take failures as they are known, such as those of an emulation."""
         for failure in failures:
             self._all.append(failure)
@@ -280,7 +280,7 @@ class Failures:
                 f"snapshot {line['snapshot']} and {line['records']:,} records of its "
                 f"log"
             )
-        failure = Failure(
+        failure = NotedFailure(
             who=COORDINATOR,
             incarnation=0,
             began=since,
@@ -290,18 +290,18 @@ class Failures:
         self._all.append(failure)
         self._unmerged[COORDINATOR] = failure
 
-    def _begin(self, name: str, began: float, why: str) -> Failure:
+    def _begin(self, name: str, began: float, why: str) -> NotedFailure:
         before, incarnation = self._open.get(name), self._of(name).incarnation
         if before is not None and before.incarnation == incarnation:
             return before
         if before is not None:
             self._end(before, max(before.began, began))
-        failure = Failure(who=name, incarnation=incarnation, began=began, why=why)
+        failure = NotedFailure(who=name, incarnation=incarnation, began=began, why=why)
         self._all.append(failure)
         self._open[name] = self._unmerged[name] = failure
         return failure
 
-    def _end(self, failure: Failure, time: float) -> None:
+    def _end(self, failure: NotedFailure, time: float) -> None:
         known, failure.ended = self._of(failure.who), time
         if self._open.get(failure.who) is failure:
             del self._open[failure.who]

@@ -33,7 +33,7 @@ from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.timing import LOSS_STEPS
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
-from diloco_jax.observability.failures import ENDS, Failure
+from diloco_jax.observability.failures import ENDS, NotedFailure
 from diloco_jax.observability.history import History, of_rows, outage_rows
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.boundary import TakeOutcome
@@ -112,12 +112,12 @@ class Diary:
         )
 
 
-def deaths(diaries: Sequence[Diary]) -> Iterator[Failure]:
+def deaths(diaries: Sequence[Diary]) -> Iterator[NotedFailure]:
     """Yield the outages of an island, by the diaries of its incarnations."""
     for diary, after in itertools.zip_longest(diaries, diaries[1:]):
         if diary.end == "died":
             steps = after.rows if after is not None else ()
-            yield Failure(
+            yield NotedFailure(
                 who=diary.island,
                 incarnation=diary.incarnation,
                 began=diary.ended or 0.0,

@@ -34,7 +34,7 @@ def trains(told: Told, first: int, last: int, more: int = 0) -> None:
         told.metrics(float(second), second + more)
 
 
-def found(told: Told) -> list[failures.Failure]:
+def found(told: Told) -> list[failures.NotedFailure]:
     return list(told.timeline.failures.within(BEGIN, BEGIN + 1000))[::-1]
 
 
