@@ -22,7 +22,7 @@ from diloco_jax import run_files
 from diloco_jax.config.fields import as_html
 from diloco_jax.errors import ConfigError
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.observability.failures import NotedFailure, Failures
+from diloco_jax.observability.failures import Failures, NotedFailure
 from diloco_jax.observability.metrics import MEASURES, read_metrics
 from diloco_jax.observability.tape import Repeats, read_tape
 
