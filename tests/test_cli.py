@@ -20,7 +20,13 @@ import pytest
 from diloco_jax import before_jax, cli
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.cluster.processes import ManagedProcess
-from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    OuterConfig,
+    Placement,
+    RunConfig,
+)
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.files import write_json
 from diloco_jax.island.world import WorldAddress
@@ -235,7 +241,9 @@ def finished(tmp_path):
     """A workdir whose coordinator is gone."""
     outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
     run = RunConfig(data=DataConfig(digest="d"), outer=outer)
-    write_config_json(Config(run=run), tmp_path / "config.json")
+    placement = Placement(faults=("coordinator@9:kill",))
+    config = Config(run=run, placement=placement)
+    write_config_json(config, tmp_path / "config.json")
     summary = {"wall_seconds": 5, "merges": 3, "goodput": 0.5, "islands": {}}
     write_json({**summary, "phase": "done"}, tmp_path / "summary.json")
     (tmp_path / "coordinator.address").write_text("127.0.0.1:1\n")
@@ -250,6 +258,9 @@ def test_status_of_a_finished_run_is_its_summary(finished, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "goodput 0.500" in captured.err
+    assert (
+        "the fault coordinator@9:kill never struck: coordinator made 3" in captured.err
+    )
 
 
 @pytest.mark.parametrize(
