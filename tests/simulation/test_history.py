@@ -116,11 +116,13 @@ def test_tables_are_written_with_their_columns(recorded, tmp_path):
 @pytest.mark.parametrize(("resumed", "ended"), [(False, 4.0), (True, 9.0)])
 def test_a_life_ends_when_it_was_last_heard_of(tmp_path, resumed, ended):
     who = {"island": "a", "incarnation": 1}
-    lines = [(0.0, {"kind": "begun"}), (1.0, {"kind": "joined", **who})]
+    joined = {"kind": "joined", **who, "tokens_per_step": 4}
+    lines = [(0.0, {"kind": "begun"}), (1.0, joined)]
     lines.append((4.0, {"kind": "absent", **who, "why": "silent"}))
     if resumed:
         lines.append((6.0, {"kind": "resumed", **who, "steps": 3}))
-    lines.append((9.0, {"kind": "left", **who, "steps": 7, "reason": "died"}))
+    left = {"kind": "left", **who, "steps": 7, "reason": "died", "said": ""}
+    lines.append((9.0, {**left, "lost_tokens_by_fragment": [4]}))
     tape = Tape(tmp_path / "tape.jsonl")
     for at, each in lines:
         tape.append({**each, "time": BEGUN + at})
