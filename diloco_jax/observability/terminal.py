@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -280,7 +279,7 @@ def closing_report(summary: Mapping[str, Any], faults: Faults = NO_FAULTS) -> st
             f"  {merged / total:>15.1%}"
         )
     failed = list(_failure_lines(summary.get("failures", ())))
-    cost = _outage_lines(summary, islands)
+    cost = list(_outage_lines(summary, islands))
     skipped = [
         f"{name}: {island['skipped_steps']:,} of {island.get('steps', 0):,} steps had "
         f"a loss or gradient that is not finite, and changed nothing"
@@ -356,55 +355,37 @@ def _failure_lines(failures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             what = "merges went on" if goes_on else "merged again"
             costs.append(f"{what} {again:.1f} s after it began")
         lasts = one["seconds"]
-        yield (
-            f"{duration_text(one['at_seconds'])} {one['who']} failed "
-            f"{'to the end' if lasts is None else f'for {lasts:.1f} s'}: {one['why']}; "
-            f"{', '.join(costs) or 'it cost nothing'}"
+        yield "; ".join(
+            [
+                f"{duration_text(one['at_seconds'])} {one['who']} failed "
+                f"{'to the end' if lasts is None else f'for {lasts:.1f} s'}: "
+                f"{one['why']}",
+                *([", ".join(costs)] if costs else []),
+            ]
         )
 
 
 def _outage_lines(
     summary: Mapping[str, Any], islands: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Describe the cost of each island's outages to itself and to the others."""
-    failed = Counter(one["who"] for one in summary.get("failures", ()))
-    victims = [
-        name for name, island in islands.items() if _returns(island, failed[name])
-    ]
-    lines = []
+) -> Iterator[str]:
+    """Describe what stops of the whole run cost, and outages the other islands."""
     stopped = summary.get("phase") == "stopped"
     if of_stops := sum(_of_stops(i, stopped=stopped) for i in islands.values()):
-        lines.append(f"stopping the run as a whole cost {of_stops:,} tokens")
-    for name in victims:
-        island = islands[name]
-        times = _returns(island, failed[name])
-        lost = _lost(island) - _of_stops(island, stopped=stopped)
-        share = lost / max(1, island.get("tokens_computed", 0))
-        lines.append(
-            f"{name} went away {'once' if times == 1 else f'{times} times'}: it lost "
-            f"{lost:,} tokens of its own, {share:.1%} of what it computed"
-        )
+        yield f"stopping the run as a whole cost {of_stops:,} tokens"
+    victims = {one["who"] for one in summary.get("failures", ())}
     others = [name for name in islands if name not in victims]
     if victims and others:
-        lines.append("the others' longest gap between two steps:")
-    for name in others if victims else []:
+        yield "the others' longest gap between two steps:"
+    for name in others if victims else ():
         median = islands[name].get("median_step_seconds", 0)
         gap = islands[name].get("max_step_gap_seconds", 0)
         ratio = f" = {gap / median:.1f} medians of {median:.3f} s" if median else ""
-        lines.append(f"  {name:<{_width(islands)}} {gap:.3f} s{ratio}")
-    return lines
+        yield f"  {name:<{_width(islands)}} {gap:.3f} s{ratio}"
 
 
 def _width(islands: Mapping[str, Any]) -> int:
     """Return the width of a column of islands' names."""
     return max([8, *map(len, islands)])
-
-
-def _returns(island: Mapping[str, Any], failed: int) -> int:
-    """Return how often an island went away, without stops of the whole run. failed: how
-    often it did as far as failures are kept."""
-    joins = int(island.get("joins", 1)) - 1 - int(island.get("resumed", 0))
-    return max(0, joins, failed)
 
 
 def _of_stops(island: Mapping[str, Any], *, stopped: bool) -> int:
