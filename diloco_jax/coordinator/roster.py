@@ -137,7 +137,9 @@ class Roster:
                     error,
                     damaged,
                 )
-        return cls(path)
+        roster = cls(path)
+        roster.failures.catch_up(path.parent)
+        return roster
 
     def hello(
         self,

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from diloco_jax import run_files
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.observability.tape import lines_after
 
 KEPT = 1_000
 ENDS = {
@@ -99,6 +102,8 @@ class KeptFailures(msgspec.Struct, kw_only=True):
 
     failures: list[NotedFailure] = []
     islands: dict[str, SeenIsland] = {}
+    newest: float = 0.0
+    """Time of the newest line in it."""
 
 
 class Failures:
@@ -108,7 +113,7 @@ class Failures:
     def __init__(self, kept: KeptFailures | None = None) -> None:
         """kept: what the life before had."""
         kept = kept or KeptFailures()
-        self._islands = kept.islands
+        self._islands, self._newest = kept.islands, kept.newest
         self._all: deque[NotedFailure] = deque(maxlen=KEPT)
         self._open: dict[str, NotedFailure] = {}
         self._unmerged: dict[str, NotedFailure] = {}
@@ -127,7 +132,21 @@ class Failures:
 
     def kept(self) -> KeptFailures:
         """Return what the next life of this coordinator needs."""
-        return KeptFailures(failures=list(self._all), islands=self._islands)
+        return KeptFailures(
+            failures=list(self._all), islands=self._islands, newest=self._newest
+        )
+
+    def catch_up(self, workdir: Path) -> None:
+        """Take the lines of a life that had not kept all when it ended."""
+        if since := self._newest:
+            tape = lines_after(workdir / run_files.TAPE, since)
+            metrics = lines_after(workdir / run_files.METRICS, since)
+            told = [
+                *((self.tape, x) for x in tape),
+                *((self.metrics, x) for x in metrics),
+            ]
+            for take, line in sorted(told, key=lambda pair: pair[1]["time"]):
+                take(line)
 
     def within(self, start: float, stop: float) -> Iterator[NotedFailure]:
         """Yield what failed in [start, stop), the newest first."""
@@ -161,7 +180,7 @@ class Failures:
 
     def tape(self, line: Mapping[str, Any]) -> None:
         """Take a line of the tape."""
-        time = line["time"]
+        self._newest = time = line["time"]
         match line["kind"]:
             case "joined":
                 self._joined(line, time)
@@ -197,9 +216,10 @@ class Failures:
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Take a line of the metrics."""
+        self._newest = time = line["time"]
         if line["kind"] != "island":
             return
-        name, time = line["island"], line["time"]
+        name = line["island"]
         known, failure = self._of(name), self._open.get(name)
         known.median_step_seconds = (
             line["median_step_seconds"] or known.median_step_seconds

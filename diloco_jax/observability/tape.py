@@ -351,6 +351,17 @@ def not_on_tape(
     return durable
 
 
+def lines_after(path: Path, since: float) -> list[dict[str, Any]]:
+    """Return the complete lines later than a unix time, unchecked; none if there is no
+    file."""
+    with contextlib.suppress(FileNotFoundError):
+        newest = _newest_first(path)
+        return list(itertools.takewhile(lambda line: line["time"] > since, newest))[
+            ::-1
+        ]
+    return []
+
+
 def newest_record(path: str | Path, kind: str) -> dict[str, Any]:
     """Return the last complete line of that kind, unchecked; raise ValueError if there
     is none."""

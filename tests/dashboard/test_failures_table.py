@@ -13,7 +13,7 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.files import write_json
 from diloco_jax.observability import failures
-from diloco_jax.observability.tape import Tape
+from diloco_jax.observability.tape import JsonLines, Tape
 from diloco_jax.protocol import records
 from diloco_jax.workdir import read_summary
 
@@ -167,13 +167,18 @@ def test_every_page_and_table_tells_the_same_of_a_run(tmp_path):
     )
     workdir = write_run(run, tmp_path / "run")
     chained(workdir)
-    path = tmp_path / "roster.msgpack"
+    path = tmp_path / "killed/roster.msgpack"
+    path.parent.mkdir()
     roster = Roster(path)
+    files = {"tape": Tape(path.parent / "tape.jsonl")}
+    files["metrics"] = JsonLines(path.parent / "metrics.jsonl")
     for which, line in run.lines():
-        if line["kind"] == "recovered":
-            roster.save()
+        if line["kind"] == "recovered":  # It was killed, and had saved long before.
             roster = Roster.begin_from(path)
         getattr(roster.failures, which)(line)
+        files[which].append(line)
+        if line["time"] < BEGIN + 88:
+            roster.save()
     names = run.names
     islands = {n: {"away_seconds": roster.failures.away_seconds(n, 0.0)} for n in names}
     told = {"failures": [one.told(BEGIN) for one in roster.failures]}
