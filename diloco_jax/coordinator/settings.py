@@ -211,8 +211,7 @@ def room_each(config: Config, plan: FragmentPlan) -> int:
 
 def largest_delta(config: Config, plan: FragmentPlan) -> int:
     """Return the bytes of the largest fragment's delta."""
-    codec = get_codec(config.run.sync.codec_up)
-    return max(PayloadLayout.of_delta(codec, p).total_bytes for p in plan.fragments)
+    return max(delta_bytes(config.run.sync.codec_up, plan))
 
 
 def faults_of(config: Config, who: str, life: int = 1) -> Faults:
@@ -312,6 +311,12 @@ def payload_bytes(codec: str, plan: FragmentPlan) -> list[int]:
     """Return the bytes of each encoded fragment."""
     chosen = get_codec(codec)
     return [PayloadLayout.of(chosen, p).total_bytes for p in plan.fragments]
+
+
+def delta_bytes(codec: str, plan: FragmentPlan) -> list[int]:
+    """Return the bytes of each fragment's delta: of the counts of use, too."""
+    chosen = get_codec(codec)
+    return [PayloadLayout.of_delta(chosen, p).total_bytes for p in plan.fragments]
 
 
 def next_snapshots(placement: Placement, state: int, largest: int, held: int) -> int:

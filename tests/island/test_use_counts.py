@@ -111,7 +111,7 @@ def untied(**inner) -> RunConfig:
     return RunConfig(
         model=dataclasses.replace(MODEL, tied_embeddings=False),
         inner=InnerConfig(learning_rate=0.1, **inner),
-        sync=SyncConfig(fragments=1, codec_up="f32", weights_by_use=True),
+        sync=SyncConfig(fragments=1, codec_up="f32", weights_by_use="rows"),
         sequence_length=SEQUENCE_LENGTH,
     )
 

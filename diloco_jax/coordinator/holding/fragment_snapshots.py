@@ -26,8 +26,10 @@ import logging
 import mmap
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,6 +49,7 @@ from diloco_jax.coordinator.snapshots import (
     fragment_path,
     versions,
 )
+from diloco_jax.core.fragment_merge import Rows
 from diloco_jax.core.fragments import Buffer, FragmentPlan, Params, get_piece
 from diloco_jax.core.tiles import Empty
 from diloco_jax.files import is_bucket, sync_path, write_json
@@ -87,10 +90,16 @@ class Publishes:
             path.unlink()
 
     def write(
-        self, fragment: int, version: Version, payload: Buffer, *, final: bool
+        self,
+        fragment: int,
+        version: Version,
+        payload: Buffer,
+        *,
+        final: bool,
+        unused: Mapping[int, Rows] = MappingProxyType({}),
     ) -> Prepared:
         """Write a publish; it is on disk when this returns. final: it belongs to the
-        flush. Raises OSError if the disk is full."""
+        flush. unused: `MergeResult.unused`. Raises OSError if the disk is full."""
         path = self.path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
@@ -101,6 +110,7 @@ class Publishes:
             "version": list(version),
             "final": final,
             "bytes": len(payload),
+            "unused": {number: _noted(rows) for number, rows in unused.items()},
         }
         digest = files.write_sealed(path, header, [payload])
         return Prepared(digest=digest, payload_bytes=len(payload))
@@ -130,6 +140,11 @@ class Publishes:
             what = f"{path} has digest {found}, its record says {wanted}"
             raise _damaged(fragment, version, what)
         return made[0].data, bool(header["final"])
+
+    def unused(self, fragment: int, version: Version) -> dict[int, Rows]:
+        """Return the rows that nobody used, of a publish that can be read."""
+        header = files.read_sealed_header(self.path(fragment, version))
+        return {int(n): _of_note(*own) for n, own in header.get("unused", {}).items()}
 
     def require(self, fragment: int, version: Version) -> None:
         """Raise DurableError unless a committed publish is there, by its header."""
@@ -183,6 +198,17 @@ class Publishes:
     def path(self, fragment: int, version: Version) -> Path:
         """Return the path of a publish."""
         return self._folder / f"{fragment:05d}" / f"{version.name}.publish"
+
+
+def _noted(rows: Rows) -> tuple[int, str]:
+    """Return a note of some rows, for a header: their number, and a bit of each."""
+    return len(rows), zlib.compress(np.packbits(rows).tobytes()).hex()
+
+
+def _of_note(count: int, bits: str) -> Rows:
+    """Invert `_noted`."""
+    packed = np.frombuffer(zlib.decompress(bytes.fromhex(bits)), np.uint8)
+    return np.unpackbits(packed, count=count).astype(np.bool_)
 
 
 def require_space(folder: Path, nbytes: int) -> None:
@@ -474,7 +500,12 @@ def restored(
             fragment, version, committed.digests.get(version.number), store.empty
         )
         store.replay(
-            fragment, version, payload, final=final, digested=version == through
+            fragment,
+            version,
+            payload,
+            final=final,
+            digested=version == through,
+            unused=publishes.unused(fragment, version),
         )
         store.put_aside(fragment, publishes.mapped)
         moved |= not final
