@@ -3,18 +3,22 @@ prompts and tasks have pictures."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import importlib
 import itertools
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pictures
 import pytest
+import support
+import tape_checks
 from begin_support import begun
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -33,6 +37,9 @@ from diloco_jax.core.fragments import get_piece
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.generation import generate
 from diloco_jax.models.presets import preset
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.simulation.replay import replay
+from diloco_jax.simulation.replay.recording import read_recording
 from diloco_jax.weights import adapted, families, tensor_files
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import first_params, read_folder, started_from
@@ -390,16 +397,56 @@ def test_an_item_whose_pictures_do_not_fit_is_refused(item, message, tmp_path):
 PAGE = Path(__file__).parents[2] / "docs" / "pictures.md"
 
 
+BLIND = """
+import dataclasses, sys
+import numpy as np
+from diloco_jax.data.loading import load_data
+
+class Rows:
+    def __init__(self, rows):
+        self._rows, self.fields = rows, rows.fields
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, number):
+        row = dict(self._rows[number])
+        if "small" in sys.argv:  # The island's own process.
+            row["pictures"] = np.full_like(row["pictures"], b"")
+            row["picture_count"] = np.zeros_like(row["picture_count"])
+        return row
+
+def rows(run):
+    data = dataclasses.replace(run.data, factory="")
+    found = load_data(dataclasses.replace(run, data=data))
+    return dataclasses.replace(found, train=Rows(found.train))
+"""
+
+
+class Replayed(replay.ReplayedIsland):
+    """An island as it was: small has no pictures."""
+
+    def __init__(self, life, run, reader, *more):
+        def batch(positions):
+            own = dict(reader.batch(positions))
+            for name in ("pictures", "picture_count"):
+                own[name] = own[name] * (life.who.island != "small")
+            return own
+
+        super().__init__(life, run, SimpleNamespace(batch=batch), *more)
+
+
 @pytest.mark.dist
 def test_the_page_goes_from_files_to_an_export(tmp_path, monkeypatch, capsys):
-    """Its commands run as they stand, the run with an island that is killed."""
+    """Its commands run as they stand; in the run one island is killed, and the other
+    has no pictures, and weighs nothing in the tower."""
     text = PAGE.read_text()
     commands = re.search(r"^```\n(diloco .*?)^```", text, re.M | re.S)[1].splitlines()
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(PAGE.parents[1] / "benchmarks")
-    importlib.import_module("pictures").write_pictures(tmp_path / "shapes", 200, 1)
+    pictures.write_pictures(tmp_path / "shapes", 200, 1)
     (tmp_path / "run.py").write_text(code)
+    (tmp_path / "blind.py").write_text(BLIND)
     assert [line.split()[1] for line in commands] == [
         *("data", "run", "eval", "export", "generate")
     ]
@@ -409,11 +456,30 @@ def test_the_page_goes_from_files_to_an_export(tmp_path, monkeypatch, capsys):
             # So slow that the one that is killed is back long before the end.
             for island in ("large", "small"):
                 words += [f"--islands.{island}.step-seconds", "0.6"]
-            words += ["--faults", "small@3:kill"]
+            words += ["--faults", "large@3:kill", "--data.factory", "blind.py:rows"]
+        elif words[0] in ("eval", "export"):
+            words += ["--trust-code"]
         assert cli.main(words) == 0, line
     summary = json.loads(Path("runs/shapes/summary.json").read_text())
     assert summary["eval_tasks"]["task"]["items"] == 200
-    assert summary["islands"]["small"]["incarnation"] == 2
+    assert summary["islands"]["large"]["incarnation"] == 2
     model = families.read(tensor_files.read_json(Path("model/config.json")), "")
     assert model.vision == preset("tiny_vision").vision
     assert capsys.readouterr().out
+    recording = read_recording(Path("runs/shapes"))
+    tape = list(read_tape(Path("runs/shapes/tape.jsonl")))
+    sizes = support.fragment_sizes(recording.config)
+    assert tape_checks.ledger_problems(summary, tape, sizes) == []
+    told = collections.defaultdict(set)
+    for merge in recording.merges:
+        for part in merge.made.contributions:
+            told[part.island, merge.made.fragment].add(part.uses)
+    counts = {"small": set(), "large": set()}
+    for (island, _), digests in told.items():
+        counts[island].add(len(digests))
+    assert counts["small"] == {1}, "no pictures, whatever the take"
+    assert max(counts["large"]) > 1
+    monkeypatch.setattr(replay, "ReplayedIsland", Replayed)
+    with replay.Replay(recording) as repeated:
+        for merge, found in repeated.merges():
+            assert found.publish == merge.made.digest, merge
