@@ -31,6 +31,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.data.prepared import read_manifest
 from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.files import write_json
 from diloco_jax.simulation.emulate import Emulation, emulate
@@ -170,8 +171,13 @@ def one(folder: Path, options: argparse.Namespace, case: str) -> dict[str, Any]:
         tokens = 2 * tokens // 3
     else:
         # Each island has a part of the rows, in the order of both.
-        text = write_text(folder / "text", options.pictures // 6, 2)
+        text = write_text(folder / "text", options.pictures // 5, 2)
         paths, islands = [prepared(text, pictures=False), *paths], ("a", *islands)
+        rows = [read_manifest(path).train.counts.rows for path in paths]
+        if len(islands) * rows[0] < sum(rows):
+            raise support.RunError(
+                f"rows without and with pictures: {rows}; a has some"
+            )
     config = config_of(tuple(paths), islands, tokens)
     learnt = emulate(config, options=EmulationOptions(unlike_shards=True))
     found: dict[str, Any] = {"loss": learnt.summary["eval_loss"]}

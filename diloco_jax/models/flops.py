@@ -67,6 +67,21 @@ def sequence_flops(run: RunConfig) -> float:
     return analytic_flops(run.model, run.sequence_length, pictures)
 
 
+def pictures_note(run: RunConfig) -> str:
+    """Say that no pictures are counted, of a bundled model that takes some; "" if they
+    are."""
+    vision = run.model.vision
+    if run.model.factory or not vision.layers or PICTURES in run.data.arrays:
+        return ""
+    return (
+        f"model.vision takes pictures, and data.arrays = "
+        f"{', '.join(run.data.arrays)} has none, so that none is counted; give "
+        f"--data.arrays tokens segments weights pictures picture_count --data.pictures "
+        f"N (most of a row) --data.picture-tokens {vision.tokens_per_picture} "
+        f"--data.picture-token {vision.token}"
+    )
+
+
 def least_flops(model: ModelConfig, length: int) -> float:
     """Count what no kernel leaves out of it: the products with weights, without those
     for gradients of frozen weights. Windows and masks may leave out attention.

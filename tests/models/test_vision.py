@@ -11,9 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.config import ConfigError, ModelConfig, VisionConfig
+from diloco_jax.config import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    VisionConfig,
+)
 from diloco_jax.models import transformer, vision
-from diloco_jax.models.flops import analytic_flops, product_flops
+from diloco_jax.models.flops import analytic_flops, pictures_note, product_flops
 from diloco_jax.models.generation import (
     Cache,
     generate,
@@ -196,6 +202,15 @@ def test_the_count_of_pictures_is_that_of_the_formula(train):
     traced = jax.make_jaxpr(jax.value_and_grad(built.require_loss(), has_aux=True))
     counted = product_flops(traced(built.shapes(), batch, frozen).jaxpr)
     assert counted == pytest.approx(analytic_flops(model, 512, 2), rel=1e-6)
+
+
+def test_a_plan_without_the_data_says_that_no_picture_is_counted():
+    run = RunConfig(model=preset("smolvlm_256m"))
+    options = "--data.picture-tokens 64 --data.picture-token 49190"
+    assert options in pictures_note(run)
+    data = DataConfig(arrays=("tokens", "pictures", "picture_count"), pictures=1)
+    assert pictures_note(dataclasses.replace(run, data=data)) == ""
+    assert pictures_note(RunConfig()) == ""
 
 
 def test_the_published_model_has_as_many_parameters_as_its_files():
