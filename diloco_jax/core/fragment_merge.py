@@ -45,8 +45,6 @@ much."""
 
 Sample = npt.NDArray[np.float32]
 """f32[rows, elements]: what is looked at of a piece, by sampled tile."""
-Rows = npt.NDArray[np.bool_]
-"""bool[rows]: some of the rows of a piece's first axis."""
 
 
 class MergeMeasures(NamedTuple):
@@ -228,8 +226,9 @@ class MergeResult(NamedTuple):
     """Sampled tiles of the merged delta, by piece."""
     directions: tuple[float | None, ...]
     """See `measure`."""
-    unused: Mapping[int, Rows] = MappingProxyType({})
-    """Rows that nobody used, by number of the piece; those of which there are some."""
+    unused: Mapping[int, bytes] = MappingProxyType({})
+    """By number of the piece a bit for each row, set if nobody used it; of pieces that
+    have such rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -381,7 +380,7 @@ class FragmentMerge:
             tuple(samples),
             directions,
             {
-                index: found.unused
+                index: np.packbits(found.unused).tobytes()
                 for index, found in enumerate(merged)
                 if found.unused is not None and found.unused.any()
             },
@@ -394,7 +393,7 @@ class FragmentMerge:
         *,
         final: bool,
         digest: xxh3_128 | None = None,
-        unused: Mapping[int, Rows] = MappingProxyType({}),
+        unused: Mapping[int, bytes] = MappingProxyType({}),
     ) -> FragmentState:
         """Apply a logged publish after a crash: Theta = A.
 
@@ -512,11 +511,12 @@ class FragmentMerge:
                     apply(index, step, None)
         return tuple(step.after for step in made)
 
-    def _rest(self, before: Any, after: Any, unused: Mapping[int, Rows]) -> None:
+    def _rest(self, before: Any, after: Any, unused: Mapping[int, bytes]) -> None:
         """Put momentum of rows that nobody used back as it was, into the new state of
         an optimizer that goes element by element."""
-        for index, rows in unused.items():
-            grid = self.pieces[index].grid
+        for index, bits in unused.items():
+            packed, grid = np.frombuffer(bits, np.uint8), self.pieces[index].grid
+            rows = np.unpackbits(packed, count=grid.shape[0]).astype(np.bool_)
             kept = (jax.tree.leaves(state[index]) for state in (before, after))
             for old, new in zip(*kept, strict=True):
                 if old.shape == grid.in_order and new is not old:
@@ -647,7 +647,7 @@ class FragmentMerge:
 
 
 def _keep(
-    unused: Rows | None,
+    unused: npt.NDArray[np.bool_] | None,
     grid: TileGrid,
     tiles: slice,
     old: npt.NDArray[np.float32],

@@ -32,15 +32,7 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -255,7 +247,7 @@ def plan_fragments(
     by: str = "size",
     may_cut: Callable[[Piece], bool] = lambda piece: False,
     by_use: Mapping[str, float] = MappingProxyType({}),
-    as_one: Collection[str] = (),
+    as_one: Sequence[str] = (),
 ) -> FragmentPlan:
     """Deal all pieces out to `num_fragments` fragments of about equal size.
 

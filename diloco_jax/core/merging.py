@@ -492,8 +492,7 @@ def _as_one(
         encoded=[deltas.encoded[number] for number in used],
         known=[deltas.squares[number] for number in used],
     )
-    own_weights = [weights[number] for number in used]
-    found = merge_piece(rule, own, own_weights, share, state, out)
+    found = merge_piece(rule, own, [weights[n] for n in used], share, state, out)
     return found._replace(direction_square=None)
 
 

@@ -363,9 +363,8 @@ class JoinedHost(Host["JoinedLoop"]):
         """
         self.leaves, self._like = LikeLeaves(like), like
         self.own_data, self._state = own_data, state
-        run = config.run
-        seen = run.model.vision.layers and not run.model.factory
-        by_use = run.sync.weights_by_use
+        seen = config.run.model.vision.layers and not config.run.model.factory
+        by_use = config.run.sync.weights_by_use
         if by_use == "rows" or (by_use == "parts" and seen):
             raise ConfigError(
                 f"sync.weights_by_use = {by_use!r} in the run's config, and a train "

@@ -68,17 +68,15 @@ def sequence_flops(run: RunConfig) -> float:
 
 
 def pictures_note(run: RunConfig) -> str:
-    """Say that no pictures are counted, of a bundled model that takes some; "" if they
-    are."""
+    """Say that no picture of a bundled model is counted; "" if they are."""
     vision = run.model.vision
     if run.model.factory or not vision.layers or PICTURES in run.data.arrays:
         return ""
     return (
-        f"model.vision takes pictures, and data.arrays = "
-        f"{', '.join(run.data.arrays)} has none, so that none is counted; give "
-        f"--data.arrays tokens segments weights pictures picture_count --data.pictures "
-        f"N (most of a row) --data.picture-tokens {vision.tokens_per_picture} "
-        f"--data.picture-token {vision.token}"
+        f"model.vision takes pictures, and data.arrays = {', '.join(run.data.arrays)}: "
+        f"none is counted; give --data.arrays tokens segments weights pictures "
+        f"picture_count --data.pictures N (most of a row) --data.picture-tokens "
+        f"{vision.tokens_per_picture} --data.picture-token {vision.token}"
     )
 
 

@@ -20,12 +20,7 @@ import msgspec
 
 from diloco_jax.config import Config
 from diloco_jax.config.config import replaced
-from diloco_jax.coordinator.settings import (
-    admitted,
-    delta_bytes,
-    payload_bytes,
-    room_needed,
-)
+from diloco_jax.coordinator.settings import admitted, payload_bytes, room_needed
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
     MIB,
@@ -200,7 +195,7 @@ def needs_of(terms: Terms) -> Needs:
         cycles=config.merges_per_fragment(),
     )
 
-    up = delta_bytes(sync.codec_up, terms.fragments)
+    up = payload_bytes(sync.codec_up, terms.fragments, up=True)
     down = payload_bytes(sync.codec_down, terms.fragments)
 
     def rates_of(sizes: list[int], own_seconds: float) -> Rates:

@@ -28,7 +28,7 @@ from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.service import METRICS_EVERY_S
-from diloco_jax.coordinator.settings import delta_bytes, state_sizes
+from diloco_jax.coordinator.settings import payload_bytes, state_sizes
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.codecs import get_codec
@@ -431,7 +431,8 @@ def plan_coordinator(
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
     """
-    sizes, up = state_sizes(run, plan), sum(delta_bytes(run.sync.codec_up, plan))
+    sizes = state_sizes(run, plan)
+    up = sum(payload_bytes(run.sync.codec_up, plan, up=True))
     most_deltas = DELTAS_AT_ONCE * islands * up
     parts = _memory_parts(run, placement, plan, islands, cores, most_deltas)
     both_ways = (

@@ -9,24 +9,19 @@ from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax.config import (
     ConfigError,
-    DataConfig,
     InnerConfig,
     IslandConfig,
-    OuterConfig,
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.coordinator.holding.store import merges_of
 from diloco_jax.core.codecs import decode_uses, get_codec
-from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.exchange import Replica
 from diloco_jax.island.device.mesh import batch_sharding, make_mesh, place
 from diloco_jax.island.device.step import Trainer, TrainState, UseCounts, use_shapes
-from diloco_jax.models.build import build, build_plan, bundled
-from diloco_jax.models.model import Layout, Use
-from diloco_jax.models.presets import preset
+from diloco_jax.models.build import build, build_plan
+from diloco_jax.models.model import Use
 from diloco_jax.models.transformer import input_counts
 
 ROWS = 6
@@ -185,87 +180,6 @@ def test_each_layer_of_experts_says_how_many_tokens_each_got() -> None:
         uses = decode_uses(np.asarray(octets))
         assert uses.sum() == 2 * SEQUENCE_LENGTH * piece.by_use
         assert len(uses) == piece.shape[0]
-
-
-def test_who_had_no_pictures_weighs_nothing_in_the_tower() -> None:
-    """Decay moves the tower of the island of text; the merge has that of the other,
-    and of two without pictures none."""
-    run = RunConfig(
-        model=dataclasses.replace(preset("tiny_vision"), num_layers=1),
-        data=DataConfig(
-            arrays=("tokens", "pictures", "picture_count"),
-            pictures=2,
-            picture_tokens=4,
-            picture_token=255,
-        ),
-        inner=InnerConfig(learning_rate=0.01, weight_decay=0.1),
-        sync=SyncConfig(fragments=1, codec_up="f32", codec_down="f32"),
-        outer=OuterConfig(optimizer="sgd", learning_rate=1.0),
-        sequence_length=SEQUENCE_LENGTH,
-    )
-    island = IslandConfig(batch_size=4, accumulation=2)
-    model, trainer = build_trainer(run, island)
-    plan = build_plan(run, model)
-    seen = [n for n, p in enumerate(plan.pieces) if p.as_one]
-    parts = {plan.pieces[n].path[0] for n in seen}
-    assert parts == {"tower", "connector"} == {p.path[0] for p in plan.pieces} & parts
-    exchange, _ = build_exchange(run, model, trainer)
-    (merge,) = merges_of(run, plan)
-    first = [np.asarray(get_piece(trainer.first(0), p)) for p in plan.pieces]
-    begun, chance = merge.begin(first), np.random.default_rng(0)
-    whole = exchange.layouts_whole[0].pack(list(map(get_codec("f32").encode, first)))
-
-    def delta(count: int) -> bytearray:
-        replica = join(plan, trainer, exchange, {0: exchange.put_anchor(0, whole)})
-        for _ in range(2):
-            tokens = chance.integers(0, 200, (4, SEQUENCE_LENGTH + 1)).astype(np.int32)
-            tokens[:, : 4 * count] = 255
-            shown = chance.integers(0, 256, (4, 2, 32, 32, 3)).astype(np.uint8)
-            counts = np.full(4, count, np.int32)
-            batch = {"tokens": tokens, "pictures": shown, "picture_count": counts}
-            replica.step(batch, 0.1)
-        return exchange.layouts_up[0].pack(replica.take(0))
-
-    text, shown = delta(0), delta(1)
-    tokens = 8 * SEQUENCE_LENGTH
-    assert merge.uses(text).most == 0
-    assert merge.uses(shown).most == tokens / 2  # Of two pictures that fit in a row.
-
-    def merged(*payloads: bytearray) -> MergeResult:
-        squares = list(map(merge.squares, payloads))
-        assert all(any(own[n] > 0 for n in seen) for own in squares)
-        weights = [1.0] * len(payloads)
-        given = [tokens] * len(payloads)
-        return merge.merge(
-            begun,
-            payloads,
-            squares,
-            weights,
-            share=1.0,
-            final=False,
-            last=(),
-            tokens=given,
-        )
-
-    both, alone, none = merged(text, shown), merged(shown), merged(text, text)
-    for number, piece in enumerate(plan.pieces):
-        of = [made.state.theta[number] for made in (both, alone, none)]
-        same = [
-            np.array_equal(of[0], of[1]),
-            np.array_equal(of[2], begun.theta[number]),
-        ]
-        assert same == [number in seen] * 2, piece.name
-
-
-@pytest.mark.parametrize(
-    ("train", "parts"),
-    [(("decoder",), set()), (("connector", "decoder"), {"connector"})],
-)
-def test_parts_that_stay_as_they_are_have_no_counts(train, parts) -> None:
-    model = dataclasses.replace(preset("tiny_vision"), train=train)
-    run = dataclasses.replace(untied(), model=model)
-    plan = build_plan(run, bundled(run, IslandConfig(), Layout.of_one_device()))
-    assert {p.path[0] for p in plan.pieces if p.as_one} == parts
 
 
 def test_a_tied_table_has_no_counts() -> None:

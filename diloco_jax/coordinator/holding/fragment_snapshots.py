@@ -26,7 +26,6 @@ import logging
 import mmap
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -49,7 +48,6 @@ from diloco_jax.coordinator.snapshots import (
     fragment_path,
     versions,
 )
-from diloco_jax.core.fragment_merge import Rows
 from diloco_jax.core.fragments import Buffer, FragmentPlan, Params, get_piece
 from diloco_jax.core.kernels import Empty
 from diloco_jax.files import is_bucket, sync_path, write_json
@@ -96,7 +94,7 @@ class Publishes:
         payload: Buffer,
         *,
         final: bool,
-        unused: Mapping[int, Rows] = MappingProxyType({}),
+        unused: Mapping[int, bytes] = MappingProxyType({}),
     ) -> Prepared:
         """Write a publish; it is on disk when this returns. final: it belongs to the
         flush. unused: `MergeResult.unused`. Raises OSError if the disk is full."""
@@ -110,7 +108,7 @@ class Publishes:
             "version": list(version),
             "final": final,
             "bytes": len(payload),
-            "unused": {number: _noted(rows) for number, rows in unused.items()},
+            "unused": {number: bits.hex() for number, bits in unused.items()},
         }
         digest = files.write_sealed(path, header, [payload])
         return Prepared(digest=digest, payload_bytes=len(payload))
@@ -141,10 +139,10 @@ class Publishes:
             raise _damaged(fragment, version, what)
         return made[0].data, bool(header["final"])
 
-    def unused(self, fragment: int, version: Version) -> dict[int, Rows]:
-        """Return the rows that nobody used, of a publish that can be read."""
-        header = files.read_sealed_header(self.path(fragment, version))
-        return {int(n): _of_note(*own) for n, own in header.get("unused", {}).items()}
+    def unused(self, fragment: int, version: Version) -> dict[int, bytes]:
+        """Return `MergeResult.unused` of a publish that can be read."""
+        noted = files.read_sealed_header(self.path(fragment, version)).get("unused", {})
+        return {int(number): bytes.fromhex(bits) for number, bits in noted.items()}
 
     def require(self, fragment: int, version: Version) -> None:
         """Raise DurableError unless a committed publish is there, by its header."""
@@ -198,17 +196,6 @@ class Publishes:
     def path(self, fragment: int, version: Version) -> Path:
         """Return the path of a publish."""
         return self._folder / f"{fragment:05d}" / f"{version.name}.publish"
-
-
-def _noted(rows: Rows) -> tuple[int, str]:
-    """Return a note of some rows, for a header: their number, and a bit of each."""
-    return len(rows), zlib.compress(np.packbits(rows).tobytes()).hex()
-
-
-def _of_note(count: int, bits: str) -> Rows:
-    """Invert `_noted`."""
-    packed = np.frombuffer(zlib.decompress(bytes.fromhex(bits)), np.uint8)
-    return np.unpackbits(packed, count=count).astype(np.bool_)
 
 
 def require_space(folder: Path, nbytes: int) -> None:

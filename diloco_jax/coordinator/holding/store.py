@@ -41,7 +41,6 @@ from diloco_jax.core.fragment_merge import (
     FragmentMerge,
     FragmentState,
     MergeResult,
-    Rows,
     Sample,
     Squares,
     Uses,
@@ -398,7 +397,7 @@ class Store:
         *,
         final: bool,
         digested: bool = False,
-        unused: Mapping[int, Rows] = MappingProxyType({}),
+        unused: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
         """Apply a logged publish after a crash (see `FragmentMerge.replay`). digested:
         no other follows, and the digest of Theta is made in the same pass."""
@@ -551,8 +550,7 @@ def weights_by(
 
     def weights_of(deltas: Sequence[Contribution], final: bool) -> list[float]:
         by = tokens if final else weighting
-        found = [weight(by, d.tokens, d.steps) for d in deltas]
-        return found if most == 1 else capped(found, most).tolist()
+        return capped([weight(by, d.tokens, d.steps) for d in deltas], most).tolist()
 
     return weights_of
 

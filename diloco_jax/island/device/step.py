@@ -460,11 +460,9 @@ class UseCounts:
             use = self._uses["/".join(piece.path)]
             if (encoded := whole.get(use)) is None:
                 counts = piece.uses_of(self._total[use] - since[use])
-                if isinstance(counts, np.ndarray):
-                    counts = self._by_device(counts)
-                else:
-                    counts = counts[None]
-                encoded = in_turn(self._encode(counts))
+                here = isinstance(counts, np.ndarray)
+                laid = self._by_device(counts) if here else counts[None]
+                encoded = in_turn(self._encode(laid))
             if use.as_one:
                 whole[use] = encoded
             taken.append(encoded)
