@@ -65,7 +65,7 @@ def recorded(
         who = {"island": name, "incarnation": 1}
         here = {"platform": "cpu", "device_kind": "cpu", "devices": 1}
         tape.append({"kind": "hello", "time": 1.0, **who, "environment": here})
-        tape.append({"kind": "joined", "time": 1.0, **who})
+        tape.append({"kind": "joined", "time": 1.0, **who, "tokens_per_step": 8})
     for second in range(SECONDS):
         for name in NAMES:
             step = {"time": STEP_S, "stalled_seconds": 0.01, "data_seconds": 0.001}
@@ -85,8 +85,8 @@ def recorded(
         part = {"island": "b", "incarnation": 2, "tokens": 1}
         merged = {"kind": "merged", "fragment": 0, "version": [1, 1], "final": False}
         merged |= {"contributions": [part], "share": 1.0, "digest": ""}
-        joined = {"kind": "joined", "island": "b", "incarnation": 2, "time": 105.0}
-        tape.append(joined)
+        who = {"island": "b", "incarnation": 2, "tokens_per_step": 8}
+        tape.append({"kind": "joined", "time": 105.0, **who})
         tape.append({**merged, "time": 108.0})
         tape.append({"kind": "recovered", "time": 156.0})
         tape.append({**merged, "time": 157.0})
