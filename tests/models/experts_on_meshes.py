@@ -7,18 +7,34 @@ import dataclasses
 import functools
 import json
 import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.config import DataConfig, InnerConfig, IslandConfig, RunConfig
+from diloco_jax import emulate
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    InnerConfig,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.mesh import layout as layout_of
 from diloco_jax.island.device.mesh import make_mesh
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models import experts
 from diloco_jax.models.presets import preset
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from float64 import widen
 
 RUN = RunConfig(
     model=preset("tiny_experts"),
@@ -132,5 +148,60 @@ def run_all() -> dict:
     }
 
 
+def merged_in_double_precision() -> dict[str, Any]:
+    """Largest differences of merged parameters from those of islands on one device, by
+    devices that share the experts of two islands; and the smallest margin by which a
+    router chose.
+
+    Everything is in float64, as in `benchmarks/float64.py`.
+    """
+    jax.config.update("jax_enable_x64", True)
+    widen()
+    margins, route = [], experts.route
+
+    def watched(config, x, real, router):
+        odds, *rest = route(config, x, real, router)
+        best = jax.lax.top_k(odds, config.experts_per_token + 1)[0]
+        jax.debug.callback(margins.append, jnp.min(best[:, -2] - best[:, -1]))
+        return odds, *rest
+
+    found = {}
+    with tempfile.TemporaryDirectory() as text:
+        words = " ".join(str(n * n % 997) for n in range(2000))
+        for name in ("a", "b"):
+            (Path(text) / f"{name}.txt").write_text(words + name)
+        for ways in ((1, 1), (2, 2), (1, 4)):
+            experts.route = watched if ways == (1, 1) else route
+            run = dataclasses.replace(
+                RUN,
+                data=DataConfig(paths=(text,), validation_fraction=0.2),
+                inner=InnerConfig(learning_rate=1e-2),
+                sync=SyncConfig(
+                    codec_up="f32", codec_down="f32", steps_per_cycle=5, fragments=2
+                ),
+                total_tokens=10 * 2 * 8 * 16,
+            )
+            islands = {
+                f"i{number}": IslandConfig(
+                    batch_size=8, mesh_expert=own, step_seconds=1.0
+                )
+                for number, own in enumerate(ways)
+            }
+            placement = Placement(merge_route="xla")
+            config = Config(run=run, islands=islands, placement=placement)
+            found["x".join(map(str, ways))] = emulate(config).params
+    one = found.pop("1x1")
+    assert {leaf.dtype for leaf in jax.tree.leaves(one)} == {np.dtype("float64")}
+    apart = {
+        ways: max(
+            float(np.abs(a - b).max())
+            for a, b in zip(*map(jax.tree.leaves, (own, one)), strict=True)
+        )
+        for ways, own in found.items()
+    }
+    return {"apart": apart, "margin": float(min(margins))}
+
+
 if __name__ == "__main__":
-    print(json.dumps({"meshes": run_all(), "float64": in_double_precision()}))
+    made = {"meshes": run_all(), "float64": in_double_precision()}
+    print(json.dumps({**made, "merged": merged_in_double_precision()}))

@@ -321,3 +321,12 @@ def test_devices_that_share_experts_agree_in_double_precision(on_meshes):
     found = on_meshes["float64"]
     assert found.keys() == {"1", "2", "4"}
     assert max(found.values()) < 1e-12
+
+
+def test_islands_that_share_experts_merge_what_one_device_would(on_meshes):
+    """Ten steps of two islands, alike and unlike, and three merges of each fragment,
+    as long as no router is so undecided that rounding could choose."""
+    found = on_meshes["merged"]
+    assert found["margin"] > 1e-6
+    assert found["apart"].keys() == {"2x2", "1x4"}
+    assert max(found["apart"].values()) < 1e-9
