@@ -137,13 +137,13 @@ def measure(
 class Routing(NamedTuple):
     """How alike the islands of a merge route, by the fragment's routers and experts."""
 
-    measures: dict[str, float] = {}
+    measures: dict[str, float]
     """Those that exist: "router_distance", the mean distance of two islands' routers,
     weighted by both weights, over the length of the routers, if both began with the
     same; "overlap", the part of two islands' choices that is the same, weighted alike,
     "entropy" of all choices, over that of equal ones, both means over tensors; and
     "busiest", the largest load."""
-    loads: dict[str, tuple[float, ...]] = {}
+    loads: dict[str, tuple[float, ...]]
     """Tokens of each expert over the mean of all, by the first of a layer's tensors."""
 
 
@@ -305,7 +305,7 @@ class MergeResult(NamedTuple):
     """Sampled tiles of the merged delta, by piece."""
     directions: tuple[float | None, ...]
     """See `measure`."""
-    routing: Routing = Routing()
+    routing: Routing = Routing({}, {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

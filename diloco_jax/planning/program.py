@@ -15,9 +15,9 @@ Sent are the bytes of one chip in a group of n chips: (n - 1) / n of the result 
 all-gather, or of the input of a reduce-scatter or an all-to-all; twice that for an
 all-reduce. Of a ragged all-to-all it is that part of the rows that a chip has if all
 have as many: how many go where, no text says. Its larger array has room for n times as
-many (`models/experts.py`). Moved is what an instruction reads and writes, as far as it lies in HBM. A
-fusion reads only what it uses: the slices of an operand that is only sliced, and
-nothing of an operand that is updated in place.
+many (`models/experts.py`). Moved is what an instruction reads and writes, as far as it
+lies in HBM. A fusion reads only what it uses: the slices of an operand that is only
+sliced, and nothing of an operand that is updated in place.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ def test_routers_and_choices_are_compared_by_hand() -> None:
     alone = measure_routing([router, gate], one, [None, counts[:1]], [1], theta[:2])
     assert alone.measures == {"entropy": 0.0, "busiest": 4.0}
     dense = measure_routing([gate], deltas[1:2], [None], WEIGHTS, theta[1:2])
-    assert dense == Routing()
+    assert dense == Routing({}, {})
 
 
 def test_a_fixed_64th_of_the_tiles_is_looked_at() -> None:

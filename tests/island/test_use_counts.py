@@ -274,9 +274,9 @@ def test_an_expert_without_a_token_weighs_nothing_whatever_moved_it(optimizer) -
     again = merged(once.state, last)
     moved, spoilt = False, [list(own) for own in last]
     counted = [n for n, piece in enumerate(plan.pieces) if piece.by_use]
-    for place, number in enumerate(counted, start=len(plan.pieces)):
+    for at, number in enumerate(counted, start=len(plan.pieces)):
         piece = plan.pieces[number]
-        uses = np.stack([decode_uses(own[place]) for own in last])
+        uses = np.stack([decode_uses(own[at]) for own in last])
         for own, spoiled, used in zip(last, spoilt, uses, strict=True):
             delta = np.array(codec.decode(own[number], piece.shape, piece.groups))
             moved |= bool(delta[used == 0].any())

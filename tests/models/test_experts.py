@@ -324,9 +324,8 @@ def test_devices_that_share_experts_agree_in_double_precision(on_meshes):
 
 
 def test_islands_that_share_experts_merge_what_one_device_would(on_meshes):
-    """Ten steps of two islands, alike and unlike, and three merges of each fragment,
-    as long as no router is so undecided that rounding could choose."""
+    """Ten steps and the merges of two islands, of 2 devices and of 4, with texts at
+    which no router is so undecided that rounding could choose."""
     found = on_meshes["merged"]
     assert found["margin"] > 1e-6
-    assert found["apart"].keys() == {"2x2", "1x4"}
-    assert max(found["apart"].values()) < 1e-9
+    assert found["apart"] < 1e-9

@@ -1,5 +1,5 @@
-"""Two unlike islands train a mixture of experts as processes; one of them, whose devices
-share the experts, is killed."""
+"""Two unlike islands train a mixture of experts as processes, and the one whose devices
+share the experts is killed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ def test_a_mixture_outlives_an_island_and_is_replayed_bit_for_bit(
     merges = [line for line in run.metrics if line["kind"] == "merge"]
     told = {name for line in merges for name in line["experts"] or ()}
     assert told == {"router_distance", "overlap", "entropy", "busiest"}
-    loads = {name: own for line in merges for name, own in (line["expert_loads"] or {}).items()}
+    loads = {
+        name: own
+        for line in merges
+        for name, own in (line["expert_loads"] or {}).items()
+    }
     assert {name[-1] for name in loads} == {"0", "1", "2"}
     assert all(sum(own) == pytest.approx(8, abs=0.01) for own in loads.values())
     done = subprocess.run(
