@@ -26,16 +26,20 @@ from diloco_jax.models.presets import preset
 pytestmark = pytest.mark.dist
 
 MODEL = dataclasses.replace(
-    preset("0.3m"), experts=8, experts_per_token=2, expert_dim=128, balance_loss=0.01
+    preset("0.3m"),
+    num_layers=2,
+    experts=8,
+    experts_per_token=2,
+    expert_dim=192,
+    balance_loss=0.01,
 )
-LENGTH, STEPS, STEP_SECONDS, TIMEOUT_S = 32, 40, 0.25, 200
+LENGTH, ROWS, TIMEOUT_S = 32, 320, 200
 
 
 def test_a_mixture_outlives_an_island_and_is_replayed_bit_for_bit(
     text: Path, tmp_path: Path
 ) -> None:
     assert 0.25e6 < product_weights(MODEL) < 0.4e6
-    whole = IslandConfig(batch_size=4, step_seconds=STEP_SECONDS)
     config = Config(
         run=RunConfig(
             model=MODEL,
@@ -44,13 +48,14 @@ def test_a_mixture_outlives_an_island_and_is_replayed_bit_for_bit(
                 steps_per_cycle=6, fragments=3, quorum=1, weights_by_use=True
             ),
             sequence_length=LENGTH,
-            total_tokens=STEPS * (4 + 2) * LENGTH,
+            total_tokens=ROWS * LENGTH,
         ),
         islands={
-            "whole": whole,
-            "shared": dataclasses.replace(whole, batch_size=2, mesh_expert=2),
+            # So slow that the run cannot end before the other is back.
+            "whole": IslandConfig(batch_size=2, step_seconds=1.0),
+            "shared": IslandConfig(batch_size=8, step_seconds=0.2, mesh_expert=2),
         },
-        placement=Placement(faults=("shared@12:kill",), snapshot_every_s=4.0),
+        placement=Placement(faults=("shared@8:kill",), snapshot_every_s=4.0),
     )
     run = support.run_in(config.validate(), tmp_path, TIMEOUT_S)
     assert run.summary["phase"] == "done"
@@ -68,7 +73,7 @@ def test_a_mixture_outlives_an_island_and_is_replayed_bit_for_bit(
         for line in merges
         for name, own in (line["expert_loads"] or {}).items()
     }
-    assert {name[-1] for name in loads} == {"0", "1", "2"}
+    assert {name[-1] for name in loads} == {"0", "1"}
     assert all(sum(own) == pytest.approx(8, abs=0.01) for own in loads.values())
     done = subprocess.run(
         [*support.DILOCO, "replay", str(run.workdir), "--json"],
