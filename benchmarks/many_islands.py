@@ -36,7 +36,7 @@ import tape_checks
 from machine import CpuSamples, Stall, machine_facts, sample_cpu
 
 from diloco_jax import run_files
-from diloco_jax.cluster.local import LocalCluster
+from diloco_jax.cluster.cluster import LocalCluster
 from diloco_jax.config import (
     Config,
     DataConfig,

@@ -34,7 +34,7 @@ import support
 from loss_under_faults import RATE
 
 from diloco_jax import run_files
-from diloco_jax.cluster.local import LocalCluster
+from diloco_jax.cluster.cluster import LocalCluster
 from diloco_jax.config import Config
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import read_tape

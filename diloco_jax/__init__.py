@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_jax.cluster.local import LocalCluster, LocalClusterError
+    from diloco_jax.cluster.cluster import LocalCluster, LocalClusterError
     from diloco_jax.config import (
         Config,
         ConfigError,
@@ -84,7 +84,7 @@ _PUBLIC = {
     "simulation.goodput": "GoodputConfig simulate_goodput",
     "observability.history": "History plot_losses read_history",
     "simulation.sweep": "Sweep sweep",
-    "cluster.local": "LocalCluster LocalClusterError",
+    "cluster.cluster": "LocalCluster LocalClusterError",
     "evaluation": "load_params",
     "island.joined": "IslandEndedError JoinedIsland join",
 }

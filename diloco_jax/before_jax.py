@@ -21,7 +21,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from diloco_jax import machine
-from diloco_jax.errors import ConfigError
+from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.hardware import tpus
 
 LIBTPU_VARIABLE = "LIBTPU_INIT_ARGS"
@@ -140,6 +140,20 @@ def prepare_environment(
     flags = [flag for flag in flags if flag.split("=")[0] != HOST_DEVICES]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])
     machine.fit_threads(environment, MIN_NPROC if devices > 1 else 1)
+
+
+def prepare_island(
+    island: IslandConfig,
+    environment: MutableMapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> None:
+    """Make the process one host of the island; call before importing jax.
+
+    libtpu's flags are those of the island's topology, or else of this machine's TPUs.
+    """
+    prepare_environment(island.devices // island.hosts, environment)
+    generation = generation_of(island.topology) or tpus.generation_here(root)
+    set_libtpu_flags(generation, environment)
 
 
 def dial_directly(host: str, environment: MutableMapping[str, str]) -> None:

@@ -19,11 +19,12 @@ from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.config.config import require_worth
 from diloco_jax.config.fields import NOT_NEGATIVE, setting
-from diloco_jax.config.options import WorkdirOptions, parse
+from diloco_jax.config.options import TRUST_CODE, WorkdirOptions, parse
 from diloco_jax.errors import EXIT_DONE, ConfigError
-from diloco_jax.files import absolute
+from diloco_jax.files import absolute, expand
 from diloco_jax.process import gc_pause
-from diloco_jax.workdir import add_to_summary, read_config
+from diloco_jax.wire.addresses import parse_address
+from diloco_jax.workdir import add_to_summary, holds_run, read_config, require_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,35 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+RESUME = "--resume"
+TRUSTS = "--trust-code"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """See `diloco run --help`."""
+
+    baseline: bool = setting(
+        False,
+        help="Afterwards train the same model plainly on as many tokens, and compare.",
+    )
+    init: str = setting(
+        "",
+        metavar="hf:DIR|hf:OWNER/NAME|run:WORKDIR",
+        help="Start from weights, whose model is taken over with them: of a folder "
+        "with config.json and safetensors, of the hub (OWNER/NAME@REVISION pins one), "
+        "or of a run.",
+    )
+    resume: str = setting(
+        "", help="Workdir of a stopped run that should go on; CONFIG may be left out."
+    )
+    dashboard: bool = setting(
+        False, help="Show the run in a browser, too, until it ends: prints the address."
+    )
+    trust_code: bool = setting(False, help=TRUST_CODE)
+    json: bool = setting(
+        False, help="Print the summary to standard output as one JSON object."
+    )
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -43,8 +73,6 @@ def run_command(arguments: Sequence[str]) -> int:
     from diloco_jax.machine import fit_threads
 
     fit_threads()
-    from diloco_jax.cluster.options import RunOptions, require_one_workdir, with_config
-
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
     require_one_workdir(arguments, config.placement.workdir, options.resume)
@@ -69,6 +97,42 @@ def run_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(summary))
     return code
+
+
+def with_config(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `diloco run` with a CONFIG: if `--resume WORKDIR` comes
+    without one, add the config.json of that workdir."""
+    arguments = list(arguments)
+    if not arguments or arguments[0].split("=")[0] != RESUME:
+        return arguments
+    _, equals, value = arguments[0].partition("=")
+    if not equals:
+        value = arguments[1] if len(arguments) > 1 else ""
+    if not value or value.startswith("-"):
+        raise ConfigError(f"{RESUME} takes the workdir of the run that is to go on")
+    workdir = expand(value)
+    require_folder(workdir)
+    if not holds_run(workdir):
+        raise ConfigError(
+            f"{RESUME} {value}: no run is there (there is no run.json); give the "
+            f"workdir of a run, or begin one with diloco run CONFIG"
+        )
+    # Before the config is read: a config of another format may have other fields.
+    read_config(workdir, trust_code=TRUSTS in arguments)
+    return [str(workdir / run_files.CONFIG), *arguments]
+
+
+def require_one_workdir(arguments: Sequence[str], workdir: str, resume: str) -> None:
+    """Raise ConfigError if the command line gives both a workdir and another one to
+    resume. The workdir in a config file only says where its runs begin."""
+    options = {argument.split("=")[0] for argument in arguments}
+    if not resume or options.isdisjoint(("--workdir", "--placement.workdir")):
+        return
+    if Path(absolute(workdir)).resolve() != Path(absolute(resume)).resolve():
+        raise ConfigError(
+            f"--workdir {workdir} with {RESUME} {resume}: a run goes on in its own "
+            f"workdir; leave --workdir out"
+        )
 
 
 def chaos_command(arguments: Sequence[str]) -> int:
@@ -163,14 +227,57 @@ def worker_command(arguments: Sequence[str]) -> int:
     return code
 
 
+@dataclasses.dataclass(frozen=True)
+class IslandOptions:
+    """The options of `diloco island`."""
+
+    name: str = setting("", help="The island's name in the config.")
+    coordinator: str = setting("", help="HOST:PORT of the coordinator.")
+    incarnation: int = setting(
+        0,
+        help="Number of this attempt, higher than any before; 0 = counted in WORKDIR.",
+    )
+    world: str = setting(
+        "",
+        help="HOST:PORT where the island's hosts meet; empty = found by jax (TPU "
+        "slices).",
+    )
+    host_index: int = setting(0, help="Which host of the island this is, with --world.")
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError, naming the option, for values that the config rules
+        out.
+        """
+        for field in ("name", "coordinator"):
+            if not getattr(self, field):
+                raise ConfigError(f"--{field} is missing; see diloco island --help")
+        parse_address(self.coordinator, "--coordinator")
+        if self.incarnation < 0:
+            raise ConfigError(
+                f"--incarnation {self.incarnation}: attempts are counted from 1; leave "
+                f"it out to have them counted in WORKDIR"
+            )
+        hosts = config.island(self.name).hosts
+        if not 0 <= self.host_index < hosts:
+            raise ConfigError(
+                f"--host-index {self.host_index}, but island {self.name!r} has hosts = "
+                f"{hosts}; give each of them one from 0 to {hosts - 1}"
+            )
+        if self.world and hosts == 1:
+            raise ConfigError(
+                f"--world {self.world}, but island {self.name!r} has hosts = 1; leave "
+                f"it out, or set islands.{self.name}.hosts"
+            )
+        if self.world:
+            parse_address(self.world, "--world")
+
+
 def island_command(arguments: Sequence[str]) -> int:
     """Run `diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
-    from diloco_jax.island.options import IslandOptions
-
     _, config, options = _config_and_options("island", arguments, IslandOptions())
     workdir = _workdir(config)
     options.check(config)
-    from diloco_jax.island.options import prepare_island
+    from diloco_jax.before_jax import prepare_island
     from diloco_jax.machine import one_arena
     from diloco_jax.wire.addresses import require_loopback, require_tls
 

@@ -61,6 +61,14 @@ def make_workdir(workdir: Path) -> None:
     require_writable(workdir, "--workdir")
 
 
+def require_folder(workdir: Path) -> None:
+    """Raise ConfigError if there is no folder of a run that is to go on."""
+    if not workdir.is_dir():
+        raise ConfigError(
+            f"--resume {workdir}: there is no such folder; give the workdir of a run"
+        )
+
+
 def begin_run(config: Config, workdir: Path) -> RunFacts:
     """Draw the id of a new run there; raise ConfigError if the workdir holds a run."""
     if (workdir / run_files.FACTS).exists():

@@ -139,7 +139,7 @@ def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypa
 
 def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatch):
     prepared = []
-    monkeypatch.setattr("diloco_jax.island.options.prepare_island", prepared.append)
+    monkeypatch.setattr("diloco_jax.before_jax.prepare_island", prepared.append)
     calls = fake("diloco_jax.island.main")
     monkeypatch.setattr(
         sys.modules["diloco_jax.island.main"],

@@ -124,7 +124,7 @@ def test_a_summary_that_was_cut_off_is_named(tmp_path, content):
 
 def test_a_place_where_no_folder_can_be_is_refused(tmp_path, monkeypatch):
     # Of a process of its own.
-    environment = "diloco_jax.island.options.prepare_island"
+    environment = "diloco_jax.before_jax.prepare_island"
     monkeypatch.setattr(environment, lambda island: None)
     (tmp_path / "file").write_text("of the user")
     for place in (tmp_path / "file", tmp_path / "file" / "run"):

@@ -1,15 +1,31 @@
 """The processes of one run: start them by their commands, look after them, stop them.
 
 The dashboard beside a local run is one of them, and ends with the run.
+
+`LocalCluster` is `diloco run` from Python: real processes to watch, kill and pause.
+
+    with LocalCluster(config) as cluster:
+        cluster.until(lambda status: status["merges"] > 10, timeout_s=120)
+        cluster.islands["v5p-a"].kill()
+        summary = cluster.wait(timeout_s=600)
+
+Its processes are children of a separate `diloco run`, which restarts those that crash.
+They end with it, and it ends with the process that has the `LocalCluster`, however that
+happens.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
+import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,16 +41,21 @@ from diloco_jax.cluster.processes import (
     kill_group,
     last_error,
     next_attempt,
+    noted,
+    private_files,
     quoted,
     start_child,
     wait_all,
 )
+from diloco_jax.cluster.status import read_status
 from diloco_jax.compilation import VARIABLE, of_user
 from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.config.config import require_files
 from diloco_jax.errors import EXIT_CONFIG
-from diloco_jax.files import write_json
+from diloco_jax.files import absolute, write_json
 from diloco_jax.process import Interrupt
 from diloco_jax.wire import addresses
+from diloco_jax.wire.errors import WireError
 from diloco_jax.workdir import has_begun
 
 DILOCO = (sys.executable, "-P", "-m", "diloco_jax.cli")
@@ -411,3 +432,158 @@ def dashboard(workdir: Path, console: Console) -> Iterator[None]:
     finally:
         kill_group(child)
         child.wait(END_S)
+
+
+# ---- `diloco run` from Python ------------------------------------------------------
+
+ASK_S = 0.2
+
+
+class LocalClusterError(RuntimeError):
+    """The run did not reach the awaited state: names it, and quotes the log's end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalProcess:
+    """The coordinator, or an island with all its hosts. Signals go to the current
+    process; after a restart, to the new one."""
+
+    name: str
+    workdir: Path
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in the order of hosts; empty while it is not running."""
+        return noted(self.workdir).get(self.name, [])
+
+    def kill(self, host: int = 0) -> None:
+        """Send SIGKILL, as when a machine is lost."""
+        self._signal(signal.SIGKILL, host)
+
+    def pause(self, host: int = 0) -> None:
+        """Send SIGSTOP, as when a machine hangs."""
+        self._signal(signal.SIGSTOP, host)
+
+    def resume(self, host: int = 0) -> None:
+        """Send SIGCONT, after `pause`."""
+        self._signal(signal.SIGCONT, host)
+
+    def _signal(self, number: int, host: int) -> None:
+        pids = self.pids
+        if host >= len(pids):
+            raise LocalClusterError(
+                f"{self.name} has no process for host {host}: it has {len(pids)} now"
+            )
+        os.kill(pids[host], number)
+
+
+class LocalCluster:
+    """One run of a config on this machine, in a folder of its own.
+
+    Use it as a context manager: its processes start with the block, and all of them
+    end with it. docs/python.md has an example that a test runs.
+
+    Attributes:
+      coordinator, islands: handles on the processes, the islands' by name: `pids`,
+        `kill()`, `pause()`, `resume()`.
+      workdir: folder of the run, for `read_history` and `load_params`.
+      log: what `diloco run` said.
+    """
+
+    def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
+        """workdir: folder that stays afterwards; None = a temporary one, removed at the
+        end. Raises ConfigError if the config cannot run."""
+        self.config = config.validate()
+        require_files(config.run)
+        self._temporary = None
+        if workdir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="diloco-")
+            workdir = self._temporary.name
+        self.workdir = Path(absolute(str(workdir))) / "run"
+        self.log = self.workdir.with_name("diloco.log")
+        self.coordinator = LocalProcess("coordinator", self.workdir)
+        self.islands = {
+            name: LocalProcess(name, self.workdir) for name in config.islands
+        }
+        self._launcher: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the launcher, which starts everything; return at once."""
+        path = self.log.with_name(run_files.CONFIG)
+        command = [*DILOCO, "run", str(path), "--workdir", str(self.workdir)]
+        with private_files():
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            write_json(dataclasses.asdict(self.config), path)
+            with self.log.open("wb") as log:
+                self._launcher = start_child(command, {}, log, log)
+
+    def status(self) -> dict[str, Any]:
+        """Return the status as `diloco status` does. It has only `phase`, "starting",
+        before the coordinator is up, and "unreachable" while it is away."""
+        try:
+            return read_status(str(self.workdir), self.config.placement)
+        except ConfigError:
+            return {"phase": "starting", "islands": {}, "merges": 0}
+        except WireError:
+            return {"phase": "unreachable", "islands": {}, "merges": 0}
+
+    def until(
+        self, holds: Callable[[dict[str, Any]], bool], timeout_s: float
+    ) -> dict[str, Any]:
+        """Wait for the first status that meets the condition, and return it.
+
+        Raises LocalClusterError if the run ends before that, or after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not holds(status := self.status()):
+            if self._ended():
+                raise self._error("ended before it met the condition", status)
+            if time.monotonic() >= deadline:
+                raise self._error(
+                    f"did not meet the condition in {timeout_s:g} s", status
+                )
+            time.sleep(ASK_S)
+        return status
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until the run is done and evaluated; return its summary.
+
+        Raises LocalClusterError if the run fails, or after `timeout_s`.
+        """
+        assert self._launcher is not None, "start it first"
+        try:
+            code = self._launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise self._error(f"was not done in {timeout_s:g} s", {}) from None
+        if code:
+            raise self._error(f"ended with exit code {code}", {})
+        return dict(json.loads((self.workdir / run_files.SUMMARY).read_bytes()))
+
+    def close(self) -> None:
+        """End every process; remove the folder if it is a temporary one."""
+        if self._launcher is not None and not self._ended():
+            self._launcher.terminate()
+            try:
+                # Islands say goodbye, then the coordinator sums up (`Cluster.stop`).
+                stop_s = self.config.placement.deadlines.stop_s
+                steps = (i.step_seconds for i in self.config.islands.values())
+                self._launcher.wait(4 * stop_s + 2 * max(steps))
+            except subprocess.TimeoutExpired:
+                self._launcher.kill()
+                self._launcher.wait()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _ended(self) -> bool:
+        return self._launcher is None or self._launcher.poll() is not None
+
+    def _error(self, what: str, status: dict[str, Any]) -> LocalClusterError:
+        phase = f" (phase {status['phase']})" if "phase" in status else ""
+        return LocalClusterError(f"the run {what}{phase}; {quoted(self.log)}")

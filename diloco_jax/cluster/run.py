@@ -26,7 +26,6 @@ from diloco_jax import files, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import cluster
 from diloco_jax.cluster.cluster import Cluster, Route, require_here, straight
-from diloco_jax.cluster.options import no_folder
 from diloco_jax.cluster.processes import (
     are_own,
     kill_group,
@@ -207,8 +206,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     optimizer). Raises ConfigError if the workdir holds no run, one of another config or
     format, or one that a coordinator serves just now.
     """
-    if not workdir.is_dir():
-        raise ConfigError(no_folder(workdir))
+    workdirs.require_folder(workdir)
     facts = workdirs.read_facts(workdir)
     written = read_config_json(workdir / run_files.CONFIG).run
     placement = dataclasses.replace(config.placement, workdir=str(workdir))

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from diloco_jax.core.codecs import Codec, flush_subnormals
 from diloco_jax.core.families import AdoptRule, Alpha, Arrays
-from diloco_jax.core.tiles import ArrayLike, TileGrid, compiled
+from diloco_jax.core.kernels import ArrayLike, compiled
+from diloco_jax.core.tiles import TileGrid
 
 
 @jax.jit

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from jax import lax
 
 from diloco_jax.core.families import CODECS, TileCodec
-from diloco_jax.core.tiles import ArrayLike, TileGrid, compiled
+from diloco_jax.core.kernels import ArrayLike, compiled
+from diloco_jax.core.tiles import TileGrid
 
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 

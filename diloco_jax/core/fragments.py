@@ -40,10 +40,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128
 
 from diloco_jax.core.codecs import USE_BYTES, Codec
-from diloco_jax.core.tiles import ArrayLike, TileGrid, ballot_bytes
+from diloco_jax.core.kernels import ArrayLike
+from diloco_jax.core.tiles import TileGrid, ballot_bytes
 
 MOST_STRIPES = 256
 ALIGNED = (8, 128)
@@ -280,7 +280,11 @@ def plan_fragments(
 
 def groups_of(names: Sequence[str | None], shape: tuple[int, ...]) -> int:
     """Return `Piece.groups` of a tensor, or of a layer, by the names of its axes."""
-    return shape[0] if tuple(names[:1]) == (EXPERT,) else 1
+    return shape[0] if _is_expert(names) else 1
+
+
+def _is_expert(names: Sequence[str | None]) -> bool:
+    return tuple(names[:1]) == (EXPERT,)
 
 
 def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
@@ -333,29 +337,6 @@ def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
         _stack, params, is_leaf=lambda x: isinstance(x, list)
     )
     return stacked
-
-
-def digest_arrays(arrays: Iterable[Any]) -> str:
-    """Return the digest of own arrays, after its kind: of their bytes, row-major,
-    little-endian. It finds damage, and no lie: see `sha256_arrays`."""
-    digest = xxh3_128()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
-    return named(digest)
-
-
-def named(digest: xxh3_128) -> str:
-    """Return a digest as tapes and messages have it, after its kind."""
-    return f"xxh3-128:{digest.hexdigest()}"
-
-
-def sha256_arrays(arrays: Iterable[Any]) -> str:
-    """Return 64 hex digits: SHA-256 of the same bytes, for values that a peer sends. It
-    costs twelve times as much (docs/results/raw/checksums.md)."""
-    sha = hashlib.sha256()
-    for array in arrays:
-        sha.update(np.ascontiguousarray(array).data)
-    return sha.hexdigest()
 
 
 def digest_all(digests: Iterable[str]) -> str:
@@ -458,8 +439,8 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
             f"give one name (or None) per axis"
         )
     embedding, layered = VOCAB in axes, axes[:1] == (LAYERS,)
-    own, groups = shape[layered:], groups_of(axes[layered:], shape[layered:])
-    expert = axes[layered : layered + 1] == (EXPERT,)
+    own, expert = shape[layered:], _is_expert(axes[layered:])
+    groups = own[0] if expert else 1
     for layer in range(shape[0]) if layered else (-1,):
         yield Piece(
             *(path, layer, own, embedding),
@@ -515,17 +496,19 @@ class PayloadLayout:
     placed: tuple[Placed, ...]
 
     @classmethod
-    def of(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
-        """Return the layout of these pieces, in this order."""
+    def of(
+        cls, codec: Codec, pieces: Sequence[Piece], counted: Sequence[Piece] = ()
+    ) -> PayloadLayout:
+        """Return the layout of these pieces, in this order, and of the counts of use of
+        those that are `counted`."""
         shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
-        return cls._of(pieces, shapes)
+        uses = [(1, USE_BYTES * p.shape[0]) for p in counted]
+        return cls._of([*pieces, *counted], [*shapes, *uses])
 
     @classmethod
     def of_delta(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
         """Return the layout of a delta of these pieces, with its counts of use."""
-        shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
-        uses = [(1, USE_BYTES * p.shape[0]) for p in pieces if p.by_use]
-        return cls._of([*pieces, *(p for p in pieces if p.by_use)], [*shapes, *uses])
+        return cls.of(codec, pieces, [p for p in pieces if p.by_use])
 
     @classmethod
     def of_ballots(cls, pieces: Sequence[Piece]) -> PayloadLayout:

@@ -35,15 +35,15 @@ from diloco_jax.core.families import (
     Whole,
 )
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.tiles import (
+from diloco_jax.core.kernels import (
     BLOCK_ELEMENTS,
     ArrayLike,
     Passes,
-    TileGrid,
     blocks,
     compiled,
     tile_squares,
 )
+from diloco_jax.core.tiles import TileGrid
 
 
 def weight(weighting: Weighting, tokens: int, steps: int) -> float:

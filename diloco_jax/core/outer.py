@@ -22,15 +22,15 @@ import optax
 
 from diloco_jax.core import inner
 from diloco_jax.core.families import OUTER_OPTIMIZERS, Arrays, OuterOptimizer
-from diloco_jax.core.tiles import (
+from diloco_jax.core.kernels import (
     Empty,
     Step,
     StepKind,
-    TileGrid,
     Values,
     compiled,
     tile_squares,
 )
+from diloco_jax.core.tiles import TileGrid
 
 
 class Sgd:
@@ -285,7 +285,7 @@ def native_kind(settings: OuterSettings) -> StepKind | None:
 
 
 class NativeStep(NamedTuple):
-    """An outer step of one piece by the merge route "native" (`core/tiles.py`)."""
+    """An outer step of one piece by the merge route "native" (`core/kernels.py`)."""
 
     step: Step
     trace: Values | None = None

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from diloco_jax import before_jax, checkpoint, compilation, machine, run_files
+from diloco_jax.before_jax import prepare_island
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import with_model_of
 from diloco_jax.data.loading import load_data
@@ -43,7 +44,6 @@ from diloco_jax.island.host import Host
 from diloco_jax.island.link import ask_config, ending_of
 from diloco_jax.island.loop import Evaluator, Loop, Watcher
 from diloco_jax.island.mailbox import NotHereError
-from diloco_jax.island.options import prepare_island
 from diloco_jax.island.watches import (
     HangWatch,
     ShortageWatch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,20 +12,25 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from diloco_jax.config import Config, ConfigError, suggest
+from diloco_jax.config import Config, ConfigError, LaunchConfig, suggest
 from diloco_jax.config.fields import setting
 from diloco_jax.files import absolute
 from diloco_jax.launch import gke, sky, tpu_vm
-from diloco_jax.launch.certificates import prepare_certificates
-from diloco_jax.launch.spec import COORDINATOR, Backend, LaunchSpec, make_spec
+from diloco_jax.launch.spec import (
+    COORDINATOR,
+    Backend,
+    LaunchSpec,
+    flag_notes,
+    make_spec,
+)
 from diloco_jax.launch.submit import CommandError, Submitter
-from diloco_jax.launch.variables import flag_notes
 from diloco_jax.planning.options import (
     parse_prices,
     price_per_hour,
     price_sentence,
     require_prices,
 )
+from diloco_jax.wire.certificates import complete
 
 BACKENDS = {"tpu_vm": tpu_vm, "gke": gke, "sky": sky}
 
@@ -37,6 +43,12 @@ OF_NO_STEP = frozenset({"memory", "merge buffer", "disk bytes"})
 """Checks of the plan that do not depend on the islands' speed."""
 SLOW_STEP_S = 3600.0
 """Step so long that no other check refuses."""
+MARGIN_DAYS = 14
+"""Days for which certificates last beyond `launch.max_hours` and `linger_hours`: nobody
+renews them while a run goes on."""
+WITHOUT_END_DAYS = 365
+"""Days for which they last if `launch.max_hours` is 0; in the last half of them, each
+`create` or `run` makes them anew."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +145,24 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         for line in submitter.deletions():
             _show(line)
     return 0
+
+
+def prepare_certificates(
+    folder: Path, hosts: tuple[str, ...], spec: LaunchSpec
+) -> None:
+    """Complete the certificates of a launch. The authority's key stays here."""
+    names = [one.name for one in spec.islands]
+    count = len(spec.workers)
+    complete(folder, hosts, *days(spec.settings), islands=names, workers=count)
+
+
+def days(settings: LaunchConfig) -> tuple[int, int]:
+    """Return the days for which new certificates last, and those below which an old one
+    is made anew."""
+    if not settings.max_hours:
+        return WITHOUT_END_DAYS, WITHOUT_END_DAYS // 2
+    needed = math.ceil((settings.max_hours + settings.linger_hours) / 24)
+    return needed + MARGIN_DAYS, needed + MARGIN_DAYS // 2
 
 
 def require_planned(config: Config) -> list[str]:

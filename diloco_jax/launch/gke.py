@@ -17,7 +17,6 @@ from typing import Any
 
 from diloco_jax.hardware.machines import region_of
 from diloco_jax.launch import manifests
-from diloco_jax.launch.certificates import digest, files_of
 from diloco_jax.launch.manifests import ISLAND, PART, yaml_text
 from diloco_jax.launch.spec import (
     CERTIFICATES,
@@ -38,6 +37,7 @@ from diloco_jax.launch.submit import (
 )
 from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, part_of
 from diloco_jax.wire import peers
+from diloco_jax.wire.certificates import digest, files_of
 
 OBJECTS = "job,service,networkpolicy,poddisruptionbudget,serviceaccount"
 """Kinds of the coordinator's objects in `coordinator.yaml`, and of a worker's."""

@@ -16,7 +16,6 @@ from shlex import quote
 from typing import Any
 
 from diloco_jax.config.placement import variables_of
-from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.spec import (
     COORDINATOR,
     PERMIT,
@@ -29,6 +28,7 @@ from diloco_jax.launch.spec import (
 )
 from diloco_jax.launch.submit import CONTENT, SHARED, Command, Deployment, Resource
 from diloco_jax.wire import peers
+from diloco_jax.wire.certificates import digest
 
 SLICE_PORTS = (8471, 8482)
 """Ports of libtpu and JAX, at which the hosts of a slice meet. Neither asks for a key.

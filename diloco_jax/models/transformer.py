@@ -43,9 +43,10 @@ from diloco_jax.data.pictures import COUNT, PICTURES
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers import VOCAB_SIZE
 from diloco_jax.models import experts, vision
-from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import (
     ACTIVATIONS,
+    ATTENDED,
+    ATTENTION,
     Layer,
     Tensor,
     first_scale,

@@ -29,8 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.data.pictures import PictureInput
-from diloco_jax.models.attention import ATTENDED
-from diloco_jax.models.layers import ACTIVATIONS, HEADS, Tensor, project
+from diloco_jax.models.layers import ACTIVATIONS, ATTENDED, HEADS, Tensor, project
 from diloco_jax.models.model import Layout, Params
 
 EPSILON = 1e-6

@@ -25,9 +25,10 @@ from diloco_jax.core.codecs import Codec, decode_piece
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragment_merge import FragmentState, is_fit, length
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
+from diloco_jax.core.kernels import halved_squares
 from diloco_jax.core.merging import MEAN, merge_stacked, rule_for
 from diloco_jax.core.outer import fragment_step
-from diloco_jax.core.tiles import TileGrid, halved_squares
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.exchange import ByPiece, Exchange
 from diloco_jax.island.device.programs import PiecePrograms
 from diloco_jax.island.device.step import Trainer

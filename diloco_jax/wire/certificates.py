@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
+import io
 import ipaddress
 import os
 import re
 import sys
+import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,6 +193,71 @@ def _add(
         )
     leaves = _leaves(_Signed(authority, key), wanted, hosts, days)
     _write(folder, issued(folder), leaves)
+
+
+def complete(
+    folder: Path,
+    hosts: Iterable[str],
+    days: int,
+    renew_within_days: int,
+    *,
+    islands: Sequence[str],
+    workers: int,
+) -> None:
+    """Make what a folder lacks for a coordinator on `hosts`, these islands and workers,
+    and STEM.tar of each one's files (`files_of`).
+
+    What is there is kept, but for certificates that end within `renew_within_days`.
+    Raises SecurityError if it cannot be completed.
+    """
+    if not (folder / "ca.pem").exists():
+        make_certificates(folder, hosts, days, islands=islands, workers=workers)
+    else:
+        here, known = set(principals(folder)), _known_hosts(folder)
+        lacking = [name for name in islands if island(name) not in here]
+        new = workers if any(w not in here for w in map(worker, range(workers))) else 0
+        missing = [host for host in hosts if host not in known]
+        if missing or lacking or new:
+            add(folder, missing, days, islands=lacking, workers=new)
+        renew(folder, days, renew_within_days)
+    for who in (COORDINATOR, *map(worker, range(workers)), *map(island, islands)):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            for name in files_of(folder, who.stem):
+                entry = tarfile.TarInfo(name)
+                content = (folder / name).read_bytes()
+                entry.size, entry.mode = len(content), 0o600
+                tar.addfile(entry, io.BytesIO(content))
+        _replace(folder / f"{who.stem}.tar", packed.getvalue(), 0o600)
+
+
+def files_of(folder: Path, stem: str) -> list[str]:
+    """Name the files that a machine with the certificates of this stem gets: `ca.pem`,
+    `STEM.pem`, `STEM.key`; and the list of revoked ones if there is one, unless it is
+    an island's, which asks the coordinator."""
+    owner = of_stem(stem)
+    revoked = owner is not None and owner.role != "island"
+    lists = [REVOKED] if revoked and (folder / REVOKED).exists() else []
+    return ["ca.pem", f"{stem}.pem", f"{stem}.key", *lists]
+
+
+def digest(folder: Path, stem: str) -> str:
+    """Return a digest of STEM.tar that fits into a label; of nothing if there is
+    none."""
+    path = folder / f"{stem}.tar"
+    packed = path.read_bytes() if path.exists() else b""
+    return hashlib.sha256(packed).hexdigest()[:32]
+
+
+def _known_hosts(folder: Path) -> list[str]:
+    try:
+        return coordinator_names(folder)
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise SecurityError(
+            f"{folder / 'coordinator.pem'} cannot be read as a coordinator's "
+            f"certificate ({error}); make a new authority in another folder "
+            f"(--certificates)"
+        ) from error
 
 
 def revoke(folder: str | Path, who: Principal) -> list[int]:

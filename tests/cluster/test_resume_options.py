@@ -8,13 +8,13 @@ from rich.console import Console
 
 from diloco_jax import cli
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster.options import require_one_workdir, with_config
 from diloco_jax.cluster.run import (
     ReplacedFiles,
     finished,
     resumed_config,
     tell_extended,
 )
+from diloco_jax.commands import require_one_workdir, with_config
 from diloco_jax.config import (
     Config,
     ConfigError,

@@ -13,8 +13,8 @@ import pytest
 
 from diloco_jax import run_files
 from diloco_jax.cli import main
-from diloco_jax.cluster.options import with_config
 from diloco_jax.cluster.processes import private_files, with_keys
+from diloco_jax.commands import with_config
 from diloco_jax.config import (
     Config,
     ConfigError,

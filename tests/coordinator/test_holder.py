@@ -14,7 +14,7 @@ from engine_support import WAIT_S, hello, report
 from diloco_jax.coordinator.holding import fragment_snapshots, holder
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.journal import read
-from diloco_jax.core.fragments import digest_arrays, sha256_arrays
+from diloco_jax.core.tiles import digest_arrays, sha256_arrays
 from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages

@@ -18,13 +18,12 @@ from diloco_jax.core.fragments import (
     Bands,
     FragmentPlan,
     Piece,
-    digest_arrays,
     from_pieces,
     get_piece,
     plan_fragments,
-    sha256_arrays,
 )
 from diloco_jax.core.merging import MEAN, may_cut
+from diloco_jax.core.tiles import digest_arrays, sha256_arrays
 
 SHAPES = {
     "embed": (256, 8),

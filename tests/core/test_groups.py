@@ -19,9 +19,10 @@ from diloco_jax.core.fragments import (
     get_piece,
     plan_fragments,
 )
+from diloco_jax.core.kernels import Passes
 from diloco_jax.core.merging import MEAN, Encoded, may_cut, merge_piece, rule_for
 from diloco_jax.core.outer import OuterSettings
-from diloco_jax.core.tiles import Passes, TileGrid
+from diloco_jax.core.tiles import TileGrid
 
 EXPERTS = 6
 

@@ -31,8 +31,8 @@ from diloco_jax.island.device.build import (
 from diloco_jax.island.device.programs import PiecePrograms, land
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.build import build_plan
+from diloco_jax.models.layers import ATTENTION
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.program import group_size
 from diloco_jax.protocol.messages import Version

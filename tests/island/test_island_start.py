@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import pytest
 
 from diloco_jax import before_jax
+from diloco_jax.before_jax import prepare_island
 from diloco_jax.config import Config, IslandConfig, ModelConfig, Placement, RunConfig
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island import link, main
 from diloco_jax.island.host import introduction
-from diloco_jax.island.options import prepare_island
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.wire.errors import ConnectionLost

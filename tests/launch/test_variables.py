@@ -10,9 +10,8 @@ from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
 from diloco_jax.config.placement import variables_of
 from diloco_jax.launch.command import LaunchOptions, run
-from diloco_jax.launch.spec import make_spec
+from diloco_jax.launch.spec import OF_THE_LAUNCH, flag_notes, make_spec
 from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm
-from diloco_jax.launch.variables import OF_THE_LAUNCH, flag_notes
 from diloco_jax.planning.compiling import environment_of, flags_of
 
 OFF = "--xla_tpu_use_tc_device_shape_on_sc=false"

@@ -11,7 +11,7 @@ import pytest
 from diloco_jax.config import ConfigError
 from diloco_jax.config.config import LANES
 from diloco_jax.models import transformer
-from diloco_jax.models.attention import ATTENTION
+from diloco_jax.models.layers import ATTENTION
 from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import preset
 

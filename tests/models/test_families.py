@@ -15,8 +15,8 @@ import reference_forward as reference
 
 from diloco_jax.config import ModelConfig
 from diloco_jax.models import transformer
-from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.generation import Cache, make_decode
+from diloco_jax.models.layers import ATTENTION
 from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
 from diloco_jax.weights import families

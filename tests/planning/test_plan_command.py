@@ -11,9 +11,9 @@ import pytest
 from plan_support import CONFIG, GB, HBM
 
 from diloco_jax import cli
+from diloco_jax.before_jax import prepare_island
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.island.options import prepare_island
 from diloco_jax.planning import command, compiling
 from diloco_jax.planning import plan as planning
 

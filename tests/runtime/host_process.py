@@ -30,8 +30,8 @@ def main(
     index: str,
     how: str,
 ) -> int:
+    from diloco_jax.before_jax import prepare_island
     from diloco_jax.config.loading import read_config_json
-    from diloco_jax.island.options import prepare_island
 
     config = read_config_json(Path(config_path))
     prepare_island(config.island(name))

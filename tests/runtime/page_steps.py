@@ -139,8 +139,8 @@ def main(
     path: str, address: str, workdir: str, world: str, index: str, how: str, pages: str
 ) -> int:
     """Train as one host, by the product's own loop or by one that joins."""
+    from diloco_jax.before_jax import prepare_island
     from diloco_jax.config.loading import read_config_json
-    from diloco_jax.island.options import prepare_island
 
     config = read_config_json(Path(path))
     prepare_island(config.island(NAME))

@@ -17,7 +17,7 @@ from runtime_support import PATIENCE_S
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config
 from diloco_jax.launch import gke
-from diloco_jax.launch.certificates import prepare_certificates
+from diloco_jax.launch.command import prepare_certificates
 from diloco_jax.launch.spec import COORDINATOR, PERMIT, ROOT, make_spec
 from diloco_jax.wire import peers
 

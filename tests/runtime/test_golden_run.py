@@ -37,7 +37,7 @@ from runtime_support import (
 from diloco_jax import before_jax, run_files, workdir
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.core.tiles import digest_arrays
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages

@@ -21,7 +21,7 @@ HANGS_AS_IT_COMPILES = """
 import sys, threading
 from pathlib import Path
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.island.options import prepare_island
+from diloco_jax.before_jax import prepare_island
 config, address, workdir = read_config_json(Path(sys.argv[1])), *sys.argv[2:]
 prepare_island(config.island("a"))
 from diloco_jax.island import main

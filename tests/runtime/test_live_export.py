@@ -20,7 +20,7 @@ from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.core.tiles import digest_arrays
 from diloco_jax.evaluation import kept_facts
 from diloco_jax.evaluation import run as evaluate
 from diloco_jax.models.build import build, build_plan

@@ -12,7 +12,7 @@ import pytest
 from runtime_support import client, make_config, placed, with_run
 
 from diloco_jax import LocalCluster, cli, run_files
-from diloco_jax.cluster.local import LocalClusterError
+from diloco_jax.cluster.cluster import LocalClusterError
 from diloco_jax.config import IslandConfig
 from diloco_jax.wire.errors import SecurityError
 

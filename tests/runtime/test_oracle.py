@@ -11,8 +11,8 @@ from oracle_support import expected_history
 from runtime_support import make_config, run_scripted
 
 from diloco_jax import load_params
-from diloco_jax.core.fragments import digest_arrays, get_piece
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.fragments import get_piece
+from diloco_jax.core.tiles import TileGrid, digest_arrays
 from diloco_jax.models.build import build, build_plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.optimized]

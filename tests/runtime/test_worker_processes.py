@@ -36,7 +36,7 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.holding import fragment_snapshots as kept_cycles
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.coordinator.workers import WorkersHolder
-from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.core.tiles import digest_arrays
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import (
     AnchorKept,

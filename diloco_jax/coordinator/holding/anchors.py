@@ -26,14 +26,13 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
 from diloco_jax.coordinator.holding.inbox import Inbox
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import (
-    Buffer,
-    PayloadLayout,
-    Piece,
+from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece
+from diloco_jax.core.tiles import (
+    ballot_of,
+    compare_ballots,
     digest_arrays,
     sha256_arrays,
 )
-from diloco_jax.core.tiles import ballot_of, compare_ballots
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
     AnchorCompared,
