@@ -371,12 +371,17 @@ def _config_and_options(
 ) -> tuple[str, Config, T]:
     """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
     from diloco_jax.config.loading import named_configs, read_config
-    from diloco_jax.config.options import ANY_ISLAND, parse_with_config
+    from diloco_jax.config.options import (
+        ANY_ISLAND,
+        COMPLETES,
+        HELP,
+        parse_with_config,
+    )
 
     prog, launches = f"diloco {command} CONFIG", command == "launch"
-    if arguments and arguments[0] in ("-h", "--help"):
+    if arguments and arguments[0] in (*HELP, COMPLETES):
         shown = Config(islands=ANY_ISLAND)
-        parse_with_config(shown, ["--help"], options, prog, launches=launches)
+        parse_with_config(shown, arguments, options, prog, launches=launches)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(
             f"CONFIG comes first: {prog} [options]"

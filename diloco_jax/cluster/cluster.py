@@ -16,7 +16,6 @@ happens.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -202,7 +201,6 @@ class Cluster:
         self._first = "--resume" if resume else "--init"
         self.address = ""
         """Address at which islands reach the coordinator; empty before it is up."""
-        self.outages = Outages()
         self._noted: dict[str, list[int]] = {}
         self._deadlines = config.placement.deadlines
         self.coordinator = self._managed(
@@ -254,10 +252,8 @@ class Cluster:
     def poll(self) -> bool:
         """Poll all processes; return False once the coordinator neither runs nor will
         again."""
-        for name, island in self.islands.items():
-            starts = island.starts
-            if island.poll() == "restarting" or island.starts != starts:
-                self.outages.down(name, time.monotonic())
+        for island in self.islands.values():
+            island.poll()
         state = self.coordinator.poll()
         managed = {"coordinator": self.coordinator, **self.islands}
         pids = {name: process.pids for name, process in managed.items()}
@@ -311,9 +307,8 @@ class Cluster:
         for process in (*self.islands.values(), self.coordinator):
             process.kill()
 
-    def observe(self, status: Mapping[str, Any], now: float) -> None:
-        """Note from a status which outages are over and how long steps take."""
-        self.outages.observe(status, now)
+    def observe(self, status: Mapping[str, Any]) -> None:
+        """Note from a status how long steps take."""
         known = status.get("islands", {}).values()
         steps = (island.get("median_step_seconds", 0.0) for island in known)
         self._step_seconds = max(self._step_seconds, *steps, 0.0)
@@ -368,43 +363,6 @@ class Cluster:
             restart_delay_s=self.config.placement.restart_delay_s,
             stop_s=self._deadlines.stop_s,
         )
-
-
-OUTAGES_KEPT = 20
-"""Outages of an island that a report names, the last ones."""
-
-
-class Outages:
-    """Outages of islands in seconds: from a crash to a step of the next incarnation."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, collections.deque[float]] = {}
-        self._down: dict[str, float] = {}
-        self._incarnation: dict[str, int] = {}
-
-    def down(self, name: str, now: float) -> None:
-        """Begin an outage: the island's process is gone. Repeated calls are fine."""
-        self._down.setdefault(name, now)
-
-    def observe(self, status: Mapping[str, Any], now: float) -> None:
-        """End the outages of islands that make steps again."""
-        for name, island in status.get("islands", {}).items():
-            incarnation = island.get("incarnation", 0)
-            if name not in self._down:
-                self._incarnation[name] = incarnation
-            elif incarnation > self._incarnation.get(name, 0) and island.get("steps"):
-                away = now - self._down.pop(name)
-                kept = collections.deque[float](maxlen=OUTAGES_KEPT)
-                self._seconds.setdefault(name, kept).append(away)
-                self._incarnation[name] = incarnation
-
-    def by_island(self) -> dict[str, list[float | None]]:
-        """Return the seconds of the last outages; None for one that did not end."""
-        names = [*self._seconds, *(n for n in self._down if n not in self._seconds)]
-        return {
-            name: [*self._seconds.get(name, ()), *([None] * (name in self._down))]
-            for name in names
-        }
 
 
 END_S = 5.0

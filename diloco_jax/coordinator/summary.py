@@ -215,9 +215,13 @@ def summary(
         "bytes_down": sum(s.bytes_down for s in sums),
         "bytes_join": sum(s.bytes_join for s in sums),
         "islands": {
-            name: _island_summary(config, state, roster, name, accounts[name])
+            name: {
+                **_island_summary(config, state, roster, name, accounts[name]),
+                "away_seconds": roster.failures.away_seconds(name, now),
+            }
             for name in known
         },
+        "failures": [one.told(now - wall_seconds) for one in roster.failures],
     }
 
 
@@ -356,7 +360,6 @@ def _island_summary(
         "step_seconds": sums.step_seconds_total,
         "eval_seconds": sums.eval_seconds,
         "compile_seconds": sums.compile_seconds,
-        "away_seconds": roster.members[name].away_seconds,
         "joins": state.islands[name].joins,
         "resumed": roster.members[name].resumed,
         "incarnation": state.islands[name].incarnation,

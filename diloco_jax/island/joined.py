@@ -363,11 +363,13 @@ class JoinedHost(Host["JoinedLoop"]):
         """
         self.leaves, self._like = LikeLeaves(like), like
         self.own_data, self._state = own_data, state
-        if config.run.sync.weights_by_use:
+        seen = config.run.model.vision.layers and not config.run.model.factory
+        by_use = config.run.sync.weights_by_use
+        if by_use == "rows" or (by_use == "parts" and seen):
             raise ConfigError(
-                "sync.weights_by_use is on in the run's config, and a train loop of "
-                "yours does not say how often its tokens used a row; begin the run "
-                "with sync.weights_by_use off"
+                f"sync.weights_by_use = {by_use!r} in the run's config, and a train "
+                f"loop of yours does not say how often it used a row or a tower; begin "
+                f"the run with sync.weights_by_use = 'none'"
             )
         shapes = self.leaves.like
         model = Model(

@@ -77,9 +77,10 @@ def build_exchange(
     of zeros that lie as the real ones will."""
     plan, params = build_plan(run, model), trainer.zeros()
     uses = None
-    if any(piece.by_use for piece in plan.pieces):
-        shapes = use_shapes(model.uses, model.axes, params)
-        uses = UseCounts(plan, model.uses, shapes, trainer.mesh)
+    if paths := {"/".join(piece.path) for piece in plan.pieces if piece.by_use}:
+        counted = {path: use for path, use in model.uses.items() if path in paths}
+        shapes = use_shapes(counted, model.axes, params)
+        uses = UseCounts(plan, counted, shapes, trainer.mesh)
     return Exchange(plan, run.sync, params, trainer.anchor_memory, uses), params
 
 
