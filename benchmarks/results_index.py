@@ -2,7 +2,6 @@
 
 A page beside each says how it was measured, and has its tables. The load is that of the
 machine at the end; a load above its cores means that others worked on it too.
-[What does not hold](../performance.md) comes first on a page of its own.
 
 Command: `python -m benchmarks.results_index`; it measures nothing.
 """

@@ -508,7 +508,7 @@ def replaced(config: Any, name: str, value: Any) -> Any:
         known = list(_paths(config))
         raise ConfigError(
             f"no field {name!r} in this config{suggest(name, known)}; the help of any "
-            f"command that takes a config lists them all (diloco run --help)"
+            f"command that takes a config lists them all (diloco run --help all)"
         )
     return _with(config, path, value, name)
 

@@ -550,7 +550,8 @@ def weights_by(
 
     def weights_of(deltas: Sequence[Contribution], final: bool) -> list[float]:
         by = tokens if final else weighting
-        return capped([weight(by, d.tokens, d.steps) for d in deltas], most).tolist()
+        found = capped([weight(by, d.tokens, d.steps) for d in deltas], most)
+        return [*map(float, found)]
 
     return weights_of
 
