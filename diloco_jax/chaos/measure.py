@@ -115,7 +115,7 @@ def write_plot(found: Sequence[StrikeOutcome], workdir: Path, path: Path) -> Non
     lanes = {COORDINATOR: 0} | {name: n for n, name in enumerate(history.islands, 1)}
     for o in (o for o in found if o.who in lanes):
         axes.plot(o.time - began, lanes[o.who] - 0.42, "v", color="red", ms=7)
-        axes.text(o.time - began, lanes[o.who] - 0.5, o.kind, fontsize=6)
+        axes.text(o.time - began, lanes[o.who] - 0.5, o.kind, fontsize=6, clip_on=True)
     axes.figure.savefig(path, dpi=100)
 
 

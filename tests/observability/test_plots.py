@@ -41,6 +41,7 @@ def history(count: int = 20, **changes) -> History:
             ("c", 1, 0.0, 0.0, 5.0, 5, "died"),
             ("c", 2, 10.0, 12.0, 18.0, 6, "finished"),
         ],
+        "outages": [("c", 1, 5.0, 12.0, "its machine was taken away")],
         "evaluations": [(2.0, 1, 4.5)],
     }
     return dataclasses.replace(of_rows(("a", "b", "c"), rows), **changes)
