@@ -243,6 +243,12 @@ class IslandOptions:
         "slices).",
     )
     host_index: int = setting(0, help="Which host of the island this is, with --world.")
+    cache: str = setting(
+        "",
+        help="Folder, or gs://BUCKET/FOLDER, of compiled programs that the islands of "
+        "one owner share: each runs what any of them put there. Empty = one for this "
+        "island, beside its checkpoints or in WORKDIR.",
+    )
 
     def check(self, config: Config) -> None:
         """Raise ConfigError, naming the option, for values that the config rules
@@ -309,6 +315,7 @@ def island_command(arguments: Sequence[str]) -> int:
         workdir,
         incarnation,
         WorldAddress(address=options.world, index=options.host_index),
+        absolute(options.cache),
     )
     return code
 

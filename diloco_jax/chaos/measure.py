@@ -116,7 +116,9 @@ def write_plot(found: Sequence[StrikeOutcome], workdir: Path, path: Path) -> Non
     for o in (o for o in found if o.who in lanes):
         axes.plot(o.time - began, lanes[o.who] - 0.42, "v", color="red", ms=7)
         axes.text(o.time - began, lanes[o.who] - 0.5, o.kind, fontsize=6, clip_on=True)
-    axes.figure.savefig(path, dpi=100)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.savefig(path, dpi=100)
 
 
 def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome:

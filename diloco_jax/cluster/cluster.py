@@ -47,7 +47,7 @@ from diloco_jax.cluster.processes import (
     wait_all,
 )
 from diloco_jax.cluster.status import read_status
-from diloco_jax.compilation import VARIABLE, of_user
+from diloco_jax.compilation import VARIABLE, of_run, of_user
 from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.config.config import require_files
 from diloco_jax.errors import EXIT_CONFIG
@@ -90,6 +90,8 @@ def island_commands(
     command = [*DILOCO, "island", str(workdir / run_files.CONFIG), "--name", name]
     command += ["--coordinator", coordinator, "--workdir", str(workdir)]
     command += ["--incarnation", str(incarnation), *_keys(workdir)]
+    # Of the user, whose processes alone read it; without a home, that of the run.
+    command += ["--cache", str(of_user() or of_run(workdir))]
     if hosts == 1:
         return [command]
     world = ["--world", f"127.0.0.1:{free_port()}"]
@@ -126,8 +128,11 @@ def dashboard_command(workdir: Path, port: int) -> list[str]:
 
 
 def coordinator_environment() -> dict[str, str]:
-    """Return the coordinator's additions to this process's environment."""
-    return {**_environment(), "JAX_PLATFORMS": "cpu"}
+    """Return the coordinator's additions to this process's environment. Without a home,
+    it has the cache of the run."""
+    cache = of_user()
+    named = {} if cache is None else {VARIABLE: str(cache)}
+    return {**named, **ALLOCATOR, "JAX_PLATFORMS": "cpu"}
 
 
 def island_environment() -> dict[str, str]:
@@ -139,13 +144,7 @@ def island_environment() -> dict[str, str]:
     before_jax.require_platforms()
     before_jax.require_flags()
     platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
-    return {**_environment(), "JAX_PLATFORMS": platforms}
-
-
-def _environment() -> dict[str, str]:
-    """Return what both add. Without a home, each process has the cache of the run."""
-    cache = of_user()
-    return ALLOCATOR if cache is None else {VARIABLE: str(cache), **ALLOCATOR}
+    return {**ALLOCATOR, "JAX_PLATFORMS": platforms}
 
 
 ALIVE = ("running", "restarting")

@@ -399,4 +399,6 @@ def _sum(past: Measures, current: Measures) -> Measures:
         first_step_unix=past.first_step_unix or current.first_step_unix,
         last_step_unix=max(past.last_step_unix, current.last_step_unix),
         short=current.short,
+        programs_left=current.programs_left,
+        fragments_left=current.fragments_left,
     )

@@ -333,6 +333,8 @@ def _island_status(
         "version": min(adopted.values()) if everything else 0,
         "lag": max(0, *lags) if lags else None,
         "short": list(sums.short) if island.status == "live" else [],
+        "programs_left": sums.programs_left if island.status == "live" else 0,
+        "fragments_left": sums.fragments_left if island.status == "live" else 0,
         "silent_seconds": now - member.last_sign if member.last_sign else None,
         "bytes_up_per_second": up,
         "bytes_down_per_second": down,

@@ -55,9 +55,10 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
         )
         for worker in status.get("workers", ())
     ]
+    starts = [Text(text, style="dim") for text in _starts(status)]
     up, down = (_number(status, f"bytes_{way}_per_second") for way in ("up", "down"))
     wire = Text(f"{bytes_text(up)}/s up, {bytes_text(down)}/s down", style="dim")
-    below = (wire, *workers, *alerts)
+    below = (*starts, wire, *workers, *alerts)
     return Group(glance, island_table(status), bar, headline, *below)
 
 
@@ -96,7 +97,8 @@ def line(status: Mapping[str, Any], seconds_left: float | None) -> str:
         for name, island in status.get("islands", {}).items()
     )
     health = health_text(health_of(status))
-    return f"{health} | {_headline(status, seconds_left)} | {islands}"
+    parts = (health, _headline(status, seconds_left), islands, *_starts(status))
+    return " | ".join(parts)
 
 
 class Dashboard:
@@ -177,6 +179,17 @@ def _headline(status: Mapping[str, Any], seconds_left: float | None) -> str:
         f" | {int(_number(status, 'merges')):,} merges"
         f" | goodput {_number(status, 'goodput'):.2f}{merged}{left}"
     )
+
+
+def _starts(status: Mapping[str, Any]) -> list[str]:
+    """Return what is left of the start of islands that do not train yet."""
+    return [
+        f"island {name}: {programs:.0f} programs left to compile or read, "
+        f"{fragments:.0f} fragments to fetch"
+        for name, island in status.get("islands", {}).items()
+        if (programs := _number(island, "programs_left"))
+        + (fragments := _number(island, "fragments_left"))
+    ]
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
