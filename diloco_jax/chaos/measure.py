@@ -108,7 +108,7 @@ def rows(found: Sequence[StrikeOutcome]) -> list[tuple[str, ...]]:
 
 
 def write_plot(found: Sequence[StrikeOutcome], workdir: Path, path: Path) -> None:
-    """Plot the run's timeline, with a line where each strike began."""
+    """Plot the run's timeline, with a mark where each strike began."""
     history = read_history(workdir)
     axes = history.plot_timeline()
     began = next((r["time"] for r in read_tape(workdir / run_files.TAPE)), 0.0)
