@@ -3,7 +3,7 @@ and what it cost.
 
 The length of an outage is decided here and nowhere else, by the lines of tape and
 metrics. The coordinator feeds the lines that it writes, and puts what they come to into
-status and summary; a reader of a recorded run feeds the same lines, and finds the same.
+the summary; a reader of a recorded run feeds the same lines, and finds the same.
 
 An outage begins when the coordinator last heard of the island: as its connection broke
 or, of one that fell silent, with its last report. It ends with the first step of the
