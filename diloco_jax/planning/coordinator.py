@@ -436,7 +436,8 @@ def plan_coordinator(
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
     """
-    sizes, up = state_sizes(run, plan), sum(payload_bytes(run.sync.codec_up, plan))
+    sizes = state_sizes(run, plan)
+    up = sum(payload_bytes(run.sync.codec_up, plan, up=True))
     most_deltas = DELTAS_AT_ONCE * islands * up
     parts = _memory_parts(run, placement, plan, islands, cores, most_deltas)
     both_ways = (
@@ -462,7 +463,9 @@ def plan_coordinator(
             cycle_seconds=cycle_seconds,
             bytes_per_s=disk_bytes_per_s,
             sources=len(run.data.sources),
-            loads=run.model.experts * run.model.num_layers * run.sync.weights_by_use,
+            loads=run.model.experts
+            * run.model.num_layers
+            * (run.sync.weights_by_use == "rows"),
             owner=owner,
         )
 

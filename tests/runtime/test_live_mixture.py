@@ -45,7 +45,7 @@ def test_a_mixture_outlives_an_island_and_is_replayed_bit_for_bit(
             model=MODEL,
             data=DataConfig(paths=(str(text),), validation_fraction=0.1),
             sync=SyncConfig(
-                steps_per_cycle=6, fragments=3, quorum=1, weights_by_use=True
+                steps_per_cycle=6, fragments=3, quorum=1, weights_by_use="rows"
             ),
             sequence_length=LENGTH,
             total_tokens=ROWS * LENGTH,
