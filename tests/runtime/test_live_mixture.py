@@ -65,6 +65,8 @@ def test_a_mixture_outlives_an_island_and_is_replayed_bit_for_bit(
     assert tape_checks.ledger_problems(run.summary, run.tape, sizes) == []
     assert tape_checks.version_problems(run.tape) == []
     assert run.summary["islands"]["shared"]["tokens_merged"] > 0
+    islands = [line for line in run.metrics if line["kind"] == "island"]
+    assert any(line["adoption_loss"] is not None for line in islands)
     merges = [line for line in run.metrics if line["kind"] == "merge"]
     told = {name for line in merges for name in line["experts"] or ()}
     assert told == {"router_distance", "overlap", "entropy", "busiest"}
