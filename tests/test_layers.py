@@ -228,9 +228,10 @@ def test_policies_have_no_arrays() -> None:
     assert is_allowed("numpy", "core")
 
 
-def test_a_config_is_read_without_jax() -> None:
+def test_a_config_is_read_and_a_run_started_and_asked_without_jax() -> None:
     code = (
-        "import dataclasses, sys; from diloco_jax.config.loading import read_config; "
+        "import dataclasses, sys, diloco_jax.cluster.run, diloco_jax.cluster.status; "
+        "from diloco_jax.config.loading import read_config; "
         "from diloco_jax.config.options import parse_with_config; "
         "NoOptions = dataclasses.make_dataclass('NoOptions', ()); "
         "config, overrides = read_config(sys.argv[1]), ['--sync.merge', 'mean']; "

@@ -121,6 +121,8 @@ class TileGrid:
         return x
 
 
+USE_BYTES = 2
+"""Bytes of a count of use; all counts of a piece lie in one tile."""
 DIGEST_BYTES = 32
 
 
