@@ -12,12 +12,43 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import support
 
 FIGURE = support.RESULTS.parent / "figures" / "limits.py"
-INDEX = "index.md"
+INDEX, PERFORMANCE = "index.md", "performance.md"
+LONGEST = 60
+"""Characters of a bound's name."""
+INTRODUCTION = """
+# Performance: measures against their goals
+
+Each benchmark holds what it measures to bounds. Here are all that do not hold, the
+worst first, and below them the tightest of each benchmark that does. The command of a
+row is `python -m benchmarks.NAME`; its page has the method, the limit of the machine
+where there is one, all tables, load and versions. A row is as old as its date: the code
+has changed since.
+
+![Bounds against their limits](../figures/limits.svg)
+"""
+
+
+class Bound(NamedTuple):
+    """One bound whose limit is a number above 0."""
+
+    what: str
+    used: float
+    """Share of the limit that is used; at most 1 holds."""
+    measured: str
+    limit: str
+    holds: bool
+
+    @property
+    def short(self) -> str:
+        """Its name in at most `LONGEST` characters: both ends tell rows apart."""
+        if len(self.what) <= LONGEST:
+            return self.what
+        return f"{self.what[: LONGEST // 2 - 2]} ... {self.what[3 - LONGEST // 2 :]}"
 
 
 def main() -> int:
@@ -25,6 +56,7 @@ def main() -> int:
     options = support.parser(__doc__).parse_args()
     raw = options.out / "raw"
     (raw / INDEX).write_text(told(raw))
+    (options.out / PERFORMANCE).write_text(performance(raw))
     if options.out == support.RESULTS:
         subprocess.run([sys.executable, FIGURE], check=True)
     return 0
@@ -63,6 +95,67 @@ def row_of(page: Path) -> dict[str, Any]:
         "date": facts.get("date", "").partition(" ")[0],
         "machine": facts.get("machine", "").partition(", busy")[0],
     }
+
+
+def performance(raw: Path) -> str:
+    """Return the page of the bounds that do not hold, and of the tightest others."""
+    broken: list[dict[str, Any]] = []
+    tightest: list[dict[str, Any]] = []
+    for path in sorted(raw.glob("*.json")):
+        for bound in telling(bounds_of(path)):
+            row = {**row_of_bound(path, bound), "used": bound.used}
+            (tightest if bound.holds else broken).append(row)
+    parts = [support.wrapped(INTRODUCTION.strip())]
+    titles = "## What does not hold", "## The tightest of each that holds"
+    for title, rows in zip(titles, (broken, tightest), strict=True):
+        rows.sort(key=lambda row: -row.pop("used"))
+        parts += [title, support.markdown_table(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def row_of_bound(path: Path, bound: Bound) -> dict[str, Any]:
+    """Return the row of one bound of the raw results in this file."""
+    facts = json.loads(path.read_bytes())
+    name = path.stem
+    linked = path.with_suffix(".md").exists()
+    return {
+        "benchmark": f"[{name}](raw/{name}.md)" if linked else name,
+        "measure": bound.short,
+        "goal": bound.limit,
+        "seen": bound.measured,
+        "date": facts.get("date", "").partition(" ")[0],
+        "machine": facts.get("machine", "")
+        .partition(", busy")[0]
+        .split("(R)")[0]
+        .removesuffix(", 24 GiB"),
+    }
+
+
+def telling(bounds: list[Bound]) -> list[Bound]:
+    """Return those that do not hold, the worst first, and the tightest of the rest.
+    What is counted has no margin."""
+    ordered = sorted(bounds, key=lambda bound: -bound.used)
+    broken = [bound for bound in ordered if not bound.holds]
+    held = [bound for bound in ordered if bound.holds and "." in bound.limit]
+    return [*broken, *held[:1]]
+
+
+def bounds_of(path: Path) -> list[Bound]:
+    """Return the bounds of these raw results."""
+    read = json.loads(path.read_bytes())
+    found = []
+    for check in read.get("checks", []) if isinstance(read, dict) else []:
+        sign, _, text = check["bound"].partition(" ")
+        try:
+            measured, limit = float(check["measured"]), float(text)
+        except ValueError:
+            continue
+        if sign not in ("<=", ">=") or limit <= 0:
+            continue
+        used = measured / limit if sign == "<=" else limit / max(measured, 1e-12)
+        what, told = check["what"], check["measured"]
+        found.append(Bound(what, used, told, check["bound"], check["holds"]))
+    return found
 
 
 def others(raw: Path, described: set[str]) -> list[Path]:

@@ -54,7 +54,8 @@ napoleon_numpy_docstring = False
 
 html_theme = "pydata_sphinx_theme"
 html_title = project
-html_static_path = []
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_search_scorer = str(HERE / "search_scorer.js")

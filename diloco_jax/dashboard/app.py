@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diloco_jax import run_files
 from diloco_jax.cluster.status import read_status
-from diloco_jax.config import Config, Placement
+from diloco_jax.config import Config, DataConfig, Placement
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import Window, find_events, view
@@ -170,6 +170,7 @@ class RunReader:
             "run_id": begun.run_id if begun else "",
             "total_tokens": run.total_tokens,
             "expected": sorted(self._config.islands),
+            "data": _data_of(run.data),
             "bits_per_nat": BITS_PER_NAT if of_bytes else None,
             "flops_per_token": flops / run.sequence_length if flops else None,
         }
@@ -196,6 +197,15 @@ class RunReader:
                 # finds another one.
                 logger.exception("the dashboard could not read")
             self._over.wait(seconds)
+
+
+def _data_of(data: DataConfig) -> str:
+    """Name what a run trains on, in a few words."""
+    if data.factory:
+        return f"data of {data.factory}"
+    names = [Path(path).name or path for path in data.paths]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more or "the sources of Python's standard library"
 
 
 def _dated(lines: NewLines, take: Take) -> Iterator[tuple[float, Take, dict[str, Any]]]:

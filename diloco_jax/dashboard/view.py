@@ -35,6 +35,8 @@ MANY_ISLANDS = 16
 """Beyond it, lanes and curves have fewer columns."""
 COLUMNS_OF_MANY = 440
 POINTS, POINTS_OF_MANY = 240, 120
+FEWEST_POINTS, MERGES_OF_A_POINT = 24, 8
+"""A point of a curve is of several merges, else their beat is all that one sees."""
 OF_ISLANDS = (
     *("tokens", "merged_tokens", "bytes_up", "bytes_down", "training"),
     *(name for mean in ("loss", "eval_loss", "lag") for name in (mean, count_of(mean))),
@@ -179,7 +181,9 @@ def _curves(
     grid, rows = timeline.grid, [lane.row for lane in lanes]
     # A curve has no more points than the grid has bins.
     within = int((window.stop - window.start) / grid.width_s)
-    points = max(1, min(points, within))
+    merges = grid.totals(("merges",), window.start, window.stop)[0, COORDINATOR]
+    beats = max(FEWEST_POINTS, int(merges / MERGES_OF_A_POINT))
+    points = max(1, min(points, within, beats))
     seconds = (window.stop - window.start) / points
     at = (window.start, window.stop, points)
     found = grid.columns(OF_ISLANDS, *at)[:, rows]
@@ -207,6 +211,12 @@ def _curves(
         told = ((lane, curve) for lane, curve in drawn if np.isfinite(curve).any())
         return {lane.name: _rounded(curve, 3) for lane, curve in told}
 
+    losses, tokens = _mean(of["loss"], of[count_of("loss")]), of["tokens"]
+    heard = np.isfinite(losses)
+    before = grid.totals(("merged_tokens",), grid.begin or 0.0, window.start).sum()
+    so_far = before + np.cumsum(of["merged_tokens"].sum(axis=0))
+    so_far = np.concatenate([[before], so_far]) / timeline.fragments
+    edges = window.start + seconds * np.arange(points + 1)
     merged = [p for p in timeline.merged_losses if window.start <= p[0] < window.stop]
     behind = np.isfinite(lag)
     most = lag.max(axis=0, initial=-np.inf, where=behind)
@@ -215,7 +225,18 @@ def _curves(
         "times": np.round(first + seconds * np.arange(points), 2).tolist(),
         "loss": by_island("loss"),
         "eval_loss": by_island("eval_loss"),
-        "merged_loss": [list(point) for point in merged[-MERGED_LOSSES_SHOWN:]],
+        "mean_loss": _rounded(
+            _mean(
+                np.where(heard, losses * tokens, 0.0).sum(axis=0),
+                (heard * tokens).sum(axis=0),
+            ),
+            4,
+        ),
+        "merged_loss": [
+            [*point, round(float(np.interp(point[0], edges, so_far)))]
+            for point in merged[-MERGED_LOSSES_SHOWN:]
+        ],
+        "tokens": np.round((so_far[1:] + so_far[:-1]) / 2).tolist(),
         "computed": total("tokens", seconds),
         "merged": total("merged_tokens", seconds * timeline.fragments),
         "up": total("bytes_up", seconds),

@@ -1,4 +1,5 @@
-"""Draw the measured bounds of docs/results/raw against their limits.
+"""Draw measured bounds of docs/results/raw against their limits: all that do not hold,
+and of each benchmark the tightest that does.
 
     python docs/figures/limits.py
 
@@ -7,88 +8,64 @@ It reads the raw files there; docs/results/raw/index.md has the list of all.
 
 from __future__ import annotations
 
-import json
-from typing import NamedTuple
+import sys
+from pathlib import Path
 
 from drawing import BLUE, GREY, INK, ORANGE, RAW, draw, paper, say
 from matplotlib.figure import Figure
 
-NAMES = (
-    "merging",
-    "wire",
-    "wan",
-    "recovery",
-    "overhead",
-    "inner_step",
-    "island_memory",
-    "coordinator_memory",
-    "coordinator_scale",
-    "data",
-)
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from results_index import bounds_of, telling
+
 SMALLEST = 0.05
 """Place where anything below a twentieth of its limit is drawn."""
-
-
-class Bound(NamedTuple):
-    """One bound: the share of its limit that is used; at most 1 holds."""
-
-    what: str
-    used: float
-    measured: str
-    limit: str
-    holds: bool
+LARGEST = 5.0
+"""Place where anything above five times its limit is drawn."""
 
 
 def make() -> Figure:
-    """Return the figure: one line per bound, grouped by benchmark."""
-    groups = [(name, bounds) for name in NAMES if (bounds := bounds_of(name))]
+    """Return the figure: one line per bound, grouped by benchmark; those with bounds
+    that do not hold come first."""
+    every = {path.stem: bounds_of(path) for path in sorted(RAW.glob("*.json"))}
+    held = sum(bound.holds for bounds in every.values() for bound in bounds)
+    total = sum(map(len, every.values()))
+    told = {name: telling(bounds) for name, bounds in every.items()}
+    groups = [(name, bounds) for name, bounds in told.items() if bounds]
+    groups.sort(key=lambda group: group[1][0].holds)
     lines = sum(len(bounds) + 1 for _, bounds in groups)
-    figure, (axes,) = paper(9, 1.2 + 0.19 * lines)
-    held = total = 0
-    ticks, labels, place = [], [], 0
+    figure, (axes,) = paper(10, 1.2 + 0.19 * lines)
+    ticks: list[float] = []
+    labels: list[str] = []
+    place = 0
     for name, bounds in groups:
-        axes.text(SMALLEST, -place, name, weight="bold", color=INK, va="center")
+        ticks.append(-place)
+        labels.append(name)
         place += 1
         for bound in bounds:
-            used = max(bound.used, SMALLEST)
+            used = min(max(bound.used, SMALLEST), LARGEST)
             colour = BLUE if bound.holds else ORANGE
             axes.plot([used, 1.0], [-place] * 2, color=GREY, lw=0.8, zorder=1)
             axes.plot(used, -place, "o" if bound.holds else "D", color=colour, ms=5)
             ticks.append(-place)
-            labels.append(f"{bound.what}: {bound.measured} ({bound.limit})")
-            place, held, total = place + 1, held + bound.holds, total + 1
+            labels.append(f"{bound.short}: {bound.measured} ({bound.limit})")
+            place += 1
     axes.axvline(1.0, color=INK, lw=1)
     axes.set_yticks(ticks, labels, color=INK, fontsize=7.5)
+    for label in axes.get_yticklabels():
+        if label.get_text() in every:
+            label.set_fontweight("bold")
     axes.set_xscale("log")
-    axes.set(xlim=(SMALLEST * 0.9, 2.5), ylim=(-place, 1))
-    axes.set_xticks([0.1, 0.25, 0.5, 1.0, 2.0], ["0.1", "0.25", "0.5", "limit", "2"])
+    axes.set(xlim=(SMALLEST * 0.9, LARGEST * 1.1), ylim=(-place, 1))
+    marks = {0.1: "0.1", 0.25: "0.25", 0.5: "0.5", 1.0: "limit", 2.0: "2", 4.0: "4"}
+    axes.set_xticks([*marks], [*marks.values()])
     axes.minorticks_off()
     say(
         axes,
         f"{held} of {total} measured bounds hold",
-        "share of the limit that is used (logarithmic); a diamond does not hold",
+        "share of the limit (logarithmic): all that do not hold, the tightest that do",
     )
     return figure
-
-
-def bounds_of(name: str) -> list[Bound]:
-    """Return the bounds of a benchmark whose limit is a number above 0."""
-    path = RAW / f"{name}.json"
-    if not path.exists():
-        return []
-    found = []
-    for check in json.loads(path.read_bytes())["checks"]:
-        sign, _, text = check["bound"].partition(" ")
-        try:
-            measured, limit = float(check["measured"]), float(text)
-        except ValueError:
-            continue
-        if sign not in ("<=", ">=") or limit <= 0:
-            continue
-        used = measured / limit if sign == "<=" else limit / max(measured, 1e-12)
-        what, told = check["what"], check["measured"]
-        found.append(Bound(what, used, told, check["bound"], check["holds"]))
-    return found
 
 
 if __name__ == "__main__":

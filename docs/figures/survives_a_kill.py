@@ -1,13 +1,12 @@
-"""Draw how many steps each island of a recorded run has made while one was killed.
+"""Draw a recorded run in which one island is killed: tokens over time, and the loss.
 
-The committed picture was made on two CPU cores, on 2026-11-24, by
+    python docs/figures/survives_a_kill.py WORKDIR docs/figures/survives_a_kill.svg
 
-    diloco run configs/quickstart.py --workdir runs/kill --total-tokens 400000 \
-        --placement.faults v5p-b@60:kill
-    python docs/figures/survives_a_kill.py runs/kill docs/figures/survives_a_kill.svg
-
-It reads the run's tape and summary. A point is a step at which an island took or
-adopted a fragment, at the time at which the coordinator heard of it.
+The committed picture is of the run that README prints (`first_run.sh`). A point on the
+left is a step at which an island took or adopted a fragment, at the time at which the
+coordinator heard of it; an island's tokens are its steps times the tokens of each. The
+loss is the mean of the islands', smoothed, by what was merged until then. The line
+below is where plain training on as many tokens ended (`diloco run --baseline`).
 """
 
 from __future__ import annotations
@@ -18,80 +17,130 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib import pyplot
+import numpy as np
+from drawing import BLUE, GREEN, GREY, INK, ORANGE, paper, save, say
+from matplotlib.figure import Figure
 
-from diloco_jax.observability.tape import read_tape
+from diloco_jax.observability.tape import read_lines, read_tape
 
-matplotlib.use("agg")
-matplotlib.rcParams["svg.hashsalt"] = "survives_a_kill"
-
-COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7")  # Okabe and Ito.
-INK, PAPER = "#222222", "#ffffff"  # Opaque, so that a dark page shows it as well.
+COLOURS = (BLUE, ORANGE, GREEN)
 STYLES = ("-", "--", "-")
+SMOOTHED = 25
+"""Reports over which the loss is a mean."""
 
-Lines = dict[str, list[list[tuple[float, int]]]]
-"""By island, one list of (seconds, steps) for each incarnation."""
+Lines = dict[str, list[list[tuple[float, float]]]]
+"""By island, one list of (seconds, million tokens) for each incarnation."""
 
 
-def main(workdir: Path, picture: Path) -> None:
-    """Write the picture of the run in `workdir`."""
+def make(workdir: Path) -> Figure:
+    """Return the picture of the run in `workdir`."""
     records = list(read_tape(workdir / "tape.jsonl"))
-    lines, (killed, start, end) = steps_of(records), absence_of(records)
     summary = json.loads((workdir / "summary.json").read_bytes())
-    lost = sum(summary["tokens_lost"].values())
-    figure, axes = pyplot.subplots(figsize=(8, 4), facecolor=PAPER)
-    axes.set_facecolor(PAPER)
+    lines, (killed, start, end) = tokens_of(records), absence_of(records)
+    figure, (left, right) = paper(11, 3.9, 2)
     for index, (island, parts) in enumerate(sorted(lines.items())):
+        style, colour = STYLES[index % 3], COLOURS[index % 3]
         for part in parts:
-            axes.plot(
-                *zip(*part, strict=True), STYLES[index % 3], color=COLOURS[index], lw=2
-            )
-        seconds, steps = parts[-1][-1]
-        axes.annotate(
+            left.plot(*zip(*part, strict=True), style, color=colour, lw=2)
+        left.annotate(
             island,
-            (seconds, steps),
-            (6, 0),
+            parts[-1][-1],
+            (6, 5 if index % 2 == 0 else -7),
             textcoords="offset points",
-            color=COLOURS[index],
+            color=colour,
             va="center",
             weight="bold",
         )
-    axes.axvspan(start, end, color="#999999", alpha=0.25, lw=0)
-    axes.annotate(
-        f"{killed} is killed\nand away for {end - start:.0f} s",
+    left.axvspan(start, end, color=GREY, alpha=0.3, lw=0)
+    left.annotate(
+        f"{killed} is killed, and away for {end - start:.0f} s",
         (end, 0),
-        (6, 8),
+        (6, 6),
         textcoords="offset points",
         color=INK,
     )
-    axes.set_title(
-        f"{killed} is killed: it loses {lost:,} tokens, and the others keep their pace",
-        color=INK,
-        loc="left",
+    lost = sum(summary["tokens_lost"].values())
+    merged = summary["tokens_merged"]
+    say(
+        left,
+        f"{killed} is killed: {lost:,} of {merged / 1e6:.2g} M tokens are lost",
+        "seconds since the first step",
+        "million tokens of each island",
     )
-    axes.set_xlabel("time since the first step, seconds", color=INK)
-    axes.set_ylabel("inner steps of the island", color=INK)
-    axes.set(xlim=(0, None), ylim=(0, None))
-    axes.margins(x=0.08)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(picture, metadata={"Date": None})
+    left.set(xlim=(0, None), ylim=(0, None))
+    left.margins(x=0.1)
+
+    tokens, losses = loss_of(workdir)
+    right.plot(tokens, losses, color=BLUE, lw=2, label="islands, on what they train on")
+    end_loss, plain = summary["eval_loss"], summary["baseline"]["eval_loss"]
+    right.plot(
+        [merged / 1e6],
+        [end_loss],
+        "o",
+        color=BLUE,
+        ms=7,
+        label=f"merged model, on validation text: {end_loss:.3f}",
+    )
+    right.axhline(
+        plain,
+        color=INK,
+        lw=1,
+        ls="--",
+        label=f"plain training ends at {plain:.3f}",
+    )
+    right.legend(frameon=False, labelcolor=INK)
+    say(
+        right,
+        f"The loss ends {100 * (end_loss / plain - 1):.1f} % above plain training",
+        "million tokens merged",
+        "nats per token",
+    )
+    right.set(xlim=(0, None))
+    return figure
 
 
-def steps_of(records: list[dict[str, Any]]) -> Lines:
-    """Steps over time; those of an island's earlier incarnations count on."""
+def tokens_of(records: list[dict[str, Any]]) -> Lines:
+    """Tokens over time; those of an island's earlier incarnations count on."""
     found: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    each: dict[str, int] = {}
     for record in records:
+        if record["kind"] == "joined":
+            each[record["island"]] = record["tokens_per_step"]
         if record["kind"] == "island":
             key = record["island"], record["incarnation"]
             found[key].append((record["time"], record["record"]["step"]))
     begin = min(time for points in found.values() for time, step in points if step)
     lines: Lines = defaultdict(list)
     for (island, _), points in sorted(found.items()):
-        before = lines[island][-1][-1][1] if lines[island] else 0
-        lines[island].append([(t - begin, before + s) for t, s in points])
+        before = lines[island][-1][-1][1] if lines[island] else 0.0
+        mine = each[island] / 1e6
+        lines[island].append([(t - begin, before + s * mine) for t, s in points])
     return lines
+
+
+def loss_of(workdir: Path) -> tuple[list[float], list[float]]:
+    """Million tokens merged until each report, and the mean loss of those around it."""
+    times, merged = merged_of(list(read_tape(workdir / "tape.jsonl")))
+    reports = [
+        (line["time"], line["loss"])
+        for line in read_lines(workdir / "metrics.jsonl")
+        if line["kind"] == "island" and line["loss"] is not None
+    ]
+    tokens = np.interp([time for time, _ in reports], times, merged)
+    weights = np.ones(SMOOTHED) / SMOOTHED
+    losses = np.convolve([loss for _, loss in reports], weights, "valid")
+    half = SMOOTHED // 2
+    kept = tokens[half : half + len(losses)]
+    return kept.tolist(), losses.tolist()
+
+
+def merged_of(records: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Times of merges, and the million tokens of the model merged until each."""
+    merges = [record for record in records if record["kind"] == "merged"]
+    fragments = 1 + max(record["fragment"] for record in merges)
+    tokens = [sum(c["tokens"] for c in record["contributions"]) for record in merges]
+    so_far = np.cumsum(tokens) / fragments / 1e6
+    return [record["time"] for record in merges], so_far.tolist()
 
 
 def absence_of(records: list[dict[str, Any]]) -> tuple[str, float, float]:
@@ -107,4 +156,4 @@ def absence_of(records: list[dict[str, Any]]) -> tuple[str, float, float]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    save(Path(sys.argv[2]), lambda: make(Path(sys.argv[1])))

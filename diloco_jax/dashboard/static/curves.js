@@ -1,8 +1,12 @@
 // Curves over time, by ECharts. Text in tooltips is drawn, never read as HTML.
-import { bytes, clock, colour, count, duration, legend, percent, tickStep } from "./format.js";
+import { bytes, clock, colour, count, duration, islandColour, legend, percent, tickStep } from "./format.js";
 
 const FEW = 8;
 const charts = new Map();
+const OVER_TIME = { mark: (at, step) => duration(at, step < 1), step: tickStep,
+  head: (at, [start, stop], begin) => `${duration(at, stop - start < 60)} (${clock(at + begin)})` };
+const OVER_TOKENS = { mark: (at) => count(at), step: () => undefined,
+  head: (at) => `${count(at)} tokens merged` };
 
 function chart(id) {
   if (!charts.has(id)) {
@@ -15,12 +19,16 @@ export function resize() {
   for (const each of charts.values()) each.resize();
 }
 
-// Draw one chart: `series` are {name, data, colour, dashed, wide, points}.
-function draw(id, view, series, { format = count, min = null, tip = null, empty = "nothing in this window" } = {}) {
-  const [start, stop] = view.window.map((time) => time - view.span[0]);
+// Draw one chart: `series` are {name, data, colour, dashed, wide, points}. One of which
+// the run has had nothing yet is not there.
+function draw(id, view, series, { format = count, min = null, tip = null, span = null, axis = OVER_TIME } = {}) {
+  const [start, stop] = span ?? view.window.map((time) => time - view.span[0]);
   const there = series.filter((one) => one.data.some((point) => point[1] !== null));
+  const section = document.getElementById(id).closest("section");
+  if (!there.length && !charts.has(id)) { section.hidden = true; return; }
+  section.hidden = false;
   const [ink, quiet, line, card] = ["ink", "quiet", "line", "card"].map(colour);
-  const step = tickStep(stop - start, document.getElementById(id).clientWidth < 380 ? 5 : 6);
+  const step = axis.step(stop - start, document.getElementById(id).clientWidth < 380 ? 5 : 6);
   chart(id).setOption({
     animation: false,
     textStyle: { fontFamily: "system-ui, sans-serif" },
@@ -28,7 +36,7 @@ function draw(id, view, series, { format = count, min = null, tip = null, empty 
     xAxis: {
       type: "value", min: start, max: stop, interval: step,
       axisLabel: { color: quiet, hideOverlap: true, showMaxLabel: false, showMinLabel: start === 0,
-        formatter: (value) => duration(value, step < 1) },
+        formatter: (value) => axis.mark(value, step) },
       axisLine: { lineStyle: { color: line } }, splitLine: { show: false },
     },
     yAxis: {
@@ -42,7 +50,7 @@ function draw(id, view, series, { format = count, min = null, tip = null, empty 
       formatter: (points) => {
         if (!points.length) return "";
         const at = points[0].value[0];
-        const head = `${duration(at, stop - start < 60)} (${clock(at + view.span[0])})`;
+        const head = axis.head(at, [start, stop], view.span[0]);
         return [head, ...(tip ?? plain)(points, format)].join("\n");
       },
     },
@@ -54,11 +62,11 @@ function draw(id, view, series, { format = count, min = null, tip = null, empty 
       itemStyle: { color: one.colour },
     })),
     graphic: there.length ? [] : [{ type: "text", left: "center", top: "middle",
-      style: { text: empty, fill: quiet, font: "13px system-ui, sans-serif" } }],
+      style: { text: "nothing in this window", fill: quiet, font: "13px system-ui, sans-serif" } }],
   }, { notMerge: true });
   const told = there.slice(0, FEW).map((one) => `${one.name} ${format(last(one.data))}`);
   document.getElementById(id).setAttribute("aria-label",
-    told.length ? `Newest values: ${told.join(", ")}` : empty);
+    told.length ? `Newest values: ${told.join(", ")}` : "nothing in this window");
   const list = document.getElementById(`${id}-legend`);
   const named = there.filter((one) => !one.thin);
   const entries = named.map((one) => [one.name, one.colour, one.dashed ? "thin dashed" : "thin"]);
@@ -94,40 +102,52 @@ export function drawCurves(view, chosen) {
 
   const names = Object.keys(curves.loss);
   const many = names.length > FEW;
-  const series = names.map((name, n) => line(name, curves.loss[name], many ? "many" : `c${n % 8}`,
-    { thin: many && name !== chosen, wide: name === chosen, dashed: !many && n % 2 === 1 }));
-  if (many && chosen) series.filter((one) => one.name === chosen).forEach((one) => { one.colour = colour("c1"); });
+  const series = names.map((name, n) => ({ ...line(name, curves.loss[name], "many",
+    { thin: many && name !== chosen, wide: name === chosen, dashed: !many && n % 2 === 1 }),
+  colour: islandColour(view, name, chosen) }));
   const merged = curves.merged_loss.map(([time, , value]) => [time - view.span[0], value]);
   series.push({ name: "merged model", data: merged, colour: colour("ink"), wide: true, points: true });
   draw("loss", view, series, { format: loss, tip: spread });
 
-  const speeds = [line("computed", curves.computed, "c1", { dashed: true })];
-  speeds.push(line("merged", curves.merged, "c0"));
+  course(view, loss);
+
+  const speeds = [line("computed", curves.computed, "quiet", { dashed: true })];
+  speeds.push(line("merged", curves.merged, "ink"));
   draw("speed", view, speeds, { min: 0 });
-  draw("cosine", view, [line("between islands", curves.pairwise_cosine, "c0"),
-    line("to the fragment's last", curves.cosine_to_last, "c1", { dashed: true })],
+  draw("cosine", view, [line("between islands", curves.pairwise_cosine, "ink"),
+    line("to the fragment's last", curves.cosine_to_last, "quiet", { dashed: true })],
   { format: (value) => value === null ? "–" : value.toFixed(2) });
-  draw("bandwidth", view, [line("up", curves.up, "c0"), line("down", curves.down, "c1", { dashed: true })],
+  draw("bandwidth", view, [line("up", curves.up, "ink"), line("down", curves.down, "quiet", { dashed: true })],
     { format: (value) => `${bytes(value)}/s`, min: 0 });
-  draw("behind", view, [line("mean of the islands", curves.behind_mean, "c0"),
-    line("the most", curves.behind_most, "c1", { dashed: true })], { min: 0, empty: "nobody has adopted a version in this window" });
+  draw("behind", view, [line("of all islands", curves.behind_mean, "ink"),
+    line("of the one most behind", curves.behind_most, "quiet", { dashed: true })], { min: 0 });
   const share = (value) => percent(value);
-  draw("mfu", view, [line("of all islands", curves.mfu, "c0")], { format: share, min: 0, empty: "not known" });
-  const held = [line("coordinator", curves.memory_bytes, "c0")];
-  if (curves.workers_memory_bytes.some((value) => value)) held.push(line("its workers", curves.workers_memory_bytes, "c1", { dashed: true }));
+  draw("mfu", view, [line("of all islands", curves.mfu, "ink")], { format: share, min: 0 });
+  const held = [line("coordinator", curves.memory_bytes, "ink")];
+  if (curves.workers_memory_bytes.some((value) => value)) held.push(line("its workers", curves.workers_memory_bytes, "quiet", { dashed: true }));
   draw("machine", view, held, { format: bytes, min: 0 });
   said(view, last(pairs(curves.memory_left_bytes)), last(pairs(curves.disk_free_bytes)));
 }
 
+// Where the run stands: its loss over the tokens that were merged.
+function course(view, format) {
+  const { curves, status } = view;
+  const islands = curves.tokens.map((tokens, n) => [tokens, curves.mean_loss[n]]);
+  const points = curves.merged_loss.map(([, , value, tokens]) => [tokens, value]);
+  if (typeof status.eval_loss === "number" && view.window[1] >= view.span[1]) points.push([status.tokens, status.eval_loss]);
+  const until = Math.max(1, ...[...islands, ...points].map(([tokens]) => tokens));
+  draw("course", view, [
+    { name: "islands, on what they train on", data: islands, colour: colour("quiet") },
+    { name: "merged model, on validation text", data: points, colour: colour("ink"), wide: true, points: true },
+  ], { format, span: [islands[0]?.[0] ?? 0, until], axis: OVER_TOKENS });
+}
+
 // What a curve cannot say: what is not known, and shares of what there is.
 function said(view, memory, disk) {
-  const { run, lanes, devices } = view;
+  const { run, lanes } = view;
   const tell = (id, text) => { document.getElementById(id).textContent = text; };
   tell("machine-said", disk === null ? "" :
     `At the end of the window ${bytes(memory)} of its machine's memory and ${bytes(disk)} of its disk were free.`);
-  tell("mfu-said", view.curves.mfu.some((value) => value !== null) ? ""
-    : run.flops_per_token === null ? "Not known: there is no formula for a model of your own, or for adapters."
-      : `Not known: no peak is published for ${devices.join(", ") || "devices that have not said hello"}.`);
   const seconds = Math.max(1e-3, view.window[1] - view.window[0]);
   const most = ["bytes_up", "bytes_down"].map((way) => Math.max(0, ...lanes.slice(1).map((lane) => lane[way])) / seconds);
   const [up, down] = most.map((rate) => bytes(rate));

@@ -6,6 +6,7 @@ const HEADS = ["when", "who", "for", "why", "what it cost"];
 export function drawFailures(view) {
   const all = view.failures.count;
   const shown = failuresOf(view);
+  document.getElementById("failures-section").hidden = !all;
   document.getElementById("failures-said").textContent = summary(view);
   const rows = [...shown].reverse().map((failure) => make("tr", {},
     make("td", { textContent: duration(failure.began), title: clock(view.span[0] + failure.began) }), make("td", { textContent: failure.who, className: "text" }),
@@ -17,14 +18,14 @@ export function drawFailures(view) {
 }
 
 // The rows of the failures, as objects by the names of their fields.
-function failuresOf({ failures: { fields, whys, shown } }) {
+export function failuresOf({ failures: { fields, whys, shown } }) {
   return shown.map((row) => {
     const failure = Object.fromEntries(fields.map((name, n) => [name, row[n]]));
     return { ...failure, why: whys[failure.why] };
   });
 }
 
-function seconds(value) {
+export function seconds(value) {
   return value < 0.05 ? "–" : value < 100 ? `${value.toFixed(1)} s` : duration(value);
 }
 
@@ -42,7 +43,6 @@ function cost(failure) {
 
 function summary(view) {
   const all = view.failures.count;
-  if (!all) return "Nothing failed in this window.";
   const by = new Map();
   for (const failure of failuresOf(view)) by.set(failure.who, (by.get(failure.who) ?? 0) + 1);
   const whose = [...by].sort((one, other) => other[1] - one[1]).slice(0, 8).map(([who, times]) => `${who} ${times}`);

@@ -66,10 +66,16 @@ export function make(tag, properties = {}, ...children) {
   return made;
 }
 
+// An island's colour, the same in every view: of many, none has one of its own.
+export function islandColour(view, name, chosen) {
+  if (view.lanes.length - 1 > 8) return colour(name === chosen ? "c1" : "many");
+  return colour(`c${Math.max(0, view.lanes.findIndex((lane) => lane.name === name) - 1)}`);
+}
+
 export function legend(list, entries) {
   list.replaceChildren(...entries.map(([text, of, kind]) => {
     const swatch = make("span", { className: `swatch ${kind ?? ""}` });
-    swatch.style.backgroundColor = of;
+    if (of) swatch.style.backgroundColor = of;
     return make("li", {}, swatch, text);
   }));
 }

@@ -1,11 +1,14 @@
 // Islands as lanes over time, drawn as the server's columns.
-import { clock, colour, duration, legend, tickStep } from "./format.js";
+import { clock, colour, duration, islandColour, legend, tickStep } from "./format.js";
+import { failuresOf, seconds } from "./failures.js";
 
 const STATES = { j: "joining", c: "compiling", t: "training", s: "stopped",
   q: "quarantined", a: "absent", ".": "none" };
 const WORDS = { joining: "joining", compiling: "compiling", training: "computing",
   stopped: "stopped", quarantined: "quarantined", absent: "away", none: "not in the run" };
 const AXIS = 22;
+const SEEN = 6; // Pixels that an absence has at least.
+const DENSE = 0.3; // Share of columns with a mark beyond which marks tell nothing.
 
 // The state of each column of a lane, out of its runs such as "c12t88".
 export function statesOf(runs) {
@@ -13,6 +16,17 @@ export function statesOf(runs) {
   for (const [, letter, length] of runs.matchAll(/([a-z.])(\d+)/g)) {
     for (let n = 0; n < Number(length); n += 1) found.push(STATES[letter]);
   }
+  return found;
+}
+
+// Where a state begins and how many columns it lasts, each time.
+function runsOf(states, wanted) {
+  const found = [];
+  states.forEach((state, n) => {
+    if (state !== wanted) return;
+    if (states[n - 1] === wanted) found.at(-1)[1] += 1;
+    else found.push([n, 1]);
+  });
   return found;
 }
 
@@ -42,10 +56,15 @@ export class Lanes {
     const pen = this.canvas.getContext("2d");
     pen.scale(scale, scale);
     const paint = Object.fromEntries(
-      [...Object.values(STATES), "out", "adoption", "ink", "quiet", "card", "accent", "line"]
+      [...Object.values(STATES), "out", "adoption", "ink", "quiet", "card", "accent", "line", "up"]
         .map((name) => [name, colour(name)]));
     const each = (width - this.left) / view.columns;
+    const marked = view.lanes.reduce((sum, lane) => sum + lane.marks.replace(/0/g, "").length, 0);
+    this.fine = marked <= DENSE * view.columns * view.lanes.length;
+    document.getElementById("lanes-hint").textContent = this.fine ? ""
+      : "Show a shorter part to see single takes, adoptions and merges. ";
     view.lanes.forEach((lane, row) => this.lane_(pen, paint, lane, row, each));
+    if (!many) this.story(pen, paint, width);
     this.axis(pen, paint, width, height);
     this.legend(paint);
     this.canvas.setAttribute("aria-label", this.summary());
@@ -55,25 +74,32 @@ export class Lanes {
   lane_(pen, paint, lane, row, each) {
     const top = row * (this.high + this.gap);
     const states = statesOf(lane.states);
+    const own = { ...paint, training: row ? islandColour(this.view, lane.name, this.chosen) : paint.up };
     let start = 0;
     for (let n = 1; n <= states.length; n += 1) {
       if (n < states.length && states[n] === states[start]) continue;
       const x = this.left + start * each;
       const wide = (n - start) * each;
-      pen.fillStyle = paint[states[start]];
+      pen.fillStyle = own[states[start]];
       pen.fillRect(x, top, wide + 0.3, this.high);
-      if (states[start] === "absent") this.hatch(pen, paint.card, x, top, wide);
       start = n;
+    }
+    for (const [from, length] of runsOf(states, "absent")) {
+      const wide = Math.max(SEEN, length * each);
+      const x = Math.min(this.left + from * each, this.left + states.length * each - wide);
+      pen.fillStyle = paint.absent;
+      pen.fillRect(x, top, wide, this.high);
+      this.hatch(pen, paint.card, x, top, wide);
     }
     const thin = this.high > 12 ? 5 : 3;
     pen.fillStyle = paint.out;
-    for (let n = 0; n < lane.out.length; n += 1) {
+    for (let n = 0; this.fine && n < lane.out.length; n += 1) {
       const tall = (Number(lane.out[n]) / 9) * thin;
       if (tall) pen.fillRect(this.left + n * each, top + this.high - tall, each + 0.3, tall);
     }
     pen.fillStyle = paint.adoption;
     const { marks } = lane;
-    for (let n = 0; n < marks.length; n += 1) {
+    for (let n = 0; this.fine && n < marks.length; n += 1) {
       const tall = (Number(marks[n]) / 9) * thin;
       if (tall) pen.fillRect(this.left + n * each, top, Math.min(each, 1.5), tall);
     }
@@ -81,6 +107,30 @@ export class Lanes {
     pen.font = `${lane.name === this.chosen ? "bold " : ""}${this.high > 12 ? 13 : 10}px system-ui, sans-serif`;
     pen.textBaseline = "middle";
     pen.fillText(fitted(pen, lane.name, this.left - 8), 0, top + this.high / 2);
+  }
+
+  // Say in its lane how long each was away, where there is room.
+  story(pen, paint, width) {
+    const { span, window: [start, stop], lanes } = this.view;
+    const place = (time) => this.left + ((time + span[0] - start) / (stop - start)) * (width - this.left);
+    const free = lanes.map(() => 0);
+    pen.font = "bold 11px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    for (const failure of failuresOf(this.view)) {
+      const row = lanes.findIndex((lane) => lane.name === failure.who);
+      if (row < 0) continue;
+      const text = failure.ended === null ? "away" : `away ${seconds(failure.ended - failure.began)}`;
+      const wide = pen.measureText(text).width + 10;
+      let x = place(failure.ended ?? failure.began) + SEEN;
+      if (x + wide > width) x = place(failure.began) - wide - 3;
+      if (x < Math.max(this.left, free[row]) || x + wide > width) continue;
+      const top = row * (this.high + this.gap) + 4;
+      pen.fillStyle = paint.card;
+      pen.fillRect(x, top, wide, this.high - 8);
+      pen.fillStyle = paint.ink;
+      pen.fillText(text, x + 5, top + this.high / 2 - 4);
+      free[row] = x + wide;
+    }
   }
 
   hatch(pen, ink, x, top, wide) {
@@ -121,9 +171,9 @@ export class Lanes {
     const there = new Set(this.view.lanes.flatMap((lane) => [...lane.states.replace(/\d/g, "")]));
     const entries = [...there].filter((letter) => letter !== ".")
       .map((letter) => STATES[letter])
-      .map((state) => [WORDS[state], paint[state], state === "absent" ? "hatched" : ""]);
-    entries.push(["sending: a delta is out", paint.out, "thin"]);
-    entries.push(["adopting; merging", paint.adoption, "mark"]);
+      .map((state) => [state === "training" ? "computing, in its colour" : WORDS[state],
+        state === "training" ? null : paint[state], { absent: "hatched", training: "own" }[state] ?? ""]);
+    if (this.fine) entries.push(["sending: a delta is out", paint.out, "thin"], ["adopting; merging", paint.adoption, "mark"]);
     legend(this.list, entries);
   }
 

@@ -51,7 +51,9 @@ async function refresh() {
     await events();
   } catch (error) {
     if (number !== shown.asked) return;
-    at("notice").textContent = `The dashboard does not answer (${error.message}).`;
+    at("notice").textContent = shown.view?.status.phase === "done"
+      ? `The run is over, and its dashboard too: diloco dashboard WORKDIR shows it again.`
+      : `The dashboard does not answer (${error.message}).`;
     at("notice").hidden = false;
   }
   if (number === shown.asked) later();

@@ -1,5 +1,5 @@
 // The newest merges: a column for each, a row for each island, darker for more weight.
-import { colour, count, duration, legend, percent } from "./format.js";
+import { colour, count, duration, islandColour, legend, percent } from "./format.js";
 import { fitted } from "./lanes.js";
 
 export class Merges {
@@ -27,9 +27,10 @@ export class Merges {
     pen.scale(scale, scale);
     this.each = Math.min(22, (width - this.left) / Math.max(1, view.merges.length));
     const most = Math.max(1, ...view.merges.flatMap((merge) => merge.weights));
-    const [ink, none, full, quiet, bad] = ["ink", "none", "training", "quiet", "absent"].map(colour);
+    const [ink, none, quiet, bad] = ["ink", "none", "quiet", "absent"].map(colour);
     this.names.forEach((name, row) => {
       const top = row * (this.high + 1);
+      const full = islandColour(view, name, chosen);
       pen.globalAlpha = 1;
       pen.fillStyle = ink;
       pen.font = `${name === chosen ? "bold " : ""}${many ? 9 : 13}px system-ui, sans-serif`;
@@ -64,7 +65,7 @@ export class Merges {
       const wide = pen.measureText(times[1]).width;
       if (end - this.left > 3 * wide) pen.fillText(times[1], end - wide, height - 4);
     }
-    legend(this.list, [[`up to ${percent(most / 1000)} of the tokens`, full, ""],
+    legend(this.list, [[`up to ${percent(most / 1000)} of the tokens, in its colour`, null, "own"],
       ["took no part", none, ""], ["its base was a version behind, or more", bad, "thin"]]);
     this.canvas.setAttribute("aria-label", this.summary());
     if (!view.merges.length) this.said.textContent = "No merge in this window.";

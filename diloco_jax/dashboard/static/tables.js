@@ -1,5 +1,5 @@
 // What is shown as text: numbers of the run, islands, alerts, events, goodput.
-import { bytes, clock, colour, count, duration, make, moment, percent } from "./format.js";
+import { bytes, clock, colour, count, duration, islandColour, make, moment, percent } from "./format.js";
 import { last } from "./curves.js";
 import { statesOf } from "./lanes.js";
 
@@ -16,6 +16,7 @@ export function drawNumbers(view) {
   at("name").textContent = run.name;
   document.title = `${run.name}: ${phase}`;
   at("from").textContent = [run.run_id ? `run ${run.run_id}` : "", view.span[0] ? `began ${moment(view.span[0])}` : ""].filter(Boolean).join(", ");
+  at("what").textContent = what(view);
   const { state, why } = view.health;
   // The phase says it already where both are one word.
   at("health").hidden = state === phase && !why.length;
@@ -51,6 +52,20 @@ export function drawNumbers(view) {
   ];
   at("numbers").replaceChildren(...numbers.map(([name, value]) =>
     make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }))));
+}
+
+// What is trained, on what, by whom.
+function what({ status, run, lanes, devices }) {
+  const model = status.parameters ? `${count(status.parameters)} parameters` : "A model";
+  const islands = lanes.slice(1);
+  if (!islands.length) return `${model}, trained on ${run.data}.`;
+  const kinds = new Map();
+  for (const { device } of islands) kinds.set(device, (kinds.get(device) ?? 0) + 1);
+  const named = [...kinds].slice(0, 4).map(([kind, times]) => (times > 1 ? `${times} × ${kind}` : kind)).join(", ");
+  const others = kinds.size > 4 ? " and others" : "";
+  const stand = [...kinds.keys()].every((kind) => devices.includes(kind)) ? "" : ` (standing for ${named}${others})`;
+  const told = islands.length === 1 ? "1 island" : `${islands.length} islands`;
+  return `${model}, trained on ${run.data}, by ${told} on ${devices.join(", ") || "unknown devices"}${stand}.`;
 }
 
 function left(view, status) {
@@ -92,7 +107,9 @@ export function drawGoodput(view) {
 }
 
 export function drawIslands(view, chosen, choose) {
-  const words = { training: "computing", absent: "away", none: "gone" };
+  const over = view.status.phase === "done" && view.window[1] >= view.span[1];
+  const words = { training: "computing", absent: "away", none: "gone",
+    ...(over ? { training: "done", stopped: "done", none: "done" } : {}) };
   const lanes = view.lanes.slice(1);
   const seconds = view.window[1] - view.window[0];
   const merges = view.lanes[0]?.merges_count ?? 0;
@@ -103,6 +120,8 @@ export function drawIslands(view, chosen, choose) {
   const rate = (sum) => `${bytes(sum / seconds)}/s${link ? ` (${percent(sum / seconds / link)})` : ""}`;
   const heads = ["island", "stands for", "state", "tokens/s", "loss", ...(bits ? ["bits/byte"] : []),
     "deltas", "in merges", "weight", "away", "tokens lost", ...(used ? ["MFU"] : []), "up", "down"];
+  const wanted = new Set(["island", "state", "tokens/s", "loss", "weight"]); // On a phone.
+  const kind = (n) => `${n < 3 ? "text" : ""} ${wanted.has(heads[n]) ? "" : "less"}`;
   const rows = lanes.map((lane) => {
     const curve = (view.curves.loss[lane.name] ?? []).map((value) => [0, value]);
     const loss = last(curve);
@@ -110,16 +129,18 @@ export function drawIslands(view, chosen, choose) {
     const button = make("button", { type: "button", textContent: lane.name + (lane.incarnation > 1 ? ` #${lane.incarnation}` : "") });
     button.setAttribute("aria-pressed", String(lane.name === chosen));
     button.addEventListener("click", () => choose(lane.name));
+    const swatch = make("span", { className: "swatch" });
+    swatch.style.backgroundColor = islandColour(view, lane.name, chosen);
     const cells = [lane.device, words[state] ?? state, count(lane.merged_tokens / seconds), loss === null ? "–" : loss.toFixed(3),
       ...(bits ? [loss === null ? "–" : (loss * bits).toFixed(3)] : []),
       count(lane.in_merges), merges ? percent(Math.min(1, lane.in_merges / merges)) : "–", percent(lane.merged_tokens / total),
       lane.absent_s ? `${lane.absent_s} s` : "–", lane.lost_tokens ? count(lane.lost_tokens) : "–",
       ...(used ? [percent(lane.mfu, 1)] : []), rate(lane.bytes_up), rate(lane.bytes_down)];
-    const row = make("tr", { className: lane.name === chosen ? "chosen" : "" }, make("td", {}, button),
-      ...cells.map((text, n) => make("td", { textContent: text, className: n < 2 ? "text" : "" })));
+    const row = make("tr", { className: lane.name === chosen ? "chosen" : "" }, make("td", {}, swatch, button),
+      ...cells.map((text, n) => make("td", { textContent: text, className: kind(n + 1) })));
     return row;
   });
-  const head = make("tr", {}, ...heads.map((text, n) => make("th", { textContent: text, scope: "col", className: n < 3 ? "text" : "" })));
+  const head = make("tr", {}, ...heads.map((text, n) => make("th", { textContent: text, scope: "col", className: kind(n) })));
   keepFocus(document.getElementById("islands"), make("thead", {}, head), make("tbody", {}, ...rows));
 }
 
@@ -141,7 +162,8 @@ export function drawAlerts(view) {
   const known = new Set(view.alerts.map(([, text]) => text));
   const now = (view.status.alerts ?? []).filter((text) => !known.has(text)).map((text) => ["now ", text]);
   const items = [...now, ...told.reverse()].map(([when, text]) => make("li", {}, make("span", { className: "quiet", textContent: when }), text));
-  document.getElementById("alerts").replaceChildren(...(items.length ? items : [make("li", { textContent: "none" })]));
+  document.getElementById("alerts").replaceChildren(...items);
+  document.getElementById("alerts-section").hidden = !items.length;
 }
 
 export function drawEvents(found, begin) {
