@@ -4,7 +4,8 @@ Pictures have one to three shapes of one kind and colour on grey; a question ask
 colour, kind or number, and has the same words whatever the answer is. Three islands
 train the preset `tiny_vision` in one emulation: two have pictures with their questions,
 the third has text alone. The blinded twin is the same run with pictures that are all
-grey. "Without text" are the two islands alone, with their own share of the tokens. All
+grey. "Without text" are the two islands alone, with their own share of the tokens. With
+weights by tokens the island of text weighs in the tower as much as the others. All
 answer the same held-out questions, as evaluation in tasks asks them.
 """
 
@@ -31,6 +32,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.data.prepared import read_manifest
 from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.files import write_json
 from diloco_jax.simulation.emulate import Emulation, emulate
@@ -158,6 +160,7 @@ def answers(config: Config, learnt: Emulation, task: Path) -> dict[str, Any]:
 
 
 TEXT, BLIND, ALONE = "with an island of text", "blinded twin", "without text"
+BY_TOKENS = f"{TEXT}, weights by tokens"
 
 
 def one(folder: Path, options: argparse.Namespace, case: str) -> dict[str, Any]:
@@ -170,9 +173,16 @@ def one(folder: Path, options: argparse.Namespace, case: str) -> dict[str, Any]:
         tokens = 2 * tokens // 3
     else:
         # Each island has a part of the rows, in the order of both.
-        text = write_text(folder / "text", options.pictures // 6, 2)
+        text = write_text(folder / "text", 11 * options.pictures // 50, 2)
         paths, islands = [prepared(text, pictures=False), *paths], ("a", *islands)
+        rows = [read_manifest(path).train.counts.rows for path in paths]
+        if len(islands) * rows[0] < sum(rows):
+            raise support.RunError(
+                f"rows without and with pictures: {rows}; a has some"
+            )
     config = config_of(tuple(paths), islands, tokens)
+    if case == BY_TOKENS:
+        config = config.replace("sync.weights_by_use", "none")
     learnt = emulate(config, options=EmulationOptions(unlike_shards=True))
     found: dict[str, Any] = {"loss": learnt.summary["eval_loss"]}
     held = write_pictures(folder / "held", options.questions, 3, blind=blind)
@@ -192,6 +202,8 @@ def checks(done: dict[str, Any]) -> list[support.Check]:
         for name in QUESTIONS:
             own = by_question[name]
             what = f"{case}, {name}: share of right answers"
+            if case == BY_TOKENS:
+                continue
             if case == BLIND:
                 bound = own["chance"] + ERRORS * own["accuracy_error"]
                 found.append(support.at_most(what, own["accuracy"], bound))
@@ -206,7 +218,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=6000)
     parser.add_argument("--questions", type=int, default=600)
     parser.add_argument("--tokens", type=float, default=3e6)
-    parser.add_argument("--cases", nargs="*", default=[TEXT, BLIND, ALONE])
+    parser.add_argument("--cases", nargs="*", default=[TEXT, BLIND, ALONE, BY_TOKENS])
     parser.add_argument(
         "--runs", type=Path, help="finished runs, kept for the next call"
     )

@@ -239,7 +239,7 @@ def _by_use(size: Size) -> Iterator[Row]:
             name=f"weights by use{more}",
             group="merging",
             against=against,
-            config=config(size, weights_by_use=True),
+            config=config(size, weights_by_use="rows"),
             options=network(2, out_of_phase=False, unlike_shards=bool(more)),
         )
 

@@ -8,10 +8,10 @@ islands train on a core each; one is killed, and started again at once. H = P = 
 hello. *Compile* is until everything has run once; *compiled* counts programs that XLA
 compiled in the process's life, *read* those that it read from the cache. A program that
 is read is traced and lowered first, which is most of *compile* when the cache is warm.
-*Fetch* is that of all fragments; *restore* is what follows until the first step begins:
-moments and residuals of the checkpoint. *Beyond compile* is the sum of start, fetch and
-restore. *Steps to merge* are the island's own steps in the first delta of its that was
-merged; a cycle has 24.
+*Fetch* is that of all fragments, beside it; *restore* is what follows until the first
+step begins: moments and residuals of the checkpoint. *Beyond compile* is what a start
+takes above it. *Steps to merge* are the island's own steps in the first delta of its
+that was merged; a cycle has 24.
 
 Prediction: a returned island compiles nothing and is merged after one to five steps,
 since a fragment is due at every step; 3 s beyond compile, of which imports take 2.
@@ -20,23 +20,33 @@ since a fragment is due at every step; 3 s beyond compile, of which imports take
 `diloco --help`.
 
 Command: `python -m benchmarks.recovery`. Cost: about 4 minutes on two cores.
+
+With `--behind-link`, as root: an island of 85 M parameters comes back on an empty disk,
+with the programs of its first life in the run's folder, over a link on which its fetch
+takes 20 s. Is it at its first step 2 s after the longer of fetch and *compile*, from
+its hello on, and does it compile nothing, takes and adoptions included?
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import datetime
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import support
 import tape_checks
+from links import HUB_ADDRESS, links
 from pinned import PinnedRun, cores, pinned_run
 from sizes import MODELS
 
@@ -45,13 +55,19 @@ from diloco_jax.config import (
     Config,
     DataConfig,
     IslandConfig,
+    ModelConfig,
     Placement,
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.models.presets import preset
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.wire.certificates import make_certificates
 
 BEYOND_MAX_S = 3.0
+FETCH_S, AFTER_S = 20.0, 2.0
+"""Seconds of a fetch behind the link; seconds in which the first step may follow."""
 IMPORT_MAX_S, HELP_MAX_S = 0.3, 0.5
 CYCLE = 24
 NAMES = ("a", "b")
@@ -70,7 +86,10 @@ def main() -> int:
     """Run it; return 1 if a bound is broken."""
     parser = support.quick_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--behind-link", action="store_true")
     options = parser.parse_args()
+    if options.behind_link:
+        return behind_link(options)
     repeats = 1 if options.quick else options.repeats
     size = "3m"
     lives = [life for _ in range(repeats) for life in measure(size)]
@@ -129,20 +148,7 @@ def row(life: dict[str, Any]) -> dict[str, Any]:
 
 def measure(size: str) -> list[dict[str, Any]]:
     """Return both lives of island a."""
-    # More tokens than it needs: the run is ended when both are measured.
-    config = Config(
-        run=RunConfig(
-            model=MODELS[size],
-            data=DataConfig(validation_fraction=0.005),
-            sync=SyncConfig(steps_per_cycle=CYCLE, fragments=CYCLE, quorum=1),
-            sequence_length=SEQUENCE,
-            total_tokens=10_000 * SEQUENCE,
-        ),
-        islands=dict.fromkeys(NAMES, IslandConfig(batch_size=1)),
-        placement=Placement(
-            evaluate_every_steps=0, checkpoint_every_s=2.0, time_budget_s=300.0
-        ),
-    ).validate()
+    config = config_of(MODELS[size], NAMES, checkpoint_every_s=2.0)
     with (
         tempfile.TemporaryDirectory(prefix="diloco-") as folder,
         pinned_run(config, Path(folder)) as run,
@@ -166,6 +172,76 @@ def measure(size: str) -> list[dict[str, Any]]:
     return lives
 
 
+def behind_link(options: argparse.Namespace) -> int:
+    """Have an island come back behind a link; return 1 if a bound is broken."""
+    model = dataclasses.replace(preset("100m"), num_kv_heads=12, mlp_dim=2048)
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-") as name,
+        links(["a"]) as made,
+    ):
+        folder = Path(name)
+        make_certificates(folder / "certs", [HUB_ADDRESS], 1, islands=["a"])
+        config = config_of(
+            model,
+            ("a",),
+            bind=f"{HUB_ADDRESS}:0",
+            certificates=str(folder / "certs"),
+            checkpoints=str(folder / "shared"),
+            checkpoint_every_s=0.0,
+        )
+        parameters = sum(support.fragment_sizes(config))
+        lives = []
+        with pinned_run(config, folder, within=made.within) as run:
+            for incarnation in (1, 2):
+                if incarnation == 2:
+                    shutil.rmtree(folder / "a")
+                    made.limit(8 * 4 * parameters / FETCH_S)
+                began = time.time()
+                run.island("a", None, incarnation)
+                run.until(lambda of=incarnation: has_all(run, of), TIMEOUT_S)
+                lives.append(life_of(run, incarnation, began))
+                run.terminate("a")
+                lives[-1] |= programs(run.log_of("a"))
+                lives[-1]["dispatch_s"] = first_step(run) - began - lives[-1]["start_s"]
+    back = lives[1]
+    longer = max(back["fetch_s"], back["compile_s"])
+    checks = [
+        support.at_most(
+            f"from hello to the first step, s; the longer of both is {longer:.1f}",
+            back["dispatch_s"],
+            longer + AFTER_S,
+            ".2f",
+        ),
+        support.at_most(
+            "programs compiled by the second life", back["compiled"], 0, "d"
+        ),
+    ]
+    rows = [
+        {**row(life), "hello to first step, s": f"{life['dispatch_s']:.2f}"}
+        for life in lives
+    ]
+    raw = {"lives": lives, "parameters": parameters}
+    return support.deliver(options, "returning", __doc__, {"Lives": rows}, checks, raw)
+
+
+def has_all(run: PinnedRun, incarnation: int) -> bool:
+    """Tell if a life has adopted a merge, and has all its programs."""
+    adopted = any(
+        record["kind"] == "island"
+        and record["incarnation"] == incarnation
+        and record["record"]["kind"] == "adopted"
+        for record in run.tape()
+    )
+    there = run.log_of("a").count("all programs are there") >= incarnation
+    return bool(adopted and there and first_merge(run, incarnation))
+
+
+def first_step(run: PinnedRun) -> float:
+    """Return the time at which the newest life dispatched its first step."""
+    members = Roster(run.workdir / run_files.ROSTER).members
+    return members["a"].current.first_step_unix
+
+
 def first_merge(run: PinnedRun, incarnation: int) -> float:
     """Return the time of the first merge of a delta of this life; 0 if none was."""
     for record in read_tape(run.workdir / run_files.TAPE):
@@ -175,6 +251,21 @@ def first_merge(run: PinnedRun, incarnation: int) -> float:
         ):
             return float(record["time"])
     return 0.0
+
+
+def config_of(model: ModelConfig, names: Sequence[str], **placement: Any) -> Config:
+    """Return a run with more tokens than it needs: it is ended when all is measured."""
+    return Config(
+        run=RunConfig(
+            model=model,
+            data=DataConfig(validation_fraction=0.005),
+            sync=SyncConfig(steps_per_cycle=CYCLE, fragments=CYCLE, quorum=1),
+            sequence_length=SEQUENCE,
+            total_tokens=10_000 * SEQUENCE,
+        ),
+        islands=dict.fromkeys(names, IslandConfig(batch_size=1)),
+        placement=Placement(evaluate_every_steps=0, time_budget_s=300.0, **placement),
+    ).validate()
 
 
 def life_of(run: PinnedRun, incarnation: int, began: float) -> dict[str, Any]:

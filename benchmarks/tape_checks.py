@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import heapq
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -201,11 +200,7 @@ def lost_merges_problems(tape: Sequence[Record]) -> list[str]:
 
 def outage_seconds(tape: Sequence[Record]) -> list[float]:
     """Return the seconds for which each crash of the coordinator silenced the tape."""
-    return [
-        record["time"] - before["time"]
-        for before, record in itertools.pairwise(tape)
-        if record["kind"] == "recovered"
-    ]
+    return [r["time"] - r["since"] for r in tape if r["kind"] == "recovered"]
 
 
 def _recount(

@@ -11,6 +11,7 @@ the bits of its results depend.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import re
@@ -254,6 +255,11 @@ NOT_STEERING = (
 only name the places of hosts."""
 LONGEST_FACT = 4096
 """Characters of a fact."""
+OF_PROGRAMS = (
+    *("jax", "jaxlib", "libtpu", "device_kind", "topology", "cpu"),
+    *("xla_flags", "libtpu_flags"),
+)
+"""Facts on which a compiled program depends."""
 
 
 def describe_environment() -> dict[str, str | int]:
@@ -278,6 +284,23 @@ def describe_environment() -> dict[str, str | int]:
         "libtpu_flags": os.environ.get(LIBTPU_VARIABLE, ""),
         "variables": _variables(),
     }
+
+
+def programs_kind(topology: str) -> str:
+    """Return the name of a folder for programs that processes like this one compile
+    alike: with these versions and flags, for these devices.
+
+    jax's keys tell the same apart, and more. By folders a person sees what is old.
+    topology: of the island; empty = as many devices as there are.
+    """
+    facts = describe_environment()
+    flags = str(facts["xla_flags"]).split()
+    facts["xla_flags"] = " ".join(f for f in flags if not f.startswith(HOST_DEVICES))
+    facts["topology"] = topology or facts["devices"]
+    told = "\n".join(f"{name}={facts[name]}" for name in OF_PROGRAMS)
+    kind = re.sub(r"[^a-z0-9]+", "-", str(facts["device_kind"]).lower())
+    digest = hashlib.sha256(told.encode()).hexdigest()[:16]
+    return f"jax-{facts['jax']}-{kind}-{digest}"
 
 
 def _variables() -> str:

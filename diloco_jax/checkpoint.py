@@ -2,9 +2,8 @@
 
 A checkpoint is a numbered folder with trees of arrays and a JSON object. It appears
 under its number only when all of it is written. Folders are local, or
-gs://BUCKET/FOLDER, not s3:// (`islands_elsewhere`). Several hosts write one checkpoint
-together, each the shards that it holds; the reader may have another mesh and another
-number of hosts.
+gs://BUCKET/FOLDER, not s3://. Several hosts write one checkpoint together, each the
+shards that it holds; the reader may have another mesh and another number of hosts.
 
 orbax takes as long as jax to import, and islands alone need it.
 """
@@ -32,7 +31,7 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.files import S3, is_bucket, sync_path
+from diloco_jax.files import is_bucket, sync_path
 from diloco_jax.models.build import other_model
 
 if TYPE_CHECKING:
@@ -48,14 +47,7 @@ def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
 
 def island_folder(placement: Placement, workdir: Path, island: str) -> Folder:
     """Return the folder of an island's checkpoints."""
-    asked = placement.checkpoints if islands_elsewhere(placement) else ""
-    return _root(asked, workdir) / ISLANDS / island
-
-
-def islands_elsewhere(placement: Placement) -> bool:
-    """Return True if islands' checkpoints are where `placement.checkpoints` says, False
-    if they are in the workdir. orbax writes to folders and to gs:// alone."""
-    return bool(placement.checkpoints) and not placement.checkpoints.startswith(S3)
+    return _root(placement.islands_checkpoints, workdir) / ISLANDS / island
 
 
 def _root(asked: str, workdir: Path) -> Folder:

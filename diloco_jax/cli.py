@@ -8,6 +8,7 @@ prints a script by which a shell completes commands, options and configs.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -22,8 +23,8 @@ from typing import Literal, NoReturn, TypeVar
 
 from diloco_jax import commands, machine
 from diloco_jax.config.fields import positional
-from diloco_jax.config.loading import named_configs
-from diloco_jax.config.options import parse
+from diloco_jax.config.loading import named_configs, read_config
+from diloco_jax.config.options import COMPLETES, parse
 from diloco_jax.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -41,19 +42,32 @@ from diloco_jax.process import (
     set_variables_right,
 )
 
-OPTION_PATTERN = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
+Words = Mapping[str, tuple[str, ...]]
+"""Options of a command, each with the values that it may have, if they can be told."""
 BASH = """\
 _diloco() {
-  local word=${COMP_WORDS[COMP_CWORD]} words=""
+  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]}
+  local words="" islands="" island all
+  local -a hidden=()
   if [ "$COMP_CWORD" -eq 1 ]; then
     words="COMMANDS"
   else
-    case ${COMP_WORDS[1]} in
+    case "${COMP_WORDS[1]} ${COMP_WORDS[2]} " in
 CASES
     esac
+    case "${COMP_WORDS[1]} $before" in
+CHOICES
+    esac
+    case "${COMP_WORDS[2]}" in
+ISLANDS
+    esac
+    if [[ $word == --islands.* && -n $islands ]]; then
+      all=$words words=""
+      for island in $islands; do words="$words ${all//NAME/$island}"; done
+    fi
   fi
-  [[ $word == -* || $COMP_CWORD -eq 1 ]] || words="$words NAMES"
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  [[ $word == -* ]] || hidden=(-X '-*')
+  COMPREPLY=($(compgen -W "$words" "${hidden[@]}" -- "$word"))
 }
 complete -o default -F _diloco diloco
 """
@@ -79,50 +93,76 @@ def completion_command(arguments: Sequence[str]) -> int:
         "diloco completion bash > ~/.local/share/bash-completion/completions/diloco.",
     )
 
-    runs = {name: command for name, (command, _, _) in COMMANDS.items()}
-    words = {name: options_of(run) for name, run in runs.items()}
+    words: dict[str, Words] = {}
+    for name, (command, usage, _) in COMMANDS.items():
+        first, of_its_own = usage.split()[0], name == "completion"
+        kinds = first.split("|") if re.fullmatch("[a-z|]+", first) else []
+        for kind in [] if of_its_own else kinds:
+            words[f"{name} {kind}"] = options_of(command, kind)
+        own = options_of(command) if of_its_own or not kinds else {}
+        names = named_configs() if first == "CONFIG" else kinds
+        words[name] = {**dict.fromkeys(names, ()), **own}
     if options.shell == "fish":
-        print(fish({name: does for name, (_, _, does) in COMMANDS.items()}, words))
+        print(fish(words))
     else:
         print(bash(words, ZSH if options.shell == "zsh" else BASH), end="")
     return 0
 
 
-def options_of(command: Callable[[Sequence[str]], int]) -> list[str]:
-    """Return the options that a command's help names, in order."""
+def options_of(command: Callable[[Sequence[str]], int], *kind: str) -> Words:
+    """Return the options of a command's own parser. kind: the word that chooses it."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        command(["--help"])
-    return sorted(set(OPTION_PATTERN.findall(shown.getvalue())))
+        command([*kind, COMPLETES, "bash"])
+    _, _, told = shown.getvalue().partition("COMPLETION_SPEC = ")
+    return {
+        flag: tuple(choice for choice in option.get("choices", ()) if choice != "None")
+        for option in ast.literal_eval(told.partition("\n")[0])["options"]
+        for flag in option["flags"]
+        if flag.startswith("--")
+    }
 
 
-def bash(options: Mapping[str, Sequence[str]], script: str = BASH) -> str:
+def bash(words: Mapping[str, Words], script: str = BASH) -> str:
     """Return the completion script for bash; zsh gets the same with another
-    `script`.
-    """
-    cases = "\n".join(
-        f'      {name}) words="{" ".join(own)}" ;;' for name, own in options.items()
-    )
-    return (
-        script.replace("COMMANDS", " ".join(options))
-        .replace("CASES", cases)
-        .replace("NAMES", " ".join(named_configs()))
-    )
+    `script`. words: what follows a command, or a command and its kind."""
+    cases, chosen = [], dict[str, list[str]]()
+    for path, options in words.items():
+        cases.append(f'      "{path} "*) words="{" ".join(options)}" ;;')
+        for option, choices in options.items():
+            if choices:
+                case = f"{path.split()[0]} {option}".replace("NAME", '"*"')
+                chosen.setdefault(" ".join(choices), []).append(f'"{case}"')
+    islands = {name: read_config(name).islands for name in named_configs()}
+    parts = {
+        "COMMANDS": " ".join(dict.fromkeys(path.split()[0] for path in words)),
+        "CASES": "\n".join(cases),
+        "CHOICES": "\n".join(
+            f'      {"|".join(of)}) words="{choices}" ;;'
+            for choices, of in chosen.items()
+        ),
+        "ISLANDS": "\n".join(
+            f'      {name}) islands="{" ".join(own)}" ;;'
+            for name, own in islands.items()
+        ),
+    }
+    return re.sub("|".join(parts), lambda found: parts[found[0]], script)
 
 
-def fish(does: Mapping[str, str], options: Mapping[str, Sequence[str]]) -> str:
-    """Return the script for fish. does: what each command does."""
+def fish(words: Mapping[str, Words]) -> str:
+    """Return the script for fish. words: as for `bash`."""
     lines = []
-    for name, text in does.items():
-        unquoted = text.replace("'", "")
+    for name, (_, _, does) in COMMANDS.items():
+        unquoted = does.replace("'", "")
         lines.append(
             f"complete -c diloco -n __fish_use_subcommand -a {name} -d '{unquoted}'"
         )
-        seen = f"'__fish_seen_subcommand_from {name}'"
-        lines += [
-            f"complete -c diloco -n {seen} -l {option.removeprefix('--')}"
-            for option in options[name]
-        ]
+    for path, options in words.items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in path.split())
+        for option, choices in options.items():
+            values = f" -x -a '{' '.join(choices)}'" if choices else ""
+            how = f"-l {option[2:]}" if option.startswith("--") else f"-a {option}"
+            lines.append(f"complete -c diloco -n '{seen}' {how}{values}")
     return "\n".join(lines)
 
 
@@ -366,10 +406,24 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
 }
 
 
+GROUPS = {
+    "start": "init doctor run rehearse data manifest completion",
+    "watch": "status dashboard eval generate export",
+    "operate": "coordinator worker island admit release profile certs",
+    "cloud": "plan launch",
+    "study": "emulate simulate chaos replay fork",
+}
+"""Commands by what they are for, in the order of the help."""
+
+
 def _help() -> str:
-    lines = ["usage: diloco COMMAND ...   (diloco COMMAND --help tells more)", ""]
-    for name, (_, usage, does) in COMMANDS.items():
-        lines += [f"  diloco {name} {usage}", f"      {does}"]
+    lines = ["usage: diloco COMMAND ...   (diloco COMMAND --help tells more)"]
+    for group, names in GROUPS.items():
+        lines += ["", group]
+        for name in names.split():
+            if name in COMMANDS:
+                _, usage, does = COMMANDS[name]
+                lines += [f"  diloco {name} {usage}", f"      {does}"]
     lines += [
         "",
         "CONFIG is a .py file (diloco init writes one), a run's config.json, or one of",

@@ -243,6 +243,12 @@ class IslandOptions:
         "slices).",
     )
     host_index: int = setting(0, help="Which host of the island this is, with --world.")
+    cache: str = setting(
+        "",
+        help="Folder, or gs://BUCKET/FOLDER, of compiled programs that the islands of "
+        "one owner share: each runs what any of them put there. Empty = one for this "
+        "island, beside its checkpoints or in WORKDIR.",
+    )
 
     def check(self, config: Config) -> None:
         """Raise ConfigError, naming the option, for values that the config rules
@@ -309,6 +315,7 @@ def island_command(arguments: Sequence[str]) -> int:
         workdir,
         incarnation,
         WorldAddress(address=options.world, index=options.host_index),
+        absolute(options.cache),
     )
     return code
 
@@ -364,12 +371,17 @@ def _config_and_options(
 ) -> tuple[str, Config, T]:
     """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
     from diloco_jax.config.loading import named_configs, read_config
-    from diloco_jax.config.options import ANY_ISLAND, parse_with_config
+    from diloco_jax.config.options import (
+        ANY_ISLAND,
+        COMPLETES,
+        HELP,
+        parse_with_config,
+    )
 
     prog, launches = f"diloco {command} CONFIG", command == "launch"
-    if arguments and arguments[0] in ("-h", "--help"):
+    if arguments and arguments[0] in (*HELP, COMPLETES):
         shown = Config(islands=ANY_ISLAND)
-        parse_with_config(shown, ["--help"], options, prog, launches=launches)
+        parse_with_config(shown, arguments, options, prog, launches=launches)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(
             f"CONFIG comes first: {prog} [options]"

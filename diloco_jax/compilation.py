@@ -1,10 +1,14 @@
 """What is compiled once for all processes: XLA's programs, and the merges in C.
 
-The persistent compilation cache has the programs. Merges go by a route: "native",
-functions in C, or "xla". The source is compiled once per machine, at first use, into
-the user's cache folder; that takes a C compiler and two seconds. Both routes make the
-same bits, and the native one takes about a third of the time. What the native route
-lacks, such as rules of your own, is always computed by the other one.
+jax's persistent compilation cache has the programs. An entry is code that its readers
+run, so a cache has one owner: the islands that a launch or `diloco run` starts share
+one, and an island that is started by itself has its own.
+
+Merges go by a route: "native", functions in C, or "xla". The source is compiled once
+per machine, at first use, into the user's cache folder; that takes a C compiler and two
+seconds. Both routes make the same bits, and the native one takes about a third of the
+time. What the native route lacks, such as rules of your own, is always computed by the
+other one.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from diloco_jax import files, machine, run_files
-from diloco_jax.config.placement import MergeRoute
+from diloco_jax.config.placement import MergeRoute, Placement
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import is_bucket, of_home
 
@@ -33,6 +38,8 @@ if TYPE_CHECKING:  # It imports jax, which commands that only start processes la
 logger = logging.getLogger(__name__)
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+OF_ISLANDS = "islands/_jax-cache"
+"""Folder of islands' caches below their checkpoints; no island has such a name."""
 MAX_BYTES = 2 << 30
 """Bytes of our cache that a starting process keeps: the entries used last."""
 ENTRY = "-cache"
@@ -56,9 +63,26 @@ def of_run(workdir: Path) -> Path:
     return workdir / run_files.CACHE
 
 
-def use_cache(folder: Path | None) -> None:
-    """Cache every compilation in `JAX_COMPILATION_CACHE_DIR`, or in this folder; None:
-    nowhere else."""
+def of_island(placement: Placement, workdir: Path, name: str) -> str:
+    """Return the cache of an island that shares it with no other."""
+    if where := placement.islands_checkpoints:
+        return f"{where}/{OF_ISLANDS}/{name}"
+    return str(of_run(workdir))
+
+
+def of_launch(placement: Placement) -> str:
+    """Return the cache that the islands of a launch share; "" if they have no bucket
+    for it."""
+    where = placement.islands_checkpoints
+    return f"{where}/{OF_ISLANDS}/_shared" if is_bucket(where) else ""
+
+
+def use_cache(root: str | Path | None, kind: str = "") -> None:
+    """Cache every compilation in `JAX_COMPILATION_CACHE_DIR`, or in this folder, which
+    may be in a bucket; None: nowhere else.
+
+    kind: name of a folder in it, for programs of one kind (`before_jax.programs_kind`).
+    """
     import jax  # Late: a launcher that asks where the cache is needs no jax.
 
     settings: dict[str, int | str | None] = {
@@ -78,15 +102,17 @@ def use_cache(folder: Path | None) -> None:
             )
             named, settings["jax_compilation_cache_dir"] = "", None
     if named:
-        folder = Path(named)
-    elif folder is not None:
-        settings["jax_compilation_cache_dir"] = str(folder)
-    if folder is not None:
+        root = named
+    elif root is not None:
+        folder = f"{root}/{kind}" if kind else str(root)
+        settings["jax_compilation_cache_dir"] = folder
+    if root is not None and not is_bucket(str(root)):
         # Others may share a folder that the user named: whole entries stay there.
-        _tidy(folder, MAX_BYTES if not named or folder == _ours() else None)
+        ours = not named or Path(named) == _ours()
+        _tidy(Path(root), MAX_BYTES if ours else None)
     for name, value in settings.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
-    if not is_bucket(str(folder)):
+    if not is_bucket(str(root)):
         _have_every_host_write()
     _count()
 
@@ -128,12 +154,16 @@ def _count() -> None:
 
 @functools.cache
 def _have_every_host_write() -> None:
-    """Have every host of an island write what it compiles.
+    """Have every host of an island write what it compiles, over an entry that it could
+    not read.
 
     jax has host 0 alone write (https://github.com/jax-ml/jax/issues/18819), which does
-    for a shared disk. On disks of their own, and on CPUs, where each host's entries
-    have other names, the others would compile everything at every start.
+    for a bucket: hosts of a TPU slice ask for the same entries. On disks of their own,
+    and on CPUs, where each host's entries have other names, the others would compile
+    everything at every start. So would all for a torn entry: jax writes none that is
+    there.
     """
+    import jax
     from jax._src import compilation_cache, compiler, distributed
 
     first_writes = getattr(compiler, "_cache_write", None)
@@ -150,6 +180,11 @@ def _have_every_host_write() -> None:
     def write(
         key: str, seconds: float, name: str, backend: Any, made: Any, *callbacks: Any
     ) -> None:
+        with contextlib.suppress(OSError):
+            folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+            entry = f"{folder}/{key}{ENTRY}"
+            if os.stat(entry).st_mtime < time.time() - seconds:  # Not another's by now.
+                os.unlink(entry)
         # Older versions of jax tell of callbacks, too.
         if not distributed.global_state.process_id or any(callbacks):
             first_writes(key, seconds, name, backend, made, *callbacks)
@@ -172,7 +207,8 @@ def _ours() -> Path | None:
 
 
 def _tidy(folder: Path, max_bytes: int | None) -> None:
-    """Remove empty entries and, above `max_bytes`, those unused for longest.
+    """Remove empty entries and, above `max_bytes`, those unused for longest, here and
+    in the folders of kinds.
 
     The writer of an empty entry was killed, and jax never writes an entry that exists.
     Other files stay, and so do files that this process may not remove.
@@ -182,19 +218,16 @@ def _tidy(folder: Path, max_bytes: int | None) -> None:
     well, with a warning from jax.
     """
     entries = []
-    with (
-        contextlib.suppress(FileNotFoundError, PermissionError),
-        os.scandir(folder) as found,
-    ):
-        for entry in found:
-            if not entry.name.endswith(ENTRY):
+    for inside, kinds, names in os.walk(folder):
+        if inside != str(folder):
+            kinds.clear()  # No deeper.
+        for name in names:
+            if not name.endswith(ENTRY):
                 continue
             with contextlib.suppress(FileNotFoundError):
-                stat = entry.stat(follow_symlinks=False)
+                stat = os.lstat(path := f"{inside}/{name}")
                 used = max(stat.st_atime, stat.st_mtime)
-                entries.append(
-                    (used if stat.st_size else 0.0, entry.path, stat.st_size)
-                )
+                entries.append((used if stat.st_size else 0.0, path, stat.st_size))
     kept = 0
     for used, path, size in sorted(entries, reverse=True):
         kept += size

@@ -47,7 +47,7 @@ def expected_history(
 
         def used(carry, name=name, island=island, counts=counts):
             _, done = carry
-            while run.sync.weights_by_use and len(counts) <= done:
+            while run.sync.weights_by_use == "rows" and len(counts) <= done:
                 first = (len(counts) - 1) * island.batch_size
                 chosen = positions[name][first : first + island.batch_size]
                 tokens = reader.batch(chosen)["tokens"][:, :-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import os
@@ -19,7 +20,13 @@ import pytest
 from diloco_jax import before_jax, cli
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.cluster.processes import ManagedProcess
-from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    OuterConfig,
+    Placement,
+    RunConfig,
+)
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.files import write_json
 from diloco_jax.island.world import WorldAddress
@@ -155,7 +162,7 @@ def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatc
     assert cli.main([*arguments, "--incarnation", "7"]) == 0
     assert [island.devices for island in prepared] == [1, 1, 1]
     assert [call[1:] for call in calls] == [
-        ("v6e", "127.0.0.1:1", tmp_path / "w", incarnation, WorldAddress())
+        ("v6e", "127.0.0.1:1", tmp_path / "w", incarnation, WorldAddress(), "")
         for incarnation in (1, 2, 7)
     ]
 
@@ -234,7 +241,9 @@ def finished(tmp_path):
     """A workdir whose coordinator is gone."""
     outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
     run = RunConfig(data=DataConfig(digest="d"), outer=outer)
-    write_config_json(Config(run=run), tmp_path / "config.json")
+    placement = Placement(faults=("coordinator@9:kill",))
+    config = Config(run=run, placement=placement)
+    write_config_json(config, tmp_path / "config.json")
     summary = {"wall_seconds": 5, "merges": 3, "goodput": 0.5, "islands": {}}
     write_json({**summary, "phase": "done"}, tmp_path / "summary.json")
     (tmp_path / "coordinator.address").write_text("127.0.0.1:1\n")
@@ -249,6 +258,9 @@ def test_status_of_a_finished_run_is_its_summary(finished, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "goodput 0.500" in captured.err
+    assert (
+        "the fault coordinator@9:kill never struck: coordinator made 3" in captured.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,21 +378,31 @@ def test_a_machine_without_threads_is_refused_before_anything_starts(
     assert not workdir.exists()
 
 
-OPTIONS = {"run": ["--json", "--sync.quorum"], "doctor": ["--folder", "--json"]}
-
-
 @pytest.fixture(scope="module")
 def script():
-    return cli.bash(OPTIONS)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert cli.main(["completion", "bash"]) == 0
+    return shown.getvalue()
 
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
         (["ru"], ["run"]),
-        (["run", "--sync"], ["--sync.quorum"]),
+        (["run", "--sync.quor"], ["--sync.quorum"]),
         (["run", "quick"], ["quickstart"]),
-        (["doctor", "--"], ["--folder", "--json"]),
+        (["run", "quickstart", "--islands.v6e.att"], ["--islands.v6e.attention"]),
+        (
+            ["run", "quickstart", "--islands.v5p-a.attention", ""],
+            ["auto", "dot_product", "splash"],
+        ),
+        (["run", "--ac"], []),
+        (["launch", "x.py", "--on", ""], ["gke", "sky", "tpu_vm"]),
+        (["doctor", "--"], ["--folder", "--help", "--json"]),
+        (["simulate", ""], ["bandwidth", "faults", "goodput"]),
+        (["simulate", "goodput", "--meth"], ["--method"]),
+        (["completion", ""], ["bash", "fish", "zsh"]),
     ],
 )
 def test_bash_completes(script, typed, offered):
@@ -392,16 +414,56 @@ def test_bash_completes(script, typed, offered):
     done = subprocess.run(
         ["bash", "-c", script + ask], capture_output=True, text=True, timeout=60
     )
-    assert (done.stdout.split(), done.stderr) == (offered, "")
+    assert (sorted(done.stdout.split()), done.stderr) == (offered, "")
 
 
-def test_the_options_of_a_command_are_those_of_its_help():
-    assert cli.options_of(cli.COMMANDS["doctor"][0]) == ["--folder", "--help", "--json"]
+def test_fish_is_told_options_and_their_choices(capsys):
+    assert cli.main(["completion", "fish"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    seen = "complete -c diloco -n '__fish_seen_subcommand_from"
+    assert f"{seen} launch' -l on -x -a 'gke sky tpu_vm'" in map(in_order, lines)
+    assert f"{seen} run' -a quickstart" in lines
+    kind = "simulate; and __fish_seen_subcommand_from goodput"
+    assert f"{seen} {kind}' -l chips" in lines
+
+
+def in_order(line):
+    """A line whose choices, which the parser keeps as a set, are sorted."""
+    head, found, choices = line.partition(" -x -a ")
+    return (
+        f"{head}{found}'{' '.join(sorted(choices[1:-1].split()))}'" if found else line
+    )
+
+
+def test_every_command_is_in_one_group_of_the_help():
+    named = " ".join(cli.GROUPS.values()).split()
+    assert len(named) == len(set(named))
+    assert set(cli.COMMANDS) <= set(named)
+
+
+def test_help_shows_what_is_needed_and_the_rest_by_section(capsys):
+    def shown(*words):
+        with pytest.raises(SystemExit):
+            cli.main([*words])
+        return capsys.readouterr().out
+
+    short, sync = shown("run", "--help"), shown("run", "quickstart", "--help", "sync")
+    assert "--total-tokens" in short
+    assert "--sync.quorum" not in short
+    assert ("--sync.quorum" in sync, "--total-tokens" in sync) == (True, False)
+    every = shown("run", "--help", "all")
+    assert all(word in every for word in ("--total-tokens", "--sync.quorum"))
+    assert "--launch." not in every
+    assert "--launch.project" in shown("launch", "--help")
+    assert cli.main(["run", "--help", "snyc"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean 'sync'" in said
+    assert "there are model, " in said
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_command_is_in_the_script(shell, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "options_of", lambda command: ["--json"])
+    monkeypatch.setattr(cli, "options_of", lambda command, *kind: {"--json": ()})
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
     for name in cli.COMMANDS:

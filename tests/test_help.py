@@ -119,7 +119,8 @@ def help_of(shown):
 
     def help_of(width, *command):
         if (width, command) not in MADE:
-            page = shown(width, lambda: cli.main([*command, "--help"]))
+            wanted = ["all"] if command[0] in OF_CONFIG else []
+            page = shown(width, lambda: cli.main([*command, "--help", *wanted]))
             MADE[width, command] = page
         return MADE[width, command]
 

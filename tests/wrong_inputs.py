@@ -201,12 +201,6 @@ VALUES = [
         "choose from tokens, tokens_times_rate, uniform",
     ),
     wrong(
-        "run two.py --sync.weights-by-use --sync.weight-cap 0.5",
-        "sync.weights_by_use = True with sync.weight_cap = 0.5",
-        "set sync.weight_cap = 1",
-        "leave sync.weights_by_use off",
-    ),
-    wrong(
         "run two.py --sync.merge nofile.py:f",
         "sync.merge = 'nofile.py:f': there is no file",
         "correct the path",

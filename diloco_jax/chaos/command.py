@@ -32,7 +32,6 @@ from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import write_json
-from diloco_jax.observability.tape import read_tape
 from diloco_jax.observability.terminal import say
 from diloco_jax.workdir import read_config, read_summary
 
@@ -136,8 +135,7 @@ def report(
         },
         "longest_gap_medians": measure.longest_gaps(summary),
     }
-    tape = list(read_tape(workdir / run_files.TAPE))
-    measure.write_plot(found, tape, workdir / run_files.CHAOS_PLOT)
+    measure.write_plot(found, workdir, workdir / run_files.CHAOS_PLOT)
     write_json(findings, workdir / run_files.CHAOS_REPORT)
     return findings
 

@@ -15,6 +15,7 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax.chaos.schedule import OF_NETWORK
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.observability.history import read_history
 from diloco_jax.observability.tape import read_lines, read_tape
 
 Line = Mapping[str, Any]
@@ -106,31 +107,19 @@ def rows(found: Sequence[StrikeOutcome]) -> list[tuple[str, ...]]:
     return out
 
 
-def write_plot(
-    found: Sequence[StrikeOutcome], tape: Sequence[Line], path: Path
-) -> None:
-    """Plot merges of each island over time, with the strikes as bars; a bar of a kill
-    ends at the return."""
-    from matplotlib.figure import Figure
-
-    names = sorted({o.who for o in found} | _merging(tape))
-    began = min((r["time"] for r in tape), default=0.0)
-    figure = Figure(figsize=(11, 1.5 + 0.5 * len(names)), layout="constrained")
-    axis = figure.subplots()
-    for place, name in enumerate(names):
-        times = [
-            r["time"] - began
-            for r in tape
-            if r["kind"] == "merged" and (name == COORDINATOR or name in _islands_of(r))
-        ]
-        axis.plot(times, [place] * len(times), "|", color="black", markersize=6)
-        for o in (o for o in found if o.who == name):
-            width = o.seconds or o.back_s or 0.5
-            bar = [(o.time - began, width)]
-            axis.broken_barh(bar, (place - 0.35, 0.7), color="red", alpha=0.3)
-            axis.text(o.time - began, place + 0.36, o.kind, fontsize=6)
-    axis.set(xlabel="seconds", title="merges, and strikes", ylim=(-0.6, len(names)))
-    axis.set_yticks(range(len(names)), names)
+def write_plot(found: Sequence[StrikeOutcome], workdir: Path, path: Path) -> None:
+    """Plot the run's timeline, with a mark where each strike began."""
+    history = read_history(workdir)
+    began = next((r["time"] for r in read_tape(workdir / run_files.TAPE)), 0.0)
+    made = (*history.steps["time"], *history.merges["time"])
+    end = max(1.0, *made, *(o.time - began for o in found))
+    axes = history.plot_timeline(end=float(end))
+    lanes = {COORDINATOR: 0} | {name: n for n, name in enumerate(history.islands, 1)}
+    for o in (o for o in found if o.who in lanes):
+        axes.plot(o.time - began, lanes[o.who] - 0.42, "v", color="red", ms=7)
+        axes.text(o.time - began, lanes[o.who] - 0.5, o.kind, fontsize=6)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     figure.savefig(path, dpi=100)
 
 
@@ -205,14 +194,6 @@ def _has(record: Line, name: str, back: Line | None) -> bool:
         part["island"] == name and part["incarnation"] >= least
         for part in record["contributions"]
     )
-
-
-def _islands_of(record: Line) -> set[str]:
-    return {part["island"] for part in record["contributions"]}
-
-
-def _merging(tape: Sequence[Line]) -> set[str]:
-    return {n for r in tape if r["kind"] == "merged" for n in _islands_of(r)}
 
 
 def _since(strike: Line, record: Line | None) -> float | None:

@@ -16,7 +16,6 @@ happens.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -48,7 +47,7 @@ from diloco_jax.cluster.processes import (
     wait_all,
 )
 from diloco_jax.cluster.status import read_status
-from diloco_jax.compilation import VARIABLE, of_user
+from diloco_jax.compilation import VARIABLE, of_run, of_user
 from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.config.config import require_files
 from diloco_jax.errors import EXIT_CONFIG
@@ -91,6 +90,8 @@ def island_commands(
     command = [*DILOCO, "island", str(workdir / run_files.CONFIG), "--name", name]
     command += ["--coordinator", coordinator, "--workdir", str(workdir)]
     command += ["--incarnation", str(incarnation), *_keys(workdir)]
+    # Of the user, whose processes alone read it; without a home, that of the run.
+    command += ["--cache", str(of_user() or of_run(workdir))]
     if hosts == 1:
         return [command]
     world = ["--world", f"127.0.0.1:{free_port()}"]
@@ -127,8 +128,11 @@ def dashboard_command(workdir: Path, port: int) -> list[str]:
 
 
 def coordinator_environment() -> dict[str, str]:
-    """Return the coordinator's additions to this process's environment."""
-    return {**_environment(), "JAX_PLATFORMS": "cpu"}
+    """Return the coordinator's additions to this process's environment. Without a home,
+    it has the cache of the run."""
+    cache = of_user()
+    named = {} if cache is None else {VARIABLE: str(cache)}
+    return {**named, **ALLOCATOR, "JAX_PLATFORMS": "cpu"}
 
 
 def island_environment() -> dict[str, str]:
@@ -140,13 +144,7 @@ def island_environment() -> dict[str, str]:
     before_jax.require_platforms()
     before_jax.require_flags()
     platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
-    return {**_environment(), "JAX_PLATFORMS": platforms}
-
-
-def _environment() -> dict[str, str]:
-    """Return what both add. Without a home, each process has the cache of the run."""
-    cache = of_user()
-    return ALLOCATOR if cache is None else {VARIABLE: str(cache), **ALLOCATOR}
+    return {**ALLOCATOR, "JAX_PLATFORMS": platforms}
 
 
 ALIVE = ("running", "restarting")
@@ -203,7 +201,6 @@ class Cluster:
         self._first = "--resume" if resume else "--init"
         self.address = ""
         """Address at which islands reach the coordinator; empty before it is up."""
-        self.outages = Outages()
         self._noted: dict[str, list[int]] = {}
         self._deadlines = config.placement.deadlines
         self.coordinator = self._managed(
@@ -255,10 +252,8 @@ class Cluster:
     def poll(self) -> bool:
         """Poll all processes; return False once the coordinator neither runs nor will
         again."""
-        for name, island in self.islands.items():
-            starts = island.starts
-            if island.poll() == "restarting" or island.starts != starts:
-                self.outages.down(name, time.monotonic())
+        for island in self.islands.values():
+            island.poll()
         state = self.coordinator.poll()
         managed = {"coordinator": self.coordinator, **self.islands}
         pids = {name: process.pids for name, process in managed.items()}
@@ -312,9 +307,8 @@ class Cluster:
         for process in (*self.islands.values(), self.coordinator):
             process.kill()
 
-    def observe(self, status: Mapping[str, Any], now: float) -> None:
-        """Note from a status which outages are over and how long steps take."""
-        self.outages.observe(status, now)
+    def observe(self, status: Mapping[str, Any]) -> None:
+        """Note from a status how long steps take."""
         known = status.get("islands", {}).values()
         steps = (island.get("median_step_seconds", 0.0) for island in known)
         self._step_seconds = max(self._step_seconds, *steps, 0.0)
@@ -369,43 +363,6 @@ class Cluster:
             restart_delay_s=self.config.placement.restart_delay_s,
             stop_s=self._deadlines.stop_s,
         )
-
-
-OUTAGES_KEPT = 20
-"""Outages of an island that a report names, the last ones."""
-
-
-class Outages:
-    """Outages of islands in seconds: from a crash to a step of the next incarnation."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, collections.deque[float]] = {}
-        self._down: dict[str, float] = {}
-        self._incarnation: dict[str, int] = {}
-
-    def down(self, name: str, now: float) -> None:
-        """Begin an outage: the island's process is gone. Repeated calls are fine."""
-        self._down.setdefault(name, now)
-
-    def observe(self, status: Mapping[str, Any], now: float) -> None:
-        """End the outages of islands that make steps again."""
-        for name, island in status.get("islands", {}).items():
-            incarnation = island.get("incarnation", 0)
-            if name not in self._down:
-                self._incarnation[name] = incarnation
-            elif incarnation > self._incarnation.get(name, 0) and island.get("steps"):
-                away = now - self._down.pop(name)
-                kept = collections.deque[float](maxlen=OUTAGES_KEPT)
-                self._seconds.setdefault(name, kept).append(away)
-                self._incarnation[name] = incarnation
-
-    def by_island(self) -> dict[str, list[float | None]]:
-        """Return the seconds of the last outages; None for one that did not end."""
-        names = [*self._seconds, *(n for n in self._down if n not in self._seconds)]
-        return {
-            name: [*self._seconds.get(name, ()), *([None] * (name in self._down))]
-            for name in names
-        }
 
 
 END_S = 5.0

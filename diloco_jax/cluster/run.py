@@ -389,7 +389,7 @@ def _run(
     else:
         placement = config.placement
         faults = parse_faults(placement.faults, config.islands, placement.workers)
-        report = closing_report(summary, cluster.outages.by_island(), faults)
+        report = closing_report(summary, faults)
         say(console, f"\n{report}")
     if summary and baseline and code == EXIT_DONE:
         from diloco_jax.baseline import run as run_baseline
@@ -492,7 +492,7 @@ def _watch(
                 except WireError as error:  # It may be restarting.
                     logger.debug("no status: %s", error)
                 else:
-                    cluster.observe(status, now)
+                    cluster.observe(status)
                     dashboard.show(cluster.overlay(status), now)
             interrupt.wait(LOOP_S)
 

@@ -24,6 +24,7 @@ from diloco_jax.config.fields import Bound, positional, setting
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_DONE
+from diloco_jax.faults import parse_faults
 from diloco_jax.files import expand
 from diloco_jax.observability.measures import EVALUATING
 from diloco_jax.observability.terminal import duration_text
@@ -175,8 +176,12 @@ def status_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({**status, "health": health_of(status)}))
     elif "wall_seconds" in status:
+        config = read_config_json(expand(options.target) / run_files.CONFIG)
+        own = config.placement
+        faults = parse_faults(own.faults, config.islands, own.workers)
+        report = closing_report(status, faults)
         Console(stderr=True, markup=False).print(
-            closing_report(status, {}), highlight=False, soft_wrap=True
+            report, highlight=False, soft_wrap=True
         )
     else:
         Console(stderr=True, markup=False).print(render(status, None))

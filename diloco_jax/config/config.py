@@ -247,13 +247,6 @@ def validate(config: Config) -> None:
             f"islands ({', '.join(islands)}): no fragment could ever merge; "
             f"lower sync.quorum or add islands"
         )
-    if sync.weights_by_use and sync.weight_cap < 1:
-        raise ConfigError(
-            f"sync.weights_by_use = True with sync.weight_cap = {sync.weight_cap}: the "
-            f"cap bounds an island's share of a merge, and its share of a row that "
-            f"others rarely use goes beyond that; set sync.weight_cap = 1, or leave "
-            f"sync.weights_by_use off"
-        )
     if run.model.num_heads % run.model.num_kv_heads:
         raise ConfigError(
             f"model.num_heads = {run.model.num_heads} is not a multiple of "
@@ -515,7 +508,7 @@ def replaced(config: Any, name: str, value: Any) -> Any:
         known = list(_paths(config))
         raise ConfigError(
             f"no field {name!r} in this config{suggest(name, known)}; the help of any "
-            f"command that takes a config lists them all (diloco run --help)"
+            f"command that takes a config lists them all (diloco run --help all)"
         )
     return _with(config, path, value, name)
 

@@ -12,13 +12,14 @@ import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.config.fields import positional, setting, types_of
+from diloco_jax.errors import ConfigError, suggest
 
 T = TypeVar("T")
 
@@ -43,6 +44,9 @@ class WorkdirOptions:
     trust_code: bool = setting(False, help=TRUST_CODE)
 
 
+HELP = ("-h", "--help")
+COMPLETES = "--tyro-print-completion"
+"""Option of every parser that has it print what a shell may complete."""
 # Messages and pages use these prefixes; the options have none.
 PREFIX = re.compile(r"^--(?:run|placement)\.")
 ORIGINAL = "_original"
@@ -83,8 +87,8 @@ def parse_with_config(
 ) -> tuple[Config, T]:
     """Read the options of a command that takes a config, and its own.
 
-    Raises ConfigError if the resulting config cannot run; ends the process as `parse`
-    does.
+    `--help` shows what most runs need, and the others by section: `--help sync`. Raises
+    ConfigError if the resulting config cannot run; ends the process as `parse` does.
 
     Args:
       config: holds the fields that options replace.
@@ -97,22 +101,37 @@ def parse_with_config(
 
     placement = config.placement
     groups = dict.fromkeys(f.metadata["group"] for f in dataclasses.fields(placement))
-    launch = _section(config.launch, name="launch")
-    if not launches and not {"-h", "--help"}.isdisjoint(arguments):
-        # tyro does not parse a suppressed option either, so only help suppresses it.
-        launch = Annotated[launch, tyro.conf.Suppress]
+    of_run = (f.name for f in dataclasses.fields(config.run))
+    nested = (n for n in of_run if dataclasses.is_dataclass(getattr(config.run, n)))
+    names = [*nested, "islands", *filter(None, groups), *["launch"] * launches]
+    arguments, shown = _shown(arguments, names, launches=launches)
+
+    def visible(name: str, section: Any) -> Any:
+        hidden = shown is not None and name not in shown
+        return Annotated[section, tyro.conf.Suppress] if hidden else section
+
     sections = [
-        ("own", _section(options)),
-        ("run", _section(config.run)),
-        ("islands", dict[str, IslandConfig], _constant(config.islands)),
-        *((f"placement_{name}", _section(placement, group=name)) for name in groups),
-        ("launch", launch),
+        ("own", visible("", _section(options))),
+        ("run", _section(config.run, shown=shown)),
+        *[
+            (
+                "islands",
+                visible("islands", dict[str, IslandConfig]),
+                _constant(config.islands),
+            )
+        ],
+        *(
+            (f"placement_{name}", visible(name, _section(placement, group=name)))
+            for name in groups
+        ),
+        ("launch", visible("launch", _section(config.launch, name="launch"))),
     ]
     parsed = _parse(
         sections,
         [PREFIX.sub("--", argument) for argument in arguments],
         prog,
-        "Options override what the config says.",
+        f"Options override what the config says. --help SECTION shows the others, of "
+        f"{', '.join(names)}, or all.",
     )
     placed: dict[str, Any] = {}
     for name in groups:
@@ -124,6 +143,28 @@ def parse_with_config(
         launch=_original(parsed.launch),
     )
     return config.validate(), _original(parsed.own)
+
+
+def _shown(
+    arguments: Sequence[str], names: Sequence[str], *, launches: bool
+) -> tuple[Sequence[str], set[str] | None]:
+    """Return the arguments without a section that the help is asked for, and the names
+    of the sections that it shows, "" for what has none; None: nobody asks.
+
+    tyro does not parse an option that it does not show, so only help leaves some out.
+    """
+    at = next((n for n, word in enumerate(arguments) if word in HELP), None)
+    if at is None:
+        return arguments, None
+    wanted = "".join(word for word in arguments[at + 1 : at + 2] if word[:1] != "-")
+    if wanted not in ("", "all", *names):
+        raise ConfigError(
+            f"--help {wanted}: no section of that name{suggest(wanted, names)}; there "
+            f"are {', '.join(names)}, and all"
+        )
+    needed = {"", "launch"} if launches else {""}
+    shown = {"": needed, "all": {"", *names}}.get(wanted, {wanted})
+    return [*arguments[: at + 1], *arguments[at + 2 :]] if wanted else arguments, shown
 
 
 def _parse(
@@ -155,13 +196,21 @@ def _parse(
         )
 
 
-def _section(part: Any, *, name: str | None = "", group: str | None = None) -> Any:
+def _section(
+    part: Any,
+    *,
+    name: str | None = "",
+    group: str | None = None,
+    shown: Container[str] | None = None,
+) -> Any:
     """Return a type from which tyro makes one option for each field of a dataclass.
 
     Args:
       part: an instance with the defaults, or a class.
       name: prefix of the options; None = that of the field.
       group: take only the fields of this group, under a heading of this name.
+      shown: leave the others out of the help: names of fields that are sections, and ""
+        for all that are none.
     """
     import tyro
 
@@ -173,12 +222,13 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
         if group is not None and declared["group"] != group:
             continue
         default = field.default if part is kind else getattr(part, field.name)
-        text = declared.get("help")
+        text, in_section = declared.get("help"), ""
         if dataclasses.is_dataclass(default):
+            in_section = field.name
             text = text or paragraph(default.__doc__)
             # The section's own fields have the defaults.
             hint, default = _section(default, name=None), dataclasses.MISSING
-        shown: Any = Annotated[
+        option: Any = Annotated[
             hint,
             tyro.conf.arg(
                 name=declared.get("option"),
@@ -187,10 +237,12 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
                 prefix_name=not group,
             ),
         ]
+        if shown is not None and in_section not in shown:
+            option = Annotated[option, tyro.conf.Suppress]
         if declared.get("positional"):
-            shown = Annotated[shown, tyro.conf.Positional]
+            option = Annotated[option, tyro.conf.Positional]
         given = [] if default is dataclasses.MISSING else [_constant(default)]
-        fields.append((field.name, shown, *given))
+        fields.append((field.name, option, *given))
     made = dataclasses.make_dataclass(
         kind.__name__, fields, frozen=True, kw_only=True, namespace={ORIGINAL: kind}
     )

@@ -19,6 +19,7 @@ from diloco_jax.config.fields import (
     explained,
     setting,
 )
+from diloco_jax.files import S3
 
 AnchorMemory = Literal["device", "pinned_host"]
 
@@ -603,6 +604,12 @@ class Placement:
         "v5p-a@40:hang, v5p-a@40:nan and v5p-a@40:scale100 (its parameters), "
         "coordinator@12:kill or worker-1@12:kill (a step is a merge).",
     )
+
+    @property
+    def islands_checkpoints(self) -> str:
+        """Folder of islands' checkpoints, and of what lies beside them; empty = the
+        workdir. orbax writes to folders and to gs:// alone."""
+        return "" if self.checkpoints.startswith(S3) else self.checkpoints
 
     @property
     def away_s(self) -> float:

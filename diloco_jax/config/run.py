@@ -341,6 +341,7 @@ class DataConfig:
 
 
 FragmentBy = Literal["size", "layer", "tensor"]
+WeightsByUse = Literal["none", "parts", "rows"]
 PartialMerges = Literal["scaled", "full"]
 GraceWindow = Literal["alike", "overlap"]
 
@@ -434,11 +435,12 @@ class SyncConfig:
         help="Largest share of one island in the weights of a merge, if there are "
         "enough others for it; 1 = any.",
     )
-    weights_by_use: bool = setting(
-        False,
-        help="Weigh each row of a tensor that only some tokens touch (an input table "
-        "that is not the output's, too) by how often an island's tokens used it. A row "
-        "that nobody used stays as it is. Counts take two bytes a row and take.",
+    weights_by_use: WeightsByUse = setting(
+        "parts",
+        help="What an island's deltas weigh by how often it used it, two bytes each: "
+        '"parts", a tower of pictures and its connector, by pictures; "rows", also '
+        "each row of an input table that is not the output's, too, and each expert; "
+        '"none". What nobody used stays as it is.',
     )
     partial_merges: PartialMerges = setting(
         "scaled",

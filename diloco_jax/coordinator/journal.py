@@ -284,6 +284,8 @@ class Recovered(records.Written, frozen=True, kw_only=True):
     versions: tuple[Version, ...]
     """Versions by fragment, the log's records included."""
     environment: Environment
+    since: float = 0.0
+    """Unix time of the last line of the life before; 0 if the whole run was stopped."""
 
 
 class FragmentBack(records.Written, frozen=True, kw_only=True, tag="restored"):
@@ -320,6 +322,8 @@ class Term(records.Written, frozen=True, kw_only=True):
     plan: str
     parameters_digest: str
     environment: Environment
+    since: float = 0.0
+    """Unix time of the last line of the life before; 0 if its tape is lost."""
 
 
 class Hello(records.Written, frozen=True, kw_only=True):

@@ -171,7 +171,6 @@ class Coordinator:
         was_over = state.phase == "done" and extends is None
         self._metrics = Metrics.of_run(config, workdir, self._facts.run_id)
         self._open.callback(self._metrics.close)
-        self._roster = Roster.begin_from(workdir / run_files.ROSTER)
         self._over = self._roster.saved_unix() if was_over else 0.0  # Unix time.
         self._make_lead(state)
         # Both before any hello, and the extension before the run counts as over.
@@ -296,7 +295,14 @@ class Coordinator:
                 raise origin.without_snapshot(workdir, run_id, self._folder)
             # Left by a start that failed: no run exists before the first snapshot.
             remove_tape(workdir / run_files.TAPE)
-        self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
+        self._roster = Roster.begin_from(workdir / run_files.ROSTER)
+        self._tape = Tape(
+            workdir / run_files.TAPE,
+            repeat=self._disk.until_written,
+            told=self._roster.failures.tape,
+        )
+        if self._resume:
+            self._tape.went_on = 0.0  # The run as a whole was away: nothing failed.
         self._open.callback(self._tape.close)
         self._kept = KeptCycles(
             workdir, placement.exports_kept, whose, self._plan.sizes

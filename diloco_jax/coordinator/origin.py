@@ -269,6 +269,7 @@ class StateMaker:
             plan=self.plan.digest(),
             parameters_digest=_digest(found),
             environment=self._environment(),
+            since=self.tape.went_on,
         )
         self.tape.append(journal.dated(begins))
         logger.warning(
@@ -364,6 +365,7 @@ def tell_recovered(
                 discarded=restored.discarded,
                 versions=versions,
                 environment=restored.environment,
+                since=tape.went_on,
             )
         )
     )

@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from diloco_jax import run_files
 from diloco_jax.config import ConfigError
 from diloco_jax.files import json_number, naming
+from diloco_jax.observability.failures import Failures, KeptFailures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.protocol.messages import (
     MAX_BYTES,
@@ -60,11 +62,7 @@ class MeasuredIsland(msgspec.Struct, kw_only=True):
     current: Measures = Measures()
     past: Measures = Measures()
     active: list[tuple[float, float]] = []
-    away_seconds: float = 0.0
-    """Seconds between an incarnation's last sign of life and the next one's first
-    step."""
     last_sign: float = 0.0
-    waiting_since: float = 0.0
     first_compile_seconds: float = 0.0
     own_data: bool = False
     """True if the newest incarnation's steps use other data than is leased to it."""
@@ -102,41 +100,46 @@ class Incarnation(Protocol):
 
 
 class Roster:
-    """All islands that ever said hello. Only the engine's thread uses it."""
+    """All islands that ever said hello, and what failed. Only the engine's thread uses
+    it."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """path: the file that `save` writes; it is read if it exists."""
+        """path: the file that `save` writes; it is read if it exists, and so is the one
+        of the failures beside it."""
         self._path = path
         self.members: dict[str, MeasuredIsland] = {}
-        if path is not None and path.exists():
-            try:
-                self.members = msgspec.msgpack.decode(
-                    path.read_bytes(), type=dict[str, MeasuredIsland]
-                )
-            except msgspec.DecodeError as error:
-                raise ConfigError(
-                    f"{path} cannot be read ({error}); restore it from a copy"
-                ) from error
+        self.failures = Failures()
+        if path is not None:
+            self.members = _read(path, dict[str, MeasuredIsland]) or {}
+            beside = path.with_name(run_files.FAILURES)
+            self.failures = Failures(_read(beside, KeptFailures))
 
     @classmethod
     def begin_from(cls, path: Path) -> Roster:
-        """Load the file that the coordinator's last life left.
+        """Load the files that the coordinator's last life left.
 
         A file that cannot be read, as after a power cut, is put aside: no decision
         depends on it.
         """
-        try:
-            return cls(path)
-        except ConfigError as error:
-            damaged = path.with_suffix(".damaged")
-            os.replace(path, damaged)
-            logger.warning(
-                "%s; it is %s now, and what islands measured before is missing in "
-                "status and summary",
-                error,
-                damaged,
-            )
-            return cls(path)
+        kinds: dict[Path, Any] = {
+            path: dict[str, MeasuredIsland],
+            path.with_name(run_files.FAILURES): KeptFailures,
+        }
+        for file, kind in kinds.items():
+            try:
+                _read(file, kind)
+            except ConfigError as error:
+                damaged = file.with_suffix(".damaged")
+                os.replace(file, damaged)
+                logger.warning(
+                    "%s; it is %s now, and what it held is missing in status and "
+                    "summary",
+                    error,
+                    damaged,
+                )
+        roster = cls(path)
+        roster.failures.catch_up(path.parent)
+        return roster
 
     def hello(
         self,
@@ -164,7 +167,6 @@ class Roster:
             member.bytes_per_second, member.rate_since = (0.0, 0.0), (now, 0, 0)
         if member.incarnation not in (0, hello.incarnation):
             self._fold(member)
-            member.waiting_since = member.last_sign
         member.incarnation = hello.incarnation
         member.tokens_per_step, member.own_data = hello.tokens_per_step, own_data
         member.ended = False
@@ -193,11 +195,6 @@ class Roster:
         if member.steps_before is not None:  # It began elsewhere.
             most_s = MAX_SECONDS
         measures = _bounded(measures, now, most_s)
-        if measures.steps and member.waiting_since:
-            member.away_seconds += max(
-                0.0, measures.first_step_unix - member.waiting_since
-            )
-            member.waiting_since = 0.0
         if member.incarnations == 1 and member.steps_before is None:
             member.first_compile_seconds = measures.compile_seconds
         member.current = measures
@@ -233,8 +230,8 @@ class Roster:
             member.first_seen += stopped_s
             member.last_seen += stopped_s
             member.last_sign += stopped_s
-            member.waiting_since += stopped_s if member.waiting_since else 0.0
             member.active = [(a + stopped_s, b + stopped_s) for a, b in member.active]
+        self.failures.move(stopped_s)
         return steps
 
     def saved_unix(self) -> float:
@@ -243,12 +240,14 @@ class Roster:
         return self._path.stat().st_mtime if self._path.exists() else time.time()
 
     def save(self) -> None:
-        """Replace the file atomically."""
+        """Replace the files, each atomically."""
         assert self._path is not None
-        scratch = self._path.with_suffix(".tmp")
-        with naming(self._path):
-            scratch.write_bytes(msgspec.msgpack.encode(self.members))
-        os.replace(scratch, self._path)
+        beside = self._path.with_name(run_files.FAILURES)
+        for path, held in ((beside, self.failures.kept()), (self._path, self.members)):
+            scratch = path.with_suffix(".tmp")
+            with naming(path):
+                scratch.write_bytes(msgspec.msgpack.encode(held))
+            os.replace(scratch, path)
 
     def measures(self, island: str) -> Measures:
         """Return sums and extremes over all incarnations."""
@@ -316,6 +315,18 @@ class Roster:
         member.past = _sum(member.past, member.current)
         member.current = Measures()
         member.adopted = {}
+
+
+def _read(path: Path, kind: Any) -> Any:
+    """Return what a file holds; None if there is none."""
+    if not path.exists():
+        return None
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); restore it from a copy"
+        ) from error
 
 
 def _bounded(measures: Measures, now: float, most_s: float) -> Measures:
@@ -388,4 +399,6 @@ def _sum(past: Measures, current: Measures) -> Measures:
         first_step_unix=past.first_step_unix or current.first_step_unix,
         last_step_unix=max(past.last_step_unix, current.last_step_unix),
         short=current.short,
+        programs_left=current.programs_left,
+        fragments_left=current.fragments_left,
     )

@@ -402,25 +402,25 @@ class Service(Handlers):
             return
         self._written[island] = now
         measures = message.measures
-        self._metrics.append(
-            {
-                "kind": "island",
-                "time": now,
-                "island": island,
-                "phase": message.phase,
-                "step": message.steps,
-                "loss": json_number(measures.loss),
-                "loss_by_source": self._by_source(measures),
-                "eval_loss": json_number(measures.eval_loss),
-                "learning_rate": measures.learning_rate,
-                "median_step_seconds": measures.median_step_seconds,
-                "stalled_seconds": measures.stalled_seconds,
-                "skipped_steps": measures.skipped_steps,
-                "tokens_predicted": measures.tokens_predicted or None,
-                "bytes_up": measures.bytes_up,
-                "bytes_down": measures.bytes_down,
-            }
-        )
+        line = {
+            "kind": "island",
+            "time": now,
+            "island": island,
+            "phase": message.phase,
+            "step": message.steps,
+            "loss": json_number(measures.loss),
+            "loss_by_source": self._by_source(measures),
+            "eval_loss": json_number(measures.eval_loss),
+            "learning_rate": measures.learning_rate,
+            "median_step_seconds": measures.median_step_seconds,
+            "stalled_seconds": measures.stalled_seconds,
+            "skipped_steps": measures.skipped_steps,
+            "tokens_predicted": measures.tokens_predicted or None,
+            "bytes_up": measures.bytes_up,
+            "bytes_down": measures.bytes_down,
+        }
+        self._metrics.append(line)
+        self._roster.failures.metrics(line)
 
     def _by_source(self, measures: messages.Measures) -> dict[str, Any] | None:
         """Return the loss of each source of a mixture; None if it is none."""

@@ -211,8 +211,7 @@ def room_each(config: Config, plan: FragmentPlan) -> int:
 
 def largest_delta(config: Config, plan: FragmentPlan) -> int:
     """Return the bytes of the largest fragment's delta."""
-    codec = get_codec(config.run.sync.codec_up)
-    return max(PayloadLayout.of_delta(codec, p).total_bytes for p in plan.fragments)
+    return max(payload_bytes(config.run.sync.codec_up, plan, up=True))
 
 
 def faults_of(config: Config, who: str, life: int = 1) -> Faults:
@@ -308,10 +307,13 @@ def state_sizes(run: RunConfig, plan: FragmentPlan) -> StateSizes:
 
 
 @functools.lru_cache(maxsize=16)
-def payload_bytes(codec: str, plan: FragmentPlan) -> list[int]:
-    """Return the bytes of each encoded fragment."""
-    chosen = get_codec(codec)
-    return [PayloadLayout.of(chosen, p).total_bytes for p in plan.fragments]
+def payload_bytes(codec: str, plan: FragmentPlan, *, up: bool = False) -> list[int]:
+    """Return the bytes of each encoded fragment; up: of a delta, with its counts."""
+    chosen, layout = (
+        get_codec(codec),
+        PayloadLayout.of_delta if up else PayloadLayout.of,
+    )
+    return [layout(chosen, pieces).total_bytes for pieces in plan.fragments]
 
 
 def next_snapshots(placement: Placement, state: int, largest: int, held: int) -> int:

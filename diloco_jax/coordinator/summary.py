@@ -215,9 +215,13 @@ def summary(
         "bytes_down": sum(s.bytes_down for s in sums),
         "bytes_join": sum(s.bytes_join for s in sums),
         "islands": {
-            name: _island_summary(config, state, roster, name, accounts[name])
+            name: {
+                **_island_summary(config, state, roster, name, accounts[name]),
+                "away_seconds": roster.failures.away_seconds(name, now),
+            }
             for name in known
         },
+        "failures": [one.told(now - wall_seconds) for one in roster.failures],
     }
 
 
@@ -329,6 +333,8 @@ def _island_status(
         "version": min(adopted.values()) if everything else 0,
         "lag": max(0, *lags) if lags else None,
         "short": list(sums.short) if island.status == "live" else [],
+        "programs_left": sums.programs_left if island.status == "live" else 0,
+        "fragments_left": sums.fragments_left if island.status == "live" else 0,
         "silent_seconds": now - member.last_sign if member.last_sign else None,
         "bytes_up_per_second": up,
         "bytes_down_per_second": down,
@@ -354,7 +360,6 @@ def _island_summary(
         "step_seconds": sums.step_seconds_total,
         "eval_seconds": sums.eval_seconds,
         "compile_seconds": sums.compile_seconds,
-        "away_seconds": roster.members[name].away_seconds,
         "joins": state.islands[name].joins,
         "resumed": roster.members[name].resumed,
         "incarnation": state.islands[name].incarnation,

@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -225,6 +226,9 @@ class MergeResult(NamedTuple):
     """Sampled tiles of the merged delta, by piece."""
     directions: tuple[float | None, ...]
     """See `measure`."""
+    unused: Mapping[int, bytes] = MappingProxyType({})
+    """By number of the piece a bit for each row, set if nobody used it; of pieces that
+    have such rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +245,8 @@ class FragmentMerge:
     passes: Passes | None = None
     """The merge route "native", where codec, rule and optimizer allow it; None: "xla".
     """
+    most: float = 1.0
+    """Largest share of one delta in what weighs by use, if there are enough others."""
 
     @functools.cached_property
     def layout_up(self) -> PayloadLayout:
@@ -291,7 +297,10 @@ class FragmentMerge:
             return Uses()
         pairs = zip(counts, counted, strict=True)
         most = max(decode_uses(own).sum() / per_token for own, per_token in pairs)
-        return Uses(min(math.ceil(most), MOST_USES), digest_arrays(counts))
+        # A use may be a part of a token: what is rounded is no use more.
+        return Uses(
+            min(math.ceil(round(float(most), 6)), MOST_USES), digest_arrays(counts)
+        )
 
     def merge(
         self,
@@ -327,7 +336,9 @@ class FragmentMerge:
             )
             rule, kept = rule_for(piece, self.rule, final=final), state.rules[index]
             uses = self._uses(index, encoded, tokens) if piece.by_use else None
-            found = merge_piece(rule, own, weights, share, kept, theta[index], uses)
+            found = merge_piece(
+                rule, own, weights, share, kept, theta[index], uses, self.most
+            )
             deltas.append(own)
             merged.append(found)
             samples.append(sample(found.total) * np.float32(found.factor))
@@ -338,10 +349,8 @@ class FragmentMerge:
         if not (final or self._by_block):
             stepped = True
             after = after._replace(outer=self._whole_step(state, merged, theta))
-            for index, found in enumerate(merged):
-                _keep(
-                    found, slice(0, len(theta[index])), state.theta[index], theta[index]
-                )
+            for old, found, new in zip(state.theta, merged, theta, strict=True):
+                _keep(found.unused, found.grid, slice(0, len(new)), old, new)
         outers = [
             self._finish_piece(
                 index,
@@ -370,6 +379,11 @@ class FragmentMerge:
             measures,
             tuple(samples),
             directions,
+            {
+                index: np.packbits(found.unused).tobytes()
+                for index, found in enumerate(merged)
+                if found.unused is not None and found.unused.any()
+            },
         )
 
     def replay(
@@ -379,12 +393,13 @@ class FragmentMerge:
         *,
         final: bool,
         digest: xxh3_128 | None = None,
+        unused: Mapping[int, bytes] = MappingProxyType({}),
     ) -> FragmentState:
         """Apply a logged publish after a crash: Theta = A.
 
         `outer.advance` advances the outer optimizer's state and `recovered` the
         merge rule's. A publish of the flush advances neither. digest: goes on over the
-        new Theta.
+        new Theta. unused: that of the merge; these rows' momentum rests again.
         """
         anchor = self._new(state.anchor)
         published = [
@@ -395,6 +410,7 @@ class FragmentMerge:
         ]
         if self._replays_natively(state):
             advanced = self._native_replay(state, published, anchor, digest, final)
+            self._rest(state.outer, advanced, unused)
             return FragmentState(anchor, anchor, advanced, state.rules)
         for new, old, tiles in zip(anchor, state.anchor, published, strict=True):
             for rows in blocks(*old.shape):
@@ -413,6 +429,8 @@ class FragmentMerge:
         if self._by_block:
             each = [(moved,) for moved in change]
             advanced = tuple(outer.advance(self.settings, state.outer, each))
+            advanced = jax.tree.map(np.array, advanced)
+            self._rest(state.outer, advanced, unused)
         else:
             whole = tuple(map(_own_order, self.pieces, change))
             (advanced,) = outer.advance(self.settings, [state.outer], [whole])
@@ -492,6 +510,17 @@ class FragmentMerge:
                 if step.step.guard != 1.0:
                     apply(index, step, None)
         return tuple(step.after for step in made)
+
+    def _rest(self, before: Any, after: Any, unused: Mapping[int, bytes]) -> None:
+        """Put momentum of rows that nobody used back as it was, into the new state of
+        an optimizer that goes element by element."""
+        for index, bits in unused.items():
+            packed, grid = np.frombuffer(bits, np.uint8), self.pieces[index].grid
+            rows = np.unpackbits(packed, count=grid.shape[0]).astype(np.bool_)
+            kept = (jax.tree.leaves(state[index]) for state in (before, after))
+            for old, new in zip(*kept, strict=True):
+                if old.shape == grid.in_order and new is not old:
+                    _keep(rows, grid, slice(0, len(new)), old, new)
 
     def _new(self, arrays: Arrays) -> Arrays:
         return tuple(self.empty(array.shape, np.float32) for array in arrays)
@@ -573,10 +602,10 @@ class FragmentMerge:
                     for n, leaf in enumerate(jax.tree.leaves(moved)):
                         if cut[n]:
                             new[n][rows] = leaf
-                            _keep(merged, rows, kept[n], new[n])
+                            _keep(merged.unused, merged.grid, rows, kept[n], new[n])
                         else:
                             new[n] = np.asarray(leaf)
-                _keep(merged, rows, old, theta)
+                _keep(merged.unused, merged.grid, rows, old, theta)
             encoded[rows], new_anchor[rows] = publish_tiles(
                 self.down, theta[rows], anchor[rows]
             )
@@ -618,17 +647,18 @@ class FragmentMerge:
 
 
 def _keep(
-    merged: MergedPiece,
+    unused: npt.NDArray[np.bool_] | None,
+    grid: TileGrid,
     tiles: slice,
     old: npt.NDArray[np.float32],
     new: npt.NDArray[np.float32],
 ) -> None:
     """Put the old values back, in these tiles, of rows that nobody used."""
-    if merged.unused is not None:
-        unused = merged.grid.by_row(merged.unused, tiles)
-        shape = (*unused.shape, -1)
+    if unused is not None:
+        by_tile = grid.by_row(unused, tiles)
+        shape = (*by_tile.shape, -1)
         here = new[tiles].reshape(shape)
-        np.copyto(here, old[tiles].reshape(shape), where=unused[..., None])
+        np.copyto(here, old[tiles].reshape(shape), where=by_tile[..., None])
 
 
 def length(squares: Squares) -> float:

@@ -166,9 +166,11 @@ class Piece:
     groups: int = dataclasses.field(default=1, kw_only=True)
     """Parts along the first axis, a row each, that have nothing in common: experts. No
     tile has two of them."""
-    by_use: int = dataclasses.field(default=0, kw_only=True)
+    by_use: float = dataclasses.field(default=0, kw_only=True)
     """Not 0: a delta says how often each row of the first axis was used, which weighs
     it. A token uses so many rows at most."""
+    as_one: bool = dataclasses.field(default=False, kw_only=True)
+    """True if it is used as a whole: its delta has one count, of all rows."""
 
     @property
     def name(self) -> str:
@@ -188,9 +190,16 @@ class Piece:
         """Its tiles."""
         return TileGrid.of(self.shape, self.groups)
 
+    @property
+    def counts(self) -> int:
+        """Number of counts of use in its delta."""
+        return 1 if self.as_one else self.shape[0] if self.by_use else 0
+
     def uses_of(self, counts: Any) -> Any:
-        """Return the counts of its rows, out of those of its tensor, [rows] or [layers,
-        rows]."""
+        """Return its counts, out of those of its tensor: [rows], [layers, rows], or [1]
+        if it is used as a whole."""
+        if self.as_one:
+            return counts
         own = counts if self.layer < 0 else counts[self.layer]
         if self.bands is None or self.bands.axis > -len(self.shape):
             return own
@@ -229,6 +238,7 @@ class FragmentPlan:
                         p.bands and dataclasses.astuple(p.bands),
                         # Groups tell it of all others.
                         *("expert",) * (p.expert and p.groups == 1),
+                        *("as one",) * p.as_one,
                     ]
                     for p in fragment
                 ]
@@ -244,7 +254,8 @@ def plan_fragments(
     num_fragments: int,
     by: str = "size",
     may_cut: Callable[[Piece], bool] = lambda piece: False,
-    by_use: Mapping[str, int] = MappingProxyType({}),
+    by_use: Mapping[str, float] = MappingProxyType({}),
+    as_one: Sequence[str] = (),
 ) -> FragmentPlan:
     """Deal all pieces out to `num_fragments` fragments of about equal size.
 
@@ -267,14 +278,16 @@ def plan_fragments(
       may_cut: tells whether the mathematics of a whole piece are those of its bands
         (`core/merging.py: may_cut`).
       by_use: `Piece.by_use` of tensors, by path, joined by "/".
+      as_one: paths of those that are used as a whole.
 
     Raises:
       ValueError: P is below 1 or above the number of units; shapes and axes do not
         match; two pieces have one name; `by` is unknown.
     """
     whole = [
-        dataclasses.replace(piece, by_use=by_use.get("/".join(piece.path), 0))
+        dataclasses.replace(piece, by_use=by_use.get(path, 0), as_one=path in as_one)
         for piece in _pieces(shapes, axes, ())
+        for path in ("/".join(piece.path),)
     ]
     plans = [_deal(whole, num_fragments, by, may_cut, cut) for cut in CUTS]
     even = EVEN * plans[0].total / num_fragments
@@ -497,7 +510,7 @@ class PayloadLayout:
         """Return the layout of these pieces, in this order, and of the counts of use of
         those that are `counted`."""
         shapes = [codec.encoded_shape(p.shape, p.groups) for p in pieces]
-        uses = [(1, USE_BYTES * p.shape[0]) for p in counted]
+        uses = [(1, USE_BYTES * p.counts) for p in counted]
         return cls._of([*pieces, *counted], [*shapes, *uses])
 
     @classmethod

@@ -67,27 +67,28 @@ def uniform(tokens: int, steps: int) -> float:
     return 1.0
 
 
-def capped(weights: Sequence[float], most: float) -> list[float]:
-    """Return the weights with none above the share `most` of their sum; what is above
-    it goes to the others in proportion to theirs. All are the same if there are too
-    few.
+def capped(
+    weights: Sequence[float] | npt.NDArray[np.float64], most: float
+) -> npt.NDArray[np.float64]:
+    """Return the weights, f64[M] or f64[M, rows], with none above the share `most` of
+    the sum of its row; what is above it goes to the others in proportion to theirs. All
+    are the same in a row that has too few.
 
-    weights: finite and at least 0, not all 0. most: above 0 and at most 1.
+    weights: finite and at least 0. most: above 0 and at most 1.
     """
-    total = math.fsum(weights)
-    held = [w > most * total for w in weights]
-    while any(held) and sum(held) < len(weights):
-        rest = math.fsum(w for w, own in zip(weights, held, strict=True) if not own)
-        free = 1 - most * sum(held)
-        if rest <= 0 or free <= 0:
-            break
-        limit = most * rest / free
-        again = [own or w > limit for w, own in zip(weights, held, strict=True)]
-        if again == held:
-            return [limit if own else w for w, own in zip(weights, held, strict=True)]
-        held = again
-    # With too few others nobody can be held to that share.
-    return [1.0 if w > 0 else 0.0 for w in weights] if any(held) else list(weights)
+    own = np.asarray(weights, np.float64)
+    held = own > most * own.sum(axis=0)
+    while True:
+        rest = np.where(held, 0.0, own).sum(axis=0)
+        free = 1 - most * held.sum(axis=0)
+        # With too few others nobody can be held to that share.
+        few = held.any(axis=0) & ((rest <= 0) | (free <= 0))
+        limit = np.full(rest.shape, np.inf)
+        np.divide(most * rest, free, out=limit, where=held.any(axis=0) & ~few)
+        above = held | (own > limit)
+        if (above == held).all():
+            return np.where(few, own > 0, np.where(held, limit, own))
+        held = above
 
 
 class Mean(WeightedSum):
@@ -394,7 +395,7 @@ class MergedPiece(NamedTuple):
     """|sum of w unit(d)|^2, if the rule knows it."""
     unused: npt.NDArray[np.bool_] | None = None
     """bool[rows of the first axis]: no delta used it, so it stays as it is; None: all
-    were."""
+    were used."""
 
     @property
     def delta(self) -> npt.NDArray[np.float32]:
@@ -412,6 +413,7 @@ def merge_piece(
     state: State = (),
     out: npt.NDArray[np.float32] | None = None,
     uses: npt.NDArray[np.float64] | None = None,
+    most: float = 1.0,
 ) -> MergedPiece:
     """Merge the deltas of one piece.
 
@@ -423,7 +425,8 @@ def merge_piece(
       state: from the last merge of the piece; `start(rule, shape)` at first.
       out: the place of `MergedPiece.total`; None: a new array.
       uses: f64[M, rows of the first axis], how often each delta's steps used a row, per
-        unit of its weight; None: all rows alike.
+        unit of its weight; f64[M, 1]: the piece as a whole; None: all rows alike.
+      most: largest share of one delta in a row, if there are enough others.
 
     Raises:
       ValueError: no deltas, not one weight per delta, weights that are negative or
@@ -445,7 +448,9 @@ def merge_piece(
     shares = [w / total for w in weights]
     if out is None:
         out = np.empty(deltas.grid.in_order, np.float32)
-    by_row = None if uses is None else row_shares(shares, uses)
+    by_row = None if uses is None else row_shares(shares, uses, most)
+    if by_row is not None and by_row.shape[1] == 1:
+        return _as_one(rule, deltas, by_row[:, 0].tolist(), share, state, out)
     if rule.needs == "sum":
         return _sum(rule, deltas, shares, share, out, by_row)
     if rule.needs == "elementwise":
@@ -455,14 +460,40 @@ def merge_piece(
 
 
 def row_shares(
-    shares: Sequence[float], uses: npt.NDArray[np.float64]
+    shares: Sequence[float], uses: npt.NDArray[np.float64], most: float = 1.0
 ) -> npt.NDArray[np.float64]:
     """Return each delta's share in each row, f64[M, rows]: its own times its use, over
     the sum of all; zeros where nobody used the row. See `merge_piece`."""
     found: npt.NDArray[np.float64] = np.array(shares)[:, None] * uses
+    if most < 1:
+        found = capped(found, most)
     total = found.sum(axis=0)
     np.divide(found, total, out=found, where=total > 0)
     return found
+
+
+def _as_one(
+    rule: MergeRule,
+    deltas: Encoded,
+    weights: list[float],
+    share: float,
+    state: State,
+    out: npt.NDArray[np.float32],
+) -> MergedPiece:
+    """Merge the deltas that used the piece, by these weights, as if there were no
+    others; without any, all of its rows are unused."""
+    used = [number for number, weight in enumerate(weights) if weight > 0]
+    if not used:
+        out[...] = 0
+        unused = np.ones(deltas.shape[:1], np.bool_)
+        return MergedPiece(deltas.grid, out, 1.0, 0.0, state, None, unused)
+    own = dataclasses.replace(
+        deltas,
+        encoded=[deltas.encoded[number] for number in used],
+        known=[deltas.squares[number] for number in used],
+    )
+    found = merge_piece(rule, own, [weights[n] for n in used], share, state, out)
+    return found._replace(direction_square=None)
 
 
 def _unused(
@@ -478,7 +509,7 @@ def require_rows(rule: MergeRule, by_use: bool) -> None:
         raise ValueError(
             f"{type(rule).__name__} sees whole deltas (needs = {rule.needs!r}), and "
             f"weights by use differ from row to row; choose a rule that needs a sum or "
-            f"goes element by element, or leave sync.weights_by_use off"
+            f"goes element by element, or set sync.weights_by_use = 'parts'"
         )
 
 

@@ -131,9 +131,11 @@ class RunReader:
     ) -> dict[str, Any]:
         """Return what the page shows; None: from the beginning, or to the newest."""
         status, facts = self._status, self._facts()
+        whole = start is None and stop is None
+        goodput = status.get("goodput") if whole else None
         with self._lock:
             window = self._window(start, stop, columns)
-            shown = view(self._timeline, window, facts["flops_per_token"])
+            shown = view(self._timeline, window, facts["flops_per_token"], goodput)
         there = sum(nbytes(lines.path) for lines in self._sources)
         read = sum(lines.read_bytes for lines in self._sources)
         return {

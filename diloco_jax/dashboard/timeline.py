@@ -9,7 +9,9 @@ Shapes: `F` fields, `R` rows (the coordinator and the islands), `B` bins, `C` co
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.dashboard.failures import Failures, Lane
+from diloco_jax.hardware.tpus import peak_flops_per_s
+from diloco_jax.observability.failures import Failures
 from diloco_jax.observability.tape import Repeats
 
 BINS = 4096
@@ -213,8 +216,6 @@ MEANS = (
 """Fields of which means are shown, as the metrics have them."""
 COORDINATOR = 0
 """Row of the coordinator."""
-SILENT_S = 2.0
-"""Seconds without a line from which on the coordinator may have been away."""
 MERGES_KEPT = 20_000
 EVENTS_KEPT = 20_000
 ALERTS_KEPT = 100
@@ -231,6 +232,47 @@ ROUTINE = (
     "merged",
 )
 """Kinds of lines of the tape that are no events for people, or have views."""
+
+
+AXES = ("mesh_data", "mesh_fsdp", "mesh_expert", "mesh_tensor")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Lane:
+    """One island as of the newest line about it, summed over nothing."""
+
+    name: str
+    row: int
+    state: str = ""
+    """One of `STATES`; empty: it is not in the run."""
+    since: float = 0.0
+    """Time up to which its states are in the grid."""
+    gap: float = 0.0
+    """Time at which the coordinator last heard of it before it was away itself."""
+    incarnation: int = 0
+    tokens_per_step: int = 0
+    median_step_seconds: float = 0.0
+    device: str = ""
+    stands_for: str = ""
+    peak_flops_per_s: float = 0.0
+    """Sum over all its devices; 0 if the tables of `diloco plan` do not know them."""
+    steps: int = 0
+    told: float = 0.0
+    """Time of its last line of metrics."""
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+    adopted: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Version by fragment."""
+    out: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Tick by fragment of takes without a verdict."""
+    out_since: float = 0.0
+
+    def hello(self, line: Mapping[str, Any]) -> None:
+        """Take what an incarnation says of its devices."""
+        config = line["config"]
+        self.device = str(line["environment"].get("device_kind", ""))
+        self.stands_for = str(config.get("stands_for", ""))
+        devices = math.prod(int(config.get(axis, 1)) for axis in AXES)
+        self.peak_flops_per_s = devices * (peak_flops_per_s(self.device) or 0.0)
 
 
 class Event(NamedTuple):
@@ -262,8 +304,6 @@ class Timeline:
         self.failures = Failures()
         self.newest = 0.0
         """Time of the newest line."""
-        self._silence = (0.0, 0.0)
-        """Times of the lines around the newest one of `SILENT_S` or more."""
         self._newest_merge: dict[int, dict[str, Any]] = {}
         self._repeats = Repeats()
 
@@ -281,13 +321,14 @@ class Timeline:
 
     def tape(self, line: Mapping[str, Any]) -> None:
         """Take a line of the tape. Lines come in the order of time."""
-        kind, time, before = line["kind"], line["time"], self.newest
+        kind, time = line["kind"], line["time"]
         self._clock(time)
+        self.failures.tape(line)
         match kind:
             case "begun":
                 self._state(self.coordinator, "training", time)
             case "recovered" | "term":
-                self._came_back(line, before, time)
+                self._came_back(line.get("since") or time, time)
             case "hello" | "joined":
                 self._joined(line, time)
             case "island":
@@ -298,26 +339,18 @@ class Timeline:
                 if lane := self.lanes.get(line["island"]):
                     self._answered(lane, line["fragment"], time)
             case "absent":
-                lane = self._lane(line["island"])
-                self.failures.absent(lane, line["why"], time)
-                self._state(lane, "absent", time)
+                self._state(self._lane(line["island"]), "absent", time)
             case "resumed":
                 lane = self._lane(line["island"])
-                self.failures.resumed(lane, time)
                 lane.gap = 0.0
                 if lane.state == "absent":
                     self._state(lane, "training", time)
             case "left":
                 self._left(line, time)
             case "quarantined" | "released":
-                lane, bad = self._lane(line["island"]), kind == "quarantined"
-                if bad:
-                    self.failures.quarantined(line, lane, time)
-                else:
-                    self.failures.released(lane, time)
-                self._state(lane, "quarantined" if bad else "training", time)
+                state = "quarantined" if kind == "quarantined" else "training"
+                self._state(self._lane(line["island"]), state, time)
             case "finished":
-                self.failures.over()
                 for lane in (self.coordinator, *self.lanes.values()):
                     self._state(lane, "", time)
             case "alert":
@@ -347,8 +380,6 @@ class Timeline:
         if lost := sum(line["lost_tokens_by_fragment"]):
             self.lost.append((time, line["reason"], lost))
             self.grid.add("lost_tokens", lane.row, time, lost)
-        if self.coordinator.state:
-            self.failures.left(line, lane, time)
         if lane.incarnation == line["incarnation"]:
             self._away_since_gap(lane)
             # A run that is over says goodbye for those who did not.
@@ -389,7 +420,6 @@ class Timeline:
             if verdict != "pending":
                 self._answered(self._lane(name), fragment, time)
         self.grid.add("merges", COORDINATOR, time, 1)
-        self.failures.merged(tokens, time)
         self.versions[fragment] = version
         merge: dict[str, Any] = {
             **{"time": round(time, 2), "fragment": fragment, "version": version},
@@ -399,14 +429,9 @@ class Timeline:
         self.merges.append(merge)
         self._newest_merge[fragment] = merge
 
-    def _came_back(self, line: Mapping[str, Any], before: float, time: float) -> None:
-        """Note that the coordinator was away since its last line. Records that the tape
-        lacked come first, and are as new."""
-        gone, back = self._silence
-        since = gone if time - back < SILENT_S else before
+    def _came_back(self, since: float, time: float) -> None:
+        """Note that the coordinator was away since then."""
         lane = self.coordinator
-        if any(other.state for other in self.lanes.values()):
-            self.failures.recovered(line, since, time)
         self._paint(lane, since)
         lane.state = "absent" if since else ""
         self._state(lane, "training", time)
@@ -427,6 +452,7 @@ class Timeline:
         """Take a line of the metrics. Lines come in the order of time."""
         time = line["time"]
         self._clock(time)
+        self.failures.metrics(line)
         match line["kind"]:
             case "island":
                 self._island(line, time)
@@ -452,7 +478,6 @@ class Timeline:
         )
         row, told = lane.row, lane.told or time
         steps = line["step"] - lane.steps
-        self.failures.reported(lane, steps, phase, time)
         lane.steps = line["step"]
         if steps > 0:
             self.grid.spread("tokens", row, told, time, steps * lane.tokens_per_step)
@@ -485,8 +510,6 @@ class Timeline:
     def _clock(self, time: float) -> None:
         if self.grid.begin is None:
             self.grid.begin = time
-        if time - self.newest >= SILENT_S:
-            self._silence = (self.newest, time)
         self.newest = max(self.newest, time)
 
     # ---- states ---------------------------------------------------------------------

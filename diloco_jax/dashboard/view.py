@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.dashboard.failures import Lane
 from diloco_jax.dashboard.timeline import (
     COORDINATOR,
     COSINES,
     MACHINE,
     STATES,
     Array,
+    Lane,
     Timeline,
     count_of,
 )
-from diloco_jax.observability.measures import IslandMeasure, goodput
 
 LETTERS = "jctsqa"
 """Letter of each of `STATES` in a lane."""
@@ -42,7 +41,7 @@ OF_ISLANDS = (
     *(name for mean in ("loss", "eval_loss", "lag") for name in (mean, count_of(mean))),
 )
 OF_WINDOW = (
-    *("absent", "lost_tokens", "merged_tokens", "merged_deltas", "merges"),
+    *("lost_tokens", "merged_tokens", "merged_deltas", "merges"),
     *("bytes_up", "bytes_down", "tokens", "training"),
 )
 DIGITS = {
@@ -72,10 +71,18 @@ class Window:
 
 
 def view(
-    timeline: Timeline, window: Window, flops_per_token: float | None = None
+    timeline: Timeline,
+    window: Window,
+    flops_per_token: float | None = None,
+    goodput: float | None = None,
 ) -> dict[str, Any]:
     """Return what the page draws of a window: JSON-compatible, NaN where it has
-    nothing. flops_per_token: None if it is not known, and with it MFU."""
+    nothing.
+
+    Args:
+      flops_per_token: None if it is not known, and with it MFU.
+      goodput: of the run, if the window is all of it.
+    """
     timeline.settle()
     lanes = sorted(timeline.lanes.values(), key=lambda lane: lane.name)
     many = len(lanes) > MANY_ISLANDS
@@ -93,7 +100,7 @@ def view(
         ),
         "curves": _curves(timeline, lanes, window, points, flops_per_token),
         "failures": _failures(timeline, window),
-        "goodput": _where_it_went(timeline, lanes, window),
+        "goodput": _where_it_went(timeline, lanes, window, goodput),
         "merges": _merges(timeline, [lane.name for lane in lanes], window),
         "alerts": [
             [time, text] for time, text in timeline.alerts if time < window.stop
@@ -121,6 +128,7 @@ def _lanes(
     found = timeline.grid.totals(OF_WINDOW, window.start, window.stop)
     sums = dict(zip(OF_WINDOW, found, strict=True))
     shares = _mfu(sums["tokens"][rows], sums["training"][rows], lanes, flops_per_token)
+    away = _away(timeline, window)
     return [
         {
             "name": lane.name,
@@ -129,7 +137,7 @@ def _lanes(
             "states": _runs(codes[n]),
             "out": _levels(out[n] / width),
             "marks": _levels(np.minimum(marks[n], 1.0)),
-            "absent_s": round(float(sums["absent"][lane.row]), 1),
+            "away_s": round(away.get(lane.name, 0.0), 1),
             "lost_tokens": round(sums["lost_tokens"][lane.row] / timeline.fragments),
             "merged_tokens": round(
                 sums["merged_tokens"][lane.row] / timeline.fragments
@@ -259,57 +267,61 @@ def _rounded(values: Array, digits: int) -> list[float]:
     return found
 
 
+def _away(timeline: Timeline, window: Window) -> dict[str, float]:
+    """Return the seconds of the window for which each was away."""
+    found: dict[str, float] = {}
+    for one in timeline.failures.within(window.start, window.stop):
+        if not one.quarantine:
+            stop = min(one.ended or timeline.newest, window.stop)
+            seconds = max(0.0, stop - max(one.began, window.start))
+            found[one.who] = found.get(one.who, 0.0) + seconds
+    return found
+
+
 def _where_it_went(
-    timeline: Timeline, lanes: list[Lane], window: Window
+    timeline: Timeline, lanes: list[Lane], window: Window, goodput: float | None
 ) -> dict[str, Any]:
     """Return where all islands' time in the window went, in tokens that they would have
     computed undisturbed: merged, lost, computed and not merged yet, or never computed.
 
-    `goodput` is that of `observability/measures.py`, of this window alone: compilation
-    is apart.
+    The time is that of `observability/measures.py`, so that the part that is merged is
+    the goodput of the window. goodput: that of the run, which it then is.
     """
     names = (*STATES, "tokens", "merged_tokens", "lost_tokens", "stalled_seconds")
     lanes = [lane for lane in lanes if lane.median_step_seconds > 0]
     found = timeline.grid.totals(names, window.start, window.stop)
     of = dict(zip(names, found[:, [lane.row for lane in lanes]], strict=True))
     speed = np.array([one.tokens_per_step / one.median_step_seconds for one in lanes])
-    here = [of[state] for state in STATES if state != "stopped"]
-    present = np.sum(here, axis=0)
-    compiling, away = of["joining"] + of["compiling"], of["absent"]
-    stalled, computed = np.minimum(of["stalled_seconds"], present), of["tokens"]
+    seconds = _away(timeline, window)
+    away = np.array([seconds.get(lane.name, 0.0) for lane in lanes])
+    present = np.sum([of[state] for state in STATES if state != "stopped"], axis=0)
+    # Compiling after an outage is part of it; the first compilation is apart.
+    compiling = of["joining"] + of["compiling"] - np.maximum(0.0, away - of["absent"])
+    provisioned = present - np.maximum(0.0, compiling)
+    stalled, computed = np.minimum(of["stalled_seconds"], provisioned), of["tokens"]
     merged = of["merged_tokens"] / timeline.fragments
     lost = of["lost_tokens"] / timeline.fragments
-    slower = (present - compiling - away - stalled) * speed - computed
     parts = {
         "merged": merged,
         "lost": lost,
-        "open": np.maximum(0.0, computed - merged - lost),
+        "open": computed - merged - lost,
         "stalled": stalled * speed,
-        "compiling": compiling * speed,
         "away": away * speed,
-        "slower": np.maximum(0.0, slower),
+        "slower": (provisioned - away - stalled) * speed - computed,
     }
-    whole = float(sum(part.sum() for part in parts.values())) or 1.0
-    islands = [
-        IslandMeasure(
-            provisioned_seconds=max(0.0, float(present[n] - compiling[n])),
-            tokens_per_step=lane.tokens_per_step,
-            median_step_seconds=lane.median_step_seconds,
-            computed_tokens=int(computed[n]),
-            merged_tokens=int(merged[n]),
-        )
-        for n, lane in enumerate(lanes)
-    ]
+    sums = {name: max(0.0, float(part.sum())) for name, part in parts.items()}
+    whole = sum(sums.values()) or 1.0
+    shares = {name: part / whole for name, part in sums.items()}
+    if goodput is not None and shares["merged"] < 1.0:
+        rest = (1.0 - goodput) / (1.0 - shares["merged"])
+        shares = {name: share * rest for name, share in shares.items()}
+        shares["merged"] = goodput
     reasons: dict[str, float] = {}
     for time, reason, tokens in timeline.lost:
         if window.start <= time < window.stop:
             share = round(tokens / timeline.fragments)
             reasons[reason] = reasons.get(reason, 0.0) + share
-    return {
-        "goodput": float(goodput(islands)),
-        "parts": {name: float(part.sum()) / whole for name, part in parts.items()},
-        "lost": reasons,
-    }
+    return {"parts": shares, "lost": reasons}
 
 
 def _failures(timeline: Timeline, window: Window) -> dict[str, Any]:
@@ -327,8 +339,7 @@ def _failures(timeline: Timeline, window: Window) -> dict[str, Any]:
     shown = [
         [
             *(one.who, after(one.began), after(one.ended), whys.index(one.why)),
-            *(round(one.lost_tokens / timeline.fragments), round(one.idle_tokens)),
-            *(one.without, after(one.merged)),
+            *(one.lost_tokens, one.idle_tokens, one.without, after(one.merged)),
         ]
         for one in kept
     ]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco_jax import machine
 from diloco_jax.config.fields import (
@@ -21,6 +22,9 @@ from diloco_jax.config.fields import (
 from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.files import absolute, is_bucket
+
+if TYPE_CHECKING:
+    from diloco_jax.data.prepared import Contents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,27 +130,7 @@ def data_command(arguments: Sequence[str]) -> int:
             workers=options.workers or machine.cores(),
             report=report,
         )
-    for name, split in (("train", made.train), ("validation", made.validation)):
-        found = split.counts
-        filled = found.tokens / (found.rows * (made.sequence_length + 1))
-        said = (
-            f"{name}: {found.documents:,} documents in {found.rows:,} rows, "
-            f"{found.predicted:,} predicted tokens of {found.text_bytes:,} bytes, rows "
-            f"filled to {filled:.1%}"
-        )
-        if split.pictures:
-            said += (
-                f", {split.pictures:,} pictures in {split.with_pictures:,} rows, "
-                f"{split.most_pictures} in one at most"
-            )
-        if found.left_out:
-            said += f", {found.left_out:,} with nothing to learn left out"
-        if found.cut:
-            said += (
-                f", {found.cut:,} answers not learned: the chat_template leaves out a "
-                f"part of them, or of what they answer, once others follow"
-            )
-        print(said, file=sys.stderr)
+    _describe("", made)
     if reader.unfit and made.train.counts.chats + made.validation.counts.chats:
         print(f"warning: --turn: {reader.unfit}", file=sys.stderr)
     if made.validation_fraction != options.validation_fraction:
@@ -163,6 +147,12 @@ def data_command(arguments: Sequence[str]) -> int:
         file=sys.stderr,
     )
     return EXIT_DONE
+
+
+def _describe(ahead: str, made: Contents) -> None:
+    for name, split in (("train", made.train), ("validation", made.validation)):
+        said = split.described(made.sequence_length)
+        print(f"{ahead}{name}: {said}", file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,16 +173,21 @@ def manifest_command(arguments: Sequence[str]) -> int:
         [ManifestOptions],
         arguments,
         "diloco manifest",
-        "Read large files once, and write beside each what starts compare.",
+        "Read large files once, and write beside each what starts compare; say what "
+        "prepared folders have.",
     )
     from diloco_jax.data import manifest
     from diloco_jax.data.documents import SourceKind, find_documents, make_manifest
-    from diloco_jax.data.prepared import is_prepared
+    from diloco_jax.data.prepared import is_prepared, read_manifest
 
     small = prepared = 0
+    described = set[Path]()
     for _, file, kind in find_documents((str(options.path),)):
         if is_prepared(file.parent):
             prepared += 1
+            if file.parent not in described:
+                described.add(file.parent)
+                _describe(f"{file.parent}: ", read_manifest(file.parent))
             continue
         if kind not in (SourceKind.TEXT, SourceKind.TOKENS):
             continue

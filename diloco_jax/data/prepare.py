@@ -14,7 +14,6 @@ pieces share rows.
 from __future__ import annotations
 
 import bisect
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -28,6 +27,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -40,7 +40,7 @@ from diloco_jax import files
 from diloco_jax.data.corpus import is_validation, place
 from diloco_jax.data.documents import SourceKind
 from diloco_jax.data.examples import Reader, Tokenised, tokenise
-from diloco_jax.data.pictures import RowPictures
+from diloco_jax.data.pictures import RowPictures, kind_of
 from diloco_jax.data.prepare_sources import (
     PART_BYTES,
     PICTURE_PART_BYTES,
@@ -341,7 +341,15 @@ def _together(splits: Sequence[Split]) -> Split:
         pictures=sum(split.pictures for split in splits),
         with_pictures=sum(split.with_pictures for split in splits),
         most_pictures=max(split.most_pictures for split in splits),
+        picture_bytes=sum(split.picture_bytes for split in splits),
+        largest_picture=max(split.largest_picture for split in splits),
+        kinds=_counted(sum((Counter(s.kinds) for s in splits), Counter[str]())),
     )
+
+
+def _counted(kinds: Counter[str]) -> dict[str, int]:
+    """Return the counts, the most frequent first, in one order whoever counted."""
+    return dict(sorted(kinds.items(), key=lambda own: (-own[1], own[0])))
 
 
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -557,17 +565,18 @@ def _write(
 
     scratch = folder / f"{name}.{os.getpid()}.tmp"
     records, rows, tokens, predicted, largest = recipe.records, 0, 0, 0, 0
-    pictures, writer = collections.Counter[int](), None
+    pictures, kinds, sizes = Counter[int](), Counter[str](), [0]
+    writer = None
     try:
         with naming(scratch):
             for row in pack(found, recipe.sequence_length, recipe.reader.pictures):
                 writer = writer or ArrayRecordWriter(str(scratch), OPTIONS)
                 parts = [(p.tokens, p.learned) for p in row]
-                places = [place for piece in row for place in piece.pictures]
-                writer.write(
-                    records.encode(parts, (_part_of(kept, *p) for p in places))
-                )
-                pictures[len(places)] += 1
+                shown = [_part_of(kept, *p) for piece in row for p in piece.pictures]
+                writer.write(records.encode(parts, shown))
+                pictures[len(shown)] += 1
+                kinds.update(map(kind_of, shown))
+                sizes += map(len, shown)
                 rows += 1
                 tokens += sum(len(piece.tokens) for piece in row)
                 largest = max(largest, *(int(piece.tokens.max()) for piece in row))
@@ -589,6 +598,9 @@ def _write(
         pictures=sum(number * some for number, some in pictures.items()),
         with_pictures=rows - pictures[0],
         most_pictures=max(pictures),
+        picture_bytes=sum(sizes),
+        largest_picture=max(sizes),
+        kinds=_counted(kinds),
     )
 
 

@@ -274,6 +274,37 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Rows that have some."""
     most_pictures: int = 0
     """Most of a row."""
+    picture_bytes: int = 0
+    """Bytes of their files."""
+    largest_picture: int = 0
+    """Bytes of the largest."""
+    kinds: dict[str, int] = {}
+    """Pictures by their kind (`pictures.kind_of`)."""
+
+    def described(self, sequence_length: int) -> str:
+        """Say what it has, in a line. sequence_length: T."""
+        found = self.counts
+        filled = found.tokens / (found.rows * (sequence_length + 1))
+        said = (
+            f"{found.documents:,} documents in {found.rows:,} rows, "
+            f"{found.predicted:,} predicted tokens of {found.text_bytes:,} bytes, rows "
+            f"filled to {filled:.1%}"
+        )
+        if self.pictures:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.items())
+            said += (
+                f", {self.pictures:,} pictures in {self.with_pictures:,} rows, "
+                f"{self.most_pictures} in one at most, {self.picture_bytes:,} bytes, "
+                f"{self.largest_picture:,} the largest ({kinds or 'kinds not noted'})"
+            )
+        if found.left_out:
+            said += f", {found.left_out:,} with nothing to learn left out"
+        if found.cut:
+            said += (
+                f", {found.cut:,} answers not learned: the chat_template leaves out a "
+                f"part of them, or of what they answer, once others follow"
+            )
+        return said
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,7 +59,7 @@ class Checkpoints:
         placement = config.placement
         self._every_s = placement.checkpoint_every_s
         self._keep = placement.checkpoints_kept
-        self._explicit = checkpoint.islands_elsewhere(placement)
+        self._explicit = bool(placement.islands_checkpoints)
         self._config, self._name, self._folder = config, name, folder
         self._pin_s = placement.deadlines.pin_s
         self._hosts = config.island(name).hosts

@@ -7,8 +7,8 @@ its decisions, so their parameters are those of every other host. A subclass has
 steps: `main.TrainingHost` those of the product's own loop, `joined.JoinedHost` those of
 a user's.
 
-A join is: hello and welcome, build and compile (reports go on), fetch every fragment in
-full at its newest version, place the parameters.
+A join is: hello and welcome, build, compile and beside it fetch every fragment in full
+at its newest version (reports go on), place the parameters.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ logger = logging.getLogger(__name__)
 
 L = TypeVar("L", bound=Stepping)
 Heard = TypeVar("Heard")
+TELL_S = 10.0
+"""Seconds between two lines of the log about what is left of a start."""
 PartOfStart = Literal["connecting", "compiling", "fetching", "restoring"]
 
 
@@ -177,6 +179,7 @@ class Host(abc.ABC, Generic[L]):
         """To be closed as it ends, first to last."""
         self._loop: L | None = None
         self._refused = False
+        self._tell_at = time.monotonic() + TELL_S
 
     @functools.cached_property
     def _who(self) -> Introduction:
@@ -229,6 +232,22 @@ class Host(abc.ABC, Generic[L]):
         """True if host 0, another one, decides."""
         return self.hosts.index > 0
 
+    def programs_left(self, count: int) -> None:
+        """Tell how many programs are still to be compiled or read from the cache."""
+        self._tell_left(programs_left=count)
+
+    def _tell_left(self, **left: int) -> None:
+        """Tell that, or how many fragments are still to come; from any thread."""
+        both, now = self.mailbox.tell_left(**left), time.monotonic()
+        if now >= self._tell_at and any(both.values()):
+            self._tell_at = now + TELL_S
+            logger.info(
+                "island %s: %d programs are left to compile or read, and %d fragments "
+                "to fetch",
+                self.name,
+                *both.values(),
+            )
+
     @property
     def loop(self) -> L:
         """The boundaries of this incarnation, once it has started."""
@@ -258,6 +277,7 @@ class Host(abc.ABC, Generic[L]):
         self._begin("compiling")
         exchange = self.exchange = self.build(identity)
         self.fetcher = Fetcher(self.lanes, identity, exchange, self.mailbox)
+        self.fetcher.lands = False
         self.sender = Sender(
             self.lanes,
             identity,
@@ -295,7 +315,8 @@ class Host(abc.ABC, Generic[L]):
 
     @property
     def _join_s(self) -> float:
-        """Longest time that hosts wait for each other in a join, after compilation.
+        """Longest time that hosts wait for each other in a join, after compilation;
+        also that of each fetch.
 
         The coordinator may start again in that time.
         """
@@ -310,11 +331,11 @@ class Host(abc.ABC, Generic[L]):
         restored = self.restore(versions)
         # A join moves tiles between hosts, which may have read for unequal times.
         self._meet("restored", self._join_s, "outage")
-        arrivals = self.mailbox.arrivals
+        arrivals, landed = self.mailbox.arrivals, self.fetcher.landed
         anchors = None
         if not self.gives:
             anchors = {
-                fragment: arrivals.pick(fragment, version).anchor or ()
+                fragment: landed(arrivals.pick(fragment, version)).anchor or ()
                 for fragment, version in enumerate(versions)
             }
         copy = self.copy(anchors, restored)
@@ -414,13 +435,19 @@ class Host(abc.ABC, Generic[L]):
         return begin
 
     def _join(self, versions: Sequence[Version]) -> Sequence[Version]:
-        """Compile and fetch every fragment, while reports go on; return the versions.
-        An island that gives the first parameters sends them from its loop, when it is
-        asked."""
+        """Compile, and beside it fetch every fragment, while reports go on; return the
+        versions. An island that gives the first parameters sends them from its loop,
+        when it is asked."""
         assert self._link is not None
         mailbox = self.mailbox
         receiver = self._receiver = Receiver(
-            self.fetcher, mailbox, self.deadlines, versions, self._orders, self._join_s
+            self.fetcher,
+            mailbox,
+            self.deadlines,
+            versions,
+            self._orders,
+            self._join_s,
+            lambda left: self._tell_left(fragments_left=left),
         )
         self._network.append(receiver)
         mailbox.post(Status(phase="compiling"))
@@ -430,18 +457,19 @@ class Host(abc.ABC, Generic[L]):
             ProfileRequest: self._profile,
         }
         self._link.start()
-        self.compile()
-        self._begin("fetching")
         if self.gives:
             logger.info("this island gives the run's first parameters")
             receiver.have_all(versions)
+            self._compile()
         else:
-            began = time.monotonic()
+            joined = receiver.begin_join()
+            self._compile()
             with self._telling("joined"):
-                versions = receiver.fetch_all()
-            seconds = time.monotonic() - began
+                versions = joined()
+            seconds = receiver.join_seconds
             logger.info(
-                "compiled in %.1f s (%s), fetched %d fragments in %.1f s (%.1f MB/s)",
+                "compiled in %.1f s (%s), fetched %d fragments in %.1f s (%.1f MB/s) "
+                "beside it",
                 self.compile_seconds,
                 compilation.counted(),
                 len(versions),
@@ -452,6 +480,13 @@ class Host(abc.ABC, Generic[L]):
             "joined", msgspec.msgpack.encode(JoinVersions(versions=tuple(versions)))
         )
         return versions
+
+    def _compile(self) -> None:
+        """Compile, after which whatever comes goes to the devices at once."""
+        self.compile()
+        self.programs_left(0)
+        self.fetcher.lands = True
+        self._begin("fetching")
 
     @contextlib.contextmanager
     def _telling(self, key: str) -> Iterator[None]:
@@ -510,8 +545,7 @@ class Host(abc.ABC, Generic[L]):
         )
         orders.start()
         self._network.append(orders)
-        self.compile()
-        self._begin("fetching")
+        self._compile()
         return self._hear("joined", JoinVersions, self._join_s).versions
 
     def _hear(self, key: str, kind: type[Heard], timeout_s: float) -> Heard:

@@ -25,7 +25,7 @@ from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import require_own, restored_state, saved_state
-from diloco_jax.island.device.build import at_anchors, compile_programs
+from diloco_jax.island.device.build import at_anchors, compile_each, compile_programs
 from diloco_jax.island.device.exchange import Exchange, LentBeside, Restored
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.host import Host
@@ -363,11 +363,13 @@ class JoinedHost(Host["JoinedLoop"]):
         """
         self.leaves, self._like = LikeLeaves(like), like
         self.own_data, self._state = own_data, state
-        if config.run.sync.weights_by_use:
+        seen = config.run.model.vision.layers and not config.run.model.factory
+        by_use = config.run.sync.weights_by_use
+        if by_use == "rows" or (by_use == "parts" and seen):
             raise ConfigError(
-                "sync.weights_by_use is on in the run's config, and a train loop of "
-                "yours does not say how often its tokens used a row; begin the run "
-                "with sync.weights_by_use off"
+                f"sync.weights_by_use = {by_use!r} in the run's config, and a train "
+                f"loop of yours does not say how often it used a row or a tower; begin "
+                f"the run with sync.weights_by_use = 'none'"
             )
         shapes = self.leaves.like
         model = Model(
@@ -399,11 +401,12 @@ class JoinedHost(Host["JoinedLoop"]):
         """Compile every take and adoption. No host runs any before all have compiled
         them, as for the product's own loop."""
         began = time.monotonic()
-        if self.hosts.others or jax.default_backend() == "tpu":
-            compile_programs(self.exchange.lower_all())
-        else:
-            for program in self.exchange.lower_all():
-                program.compile()  # What fails here may be the machine's.
+        ahead = bool(self.hosts.others) or jax.default_backend() == "tpu"
+        # Elsewhere what fails may be the machine's.
+        compiled = compile_programs if ahead else compile_each
+        compiled(
+            self.exchange.lower_all(), self.exchange.programs(), self.programs_left
+        )
         if self.hosts.others:
             self.meet_compiled()
         _first(self.leaves.smallest(self._zeros))

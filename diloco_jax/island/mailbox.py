@@ -56,6 +56,8 @@ class Mailbox:
         """Bytes that each host of the island has counted; 0: this one."""
         self._short: dict[int, tuple[Short, ...]] = {}
         """Disk or memory, where the machine of a host is short of it."""
+        self._left = dict.fromkeys(("programs_left", "fragments_left"), 0)
+        """What is left of this host's start."""
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[Conversation]:
@@ -181,6 +183,12 @@ class Mailbox:
         with self._changed:
             self._short[0] = short
 
+    def tell_left(self, **left: int) -> dict[str, int]:
+        """Note programs_left or fragments_left of the start; return both."""
+        with self._changed:
+            self._left |= left
+            return self._left
+
     def status(self) -> Status:
         """Return the last posted status, with the traffic of all hosts so far, and with
         versions that wait for the next boundary."""
@@ -212,7 +220,7 @@ class Mailbox:
         hosts = self._traffic.values()
         traffic = {name: sum(host[name] for host in hosts) for name in self._traffic[0]}
         short = tuple(sorted(set().union(*self._short.values())))
-        measures = replace(status.measures, **traffic, short=short)
+        measures = replace(status.measures, **traffic, **self._left, short=short)
         return replace(status, measures=measures)
 
 
@@ -312,22 +320,25 @@ class Arrival:
 
     Either `anchor` is A_v in full, or `publishes` lead to it from the version before:
     encoded, oldest first. Both are by piece, in the plan's order, as they have landed
-    on this host (`device/mesh.py`).
+    on this host (`device/mesh.py`). While the host compiles it has the bytes of an
+    anchor in `octets`, for `put_anchor`: its devices try out programs meanwhile.
     """
 
     fragment: int
     version: Version
     anchor: tuple[Any, ...] | None = None
     publishes: tuple[tuple[Any, ...], ...] = ()
+    octets: memoryview | None = None
 
     @property
     def chain(self) -> int | None:
         """Publishes in this arrival; None if it is an anchor in full."""
-        return None if self.anchor is not None else len(self.publishes)
+        whole = self.anchor is not None or self.octets is not None
+        return None if whole else len(self.publishes)
 
     def followed_by(self, later: Arrival) -> Arrival:
         """Return both arrivals as one."""
-        if later.anchor is not None:
+        if later.chain is None:
             return later
         return dataclasses.replace(
             self, version=later.version, publishes=(*self.publishes, *later.publishes)

@@ -30,6 +30,7 @@ from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
     compile_ahead,
+    compile_each,
     join,
 )
 from diloco_jax.island.device.exchange import (
@@ -69,6 +70,9 @@ from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
 logger = logging.getLogger(__name__)
+
+OF_STEPS = 3
+"""Programs of the steps: first moments, evaluation, step."""
 
 
 def with_model_of_run(config: Config, name: str, address: str) -> Config:
@@ -120,16 +124,19 @@ def run(
     workdir: Path,
     incarnation: int,
     where: WorldAddress | None = None,
+    cache: str = "",
 ) -> int:
     """Train island `name` until the run is over; return the process's exit code.
 
     Args:
       config: resolved: outer optimizer and corpus digest are filled in.
       address: HOST:PORT of the coordinator.
-      workdir: of this process; holds the compilation cache unless the environment names
-        another.
+      workdir: of this process.
       incarnation: number of the attempt of this island, from 1; that of host 0 counts.
       where: address at which the hosts of the island meet, if it has several.
+      cache: of compiled programs, which the islands of one owner share; empty = the
+        island's own (`compilation.of_island`). One that the environment names is used
+        in its place.
     """
     placement = config.placement
     budget_s = placement.hang_budget_s
@@ -138,7 +145,9 @@ def run(
         hanging.begin("preparing", prepared_s, "placement.hosts_budget_s")
         try:
             hosts = meet(config, name, where or WorldAddress())
-            host = TrainingHost(config, name, address, workdir, incarnation, hosts)
+            host = TrainingHost(
+                config, name, address, workdir, incarnation, hosts, cache
+            )
         except (ConfigError, SecurityError, HostsError) as error:
             logger.error("island %s cannot start: %s", name, error)
             failed = isinstance(error, HostsError)
@@ -201,16 +210,17 @@ class TrainingHost(Host[Loop]):
         workdir: Path,
         incarnation: int = 1,
         hosts: Hosts = ALONE,
+        cache: str = "",
     ) -> None:
         """Load the data, and make the plan of the model's fragments; raises
-        ConfigError or SecurityError."""
+        ConfigError or SecurityError. cache: as for `run`."""
         run, placement = config.run, config.placement
         model = build(run)
         plan = build_plan(run, model)
         super().__init__(config, name, address, plan, incarnation, hosts)
         folder = checkpoint.island_folder(placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
-        compilation.use_cache(compilation.of_run(workdir))
+        self._cache = cache or compilation.of_island(placement, workdir, name)
         self._lasted = workdir / run_files.LASTED
         self.traces = workdir / run_files.PROFILES
         data, length = load_data(run), run.sequence_length
@@ -225,6 +235,9 @@ class TrainingHost(Host[Loop]):
         """Build everything that needs a device."""
         run, placement = self.config.run, self.config.placement
         require_accelerator(self.island)
+        # Nothing was compiled before: jax looks for its cache once.
+        kind = before_jax.programs_kind(self.island.topology)
+        compilation.use_cache(self._cache, kind)
         model, self._trainer = build_trainer(run, self.island)
         own = self._trainer.own_rows()
         self.data.read_only(own)
@@ -252,11 +265,13 @@ class TrainingHost(Host[Loop]):
         ahead = bool(self.hosts.others) or jax.default_backend() == "tpu"
         if ahead:
             length = self.config.run.sequence_length
-            compile_ahead(trainer, exchange, length, watched)
+            compile_ahead(trainer, exchange, length, watched, self.programs_left)
             self.meet_compiled()
         else:
-            for program in exchange.lower_all(seldom=False):
-                program.compile()  # What fails here may be the machine's.
+            count = exchange.programs(seldom=False) + OF_STEPS
+            often = exchange.lower_all(seldom=False)
+            compile_each(often, count, self.programs_left)  # May fail for the machine.
+            self.programs_left(OF_STEPS)
         params, self._zeros = self._zeros, {}
         batch = self._validation[0]
         if placement.evaluate_every_steps:

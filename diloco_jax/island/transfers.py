@@ -44,7 +44,7 @@ from diloco_jax.protocol.island.conversation import (
 from diloco_jax.protocol.messages import Hello, ResendRequest, Version
 from diloco_jax.wire.bulk import FetchRequest, Identity, UploadStart
 from diloco_jax.wire.client import Client, ControlStream
-from diloco_jax.wire.errors import Refused, VersionGone, WireError
+from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
 from diloco_jax.wire.peers import Backoff
 from diloco_jax.wire.transfers import Transfers
 
@@ -302,6 +302,8 @@ class Fetcher:
     ) -> None:
         self.lanes, self._identity = lanes, identity
         self._exchange, self._mailbox = exchange, mailbox
+        self.lands = True
+        """False while the host compiles: an anchor then keeps its `octets`."""
 
     def fetch(self, fetch: Fetch) -> Arrival:
         """Fetch everything that leads from `have` to `want`; A in full if `have` is
@@ -325,11 +327,8 @@ class Fetcher:
         payload = memoryview(fetched.payload)
         if fetched.full:
             self._mailbox.count(bytes_join=fetched.wire_bytes)
-            return Arrival(
-                fragment=fragment,
-                version=fetched.version,
-                anchor=exchange.put_anchor(fragment, payload),
-            )
+            whole = Arrival(fragment=fragment, version=fetched.version, octets=payload)
+            return self.landed(whole) if self.lands else whole
         self._mailbox.count(bytes_down=fetched.wire_bytes)
         parts = [payload[i * size : (i + 1) * size] for i in range(fetched.count)]
         return Arrival(
@@ -337,6 +336,13 @@ class Fetcher:
             version=fetched.version,
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
+
+    def landed(self, arrival: Arrival) -> Arrival:
+        """Return an arrival of which all is on this host's devices."""
+        if arrival.octets is None:
+            return arrival
+        anchor = self._exchange.put_anchor(arrival.fragment, arrival.octets)
+        return dataclasses.replace(arrival, anchor=anchor, octets=None)
 
 
 class Receiver(NetworkThreads):
@@ -351,12 +357,16 @@ class Receiver(NetworkThreads):
         versions: Sequence[Version],
         orders: Orders | None,
         join_s: float,
+        left: Callable[[int], object] = lambda _: None,
     ) -> None:
         """orders: for the other hosts of the island, if there are any. join_s: time
-        within which each fragment of a join must come."""
+        within which each fragment of a join must come. left: called with the number of
+        those that are still to come."""
         self._fetcher, self._retries_s = fetcher, deadlines.retries_s
         self._budget_s, self._report_s = deadlines.budget_s, deadlines.report_s
-        self._orders, self._join_s = orders, join_s
+        self._orders, self._join_s, self._left = orders, join_s, left
+        self.join_seconds = 0.0
+        """Seconds in which all that came of the join has come."""
         self._fetching, self._count = Fetching(versions), len(versions)
         """Guarded by `_changed`."""
         dealt = fetcher.lanes.dealt
@@ -373,18 +383,24 @@ class Receiver(NetworkThreads):
             self._fetching.want(*wanted)
             self._changed.notify_all()
 
-    def fetch_all(self) -> list[Version]:
-        """Fetch every fragment in full, for a join, before `start`; return their
-        versions.
+    def begin_join(self) -> Callable[[], list[Version]]:
+        """Begin to fetch every fragment in full, for a join, before `start`; return a
+        function that waits for all, and returns their versions.
 
-        Raises TimeoutError if a fragment does not come within `join_s`, Refused, or any
-        WireError once the mailbox says that the island must end.
+        It raises TimeoutError if a fragment does not come within `join_s`, Refused, or
+        any WireError once the mailbox says that the island must end.
         """
-        with ThreadPoolExecutor(JOIN_FETCHES) as pool:
-            arrivals = list(pool.map(lambda _: self._join_next(), range(self._count)))
-        for arrival in arrivals:
-            self._mailbox.arrivals.put(arrival)
-        return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
+        began, pool = time.monotonic(), ThreadPoolExecutor(JOIN_FETCHES, "join")
+        self._left(self._count)
+        coming = [pool.submit(self._join_next, began) for _ in range(self._count)]
+        pool.shutdown(wait=False)
+
+        def joined() -> list[Version]:
+            for arrival in (arrivals := [one.result() for one in coming]):
+                self._mailbox.arrivals.put(arrival)
+            return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
+
+        return joined
 
     def have_all(self, versions: Sequence[Version]) -> None:
         """Note the versions that the island begins with, if it need not fetch them."""
@@ -423,9 +439,9 @@ class Receiver(NetworkThreads):
                 self._changed.wait(self._budget_s)
             return None
 
-    def _join_next(self) -> Arrival:
+    def _join_next(self, began: float) -> Arrival:
         """Fetch the next fragment until it has arrived; several threads do this at a
-        time."""
+        time. began: the join, by the monotonic clock."""
         with self._changed:
             fetch = self._fetching.next()
         assert fetch is not None, "more threads than fetches"
@@ -434,8 +450,14 @@ class Receiver(NetworkThreads):
         while True:
             if self._mailbox.finished:
                 raise Refused("finished", "the run was over before this island's join")
+            if self._closing.is_set():
+                raise ConnectionLost("the island ends before it has joined")
             try:
-                return self._fetch(fetch)
+                arrival = self._fetch(fetch)
+                with self._changed:  # In order: the last one says 0.
+                    self._left(self._fetching.lacking)
+                    self.join_seconds = time.monotonic() - began
+                return arrival
             except WireError as error:
                 if self._mailbox.ending is not None or isinstance(error, Refused):
                     raise

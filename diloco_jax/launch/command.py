@@ -140,6 +140,8 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     except CommandError as error:
         _show(f"error: {error}")
         return 1
+    if options.dry_run:
+        _show("dry run: nothing was asked, so none of this says what is there")
     if on == "tpu_vm" and action == "create":
         _show("to delete all of it, the run included:")
         for line in submitter.deletions():

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from diloco_jax import before_jax, run_files
 from diloco_jax.before_jax import FLAG_LISTS, HOST_DEVICES, MULTI_SLICE
+from diloco_jax.compilation import of_launch
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -138,6 +139,9 @@ class LaunchSpec:
     """Starts of a process after which its machines are given back."""
     workers: tuple[str, ...] = ()
     """Names of the workers that have machines of their own; worker 0 first."""
+    cache: str = ""
+    """Folder of a bucket with the programs that its islands compiled; empty = each
+    machine has a folder."""
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -209,6 +213,7 @@ class LaunchSpec:
             *("island", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--name", island.name),
             *("--coordinator", address, "--workdir", WORKDIR),
             *("--certificates", CERTIFICATES, "--notice-s", f"{notice_s:g}"),
+            *(("--cache", self.cache) if self.cache else ()),
         )
 
     def end_unix(self, now_unix: int) -> int:
@@ -266,6 +271,7 @@ def make_spec(config: Config, path: str, on: Backend, source: str = "") -> Launc
         source=source,
         fruitless_starts=hosts.placement.fruitless_starts,
         workers=workers,
+        cache=of_launch(config.placement),
     )
 
 

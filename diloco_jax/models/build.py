@@ -84,7 +84,12 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
         """Tell if merges and outer steps treat the bands of a piece as the whole."""
         return by_element and merging.may_cut(piece, rule)
 
-    by_use = {path: use.per_token for path, use in model.uses.items()}
+    by_use = {
+        path: use.per_token
+        for path, use in model.uses.items()
+        if sync.weights_by_use == "rows"
+        or (use.as_one and sync.weights_by_use == "parts")
+    }
     try:
         plan = plan_fragments(
             model.shapes(),
@@ -92,7 +97,8 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
             sync.fragments,
             sync.fragment_by,
             may_cut,
-            by_use if sync.weights_by_use else {},
+            by_use,
+            [path for path in by_use if model.uses[path].as_one],
         )
     except ValueError as error:
         raise ConfigError(
@@ -100,14 +106,15 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
             f"{sync.fragment_by!r}: {error}"
         ) from error
     known = {"/".join(piece.path) for piece in plan.pieces if piece.shape}
-    if unknown := sorted({*by_use} - known):
+    if unknown := sorted({*model.uses} - known):
         raise ConfigError(
             f"the model counts the use of {', '.join(unknown)}, and no tensor with "
             f"rows has that name: there are {', '.join(sorted(known))}"
         )
     for piece in plan.pieces:
         try:
-            merging.require_rows(merging.rule_for(piece, rule), piece.by_use > 0)
+            by_row = piece.by_use > 0 and not piece.as_one
+            merging.require_rows(merging.rule_for(piece, rule), by_row)
         except ValueError as error:
             raise ConfigError(f"sync.merge = {sync.merge!r}: {error}") from error
     return plan
@@ -153,6 +160,7 @@ def bundled(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
         loss_chunk=island.loss_chunk,
         layout=layout,
         pictures=max(run.data.pictures, 1),
+        length=run.sequence_length,
     )
 
 

@@ -67,6 +67,19 @@ def sequence_flops(run: RunConfig) -> float:
     return analytic_flops(run.model, run.sequence_length, pictures)
 
 
+def pictures_note(run: RunConfig) -> str:
+    """Say that no picture of a bundled model is counted; "" if they are."""
+    vision = run.model.vision
+    if run.model.factory or not vision.layers or PICTURES in run.data.arrays:
+        return ""
+    return (
+        f"model.vision takes pictures, and data.arrays = {', '.join(run.data.arrays)}: "
+        f"none is counted; give --data.arrays tokens segments weights pictures "
+        f"picture_count --data.pictures N (most of a row) --data.picture-tokens "
+        f"{vision.tokens_per_picture} --data.picture-token {vision.token}"
+    )
+
+
 def least_flops(model: ModelConfig, length: int) -> float:
     """Count what no kernel leaves out of it: the products with weights, without those
     for gradients of frozen weights. Windows and masks may leave out attention.

@@ -43,8 +43,11 @@ class Use(NamedTuple):
     """Returns the counts of some rows of a batch, [B, ...] by name, on the host: uint32
     [rows] or [layers, rows]. Text: the name of a metric of `loss` that has them, of the
     whole batch, in such a shape."""
-    per_token: int = 1
+    per_token: float = 1
     """Rows that a token uses at most."""
+    as_one: bool = False
+    """True: all rows are used together, and of all layers; counts have the shape
+    [1]."""
 
 
 def _nothing() -> Iterator[Any]:
@@ -106,8 +109,8 @@ class Model(NamedTuple):
     pictures: PictureInput | None = None
     """The pictures that it takes; `batch` then has the arrays of its `fields`."""
     uses: Mapping[str, Use] = MappingProxyType({})
-    """Tensors that only some tokens touch, by path, joined with "/". With
-    `sync.weights_by_use` the use of a row is its weight in a merge."""
+    """Tensors that only some tokens touch, by path, joined with "/". The use of a row
+    is its weight in a merge, where `sync.weights_by_use` says so."""
 
     def fields(self, arrays: Collection[str]) -> dict[str, Field]:
         """Return the arrays of a training batch by name. arrays: names of those that

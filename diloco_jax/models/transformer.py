@@ -257,6 +257,7 @@ def build(
     loss_chunk: int | None = None,
     layout: Layout | None = None,
     pictures: int = 1,
+    length: int = 1,
 ) -> Model:
     """Return the transformer of this config. With `lora_rank` its parameters are the
     adapters, and its weights are frozen; with `train`, its parameters are those parts,
@@ -273,6 +274,7 @@ def build(
         None = as many as `positions_at_a_time` says.
       layout: the mesh that it runs on; None: the default device.
       pictures: most pictures of a row, of a model that takes pictures.
+      length: T of the run, which bounds the pictures that islands may count.
 
     Raises:
       ConfigError: sizes that do not fit together.
@@ -388,7 +390,7 @@ def build(
             Frozen(shapes=shapes, axes=axes),
             takes,
         )
-    uses = _uses(config, axes)
+    uses = _uses(config, axes) | vision.uses(config, pictures, length)
     if not config.train:
         return Model(
             lambda key: _init(tensors, key),

@@ -20,17 +20,18 @@ its own. Published grids (26, 27, 32) are the same in both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from diloco_jax.config import ConfigError, ModelConfig
-from diloco_jax.data.pictures import PictureInput
+from diloco_jax.data.pictures import COUNT, PictureInput
 from diloco_jax.models.layers import ACTIVATIONS, ATTENDED, HEADS, Tensor, project
-from diloco_jax.models.model import Layout, Params
+from diloco_jax.models.model import Layout, Params, Use
 
 EPSILON = 1e-6
 """Added to the variance in a norm; that of all published towers."""
@@ -111,6 +112,19 @@ def picture_input(config: ModelConfig) -> PictureInput | None:
     return PictureInput(
         side=vision.side, tokens=vision.tokens_per_picture, token=vision.token
     )
+
+
+def uses(config: ModelConfig, most: int, length: int) -> dict[str, Use]:
+    """Return the tensors that only pictures touch, each as a whole. most: pictures of a
+    row. length: T."""
+    use = Use(picture_count, most / length, as_one=True)
+    leaves = jax.tree_util.tree_leaves_with_path(_names(config), is_leaf=_is)
+    return {"/".join(key.key for key in path): use for path, _ in leaves}
+
+
+def picture_count(batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the number of pictures of some rows, uint32 [1]."""
+    return np.array([np.sum(batch.get(COUNT, 0))], np.uint32)
 
 
 Wrap = Callable[[Any], Any]

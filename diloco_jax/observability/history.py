@@ -6,14 +6,13 @@ tell apart. The paper is opaque, so that a dark page shows a plot as a light one
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
-import functools
+import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +21,8 @@ import numpy as np
 from diloco_jax import run_files
 from diloco_jax.config.fields import as_html
 from diloco_jax.errors import ConfigError
+from diloco_jax.faults import COORDINATOR
+from diloco_jax.observability.failures import Failures, NotedFailure
 from diloco_jax.observability.metrics import MEASURES, read_metrics
 from diloco_jax.observability.tape import Repeats, read_tape
 
@@ -51,6 +52,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("island", "incarnation", "began", "first_step"),
         *("ended", "steps", "end"),
     ),
+    "outages": ("island", "incarnation", "began", "ended", "why"),
     "evaluations": ("time", "tokens", "loss"),
 }
 """Columns of each table of a history."""
@@ -89,6 +91,8 @@ class History:
       adoptions: island, incarnation, fragment, version, time.
       lives: island, incarnation, began, first_step (NaN = none), ended, steps, end
         (why; empty if it had not ended).
+      outages: island, incarnation (that went away), began, ended (NaN = not), why;
+        see `observability/failures.py`.
       evaluations: time, tokens (NaN if recorded), loss: of the global parameters.
       recorded: True for a run of real processes, False for an emulation.
     """
@@ -99,6 +103,7 @@ class History:
     takes: Table
     adoptions: Table
     lives: Table
+    outages: Table
     evaluations: Table
     recorded: bool = False
 
@@ -117,14 +122,13 @@ class History:
         return pandas.DataFrame(columns)
 
     def absences(self, island: str) -> list[tuple[float, float]]:
-        """Return the end of each life of an island but the last, and the seconds from
-        there to its next first step; NaN if there was none."""
-        lives = self.lives
-        mine = np.flatnonzero(lives["island"] == island)
-        return [
-            (float(end := lives["ended"][one]), float(lives["first_step"][after] - end))
-            for one, after in itertools.pairwise(mine)
-        ]
+        """Return the beginning of each outage of an island, and its seconds; NaN if it
+        did not end."""
+        mine = self.outages["island"] == island
+        spans = zip(
+            self.outages["began"][mine], self.outages["ended"][mine], strict=True
+        )
+        return [(float(began), float(ended - began)) for began, ended in spans]
 
     def write(self, folder: Path) -> None:
         """Write one CSV file per table."""
@@ -301,17 +305,6 @@ def plot_losses(
     return axes
 
 
-def outages(history: History) -> Mapping[str, list[float | None]]:
-    """Return the seconds from an island's end to its next first step, by island.
-
-    The value is None if there was no further step.
-    """
-    return {
-        name: [None if math.isnan(s) else s for _, s in history.absences(name)]
-        for name in history.islands
-    }
-
-
 def table(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Table:
     """Return the columns of rows."""
     values = zip(*rows, strict=True) if rows else ((),) * len(columns)
@@ -327,6 +320,20 @@ def of_rows(
     """Return the history with these rows of each table, in the order of COLUMNS."""
     tables: Any = {name: table(COLUMNS[name], rows.get(name, ())) for name in COLUMNS}
     return History(islands=islands, recorded=recorded, **tables)
+
+
+def outage_rows(
+    failures: Iterable[NotedFailure], begin: float = 0.0
+) -> list[tuple[Any, ...]]:
+    """Return rows of islands' outages. begin: time from which the history counts."""
+    return [
+        (
+            *(one.who, one.incarnation),
+            *(one.began - begin, _number(one.ended) - begin, one.why),
+        )
+        for one in failures
+        if one.who != COORDINATOR and not one.quarantine
+    ]
 
 
 PAUSE_S = 1.0
@@ -354,12 +361,16 @@ def read_history(workdir: str | Path) -> History:
             f"the workdir of a run"
         )
     reader = _Reader()
-    for line in read_tape(workdir / run_files.TAPE):
-        reader.read(line)
-    with contextlib.suppress(FileNotFoundError):  # It has only just begun.
-        for line in read_metrics(workdir):
-            reader.measured(line)
+    tape = zip(read_tape(workdir / run_files.TAPE), itertools.repeat(reader.read))
+    metrics = zip(_metrics(workdir), itertools.repeat(reader.measured))
+    for line, take in heapq.merge(tape, metrics, key=lambda told: told[0]["time"]):
+        take(line)
     return reader.history()
+
+
+def _metrics(workdir: Path) -> Iterator[Line]:
+    with contextlib.suppress(FileNotFoundError):  # It has only just begun.
+        yield from read_metrics(workdir)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -375,12 +386,15 @@ class _Life:
 
 
 class _Reader:
-    """Takes in all lines of a tape, and then those of the metrics."""
+    """Takes in all lines of tape and metrics, in the order of time."""
 
     def __init__(self) -> None:
         self._begin: float | None = None
         self._last = 0.0
         self._lives: dict[tuple[str, int], _Life] = {}
+        self._newest: dict[str, int] = {}
+        """Newest incarnation, by island."""
+        self._failures = Failures()
         self._repeats = Repeats()
         self._merged: list[Line] = []
         self._measures: dict[tuple[int, int], Line] = {}
@@ -395,11 +409,13 @@ class _Reader:
             self._begin = line["time"]
         kind, now = line["kind"], line["time"] - self._begin
         self._last = now
+        self._failures.tape(line)
         who = (line.get("island", ""), line.get("incarnation", 0))
         if kind == "merged":
             self._merged.append(line)
         if kind == "joined":
             self._lives[who] = _Life(began=now)
+            self._newest[line["island"]] = line["incarnation"]
         if (life := self._lives.get(who)) is None:
             return
         if kind == "island" and not self._repeats.seen(line):
@@ -430,22 +446,14 @@ class _Reader:
     def measured(self, line: Line) -> None:
         """Take in a line of the metrics."""
         now = line["time"] - (self._begin or 0.0)
+        self._failures.metrics(line)
         if line["kind"] == "merge":
             self._measures[line["fragment"], line["version"]] = line
         elif line["kind"] == "merged_model":
             row = (now, math.nan, _number(line["eval_loss"]))
             self._rows["evaluations"].append(row)
-        elif known := self._starts.get(line.get("island", "")):
-            at = bisect.bisect(known, (now, math.inf)) - 1
-            self._steps((line["island"], known[max(0, at)][1]), line, now)
-
-    @functools.cached_property
-    def _starts(self) -> dict[str, list[tuple[float, int]]]:
-        """When each incarnation began, and its number, by island."""
-        found: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for (island, incarnation), life in self._lives.items():
-            found[island].append((life.began, incarnation))
-        return found
+        elif known := self._newest.get(line.get("island", "")):
+            self._steps((line["island"], known), line, now)
 
     def _steps(self, who: tuple[str, int], line: Line, now: float) -> None:
         """Add a row for the steps since the line before."""
@@ -484,6 +492,7 @@ class _Reader:
             ended = self._last if math.isnan(life.ended) else life.ended
             row = (*who, life.began, life.first_step, ended, life.steps, life.end)
             self._rows["lives"].append(row)
+        self._rows["outages"] += outage_rows(self._failures, self._begin or 0.0)
         return of_rows(names, self._rows, recorded=True)
 
 

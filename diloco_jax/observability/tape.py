@@ -189,14 +189,18 @@ class Tape(JsonLines):
         path: str | Path,
         segment_bytes: int = SEGMENT_BYTES,
         repeat: Callable[[str, Callable[[], None]], None] = lambda what, write: write(),
+        told: Callable[[Mapping[str, Any]], None] = lambda record: None,
     ) -> None:
-        """repeat: calls a write until there is space for it."""
+        """repeat: calls a write until there is space for it. told: called with every
+        record that is appended."""
         super().__init__(path, segment_bytes)
-        self._repeat = repeat
-        self._prev = ""
+        self._repeat, self._told = repeat, told
+        self._prev, self.went_on = "", 0.0
+        """Unix time of the last line that was there before; 0 if there was none."""
         for file in segments(self.path, newest_first=True):
             if (last := next(_reversed_lines(file), None)) is not None:
                 self._prev = _digest(last)
+                self.went_on = float(json.loads(last).get("time", 0.0))
                 break
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -208,6 +212,7 @@ class Tape(JsonLines):
         line = _line({**record, "prev": self._prev})
         self._repeat("a line of the tape", lambda: self._write(line))
         self._prev = _digest(line)
+        self._told(record)
 
 
 def read_tape(
@@ -344,6 +349,17 @@ def not_on_tape(
             found = durable.index(line) + 1 if line in durable else 0
             return durable[found:]
     return durable
+
+
+def lines_after(path: Path, since: float) -> list[dict[str, Any]]:
+    """Return the complete lines later than a unix time, unchecked; none if there is no
+    file."""
+    with contextlib.suppress(FileNotFoundError):
+        newest = _newest_first(path)
+        return list(itertools.takewhile(lambda line: line["time"] > since, newest))[
+            ::-1
+        ]
+    return []
 
 
 def newest_record(path: str | Path, kind: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_jax.faults import Faults
+from diloco_jax.faults import COORDINATOR, Faults
 from diloco_jax.observability.measures import EVALUATING, STYLES, health_of, health_text
 from diloco_jax.protocol.messages import STOPPED
 
@@ -55,9 +55,10 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
         )
         for worker in status.get("workers", ())
     ]
+    starts = [Text(text, style="dim") for text in _starts(status)]
     up, down = (_number(status, f"bytes_{way}_per_second") for way in ("up", "down"))
     wire = Text(f"{bytes_text(up)}/s up, {bytes_text(down)}/s down", style="dim")
-    below = (wire, *workers, *alerts)
+    below = (*starts, wire, *workers, *alerts)
     return Group(glance, island_table(status), bar, headline, *below)
 
 
@@ -96,7 +97,8 @@ def line(status: Mapping[str, Any], seconds_left: float | None) -> str:
         for name, island in status.get("islands", {}).items()
     )
     health = health_text(health_of(status))
-    return f"{health} | {_headline(status, seconds_left)} | {islands}"
+    parts = (health, _headline(status, seconds_left), islands, *_starts(status))
+    return " | ".join(parts)
 
 
 class Dashboard:
@@ -179,6 +181,17 @@ def _headline(status: Mapping[str, Any], seconds_left: float | None) -> str:
     )
 
 
+def _starts(status: Mapping[str, Any]) -> list[str]:
+    """Return what is left of the start of islands that do not train yet."""
+    return [
+        f"island {name}: {programs:.0f} programs left to compile or read, "
+        f"{fragments:.0f} fragments to fetch"
+        for name, island in status.get("islands", {}).items()
+        if (programs := _number(island, "programs_left"))
+        + (fragments := _number(island, "fragments_left"))
+    ]
+
+
 def _number(values: Mapping[str, Any], name: str) -> float:
     """Return a number of the status; 0 if unknown (NaN travels as null in JSON)."""
     value = values.get(name)
@@ -245,15 +258,17 @@ def progress_lines(console: Console, doing: str) -> Callable[[float], None]:
 
 
 NO_FAULTS = Faults()
+FAILURES_SHOWN = 10
+COSTS = {
+    "tokens_lost": "tokens lost",
+    "tokens_not_computed": "tokens not computed",
+    "merges_without": "merges without it",
+}
+"""What a failure cost, by its field of `summary.json`."""
 
 
-def closing_report(
-    summary: Mapping[str, Any],
-    outages: Mapping[str, Sequence[float | None]],
-    faults: Faults = NO_FAULTS,
-) -> str:
-    """Return the report as lines of plain text. outages: seconds of each outage, by
-    island; None for one that did not end. faults: what was to strike."""
+def closing_report(summary: Mapping[str, Any], faults: Faults = NO_FAULTS) -> str:
+    """Return the report as lines of plain text. faults: what was to strike."""
     islands: Mapping[str, Mapping[str, Any]] = summary.get("islands", {})
     width = _width(islands)
     lines = [
@@ -276,7 +291,8 @@ def closing_report(
             f"{_lost(island):>11,} {island.get('tokens_in_flight', 0):>11,}"
             f"  {merged / total:>15.1%}"
         )
-    cost = _outage_lines(summary, islands, outages)
+    failed = list(_failure_lines(summary.get("failures", ())))
+    cost = list(_outage_lines(summary, islands))
     skipped = [
         f"{name}: {island['skipped_steps']:,} of {island.get('steps', 0):,} steps had "
         f"a loss or gradient that is not finite, and changed nothing"
@@ -284,7 +300,7 @@ def closing_report(
         if island.get("skipped_steps")
     ]
     alerts = [f"alert: {text}" for text in summary.get("alerts", ())]
-    for part in (alerts, skipped, cost, list(_never_struck(summary, faults))):
+    for part in (alerts, skipped, failed, cost, list(_never_struck(summary, faults))):
         lines += ["", *part] if part else []
     return "\n".join(lines)
 
@@ -339,52 +355,50 @@ def _result(summary: Mapping[str, Any]) -> str:
     return loss_line(summary)
 
 
+def _failure_lines(failures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Tell the newest failures: who, when, for how long, why, and what it cost."""
+    if (earlier := len(failures) - FAILURES_SHOWN) > 0:
+        yield f"{earlier:,} failures before these"
+    for one in failures[-FAILURES_SHOWN:]:
+        costs = [
+            f"{one[field]:,} {what}" for field, what in COSTS.items() if one[field]
+        ]
+        if (again := one["merged_after_seconds"]) is not None:
+            goes_on = one["who"] == COORDINATOR
+            what = "merges went on" if goes_on else "merged again"
+            costs.append(f"{what} {again:.1f} s after it began")
+        lasts = one["seconds"]
+        yield "; ".join(
+            [
+                f"{duration_text(one['at_seconds'])} {one['who']} failed "
+                f"{'to the end' if lasts is None else f'for {lasts:.1f} s'}: "
+                f"{one['why']}",
+                *([", ".join(costs)] if costs else []),
+            ]
+        )
+
+
 def _outage_lines(
-    summary: Mapping[str, Any],
-    islands: Mapping[str, Mapping[str, Any]],
-    outages: Mapping[str, Sequence[float | None]],
-) -> list[str]:
-    """Describe the cost of each island's outages to itself and to the others."""
-    victims = [
-        name
-        for name, island in islands.items()
-        if _returns(island) or outages.get(name)
-    ]
-    lines = []
+    summary: Mapping[str, Any], islands: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    """Describe what stops of the whole run cost, and outages the other islands."""
     stopped = summary.get("phase") == "stopped"
     if of_stops := sum(_of_stops(i, stopped=stopped) for i in islands.values()):
-        lines.append(f"stopping the run as a whole cost {of_stops:,} tokens")
-    for name in victims:
-        island = islands[name]
-        seen = outages.get(name, ())
-        away = ", ".join("to the end" if s is None else f"for {s:.1f} s" for s in seen)
-        times = max(1, len(seen), _returns(island))
-        lost = _lost(island) - _of_stops(island, stopped=stopped)
-        share = lost / max(1, island.get("tokens_computed", 0))
-        lines.append(
-            f"{name} went away {'once' if times == 1 else f'{times} times'}"
-            f"{f' ({away})' if away else ''}: it lost {lost:,} tokens of its own, "
-            f"{share:.1%} of what it computed"
-        )
+        yield f"stopping the run as a whole cost {of_stops:,} tokens"
+    victims = {one["who"] for one in summary.get("failures", ())}
     others = [name for name in islands if name not in victims]
     if victims and others:
-        lines.append("the others' longest gap between two steps:")
-    for name in others if victims else []:
+        yield "the others' longest gap between two steps:"
+    for name in others if victims else ():
         median = islands[name].get("median_step_seconds", 0)
         gap = islands[name].get("max_step_gap_seconds", 0)
         ratio = f" = {gap / median:.1f} medians of {median:.3f} s" if median else ""
-        lines.append(f"  {name:<{_width(islands)}} {gap:.3f} s{ratio}")
-    return lines
+        yield f"  {name:<{_width(islands)}} {gap:.3f} s{ratio}"
 
 
 def _width(islands: Mapping[str, Any]) -> int:
     """Return the width of a column of islands' names."""
     return max([8, *map(len, islands)])
-
-
-def _returns(island: Mapping[str, Any]) -> int:
-    """Return the number of an island's returns, without those of the whole run."""
-    return max(0, int(island.get("joins", 1)) - 1 - int(island.get("resumed", 0)))
 
 
 def _of_stops(island: Mapping[str, Any], *, stopped: bool) -> int:

@@ -195,13 +195,10 @@ def needs_of(terms: Terms) -> Needs:
         cycles=config.merges_per_fragment(),
     )
 
-    bytes_of = {
-        codec: payload_bytes(codec, terms.fragments)
-        for codec in (sync.codec_up, sync.codec_down)
-    }
+    up = payload_bytes(sync.codec_up, terms.fragments, up=True)
+    down = payload_bytes(sync.codec_down, terms.fragments)
 
-    def rates_of(codec: str, own_seconds: float) -> Rates:
-        sizes = bytes_of[codec]
+    def rates_of(sizes: list[int], own_seconds: float) -> Rates:
         mean = _gbit(sum(sizes)) / cycle_s
         # Without overlap an island waits; a window of one step is a fair share.
         window = max(1, sync.overlap_steps) * own_seconds / 2
@@ -224,8 +221,8 @@ def needs_of(terms: Terms) -> Needs:
         ),
         networks={
             name: IslandNetwork(
-                up=rates_of(sync.codec_up, seconds),
-                down=rates_of(sync.codec_down, seconds),
+                up=rates_of(up, seconds),
+                down=rates_of(down, seconds),
                 join_seconds=_gbit(4 * terms.fragments.total) / terms.link_down,
             )
             for name, seconds in terms.step_seconds.items()

@@ -25,6 +25,7 @@ from diloco_jax.hardware.machines import (
 )
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.models.build import inner_note
+from diloco_jax.models.flops import pictures_note
 from diloco_jax.observability.terminal import bar
 from diloco_jax.planning import plan as planning
 from diloco_jax.planning.compiling import (
@@ -66,8 +67,8 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     console = Console(stderr=True, markup=False)
     with console.status("cutting the model into fragments"):
         fragments = planning.fragments_of(config)
-        note = inner_note(config.run)
-    if note:
+        notes = inner_note(config.run), pictures_note(config.run)
+    for note in filter(None, notes):
         console.print(note, highlight=False, soft_wrap=True)
     try:
         with ExitStack() as shown:

@@ -431,7 +431,8 @@ def plan_coordinator(
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
     """
-    sizes, up = state_sizes(run, plan), sum(payload_bytes(run.sync.codec_up, plan))
+    sizes = state_sizes(run, plan)
+    up = sum(payload_bytes(run.sync.codec_up, plan, up=True))
     most_deltas = DELTAS_AT_ONCE * islands * up
     parts = _memory_parts(run, placement, plan, islands, cores, most_deltas)
     both_ways = (

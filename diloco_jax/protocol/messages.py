@@ -405,6 +405,10 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     bytes_join: Bytes = 0
     short: Annotated[tuple[Short, ...], Meta(max_length=2)] = ()
     """Resources that run short on the machine of some host."""
+    programs_left: Count = 0
+    """Programs that are still to be compiled or read before the first step."""
+    fragments_left: Count = 0
+    """Fragments that are still to be fetched before it."""
 
 
 class Report(Message, frozen=True, kw_only=True, tag=True):

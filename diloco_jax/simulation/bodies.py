@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
 import jax
@@ -33,7 +33,8 @@ from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.timing import LOSS_STEPS
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
-from diloco_jax.observability.history import History, of_rows
+from diloco_jax.observability.failures import ENDS, NotedFailure
+from diloco_jax.observability.history import History, of_rows, outage_rows
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.boundary import TakeOutcome
 from diloco_jax.protocol.messages import (
@@ -111,6 +112,21 @@ class Diary:
         )
 
 
+def deaths(diaries: Sequence[Diary]) -> Iterator[NotedFailure]:
+    """Yield the outages of an island, by the diaries of its incarnations."""
+    for diary, after in itertools.zip_longest(diaries, diaries[1:]):
+        if diary.end == "died":
+            steps = after.rows if after is not None else ()
+            yield NotedFailure(
+                who=diary.island,
+                incarnation=diary.incarnation,
+                began=diary.ended or 0.0,
+                ended=float(steps[0][0]) if steps else None,
+                why=ENDS["died"],
+                replaced=True,
+            )
+
+
 def collect(
     diaries: Mapping[str, Sequence[Diary]],
     merges: Sequence[tuple[Any, ...]],
@@ -127,12 +143,14 @@ def collect(
         adoptions += [(*who, *adoption) for adoption in d.adoptions]
         first = d.rows[0][0] if d.rows else math.nan
         lives.append((*who, d.began, first, d.ended, d.steps, d.end))
+    failed = itertools.chain.from_iterable(map(deaths, diaries.values()))
     rows: dict[str, Sequence[tuple[Any, ...]]] = {
         "merges": merges,
         "steps": steps,
         "takes": takes,
         "adoptions": adoptions,
         "lives": lives,
+        "outages": outage_rows(failed),
         "evaluations": evaluations,
     }
     return of_rows(tuple(diaries), rows)

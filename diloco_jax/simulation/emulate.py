@@ -45,7 +45,7 @@ from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import digest_of, write_json
 from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan, inner_note
-from diloco_jax.observability.history import History, outages
+from diloco_jax.observability.history import History
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.process import crashes_in_a_row
 from diloco_jax.protocol.holding import Merge
@@ -55,6 +55,7 @@ from diloco_jax.simulation.bodies import (
     StoreMerging,
     TrainedBody,
     collect,
+    deaths,
     trainer_of,
 )
 from diloco_jax.simulation.clock import durations
@@ -131,6 +132,7 @@ class Attendance:
                 roster.members[name].adopted = {f: v for f, v, _ in diary.adoptions}
                 if diary.end == "left":
                     roster.left(name, now)
+            roster.failures.add(deaths(diaries))
         return roster
 
     @property
@@ -378,7 +380,7 @@ def run(
             raise
         if begun is not None:
             result.write(begun.workdir)
-    report = closing_report(result.summary, outages(result.history))
+    report = closing_report(result.summary)
     console.print(f"\n{report}", highlight=False, soft_wrap=True)
     return result.summary
 

@@ -171,7 +171,6 @@ def require_equal(config: Config, options: EmulationOptions) -> None:
             *(("anchor_memory", "device"), ("topology", "")),
         )
     ]
-    wanted.append(("sync.weights_by_use", config.run.sync.weights_by_use, False))
     wanted.append(("placement.faults", tuple(config.placement.faults), ()))
     wanted += [
         (name, getattr(options, name), getattr(EmulationOptions(), name))
@@ -207,6 +206,11 @@ class _Laboratory:
             readers(own, data, self._trainer.fields, options) for own in self._configs
         ]
         self._plan = plan = build_plan(run, model)
+        if any(piece.by_use for piece in plan.pieces):
+            raise ConfigError(
+                f"sync.weights_by_use = {run.sync.weights_by_use!r}, and a laboratory "
+                f"counts no use; set it to 'none', or use emulate"
+            )
         self._tape = Lockstep(config, options, plan)
         firsts = [first_pieces(own.run, model) for own in self._configs]
         self._merges = MappedMerges(run, plan, self._names, seeds, firsts)

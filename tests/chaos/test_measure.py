@@ -162,7 +162,11 @@ def test_files_of_a_run_and_its_plot(tmp_path):
     tape.close()
     found = measure.outcomes(tmp_path, ["a", "b"])
     assert [o.merged_s for o in found] == [6.0]
-    measure.write_plot(found, KILLED, tmp_path / "chaos.png")
+    drawn = Tape(tmp_path / "drawn/tape.jsonl")
+    drawn.append(note(9.0, "begun"))
+    drawn.append(note(9.5, "joined", "a", tokens_per_step=4))
+    drawn.close()
+    measure.write_plot(found, drawn.path.parent, tmp_path / "chaos.png")
     assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -59,7 +59,7 @@ def test_who_is_to_end_has_two_steps_of_the_slowest_more(
     """It ends at a step boundary, with a goodbye and a checkpoint."""
     islands = {"a": dataclasses.replace(config.islands["a"], step_seconds=5.0)}
     cluster = Cluster(dataclasses.replace(config, islands=islands), workdir)
-    cluster.observe({"islands": {"a": {"median_step_seconds": measured}}}, 0.0)
+    cluster.observe({"islands": {"a": {"median_step_seconds": measured}}})
     asked = []
     with Interrupt() as interrupt:
         cluster.islands["a"] = Asked(asked)

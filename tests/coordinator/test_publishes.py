@@ -27,7 +27,9 @@ def numbers(publishes):
 
 
 def test_a_publish_comes_back_with_its_digest(publishes):
-    prepared = publishes.write(1, Version(2, 11), b"abc", final=False)
+    unused = {2: b"\xf0", 0: b"\0\1"}
+    prepared = publishes.write(1, Version(2, 11), b"abc", final=False, unused=unused)
+    assert publishes.unused(1, Version(2, 11)) == unused
     assert prepared.digest == files.digest_of(b"abc")
     assert prepared.payload_bytes == 3
     payload, final = publishes.read(1, Version(2, 11), prepared.digest)

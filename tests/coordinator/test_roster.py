@@ -143,23 +143,11 @@ def test_bandwidth_is_over_some_seconds_and_of_one_incarnation(roster):
     assert told(1040.0, 50, 10) == (5.0, 1.0)
 
 
-def test_away_is_from_the_last_sign_to_the_first_step_of_the_next_life(roster):
-    roster.hello(hello(1), 1000.0)
-    roster.report("a", measures(10, 1002.0, 1010.0), (), 1011.0)
-    roster.hello(hello(2), 1025.0)
-    roster.report("a", Measures(), (), 1026.0)
-    assert roster.members["a"].away_seconds == 0.0
-    for now in (1031.0, 1032.0):
-        roster.report("a", measures(1, 1030.0, 1031.0), (), now)
-        assert roster.members["a"].away_seconds == 1030.0 - 1011.0
-
-
-def test_a_reconnection_of_the_same_incarnation_is_no_outage(roster):
+def test_a_reconnection_of_the_same_incarnation_keeps_its_steps(roster):
     roster.hello(hello(1), 1000.0)
     roster.report("a", measures(10, 1002.0, 1010.0), (), 1011.0)
     roster.hello(hello(1), 1020.0)
     roster.report("a", measures(12, 1002.0, 1021.0), (), 1021.0)
-    assert roster.members["a"].away_seconds == 0.0
     assert roster.measures("a").steps == 12
 
 
@@ -220,7 +208,6 @@ def test_the_time_for_which_the_run_was_stopped_does_not_count(roster):
     roster.hello(hello(2), 2025.0)
     roster.report("a", measures(5, 2030.0, 2040.0), (), 2040.0)
     member, measure = roster.members["a"], roster.measure("a", 0, 0, 2040.0)
-    assert member.away_seconds == 20.0
     assert measure.provisioned_seconds == 40.0
     assert member.resumed == 1
     roster.hello(hello(3), 2050.0)

@@ -14,6 +14,7 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.hardware.machines import Measurements, read_measurements
 from diloco_jax.models.flops import analytic_flops
+from diloco_jax.observability import terminal
 from diloco_jax.observability.exported import Readings, Snapshot, families
 from diloco_jax.protocol.coordinator import decide, state
 from diloco_jax.protocol.coordinator.state import Said
@@ -77,6 +78,20 @@ def test_the_status_has_all_that_prometheus_collects(run):
     assert found["diloco_island_tokens"] == 30
     assert found["diloco_island_lag_versions"] == 3
     assert found["diloco_island_steps_total"] == 3
+
+
+def test_the_status_says_what_is_left_of_an_island_s_start(run):
+    config, now, roster = run
+    begins = Measures(programs_left=12, fragments_left=7)
+    roster.report("a", begins, (), AT + 8)
+    status = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    island = status["islands"]["a"]
+    assert (island["programs_left"], island["fragments_left"]) == (12, 7)
+    left = "island a: 12 programs left to compile or read, 7 fragments to fetch"
+    assert left in terminal.line(status, None)
+    away = state.with_island(now, replace(now.islands["a"], status="absent"))
+    status = summary.status(config, away, roster, seconds=8.0, alerts=[], now=AT + 8)
+    assert "left to compile" not in terminal.line(status, None)
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -11,7 +11,7 @@ from merges import assert_same
 from diloco_jax import compilation
 from diloco_jax.core.codecs import decode_uses, encode_uses, get_codec
 from diloco_jax.core.families import MERGE_RULES
-from diloco_jax.core.fragment_merge import FragmentMerge, MergeResult
+from diloco_jax.core.fragment_merge import FragmentMerge, FragmentState, MergeResult
 from diloco_jax.core.fragments import (
     Bands,
     Piece,
@@ -20,7 +20,15 @@ from diloco_jax.core.fragments import (
     plan_fragments,
 )
 from diloco_jax.core.kernels import Passes
-from diloco_jax.core.merging import MEAN, Encoded, may_cut, merge_piece, rule_for
+from diloco_jax.core.merging import (
+    MEAN,
+    Encoded,
+    MergedPiece,
+    may_cut,
+    merge_piece,
+    row_shares,
+    rule_for,
+)
 from diloco_jax.core.outer import OuterSettings
 from diloco_jax.core.tiles import TileGrid
 
@@ -116,6 +124,10 @@ def test_groups_are_a_part_of_the_plan() -> None:
 
 TABLE = Piece(("table",), -1, (96, 40), True, by_use=1)
 OTHER = Piece(("other",), -1, (24, 16), False)
+BIAS = Piece(("tower", "bias"), -1, (48,), False, by_use=0.25, as_one=True)
+PIECES = (OTHER, TABLE, BIAS)
+SEEN = ((0, 5, 7), (0, 0, 0), (0, 3, 0))
+"""Use of the bias by island, in three merges."""
 ISLANDS, TOKENS = 3, 1000
 WEIGHTS = [1.0, 2.0, 3.0]
 
@@ -221,6 +233,34 @@ def test_what_did_not_use_a_row_does_not_enter_it_even_where_a_rule_ranks_it() -
     np.testing.assert_array_equal(made.delta, [[1.0] * 4, [0.0] * 4])
 
 
+@pytest.mark.parametrize("rule", ["mean", "rda", "clipped_mean", "trimmed_mean"])
+def test_who_did_not_use_a_piece_is_not_in_its_merge(rule: str) -> None:
+    rng = np.random.default_rng(0)
+    deltas = list(rng.standard_normal((4, *BIAS.shape), np.float32))
+
+    def of(who: list[int], weights: list[float], **uses) -> MergedPiece:
+        own = Encoded.of([deltas[n] for n in who])
+        return merge_piece(MERGE_RULES.find(rule), own, weights, 0.5, **uses)
+
+    uses = np.array([[0.0], [0.2], [0.1], [0.1]])
+    made = of([0, 1, 2, 3], [1.0, 1.0, 2.0, 3.0], uses=uses)
+    assert made.unused is None
+    alone = of([1, 2, 3], [2.0, 2.0, 3.0])
+    np.testing.assert_allclose(made.delta, alone.delta, rtol=1e-5)
+    one = of([0, 1, 2, 3], [1.0] * 4, uses=np.array([[0], [0], [0.3], [0]]))
+    np.testing.assert_array_equal(one.delta, of([2], [1.0]).delta)
+    none = of([0, 1, 2, 3], [1.0] * 4, uses=np.zeros((4, 1)))
+    assert none.unused is not None
+    assert none.unused.all()
+    assert not none.delta.any()
+
+
+def test_a_cap_holds_in_each_row_that_enough_islands_used() -> None:
+    uses = np.array([[0.1, 0.1], [0.01, 0.0], [0.01, 0.0]])
+    found = row_shares([1 / 3] * 3, uses, 0.5)
+    np.testing.assert_allclose(found, [[0.5, 1.0], [0.25, 0.0], [0.25, 0.0]])
+
+
 def test_a_rule_that_sees_whole_deltas_refuses_uses() -> None:
     class Own:
         needs = "whole"
@@ -234,13 +274,11 @@ def _leaves(tree: object) -> list[np.ndarray]:
     return [x for x in jax.tree.leaves(tree) if x.ndim]
 
 
-def merged(
+def merge_of(
     optimizer: str, codec: str, passes: Passes | None = None, guard: float = 1.1
-) -> list[tuple[MergeResult, np.ndarray]]:
-    """Return three merges, the last one a flush, and which rows nobody used."""
-    pieces = (OTHER, TABLE)
-    merge = FragmentMerge(
-        pieces=pieces,
+) -> FragmentMerge:
+    return FragmentMerge(
+        pieces=PIECES,
         up=get_codec(codec),
         down=get_codec(codec),
         rule=MERGE_RULES.find("rda"),
@@ -249,15 +287,23 @@ def merged(
         ),
         passes=passes,
     )
+
+
+def merged(
+    optimizer: str, codec: str, passes: Passes | None = None, guard: float = 1.1
+) -> list[tuple[MergeResult, np.ndarray]]:
+    """Return three merges, the last one a flush, and which rows nobody used."""
+    merge = merge_of(optimizer, codec, passes, guard)
     rng = np.random.default_rng(0)
-    state = merge.begin([rng.standard_normal(p.shape, np.float32) for p in pieces])
+    state = merge.begin([rng.standard_normal(p.shape, np.float32) for p in PIECES])
     found: list[tuple[MergeResult, np.ndarray]] = []
-    for number in range(3):
+    for number, seen in enumerate(SEEN):
         payloads, counts = [], []
         for island in range(ISLANDS):
             counts.append(counts_of(10 * number + island, TABLE.shape[0]))
-            own = [rng.standard_normal(p.shape, np.float32) for p in pieces]
-            arrays = [*map(merge.up.encode, own), encode_uses(counts[-1])]
+            own = [rng.standard_normal(p.shape, np.float32) for p in PIECES]
+            uses = counts[-1], np.array([seen[island]], np.uint32)
+            arrays = [*map(merge.up.encode, own), *map(encode_uses, uses)]
             payloads.append(merge.layout_up.pack(arrays))
         made = merge.merge(
             state,
@@ -278,67 +324,53 @@ def merged(
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "lamb"])
 def test_a_row_that_nobody_used_keeps_its_bits(optimizer: str) -> None:
     """lamb sees whole fragments; its moments know no rows."""
-    before = None
-    for made, unused in merged(optimizer, "int8", guard=0.0):
+    before = last = None
+    for number, (made, unused) in enumerate(merged(optimizer, "int8", guard=0.0)):
         theta = TABLE.grid.from_tiles(made.state.theta[1])
+        bias, rests = made.state.theta[2], number == 1
         assert unused[0]
         assert not unused.all()
         if before is not None:
             np.testing.assert_array_equal(theta[unused], before[unused])
             assert (theta[~unused] != before[~unused]).any(axis=1).all()
-        before = theta
+            assert (bias != last).any() != rests
+        before, last = theta, bias
 
 
-def test_momentum_of_a_row_that_nobody_used_rests() -> None:
-    (one, _), (two, unused), _ = merged("nesterov", "int8")
-    before, after = (
-        TABLE.grid.from_tiles(_leaves(made.state.outer[1]["optimizer"])[0])
-        for made in (one, two)
-    )
-    np.testing.assert_array_equal(after[unused], before[unused])
-    assert before[unused].any()
-    assert (after[~unused] != before[~unused]).any()
+def momenta(state: FragmentState) -> list[np.ndarray]:
+    pairs = zip(PIECES, state.outer, strict=True)
+    return [p.grid.from_tiles(_leaves(own["optimizer"])[0]) for p, own in pairs]
 
 
-def test_a_publish_that_is_applied_again_shortens_a_resting_momentum() -> None:
-    """It does not say which rows nobody used: docs/design/weights_by_use.md has the
-    factor."""
+@pytest.mark.parametrize("route", ["xla", "native"])
+def test_momentum_of_what_nobody_used_rests_in_a_publish_applied_again(route) -> None:
     (one, _), (two, unused), _ = merged("nesterov", "f32", guard=0.0)
-    codec = get_codec("f32")
-    merge = FragmentMerge(
-        pieces=(OTHER, TABLE),
-        up=codec,
-        down=codec,
-        rule=MERGE_RULES.find("rda"),
-        settings=OuterSettings(
-            optimizer="nesterov", learning_rate=0.5, momentum=0.9, norm_guard=0.0
-        ),
-    )
-    again = merge.replay(one.state, two.payload, final=False)
-    before, after, exact = (
-        TABLE.grid.from_tiles(_leaves(state.outer[1]["optimizer"])[0])
-        for state in (one.state, again, two.state)
-    )
-    np.testing.assert_allclose(
-        after[unused], before[unused] * 0.9 / 1.9, rtol=1e-4, atol=1e-5
-    )
-    np.testing.assert_allclose(after[~unused], exact[~unused], rtol=1e-3, atol=1e-4)
+    passes = compilation.passes_of("native") if route == "native" else None
+    merge = merge_of("nesterov", "f32", passes, guard=0.0)
+    assert sorted(two.unused) == [1, 2]
+    again = merge.replay(one.state, two.payload, final=False, unused=two.unused)
+    for piece, rows in ((1, unused), (2, np.ones(48, bool))):
+        before, found, exact = (
+            momenta(state)[piece] for state in (one.state, again, two.state)
+        )
+        assert before[rows].any()
+        for after in (exact, found):
+            np.testing.assert_array_equal(after[rows], before[rows])
+        np.testing.assert_allclose(found, exact, rtol=1e-3, atol=1e-4)
 
 
 def test_what_a_delta_says_of_use_is_summed_and_digested() -> None:
-    merge = FragmentMerge(
-        pieces=(OTHER, TABLE),
-        up=get_codec("int8"),
-        down=get_codec("int8"),
-        rule=MERGE_RULES.find("mean"),
-        settings=OuterSettings(optimizer="sgd", learning_rate=1.0),
-    )
+    merge = dataclasses.replace(merge_of("sgd", "int8"), pieces=(OTHER, TABLE))
     arrays = [merge.up.encode(np.zeros(p.shape, np.float32)) for p in merge.pieces]
     counts = counts_of(0, 96)
     payload = merge.layout_up.pack([*arrays, encode_uses(counts)])
     assert len(payload) == merge.layout_down.total_bytes + 2 * 96
     found = merge.uses(payload)
     assert found.most == counts.sum()
+    seen = dataclasses.replace(merge, pieces=(BIAS,))
+    own = merge.up.encode(np.zeros(BIAS.shape, np.float32))
+    told = seen.layout_up.pack([own, encode_uses(np.array([2047], np.uint32))])
+    assert seen.uses(told).most == 2047 / BIAS.by_use
     assert found.digest.startswith("xxh3-128:")
     lies = merge.layout_up.pack([*arrays, np.full((1, 2 * 96), 0xFF, np.uint8)])
     assert merge.uses(lies).most == 2**62, "a message holds no more"

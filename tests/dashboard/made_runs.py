@@ -133,6 +133,7 @@ class Writing:
             discarded=0,
             versions=(Version(),),
             environment={},
+            since=BEGIN + self.run.coordinator_away[0],
         )
         yield self.tape(recovered, second)
         for name in self.run.names:

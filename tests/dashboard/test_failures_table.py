@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
+import one_truth
 import pytest
-from made_runs import BEGIN, MadeRun, Outage
+from made_runs import BEGIN, MadeRun, Outage, write_run
 from test_timeline import Told, recovered
 
-from diloco_jax.dashboard import failures
+from diloco_jax import run_files
+from diloco_jax.coordinator.roster import Roster
 from diloco_jax.dashboard.timeline import Timeline
+from diloco_jax.files import write_json
+from diloco_jax.observability import failures
+from diloco_jax.observability.tape import JsonLines, Tape
 from diloco_jax.protocol import records
+from diloco_jax.workdir import read_summary
 
 OF_A = {"island": "a", "incarnation": 1}
 
@@ -27,7 +34,7 @@ def trains(told: Told, first: int, last: int, more: int = 0) -> None:
         told.metrics(float(second), second + more)
 
 
-def found(told: Told) -> list[failures.ShownFailure]:
+def found(told: Told) -> list[failures.NotedFailure]:
     return list(told.timeline.failures.within(BEGIN, BEGIN + 1000))[::-1]
 
 
@@ -47,7 +54,7 @@ def test_a_killed_island_failed_until_its_next_life_makes_steps(told):
     (one,) = found(told)
     assert (one.who, one.began - BEGIN, one.ended - BEGIN) == ("a", 30.5, 38.0)
     assert one.why.startswith("its process ended without a word")
-    assert one.lost_tokens == 400
+    assert one.lost_tokens == 200, "of each of two fragments: 100 and 300"
     assert one.idle_tokens == pytest.approx(7.5 * 100)
 
 
@@ -86,7 +93,7 @@ def test_a_gap_that_the_tape_does_not_name_is_no_failure(told):
 def test_a_coordinator_that_came_back_had_ended(told, lacked):
     if lacked:  # Lines of its log that the tape lacks come first, at the same time.
         told.tape(35.9, records.Absent(why="disconnected", **OF_A))
-    told.tape(36.0, recovered())
+    told.tape(36.0, recovered(30.0))
     told.tape(36.5, records.Resumed(steps=36, **OF_A))
     told.merged(38.0)
     (one,) = [f for f in found(told) if f.who == "coordinator"]
@@ -98,16 +105,16 @@ def test_a_coordinator_that_came_back_had_ended(told, lacked):
 
 def test_a_run_that_was_stopped_as_a_whole_did_not_fail(told):
     told.left(31.0, "stopped")
-    told.tape(500.0, recovered())
+    told.tape(500.0, recovered(31.0))
     assert found(told) == []
 
 
 def test_merges_without_it_and_the_first_with_it_are_counted(told):
     told.tape(30.5, records.Absent(why="disconnected", **OF_A))
-    told.timeline.failures.merged({"b": 1}, BEGIN + 31)
-    told.timeline.failures.merged({"b": 1}, BEGIN + 32)
+    told.merged(31.0, island="b")
+    told.merged(32.0, island="b", version=2)
     told.tape(32.5, records.Resumed(steps=32, **OF_A))
-    told.timeline.failures.merged({"a": 1, "b": 1}, BEGIN + 34)
+    told.merged(34.0, version=3)
     (one,) = found(told)
     assert (one.without, one.merged) == (2, BEGIN + 34)
 
@@ -144,3 +151,53 @@ def test_a_made_run_has_the_outages_that_were_made():
     assert (coordinator.who, island.who) == ("coordinator", run.names[1])
     assert coordinator.began - BEGIN == pytest.approx(140, abs=1.5)
     assert island.began - BEGIN == 100
+
+
+def test_every_page_and_table_tells_the_same_of_a_run(tmp_path):
+    """The coordinator's summary is of the lines that it wrote, through a restart of its
+    process; all others read what it left."""
+    run = MadeRun(
+        islands=3,
+        seconds=200,
+        outages=(
+            Outage(island=1, at_s=60, seconds=9),
+            Outage(island=2, at_s=90, seconds=5),
+        ),
+        coordinator_away=(140, 160),
+    )
+    workdir = write_run(run, tmp_path / "run")
+    chained(workdir)
+    path = tmp_path / "killed/roster.msgpack"
+    path.parent.mkdir()
+    roster = Roster(path)
+    files = {"tape": Tape(path.parent / "tape.jsonl")}
+    files["metrics"] = JsonLines(path.parent / "metrics.jsonl")
+    for which, line in run.lines():
+        if line["kind"] == "recovered":  # It was killed, and had saved long before.
+            roster = Roster.begin_from(path)
+        getattr(roster.failures, which)(line)
+        files[which].append(line)
+        if line["time"] < BEGIN + 88:
+            roster.save()
+    for file in files.values():
+        file.close()
+    names = run.names
+    islands = {n: {"away_seconds": roster.failures.away_seconds(n, 0.0)} for n in names}
+    told = {"failures": [one.told(BEGIN) for one in roster.failures]}
+    summary = {**read_summary(workdir), **told, "islands": islands}
+    write_json(summary, workdir / run_files.SUMMARY)
+    lengths = one_truth.check(workdir)
+    assert lengths["coordinator"] == [20.0]
+    # From the connection's end to the first step: starting and compiling are in it.
+    for name, seconds in ((names[1], 9), (names[2], 5)):
+        assert lengths[name] == [pytest.approx(seconds + 20, abs=0.3)]
+
+
+def chained(workdir) -> None:
+    """Chain the lines of a made tape by their hashes."""
+    lines = (workdir / run_files.TAPE).read_bytes().splitlines()
+    (workdir / run_files.TAPE).unlink()
+    tape = Tape(workdir / run_files.TAPE)
+    for line in lines:
+        tape.append(msgspec.json.decode(line))
+    tape.close()

@@ -65,9 +65,22 @@ class Told:
         record = Record(seq=self.seq, step=1, **fields)
         self.tape(time, records.Fact(record=record, **OF_A))
 
-    def merged(self, time: float, version: int = 1, base: int = 0, **verdicts) -> None:
+    def merged(
+        self,
+        time: float,
+        version: int = 1,
+        base: int = 0,
+        island: str = "a",
+        **verdicts,
+    ) -> None:
         contribution = Contribution(
-            **OF_A, tick=1, start=0, end=4, tokens=400, base=Version(1, base)
+            island=island,
+            incarnation=1,
+            tick=1,
+            start=0,
+            end=4,
+            tokens=400,
+            base=Version(1, base),
         )
         merged = records.Merged(
             fragment=0,
@@ -136,7 +149,7 @@ def test_an_island_that_trained_on_without_the_coordinator_was_not_away(told):
     told.join(0.0)
     told.metrics(0.0, 1)
     told.metrics(10.0, 10)
-    told.tape(30.0, recovered())
+    told.tape(30.0, recovered(10.0))
     told.tape(31.0, records.Resumed(steps=30, **OF_A))
     told.metrics(40.0, 40)
     assert told.seconds(0, 40) == {"training": 40}
@@ -147,7 +160,7 @@ def test_an_island_that_ended_with_the_coordinator_was_away(told):
     told.join(0.0)
     told.metrics(0.0, 1)
     told.metrics(10.0, 10)
-    told.tape(30.0, recovered())
+    told.tape(30.0, recovered(10.0))
     told.left(31.0, "stopped")
     told.join(35.0, incarnation=2)
     told.metrics(36.0, 0, "compiling")
@@ -160,13 +173,14 @@ def test_an_island_that_ended_with_the_coordinator_was_away(told):
     }
 
 
-def recovered() -> journal.Recovered:
+def recovered(since: float) -> journal.Recovered:
     return journal.Recovered(
         snapshot=1,
         records=2,
         discarded=0,
         versions=(),
         environment={},
+        since=BEGIN + since,
     )
 
 

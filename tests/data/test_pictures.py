@@ -830,6 +830,15 @@ def test_the_command_says_how_many_pictures_there_are(tmp_path, capsys):
     split = read_manifest(out).train
     assert 1 <= split.most_pictures <= 2
     said = f"{split.pictures} pictures in {split.with_pictures} rows, "
-    assert f"{said}{split.most_pictures} in one at most" in shown
+    said += f"{split.most_pictures} in one at most, {split.picture_bytes:,} bytes, "
+    said += f"{split.largest_picture} the largest ({split.pictures} PNG)"
+    assert said in shown
+    sizes = [len(png(n)) for n in range(30)]
+    assert split.picture_bytes <= sum(sizes)
+    assert split.largest_picture in sizes
+    assert cli.main(["manifest", out]) == 0
+    again = capsys.readouterr().err
+    assert said in again
+    assert f"{out}: validation: " in again
     assert "left out: 1 .png" in shown
     assert json.loads((tmp_path / "out" / MANIFEST).read_text())["pictures"]["most"] > 0

@@ -25,6 +25,9 @@ class Refused:
     def lower_all(self, *args, **options):
         return [self]
 
+    def programs(self):
+        return 1
+
     def compile(self):
         raise jax.errors.JaxRuntimeError(self.said)
 
@@ -72,7 +75,8 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
         hosts=hosts,
         meet_compiled=lambda: None,
         _trainer=SimpleNamespace(lower_all=lambda length: []),
-        exchange=SimpleNamespace(lower_all=lower_all),
+        exchange=SimpleNamespace(lower_all=lower_all, programs=lambda **which: 7),
+        programs_left=None,
         _zeros={},
         _watched=None,
         config=Config(),

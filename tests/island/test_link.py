@@ -297,7 +297,7 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     anchor = bytes(4 * 38)
     coordinator.source = source(Version(1, 2), anchor, full=True)
     coordinator.fetch_errors = [VersionGone("overtaken")]
-    assert receiver.fetch_all() == [Version(1, 2)]
+    assert receiver.begin_join()() == [Version(1, 2)]
     assert mailbox.arrivals.pick(0, Version(1, 2)).anchor == (anchor,)
     coordinator.source = source(Version(1, 4), payload(1), payload(2))
     while not coordinator.requests.empty():
@@ -315,10 +315,18 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     assert measures.bytes_down >= 2 * len(payload(1))
 
 
+def test_a_join_ends_with_the_island(coordinator, receiver):
+    coordinator.fetch_errors = [VersionGone("gone")] * 1000
+    joined = receiver.begin_join()
+    receiver.close(0.0)  # As where its programs do not compile.
+    with pytest.raises(ConnectionLost, match="ends before it has joined"):
+        joined()
+
+
 def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox):
     anchor = bytes(4 * 38)
     coordinator.source = source(Version(1, 0), anchor, full=True)
-    receiver.fetch_all()
+    receiver.begin_join()()
     coordinator.requests.get(timeout=WAIT_S)
     coordinator.source = source(Version(2, 1), anchor, full=True)
     coordinator.fetch_errors = [VersionGone("not kept")]
@@ -334,14 +342,14 @@ def test_a_join_gives_up_when_the_island_must_end(coordinator, receiver, mailbox
     coordinator.fetch_errors = [VersionGone("gone")] * 1000
     mailbox.end(0, "asked to end by SIGTERM")
     with pytest.raises(VersionGone):
-        receiver.fetch_all()
+        receiver.begin_join()()
 
 
 def test_a_join_after_the_end_comes_too_late(coordinator, receiver, mailbox):
     coordinator.fetch_errors = [VersionGone("gone")] * 1000
     says.finished(mailbox)
     with pytest.raises(Refused) as refused:
-        receiver.fetch_all()
+        receiver.begin_join()()
     assert refused.value.code == "finished"
 
 

@@ -25,10 +25,15 @@ from diloco_jax.models.model import Use
 from diloco_jax.models.transformer import input_counts
 
 ROWS = 6
-AXES = {"table": ("vocab", "embed"), "up": ("layers", "expert", "embed")}
-SHAPES = {"table": (ROWS, 8), "up": (2, 4, 8)}
+AXES = {
+    "table": ("vocab", "embed"),
+    "tower": ("layers", "embed"),
+    "up": ("layers", "expert", "embed"),
+}
+SHAPES = {"table": (ROWS, 8), "tower": (2, 8), "up": (2, 4, 8)}
 USES = {
     "table": Use(lambda batch: counted(batch["ids"])),
+    "tower": Use(lambda batch: np.array([batch["ids"].size], np.uint32), as_one=True),
     "up": Use("chosen", per_token=2),
 }
 
@@ -37,12 +42,14 @@ def counted(ids: np.ndarray) -> np.ndarray:
     return np.bincount(ids.ravel(), minlength=ROWS).astype(np.uint32)
 
 
-PLAN = plan_fragments(SHAPES, AXES, 1, by_use={"table": 1, "up": 2})
+PLAN = plan_fragments(
+    SHAPES, AXES, 1, by_use={"table": 1, "tower": 1, "up": 2}, as_one=["tower"]
+)
 
 
 @pytest.fixture
 def counts() -> UseCounts:
-    shapes = {"table": (ROWS,), "up": (2, 4)}
+    shapes = {"table": (ROWS,), "tower": (1,), "up": (2, 4)}
     return UseCounts(PLAN, USES, shapes, make_mesh(IslandConfig()))
 
 
@@ -54,17 +61,18 @@ def step(counts: UseCounts, *ids: int) -> None:
 
 
 def taken(counts: UseCounts) -> list[list[float]]:
-    """Return what a take says, by piece: table, and the layers of up."""
+    """Return what a take says, by piece: table, the layers of tower, and of up."""
     return [decode_uses(np.asarray(own)).tolist() for own in counts.take(0)]
 
 
 def test_a_take_says_what_was_used_since_the_last_one(counts) -> None:
     step(counts, 0, 0, 5)
     step(counts, 5, 2)
-    assert taken(counts) == [[2, 0, 1, 0, 0, 2], [0, 2, 4, 6], [8, 10, 12, 14]]
+    up = [0, 2, 4, 6], [8, 10, 12, 14]
+    assert taken(counts) == [[2, 0, 1, 0, 0, 2], [5], [5], *up]
     step(counts, 1)
-    assert taken(counts) == [[0, 1, 0, 0, 0, 0], [0, 1, 2, 3], [4, 5, 6, 7]]
-    assert taken(counts) == [[0] * 6, [0] * 4, [0] * 4]
+    assert taken(counts) == [[0, 1, 0, 0, 0, 0], [1], [1], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert taken(counts) == [[0] * 6, [0], [0], [0] * 4, [0] * 4]
 
 
 def test_a_take_that_is_undone_is_in_the_next_one(counts) -> None:
@@ -99,7 +107,8 @@ def test_padding_is_no_input() -> None:
 
 def test_shapes_of_counts_are_rows_by_layer() -> None:
     shapes = {name: np.empty(shape) for name, shape in SHAPES.items()}
-    assert use_shapes(USES, AXES, shapes) == {"table": (6,), "up": (2, 4)}
+    found = use_shapes(USES, AXES, shapes)
+    assert found == {"table": (6,), "tower": (1,), "up": (2, 4)}
 
 
 def trainer_state(trainer: Trainer) -> TrainState:
@@ -111,7 +120,7 @@ def untied(**inner) -> RunConfig:
     return RunConfig(
         model=dataclasses.replace(MODEL, tied_embeddings=False),
         inner=InnerConfig(learning_rate=0.1, **inner),
-        sync=SyncConfig(fragments=1, codec_up="f32", weights_by_use=True),
+        sync=SyncConfig(fragments=1, codec_up="f32", weights_by_use="rows"),
         sequence_length=SEQUENCE_LENGTH,
     )
 

@@ -35,12 +35,14 @@ def test_a_dry_run_writes_files_and_prints_lines_that_the_tools_take(
     assert cli.main(["launch", path, "--on", on, "--dry-run"]) == 0
     assert cloud.calls == []
     shown = capsys.readouterr()
+    assert "dry run: nothing was asked" in shown.err
     files = sorted(file.name for file in (tmp_path / "run/launch").iterdir())
     assert len(files) == {"tpu_vm": 4, "gke": 7}[on]
     assert all(f"written: {tmp_path}/run/launch/{name}" in shown.err for name in files)
     # No key is made, and nothing counts as launched.
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["launch"]
     assert cli.main(["launch", path, "--on", on, "--yes"]) == 0
+    assert "dry run" not in capsys.readouterr().err
     dry = [line for line in shown.out.splitlines() if "get-credentials" not in line]
     done = [shlex.join(call) for call in cloud.changes()]
     # Nothing is packed yet, so nobody knows its digest.

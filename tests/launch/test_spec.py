@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from gke_support import changed
 
+from diloco_jax import compilation
 from diloco_jax.config import ConfigError, IslandConfig
+from diloco_jax.config.config import check_name
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.launch.spec import DATA, make_spec
 
@@ -248,3 +251,23 @@ def test_weights_are_read_where_the_coordinator_is(config):
         assert f"--init {kind}:gs://BUCKET/FOLDER" in said
     with pytest.raises(ConfigError, match="write hf:DIR"):
         make_spec(config, "two.py", "gke", "gs://bucket/weights")
+
+
+def test_islands_of_a_launch_share_a_cache_and_others_have_their_own(config):
+    """An entry is code. The coordinator's arguments name no cache at all."""
+    placement = dataclasses.replace(config.placement, checkpoints="gs://b/run")
+    config = dataclasses.replace(config, placement=placement)
+    spec = make_spec(changed(config), "two.py", "gke")
+    shared = "gs://b/run/islands/_jax-cache/_shared"
+    for island in spec.islands:
+        arguments = spec.island_arguments(island, "c:1", 10.0)
+        assert arguments[-2:] == ("--cache", shared)
+    assert "--cache" not in spec.coordinator_arguments("c:1")
+    own = [compilation.of_island(placement, Path("w"), name) for name in ("a", "b")]
+    assert own == [f"gs://b/run/islands/_jax-cache/{name}" for name in ("a", "b")]
+    with pytest.raises(ConfigError, match="island name '_shared'"):
+        check_name("_shared")
+    for checkpoints in ("", "s3://b/run"):
+        none = dataclasses.replace(placement, checkpoints=checkpoints)
+        assert compilation.of_launch(none) == ""
+        assert compilation.of_island(none, Path("w"), "a") == "w/jax-cache"

@@ -262,7 +262,7 @@ def test_islands_train_a_mixture_with_muon(tmp_path):
         model=model,
         inner=InnerConfig(optimizer="muon", learning_rate=1e-2),
         sync=SyncConfig(
-            steps_per_cycle=4, fragments=3, merge="mean", weights_by_use=True
+            steps_per_cycle=4, fragments=3, merge="mean", weights_by_use="rows"
         ),
         sequence_length=32,
         total_tokens=20_000,

@@ -11,9 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.config import ConfigError, ModelConfig, VisionConfig
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    IslandConfig,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+    VisionConfig,
+)
+from diloco_jax.coordinator.holding.store import merges_of
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.fragments import get_piece
+from diloco_jax.island.device.build import build_exchange, build_trainer, join
+from diloco_jax.island.joined import JoinedHost
 from diloco_jax.models import transformer, vision
-from diloco_jax.models.flops import analytic_flops, product_flops
+from diloco_jax.models.build import build_plan
+from diloco_jax.models.flops import analytic_flops, pictures_note, product_flops
 from diloco_jax.models.generation import (
     Cache,
     generate,
@@ -167,6 +183,59 @@ def test_rows_without_pictures_leave_the_tower_alone():
     assert model.loss(params, batch)[0] != loss
 
 
+SEEN = DataConfig(
+    arrays=("tokens", "pictures", "picture_count"),
+    pictures=2,
+    picture_tokens=TINY.vision.tokens_per_picture,
+    picture_token=TINY.vision.token,
+)
+
+
+def test_who_had_no_pictures_weighs_nothing_in_the_tower():
+    """Decay moves it on the island of text; the merge has that of the other, and of two
+    of text none."""
+    run = RunConfig(
+        model=TINY,
+        data=SEEN,
+        sync=SyncConfig(fragments=1, codec_up="f32", codec_down="f32"),
+        outer=OuterConfig(optimizer="sgd", learning_rate=1.0),
+        sequence_length=13,
+    )
+    model, trainer = build_trainer(run, IslandConfig(batch_size=4, accumulation=2))
+    (plan, (exchange, _)) = build_plan(run, model), build_exchange(run, model, trainer)
+    (merge,) = merges_of(run, plan)
+    first = [np.asarray(get_piece(trainer.first(0), p)) for p in plan.pieces]
+    begun, encode = merge.begin(first), get_codec("f32").encode
+    whole = exchange.layouts_whole[0].pack(list(map(encode, first)))
+
+    def delta(count: int) -> bytearray:
+        replica = join(plan, trainer, exchange, {0: exchange.put_anchor(0, whole)})
+        replica.step(batch_of(TINY, [count] * 4), 0.1)
+        return exchange.layouts_up[0].pack(replica.take(0))
+
+    text, shown = delta(0), delta(1)
+    pairs = list(zip(plan.pieces, merge.squares(text), strict=True))
+    assert any(moved for piece, moved in pairs if piece.path[0] == "tower")
+    # Its tokens could have twice as many pictures: two a row.
+    assert [merge.uses(own).most for own in (text, shown)] == [0, 4 * 13 / 2]
+
+    def merged(*deltas: bytearray):
+        squares, ones = list(map(merge.squares, deltas)), [1] * len(deltas)
+        how = {"share": 1.0, "final": False, "last": (), "tokens": ones}
+        return merge.merge(begun, deltas, squares, ones, **how).state.theta
+
+    both, alone, none = merged(text, shown), merged(shown), merged(text, text)
+    for piece, *of in zip(plan.pieces, both, alone, none, begun.theta, strict=True):
+        seen = piece.path[0] in vision.PARTS
+        assert np.array_equal(of[0], of[1]) == np.array_equal(of[2], of[3]) == seen
+
+
+def test_a_train_loop_of_a_users_own_counts_no_pictures():
+    config, like = Config(run=RunConfig(model=TINY)), {"x": np.zeros(2, np.float32)}
+    with pytest.raises(ConfigError, match=r"weights_by_use = 'parts'.* = 'none'"):
+        JoinedHost(config, "a", "127.0.0.1:1", like, None)
+
+
 @pytest.mark.parametrize(
     "train", [("decoder",), ("connector", "decoder"), ("tower", "connector")]
 )
@@ -180,6 +249,8 @@ def test_what_stays_as_it_is_makes_no_parameters(train):
         lambda leaf: leaf.shape, model.shapes()
     )
     assert {*model.frozen.shapes} == {*rest}
+    counted = {path.split("/")[0] for path in model.uses}
+    assert counted & {*vision.PARTS} == {*train} - {"decoder"}
     loss, _ = jax.jit(model.loss)(own, batch, rest)
     np.testing.assert_allclose(loss, jax.jit(plain.loss)(params, batch)[0], rtol=1e-6)
 
@@ -196,6 +267,14 @@ def test_the_count_of_pictures_is_that_of_the_formula(train):
     traced = jax.make_jaxpr(jax.value_and_grad(built.require_loss(), has_aux=True))
     counted = product_flops(traced(built.shapes(), batch, frozen).jaxpr)
     assert counted == pytest.approx(analytic_flops(model, 512, 2), rel=1e-6)
+
+
+def test_a_plan_without_the_data_says_that_no_picture_is_counted():
+    run = RunConfig(model=preset("smolvlm_256m"))
+    options = "--data.picture-tokens 64 --data.picture-token 49190"
+    assert options in pictures_note(run)
+    assert pictures_note(dataclasses.replace(run, data=SEEN)) == ""
+    assert pictures_note(RunConfig()) == ""
 
 
 def test_the_published_model_has_as_many_parameters_as_its_files():

@@ -165,6 +165,12 @@ SUMMARY = {
 }
 
 
+def failed(seconds, **more):
+    facts = {"who": "v5p", "at_seconds": 62.0, "seconds": seconds}
+    facts |= dict.fromkeys(terminal.COSTS, 0) | {"merged_after_seconds": None}
+    return {**facts, "why": "its machine was taken away", **more}
+
+
 STOPS = {
     **{**tokens(400, 300, 100, joins=3), "resumed": 1},
     "tokens_lost": {"died": 60, "stopped": 40},
@@ -174,64 +180,65 @@ UNJUDGED = {k: v for k, v in SUMMARY.items() if not k.startswith("eval")}
 
 
 @pytest.mark.parametrize(
-    ("summary", "outages", "said", "unsaid"),
+    ("summary", "said", "unsaid"),
     [
         (
-            {**SUMMARY, "alerts": ["island v5p never made a step"]},
-            {"v5p": [7.25]},
+            {**SUMMARY, "alerts": ["island v5p never made a step"]}
+            | {"failures": [failed(7.25, tokens_lost=100, merged_after_seconds=8.0)]},
             [
                 "validation loss 2.0000 nats per token, 2.8854 bits per byte",
                 "goodput 0.910",
-                "v5p went away once (for 7.2 s): it lost 100 tokens",
-                "25.0% of what it computed",
-                "v6e      0.700 s = 1.4 medians of 0.500 s",
+                "1:02 v5p failed for 7.2 s: its machine was taken away; 100 tokens "
+                "lost, merged again 8.0 s after it began\n\n"
+                "the others' longest gap between two steps:\n"
+                "  v6e      0.700 s = 1.4 medians of 0.500 s",
                 "\nalert: island v5p never made a step",
             ],
             [],
         ),
         (
-            SUMMARY,
-            {"v5p": [7.25, None]},
-            ["v5p went away 2 times (for 7.2 s, to the end)"],
-            ["alert"],
+            {**SUMMARY, "failures": [failed(7.25), failed(None)]},
+            [
+                "v5p failed for 7.2 s: its machine was taken away\n1:02 v5p failed to "
+                "the end: ",
+            ],
+            ["alert", "before these"],
+        ),
+        (
+            {**SUMMARY, "failures": [failed(float(n)) for n in range(13)]},
+            ["3 failures before these", "for 3.0 s", "for 12.0 s"],
+            ["for 2.0 s"],
         ),
         (
             {"islands": {"v6e": tokens(1, 1, 0), "v5p": STOPS}},
-            {},
-            [
-                "stopping the run as a whole cost 40 tokens",
-                "v5p went away once: it lost 60 tokens of its own, 15.0%",
-            ],
-            [],
+            ["stopping the run as a whole cost 40 tokens"],
+            ["longest gap"],
         ),
         (
             {"islands": {"v6e": {**ASKED, "resumed": 1}}},
-            {},
             ["stopping the run as a whole cost 40 tokens"],
-            ["went away"],
+            ["failed"],
         ),
         (
             {"phase": "done", "islands": {"v6e": ASKED}},
-            {},
-            ["v6e went away once: it lost 40 tokens of its own"],
-            ["as a whole"],
+            [],
+            ["as a whole", "longest gap"],
         ),
         (
             {"islands": {"v6e": tokens(1, 1, 0)}},
-            {},
             ["not evaluated"],
-            ["went away", "longest gap"],
+            ["failed", "longest gap"],
         ),
-        ({"islands": {}, "eval_loss": None}, {}, ["not finite"], []),
-        ({**UNJUDGED, "phase": "evaluating"}, {}, ["being evaluated"], ["stopped"]),
-        ({**UNJUDGED, "phase": "done"}, {}, ["not evaluated"], ["stopped"]),
-        ({**UNJUDGED, "phase": "stopped"}, {}, ["stopped before its end"], []),
+        ({"islands": {}, "eval_loss": None}, ["not finite"], []),
+        ({**UNJUDGED, "phase": "evaluating"}, ["being evaluated"], ["stopped"]),
+        ({**UNJUDGED, "phase": "done"}, ["not evaluated"], ["stopped"]),
+        ({**UNJUDGED, "phase": "stopped"}, ["stopped before its end"], []),
     ],
 )
 def test_the_report_tells_what_the_run_did_and_what_failures_cost_whom(
-    summary, outages, said, unsaid
+    summary, said, unsaid
 ):
-    report = closing_report(summary, outages)
+    report = closing_report(summary)
     assert [text for text in said if text not in report] == []
     assert [text for text in unsaid if text in report] == []
 
@@ -247,7 +254,7 @@ def test_comparison_is_relative_to_the_baseline():
 @pytest.mark.parametrize("name", ["v6e", "europe-west4-v5p-128"])
 def test_columns_of_the_report_stand_under_their_heads(name):
     islands = {name: tokens(600, 600, 0), "b": tokens(400, 300, 100)}
-    lines = closing_report({**SUMMARY, "islands": islands}, {}).splitlines()
+    lines = closing_report({**SUMMARY, "islands": islands}).splitlines()
     head = next(n for n, line in enumerate(lines) if line.startswith("tokens "))
     table = lines[head : head + len(islands) + 2]
     assert [line.split()[0] for line in table] == ["tokens", name, "b", "total"]
@@ -263,7 +270,7 @@ FAULTS = parse_faults(
 def test_report_names_the_faults_that_never_struck():
     v5p, v6e = SUMMARY["islands"]["v5p"], SUMMARY["islands"]["v6e"]
     made = {"v5p": {**v5p, "steps": 74, "joins": 1}, "v6e": {**v6e, "steps": 60}}
-    report = closing_report({**SUMMARY, "islands": made}, {}, FAULTS)
+    report = closing_report({**SUMMARY, "islands": made}, FAULTS)
     told = [line for line in report.splitlines() if "never struck" in line]
     assert told == [
         "the fault v5p@200:kill never struck: v5p made 74 steps",
@@ -272,7 +279,7 @@ def test_report_names_the_faults_that_never_struck():
     ]
     # It was killed before its report of step 200, and came back.
     made["v5p"] |= {"steps": 199, "joins": 2}
-    report = closing_report({**SUMMARY, "islands": made}, {}, FAULTS)
+    report = closing_report({**SUMMARY, "islands": made}, FAULTS)
     assert "v5p@200:kill never struck" not in report
 
 

@@ -73,6 +73,16 @@ def test_the_rates_are_those_of_the_bytes_that_are_sent():
         assert way.mean == pytest.approx(8e-9 * sent / 20 / 0.99, rel=0.02)
 
 
+def test_counts_of_use_are_bytes_of_a_delta():
+    config = CONFIG.replace("sync.weights_by_use", "rows")
+    config = config.replace("model.tied_embeddings", False)
+    codec, fragments = config.run.sync.codec_up, fragments_of(config)
+    octets = sum(payload_bytes(codec, fragments)) + 2 * config.run.model.vocab_size
+    network = planned(config).islands["small"].network
+    assert network.up.mean == pytest.approx(8e-9 * octets / 20 / 0.99)
+    assert network.up.mean > network.down.mean
+
+
 def test_nothing_is_lost_where_nothing_happens(calm):
     assert calm.run.goodput.goodput == 1.0
     per_day = 20_000 * 86400 * calm.run.goodput.goodput

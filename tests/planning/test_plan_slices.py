@@ -1,5 +1,6 @@
 """Programs for real slices: what is too large, what hosts fetch apart, packed rows."""
 
+import json
 import os
 import re
 import subprocess
@@ -140,3 +141,14 @@ def test_packed_rows_are_masked_by_the_kernel_and_by_no_square_of_positions():
     assert kernels
     assert all("segmented" in kernel for kernel in kernels), kernels
     assert not re.search(r"\[[\d,]*384,384\]", done.stdout)
+
+
+def test_the_page_lists_the_programs_with_one_key_of_jaxs_cache_on_all_hosts():
+    made = [sys.executable, "-m", "benchmarks.cache_keys"]
+    told = subprocess.run(
+        made, cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=280, check=True
+    )
+    page = (REPOSITORY / "docs" / "cloud.md").read_text()
+    rows = re.findall(r"^\| `(jit_.*?)` \| (all hosts|each host) \|", page, re.M)
+    listed = {name: "all" in who for names, who in rows for name in names.split("`, `")}
+    assert listed == json.loads(told.stdout)

@@ -38,6 +38,7 @@ from diloco_jax import before_jax, run_files, workdir
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.core.tiles import digest_arrays
+from diloco_jax.observability.failures import NotedFailure
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
@@ -65,6 +66,11 @@ BY_CHANCE = {
     "wrong": ["text"],
     "ignored_messages": {"message": 1},
     "tokens_lost": {"reason": 1},
+    "failures": [
+        NotedFailure(
+            who="a", incarnation=1, began=1.0, why="", ended=2.0, merged=3.0
+        ).told(0.0)
+    ],
 }
 
 
@@ -200,7 +206,8 @@ def test_the_files_of_a_run_are_what_they_were(recorded):
 
 
 def told(facts: dict[str, Any]) -> Any:
-    """The shape of a summary or a status, as if a slow machine had raised an alert."""
+    """The shape of a summary or a status, as if a slow machine had raised an
+    alert, and a connection had failed."""
     facts = {name: BY_CHANCE.get(name, value) for name, value in facts.items()}
     return shape(facts, open_at=("islands", "ignored_messages", "tokens_lost"))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import one_truth
 import pytest
 import support
 import tape_checks
@@ -99,6 +100,15 @@ def test_no_step_waited_for_a_dead_process(run, stall):
     longest_s = GAP_MEDIANS_MAX * a["median_step_seconds"] + stall.longest_s
     assert a["max_step_gap_seconds"] <= longest_s
     assert a["stalled_seconds"] <= STALLED_MAX * a["step_seconds"]
+
+
+def test_an_outage_has_one_length_and_goodput_one_value(run):
+    lengths = one_truth.check(run.workdir)
+    assert {name: len(found) for name, found in lengths.items()} == {
+        "b": 2,
+        "coordinator": 2,
+    }
+    assert lengths["coordinator"] == tape_checks.outage_seconds(run.tape)
 
 
 def test_no_version_goes_back(run):

@@ -43,7 +43,7 @@ def positions_by_island(tape) -> dict[str, np.ndarray]:
             "codec_down": "int8",
             "adopt": "overwrite",
             "fragments": 8,
-            "weights_by_use": True,
+            "weights_by_use": "rows",
         },
     ],
     ids=lambda sync: f"{sync['adopt']}-{sync['codec_up']}-{sync['codec_down']}",

@@ -110,7 +110,7 @@ def fetched_by_threads() -> list[int]:
         None,
         WAIT_S,
     )
-    receiver.fetch_all()
+    receiver.begin_join()()
     joined.set()
     for fragment in range(len(BEGIN)):
         receiver.want(Wanted(fragment, NEWEST))

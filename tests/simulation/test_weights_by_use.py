@@ -23,7 +23,7 @@ from diloco_jax.weights.first import first_pieces
 
 
 def by_use(text: str, **settings) -> Config:
-    config = make_config(text, weights_by_use=True, **settings)
+    config = make_config(text, weights_by_use="rows", **settings)
     return config.replace("model.tied_embeddings", False)
 
 
@@ -93,14 +93,14 @@ def test_a_row_that_no_text_has_keeps_its_first_bits(text) -> None:
     assert not used.all()
     np.testing.assert_array_equal(after[~used], before[~used])
     assert (after[used] != before[used]).any(axis=1).mean() > 0.9
-    plain = emulate(config.replace("sync.weights_by_use", False))
+    plain = emulate(config.replace("sync.weights_by_use", "none"))
     moved = plain.params["embedding"][:256] != before
     assert moved[~used].any(axis=1).all()
 
 
 def test_a_tied_table_keeps_the_islands_tokens(text) -> None:
     config = make_config(text, steps=8).replace("model.tied_embeddings", True)
-    on = config.replace("sync.weights_by_use", True)
+    on = config.replace("sync.weights_by_use", "rows")
     np.testing.assert_array_equal(
         emulate(on).params["embedding"], emulate(config).params["embedding"]
     )
@@ -108,5 +108,5 @@ def test_a_tied_table_keeps_the_islands_tokens(text) -> None:
 
 def test_a_laboratory_has_no_counts(text) -> None:
     config = by_use(text).replace("islands.b.batch_size", 4)
-    with pytest.raises(ConfigError, match=r"sync.weights_by_use = True, and a labor"):
+    with pytest.raises(ConfigError, match=r"weights_by_use = .rows., and a laboratory"):
         laboratory.run(config)

@@ -10,6 +10,7 @@ import tiny
 from begin_support import begun
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import reference_forward as reference
 
 from diloco_jax import cli

@@ -28,6 +28,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -87,10 +88,16 @@ class Publishes:
             path.unlink()
 
     def write(
-        self, fragment: int, version: Version, payload: Buffer, *, final: bool
+        self,
+        fragment: int,
+        version: Version,
+        payload: Buffer,
+        *,
+        final: bool,
+        unused: Mapping[int, bytes] = MappingProxyType({}),
     ) -> Prepared:
         """Write a publish; it is on disk when this returns. final: it belongs to the
-        flush. Raises OSError if the disk is full."""
+        flush. unused: `MergeResult.unused`. Raises OSError if the disk is full."""
         path = self.path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
@@ -101,6 +108,7 @@ class Publishes:
             "version": list(version),
             "final": final,
             "bytes": len(payload),
+            "unused": {number: bits.hex() for number, bits in unused.items()},
         }
         digest = files.write_sealed(path, header, [payload])
         return Prepared(digest=digest, payload_bytes=len(payload))
@@ -130,6 +138,11 @@ class Publishes:
             what = f"{path} has digest {found}, its record says {wanted}"
             raise _damaged(fragment, version, what)
         return made[0].data, bool(header["final"])
+
+    def unused(self, fragment: int, version: Version) -> dict[int, bytes]:
+        """Return `MergeResult.unused` of a publish that can be read."""
+        noted = files.read_sealed_header(self.path(fragment, version)).get("unused", {})
+        return {int(number): bytes.fromhex(bits) for number, bits in noted.items()}
 
     def require(self, fragment: int, version: Version) -> None:
         """Raise DurableError unless a committed publish is there, by its header."""
@@ -474,7 +487,12 @@ def restored(
             fragment, version, committed.digests.get(version.number), store.empty
         )
         store.replay(
-            fragment, version, payload, final=final, digested=version == through
+            fragment,
+            version,
+            payload,
+            final=final,
+            digested=version == through,
+            unused=publishes.unused(fragment, version),
         )
         store.put_aside(fragment, publishes.mapped)
         moved |= not final

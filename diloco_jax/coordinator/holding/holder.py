@@ -597,7 +597,11 @@ class StoreHolder(FragmentHolder):
 
         return repeat(
             lambda: self._publishes.write(
-                merge.fragment, merge.version, merged.payload, final=merge.final
+                merge.fragment,
+                merge.version,
+                merged.payload,
+                final=merge.final,
+                unused=merged.unused,
             ),
             trouble,
             self._closing.wait,

@@ -21,7 +21,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -307,6 +308,8 @@ class Store:
             layout = merge.layout_up
             zeros = np.zeros(layout.total_bytes, np.uint8)
             arrays = layout.unpack(zeros.data)
+            for counts in arrays[len(merge.pieces) :]:
+                counts[...] = 1  # A piece that is not used is not merged.
             for piece, array in zip(merge.pieces, arrays, strict=False):
                 own = Encoded(merge.up, piece.shape, [array], groups=piece.groups)
                 sampled(own, 0)
@@ -394,12 +397,15 @@ class Store:
         *,
         final: bool,
         digested: bool = False,
+        unused: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
         """Apply a logged publish after a crash (see `FragmentMerge.replay`). digested:
         no other follows, and the digest of Theta is made in the same pass."""
         current = self._fragments[fragment]
         merge, digest = self._merges[fragment], xxh3_128() if digested else None
-        current.state = merge.replay(current.state, payload, final=final, digest=digest)
+        current.state = merge.replay(
+            current.state, payload, final=final, digest=digest, unused=unused
+        )
         current.version, current.last = version, ()
         current.digest = named(digest) if digest is not None else ""
         current.publishes.append((version, payload))
@@ -529,6 +535,7 @@ def merges_of(run: RunConfig, plan: FragmentPlan) -> list[FragmentMerge]:
             down=get_codec(run.sync.codec_down),
             rule=MERGE_RULES.find(run.sync.merge),
             settings=outer_settings(run),
+            most=run.sync.weight_cap,
         )
         for pieces in plan.fragments
     ]
@@ -543,7 +550,8 @@ def weights_by(
 
     def weights_of(deltas: Sequence[Contribution], final: bool) -> list[float]:
         by = tokens if final else weighting
-        return capped([weight(by, d.tokens, d.steps) for d in deltas], most)
+        found = capped([weight(by, d.tokens, d.steps) for d in deltas], most)
+        return [*map(float, found)]
 
     return weights_of
 

@@ -179,8 +179,8 @@ export class Lanes {
 
   summary() {
     const lanes = this.view.lanes.slice(1);
-    const away = lanes.filter((lane) => lane.absent_s > 0);
-    const told = away.slice(0, 8).map((lane) => `${lane.name} for ${lane.absent_s} s`);
+    const away = lanes.filter((lane) => lane.away_s > 0);
+    const told = away.slice(0, 8).map((lane) => `${lane.name} for ${lane.away_s} s`);
     return `Lanes of the coordinator and ${lanes.length} islands over ` +
       `${duration(this.view.window[1] - this.view.window[0])}. ` +
       (told.length ? `Away: ${told.join(", ")}.` : "No island was away.");

@@ -5,9 +5,8 @@ import { statesOf } from "./lanes.js";
 
 const PARTS = {
   merged: "merged", open: "not merged yet", lost: "lost", stalled: "stalled",
-  compiling: "compiling", away: "away", slower: "slower steps",
+  away: "away", slower: "slower steps",
 };
-const TINTS = { compiling: "compiling" };
 
 export function drawNumbers(view) {
   const { status, run } = view;
@@ -40,7 +39,7 @@ export function drawNumbers(view) {
     ["tokens", `${count(status.tokens)} of ${count(status.total_tokens ?? run.total_tokens)}`],
     ["progress", percent(status.progress)],
     ["merges", count(status.merges)],
-    ["goodput of the run", status.goodput === undefined ? "–" : status.goodput.toFixed(3)],
+    ["goodput of the run", share(status.goodput)],
     ...(status.tokens_lost ? [["tokens lost", count(Object.values(status.tokens_lost).reduce((sum, lost) => sum + lost, 0))]] : []),
     over ? ["took", duration(status.wall_seconds)] : ["time left", left(view, status)],
     over ? ["islands", String(islands.length)] : ["islands", `${live.length} of ${Math.max(islands.length, run.expected.length)}`],
@@ -84,16 +83,17 @@ function loss(status) {
   return found;
 }
 
+const share = (goodput) => goodput === undefined ? "–" : goodput.toFixed(3);
+
 export function drawGoodput(view) {
-  const { goodput, parts, lost } = view.goodput;
+  const { parts, lost } = view.goodput;
   const at = (id) => document.getElementById(id);
-  at("goodput").textContent = percent(goodput);
+  at("goodput").textContent = share(parts.merged);
   const shown = Object.entries(PARTS).filter(([name]) => parts[name] > 0.0005);
-  const tint = (name) => colour(TINTS[name] ?? name);
   at("goodput-bar").replaceChildren(...shown.map(([name]) => {
     const part = make("span");
     part.style.width = `${100 * parts[name]}%`;
-    part.style.backgroundColor = tint(name);
+    part.style.backgroundColor = colour(name);
     return part;
   }));
   at("goodput-bar").setAttribute("aria-label",
@@ -101,7 +101,7 @@ export function drawGoodput(view) {
   const reasons = Object.entries(lost).map(([reason, tokens]) => `${reason}: ${count(tokens)} tokens`);
   at("goodput-parts").replaceChildren(...shown.map(([name, text]) => {
     const swatch = make("span", { className: "swatch" });
-    swatch.style.backgroundColor = tint(name);
+    swatch.style.backgroundColor = colour(name);
     return make("li", {}, swatch, text, make("b", { textContent: percent(parts[name]) }));
   }), ...(reasons.length ? [make("li", { className: "whole", textContent: `lost by reason: ${reasons.join(", ")}` })] : []));
 }
@@ -134,7 +134,7 @@ export function drawIslands(view, chosen, choose) {
     const cells = [lane.device, words[state] ?? state, count(lane.merged_tokens / seconds), loss === null ? "–" : loss.toFixed(3),
       ...(bits ? [loss === null ? "–" : (loss * bits).toFixed(3)] : []),
       count(lane.in_merges), merges ? percent(Math.min(1, lane.in_merges / merges)) : "–", percent(lane.merged_tokens / total),
-      lane.absent_s ? `${lane.absent_s} s` : "–", lane.lost_tokens ? count(lane.lost_tokens) : "–",
+      lane.away_s ? `${lane.away_s.toFixed(1)} s` : "–", lane.lost_tokens ? count(lane.lost_tokens) : "–",
       ...(used ? [percent(lane.mfu, 1)] : []), rate(lane.bytes_up), rate(lane.bytes_down)];
     const row = make("tr", { className: lane.name === chosen ? "chosen" : "" }, make("td", {}, swatch, button),
       ...cells.map((text, n) => make("td", { textContent: text, className: kind(n + 1) })));

@@ -10,11 +10,12 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
 
+from diloco_jax import compilation
 from diloco_jax.before_jax import libtpu_flags_in_force
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
@@ -34,6 +35,9 @@ from diloco_jax.models.model import Model, Params
 logger = logging.getLogger(__name__)
 
 Tree = TypeVar("Tree")
+Programs = Iterable[jax.stages.Lowered]
+Left = Callable[[int], object]
+"""Is told how many programs are left to compile."""
 
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 """Statuses of a failed compilation that another attempt may cure, as where a device or
@@ -73,9 +77,10 @@ def build_exchange(
     of zeros that lie as the real ones will."""
     plan, params = build_plan(run, model), trainer.zeros()
     uses = None
-    if any(piece.by_use for piece in plan.pieces):
-        shapes = use_shapes(model.uses, model.axes, params)
-        uses = UseCounts(plan, model.uses, shapes, trainer.mesh)
+    if paths := {"/".join(piece.path) for piece in plan.pieces if piece.by_use}:
+        counted = {path: use for path, use in model.uses.items() if path in paths}
+        shapes = use_shapes(counted, model.axes, params)
+        uses = UseCounts(plan, counted, shapes, trainer.mesh)
     return Exchange(plan, run.sync, params, trainer.anchor_memory, uses), params
 
 
@@ -84,10 +89,12 @@ def compile_ahead(
     exchange: Exchange,
     sequence_length: int,
     watched: WatchedModel | None = None,
+    left: Left = lambda _: None,
 ) -> None:
     """Compile everything that an island executes, and execute nothing.
 
-    watched: copies of the merged model, if the island evaluates that.
+    watched: copies of the merged model, if the island evaluates that. left: as for
+    `compile_each`.
 
     Raises ConfigError or NotCompiledError, as `compile_programs`.
     """
@@ -95,18 +102,30 @@ def compile_ahead(
     if watched is not None:
         programs.append(trainer.lower_eval(watched.params, sequence_length))
         programs += watched.lower_all()
-    compile_programs(itertools.chain(programs, exchange.lower_all()))
+    count = len(programs) + exchange.programs()
+    compile_programs(itertools.chain(programs, exchange.lower_all()), count, left)
 
 
-def compile_programs(lowered: Iterable[jax.stages.Lowered]) -> None:
-    """Compile programs, which stay compiled for their first execution.
+def compile_each(lowered: Programs, count: int, left: Left) -> None:
+    """Compile programs, which stay compiled for their first execution, or read them
+    from the cache.
+
+    count: of these and those that are compiled after them. left: called with the number
+    of those that are not compiled yet, before each.
+    """
+    for done, program in enumerate(lowered):
+        left(max(count - done, 0))
+        program.compile()
+
+
+def compile_programs(lowered: Programs, count: int, left: Left) -> None:
+    """Compile programs as `compile_each`.
 
     Raises NotCompiledError for a status that may pass, and ConfigError for whatever
     else does not compile: another attempt would not, either.
     """
     try:
-        for program in lowered:
-            program.compile()
+        compile_each(lowered, count, left)
     except jax.errors.JaxRuntimeError as error:
         if str(error).startswith(PASSING):
             raise NotCompiledError(
@@ -148,7 +167,7 @@ def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Tree) -> Tree:
 class Later:
     """Compiles programs in a thread of its own."""
 
-    def __init__(self, lowered: Iterable[jax.stages.Lowered]) -> None:
+    def __init__(self, lowered: Programs) -> None:
         """lowered: made and compiled one by one; they stay compiled for their first
         execution."""
         self._lowered = lowered
@@ -169,6 +188,7 @@ class Later:
                 if self._closed.is_set():
                     return
                 program.compile()
+            logger.info("all programs are there: %s", compilation.counted())
         except Exception as error:  # The loop meets it where it needs the program.
             logger.warning("a program that may be needed does not compile: %s", error)
         give_memory_back()

@@ -492,6 +492,12 @@ class Exchange:
         if self.uses is not None:
             yield from self.uses.lower_all()
 
+    def programs(self, *, seldom: bool = True) -> int:
+        """Return the number of programs that `lower_all` lowers, but those that count
+        uses."""
+        names = (n for s in self.one_of_each() for n in s.programs.names)
+        return sum(seldom or name in OFTEN for name in names)
+
     def held(self, fragment: int) -> Sequence[PieceState]:
         """Return what is held of the fragment; the caller changes nothing in it."""
         return self._states[fragment]

@@ -395,14 +395,15 @@ class Trainer:
 def use_shapes(
     uses: Mapping[str, Use], axes: Any, shapes: Any
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the counts of each tensor, [rows] or [layers, rows]; axes,
-    shapes: as `Model` has them."""
+    """Return the shape of the counts of each tensor: [rows], [layers, rows], or [1] of
+    one that is used as a whole; axes, shapes: as `Model` has them."""
     found = {}
-    for path in uses:
+    for path, use in uses.items():
         names, leaf = axes, shapes
         for key in path.split("/"):
             names, leaf = names[key], leaf[key]
-        found[path] = leaf.shape[: 1 + (names[:1] == (LAYERS,))]
+        rows = leaf.shape[: 1 + (names[:1] == (LAYERS,))]
+        found[path] = (1,) if use.as_one else rows
     return found
 
 
@@ -424,8 +425,8 @@ class UseCounts:
         """shapes: `use_shapes`."""
         self._pieces = [[p for p in of if p.by_use] for of in plan.fragments]
         self._uses = uses
-        self._total: dict[str, Any] = {
-            path: np.zeros(shape, np.uint32) for path, shape in shapes.items()
+        self._total: dict[Use, Any] = {
+            uses[path]: np.zeros(shape, np.uint32) for path, shape in shapes.items()
         }
         self._since = [self._total for _ in plan.fragments]
         self._before = list(self._since)
@@ -440,29 +441,31 @@ class UseCounts:
         """Count what a step uses. placed: the batch as it is on the devices."""
         rows = None
         total = dict(self._total)
-        for path, use in self._uses.items():
+        for use in total:
             if isinstance(use.counted, str):
-                total[path] = total[path] + metrics[use.counted]
+                total[use] = total[use] + metrics[use.counted]
                 continue
             if rows is None:
                 rows = _rows_here(batch, placed)
             for part in rows:
-                total[path] = total[path] + use.counted(part)
+                total[use] = total[use] + use.counted(part)
         self._total = total
 
     def take(self, fragment: int) -> tuple[jax.Array, ...]:
         """Return the encoded counts of a delta, by piece that has any, and begin those
         of the next."""
         since = self._since[fragment]
-        taken = []
+        taken, whole = [], dict[Use, jax.Array]()
         for piece in self._pieces[fragment]:
-            path = "/".join(piece.path)
-            counts = piece.uses_of(self._total[path] - since[path])
-            if isinstance(counts, np.ndarray):
-                counts = self._by_device(counts)
-            else:
-                counts = counts[None]
-            taken.append(in_turn(self._encode(counts)))
+            use = self._uses["/".join(piece.path)]
+            if (encoded := whole.get(use)) is None:
+                counts = piece.uses_of(self._total[use] - since[use])
+                here = isinstance(counts, np.ndarray)
+                laid = self._by_device(counts) if here else counts[None]
+                encoded = in_turn(self._encode(laid))
+            if use.as_one:
+                whole[use] = encoded
+            taken.append(encoded)
         self._before[fragment] = since
         self.restart(fragment)
         return tuple(taken)
@@ -478,7 +481,7 @@ class UseCounts:
     def lower_all(self) -> Iterator[jax.stages.Lowered]:
         """Lower what `take` executes, to be compiled."""
         counted = [
-            (p.shape[0], isinstance(self._uses["/".join(p.path)].counted, str))
+            (p.counts, isinstance(self._uses["/".join(p.path)].counted, str))
             for of in self._pieces
             for p in of
         ]

@@ -357,9 +357,14 @@ class Fetching:
         """Fragments of which a newer version is wanted than the island has, or any."""
 
     @property
+    def lacking(self) -> int:
+        """Number of fragments of which nothing was received."""
+        return len(self._wanted) - len(self._accepted)
+
+    @property
     def joined(self) -> bool:
         """True once every fragment was received."""
-        return len(self._accepted) == len(self._wanted)
+        return not self.lacking
 
     @property
     def lags(self) -> bool:
