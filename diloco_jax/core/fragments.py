@@ -353,11 +353,6 @@ def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
     return stacked
 
 
-def digest_all(digests: Iterable[str]) -> str:
-    """Return 16 hex digits over the digests of all fragments, in their order."""
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-
-
 def _deal(
     whole: Sequence[Piece],
     num_fragments: int,

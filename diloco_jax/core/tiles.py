@@ -214,3 +214,8 @@ def sha256_arrays(arrays: Iterable[Any]) -> str:
     for array in arrays:
         sha.update(np.ascontiguousarray(array).data)
     return sha.hexdigest()
+
+
+def digest_all(digests: Iterable[str]) -> str:
+    """Return 16 hex digits over the digests of all fragments, in their order."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
