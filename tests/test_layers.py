@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import re
 import subprocess
 import sys
@@ -35,9 +36,14 @@ MODULES = {
 IMPURE = {"asyncio", "logging", "socket", "ssl", "subprocess", "threading", "time"}
 
 
-def imported_modules(source: str, *, names: bool = False) -> Iterator[str]:
+@functools.cache
+def imported_modules(source: str, *, names: bool = False) -> tuple[str, ...]:
     """Dotted names of everything a module imports, at any depth of its code. names:
     also each name of a `from` import, which may be a module."""
+    return tuple(_imported(source, names))
+
+
+def _imported(source: str, names: bool) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
