@@ -118,7 +118,7 @@ def test_a_life_ends_when_it_was_last_heard_of(tmp_path, resumed, ended):
     who = {"island": "a", "incarnation": 1}
     joined = {"kind": "joined", **who, "tokens_per_step": 4}
     lines = [(0.0, {"kind": "begun"}), (1.0, joined)]
-    lines.append((4.0, {"kind": "absent", **who, "why": "silent"}))
+    lines.append((4.0, {"kind": "absent", **who, "why": "disconnected"}))
     if resumed:
         lines.append((6.0, {"kind": "resumed", **who, "steps": 3}))
     left = {"kind": "left", **who, "steps": 7, "reason": "died", "said": ""}
