@@ -267,7 +267,8 @@ class Failures:
         failure.why = ENDS.get(reason, failure.why) + said
 
     def _resumed(self, name: str, time: float) -> None:
-        failure, self._of(name).here = self._open.get(name), True
+        failure, known = self._open.get(name), self._of(name)
+        known.heard, known.here = time, True
         if failure is not None and not failure.replaced:
             failure.why += "; the same process is back"
             self._end(failure, time)

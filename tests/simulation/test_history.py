@@ -113,7 +113,7 @@ def test_tables_are_written_with_their_columns(recorded, tmp_path):
     assert head == "island,incarnation,began,first_step,ended,steps,end"
 
 
-@pytest.mark.parametrize(("resumed", "ended"), [(False, 4.0), (True, 9.0)])
+@pytest.mark.parametrize(("resumed", "ended"), [(False, 4.0), (True, 6.0)])
 def test_a_life_ends_when_it_was_last_heard_of(tmp_path, resumed, ended):
     who = {"island": "a", "incarnation": 1}
     joined = {"kind": "joined", **who, "tokens_per_step": 4}
