@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn
 
 from diloco_jax import commands, machine
 from diloco_jax.config.fields import positional
@@ -165,8 +165,6 @@ def fish(words: Mapping[str, Words]) -> str:
             lines.append(f"complete -c diloco -n '{seen}' {how}{values}")
     return "\n".join(lines)
 
-
-T = TypeVar("T")
 
 MEMBERS = ("coordinator", "island")
 """Commands that leave a run in order when asked to end."""

@@ -36,6 +36,8 @@ EVERYWHERE = {
     "environment": "software versions, devices, host, threads and processes",
     "eval_loss": "validation loss, nats per token",
     "eval_seconds": "time in validation",
+    "expert_loads": "[metrics](../docs/metrics.md#metricsjsonl)",
+    "experts": "[metrics](../docs/metrics.md#metricsjsonl)",
     "final": "true if it belongs to the flush",
     "fingerprint": "hash of all that islands must agree on",
     "first_step_unix": "when it made its first step",

@@ -243,7 +243,7 @@ class Roster:
         """Replace the files, each atomically."""
         assert self._path is not None
         beside = self._path.with_name(run_files.FAILURES)
-        for path, held in ((beside, self.failures.kept()), (self._path, self.members)):
+        for path, held in ((beside, self.failures.kept), (self._path, self.members)):
             scratch = path.with_suffix(".tmp")
             with naming(path):
                 scratch.write_bytes(msgspec.msgpack.encode(held))

@@ -410,6 +410,7 @@ class Service(Handlers):
             "step": message.steps,
             "loss": json_number(measures.loss),
             "loss_by_source": self._by_source(measures),
+            "adoption_loss": json_number(measures.adoption_loss),
             "eval_loss": json_number(measures.eval_loss),
             "learning_rate": measures.learning_rate,
             "median_step_seconds": measures.median_step_seconds,

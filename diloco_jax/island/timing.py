@@ -77,6 +77,9 @@ class Timing:
         """Sums of losses and of weights of each source's last steps."""
         self._losses_by_source: list[float] = []
         """Their means: every boundary asks for them."""
+        self._at_adoptions: collections.deque[float] = collections.deque(
+            maxlen=LOSS_STEPS
+        )
         self._predicted = 0.0
         self._steps = self._skipped = 0
         self._first_unix = self._last_unix = 0.0
@@ -131,9 +134,14 @@ class Timing:
         """
         self._boundary, self._evaluated_in_gap = self._clock(), 0.0
 
-    def loss(self, value: float, predicted: float = 0.0) -> None:
+    def loss(
+        self, value: float, predicted: float = 0.0, *, adopted: bool = False
+    ) -> None:
         """Note the training loss of a step, in nats per token, and the sum of the
-        weights of its predictions, 0 if it is not known."""
+        weights of its predictions, 0 if it is not known. adopted: a fragment was
+        adopted since the step before."""
+        if adopted and self._losses:
+            self._at_adoptions.append(value - self._losses[-1])
         self._losses.append(value)
         self._predicted += predicted
 
@@ -166,8 +174,9 @@ class Timing:
             data_seconds=self._read,
             eval_seconds=self._evaluated,
             compile_seconds=self._compile_seconds,
-            loss=statistics.fmean(self._losses) if self._losses else math.nan,
+            loss=_mean_of(self._losses),
             losses_by_source=tuple(self._losses_by_source),
+            adoption_loss=_mean_of(self._at_adoptions),
             eval_loss=self.eval_loss,
             watched_cycle=self.watched[0],
             watched_loss=self.watched[1],
@@ -182,6 +191,10 @@ class Timing:
             return 0.0
         low, high = self._sorted[half + odd - 1], self._sorted[half]
         return (low + high) / 2
+
+
+def _mean_of(values: Collection[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
 
 
 def mean(sums: Collection[tuple[float, float]]) -> float:

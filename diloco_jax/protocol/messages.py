@@ -395,6 +395,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     losses_by_source: Annotated[tuple[float, ...], Meta(max_length=MAX_SOURCES)] = ()
     """The same of each source of a mixture, over the last few steps that had rows of
     it; NaN if none had."""
+    adoption_loss: float = float("nan")
+    """Training loss of the first step after an adoption less that of the step before
+    it, mean over the last few adoptions."""
     eval_loss: float = float("nan")
     watched_cycle: Count = 0
     """Cycle of the merged model that was evaluated last; 0: none yet."""
