@@ -133,15 +133,15 @@ def test_it_steps_to_the_end_and_leaves_when_the_run_is_finished(loop):
 
 
 @pytest.mark.parametrize(
-    ("fault", "median_s", "data_s"),
-    [("a@0:slow3", 3.0, 0.0), ("a@0:starve0.5", 1.5, 0.5)],
+    ("fault", "sleeps", "median_s", "data_s"),
+    [("a@0:slow3", 1, 3.0, 0.0), ("a@0:starve0.5", 2, 1.5, 0.5)],
 )
 def test_a_step_that_is_slowed_is_told_from_a_batch_that_is_late(
-    fault, median_s, data_s, loop
+    fault, sleeps, median_s, data_s, loop
 ):
     loop, network = loop
     loop.faults = parse_faults([fault], ["a"])
-    network.at = {2 * STEPS: lambda: says.finished(network.mailbox)}
+    network.at = {sleeps * STEPS: lambda: says.finished(network.mailbox)}
     loop.run()
     measures = network.mailbox.status().measures
     assert measures.median_step_seconds == pytest.approx(median_s)
