@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import grain
 import numpy as np
 
 from diloco_jax.config import ConfigError, RunConfig
@@ -46,6 +45,9 @@ class GlobalIndex:
     """Rows of one source by position, without a table in memory."""
 
     def __init__(self, source: Source, seed: int) -> None:
+        # It takes as long as jax to import, and the coordinator draws no rows.
+        import grain
+
         self._source = source
         rows = grain.MapDataset.range(len(source)).seed(seed)
         self._order = rows.shuffle().repeat()

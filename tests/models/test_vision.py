@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import (
+    Config,
     ConfigError,
     DataConfig,
     IslandConfig,
@@ -25,6 +26,7 @@ from diloco_jax.coordinator.holding.store import merges_of
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
+from diloco_jax.island.joined import JoinedHost
 from diloco_jax.models import transformer, vision
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.flops import analytic_flops, pictures_note, product_flops
@@ -228,6 +230,12 @@ def test_who_had_no_pictures_weighs_nothing_in_the_tower():
         assert np.array_equal(of[0], of[1]) == np.array_equal(of[2], of[3]) == seen
 
 
+def test_a_train_loop_of_a_users_own_counts_no_pictures():
+    config, like = Config(run=RunConfig(model=TINY)), {"x": np.zeros(2, np.float32)}
+    with pytest.raises(ConfigError, match=r"weights_by_use = 'parts'.* = 'none'"):
+        JoinedHost(config, "a", "127.0.0.1:1", like, None)
+
+
 @pytest.mark.parametrize(
     "train", [("decoder",), ("connector", "decoder"), ("tower", "connector")]
 )
@@ -241,7 +249,8 @@ def test_what_stays_as_it_is_makes_no_parameters(train):
         lambda leaf: leaf.shape, model.shapes()
     )
     assert {*model.frozen.shapes} == {*rest}
-    assert {path.split("/")[0] for path in model.uses} == {*train} - {"decoder"}
+    counted = {path.split("/")[0] for path in model.uses}
+    assert counted & {*vision.PARTS} == {*train} - {"decoder"}
     loss, _ = jax.jit(model.loss)(own, batch, rest)
     np.testing.assert_allclose(loss, jax.jit(plain.loss)(params, batch)[0], rtol=1e-6)
 
