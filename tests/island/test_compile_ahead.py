@@ -135,5 +135,6 @@ def test_what_does_not_compile_is_said_and_ends_nothing(caplog):
     later = Later([Refused("too large")])
     later._thread.join(PATIENCE_S)
     later.close(PATIENCE_S)
-    (said,) = (r for r in caplog.records if r.levelname == "WARNING")
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
     assert "does not compile: too large" in said.getMessage()
