@@ -194,7 +194,7 @@ def behind_link(options: argparse.Namespace) -> int:
         with pinned_run(config, folder, within=made.within) as run:
             for incarnation in (1, 2):
                 if incarnation == 2:
-                    shutil.rmtree(folder / "a")
+                    shutil.rmtree(folder / "a", ignore_errors=True)
                     made.limit(8 * 4 * parameters / FETCH_S)
                 began = time.time()
                 run.island("a", None, incarnation)
