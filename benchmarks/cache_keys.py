@@ -11,11 +11,13 @@ if the hosts' keys are equal. Cost: some 20 seconds.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from typing import Any, NoReturn
+from unittest import mock
 
 from diloco_jax.config import IslandConfig, RunConfig, SyncConfig
 from diloco_jax.planning.compiling import environment_of
@@ -58,13 +60,8 @@ def keys(host: int) -> dict[str, list[str]]:
     from diloco_jax.planning.compiling import _devices, _kinds
 
     whole = slice_of("a", ISLAND)
-    jax.process_index = lambda *of: host  # type: ignore[assignment]
-    jax.process_count = lambda *of: whole.hosts  # type: ignore[assignment]
     devices = _devices(whole)
     run = RunConfig(sequence_length=16, sync=SyncConfig(fragments=2))
-    model, trainer = build_trainer(run, ISLAND, devices)
-    state = trainer.abstract_state()
-    kinds = _kinds(run, ISLAND, build_plan(run, model), state)
     own = devices[CHIPS_PER_HOST * host]
     assert own.process_index == host
     alone = jax.jit(
@@ -72,7 +69,7 @@ def keys(host: int) -> dict[str, list[str]]:
         static_argnums=0,
         out_shardings=jax.sharding.SingleDeviceSharding(own),
     )
-    found = collections.defaultdict(list)
+    found: dict[str, list[str]] = collections.defaultdict(list)
 
     def asked(
         backend: Any, module: Any, used: Any, options: Any, *of: Any, **others: Any
@@ -81,13 +78,19 @@ def keys(host: int) -> dict[str, list[str]]:
         found[name].append(key)
         raise AskedError
 
-    compiler.compile_or_get_cached = asked
-    pieces = [kind.lower(name) for kind in kinds for name in kind.names]
-    for program in [*trainer.lower_all(run.sequence_length), *pieces, alone.lower(7)]:
-        try:
-            program.compile()
-        except AskedError:
-            continue
+    with (
+        mock.patch.object(jax, "process_index", lambda *of: host),
+        mock.patch.object(jax, "process_count", lambda *of: whole.hosts),
+        mock.patch.object(compiler, "compile_or_get_cached", asked),
+    ):
+        model, trainer = build_trainer(run, ISLAND, devices)
+        state = trainer.abstract_state()
+        kinds = _kinds(run, ISLAND, build_plan(run, model), state)
+        pieces = [kind.lower(name) for kind in kinds for name in kind.names]
+        steps = trainer.lower_all(run.sequence_length)
+        for program in [*steps, *pieces, alone.lower(7)]:
+            with contextlib.suppress(AskedError):
+                program.compile()
     return found
 
 
