@@ -79,8 +79,8 @@ def keys(host: int) -> dict[str, list[str]]:
         raise AskedError
 
     with (
-        mock.patch.object(jax, "process_index", lambda *of: host),
-        mock.patch.object(jax, "process_count", lambda *of: whole.hosts),
+        mock.patch.object(jax, "process_index", return_value=host),
+        mock.patch.object(jax, "process_count", return_value=whole.hosts),
         mock.patch.object(compiler, "compile_or_get_cached", asked),
     ):
         model, trainer = build_trainer(run, ISLAND, devices)
