@@ -191,7 +191,9 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
             picture_tokens=run.data.picture_tokens,
             picture_token=run.data.picture_token,
         )
-        run = RunConfig(model=run.model, data=data, inner=inner)
+        # The length bounds the pictures that a delta may count.
+        length = run.sequence_length
+        run = RunConfig(model=run.model, data=data, inner=inner, sequence_length=length)
     alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
     return _trainer_of(run, alike)
 
