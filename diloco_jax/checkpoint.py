@@ -4,6 +4,8 @@ A checkpoint is a numbered folder with trees of arrays and a JSON object. It app
 under its number only when all of it is written. Folders are local, or
 gs://BUCKET/FOLDER, not s3://. Several hosts write one checkpoint together, each the
 shards that it holds; the reader may have another mesh and another number of hosts.
+
+orbax takes as long as jax to import, and islands alone need it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,9 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from etils.epath import Path as Folder
 
@@ -32,6 +33,9 @@ from diloco_jax.config import (
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import is_bucket, sync_path
 from diloco_jax.models.build import other_model
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 ISLANDS = "islands"
 
@@ -60,6 +64,8 @@ def open_folder(
     hosts: number of hosts that write and read each checkpoint together, as processes of
     one `jax.distributed` world. A writer removes the unfinished checkpoints it finds.
     """
+    import orbax.checkpoint as ocp
+
     logging.getLogger("absl").setLevel(logging.ERROR)
     folder = epath.Path(folder)
     if not is_bucket(str(folder)):  # etils would make a bucket's path a local one.
@@ -92,6 +98,8 @@ def save(
 
     A failure leaves nothing of the checkpoint in a local folder. A full disk raises an
     OSError that names the folder."""
+    import orbax.checkpoint as ocp
+
     arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
     args = ocp.args.Composite(**arrays, facts=ocp.args.JsonSave(facts))
     local = not is_bucket(str(manager.directory))
@@ -140,12 +148,16 @@ def restore(
 ) -> Any:
     """Return one tree of arrays of a checkpoint, shaped and placed as in `like` (None:
     as they were saved)."""
+    import orbax.checkpoint as ocp
+
     args = ocp.args.Composite(**{name: ocp.args.StandardRestore(like)})
     return _read(manager, number, args)[name]
 
 
 def read_facts(manager: ocp.CheckpointManager, number: int) -> dict[str, Any]:
     """Return the JSON object of a checkpoint."""
+    import orbax.checkpoint as ocp
+
     args = ocp.args.Composite(facts=ocp.args.JsonRestore())
     facts: dict[str, Any] = _read(manager, number, args)["facts"]
     return facts

@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn
 
 from diloco_jax import commands, machine
 from diloco_jax.config.fields import positional
@@ -166,11 +166,9 @@ def fish(words: Mapping[str, Words]) -> str:
     return "\n".join(lines)
 
 
-T = TypeVar("T")
-
 MEMBERS = ("coordinator", "island")
 """Commands that leave a run in order when asked to end."""
-LASTING = ("run", "chaos", "worker", *MEMBERS)
+LASTING = ("run", "rehearse", "chaos", "worker", *MEMBERS)
 """Commands that go on if nobody reads their output any more."""
 THREADED = {"run": 2, "chaos": 2, "coordinator": 1, "worker": 1, "island": 1}
 """Commands of many threads, with the number of processes that they become at least."""
@@ -261,17 +259,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         return _fail("interrupted", EXIT_FAILED)
 
 
-def replay_command(arguments: Sequence[str]) -> int:
-    """Run `diloco replay WORKDIR [--until MERGE] [--json]`."""
-    from diloco_jax.before_jax import skip_absent_tpu
-
-    # Before anything imports jax.
-    skip_absent_tpu()
-    from diloco_jax.simulation import commands
-
-    return commands.replay_command(arguments)
-
-
 def _of(module: str, function: str) -> Callable[[Sequence[str]], int]:
     """Return a command whose module is imported when it runs."""
 
@@ -359,9 +346,14 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "virtual time: what fleets would do",
     ),
     "replay": (
-        replay_command,
+        _of("diloco_jax.simulation.commands", "replay_command"),
         "WORKDIR [--until MERGE] [--json]",
         "repeats a recorded run from its tape and compares every merge",
+    ),
+    "fork": (
+        commands.fork_command,
+        "WORKDIR --at MERGE [--workdir DIR] [--json] [options]",
+        "repeats a recorded run up to a merge, and goes on under other settings",
     ),
     "plan": (
         commands.plan_command,
@@ -372,6 +364,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         commands.launch_command,
         "CONFIG --on sky|gke|tpu_vm [--action create|stop|delete|...] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
+    ),
+    "rehearse": (
+        commands.rehearse_command,
+        "CONFIG [--on sky|gke|tpu_vm] [--max-minutes N] [--max-price N] [options]",
+        "the first hour: tries what the plan of CONFIG assumes; a page, and what to "
+        "change",
     ),
     "data": (
         _of("diloco_jax.data.commands", "data_command"),

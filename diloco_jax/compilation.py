@@ -181,7 +181,8 @@ def _have_every_host_write() -> None:
         key: str, seconds: float, name: str, backend: Any, made: Any, *callbacks: Any
     ) -> None:
         with contextlib.suppress(OSError):
-            entry = f"{jax.config.jax_compilation_cache_dir}/{key}{ENTRY}"
+            folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+            entry = f"{folder}/{key}{ENTRY}"
             if os.stat(entry).st_mtime < time.time() - seconds:  # Not another's by now.
                 os.unlink(entry)
         # Older versions of jax tell of callbacks, too.

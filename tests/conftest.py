@@ -59,6 +59,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(map(item.get_closest_marker, long)))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave out of collections of garbage what all tests share: most of them collect
+    little else, and each file ends with one."""
+    gc.collect()
+    gc.freeze()
+
+
 @functools.cache
 def text_of(path: Path) -> str:
     """Return what a file of tests holds."""

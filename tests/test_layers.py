@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import re
 import subprocess
 import sys
@@ -35,9 +36,14 @@ MODULES = {
 IMPURE = {"asyncio", "logging", "socket", "ssl", "subprocess", "threading", "time"}
 
 
-def imported_modules(source: str, *, names: bool = False) -> Iterator[str]:
+@functools.cache
+def imported_modules(source: str, *, names: bool = False) -> tuple[str, ...]:
     """Dotted names of everything a module imports, at any depth of its code. names:
     also each name of a `from` import, which may be a module."""
+    return tuple(_imported(source, names))
+
+
+def _imported(source: str, names: bool) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -228,9 +234,10 @@ def test_policies_have_no_arrays() -> None:
     assert is_allowed("numpy", "core")
 
 
-def test_a_config_is_read_without_jax() -> None:
+def test_a_config_is_read_and_a_run_started_and_asked_without_jax() -> None:
     code = (
-        "import dataclasses, sys; from diloco_jax.config.loading import read_config; "
+        "import dataclasses, sys, diloco_jax.cluster.run, diloco_jax.cluster.status; "
+        "from diloco_jax.config.loading import read_config; "
         "from diloco_jax.config.options import parse_with_config; "
         "NoOptions = dataclasses.make_dataclass('NoOptions', ()); "
         "config, overrides = read_config(sys.argv[1]), ['--sync.merge', 'mean']; "

@@ -108,10 +108,12 @@ def rows(found: Sequence[StrikeOutcome]) -> list[tuple[str, ...]]:
 
 
 def write_plot(found: Sequence[StrikeOutcome], workdir: Path, path: Path) -> None:
-    """Plot the run's timeline, with a line where each strike began."""
+    """Plot the run's timeline, with a mark where each strike began."""
     history = read_history(workdir)
-    axes = history.plot_timeline()
     began = next((r["time"] for r in read_tape(workdir / run_files.TAPE)), 0.0)
+    made = (*history.steps["time"], *history.merges["time"])
+    end = max(1.0, *made, *(o.time - began for o in found))
+    axes = history.plot_timeline(end=float(end))
     lanes = {COORDINATOR: 0} | {name: n for n, name in enumerate(history.islands, 1)}
     for o in (o for o in found if o.who in lanes):
         axes.plot(o.time - began, lanes[o.who] - 0.42, "v", color="red", ms=7)

@@ -42,7 +42,6 @@ from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
 from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.journal import Recovered
-from diloco_jax.core.inner import learning_rate
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import is_bucket, write_json
@@ -285,6 +284,8 @@ def tell_extended(config: Config, workdir: Path, console: Console) -> None:
     done, total = summary.get("tokens", 0), config.run.total_tokens
     if summary.get("phase") != "done" or done >= total:
         return
+    from diloco_jax.core.inner import learning_rate  # It imports jax.
+
     inner = config.run.inner
     say(
         console,

@@ -47,7 +47,8 @@ from diloco_jax.coordinator.lead import Engine, EngineThread, Sessions
 from diloco_jax.coordinator.service import Likeness
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import WorkersHolder, has_result
-from diloco_jax.core.fragments import FragmentPlan, digest_all
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.tiles import digest_all
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator import anchors, members, recovery, steering

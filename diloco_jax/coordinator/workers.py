@@ -33,8 +33,8 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
 )
 from diloco_jax.coordinator.holding.holder import FragmentHolder, Tell
 from diloco_jax.coordinator.settings import own_tls
-from diloco_jax.core.fragments import FragmentPlan, digest_all
-from diloco_jax.core.tiles import digest_arrays
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.tiles import digest_all, digest_arrays
 from diloco_jax.files import is_bucket, write_json
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (

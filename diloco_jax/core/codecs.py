@@ -110,8 +110,6 @@ def encode_with_feedback(
 
 EXACT_BITS = 11
 """Bits of a count that are kept."""
-USE_BYTES = 2
-"""Bytes of a count."""
 
 
 @compiled()

@@ -34,16 +34,16 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.codecs import USE_BYTES, Codec
-from diloco_jax.core.kernels import ArrayLike
-from diloco_jax.core.tiles import TileGrid, ballot_bytes
+from diloco_jax.core.tiles import USE_BYTES, TileGrid, ballot_bytes
+
+if TYPE_CHECKING:
+    from diloco_jax.core.codecs import Codec
+    from diloco_jax.core.kernels import ArrayLike
 
 MOST_STRIPES = 256
 ALIGNED = (8, 128)
@@ -110,11 +110,19 @@ class Bands:
 
     def concatenate(self, bands: Sequence[ArrayLike]) -> ArrayLike:
         """Return the tensor of all its bands, in their order; numpy's of numpy's."""
-        xp: Any = np if all(isinstance(x, np.ndarray) for x in bands) else jnp
-        whole: ArrayLike = self.joined(
-            xp.concatenate([self.striped(x) for x in bands], axis=self.axis)
-        )
+        parts = [self.striped(x) for x in bands]
+        whole: ArrayLike = self.joined(_numpy_of(bands).concatenate(parts, self.axis))
         return whole
+
+
+def _numpy_of(arrays: Sequence[ArrayLike]) -> Any:
+    """Return numpy if all are its arrays, or else jax's: whoever has no others needs no
+    jax, which takes as long to import as all the rest of a command."""
+    if all(isinstance(x, np.ndarray) for x in arrays):
+        return np
+    import jax.numpy
+
+    return jax.numpy
 
 
 Params = dict[str, Any]
@@ -125,6 +133,7 @@ WAYS = ("size", "layer", "tensor")
 LAYERS = "layers"
 VOCAB = "vocab"
 EXPERT = "expert"
+ROUTER = "router"
 
 EVEN = 1.15
 """Size of the largest fragment over the mean, up to which fragments count as even."""
@@ -155,6 +164,9 @@ class Piece:
     expert: bool = dataclasses.field(default=False, kw_only=True)
     """True if its first axis, or that of the tensor that it is a band of, is one of
     experts: most rules merge it by weighted mean, however many it has."""
+    router: bool = dataclasses.field(default=False, kw_only=True)
+    """True if one of its axes is that of a router's choices: a merge measures how far
+    the islands' are apart."""
     groups: int = dataclasses.field(default=1, kw_only=True)
     """Parts along the first axis, a row each, that have nothing in common: experts. No
     tile has two of them."""
@@ -262,7 +274,8 @@ def plan_fragments(
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
       axes: the same nesting; leaves are tuples with the logical name (or None) of
         every axis. A leading "layers" makes one piece per layer, "expert" first or
-        after it makes groups, and "vocab" anywhere marks an embedding.
+        after it makes groups, "vocab" anywhere marks an embedding, and "router" a
+        router.
       num_fragments: P.
       by: the unit dealt out. "size": each piece by itself. "layer": all pieces of a
         layer (of one index, in every stack) together, each tensor outside the layers
@@ -341,15 +354,8 @@ def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
             node[path[-1]] = value
         else:
             node.setdefault(path[-1], []).append(value)
-    stacked: Params = jax.tree.map(
-        _stack, params, is_leaf=lambda x: isinstance(x, list)
-    )
+    stacked: Params = _stacked(params)
     return stacked
-
-
-def digest_all(digests: Iterable[str]) -> str:
-    """Return 16 hex digits over the digests of all fragments, in their order."""
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
 def _deal(
@@ -450,14 +456,18 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
     own, expert = shape[layered:], _is_expert(axes[layered:])
     groups = own[0] if expert else 1
     for layer in range(shape[0]) if layered else (-1,):
-        yield Piece(path, layer, own, embedding, expert=expert, groups=groups)
+        yield Piece(
+            *(path, layer, own, embedding),
+            expert=expert,
+            router=ROUTER in axes,
+            groups=groups,
+        )
 
 
-def _stack(leaf: Any) -> Any:
-    if not isinstance(leaf, list):
-        return leaf
-    xp = np if all(isinstance(x, np.ndarray) for x in leaf) else jnp
-    return xp.stack(leaf)
+def _stacked(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _stacked(value) for key, value in node.items()}
+    return _numpy_of(node).stack(node) if isinstance(node, list) else node
 
 
 Buffer = bytes | bytearray | memoryview

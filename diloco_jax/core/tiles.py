@@ -121,6 +121,8 @@ class TileGrid:
         return x
 
 
+USE_BYTES = 2
+"""Bytes of a count of use; all counts of a piece lie in one tile."""
 DIGEST_BYTES = 32
 
 
@@ -212,3 +214,8 @@ def sha256_arrays(arrays: Iterable[Any]) -> str:
     for array in arrays:
         sha.update(np.ascontiguousarray(array).data)
     return sha.hexdigest()
+
+
+def digest_all(digests: Iterable[str]) -> str:
+    """Return 16 hex digits over the digests of all fragments, in their order."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]

@@ -179,6 +179,8 @@ def test_every_page_and_table_tells_the_same_of_a_run(tmp_path):
         files[which].append(line)
         if line["time"] < BEGIN + 88:
             roster.save()
+    for file in files.values():
+        file.close()
     names = run.names
     islands = {n: {"away_seconds": roster.failures.away_seconds(n, 0.0)} for n in names}
     told = {"failures": [one.told(BEGIN) for one in roster.failures]}

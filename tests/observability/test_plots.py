@@ -41,6 +41,7 @@ def history(count: int = 20, **changes) -> History:
             ("c", 1, 0.0, 0.0, 5.0, 5, "died"),
             ("c", 2, 10.0, 12.0, 18.0, 6, "finished"),
         ],
+        "outages": [("c", 1, 5.0, 12.0, "its machine was taken away")],
         "evaluations": [(2.0, 1, 4.5)],
     }
     return dataclasses.replace(of_rows(("a", "b", "c"), rows), **changes)
@@ -74,8 +75,8 @@ def test_the_title_of_a_timeline_says_who_was_away():
 
 
 def test_without_an_absence_it_says_how_many_islands_and_merges():
-    lives = table(COLUMNS["lives"], [("a", 1, 0.0, 0.0, 20.0, 20, "finished")])
-    recorded = history(lives=lives, recorded=True).plot_timeline()
+    none = table(COLUMNS["outages"], [])
+    recorded = history(outages=none, recorded=True).plot_timeline()
     assert recorded.get_title("left") == "3 islands, 1 merge"
     assert recorded.get_xlabel() == "seconds since the run began"
 

@@ -25,8 +25,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import main, snapshots
 from diloco_jax.coordinator.holding.fragment_snapshots import make_store
-from diloco_jax.core.fragments import digest_all
-from diloco_jax.core.tiles import digest_arrays
+from diloco_jax.core.tiles import digest_all, digest_arrays
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build, build_plan

@@ -42,8 +42,8 @@ from diloco_jax.coordinator.snapshots import (
     states,
     versions,
 )
-from diloco_jax.core.fragments import digest_all
 from diloco_jax.core.inner import learning_rate
+from diloco_jax.core.tiles import digest_all
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.source import Shares
 from diloco_jax.models.model import split_batch

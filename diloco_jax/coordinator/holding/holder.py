@@ -48,8 +48,8 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import DurableError
 from diloco_jax.coordinator.watchdog import given_up
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
-from diloco_jax.core.fragments import Params, digest_all
-from diloco_jax.core.tiles import sha256_arrays
+from diloco_jax.core.fragments import Params
+from diloco_jax.core.tiles import digest_all, sha256_arrays
 from diloco_jax.errors import remedy
 from diloco_jax.faults import Faults
 from diloco_jax.machine import give_memory_back
@@ -190,6 +190,8 @@ class PreparedMerge(NamedTuple):
             seconds=self.seconds,
             measures=self.merged.measures._asdict(),
             directions=self.merged.directions,
+            experts=self.merged.routing.measures,
+            expert_loads=self.merged.routing.loads,
         )
 
 

@@ -52,13 +52,12 @@ from diloco_jax.core.fragments import (
     Params,
     Part,
     PayloadLayout,
-    digest_all,
     from_pieces,
     get_piece,
 )
 from diloco_jax.core.kernels import Passes
 from diloco_jax.core.merging import Encoded, capped, rule_for, tokens, weight
-from diloco_jax.core.tiles import digest_arrays, named
+from diloco_jax.core.tiles import digest_all, digest_arrays, named
 from diloco_jax.protocol.messages import Contribution, Version
 from diloco_jax.wire.bulk import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
