@@ -408,12 +408,14 @@ class Receiver(NetworkThreads):
         any WireError once the mailbox says that the island must end.
         """
         began, pool = time.monotonic(), ThreadPoolExecutor(JOIN_FETCHES, "join")
+        landed = self._fetcher.landed
         self._left(self._count)
         coming = [pool.submit(self._join_next, began) for _ in range(self._count)]
         pool.shutdown(wait=False)
 
         def joined() -> list[Version]:
-            for arrival in (arrivals := [one.result() for one in coming]):
+            # Those that came while it compiled land while the last ones come.
+            for arrival in (arrivals := [landed(one.result()) for one in coming]):
                 self._mailbox.arrivals.put(arrival)
             return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 

@@ -103,7 +103,7 @@ def fetched_by_threads() -> list[int]:
 
     lanes = SimpleNamespace(dealt=(0,) * len(BEGIN))
     receiver = Receiver(
-        cast(Any, SimpleNamespace(fetch=fetch, lanes=lanes)),
+        cast(Any, SimpleNamespace(fetch=fetch, landed=lambda of: of, lanes=lanes)),
         Mailbox(),
         Deadlines(WAIT_S),
         BEGIN,
