@@ -64,6 +64,8 @@ SYNCHRONOUS: dict[str, Any] = {
     "codec_down": "bf16",
 }
 """All islands merge everything at once, and wait for it."""
+MIXTURE = "mixture of experts"
+"""Its rows: data-parallel, and 8 islands."""
 INT2: dict[str, Any] = {"codec_up": "int2", "codec_down": "int2"}
 
 
@@ -74,6 +76,7 @@ def rows(size: Size) -> Iterator[Row]:
         *_islands(size),
         *_merging(size),
         *_by_use(size),
+        *_mixtures(size),
         *_codecs(size),
         *_adoption(size),
         *schedules(size),
@@ -242,6 +245,34 @@ def _by_use(size: Size) -> Iterator[Row]:
             config=config(size, weights_by_use="rows"),
             options=network(2, out_of_phase=False, unlike_shards=bool(more)),
         )
+
+
+def _mixtures(size: Size) -> Iterator[Row]:
+    """A mixture with as many active parameters, but for its routers, at the dense
+    model's learning rates; what is asked is whether its gap is the dense model's."""
+    model = dataclasses.replace(
+        size.model,
+        experts=8,
+        experts_per_token=2,
+        expert_dim=size.model.mlp_dim // 2,
+        balance_loss=0.01,
+    )
+    own = dataclasses.replace(size, model=model)
+    base = f"{MIXTURE}, data-parallel"
+    yield Row(
+        name=base,
+        group=MIXTURE,
+        plain=True,
+        against="data-parallel",
+        config=plain(own, size.sequences),
+    )
+    yield Row(
+        name=f"{MIXTURE}, 8 islands",
+        group=MIXTURE,
+        against=base,
+        config=config(own),
+        options=network(2),
+    )
 
 
 def _codecs(size: Size) -> Iterator[Row]:

@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn
 
 from diloco_jax import commands, machine
 from diloco_jax.config.fields import positional
@@ -166,11 +166,9 @@ def fish(words: Mapping[str, Words]) -> str:
     return "\n".join(lines)
 
 
-T = TypeVar("T")
-
 MEMBERS = ("coordinator", "island")
 """Commands that leave a run in order when asked to end."""
-LASTING = ("run", "chaos", "worker", *MEMBERS)
+LASTING = ("run", "rehearse", "chaos", "worker", *MEMBERS)
 """Commands that go on if nobody reads their output any more."""
 THREADED = {"run": 2, "chaos": 2, "coordinator": 1, "worker": 1, "island": 1}
 """Commands of many threads, with the number of processes that they become at least."""
@@ -372,6 +370,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         commands.launch_command,
         "CONFIG --on sky|gke|tpu_vm [--action create|stop|delete|...] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
+    ),
+    "rehearse": (
+        commands.rehearse_command,
+        "CONFIG [--on sky|gke|tpu_vm] [--max-minutes N] [--max-price N] [options]",
+        "the first hour: tries what the plan of CONFIG assumes; a page, and what to "
+        "change",
     ),
     "data": (
         _of("diloco_jax.data.commands", "data_command"),

@@ -355,6 +355,20 @@ def launch_command(arguments: Sequence[str]) -> int:
     return run(config, path, options)
 
 
+def rehearse_command(arguments: Sequence[str]) -> int:
+    """Run `diloco rehearse CONFIG`."""
+    from diloco_jax.launch.command import RehearseOptions
+
+    given = RehearseOptions()
+    path, config, options = _config_and_options("rehearse", arguments, given)
+    from rich.console import Console
+
+    # It imports jax, which no help needs.
+    from diloco_jax.launch.rehearse import run
+
+    return run(config, path, options, Console(stderr=True, markup=False))
+
+
 def plan_command(arguments: Sequence[str]) -> int:
     """Run `diloco plan CONFIG`."""
     from diloco_jax.planning.options import PlanOptions
@@ -378,7 +392,8 @@ def _config_and_options(
         parse_with_config,
     )
 
-    prog, launches = f"diloco {command} CONFIG", command == "launch"
+    prog = f"diloco {command} CONFIG"
+    launches = command in ("launch", "rehearse")
     if arguments and arguments[0] in (*HELP, COMPLETES):
         shown = Config(islands=ANY_ISLAND)
         parse_with_config(shown, arguments, options, prog, launches=launches)

@@ -179,7 +179,7 @@ def check_disk(folder: Path) -> Answer:
     folder = existing(folder)
     free = shutil.disk_usage(folder).free
     try:
-        rate = _written_per_s(folder, min(TRIAL_BYTES, free // 4))
+        rate = written_per_s(folder, min(TRIAL_BYTES, free // 4))
     except OSError as error:
         return (
             Level.PROBLEM,
@@ -195,7 +195,9 @@ def check_disk(folder: Path) -> Answer:
     return Level.NOTE if remedy else Level.OK, found, remedy
 
 
-def _written_per_s(folder: Path, nbytes: int) -> float:
+def written_per_s(folder: Path, nbytes: int) -> float:
+    """Return the bytes per second that a file of that size takes to be on the disk.
+    Raises OSError."""
     block = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder) as file:
         started = time.monotonic()

@@ -7,9 +7,12 @@ STEP counts an incarnation's own inner steps; for the coordinator, its merges; f
 worker, those of the process. ACTION is `kill` (SIGKILL, like a preempted or crashed
 host), `pauseS` (SIGSTOP for S seconds, like a stalled host), `hang` (its thread never
 goes on, as in a collective that hangs), `nan` or `scaleK` (an island's parameters
-become NaN, or K times as large, as on a broken device or an island that lies). The
-coordinator and workers are struck once the merge is committed and before anyone is
-told; by `kill-prepared`, once it is prepared and not committed.
+become NaN, or K times as large, as on a broken device or an island that lies; at step
+0, those of its trial). From that step on, `slowK` makes each of an island's steps K
+times as long, as on chips that throttle, and `starveS` each batch late by S seconds, as
+from a disk that is too slow. The coordinator and workers are struck once the merge is
+committed and before anyone is told; by `kill-prepared`, once it is prepared and not
+committed.
 """
 
 from __future__ import annotations
@@ -31,15 +34,16 @@ _WORKER = "worker-"
 
 _FORMS = (
     "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:hang', "
-    "'NAME@STEP:nan', 'NAME@STEP:scaleFACTOR', 'NAME#INCARNATION@STEP:...', "
-    "'NAME/HOST@STEP:...' or 'coordinator@STEP:kill-prepared'; worker-NUMBER is a "
-    "worker"
+    "'NAME@STEP:nan', 'NAME@STEP:scaleFACTOR', 'NAME@STEP:slowFACTOR', "
+    "'NAME@STEP:starveSECONDS', 'NAME#INCARNATION@STEP:...', 'NAME/HOST@STEP:...' or "
+    "'coordinator@STEP:kill-prepared'; worker-NUMBER is a worker"
 )
 _PATTERN = re.compile(
     r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
     r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|(?P<hang>hang)"
     r"|pause(?P<pause>\d+(?:\.\d+)?)"
-    r"|(?P<nan>nan)|scale(?P<scale>-?\d+(?:\.\d+)?))"
+    r"|(?P<nan>nan)|scale(?P<scale>-?\d+(?:\.\d+)?)"
+    r"|slow(?P<slow>[1-9]\d*(?:\.\d+)?)|starve(?P<starve>\d+(?:\.\d+)?))"
 )
 # Detached, so that it runs on while its parent is stopped.
 _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)"
@@ -47,8 +51,8 @@ _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault. `pause_s` is None for a kill, and infinite for a hang; it and `factor`
-    are None for a kill."""
+    """One fault. `pause_s` is infinite for a hang; it, `factor`, `slowdown` and
+    `starved_s` are None for a kill."""
 
     text: str = dataclasses.field(default="", compare=False)
     """As the config has it."""
@@ -61,16 +65,26 @@ class Fault:
     """True if it strikes between a merge's preparation and its commit."""
     factor: float | None = None
     """The parameters are multiplied by it; NaN included."""
+    slowdown: float | None = None
+    """Each later step takes so many times as long."""
+    starved_s: float | None = None
+    """Each later batch comes so many seconds late."""
+
+    @property
+    def of_steps(self) -> bool:
+        """Whether it changes what steps give or take, and leaves the process alone."""
+        changes = (self.factor, self.slowdown, self.starved_s)
+        return any(change is not None for change in changes)
 
     @property
     def kills(self) -> bool:
         """Whether it ends the process."""
-        return self.pause_s is None and self.factor is None
+        return self.pause_s is None and not self.of_steps
 
     def strike(self) -> None:
         """Strike this process, and not its parameters; return after a pause, and never
         from a kill."""
-        if self.factor is not None:
+        if self.of_steps:
             return
         if self.pause_s is None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -108,6 +122,21 @@ class Faults:
         set."""
         found = (f.factor for f in self.faults if f.step == step)
         return next((factor for factor in found if factor is not None), None)
+
+    def slowdown(self, step: int) -> float:
+        """Return how many times as long the step after `step` others takes."""
+        return self._since(step, [(f.step, f.slowdown) for f in self.faults], 1.0)
+
+    def starved_s(self, step: int) -> float:
+        """Return the seconds by which the batch of that step comes late."""
+        return self._since(step, [(f.step, f.starved_s) for f in self.faults], 0.0)
+
+    @staticmethod
+    def _since(
+        step: int, changes: list[tuple[int, float | None]], otherwise: float
+    ) -> float:
+        found = [how for at, how in changes if how is not None and at <= step]
+        return found[-1] if found else otherwise
 
     def fire(self, step: int, *, prepared: bool = False) -> None:
         """Strike if a fault is set for this step. Call it once per step. prepared: the
@@ -156,10 +185,16 @@ def _parse(text: str, known: list[str], merging: list[str]) -> Fault:
     factor = math.nan if match["nan"] else None
     if match["scale"]:
         factor = float(match["scale"])
+    slowdown = float(match["slow"]) if match["slow"] else None
+    starved_s = float(match["starve"]) if match["starve"] else None
     if factor is not None and who in merging:
         raise ConfigError(
             f"placement.faults has {text!r}, but {who!r} has no parameters of its own; "
             f"name an island"
+        )
+    if (slowdown is not None or starved_s is not None) and who in merging:
+        raise ConfigError(
+            f"placement.faults has {text!r}, but {who!r} makes no steps; name an island"
         )
     if match["prepared"] and who not in merging:
         raise ConfigError(
@@ -175,4 +210,6 @@ def _parse(text: str, known: list[str], merging: list[str]) -> Fault:
         host=int(match["host"] or 0),
         prepared=match["prepared"] is not None,
         factor=factor,
+        slowdown=slowdown,
+        starved_s=starved_s,
     )

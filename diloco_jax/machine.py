@@ -168,7 +168,8 @@ def peak_bytes(root: Path = Path("/")) -> int:
 
 def left_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """Return the bytes that are left of this machine's memory, or of what a control
-    group allows if that is less, and all of it; zeros if the system does not tell."""
+    group or `ulimit -d` allows if that is less, and all of it; zeros if the system does
+    not tell."""
     facts = _memory_facts(root / "proc/meminfo")
     left, whole = facts.get("MemAvailable", 0), facts.get("MemTotal", 0)
     limit = _read(root / GROUPS / "memory.max").strip()
@@ -181,6 +182,10 @@ def left_bytes(root: Path = Path("/")) -> tuple[int, int]:
         if used.isdecimal():
             left = min(left, max(0, int(limit) - int(used) + cached))
         whole = int(limit)
+    bound = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if bound != resource.RLIM_INFINITY and bound < whole:
+        used_here = _memory_facts(root / "proc/self/status").get("VmData", 0)
+        left, whole = min(left, max(0, bound - used_here)), bound
     return left, whole
 
 

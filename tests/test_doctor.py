@@ -110,17 +110,17 @@ def read_only(monkeypatch, folder):
     def refused(folder, nbytes):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(doctor, "_written_per_s", refused)
+    monkeypatch.setattr(doctor, "written_per_s", refused)
     return "Permission denied"
 
 
 def slow(monkeypatch, folder):
-    monkeypatch.setattr(doctor, "_written_per_s", lambda *_: 1e6)
+    monkeypatch.setattr(doctor, "written_per_s", lambda *_: 1e6)
     return f"{folder}: 1 MB/s"
 
 
 def full(monkeypatch, folder):
-    monkeypatch.setattr(doctor, "_written_per_s", lambda *_: 1e9)
+    monkeypatch.setattr(doctor, "written_per_s", lambda *_: 1e9)
     monkeypatch.setattr(doctor, "FREE_BYTES", 1 << 60)
     return "GiB free"
 

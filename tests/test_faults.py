@@ -48,6 +48,18 @@ def test_faults_of_parameters_are_those_of_all_hosts_and_strike_no_process():
         parse_faults(["coordinator@3:nan"], ISLANDS)
 
 
+def test_steps_and_batches_are_slow_from_a_step_on():
+    faults = parse_faults(["v6e@3:slow4", "v6e@5:starve0.5", "v6e@7:slow1"], ISLANDS)
+    own = faults.for_who("v6e")
+    assert [own.slowdown(step) for step in (2, 3, 6, 7)] == [1.0, 4.0, 4.0, 1.0]
+    assert [own.starved_s(step) for step in (4, 5, 9)] == [0.0, 0.5, 0.5]
+    assert not any(fault.kills for fault in faults.faults)
+    own.fire(3)
+    assert parse_faults(["v6e@0:scale2"], ISLANDS).for_who("v6e").factor(0) == 2.0
+    with pytest.raises(ConfigError, match="makes no steps"):
+        parse_faults(["coordinator@3:starve1"], ISLANDS)
+
+
 def fire(action: str, step: int) -> "subprocess.Popen[bytes]":
     code = (
         "from diloco_jax.faults import parse_faults\n"

@@ -442,6 +442,12 @@ FAULTS = [
         "v6e has 1 host",
         "choose a host below 1",
     ),
+    wrong("run two.py --faults v6e@3:slow0.5", "has 'v6e@3:slow0.5'", "slowFACTOR"),
+    wrong(
+        "run two.py --faults coordinator@3:slow2",
+        "'coordinator' makes no steps",
+        "name an island",
+    ),
     wrong(
         "chaos two.py --strikes v7@3s:kill",
         "strikes has 'v7@3s:kill'",
@@ -601,6 +607,15 @@ PLANS = [
     wrong(
         "plan cloud.py --arithmetic --link-gbit-per-s 0",
         "link_gbit_per_s = 0.0; it must be above 0",
+    ),
+    wrong("rehearse two.py --max-price 5", "--max-price 5", "needs --price"),
+    wrong("rehearse two.py --share 2", "share = 2", "at most 1"),
+    wrong("rehearse two.py --records nosuch", "nosuch has no tape", "name the workdir"),
+    wrong(
+        "rehearse two.py --on gke --records w",
+        "--records w starts nothing",
+        "--on gke makes machines",
+        "leave one of them out",
     ),
     wrong("launch two.py", "--on is missing", "--on tpu_vm, --on gke or --on sky"),
     wrong("launch two.py --on aws", "'aws' for argument '--on'", "'sky'"),

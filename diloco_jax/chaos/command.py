@@ -66,6 +66,7 @@ def run(
             moment=moment,
             look_s=look_s,
             link_bytes_per_s=options.link_bytes_per_s or math.inf,
+            link_delay_s=options.link_delay_s,
         )
         try:
             ran = run_locally(
@@ -222,6 +223,8 @@ def _require_possible(
     links = [str(strike) for strike in strikes if strike.of_network]
     if options.link_bytes_per_s:
         links.append(f"--link-bytes-per-s {options.link_bytes_per_s:g}")
+    if options.link_delay_s:
+        links.append(f"--link-delay-s {options.link_delay_s:g}")
     for what, why in (
         (faults, "a process strikes itself at a step that it was started with"),
         (links, "links pass through relays that stand before its islands start"),

@@ -70,10 +70,12 @@ class Direction:
 class Relay:
     """Forwards what comes to `address` to the coordinator, and the bulk port too."""
 
-    def __init__(self, to: str, bytes_per_s: float = math.inf) -> None:
-        """bytes_per_s: rate of the whole link in each direction."""
+    def __init__(
+        self, to: str, bytes_per_s: float = math.inf, delay_s: float = 0.0
+    ) -> None:
+        """bytes_per_s, delay_s: of the whole link in each direction."""
         self._up, self._down = Direction(), Direction()
-        self._bytes_per_s = bytes_per_s
+        self._bytes_per_s, self._delay_s = bytes_per_s, delay_s
         self.address, bulk = addresses.reserve("127.0.0.1:0")
         self._ports = (
             (addresses.listen(self.address), to, False),
@@ -100,7 +102,7 @@ class Relay:
                 way.set,
                 opened=opened,
                 bytes_per_s=rate,
-                delay_s=delay_s,
+                delay_s=max(delay_s, self._delay_s),
                 corrupt=corrupt,
             )
             self._loop.call_soon_threadsafe(change)

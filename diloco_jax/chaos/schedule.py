@@ -60,6 +60,11 @@ class ChaosOptions:
         help="Bytes/s in each direction of each whole link between an island and the "
         "coordinator; 0 = no limit.",
     )
+    link_delay_s: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        help="Seconds more in each direction of each whole link, joins included.",
+    )
     twin: bool = setting(
         False,
         help="Afterwards run the same config without strikes and faults, and report "

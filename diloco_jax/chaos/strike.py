@@ -147,16 +147,18 @@ class Striker:
         moment: Moment | None = None,
         look_s: float = LOOK_S,
         link_bytes_per_s: float = math.inf,
+        link_delay_s: float = 0.0,
     ) -> None:
-        """moment: looked for every `look_s`; None = the first merge. link_bytes_per_s:
-        rate of each whole link; all links pass through relays if it is given."""
+        """moment: looked for every `look_s`; None = the first merge. link_bytes_per_s,
+        link_delay_s: of each whole link; all links pass through relays if one is given.
+        """
         self.workdir: Path | None = None
         """Workdir of the run, once an island was started."""
         self._strikes, self._islands, self._say = strikes, tuple(islands), say
         self._moment, self._look_s = moment or first_merge(), look_s
-        self._link_bytes_per_s = link_bytes_per_s
+        self._link = link_bytes_per_s, link_delay_s
         self._relayed = {n for s in strikes for n in s.links(islands)}
-        if link_bytes_per_s < math.inf:
+        if self._link != (math.inf, 0.0):
             self._relayed = set(islands)
         self._relays: dict[str, Relay] = {}
         self._stopped: dict[Strike, list[int]] = {}
@@ -169,9 +171,7 @@ class Striker:
     def route(self, workdir: Path, name: str, address: str) -> str:
         """Return the address at which this island reaches the coordinator."""
         if self.workdir is None:
-            self._relays = {
-                name: Relay(address, self._link_bytes_per_s) for name in self._relayed
-            }
+            self._relays = {name: Relay(address, *self._link) for name in self._relayed}
             self.watch(workdir)
         return self._relays[name].address if name in self._relays else address
 

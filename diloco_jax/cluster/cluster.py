@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -447,9 +447,15 @@ class LocalCluster:
       log: what `diloco run` said.
     """
 
-    def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        workdir: str | Path | None = None,
+        launcher: Sequence[str] = ("run",),
+    ) -> None:
         """workdir: folder that stays afterwards; None = a temporary one, removed at the
-        end. Raises ConfigError if the config cannot run."""
+        end. launcher: `diloco run`, or `diloco chaos`, and its options. Raises
+        ConfigError if the config cannot run."""
         self.config = config.validate()
         require_files(config.run)
         self._temporary = None
@@ -462,6 +468,7 @@ class LocalCluster:
         self.islands = {
             name: LocalProcess(name, self.workdir) for name in config.islands
         }
+        self._command = tuple(launcher)
         self._launcher: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
@@ -474,7 +481,8 @@ class LocalCluster:
     def start(self) -> None:
         """Start the launcher, which starts everything; return at once."""
         path = self.log.with_name(run_files.CONFIG)
-        command = [*DILOCO, "run", str(path), "--workdir", str(self.workdir)]
+        name, *options = self._command
+        command = [*DILOCO, name, str(path), "--workdir", str(self.workdir), *options]
         with private_files():
             self.log.parent.mkdir(parents=True, exist_ok=True)
             write_json(dataclasses.asdict(self.config), path)
@@ -500,10 +508,10 @@ class LocalCluster:
         """
         deadline = time.monotonic() + timeout_s
         while not holds(status := self.status()):
-            if self._ended():
-                raise self._error("ended before it met the condition", status)
+            if self.ended:
+                raise self.error("ended before it met the condition", status)
             if time.monotonic() >= deadline:
-                raise self._error(
+                raise self.error(
                     f"did not meet the condition in {timeout_s:g} s", status
                 )
             time.sleep(ASK_S)
@@ -518,14 +526,14 @@ class LocalCluster:
         try:
             code = self._launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise self._error(f"was not done in {timeout_s:g} s", {}) from None
+            raise self.error(f"was not done in {timeout_s:g} s", {}) from None
         if code:
-            raise self._error(f"ended with exit code {code}", {})
+            raise self.error(f"ended with exit code {code}", {})
         return dict(json.loads((self.workdir / run_files.SUMMARY).read_bytes()))
 
     def close(self) -> None:
         """End every process; remove the folder if it is a temporary one."""
-        if self._launcher is not None and not self._ended():
+        if self._launcher is not None and not self.ended:
             self._launcher.terminate()
             try:
                 # Islands say goodbye, then the coordinator sums up (`Cluster.stop`).
@@ -538,9 +546,12 @@ class LocalCluster:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def _ended(self) -> bool:
+    @property
+    def ended(self) -> bool:
+        """Whether the launcher does not run, or not any more."""
         return self._launcher is None or self._launcher.poll() is not None
 
-    def _error(self, what: str, status: dict[str, Any]) -> LocalClusterError:
+    def error(self, what: str, status: dict[str, Any]) -> LocalClusterError:
+        """Return the error of a run of which that is to be told."""
         phase = f" (phase {status['phase']})" if "phase" in status else ""
         return LocalClusterError(f"the run {what}{phase}; {quoted(self.log)}")

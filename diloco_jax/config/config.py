@@ -426,7 +426,7 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
     if placement.metrics_bind:
         _port("metrics_bind", placement.metrics_bind)
     for fault in parse_faults(placement.faults, islands, placement.workers).faults:
-        if fault.step < 1:
+        if fault.step < (1 if fault.factor is None else 0):
             raise ConfigError(
                 f"placement.faults has {fault.who}@{fault.step}, but steps and merges "
                 f"are counted from 1: it would never strike; give a number above 0"

@@ -395,6 +395,12 @@ class Placement:
         help="Names of islands that may join although this config does not describe "
         "them; all others are refused.",
     )
+    rehearse: bool = setting(
+        False,
+        help="Have each island try a fixed step and a round trip before its first "
+        "step, and the coordinator its disk at the end, for the run's records; diloco "
+        "rehearse sets it.",
+    )
     first_from: str = setting(
         "",
         help="Island whose parameters a new run begins with, as --init gives it; "

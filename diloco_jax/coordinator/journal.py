@@ -356,6 +356,8 @@ class Measured(records.Written, frozen=True, kw_only=True):
     directions: tuple[float | None, ...] = ()
     """Cosine of each delta with the others, in the order of the merge's contributions;
     none if there are too few."""
+    experts: dict[str, float] = msgspec.field(default_factory=dict)
+    expert_loads: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
 
 
 class Digested(records.Written, frozen=True, kw_only=True):

@@ -565,6 +565,8 @@ class Lead(EngineThread[State, Event]):
                         fragment=message.fragment,
                         version=message.version,
                         directions=message.directions,
+                        experts=message.experts,
+                        expert_loads=message.expert_loads,
                         **message.measures,
                     )
                 )
@@ -618,5 +620,7 @@ def merge_line(measured: MergeMeasured) -> dict[str, Any]:
         "norm": measured.norm,
         **measured.measures,
         "cosine_to_others": list(measured.directions) or None,
+        "experts": measured.experts or None,
+        "expert_loads": measured.expert_loads or None,
         "seconds": measured.seconds,
     }

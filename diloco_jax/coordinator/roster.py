@@ -243,7 +243,7 @@ class Roster:
         """Replace the files, each atomically."""
         assert self._path is not None
         beside = self._path.with_name(run_files.FAILURES)
-        for path, held in ((beside, self.failures.kept()), (self._path, self.members)):
+        for path, held in ((beside, self.failures.kept), (self._path, self.members)):
             scratch = path.with_suffix(".tmp")
             with naming(path):
                 scratch.write_bytes(msgspec.msgpack.encode(held))
@@ -365,12 +365,14 @@ def _activity(measures: Measures) -> list[tuple[float, float]]:
 
 
 ADDED = {
-    **dict.fromkeys(("steps", "skipped_steps"), MAX_COUNT),
+    **dict.fromkeys(
+        ("steps", "skipped_steps", "microseconds_up", "transfers_failed"), MAX_COUNT
+    ),
     "tokens_predicted": MAX_TOKENS,
     **dict.fromkeys(("bytes_up", "bytes_down", "bytes_join"), MAX_BYTES),
     **dict.fromkeys(
         (
-            *("step_seconds_total", "stalled_seconds"),
+            *("step_seconds_total", "stalled_seconds", "data_seconds"),
             *("eval_seconds", "compile_seconds"),
         ),
         MAX_SECONDS,

@@ -445,14 +445,19 @@ class Service(Handlers):
             "step": message.steps,
             "loss": json_number(measures.loss),
             "loss_by_source": self._by_source(measures),
+            "adoption_loss": json_number(measures.adoption_loss),
             "eval_loss": json_number(measures.eval_loss),
             "learning_rate": measures.learning_rate,
             "median_step_seconds": measures.median_step_seconds,
             "stalled_seconds": measures.stalled_seconds,
+            "data_seconds": measures.data_seconds,
             "skipped_steps": measures.skipped_steps,
             "tokens_predicted": measures.tokens_predicted or None,
             "bytes_up": measures.bytes_up,
             "bytes_down": measures.bytes_down,
+            "microseconds_up": measures.microseconds_up,
+            "transfers_failed": measures.transfers_failed,
+            **({"trial": measures.trial} if measures.trial else {}),
         }
         self._metrics.append(line)
         self._roster.failures.metrics(line)

@@ -5,7 +5,8 @@ publishes do on the wire. A merge goes over the tiles twice, a block at a time: 
 the deltas, and with the length of the sum it takes the outer step and encodes the
 publish. Its results are new arrays; the state that it was given stays as it was.
 
-Measures are the agreement of the deltas, and the length of the step. They cost no pass
+Measures are the agreement of the deltas, of a mixture's islands that of their routers
+and of what these chose, and the length of the step. They cost no pass
 over a fragment and no copy of it. Lengths and, where the rule has it, |sum w unit(d)|^2
 come from the merge itself. All else is computed from a fixed 1/64 of the tiles, at
 least one per piece; where odd extents make tiles that are too large for that, from a
@@ -121,6 +122,72 @@ def measure(
     return measures, directions
 
 
+class Routing(NamedTuple):
+    """How alike the islands of a merge route, by the fragment's routers and experts."""
+
+    measures: dict[str, float]
+    """Those that exist: "router_distance", the mean distance of two islands' routers,
+    weighted by both weights, over the length of the routers, if both began with the
+    same; "overlap", the part of two islands' choices that is the same, weighted alike,
+    "entropy" of all choices, over that of equal ones, both means over tensors; and
+    "busiest", the largest load."""
+    loads: dict[str, tuple[float, ...]]
+    """Tokens of each expert over the mean of all, by the first of a layer's tensors."""
+
+
+def measure_routing(
+    pieces: Sequence[Piece],
+    deltas: Sequence[Encoded],
+    uses: Sequence[npt.NDArray[np.float64] | None],
+    weights: Sequence[float],
+    theta: Sequence[npt.NDArray[np.float32]],
+) -> Routing:
+    """Return the measures of a merge of these pieces.
+
+    Args:
+      deltas, theta: by piece; theta before the merge.
+      uses: f64[M, rows] of pieces that weigh by use, per token; None for others.
+      weights: of the deltas.
+    """
+    shares = np.array(weights) / math.fsum(weights)
+    pairs = np.outer(shares, shares)
+    np.fill_diagonal(pairs, 0.0)
+    least = np.finfo(np.float64).tiny
+    pairs /= max(float(pairs.sum()), least)
+    several, apart, length = bool(pairs.any()), np.zeros_like(pairs), 0.0
+    overlaps, entropies = [], []
+    loads: dict[tuple[Any, ...], tuple[str, npt.NDArray[np.float64]]] = {}
+    for piece, own, used, old in zip(pieces, deltas, uses, theta, strict=True):
+        if piece.router and several:
+            products = _products(own)
+            squares = np.diag(products)
+            apart += squares[:, None] + squares - 2 * products
+            length += _length([sample(old)]) ** 2
+        layer = piece.path[:-1], piece.layer, piece.band
+        if not piece.expert or used is None or not used.any() or layer in loads:
+            continue
+        total = shares @ used
+        loads[layer] = piece.name, total / total.mean()
+        chosen = total[total > 0] / total.sum()
+        if len(total) > 1:
+            entropies.append(float(chosen @ -np.log(chosen)) / math.log(len(total)))
+        odds = used / np.maximum(used.sum(axis=1, keepdims=True), least)
+        if several:
+            both = [np.minimum(own, odds).sum(axis=1) for own in odds]
+            overlaps.append(float((pairs * np.stack(both)).sum()))
+    distance = float((pairs * np.sqrt(np.maximum(apart, 0.0))).sum())
+    found = {
+        "router_distance": _ratio(distance, math.sqrt(length)),
+        "overlap": _ratio(sum(overlaps), len(overlaps)),
+        "entropy": _ratio(sum(entropies), len(entropies)),
+        "busiest": max((float(load.max()) for _, load in loads.values()), default=None),
+    }
+    return Routing(
+        {name: value for name, value in found.items() if value is not None},
+        {name: tuple(load.round(3).tolist()) for name, load in loads.values()},
+    )
+
+
 def norm_of(merged: Sequence[MergedPiece]) -> float:
     """Return the length of a merged delta, given by piece."""
     return math.hypot(*(math.sqrt(piece.square) for piece in merged))
@@ -229,6 +296,7 @@ class MergeResult(NamedTuple):
     unused: Mapping[int, bytes] = MappingProxyType({})
     """By number of the piece a bit for each row, set if nobody used it; of pieces that
     have such rows."""
+    routing: Routing = Routing({}, {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,7 +394,7 @@ class FragmentMerge:
           tokens: of each delta, for pieces that are weighed by use.
         """
         encoded = [self.layout_up.unpack(payload) for payload in payloads]
-        deltas, merged, samples = [], [], []
+        deltas, merged, samples, used = [], [], [], []
         theta, anchor = self._new(state.theta), self._new(state.anchor)
         for index, piece in enumerate(self.pieces):
             own = self._encoded(
@@ -341,6 +409,7 @@ class FragmentMerge:
             )
             deltas.append(own)
             merged.append(found)
+            used.append(uses)
             samples.append(sample(found.total) * np.float32(found.factor))
         payload = self.empty((self.layout_down.total_bytes,), np.uint8).data
         rules = state.rules if final else tuple(piece.state for piece in merged)
@@ -384,6 +453,7 @@ class FragmentMerge:
                 for index, found in enumerate(merged)
                 if found.unused is not None and found.unused.any()
             },
+            measure_routing(self.pieces, deltas, used, weights, state.theta),
         )
 
     def replay(

@@ -133,6 +133,7 @@ WAYS = ("size", "layer", "tensor")
 LAYERS = "layers"
 VOCAB = "vocab"
 EXPERT = "expert"
+ROUTER = "router"
 
 EVEN = 1.15
 """Size of the largest fragment over the mean, up to which fragments count as even."""
@@ -163,6 +164,9 @@ class Piece:
     expert: bool = dataclasses.field(default=False, kw_only=True)
     """True if its first axis, or that of the tensor that it is a band of, is one of
     experts: most rules merge it by weighted mean, however many it has."""
+    router: bool = dataclasses.field(default=False, kw_only=True)
+    """True if one of its axes is that of a router's choices: a merge measures how far
+    the islands' are apart."""
     groups: int = dataclasses.field(default=1, kw_only=True)
     """Parts along the first axis, a row each, that have nothing in common: experts. No
     tile has two of them."""
@@ -270,7 +274,8 @@ def plan_fragments(
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
       axes: the same nesting; leaves are tuples with the logical name (or None) of
         every axis. A leading "layers" makes one piece per layer, "expert" first or
-        after it makes groups, and "vocab" anywhere marks an embedding.
+        after it makes groups, "vocab" anywhere marks an embedding, and "router" a
+        router.
       num_fragments: P.
       by: the unit dealt out. "size": each piece by itself. "layer": all pieces of a
         layer (of one index, in every stack) together, each tensor outside the layers
@@ -451,7 +456,12 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
     own, expert = shape[layered:], _is_expert(axes[layered:])
     groups = own[0] if expert else 1
     for layer in range(shape[0]) if layered else (-1,):
-        yield Piece(path, layer, own, embedding, expert=expert, groups=groups)
+        yield Piece(
+            *(path, layer, own, embedding),
+            expert=expert,
+            router=ROUTER in axes,
+            groups=groups,
+        )
 
 
 def _stacked(node: Any) -> Any:

@@ -14,7 +14,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -324,9 +324,16 @@ class ValidationBatches:
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
+        return self._batch(lambda rows: rows + index * self.batch_size)
+
+    def repeated(self, rows: int) -> Batch:
+        """Return a batch of the first `rows` rows, which repeat to its end."""
+        return self._batch(lambda places: places % min(rows, self._count))
+
+    def _batch(self, numbers_of: Callable[[np.ndarray], np.ndarray]) -> Batch:
+        """Return a batch. numbers_of: of the rows in these places."""
         own = self._own or ((0, self.batch_size),)
-        first = index * self.batch_size
-        numbers = np.concatenate([np.arange(a, b) + first for a, b in own])
+        numbers = numbers_of(np.concatenate([np.arange(a, b) for a, b in own]))
         arrays = self._reader.empty(len(numbers))
         for place, number in enumerate(numbers):
             if number < self._count:

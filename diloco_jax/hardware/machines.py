@@ -377,6 +377,8 @@ class Measurements(
     share_of_peak: ByName = {}
     """Share of the chips' peak that the model's FLOPs reached, by generation. An
     island's own `step_seconds` count before it."""
+    device_memory_bytes: ByName = {}
+    """Bytes of a device's memory that programs may have, by island."""
     link_up_gbit_per_s: OneValue = None
     """Gbit/s of the slowest island's link to the coordinator."""
     link_down_gbit_per_s: OneValue = None
@@ -428,7 +430,8 @@ def read_measurements(path: str, config: Config) -> Measurements:
         raise ConfigError(
             f'--measured {path}: {error}; write {{"FIELD": {{"value": NUMBER, '
             f'"origin": TEXT}}}}, with a level of names between for step_seconds '
-            f"(islands) and share_of_peak (generations); fields are {fields}"
+            f"and device_memory_bytes (islands) and share_of_peak (generations); "
+            f"fields are {fields}"
         ) from error
     for said in _wrong(found, config):
         raise ConfigError(f"--measured {path}: {said}")
@@ -437,7 +440,11 @@ def read_measurements(path: str, config: Config) -> Measurements:
 
 def _wrong(found: Measurements, config: Config) -> Iterator[str]:
     """Yield what no run can have measured, with its remedy."""
-    named = ("step_seconds", config.islands), ("share_of_peak", GENERATIONS)
+    named = (
+        ("step_seconds", config.islands),
+        ("share_of_peak", GENERATIONS),
+        ("device_memory_bytes", config.islands),
+    )
     for field, known in named:
         for name in getattr(found, field):
             if name not in known:

@@ -476,6 +476,14 @@ class Host(abc.ABC, Generic[L]):
                 seconds,
                 mailbox.counted()[0]["bytes_join"] / max(seconds, 1e-3) / 1e6,
             )
+            if self.config.placement.rehearse:
+                mailbox.tell_trial(
+                    join_bytes=mailbox.counted()[0]["bytes_join"],
+                    join_seconds=seconds,
+                    round_trip_seconds=self.lanes.round_trip_s(
+                        self.deadlines.connect_s
+                    ),
+                )
         self.hosts.tell(
             "joined", msgspec.msgpack.encode(JoinVersions(versions=tuple(versions)))
         )

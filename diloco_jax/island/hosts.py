@@ -83,7 +83,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     part: HostFetch
     traffic: dict[str, int]
-    """Bytes that this host counted since it started."""
+    """What this host counted since it started."""
     short: tuple[Short, ...] = ()
     """Disk or memory, where its machine is short of it."""
 

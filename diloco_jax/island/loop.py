@@ -303,13 +303,19 @@ class Loop(Stepping):
         super().__post_init__()
         self._step_seconds = self.config.island(self.name).step_seconds
         self._last_metrics: Metrics | None = None
+        self._adopted = self._adoptions = 0
+        """Adoptions before the last step, and before the one whose loss was read."""
         self._lasts_at = math.inf
 
     def run(self) -> Ending:
         """Train until the run is over, or something ends this incarnation."""
         while (ending := self.until_step()) is None:
             self._validate()
-            self._train_step(self.data.next_batch(self.patience_s))
+            with self.timing.reading():
+                if late_s := self.faults.starved_s(self.done):
+                    self.sleep(late_s)
+                batch = self.data.next_batch(self.patience_s)
+            self._train_step(batch)
         return ending
 
     def _save(self, *, final: bool = False) -> None:
@@ -333,8 +339,10 @@ class Loop(Stepping):
             metrics = self.replica.step(batch, self.learning_rate())
             # One step late: the device has the next one to do by now.
             self._read_metrics()
-            self._last_metrics = metrics
-            remaining = began + self._step_seconds - self.clock()
+            self._last_metrics, self._adopted = metrics, self.replica.adoptions
+            took = max(self._step_seconds, self.clock() - began)
+            lasts = took * self.faults.slowdown(self.done)
+            remaining = began + lasts - self.clock()
             if remaining > 0:
                 self.sleep(remaining)
         self.done += 1
@@ -350,7 +358,9 @@ class Loop(Stepping):
     def _read_metrics(self) -> None:
         if self._last_metrics is not None:
             metrics = {name: np.asarray(v) for name, v in self._last_metrics.items()}
-            self.timing.loss(float(metrics["loss"]), float(metrics["tokens"]))
+            adopted, self._adoptions = self._adopted > self._adoptions, self._adopted
+            loss, predicted = float(metrics["loss"]), float(metrics["tokens"])
+            self.timing.loss(loss, predicted, adopted=adopted)
             if metrics["skipped"]:
                 self._tell_skipped(self.timing.skipped())
             elif "by_source" in metrics:

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,6 +39,13 @@ from diloco_jax.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 
+COUNTED = (
+    *("bytes_up", "bytes_down", "bytes_join"),
+    *("microseconds_up", "transfers_failed"),
+)
+"""Measures of an island's traffic, which every host of it counts."""
+
+
 class Mailbox:
     """Link one train loop and its network threads. All methods are thread-safe.
 
@@ -52,8 +60,10 @@ class Mailbox:
         everything, has begun."""
         self._changed = threading.Condition(threading.RLock())
         self._conversation = Conversation(awaits_last=awaits_last)
-        self._traffic = {0: dict.fromkeys(("bytes_up", "bytes_down", "bytes_join"), 0)}
-        """Bytes that each host of the island has counted; 0: this one."""
+        self._traffic = {0: dict.fromkeys(COUNTED, 0)}
+        """What each host of the island has counted; 0: this one."""
+        self._trial: dict[str, float] = {}
+        """See `Measures.trial`."""
         self._short: dict[int, tuple[Short, ...]] = {}
         """Disk or memory, where the machine of a host is short of it."""
         self._left = dict.fromkeys(("programs_left", "fragments_left"), 0)
@@ -154,15 +164,19 @@ class Mailbox:
         with self._changing() as conversation:
             conversation.end(Ending(exit_code, text, reason))
 
-    def count(self, **nbytes: int) -> None:
-        """Add to bytes_up, bytes_down or bytes_join."""
+    def count(self, **found: int) -> None:
+        """Add to measures named in `COUNTED`."""
         with self._changed:
-            for name, value in nbytes.items():
+            for name, value in found.items():
                 self._traffic[0][name] += value
 
+    def tell_trial(self, **found: float) -> None:
+        """Note what this island tried before its first step."""
+        with self._changed:
+            self._trial |= {k: v for k, v in found.items() if math.isfinite(v)}
+
     def counted(self) -> tuple[dict[str, int], tuple[Short, ...]]:
-        """Return the bytes that this host counted so far, and what its machine is short
-        of."""
+        """Return what this host counted so far, and what its machine is short of."""
         with self._changed:
             return dict(self._traffic[0]), self._short.get(0, ())
 
@@ -220,7 +234,8 @@ class Mailbox:
         hosts = self._traffic.values()
         traffic = {name: sum(host[name] for host in hosts) for name in self._traffic[0]}
         short = tuple(sorted(set().union(*self._short.values())))
-        measures = replace(status.measures, **traffic, **self._left, short=short)
+        found = {**traffic, **self._left, "trial": dict(self._trial)}
+        measures = replace(status.measures, **found, short=short)
         return replace(status, measures=measures)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -20,9 +21,14 @@ from diloco_jax.before_jax import prepare_island
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import with_model_of
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.reader import BatchReader, LeasedStream, ValidationBatches
+from diloco_jax.data.reader import (
+    Batch,
+    BatchReader,
+    LeasedStream,
+    ValidationBatches,
+)
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
-from diloco_jax.faults import Faults
+from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import (
@@ -39,7 +45,7 @@ from diloco_jax.island.device.exchange import (
     Restored,
     WatchedModel,
 )
-from diloco_jax.island.device.mesh import require_accelerator
+from diloco_jax.island.device.mesh import memory_here, require_accelerator
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.host import Host
 from diloco_jax.island.link import ask_config, ending_of
@@ -63,6 +69,7 @@ from diloco_jax.island.world import (
 )
 from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_plan
+from diloco_jax.models.model import Params
 from diloco_jax.process import gc_pause, leave_at_once
 from diloco_jax.protocol.island.boundary import Ending, Watching
 from diloco_jax.protocol.messages import Version
@@ -280,15 +287,36 @@ class TrainingHost(Host[Loop]):
             for program in watched.lower_all():
                 program.compile()
             float(trainer.eval_step(watched.params, batch)[0])
+        if placement.rehearse:
+            del params  # There is room for one copy.
+            params, batch = self._common()
         state = TrainState(params, trainer.init_inner(params))
         training = {name: batch[name] for name in trainer.fields}
         _, metrics = trainer.step(state, trainer.put_batch(training), 0.0)
+        if placement.rehearse:
+            self.mailbox.tell_trial(
+                loss=float(metrics["loss"]),
+                gradient_length=float(metrics["grad_norm"]),
+                **memory_here(),
+            )
         float(metrics["loss"])
         if not ahead:
             self._later = Later(exchange.lower_all())
         # A compiler leaves as much freed memory as a small island needs otherwise.
         give_memory_back()
         self.compile_seconds = time.monotonic() - began
+
+    def _common(self) -> tuple[Params, Batch]:
+        """Return the parameters and the batch of a step that all islands can make. Of
+        unlike batches each has the same rows, as often as they fit."""
+        config = self.config
+        rows = math.gcd(*(island.batch_size for island in config.islands.values()))
+        params = self._trainer.first(config.run.seed)
+        faults = parse_faults(config.placement.faults, config.islands)
+        own = faults.for_who(self.name, self._incarnation)
+        if (factor := own.factor(0)) is not None:
+            params = jax.tree.map(lambda x: factor * x, params)
+        return params, self._validation.repeated(rows)
 
     def restore(self, versions: Sequence[Version]) -> Restored | None:
         """Return the newest checkpoint, as far as it holds at these versions."""

@@ -72,10 +72,14 @@ class Timing:
         """The gaps, sorted: every boundary asks for their median."""
         self._losses: collections.deque[float] = collections.deque(maxlen=LOSS_STEPS)
         self._max_gap = self._stalled = self._evaluated = self._stepped = 0.0
+        self._read = 0.0
         self._by_source: list[collections.deque[tuple[float, float]]] = []
         """Sums of losses and of weights of each source's last steps."""
         self._losses_by_source: list[float] = []
         """Their means: every boundary asks for them."""
+        self._at_adoptions: collections.deque[float] = collections.deque(
+            maxlen=LOSS_STEPS
+        )
         self._predicted = 0.0
         self._steps = self._skipped = 0
         self._first_unix = self._last_unix = 0.0
@@ -92,6 +96,13 @@ class Timing:
         seconds = self._clock() - began
         self._evaluated_in_gap += seconds
         self._evaluated += seconds
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Measure the wait for a batch, which is part of its gap."""
+        began = self._clock()
+        yield
+        self._read += self._clock() - began
 
     @contextmanager
     def step(self, busy: bool = False) -> Iterator[None]:
@@ -123,9 +134,14 @@ class Timing:
         """
         self._boundary, self._evaluated_in_gap = self._clock(), 0.0
 
-    def loss(self, value: float, predicted: float = 0.0) -> None:
+    def loss(
+        self, value: float, predicted: float = 0.0, *, adopted: bool = False
+    ) -> None:
         """Note the training loss of a step, in nats per token, and the sum of the
-        weights of its predictions, 0 if it is not known."""
+        weights of its predictions, 0 if it is not known. adopted: a fragment was
+        adopted since the step before."""
+        if adopted and self._losses:
+            self._at_adoptions.append(value - self._losses[-1])
         self._losses.append(value)
         self._predicted += predicted
 
@@ -155,10 +171,12 @@ class Timing:
             max_step_gap_seconds=self._max_gap,
             step_seconds_total=self._stepped,
             stalled_seconds=self._stalled,
+            data_seconds=self._read,
             eval_seconds=self._evaluated,
             compile_seconds=self._compile_seconds,
-            loss=statistics.fmean(self._losses) if self._losses else math.nan,
+            loss=_mean_of(self._losses),
             losses_by_source=tuple(self._losses_by_source),
+            adoption_loss=_mean_of(self._at_adoptions),
             eval_loss=self.eval_loss,
             watched_cycle=self.watched[0],
             watched_loss=self.watched[1],
@@ -173,6 +191,10 @@ class Timing:
             return 0.0
         low, high = self._sorted[half + odd - 1], self._sorted[half]
         return (low + high) / 2
+
+
+def _mean_of(values: Collection[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
 
 
 def mean(sums: Collection[tuple[float, float]]) -> float:

@@ -14,6 +14,7 @@ of either, so that none waits for another.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -50,6 +51,8 @@ from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
+ROUND_TRIPS = 5
+"""Questions of which the shortest counts: the first one may have to connect."""
 TOLD_FROM = 4
 """Failures in a row to send one delta from which on a warning is logged."""
 
@@ -101,6 +104,17 @@ class Lanes:
         stream = self._coordinator.open_control(hello)
         self.use(stream.welcome.workers)
         return stream
+
+    def round_trip_s(self, timeout_s: float) -> float:
+        """Return the seconds of a question to the coordinator and its answer, the
+        shortest of several; NaN if there is none within the timeout."""
+        found, deadline = [math.nan], time.monotonic() + timeout_s
+        for _ in range(ROUND_TRIPS):
+            began = time.monotonic()
+            with contextlib.suppress(WireError):
+                self._coordinator.status(max(0.0, deadline - began))
+                found.insert(0, time.monotonic() - began)
+        return min(found)
 
     def close(self) -> None:
         """Close all connections."""
@@ -242,15 +256,18 @@ class Sender(NetworkThreads):
             version=parcel.version,
             sample=parcel.sample,
         )
+        began = time.monotonic()
         try:
             nbytes = self._lanes.of(parcel.fragment).upload(start, parcel.payload)
         except Refused as refused:
             # The verdict, or a request to send again, comes as a message.
             logger.warning("%s refused (%s): %s", parcel, refused.code, refused.message)
         except WireError as error:
+            self._mailbox.count(transfers_failed=1)
             self._put_off(parcel, error)
         else:
-            self._mailbox.count(bytes_up=nbytes)
+            took_s = time.monotonic() - began
+            self._mailbox.count(bytes_up=nbytes, microseconds_up=round(took_s * 1e6))
 
     def _put_off(self, parcel: _Parcel, error: WireError) -> None:
         """Send a parcel again after a pause, unless it is not wanted any more."""
@@ -418,6 +435,7 @@ class Receiver(NetworkThreads):
                 with self._changed:
                     self._fetching.gone(fetch.fragment)
             except WireError as error:
+                self._mailbox.count(transfers_failed=1)
                 with self._changed:
                     self._fetching.failed(fetch.fragment)
                 level = logging.WARNING if isinstance(error, Refused) else logging.DEBUG

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError, LaunchConfig, suggest
-from diloco_jax.config.fields import setting
+from diloco_jax.config.fields import NOT_NEGATIVE, POSITIVE, setting
 from diloco_jax.files import absolute
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.spec import (
@@ -22,9 +22,11 @@ from diloco_jax.launch.spec import (
     LaunchSpec,
     flag_notes,
     make_spec,
+    resource_name,
 )
 from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.planning.options import (
+    Assumptions,
     parse_prices,
     price_per_hour,
     price_sentence,
@@ -99,6 +101,54 @@ class LaunchOptions:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class RehearseOptions:
+    """The options of `diloco rehearse`."""
+
+    on: Backend | None = setting(
+        None,
+        help="Where to rehearse, as for diloco launch. Without it, with processes of "
+        "this machine.",
+    )
+    max_minutes: float = setting(
+        60.0, POSITIVE, help="Minutes after which it ends, whatever was tried."
+    )
+    max_price: float = setting(
+        0.0, NOT_NEGATIVE, help="Most that it may cost, by --price; 0 = any."
+    )
+    price: str = setting(
+        "",
+        metavar="GENERATION=PRICE,coordinator=PRICE",
+        help="Prices per hour, as for diloco launch.",
+    )
+    measured: str = setting(
+        "",
+        metavar="FILE",
+        help="Values that were measured before, as for diloco plan: the plan that is "
+        "tried goes by them.",
+    )
+    link_gbit_per_s: float = setting(
+        Assumptions.link_gbit_per_s,
+        POSITIVE,
+        help="Gbit/s that the plan assumes of each island's link, each way.",
+    )
+    share: float = setting(
+        Assumptions.share[0],
+        POSITIVE,
+        help="Share of the chips' peak that the plan expects.",
+    )
+    records: str = setting(
+        "",
+        metavar="WORKDIR",
+        help="Start nothing: read the records of a run that had --rehearse, such as "
+        "one that was copied from a coordinator's disk.",
+    )
+    yes: bool = setting(False, help="Do not ask before machines are bought.")
+    json: bool = setting(
+        False, help="Print the rows to standard output as one JSON object."
+    )
+
+
 def run(config: Config, path: str, options: LaunchOptions) -> int:
     """Carry out the action of the options; return the exit code.
 
@@ -111,20 +161,12 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     if action == "create" and not options.unplanned:
         planned = require_planned(config)
     _check_owners(spec, options.only)
-    workdir = Path(absolute(config.placement.workdir or f"runs/{spec.name}"))
-    folder, own = workdir / "launch", config.placement.certificates
-    certificates = Path(absolute(own)) if own else workdir / "certificates"
+    folder = folder_of(config, path) / "launch"
+    certificates = _certificates(config, path)
     if action in ("create", "run") and not options.dry_run:
         prepare_certificates(certificates, BACKENDS[on].hosts(spec), spec)
-    now_unix = int(time.time())
-    deployment = BACKENDS[on].deployment(spec, str(certificates), str(folder), now_unix)
-    submitter = Submitter(
-        deployment,
-        only=options.only,
-        show=print if options.dry_run else _show,
-        confirm=_asker(options.yes),
-        dry_run=options.dry_run,
-    )
+    submitter = submitter_of(config, path, options)
+    deployment = submitter.deployment
     notes = planned
     if action in ("create", "run"):
         notes += [*flag_notes(config), *_notes(spec, on), *_costs(config, prices)]
@@ -147,6 +189,34 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         for line in submitter.deletions():
             _show(line)
     return 0
+
+
+def folder_of(config: Config, path: str) -> Path:
+    """Return the workdir of a launch on this machine."""
+    name = resource_name(config.launch.name or Path(path).stem, "")
+    return Path(absolute(config.placement.workdir or f"runs/{name}"))
+
+
+def _certificates(config: Config, path: str) -> Path:
+    own = config.placement.certificates
+    return Path(absolute(own)) if own else folder_of(config, path) / "certificates"
+
+
+def submitter_of(config: Config, path: str, options: LaunchOptions) -> Submitter:
+    """Return what acts on the launch of this config. Raises ConfigError."""
+    on = _backend_of(options)
+    spec = make_spec(config, path, on, options.init)
+    folder = folder_of(config, path) / "launch"
+    deployment = BACKENDS[on].deployment(
+        spec, str(_certificates(config, path)), str(folder), int(time.time())
+    )
+    return Submitter(
+        deployment,
+        only=options.only,
+        show=print if options.dry_run else _show,
+        confirm=_asker(options.yes),
+        dry_run=options.dry_run,
+    )
 
 
 def prepare_certificates(

@@ -140,16 +140,16 @@ class Submitter:
         confirm: Callable[[str], bool],
         dry_run: bool = False,
     ) -> None:
-        self._deployment, self._only = deployment, only
+        self.deployment, self._only = deployment, only
         self._show, self._confirm, self._dry_run = show, confirm, dry_run
 
     def create(self) -> None:
         """Make every resource that is missing, and make useless ones anew."""
-        self._make(self._deployment.resources)
+        self._make(self.deployment.resources)
 
     def run(self) -> None:
         """Start the processes again on the existing machines."""
-        self._make(r for r in self._deployment.resources if r.runs or r.content)
+        self._make(r for r in self.deployment.resources if r.runs or r.content)
 
     def stop(self) -> None:
         """End the processes: islands say goodbye, the coordinator sums up. Machines
@@ -167,7 +167,14 @@ class Submitter:
 
     def deletions(self) -> list[str]:
         """Return the lines that delete everything."""
-        return [command.line for command in _deletions(self._deployment.resources)]
+        return [command.line for command in _deletions(self.deployment.resources)]
+
+    def left(self) -> list[str]:
+        """Return what there is of the launch, each with its state, by asking the cloud
+        for every part. Raises CommandError if it does not answer."""
+        self._prepare()
+        states = {r.what: _state_of(r) for r in self._resources()}
+        return [f"{what}: {state}" for what, state in states.items() if state]
 
     def logs(self) -> None:
         """Print the last lines of every process."""
@@ -175,18 +182,18 @@ class Submitter:
 
     def results(self) -> None:
         """Copy the run's folder to this machine."""
-        if not self._deployment.results:
+        if not self.deployment.results:
             raise CommandError(
                 "SkyPilot does not show the machines of its managed jobs; the run is "
                 "on the coordinator's disk, which any machine in its zone can mount, "
                 "and snapshots are in placement.checkpoints, if that is a bucket"
             )
-        self._show_outputs(self._deployment.results)
+        self._show_outputs(self.deployment.results)
 
     def status(self) -> dict[str, Any]:
         """Return what `diloco status --json` prints; empty in a dry run."""
         self._prepare()
-        command = self._deployment.status
+        command = self.deployment.status
         assert command is not None
         self._show(command.line)
         if self._dry_run:
@@ -222,7 +229,7 @@ class Submitter:
         return () if right else resource.update
 
     def _resources(self) -> list[Resource]:
-        every = self._deployment.resources
+        every = self.deployment.resources
         return [r for r in every if not self._only or r.owner in self._only]
 
     def _show_outputs(self, commands: Iterable[Command]) -> None:
@@ -233,7 +240,7 @@ class Submitter:
                 self._show(_call(command).rstrip())
 
     def _prepare(self) -> None:
-        for command in self._deployment.prepare:
+        for command in self.deployment.prepare:
             self._show(command.line)
             if not self._dry_run:
                 _call(command)

@@ -241,7 +241,7 @@ class ExpertMlp(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         e, d, f = config.experts, config.d_model, config.expert_dim
-        self.router = _weight((d, e), ("embed", None), d**-0.5)
+        self.router = _weight((d, e), ("embed", "router"), d**-0.5)
         self.gate = _weight((e, d, f), ("expert", "embed", "mlp"), d**-0.5)
         self.up = _weight((e, d, f), ("expert", "embed", "mlp"), d**-0.5)
         out = f**-0.5 * _residual_scale(config)

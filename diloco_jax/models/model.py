@@ -94,7 +94,7 @@ class Model(NamedTuple):
     "source_number", that of each row's source, int32 [B].
     `axes`: the structure of params with a tuple of logical names for each array:
     "layers" (leading, of stacked tensors), "expert" (leading or after it, likewise),
-    "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp".
+    "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "router".
     """
 
     init: Callable[[jax.Array], Params]

@@ -13,7 +13,6 @@ own goes from the last line of its tape to its return.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,33 +111,28 @@ class Failures:
 
     def __init__(self, kept: KeptFailures | None = None) -> None:
         """kept: what the life before had."""
-        kept = kept or KeptFailures()
-        self._islands, self._newest = kept.islands, kept.newest
-        self._all: deque[NotedFailure] = deque(maxlen=KEPT)
+        self.kept = kept or KeptFailures()
+        self._islands = self.kept.islands
         self._open: dict[str, NotedFailure] = {}
         self._unmerged: dict[str, NotedFailure] = {}
         """The newest failure of each, until it is merged again."""
-        for failure in kept.failures:
-            self._all.append(failure)
-            self._unmerged[failure.who] = failure
-            if failure.ended is None:
-                self._open[failure.who] = failure
-            if failure.merged is not None:
-                del self._unmerged[failure.who]
+        for failure in self:
+            self._index(failure)
 
     def __iter__(self) -> Iterator[NotedFailure]:
         """Yield them, the oldest first."""
-        return iter(self._all)
+        return iter(self.kept.failures)
 
-    def kept(self) -> KeptFailures:
-        """Return what the next life of this coordinator needs."""
-        return KeptFailures(
-            failures=list(self._all), islands=self._islands, newest=self._newest
-        )
+    def _index(self, failure: NotedFailure) -> None:
+        self._unmerged[failure.who] = failure
+        if failure.ended is None:
+            self._open[failure.who] = failure
+        if failure.merged is not None:
+            del self._unmerged[failure.who]
 
     def catch_up(self, workdir: Path) -> None:
         """Take the lines of a life that had not kept all when it ended."""
-        if since := self._newest:
+        if since := self.kept.newest:
             tape = lines_after(workdir / run_files.TAPE, since)
             metrics = lines_after(workdir / run_files.METRICS, since)
             told = [
@@ -150,7 +144,7 @@ class Failures:
 
     def within(self, start: float, stop: float) -> Iterator[NotedFailure]:
         """Yield what failed in [start, stop), the newest first."""
-        for failure in reversed(self._all):
+        for failure in reversed(self.kept.failures):
             if failure.began < stop and (failure.ended or stop) >= start:
                 yield failure
 
@@ -164,14 +158,13 @@ class Failures:
     def add(self, failures: Iterable[NotedFailure]) -> None:
         """Take failures as they are known, such as those of an emulation."""
         for failure in failures:
-            self._all.append(failure)
-            self._open[failure.who] = failure
+            self._note(failure)
             if failure.ended is not None:
                 self._end(failure, failure.ended)
 
     def move(self, seconds: float) -> None:
         """Move all times on, as those of a run that was stopped for so long."""
-        for failure in self._all:
+        for failure in self:
             failure.began += seconds
             failure.ended = failure.ended and failure.ended + seconds
             failure.merged = failure.merged and failure.merged + seconds
@@ -180,7 +173,7 @@ class Failures:
 
     def tape(self, line: Mapping[str, Any]) -> None:
         """Take a line of the tape."""
-        self._newest = time = line["time"]
+        self.kept.newest = time = line["time"]
         match line["kind"]:
             case "joined":
                 self._joined(line, time)
@@ -216,7 +209,7 @@ class Failures:
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Take a line of the metrics."""
-        self._newest = time = line["time"]
+        self.kept.newest = time = line["time"]
         if line["kind"] != "island":
             return
         name = line["island"]
@@ -274,7 +267,8 @@ class Failures:
         failure.why = ENDS.get(reason, failure.why) + said
 
     def _resumed(self, name: str, time: float) -> None:
-        failure, self._of(name).here = self._open.get(name), True
+        failure, known = self._open.get(name), self._of(name)
+        known.heard, known.here = time, True
         if failure is not None and not failure.replaced:
             failure.why += "; the same process is back"
             self._end(failure, time)
@@ -307,8 +301,7 @@ class Failures:
             why=why,
             ended=time,
         )
-        self._all.append(failure)
-        self._unmerged[COORDINATOR] = failure
+        self._note(failure)
 
     def _begin(self, name: str, began: float, why: str) -> NotedFailure:
         before, incarnation = self._open.get(name), self._of(name).incarnation
@@ -317,8 +310,12 @@ class Failures:
         if before is not None:
             self._end(before, max(before.began, began))
         failure = NotedFailure(who=name, incarnation=incarnation, began=began, why=why)
-        self._all.append(failure)
-        self._open[name] = self._unmerged[name] = failure
+        return self._note(failure)
+
+    def _note(self, failure: NotedFailure) -> NotedFailure:
+        self.kept.failures.append(failure)
+        del self.kept.failures[:-KEPT]
+        self._index(failure)
         return failure
 
     def _end(self, failure: NotedFailure, time: float) -> None:

@@ -380,7 +380,6 @@ class _Life:
     began: float
     first_step: float = math.nan
     ended: float = math.nan
-    absent: float = math.nan
     steps: int = 0
     end: str = ""
 
@@ -420,13 +419,8 @@ class _Reader:
             return
         if kind == "island" and not self._repeats.seen(line):
             self._fact(who, line["record"], now, life)
-        elif kind == "absent":
-            life.absent = now
-        elif kind == "resumed":
-            life.absent = math.nan
         elif kind == "left":
-            life.ended = now if math.isnan(life.absent) else life.absent
-            life.steps, life.end = line["steps"], line["reason"]
+            life.ended, life.steps, life.end = now, line["steps"], line["reason"]
 
     def _fact(
         self, who: tuple[str, int], record: Line, now: float, life: _Life
@@ -488,11 +482,14 @@ class _Reader:
         names = tuple(sorted({island for island, _ in self._lives}))
         for merge in self._merged:
             self._merge(merge, names)
+        begin = self._begin or 0.0
+        away = {(f.who, f.incarnation): f.began for f in self._failures if f.replaced}
         for who, life in self._lives.items():
             ended = self._last if math.isnan(life.ended) else life.ended
+            ended = away.get(who, ended + begin) - begin
             row = (*who, life.began, life.first_step, ended, life.steps, life.end)
             self._rows["lives"].append(row)
-        self._rows["outages"] += outage_rows(self._failures, self._begin or 0.0)
+        self._rows["outages"] += outage_rows(self._failures, begin)
         return of_rows(names, self._rows, recorded=True)
 
 

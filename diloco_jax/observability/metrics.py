@@ -131,11 +131,11 @@ MEASURES = ("norm", "pairwise_cosine", "cosine_to_last", "length_ratio", "step_r
 """Measures of a merge's deltas, which every line of a merge has."""
 CURVES = {
     "island": (
-        *("loss", "loss_by_source", "eval_loss", "learning_rate"),
+        *("loss", "loss_by_source", "adoption_loss", "eval_loss", "learning_rate"),
         *("median_step_seconds", "stalled_seconds", "bytes_up", "bytes_down"),
     ),
     "merged_model": ("eval_loss",),
-    "merge": ("tokens", "seconds", *MEASURES),
+    "merge": ("tokens", "seconds", *MEASURES, "experts"),
 }
 """Fields drawn as curves, by kind of line."""
 

@@ -309,6 +309,12 @@ class IslandPlan:
         """Seconds of a cycle in which takes and adoptions hold up the steps."""
         return sum(kind.pieces * kind.seconds for kind in self.exchange)
 
+    def with_memory(self, octets: float) -> IslandPlan:
+        """Return the plan for devices whose programs may have so many bytes."""
+        missing = max(self.hbm.missing, self.hbm.used - int(octets))
+        hbm = dataclasses.replace(self.hbm, available=int(octets), missing=missing)
+        return dataclasses.replace(self, hbm=hbm, fits=self.fits and not missing)
+
 
 def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
     """Compile the step, takes and adoptions of an island.

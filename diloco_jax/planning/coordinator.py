@@ -64,6 +64,8 @@ LINES_PER_REPORT = 850
 """Bytes in metrics and curves of one report of an island."""
 LINES_PER_SOURCE = 120
 """The same for the loss on one source of a mixture."""
+LINES_PER_LOAD = 42
+"""Bytes on tape and in metrics of an expert's load, in a cycle: by three tensors."""
 REPORTS_EVERY_S = max(1.0, METRICS_EVERY_S)
 """Seconds between two reports of an island that are written."""
 Owner = Literal["coordinator", "lead", "worker"]
@@ -239,6 +241,7 @@ def plan_disk(
     cycle_seconds: float,
     bytes_per_s: float,
     sources: int = 0,
+    loads: int = 0,
     owner: Owner = "coordinator",
 ) -> DiskPlan:
     """Return the plan of the disk of a coordinator, or of a worker by what it has of
@@ -247,7 +250,8 @@ def plan_disk(
     params, fragments: numbers of them. state, publish: bytes of all fragments, in a
     snapshot and as one publish of each. largest: bytes of the largest fragment in a
     snapshot. deltas: bytes for which memory has no place, at most. cycles: of the run.
-    bytes_per_s: that the disk writes. sources: of a mixture.
+    bytes_per_s: that the disk writes. sources: of a mixture. loads: of experts that are
+    told, over all layers.
     """
     in_bucket, kept = is_bucket(placement.checkpoints), placement.snapshots_kept
     # Snapshots pause so that the disk has time for the rest.
@@ -258,7 +262,8 @@ def plan_disk(
     log = math.ceil((kept - 0.5) * rounds * publish)
     # All lines and points of the run's merges, and of its reports.
     of_a_merge = LINES_PER_MERGE + islands * LINES_PER_DELTA
-    lines = of_merges = math.ceil(cycles * fragments * of_a_merge)
+    of_a_cycle = fragments * of_a_merge + loads * LINES_PER_LOAD
+    lines = of_merges = math.ceil(cycles * of_a_cycle)
     of_a_report = LINES_PER_REPORT + sources * LINES_PER_SOURCE
     reports = cycles * cycle_seconds / REPORTS_EVERY_S * islands
     lines += math.ceil(reports * of_a_report)
@@ -458,6 +463,9 @@ def plan_coordinator(
             cycle_seconds=cycle_seconds,
             bytes_per_s=disk_bytes_per_s,
             sources=len(run.data.sources),
+            loads=run.model.experts
+            * run.model.num_layers
+            * (run.sync.weights_by_use == "rows"),
             owner=owner,
         )
 

@@ -219,7 +219,9 @@ def plan_run(
     compiled: the islands by name; None: by arithmetic. versions: of the packages that
     compiled. prices: complete by `require_prices`.
     """
-    made, names = compiled or {}, tuple(config.islands)
+    made, names = dict(compiled or {}), tuple(config.islands)
+    for name in made.keys() & measured.device_memory_bytes.keys():
+        made[name] = made[name].with_memory(measured.device_memory_bytes[name].value)
     expected = {
         name: expected_step(config, name, assumptions, measured, made.get(name))
         for name in names

@@ -13,9 +13,11 @@ condition compares the counter with. On TPUs
 
 Sent are the bytes of one chip in a group of n chips: (n - 1) / n of the result of an
 all-gather, or of the input of a reduce-scatter or an all-to-all; twice that for an
-all-reduce. Moved is what an instruction reads and writes, as far as it lies in HBM. A
-fusion reads only what it uses: the slices of an operand that is only sliced, and
-nothing of an operand that is updated in place.
+all-reduce. Of a ragged all-to-all it is that part of the rows that a chip has if all
+have as many: how many go where, no text says. Its larger array has room for n times as
+many (`models/experts.py`). Moved is what an instruction reads and writes, as far as it
+lies in HBM. A fusion reads only what it uses: the slices of an operand that is only
+sliced, and nothing of an operand that is updated in place.
 """
 
 from __future__ import annotations
@@ -217,13 +219,16 @@ def find_collectives(program: Program) -> list[CollectiveSum]:
                 if kind == "all-reduce" and _root(part).opcode == "dynamic-slice":
                     kind = "reduce-scatter"
                 channel = CHANNEL.search(instruction.attributes)
-                # One channel may carry operations of two kinds.
-                key = channel[0] if channel else f"{id(part)} {instruction.name}", kind
+                # Outside of fusions each is one, though those of all shard_maps share a
+                # channel. In them, one channel may carry operations of two kinds.
+                fused = part is not program.computations[name]
+                own = f"{id(part)} {instruction.name}"
+                key = channel[0] if channel and fused else own, kind
                 known = found.get(key)
                 count = max(times, known.count if known else 0)
                 overlaps = overlaps or bool(known and known.overlapping)
                 group = group_size(instruction.attributes, program.partitions)
-                sent, moved = _sent_and_moved(kind, instruction, group)
+                sent, moved = _sent_and_moved(kind, instruction, group, part)
                 found[key] = CollectiveSum(
                     kind=kind,
                     count=count,
@@ -265,8 +270,12 @@ def group_size(attributes: str, partitions: int) -> int:
     return partitions
 
 
-def _sent_and_moved(kind: str, instruction: Instruction, group: int) -> tuple[int, int]:
+def _sent_and_moved(
+    kind: str, instruction: Instruction, group: int, at: Computation
+) -> tuple[int, int]:
     whole = instruction.bytes  # Of the group's whole array, counted once.
+    if kind == "ragged-all-to-all":
+        whole = max(whole, at[instruction.operands[0]].bytes) // group
     if instruction.opcode.endswith("-start") and len(instruction.arrays) > 1:
         # (operands, results, flags): the result of a gather is its largest array.
         whole = max(octets for octets, _ in instruction.arrays)

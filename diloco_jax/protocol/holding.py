@@ -274,6 +274,10 @@ class MergeMeasured(Message, frozen=True, kw_only=True):
     directions: tuple[float | None, ...] = ()
     """Cosine of each island's delta with the others, in their order; empty if there are
     too few."""
+    experts: dict[str, float] = msgspec.field(default_factory=dict)
+    """As `core.fragment_merge.Routing.measures`."""
+    expert_loads: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
+    """As `Routing.loads`."""
 
 
 class MergeDigested(Message, frozen=True, kw_only=True):

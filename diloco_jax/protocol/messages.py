@@ -308,6 +308,9 @@ Facts = Annotated[dict[Identifier, Fact], Meta(max_length=64)]
 Fields = dict[Identifier, Fact | Facts | list[Fact | list[Fact]]]
 
 
+Figure = Annotated[float, Meta(ge=-1e300, le=1e300)]
+"""A number for people, on which no decision depends."""
+
 OWN_DATA = "own_data"
 """Fact of an island's environment: true if its steps use other data than is leased."""
 
@@ -383,6 +386,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     max_step_gap_seconds: Seconds = 0.0
     step_seconds_total: Seconds = 0.0
     stalled_seconds: Seconds = 0.0
+    data_seconds: Seconds = 0.0
+    """Part of `stalled_seconds` in which the loop waited for a batch to be read."""
     eval_seconds: Seconds = 0.0
     compile_seconds: Seconds = 0.0
     loss: float = float("nan")
@@ -390,6 +395,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     losses_by_source: Annotated[tuple[float, ...], Meta(max_length=MAX_SOURCES)] = ()
     """The same of each source of a mixture, over the last few steps that had rows of
     it; NaN if none had."""
+    adoption_loss: float = float("nan")
+    """Training loss of the first step after an adoption less that of the step before
+    it, mean over the last few adoptions."""
     eval_loss: float = float("nan")
     watched_cycle: Count = 0
     """Cycle of the merged model that was evaluated last; 0: none yet."""
@@ -403,6 +411,12 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     bytes_down: Bytes = 0
     """Bytes of published fragments received, headers included, joins excluded."""
     bytes_join: Bytes = 0
+    microseconds_up: Count = 0
+    """Time of the transfers by which `bytes_up` were sent, added up over hosts."""
+    transfers_failed: Count = 0
+    """Transfers of either direction that broke off, and were made again."""
+    trial: Annotated[dict[Identifier, Figure], Meta(max_length=16)] = {}
+    """What the island tried before its first step, by name (docs/first_hour.md)."""
     short: Annotated[tuple[Short, ...], Meta(max_length=2)] = ()
     """Resources that run short on the machine of some host."""
     programs_left: Count = 0

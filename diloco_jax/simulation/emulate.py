@@ -336,10 +336,11 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"that is not emulated; give {COORDINATOR}@{fault.step}:kill or "
                 f"{COORDINATOR}@{fault.step}:pauseSECONDS, or use diloco run"
             )
-        if fault.factor is not None:
+        if fault.of_steps:
             raise ConfigError(
-                f"placement.faults has {fault.who}@{fault.step} with other parameters, "
-                f"which no emulated island has; leave it out, or use diloco run"
+                f"placement.faults has {fault.who}@{fault.step} with other parameters "
+                f"or steps, which no emulated island has; leave it out, or use diloco "
+                f"run"
             )
 
 

@@ -24,6 +24,7 @@ CHECKED = {
     ("Record", "value"),
     ("Measures", "loss"),
     ("Measures", "losses_by_source"),
+    ("Measures", "adoption_loss"),
     ("Measures", "eval_loss"),
     ("Measures", "watched_loss"),
     ("Box", "piece"),

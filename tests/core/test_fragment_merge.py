@@ -20,12 +20,15 @@ from diloco_jax.core.families import CODECS, MERGE_RULES
 from diloco_jax.core.fragment_merge import (
     SAMPLED,
     MergeMeasures,
+    Routing,
     measure,
+    measure_routing,
     norm_of,
     sample,
     sample_bytes,
     sampled,
 )
+from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merging import Encoded, merge_piece
 from diloco_jax.core.tiles import TileGrid
 
@@ -223,6 +226,46 @@ def test_what_has_no_value_is_none() -> None:
     assert found.length_ratio is not None
     two = measured([own[:2] for own in drawn(0)], "rda")
     assert two[1] == (), "of two, the pairwise cosine tells as much"
+
+
+def test_routers_and_choices_are_compared_by_hand() -> None:
+    """Of a router's piece the distance, of experts' the counts, once for a layer."""
+    rng = np.random.default_rng(0)
+    router = Piece(("mlp", "router"), 0, (6, 4), False, router=True)
+    gate, up = (
+        Piece(("mlp", name), 0, (4, 2, 3), False, expert=True, groups=4, by_use=1)
+        for name in ("gate", "up")
+    )
+    drawn = [rng.standard_normal((3, *p.shape), np.float32) for p in (router, gate)]
+    deltas = [Encoded.of(list(drawn[0])), *[Encoded.of(list(drawn[1]))] * 2]
+    theta = [p.grid.to_tiles(rng.standard_normal(p.shape)) for p in (router, gate, up)]
+    counts = np.array([[8, 0, 0, 0], [0, 4, 4, 0], [2, 2, 2, 2]]) / 8
+    found = measure_routing(
+        [router, gate, up], deltas, [None, counts, counts], WEIGHTS, theta
+    )
+    pairs = list(itertools.combinations(range(3), 2))
+    weights = [WEIGHTS[i] * WEIGHTS[j] for i, j in pairs]
+    apart = [np.linalg.norm(drawn[0][i] - drawn[0][j]) for i, j in pairs]
+    same = [np.minimum(counts[i], counts[j]).sum() for i, j in pairs]
+    total = np.array(WEIGHTS) @ counts / 8
+    entropy = -(total * np.log(total)).sum() / np.log(4)
+    assert found.measures == pytest.approx(
+        {
+            "router_distance": np.average(apart, weights=weights)
+            / np.linalg.norm(theta[0]),
+            "overlap": np.average(same, weights=weights),
+            "entropy": entropy,
+            "busiest": 4 * total.max(),
+        },
+        rel=1e-5,
+    )
+    loads = {"mlp/gate/0": tuple((4 * total).round(3))}
+    assert found.loads == loads
+    one = [Encoded.of(list(own[:1])) for own in drawn]
+    alone = measure_routing([router, gate], one, [None, counts[:1]], [1], theta[:2])
+    assert alone.measures == {"entropy": 0.0, "busiest": 4.0}
+    dense = measure_routing([gate], deltas[1:2], [None], WEIGHTS, theta[1:2])
+    assert dense == Routing({}, {})
 
 
 def test_a_fixed_64th_of_the_tiles_is_looked_at() -> None:

@@ -130,6 +130,7 @@ def test_rows_that_fill_up_a_validation_count_for_nothing():
     assert last["tokens"].tolist() == [[3] * 5, [4] * 5, [0] * 5]
     assert last["segments"].tolist() == [[3] * 5, [4] * 5, [0] * 5]
     assert last["weights"].tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]
+    assert batches.repeated(2)["tokens"].tolist() == [[0] * 5, [1] * 5, [0] * 5]
 
 
 def test_data_knows_its_arrays_in_order():

@@ -16,6 +16,7 @@ from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.data.corpus import ValidationWindows, Windows
 from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.data.reader import BatchReader, LeasedStream, ValidationBatches
+from diloco_jax.faults import parse_faults
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.exchange import Exchange, Replica
 from diloco_jax.island.device.step import TrainState
@@ -129,6 +130,22 @@ def test_it_steps_to_the_end_and_leaves_when_the_run_is_finished(loop):
     assert measures.learning_rate == pytest.approx(1e-3)
     assert 4 < measures.loss < 7
     assert 4 < measures.eval_loss < 7
+
+
+@pytest.mark.parametrize(
+    ("fault", "sleeps", "median_s", "data_s"),
+    [("a@0:slow3", 1, 3.0, 0.0), ("a@0:starve0.5", 2, 1.5, 0.5)],
+)
+def test_a_step_that_is_slowed_is_told_from_a_batch_that_is_late(
+    fault, sleeps, median_s, data_s, loop
+):
+    loop, network = loop
+    loop.faults = parse_faults([fault], ["a"])
+    network.at = {sleeps * STEPS: lambda: says.finished(network.mailbox)}
+    loop.run()
+    measures = network.mailbox.status().measures
+    assert measures.median_step_seconds == pytest.approx(median_s)
+    assert measures.data_seconds == pytest.approx(data_s * measures.steps)
 
 
 @pytest.mark.parametrize(("lived_s", "told"), [(599.0, 0), (601.0, 1)])

@@ -1,11 +1,13 @@
 """The lock around the conversation: waits, arrivals and traffic."""
 
+import math
 import threading
 
 import coordinator_says as says
 import pytest
 
 from diloco_jax.island.mailbox import (
+    COUNTED,
     Arrival,
     Arrivals,
     LiveDecisions,
@@ -94,11 +96,14 @@ def test_traffic_is_in_the_measures():
     assert (measures.bytes_up, measures.bytes_down) == (7, 5)
     # Of the other hosts too, whose answers may overtake each other.
     for up in (9, 8):
-        mailbox.count_of(1, {"bytes_up": up, "bytes_down": 1, "bytes_join": 2}, ())
+        told = dict.fromkeys(COUNTED, 0) | {"bytes_up": up, "bytes_down": 1}
+        mailbox.count_of(1, told | {"bytes_join": 2}, ())
     measures = mailbox.status().measures
     assert (measures.bytes_up, measures.bytes_down, measures.bytes_join) == (16, 6, 2)
-    counted = {"bytes_up": 7, "bytes_down": 5, "bytes_join": 0}
+    counted = dict.fromkeys(COUNTED, 0) | {"bytes_up": 7, "bytes_down": 5}
     assert mailbox.counted() == (counted, ())
+    mailbox.tell_trial(loss=2.5, memory_bytes=math.nan)
+    assert mailbox.status().measures.trial == {"loss": 2.5}
 
 
 def test_the_last_versions_are_awaited_for_a_time():

@@ -63,3 +63,15 @@ def test_a_sources_loss_is_over_its_own_last_steps():
     often, never, rare = timing.measures().losses_by_source
     assert often == (5.0 * (LOSS_STEPS - 1) + 1.0) / (LOSS_STEPS - 1 + 8.0)
     assert (never, rare) == (3.0, 2.0)
+
+
+def test_an_adoption_is_told_by_the_losses_around_it():
+    timing = Timing(0.0)
+    timing.loss(3.0, adopted=True)  # Before it there was no step.
+    assert math.isnan(timing.measures().adoption_loss)
+    for loss, adopted in ((2.0, False), (2.5, True), (1.0, False), (1.25, True)):
+        timing.loss(loss, adopted=adopted)
+    assert timing.measures().adoption_loss == 0.375
+    for number in range(LOSS_STEPS):
+        timing.loss(float(number), adopted=True)
+    assert timing.measures().adoption_loss == (7 - 1.25) / LOSS_STEPS

@@ -7,18 +7,33 @@ import dataclasses
 import functools
 import json
 import re
+import sys
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.config import DataConfig, InnerConfig, IslandConfig, RunConfig
+from diloco_jax import emulate
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    InnerConfig,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.mesh import layout as layout_of
 from diloco_jax.island.device.mesh import make_mesh
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.models import experts
+from diloco_jax.models import experts, transformer
 from diloco_jax.models.presets import preset
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from float64 import widen
 
 RUN = RunConfig(
     model=preset("tiny_experts"),
@@ -132,5 +147,68 @@ def run_all() -> dict:
     }
 
 
+def attend(layout, query, key, value, window=0, segments=None):
+    """Plain causal attention."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    odds = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[3] ** 0.5
+    seen = jnp.tril(jnp.ones(odds.shape[2:], bool))
+    shares = jax.nn.softmax(jnp.where(seen, odds, -jnp.inf))
+    return jnp.einsum("bnts,bsnh->btnh", shares, value)
+
+
+def merged_in_double_precision() -> dict[str, float]:
+    """Largest difference of merged parameters of two islands, whose experts 2 devices
+    share and 4, from those of islands on one; and the smallest margin by which a router
+    chose.
+
+    Everything is in float64, as in `benchmarks/float64.py`.
+    """
+    jax.config.update("jax_enable_x64", True)
+    widen()
+    transformer.DTYPES["float32"] = jnp.float64
+    transformer.ATTENTION["auto"] = attend  # That of jax has its softmax in f32.
+    margins, route = [], experts.route
+
+    def watched(config, x, real, router):
+        odds, *rest = route(config, x, real, router)
+        best = jax.lax.top_k(odds, config.experts_per_token + 1)[0]
+        jax.debug.callback(margins.append, jnp.min(best[:, -2] - best[:, -1]))
+        return odds, *rest
+
+    found = []
+    with tempfile.TemporaryDirectory() as text:
+        words = " ".join(str(n * n % 997) for n in range(2000))
+        for name in ("a", "b"):
+            (Path(text) / f"{name}.txt").write_text(words + name)
+        for ways in ((1, 1), (2, 4)):
+            experts.route = watched if ways == (1, 1) else route
+            run = dataclasses.replace(
+                RUN,
+                data=DataConfig(paths=(text,), validation_fraction=0.2),
+                inner=InnerConfig(
+                    optimizer="sgd", learning_rate=0.1, arguments=(("momentum", 0.9),)
+                ),
+                sync=SyncConfig(
+                    codec_up="f32", codec_down="f32", steps_per_cycle=5, fragments=2
+                ),
+                total_tokens=10 * 2 * 4 * 16,
+            )
+            islands = {
+                f"i{number}": IslandConfig(
+                    batch_size=4, mesh_expert=own, step_seconds=1.0
+                )
+                for number, own in enumerate(ways)
+            }
+            placement = Placement(merge_route="xla")
+            config = Config(run=run, islands=islands, placement=placement)
+            found.append(emulate(config).params)
+    leaves = [jax.tree.leaves(params) for params in found]
+    assert {leaf.dtype for leaf in leaves[0]} == {np.dtype("float64")}
+    apart = max(float(np.abs(a - b).max()) for a, b in zip(*leaves, strict=True))
+    return {"apart": apart, "margin": float(min(margins))}
+
+
 if __name__ == "__main__":
-    print(json.dumps({"meshes": run_all(), "float64": in_double_precision()}))
+    made = {"meshes": run_all(), "float64": in_double_precision()}
+    print(json.dumps({**made, "merged": merged_in_double_precision()}))

@@ -321,3 +321,11 @@ def test_devices_that_share_experts_agree_in_double_precision(on_meshes):
     found = on_meshes["float64"]
     assert found.keys() == {"1", "2", "4"}
     assert max(found.values()) < 1e-12
+
+
+def test_islands_that_share_experts_merge_what_one_device_would(on_meshes):
+    """Ten steps and the merges of two islands, of 2 devices and of 4, with texts at
+    which no router is so undecided that rounding could choose."""
+    found = on_meshes["merged"]
+    assert found["margin"] > 1e-6
+    assert found["apart"] < 1e-9

@@ -21,6 +21,7 @@ ISLAND = {
     "step": 3,
     "loss": 2.5,
     "loss_by_source": {"/rows/code": 2.0, "/rows/prose": None},
+    "adoption_loss": 0.25,
     "eval_loss": None,
     "learning_rate": 1e-3,
     "median_step_seconds": 0.5,
@@ -41,6 +42,7 @@ MERGE = {
     "cosine_to_last": None,
     "length_ratio": 1.0,
     "step_ratio": 0.4,
+    "experts": {"overlap": 0.75},
     "seconds": 0.1,
 }
 
@@ -69,6 +71,7 @@ def test_lines_and_curves(tmp_path):
     assert drawn["merged_model/eval_loss/by-cycle"] == (12, 7.0, 2.25)
     assert drawn["merge/norm/fragment-1"] == (4, 6.0, 0.25)
     assert drawn["merge/pairwise_cosine/fragment-1"] == (4, 6.0, 0.1)
+    assert drawn["merge/experts/fragment-1/overlap"] == (4, 6.0, 0.75)
     assert "island/eval_loss/a" not in drawn, "there was none"
     assert "merge/cosine_to_last/fragment-1" not in drawn, "there was none"
 

@@ -225,6 +225,7 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, sources, tmp_path
                 **{"tokens": 25_165_824 * islands, "share": 1.0},
                 **{"norm": 0.035832011776876185, **MEASURES},
                 "cosine_to_others": directions(islands) or None,
+                **{"experts": None, "expert_loads": None},
                 "seconds": 0.008956749000049058,
             }
         )
@@ -234,6 +235,7 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, sources, tmp_path
                 **{"kind": "island", "time": 1795590680.8126788, "island": "v5p-a"},
                 **{"phase": "training", "step": 100_096, "loss": 2.1481712758541107},
                 "loss_by_source": by_source or None,
+                "adoption_loss": 0.0129465243812755,
                 **{"eval_loss": None, "learning_rate": 0.0006012713003641744},
                 "median_step_seconds": 0.4033285509999587,
                 "stalled_seconds": 0.6065373460000956,

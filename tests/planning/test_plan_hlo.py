@@ -169,6 +169,30 @@ def test_one_channel_may_carry_two_kinds():
     assert kinds["collective-permute"].sent_bytes == 12 * SHARD
 
 
+RAGGED = """\
+HloModule jit__update, num_partitions=4
+
+ENTRY %main (rows: bf16[1024,256], room: bf16[4096,256], n: s32[4]) -> bf16[1024,256] {
+  %rows = bf16[1024,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %room = bf16[4096,256]{1,0:T(8,128)(2,1)} parameter(1)
+  %n = s32[4]{0:T(128)S(1)} parameter(2)
+  %there = bf16[4096,256]{1,0} ragged-all-to-all(%rows, %room, %n, %n, %n, /*index=5*/%n), channel_id=1, replica_groups={{0,1,2,3}}
+  %return = bf16[4096,256]{1,0} ragged-all-to-all(%there, %room, %n, %n, %n, /*index=5*/%n), channel_id=1, replica_groups={{0,1,2,3}}
+  ROOT %back = bf16[1024,256]{1,0:S(1)} ragged-all-to-all(%return, %rows, %n, %n, %n, /*index=5*/%n), channel_id=1, replica_groups={{0,1,2,3}}
+}
+"""  # noqa: E501
+
+
+def test_an_exchange_of_rows_sends_those_that_a_chip_has():
+    """Room, and what is sent back, is larger. All have the channel of their shard_map.
+    Where the rows that come lie in fast memory, nothing is written to HBM."""
+    (found,) = sum_collectives(parse(RAGGED))
+    rows = 1024 * 256 * 2
+    assert (found.kind, found.count) == ("ragged-all-to-all", 3)
+    assert found.sent_bytes == 3 * rows * 3 // 4
+    assert found.moved_bytes == 2 * 2 * rows
+
+
 @pytest.mark.parametrize(
     ("groups", "size"),
     [

@@ -102,6 +102,41 @@ def test_parts_that_hosts_fetch_are_put_in_place_within_the_cycle(tmp_path):
     assert island["step_seconds"] == pytest.approx(step / (1 - share), rel=1e-3)
 
 
+EXPERTS = """
+import dataclasses
+from diloco_jax.config import *
+from diloco_jax.models.presets import preset
+def config():
+    model = dataclasses.replace(
+        preset("tiny_experts"), d_model=256, num_heads=2, num_kv_heads=2, head_dim=128,
+        num_layers=3, experts=8, experts_per_token=2, expert_dim=128)
+    islands = {
+        remat: IslandConfig(topology="v6e:2x2", batch_size=8, mesh_expert=4,
+                            compute_dtype="bfloat16", remat=remat)
+        for remat in ("none", "full")
+    }
+    run = RunConfig(model=model, sequence_length=256, sync=SyncConfig(fragments=2))
+    return Config(run=run, islands=islands)
+"""
+
+
+def test_rows_of_experts_cross_the_slice_as_by_hand(tmp_path):
+    """To the experts and back, and so their gradients; and once more where layers are
+    computed again."""
+    (tmp_path / "experts.py").write_text(EXPERTS)
+    _, found = plan(tmp_path / "experts.py", timeout_s=560)
+    rows = 8 * 256 // 4 * 2
+    for name, times in (("none", 4), ("full", 6)):
+        island = found["islands"][name]["compiled"]
+        (exchange,) = (
+            c for c in island["collectives"] if c["kind"] == "ragged-all-to-all"
+        )
+        assert exchange["count"] == times * 3
+        assert exchange["sent_bytes"] == times * 3 * rows * 256 * 2 * 3 // 4
+        flops = island["flops"]
+        assert flops["model"] == pytest.approx(flops["analytic"], rel=0.02)
+
+
 PACKED = """
 import dataclasses, json, os, sys
 from diloco_jax.config import DataConfig, IslandConfig, ModelConfig, RunConfig

@@ -113,12 +113,12 @@ def test_tables_are_written_with_their_columns(recorded, tmp_path):
     assert head == "island,incarnation,began,first_step,ended,steps,end"
 
 
-@pytest.mark.parametrize(("resumed", "ended"), [(False, 4.0), (True, 9.0)])
+@pytest.mark.parametrize(("resumed", "ended"), [(False, 4.0), (True, 6.0)])
 def test_a_life_ends_when_it_was_last_heard_of(tmp_path, resumed, ended):
     who = {"island": "a", "incarnation": 1}
     joined = {"kind": "joined", **who, "tokens_per_step": 4}
     lines = [(0.0, {"kind": "begun"}), (1.0, joined)]
-    lines.append((4.0, {"kind": "absent", **who, "why": "silent"}))
+    lines.append((4.0, {"kind": "absent", **who, "why": "disconnected"}))
     if resumed:
         lines.append((6.0, {"kind": "resumed", **who, "steps": 3}))
     left = {"kind": "left", **who, "steps": 7, "reason": "died", "said": ""}

@@ -190,6 +190,8 @@ class PreparedMerge(NamedTuple):
             seconds=self.seconds,
             measures=self.merged.measures._asdict(),
             directions=self.merged.directions,
+            experts=self.merged.routing.measures,
+            expert_loads=self.merged.routing.loads,
         )
 
 

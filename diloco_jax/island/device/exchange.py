@@ -543,6 +543,8 @@ class LentParams:
         self._exchange = exchange
         self.params = params
         """Local parameters, until the next step or adoption."""
+        self.adoptions = 0
+        """Fragments taken over so far."""
 
     def trees(self) -> dict[str, Any]:
         """Return the arrays that a checkpoint holds, until the next adoption."""
@@ -555,6 +557,7 @@ class LentParams:
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """Take over a published fragment in place."""
         self.params = self._exchange.adopt(arrival, self.params, keep=keep)
+        self.adoptions += 1
 
     def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         """Carry out the verdict on the outstanding take."""

@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from diloco_jax import machine
 from diloco_jax.before_jax import HOST_DEVICES
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.fragments import LAYERS, Box, Part, groups_of
@@ -243,6 +244,19 @@ def require_accelerator(
             f"accelerator, or libtpu is missing; look with `diloco doctor`, and "
             f"replace the host; for CPUs set JAX_PLATFORMS=cpu"
         )
+
+
+def memory_here() -> dict[str, float]:
+    """Return the bytes that programs took so far, at most, and those that they may
+    have: of a device or, where it has no memory of its own, of this machine."""
+    stats = jax.local_devices()[0].memory_stats() or {
+        "peak_bytes_in_use": machine.peak_bytes(),
+        "bytes_limit": machine.left_bytes()[1],
+    }
+    return {
+        "memory_bytes": float(stats.get("peak_bytes_in_use", math.nan)),
+        "memory_limit_bytes": float(stats.get("bytes_limit", math.nan)),
+    }
 
 
 def make_mesh(

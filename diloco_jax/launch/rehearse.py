@@ -1,0 +1,429 @@
+"""`diloco rehearse CONFIG`: the first hour of a run, which tries what its plan assumes.
+
+A short run of the config is made with the machines of a launch or, without `--on`, with
+processes here. Once all islands train it is left alone for a few cycles; then an island
+is killed and comes back, and then the coordinator. What the run has recorded is
+compared with the plan, row by row (`findings.py`), within the minutes and the price
+that were given. It ends with the engine's own list of what is left.
+
+Kills on a launch are its `stop` and `run`, for one part. On TPU VMs nothing can be
+driven from here: the page has the lines to type, and `--records` reads what they leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from rich.console import Console
+
+from diloco_jax.cluster.cluster import LocalCluster, LocalClusterError
+from diloco_jax.cluster.processes import noted, signal_group
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.config import require_worth
+from diloco_jax.config.fields import check_bounds
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
+from diloco_jax.faults import COORDINATOR
+from diloco_jax.files import absolute, write_json, write_text
+from diloco_jax.hardware.machines import (
+    NOTHING_MEASURED,
+    Measurements,
+    read_measurements,
+)
+from diloco_jax.launch import command
+from diloco_jax.launch.command import RehearseOptions
+from diloco_jax.launch.findings import NOT_TRIED, Comparison, Tried, as_markdown
+from diloco_jax.launch.submit import CommandError
+from diloco_jax.observability.terminal import bar, say
+from diloco_jax.planning.options import (
+    Assumptions,
+    parse_prices,
+    price_per_hour,
+    price_sentence,
+    require_prices,
+)
+from diloco_jax.planning.plan import Plan, fragments_of, plan_run
+from diloco_jax.run_files import TAPE
+from diloco_jax.workdir import make_workdir
+
+QUIET_CYCLES, QUIET_S = 3, 8.0
+"""Cycles of every island, and seconds, in which nothing is struck. An island has a line
+of metrics a second."""
+LOOK_S, LOOK_AWAY_S = 0.5, 15.0
+"""Seconds between two looks at a run here, and at one of a launch."""
+PAGE, REHEARSED = "rehearsal.md", "rehearsed.json"
+"""The page, and what `diloco plan --measured` reads, in the workdir."""
+
+
+class RehearsalOverError(Exception):
+    """The rehearsal ends early; says why."""
+
+
+def run(
+    config: Config,
+    path: str,
+    options: RehearseOptions,
+    console: Console,
+    *,
+    launcher: Sequence[str] = ("run",),
+) -> int:
+    """Rehearse, and write the page; return 0 if all was done and nothing deviates.
+
+    launcher: the command that runs it here: `diloco run`, or `diloco chaos` with
+    options. Raises ConfigError before anything is started.
+    """
+    require_worth(config.run)
+    limit_s, costs = _stop_loss(config, options)
+    assumed = NOTHING_MEASURED
+    if options.measured:
+        assumed = read_measurements(options.measured, config)
+    plan = _planned(path, config, options, assumed)
+    named = f"runs/{Path(path).stem}-rehearsal-{time.strftime('%Y%m%d-%H%M%S')}"
+    workdir = Path(absolute(config.placement.workdir or named))
+    if (workdir / PAGE).exists() or (workdir / "run").exists():
+        raise ConfigError(
+            f"workdir {workdir} holds a rehearsal already; give another --workdir"
+        )
+    make_workdir(workdir)
+    say(console, costs)
+    over, drive, left = "", None, "nothing was started"
+    records = Path(absolute(options.records or str(workdir)))
+    if options.on == "tpu_vm":
+        over, left = "TPU VMs have no engine: what to type stands below", LISTS
+    elif not options.records:
+        ours = _rehearsed(config, plan, path, limit_s, str(workdir))
+        engine: Here | Launched = Here(LocalCluster(ours, workdir, launcher))
+        if options.on:
+            given = command.LaunchOptions(
+                on=options.on, yes=options.yes, price=options.price
+            )
+            engine = Launched(ours, path, given)
+        drive = Drive(engine, ours, console)
+        try:
+            drive.run(limit_s)
+        except (RehearsalOverError, CommandError, LocalClusterError) as error:
+            over = str(error)
+        except KeyboardInterrupt:
+            over = "interrupted by hand"
+        records, left = drive.engine.end()
+    origin = f"diloco rehearse {Path(path).name}, {time.strftime('%Y-%m-%d')}"
+    struck = drive.struck if drive else ()
+    link = options.link_gbit_per_s
+    judge = Comparison(records, config, plan, assumed, link, struck, origin)
+    rows, kept = judge.findings(), judge.measurements()
+    if options.on == "tpu_vm":
+        line = BY_HAND.replace("CONFIG", path)
+        rows = [
+            dataclasses.replace(row, follows=f"type `{KILL.get(row.cause, line)}`")
+            for row in rows
+        ]
+    _tell(rows, kept, over, left, path, workdir, console)
+    if options.json:
+        told = {"findings": list(map(dataclasses.asdict, rows)), "over": over}
+        print(json.dumps({**told, "measured": msgspec.to_builtins(kept)}))
+    wrong = over or any(row.deviates for row in rows)
+    return EXIT_FAILED if wrong else EXIT_DONE
+
+
+def _tell(
+    rows: Sequence[Tried],
+    kept: Measurements,
+    over: str,
+    left: str,
+    path: str,
+    workdir: Path,
+    console: Console,
+) -> None:
+    """Write the page and the file for `diloco plan`, and print them for people."""
+    tried = sum(row.measured != NOT_TRIED for row in rows)
+    wrong = sum(row.deviates for row in rows)
+    head = f"{tried} of {len(rows)} rows were tried, {wrong} deviate."
+    if over:
+        head += f"\n\nIt ended early: {over}"
+    tail = f"What is left: {left}"
+    measured = f"`diloco plan {path} --measured {workdir / REHEARSED}`"
+    parts = (f"# Rehearsal of {path}", head, as_markdown(rows), measured, tail)
+    write_text("\n\n".join(parts) + "\n", workdir / PAGE)
+    write_json(msgspec.to_builtins(kept), workdir / REHEARSED)
+    say(console, head)
+    for row in rows:
+        follows = "" if row.follows == "nothing" else f": {row.follows}"
+        say(console, f"{row}: assumed {row.assumed}, measured {row.measured}{follows}")
+    for text in (f"plan with it: {measured}", tail, f"page: {workdir / PAGE}"):
+        say(console, text)
+
+
+# ---- before it starts ----------------------------------------------------------------
+
+
+def _stop_loss(config: Config, options: RehearseOptions) -> tuple[float, str]:
+    """Return the seconds that it may take, and what it will cost, in words."""
+    check_bounds(options)
+    if options.records and options.on:
+        raise ConfigError(
+            f"--records {options.records} starts nothing, and --on {options.on} makes "
+            f"machines; leave one of them out"
+        )
+    if options.records and not (Path(options.records) / TAPE).exists():
+        raise ConfigError(
+            f"--records {options.records} has no {TAPE}; name the workdir of a run"
+        )
+    if options.share > 1:
+        raise ConfigError(f"share = {options.share:g}; give a share of at most 1")
+    limit_s, per_hour = 60 * options.max_minutes, dict[str, float]()
+    if options.price:
+        prices = parse_prices(options.price)
+        require_prices(config, prices)
+        per_hour = price_per_hour(config, prices)
+    elif options.max_price:
+        raise ConfigError(
+            f"--max-price {options.max_price:g} needs --price: nobody else knows what "
+            f"the machines cost"
+        )
+    if options.records:
+        return limit_s, "records are read, nothing is started"
+    each_s = sum(per_hour.values()) / 3600
+    if options.on and options.max_price and each_s:
+        limit_s = min(limit_s, options.max_price / each_s)
+    ends = f"it ends after {limit_s / 60:.3g} minutes at the latest"
+    if options.on is None:
+        return limit_s, f"processes of this machine, nothing is paid; {ends}"
+    if not per_hour:
+        return limit_s, f"price per hour: unknown, give --price; {ends}"
+    most = f"at most {each_s * limit_s:.2f} in all"
+    return limit_s, f"{price_sentence(per_hour)}; {most}, and {ends}"
+
+
+def _planned(
+    path: str, config: Config, options: RehearseOptions, assumed: Measurements
+) -> Plan | None:
+    """Return the plan that is tried, by arithmetic; None where islands name no slices,
+    or nobody knows the FLOPs of the model before it is compiled."""
+    if config.run.model.factory or not all(
+        island.topology for island in config.islands.values()
+    ):
+        return None
+    # TPUs of this machine play no part in a plan.
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    assumptions = Assumptions(
+        link_gbit_per_s=options.link_gbit_per_s, share=(options.share,)
+    )
+    return plan_run(path, config, fragments_of(config), assumptions, measured=assumed)
+
+
+def _rehearsed(
+    config: Config, plan: Plan | None, path: str, limit_s: float, workdir: str
+) -> Config:
+    """Return the config of the rehearsal: it goes on until it is stopped, its machines
+    end by themselves, and it has a name of its own."""
+    rate = sum(
+        island.batch_size
+        * config.run.sequence_length
+        / ((plan.islands[name] if plan else island).step_seconds or 1e-3)
+        for name, island in config.islands.items()
+    )
+    tokens = max(config.run.total_tokens, math.ceil(2 * limit_s * rate))
+    placement, launch, hours = config.placement, config.launch, limit_s / 3600
+    placement = dataclasses.replace(
+        placement,
+        rehearse=True,
+        workdir=workdir,
+        evaluate_every_steps=0,
+        restarts=max(2, placement.restarts),
+    )
+    launch = dataclasses.replace(
+        launch,
+        name=f"{launch.name or Path(path).stem}-rehearsal",
+        max_hours=min(hours, launch.max_hours or hours),
+    )
+    whole = dataclasses.replace(config.run, total_tokens=tokens)
+    return Config(
+        run=whole, islands=config.islands, placement=placement, launch=launch
+    ).validate()
+
+
+LISTS = (
+    "nobody can know: `gcloud compute tpus queued-resources list` and `gcloud compute "
+    "instances list` show it, `diloco launch CONFIG --on tpu_vm --action delete` "
+    "deletes it"
+)
+BY_HAND = (
+    "diloco launch CONFIG --on tpu_vm --rehearse; later: diloco rehearse CONFIG "
+    "--records COPY_OF_THE_RUN"
+)
+"""Lines for TPU VMs."""
+AGAIN = "sudo docker kill diloco"
+KILL = {
+    "return": f"gcloud compute tpus tpu-vm ssh SLICE --command='{AGAIN}'",
+    "restart": f"gcloud compute ssh COORDINATOR --command='{AGAIN}'",
+}
+"""The same for the kills, by the rows' causes."""
+
+
+# ---- engines ------------------------------------------------------------------------
+
+
+class Here:
+    """Processes of this machine, of a `diloco run` of their own."""
+
+    look_s = LOOK_S
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self.begin = cluster.start
+
+    def status(self) -> dict[str, Any]:
+        """Return the run's status. Raises LocalClusterError once it has ended."""
+        if self._cluster.ended:
+            raise self._cluster.error("ended before all was tried", {})
+        return self._cluster.status()
+
+    def strike(self, who: str) -> None:
+        """Kill the coordinator, or an island with all its hosts."""
+        for pid in noted(self._cluster.workdir).get(who, []):
+            signal_group(pid, 9)
+
+    def end(self) -> tuple[Path, str]:
+        """End it in order; return its workdir, and what is left."""
+        self._cluster.close()
+        processes = noted(self._cluster.workdir)
+        alive = [
+            f"{name} ({pid})"
+            for name, pids in processes.items()
+            for pid in pids
+            if signal_group(pid, 0)
+        ]
+        of = f"of the launcher's {', '.join(processes)}"
+        return self._cluster.workdir, f"{', '.join(alive) or 'nothing'} {of}"
+
+
+class Launched:
+    """The machines of a launch, by the commands of `diloco launch`."""
+
+    look_s = LOOK_AWAY_S
+
+    def __init__(
+        self, config: Config, path: str, options: command.LaunchOptions
+    ) -> None:
+        self._config, self._path, self._options = config, path, options
+
+    def begin(self) -> None:
+        """Create everything, after asking. Raises RehearsalOverError if that fails."""
+        self._act("create", yes=self._options.yes)
+
+    def status(self) -> dict[str, Any]:
+        """Return the run's status; nothing while nobody answers."""
+        found: dict[str, Any] = {}
+        with contextlib.suppress(CommandError):
+            found = self._submitter("status").status()
+        return found
+
+    def strike(self, who: str) -> None:
+        """Stop a part and start it again."""
+        self._act("stop", only=(who,))
+        self._act("run", only=(who,))
+
+    def end(self) -> tuple[Path, str]:
+        """Stop it, copy its records where the engine can, delete all of it; return
+        where the records are, and the engine's list of what is left."""
+        gke = self._options.on == "gke"
+        for action in ("stop", "results", "delete") if gke else ("stop", "delete"):
+            with contextlib.suppress(RehearsalOverError):
+                self._act(action, disk=gke and action == "delete")
+        try:
+            left = "; ".join(self._submitter("status").left())
+        except CommandError as error:
+            left = f"nobody knows: {error}"
+        folder = command.folder_of(self._config, self._path) / "results"
+        return folder, left or "nothing, by the engine's list"
+
+    def _submitter(self, action: command.Action) -> Any:
+        options = dataclasses.replace(self._options, action=action)
+        return command.submitter_of(self._config, self._path, options)
+
+    def _act(self, action: Any, **how: Any) -> None:
+        how = {"action": action, "yes": True, **how}
+        options = dataclasses.replace(self._options, **how)
+        if command.run(self._config, self._path, options):
+            raise RehearsalOverError(f"`diloco launch --action {action}` failed")
+
+
+# ---- the run ------------------------------------------------------------------------
+
+
+class Drive:
+    """Leads a run through its parts."""
+
+    def __init__(
+        self, engine: Here | Launched, config: Config, console: Console
+    ) -> None:
+        self.engine, self._config, self._console = engine, config, console
+        self._until = math.inf
+        self.struck: list[dict[str, Any]] = []
+        """Kills so far, as lines of `chaos.jsonl`."""
+
+    def run(self, limit_s: float) -> None:
+        """Do all parts. Raises RehearsalOverError once the time is over, and what the
+        engine raises."""
+        sync, names = self._config.run.sync, tuple(self._config.islands)
+        self._until = time.monotonic() + limit_s
+
+        def steps(status: dict[str, Any], name: str) -> int:
+            own = status["islands"].get(name, {})
+            return int(own["steps"]) if own.get("state") == "training" else 0
+
+        with bar(self._console, "rehearsal") as told:
+            say(self._console, "islands join")
+            self.engine.begin()
+            status = self._wait(lambda s: all(steps(s, name) > 1 for name in names))
+            told(0.3)
+            say(self._console, "all islands train: nothing is struck for a while")
+            until = time.monotonic() + QUIET_S
+            enough = QUIET_CYCLES * sync.steps_per_cycle
+            least = {name: steps(status, name) + enough for name in names}
+            status = self._wait(
+                lambda s: (
+                    all(steps(s, name) >= least[name] for name in names)
+                    and time.monotonic() >= until
+                )
+            )
+            told(0.5)
+            # The one whose work is missed least.
+            name = min(names, key=lambda n: self._config.islands[n].batch_size)
+            life = status["islands"][name]["incarnation"]
+            self._strike(name)
+            again = sync.steps_per_cycle + sync.overlap_steps
+            status = self._wait(
+                lambda s: (
+                    steps(s, name) >= again and s["islands"][name]["incarnation"] > life
+                )
+            )
+            told(0.75)
+            merges = status["merges"] + sync.fragments
+            self._strike(COORDINATOR)
+            self._wait(
+                lambda s: s["merges"] >= merges and all(steps(s, n) for n in names)
+            )
+            told(1.0)
+
+    def _strike(self, who: str) -> None:
+        say(self._console, f"{who} is killed, and comes back")
+        line = {"time": time.time(), "who": (who,), "kind": "kill"}
+        self.struck.append({**line, "seconds": 0.0, "missed": []})
+        self.engine.strike(who)
+
+    def _wait(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Return the first status of which that holds."""
+        while not ((status := self.engine.status()).get("islands") and holds(status)):
+            if time.monotonic() >= self._until:
+                raise RehearsalOverError("its time was over")
+            time.sleep(self.engine.look_s)
+        return status

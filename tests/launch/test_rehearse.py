@@ -1,0 +1,238 @@
+"""What a rehearsal says before it starts, how it judges records, and what it does with
+an engine in the cloud, against fake commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from diloco_jax import run_files
+from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.files import write_json
+from diloco_jax.hardware.machines import MeasuredValue, Measurements
+from diloco_jax.launch import rehearse
+from diloco_jax.launch.findings import NOT_TRIED, Comparison
+from diloco_jax.launch.rehearse import RehearseOptions
+from diloco_jax.observability.tape import JsonLines, Tape
+
+STEP_S, SECONDS, MB = 0.5, 20, 1e6
+NAMES = ("a", "b", "c")
+PLANNED = Config(
+    islands={name: IslandConfig(step_seconds=STEP_S) for name in NAMES}
+).validate()
+HELD = MeasuredValue(value=16e9, origin="planned")
+ASSUMED = Measurements(
+    device_memory_bytes=dict.fromkeys(NAMES, HELD),
+    disk_write_bytes_per_s=MeasuredValue(value=50 * MB, origin="planned"),
+)
+TRIAL = {
+    "loss": 5.5,
+    "gradient_length": 1.7,
+    "memory_bytes": 4e9,
+    "memory_limit_bytes": 16e9,
+    "join_bytes": 40 * MB,
+    "join_seconds": 4.0,
+    "round_trip_seconds": 0.02,
+}
+BOOKS = {
+    "tokens_computed": 100,
+    "tokens_merged": 80,
+    "tokens_lost": {"died": 15},
+    "tokens_carried": 0,
+    "tokens_in_flight": 5,
+}
+
+
+def recorded(
+    folder: Path,
+    of_a: dict[str, float] | None = None,
+    trial_of_a: dict[str, float] | None = None,
+    *,
+    disk: float = 60 * MB,
+    books: dict[str, Any] | None = None,
+    returns: bool = True,
+) -> list[dict[str, Any]]:
+    """Write the records of a rehearsed run; return what was struck. of_a, trial_of_a:
+    what differs on island a, by step and at its start."""
+    tape, metrics = Tape(folder / run_files.TAPE), JsonLines(folder / run_files.METRICS)
+    for name in NAMES:
+        who = {"island": name, "incarnation": 1}
+        here = {"platform": "cpu", "device_kind": "cpu", "devices": 1}
+        tape.append({"kind": "hello", "time": 1.0, **who, "environment": here})
+        tape.append({"kind": "joined", "time": 1.0, **who, "tokens_per_step": 8})
+    for second in range(SECONDS):
+        for name in NAMES:
+            step = {"time": STEP_S, "stalled_seconds": 0.01, "data_seconds": 0.001}
+            step |= {"bytes_up": MB, "microseconds_up": 1e6, "transfers_failed": 0}
+            own = step | (of_a or {} if name == "a" else {})
+            line = {key: value * second for key, value in own.items()}
+            line |= {"kind": "island", "island": name, "phase": "training"}
+            line |= {"step": second + 1, "time": 10.0 + line["time"], "loss": 2.0}
+            line |= {"median_step_seconds": own["time"], "learning_rate": 0.1}
+            line["trial"] = TRIAL | (trial_of_a or {} if name == "a" else {})
+            metrics.append(line)
+    struck = [
+        {"time": t, "who": (who,), "kind": "kill", "seconds": 0.0, "missed": []}
+        for t, who in ((100.0, "b"), (150.0, "coordinator"))
+    ]
+    if returns:
+        part = {"island": "b", "incarnation": 2, "tokens": 1}
+        merged = {"kind": "merged", "fragment": 0, "version": [1, 1], "final": False}
+        merged |= {"contributions": [part], "share": 1.0, "digest": ""}
+        who = {"island": "b", "incarnation": 2, "tokens_per_step": 8}
+        tape.append({"kind": "joined", "time": 105.0, **who})
+        tape.append({**merged, "time": 108.0})
+        tape.append({"kind": "recovered", "time": 156.0})
+        tape.append({**merged, "time": 157.0})
+    tape.close()
+    metrics.close()
+    rate = {"value": disk, "origin": "run"}
+    write_json({"disk_write_bytes_per_s": rate}, folder / run_files.MEASURED)
+    whole = {**BOOKS, **(books or {})}
+    write_json(
+        {"phase": "stopped", **whole, "islands": dict.fromkeys(NAMES, BOOKS)},
+        folder / run_files.SUMMARY,
+    )
+    return struck
+
+
+def judge(folder: Path, struck: list[dict[str, Any]]) -> Comparison:
+    return Comparison(folder, PLANNED, None, ASSUMED, 0.008, struck, "test")
+
+
+def blamed(judged: Comparison) -> set[tuple[str, str]]:
+    return {(r.cause, r.island) for r in judged.findings() if r.deviates}
+
+
+CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str]]]] = {
+    "nothing": ({}, set()),
+    "slow steps": ({"of_a": {"time": 2.0}}, {("step", "a")}),
+    "slow data": (
+        {"of_a": {"time": 0.8, "stalled_seconds": 0.31, "data_seconds": 0.3}},
+        {("data", "a")},
+    ),
+    "less memory": ({"trial_of_a": {"memory_limit_bytes": 8e9}}, {("memory", "a")}),
+    "a full memory": ({"trial_of_a": {"memory_bytes": 17e9}}, {("memory", "a")}),
+    "a slow link down": ({"trial_of_a": {"join_seconds": 80.0}}, {("link", "a")}),
+    "a slow link up": ({"of_a": {"microseconds_up": 4e6}}, {("link", "a")}),
+    "a far link": (
+        {
+            "trial_of_a": {"round_trip_seconds": 0.5, "join_seconds": 4.5},
+            "of_a": {"microseconds_up": 1.5e6},
+        },
+        {("latency", "a")},
+    ),
+    "a bad link": ({"of_a": {"transfers_failed": 1}}, {("loss", "a")}),
+    "another loss": ({"trial_of_a": {"loss": 5.6}}, {("arithmetic", "a")}),
+    "a loss that rounds": ({"trial_of_a": {"loss": 5.501}}, set()),
+    "a slow disk": ({"disk": 4 * MB}, {("disk", "")}),
+    "wrong books": ({"books": {"tokens_merged": 81}}, {("books", "")}),
+    "no return": ({"returns": False}, {("return", ""), ("restart", "")}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_deviation_has_its_cause_alone(name, tmp_path):
+    given, causes = CASES[name]
+    assert blamed(judge(tmp_path, recorded(tmp_path, **given))) == causes
+
+
+def test_a_loss_that_is_not_finite_is_wrong(tmp_path):
+    struck = recorded(tmp_path)
+    judged = judge(tmp_path, struck)
+    del judged._trials["a"]["loss"]
+    assert blamed(judged) == {("arithmetic", "a")}
+
+
+def test_the_plan_gets_what_was_measured(tmp_path):
+    struck = recorded(tmp_path, {"time": 2.0}, {"join_seconds": 80.0}, disk=4 * MB)
+    judged = judge(tmp_path, struck)
+    judged.findings()
+    found = judged.measurements()
+    assert found.step_seconds["a"].value == 2.0
+    assert found.link_down_gbit_per_s.value == pytest.approx(0.004, rel=0.01)
+    assert found.disk_write_bytes_per_s.value == 4 * MB
+    assert found.restart_seconds.value == 6.0
+    assert found.device_memory_bytes["b"].value == 16e9
+
+
+def test_what_was_not_tried_says_so(tmp_path):
+    recorded(tmp_path)
+    (tmp_path / run_files.METRICS).unlink()
+    rows = judge(tmp_path, []).findings()
+    kinds = {row.cause for row in rows if row.measured == NOT_TRIED}
+    assert {"step", "link", "latency", "memory", "return", "restart"} <= kinds
+    assert not any(row.deviates for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit_s", "said"),
+    [
+        ({}, 600.0, "nothing is paid; it ends after 10 minutes"),
+        ({"on": "gke"}, 600.0, "unknown, give --price"),
+        ({"on": "gke", "price": "v6e=3,v5p=3,coordinator=0"}, 600.0, "at most 12.00"),
+        (
+            {"on": "gke", "price": "v6e=3,v5p=3,coordinator=0", "max_price": 6.0},
+            300.0,
+            "at most 6.00 in all, and it ends after 5 minutes",
+        ),
+    ],
+)
+def test_it_says_what_it_will_cost(config, given, limit_s, said):
+    options = RehearseOptions(max_minutes=10.0, **given)
+    assert rehearse._stop_loss(config, options)[0] == pytest.approx(limit_s)
+    assert said in rehearse._stop_loss(config, options)[1]
+
+
+def rehearsed(config, options) -> tuple[int, str]:
+    shown = Console(file=io.StringIO(), width=400)
+    code = rehearse.run(config, "two.py", options, shown)
+    return code, (Path(config.placement.workdir) / rehearse.PAGE).read_text()
+
+
+def test_tpu_vms_get_lines_to_type(config, cloud):
+    code, page = rehearsed(config, RehearseOptions(on="tpu_vm"))
+    assert code == 1
+    assert "diloco launch two.py --on tpu_vm --rehearse" in page
+    assert "a kill, and a return | merged again | not tried | type `gcloud" in page
+    assert "What is left: nobody can know" in page
+    assert not cloud.things, "nothing was bought"
+
+
+def test_a_launch_is_made_under_another_name_and_deleted(config, cloud, monkeypatch):
+    monkeypatch.setattr(rehearse.Launched, "look_s", 0.01)
+    options = RehearseOptions(on="gke", yes=True, max_minutes=0.001)
+    code, page = rehearsed(config, options)
+    assert code == 1
+    assert "its time was over" in page
+    lines = [" ".join(call) for call in cloud.calls]
+    made = [line for line in lines if "node-pools create" in line]
+    assert len(made) == 3
+    assert all("two-rehearsal-" in line for line in made)
+    assert "What is left: nothing, by the engine's list" in page
+
+
+def test_a_workdir_has_one_rehearsal(config, cloud):
+    rehearsed(config, RehearseOptions(on="tpu_vm"))
+    with pytest.raises(ConfigError, match="holds a rehearsal already"):
+        rehearsed(config, RehearseOptions(on="tpu_vm"))
+
+
+def test_the_page_is_there_for_programs(tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    recorded(tmp_path / "there")
+    config = dataclasses.replace(
+        PLANNED,
+        placement=dataclasses.replace(PLANNED.placement, workdir=str(tmp_path / "w")),
+    )
+    options = RehearseOptions(records=str(tmp_path / "there"), json=True)
+    rehearse.run(config, "two.py", options, Console(file=io.StringIO()))
+    told = json.loads(capsys.readouterr().out)
+    assert told["measured"]["step_seconds"]["a"]["value"] == STEP_S
+    assert {row["cause"] for row in told["findings"]} >= {"step", "books"}
