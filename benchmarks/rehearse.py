@@ -28,7 +28,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -264,21 +263,54 @@ def main() -> int:
     parser.add_argument(
         "--clean", type=int, default=20, help="runs without a deviation"
     )
+    parser.add_argument("--known", type=Path, help="raw/rehearse.json of earlier calls")
     parser.add_argument("--only", nargs="*", default=list(PLANTED), choices=PLANTED)
     options: argparse.Namespace = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if options.known is not None:
+        rows = json.loads(options.known.read_bytes())["rows"]
     for name in (*options.only, *([""] * options.clean)):
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
             row = rehearsed(name, Path(folder), config())
-        row["off"] = off(row)
-        rows.append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "measured"}), flush=True)
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_json({"rows": rows}, options.out / f"{NAME}.json")
-    wrong = [row["planted"] or "clean" for row in rows if not row["right"]]
-    wrong += [row["planted"] for row in rows if (row["off"] or 0.0) > WITHIN]
-    print(f"wrong: {', '.join(wrong) or 'none'} of {len(rows)}", file=sys.stderr)
-    return 1 if wrong else 0
+        rows.append({**row, "off": off(row)})
+        code = support.write_results(
+            options.out,
+            NAME,
+            __doc__,
+            {"rehearsals": map(shown, rows)},
+            list(checks(rows)),
+            {"rows": rows},
+        )
+    return code
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """Return a row of the page."""
+    blamed = ", ".join(f"{cause} {island}".strip() for cause, island in row["deviates"])
+    return {
+        "planted": row["planted"] or "nothing",
+        "blamed": blamed or "nothing",
+        "plan off by": "-" if row["off"] is None else f"{row['off']:.1%}",
+        "seconds": f"{row['seconds']:.0f}",
+    }
+
+
+def checks(rows: list[dict[str, Any]]) -> Iterator[support.Check]:
+    """Yield the bounds."""
+    planted = [row for row in rows if row["planted"]]
+    missing = [n for n in PLANTED if n not in [row["planted"] for row in planted]]
+    wrong = [row["planted"] for row in planted if not row["right"]]
+    yield support.none_of("planted, and not found with its cause alone", wrong)
+    yield support.none_of("not planted", missing)
+    clean = [row for row in rows if not row["planted"]]
+    alarms = sum(not row["right"] for row in clean)
+    what = f"deviations found in {len(clean)} clean rehearsals"
+    yield support.at_most(what, alarms, 0, "d")
+    longest = max(row["seconds"] for row in rows)
+    yield support.at_most("seconds of the longest rehearsal", longest, MOST_S, ".0f")
+    most = max((row["off"] for row in rows if row["off"] is not None), default=0.0)
+    what = "share by which the plan is off with what was measured, at most"
+    yield support.at_most(what, most, WITHIN)
 
 
 if __name__ == "__main__":

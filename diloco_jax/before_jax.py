@@ -137,10 +137,17 @@ def prepare_environment(
     require_platforms(environment)
     for name in [name for name in environment if name.startswith(MULTI_SLICE)]:
         del environment[name]
+    set_devices(devices, environment)
+    machine.fit_threads(environment, MIN_NPROC if devices > 1 else 1)
+
+
+def set_devices(
+    devices: int, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Give the process `devices` virtual CPU devices; call before importing jax."""
     flags = environment.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if flag.split("=")[0] != HOST_DEVICES]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])
-    machine.fit_threads(environment, MIN_NPROC if devices > 1 else 1)
 
 
 def prepare_island(

@@ -259,17 +259,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         return _fail("interrupted", EXIT_FAILED)
 
 
-def replay_command(arguments: Sequence[str]) -> int:
-    """Run `diloco replay WORKDIR [--until MERGE] [--json]`."""
-    from diloco_jax.before_jax import skip_absent_tpu
-
-    # Before anything imports jax.
-    skip_absent_tpu()
-    from diloco_jax.simulation import commands
-
-    return commands.replay_command(arguments)
-
-
 def _of(module: str, function: str) -> Callable[[Sequence[str]], int]:
     """Return a command whose module is imported when it runs."""
 
@@ -357,9 +346,14 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "virtual time: what fleets would do",
     ),
     "replay": (
-        replay_command,
+        _of("diloco_jax.simulation.commands", "replay_command"),
         "WORKDIR [--until MERGE] [--json]",
         "repeats a recorded run from its tape and compares every merge",
+    ),
+    "fork": (
+        commands.fork_command,
+        "WORKDIR --at MERGE [--workdir DIR] [--json] [options]",
+        "repeats a recorded run up to a merge, and goes on under other settings",
     ),
     "plan": (
         commands.plan_command,

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -347,6 +347,32 @@ def emulate_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def fork_command(arguments: Sequence[str]) -> int:
+    """Run `diloco fork WORKDIR --at MERGE`: a recorded run up to that merge, and on
+    under other settings in virtual time."""
+    from diloco_jax.before_jax import skip_absent_tpu
+
+    # Before anything imports jax.
+    skip_absent_tpu()
+    from diloco_jax.process import setup_logging
+    from diloco_jax.simulation import fork
+
+    trust = "--trust-code" in arguments
+    path, config, options = _config_and_options(
+        "fork",
+        arguments,
+        fork.ForkOptions(),
+        ("WORKDIR", lambda path: fork.as_recorded(Path(path), trust_code=trust)),
+    )
+    # Faults of the recorded run are no news.
+    setup_logging("ERROR")
+    recorded = fork.as_recorded(Path(path), trust_code=trust)
+    code, result = fork.run(Path(absolute(path)), recorded, config, options)
+    if options.json:
+        print(json.dumps(result))
+    return code
+
+
 def launch_command(arguments: Sequence[str]) -> int:
     """Run `diloco launch CONFIG --on tpu_vm|gke|sky`."""
     from diloco_jax.launch.command import LaunchOptions, run
@@ -381,9 +407,13 @@ def plan_command(arguments: Sequence[str]) -> int:
 
 
 def _config_and_options(
-    command: str, arguments: Sequence[str], options: T
+    command: str,
+    arguments: Sequence[str],
+    options: T,
+    source: tuple[str, Callable[[str], Config]] | None = None,
 ) -> tuple[str, Config, T]:
-    """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
+    """Read CONFIG, the first argument, and the options; help needs no CONFIG. source:
+    what stands in its place, and what reads it."""
     from diloco_jax.config.loading import named_configs, read_config
     from diloco_jax.config.options import (
         ANY_ISLAND,
@@ -392,21 +422,25 @@ def _config_and_options(
         parse_with_config,
     )
 
-    prog = f"diloco {command} CONFIG"
+    what, read = source or ("CONFIG", read_config)
+    prog = f"diloco {command} {what}"
     launches = command in ("launch", "rehearse")
     if arguments and arguments[0] in (*HELP, COMPLETES):
         shown = Config(islands=ANY_ISLAND)
         parse_with_config(shown, arguments, options, prog, launches=launches)
     if not arguments or arguments[0].startswith("-"):
-        raise ConfigError(
-            f"CONFIG comes first: {prog} [options]"
-            f"{f'; found {arguments[0]!r}' if arguments else ''}; give the path to a "
-            f".py file or to a run's config.json, or one of the names "
+        remedy = (
+            f"the path to a .py file or to a run's config.json, or one of the names "
             f"{', '.join(named_configs())}"
+        )
+        raise ConfigError(
+            f"{what} comes first: {prog} [options]"
+            f"{f'; found {arguments[0]!r}' if arguments else ''}; give "
+            f"{'the workdir of a run' if source else remedy}"
         )
     path = arguments[0]
     config, parsed = parse_with_config(
-        read_config(path),
+        read(path),
         arguments[1:],
         options,
         f"diloco {command} {path}",

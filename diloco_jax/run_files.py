@@ -53,6 +53,8 @@ CHAOS = "chaos.jsonl"
 """Strikes of `diloco chaos`, one line each."""
 CHAOS_REPORT = "chaos.json"
 CHAOS_PLOT = "chaos.png"
+FORK_PLOT = "fork.png"
+"""Losses of a recorded run and of its fork, in the fork's workdir."""
 CACHE = "jax-cache"
 """Folder of programs that the processes of `diloco run` compiled."""
 

@@ -25,6 +25,7 @@ OF_CONFIG = (
     "worker",
     "island",
     "emulate",
+    "fork",
     "plan",
     "launch",
 )

@@ -33,6 +33,8 @@ def config():
     return Config(
         run=RunConfig(total_token=1))
 """
+RECORDED = """{"run": {"model": {"d_model": 32}, "outer": {"optimizer": "sgd",
+    "learning_rate": 1.0, "momentum": 0.0}}, "islands": {"a": {"batch_size": 4}}}"""
 FILES = {
     "two.py": TWO,
     "cloud.py": CLOUD,
@@ -56,6 +58,7 @@ FILES = {
     "string.py": TWO.replace("RunConfig(", 'RunConfig(seed="2", '),
     "listed.py": TWO.replace('{"v6e"', '[{"v6e"').replace("6)}", "6)}]"),
     "nothing.py": TWO.replace('{"v6e"', '{} and {"v6e"'),
+    "recorded/config.json": RECORDED,
     "slash.py": TWO.replace('"v5p_a"', '"v5p/a"'),
     "taken.py": TWO.replace('"v5p_a"', '"coordinator"'),
 }
@@ -550,6 +553,23 @@ RUNS = [
 ]
 
 STUDIES = [
+    wrong("fork", "WORKDIR comes first", "give the workdir of a run"),
+    wrong("fork empty --at 3", "no empty/config.json", "give the workdir of a run"),
+    wrong("fork recorded", "at = 0", "give --at, the last merge that the fork sha"),
+    wrong("fork recorded --at 3", "recorded has no tape.jsonl", "give the workdir"),
+    wrong(
+        "fork recorded --at 3 --model.d-model 64",
+        "model.d_model: 64 in the fork, 32 in the run",
+        "leave --model.d_model out",
+        "recorded DIR --cycle",
+        "--init hf:DIR",
+    ),
+    wrong(
+        "fork recorded --at 3 --inner.optimizer lion",
+        "inner.optimizer: 'lion' in the fork, 'adamw' in the run",
+    ),
+    wrong("fork recorded --at 3 --skip-merges 2 5", "at = 3, skip_merges = 2 5"),
+    wrong("fork recorded --at 3 --without b", "no island 'b'", "it has a"),
     wrong("emulate two.py --step-spread 2", "step_spread = 2.0", "at most 1"),
     wrong("emulate two.py --line.latency-s=-1", "latency_s = -1.0", "at least 0"),
     wrong("emulate two.py --evaluate-every-tokens=-1", "tokens = -1", "at least 0"),

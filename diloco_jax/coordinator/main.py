@@ -25,9 +25,17 @@ from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
 from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.lead import Lead, Sessions
-from diloco_jax.coordinator.origin import AnchorSearch, Searched, StateMaker
+from diloco_jax.coordinator.origin import StateMaker
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.service import AfterEndHandlers, Likeness, Service
+from diloco_jax.coordinator.service import (
+    AfterEndHandlers,
+    AnchorSearch,
+    AskedToEnd,
+    Likeness,
+    Searched,
+    SearchError,
+    Service,
+)
 from diloco_jax.coordinator.settings import (
     faults_of,
     own_tls,
@@ -102,7 +110,7 @@ def serve(coordinator: Coordinator) -> int:
     try:
         try:
             coordinator.start(coordinator.heed_signals)
-        except origin.AskedToEnd as asked:
+        except AskedToEnd as asked:
             logger.info("%s", asked)
             return EXIT_DONE
         with TurnWatch(coordinator.config.placement) as watch:
@@ -164,7 +172,7 @@ class Coordinator:
             aim = origin.aim_of_run(config, self._plan, self.trusted)
             try:
                 searched = self._search(aim)
-            except (ConfigError, origin.SearchError) as error:
+            except (ConfigError, SearchError) as error:
                 raise origin.nothing_to_go_on_with(workdir, error) from error
         state = self._make_state(searched)
         extends = going_on.extension(config, workdir, state)

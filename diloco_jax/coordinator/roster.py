@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from diloco_jax.config import ConfigError
 from diloco_jax.files import json_number, naming
 from diloco_jax.observability.failures import Failures, KeptFailures
 from diloco_jax.observability.measures import IslandMeasure
+from diloco_jax.protocol.coordinator.ledger import Totals
 from diloco_jax.protocol.messages import (
     MAX_BYTES,
     MAX_COUNT,
@@ -108,6 +110,8 @@ class Roster:
         of the failures beside it."""
         self._path = path
         self.members: dict[str, MeasuredIsland] = {}
+        self.before: Mapping[str, Totals] = {}
+        """Tokens of islands before the roster began, which no measure includes."""
         self.failures = Failures()
         if path is not None:
             self.members = _read(path, dict[str, MeasuredIsland]) or {}
@@ -280,6 +284,8 @@ class Roster:
         """Return the inputs of goodput. carried: tokens of earlier terms, which the
         other measures do not include."""
         member = self.members[island]
+        if (before := self.before.get(island)) is not None:
+            computed, merged = computed - before.computed, merged - before.merged
         until = member.last_seen if member.ended else now
         active = [
             (max(start, member.first_seen), end)

@@ -678,33 +678,6 @@ class PayloadLayout:
         )
 
 
-class Coverage:
-    """The tiles of a payload that have arrived."""
-
-    def __init__(self, layout: PayloadLayout) -> None:
-        self._here = [np.zeros(p.encoded_shape[:-1], np.bool_) for p in layout.placed]
-
-    def add(self, part: Part) -> None:
-        """Note that the tiles of this part have arrived."""
-        self._set(part, here=True)
-
-    def remove(self, part: Part) -> None:
-        """Note that the tiles of this part are missing again."""
-        self._set(part, here=False)
-
-    def _set(self, part: Part, *, here: bool) -> None:
-        for box in part:
-            self._here[box.piece][tiles_of(box)] = here
-        if not part:
-            for tiles in self._here:
-                tiles[...] = here
-
-    @property
-    def complete(self) -> bool:
-        """True if all tiles have arrived."""
-        return all(bool(here.all()) for here in self._here)
-
-
 def tiles_of(box: Box) -> tuple[slice, ...]:
     """Return the tiles of a box, as an index into its piece's grid."""
     return tuple(map(slice, box.start, box.stop))

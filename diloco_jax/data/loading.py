@@ -28,8 +28,8 @@ from diloco_jax.data.source import (
     Numbered,
     Row,
     RowRange,
-    Rows,
     Shares,
+    Skipping,
     Source,
     Together,
     cut,
@@ -57,9 +57,13 @@ class GlobalIndex:
         """Arrays of every row by name."""
         return self._source.fields
 
+    def number(self, position: int) -> int:
+        """Return the number of a position's row."""
+        return int(self._order[position])
+
     def __getitem__(self, position: int) -> Row:
         """Return the row of a position."""
-        number = int(self._order[position])
+        number = self.number(position)
         return require_row(self._source[number], number)
 
 
@@ -75,6 +79,12 @@ class Mixture:
             for number, source in enumerate(sources)
         ]
         self.fields: Fields = sources[0].fields
+        self._begins = np.cumsum([0, *map(len, sources)])
+
+    def number(self, position: int) -> int:
+        """Return the number of a position's row in all sources one after the other."""
+        source, draw = self._shares.draw(position)
+        return int(self._begins[source]) + self._indices[source].number(draw)
 
     def __getitem__(self, position: int) -> Row:
         """Return the row of a position."""
@@ -115,11 +125,30 @@ class Data:
         """Names of the arrays of a row, in order, as `data.arrays` has them."""
         return tuple(sorted(self.train.fields))
 
-    def index(self, seed: int) -> Rows:
+    def index(self, seed: int) -> GlobalIndex | Mixture:
         """Return the training rows by position of the global index."""
         if self.mixed:
             return Mixture(self.mixed, Shares(self.weights), seed)
         return GlobalIndex(self.train, seed)
+
+    def skipping(self, ranges: Sequence[tuple[int, int]]) -> Data:
+        """Return the data in the same order, of which some rows have no weight. ranges:
+        first row in `train` of each, and the one after the last.
+
+        Raises ConfigError for rows that there are not."""
+        for first, stop in ranges:
+            if not 0 <= first < stop <= len(self.train):
+                raise ConfigError(
+                    f"skip_rows has {first} {stop}, and the training data has rows 0 "
+                    f"to {len(self.train) - 1}; give FIRST below STOP, of rows it has"
+                )
+        sources, before = [], 0
+        for source in self.mixed or (self.train,):
+            own = [(first - before, stop - before) for first, stop in ranges]
+            sources.append(Skipping(source, own))
+            before += len(source)
+        mixed = tuple(sources) if self.mixed else ()
+        return dataclasses.replace(self, train=Together(sources), mixed=mixed)
 
     def parts(self, count: int) -> Sequence[Source]:
         """Return the training data in that many parts, one after the other: a text is

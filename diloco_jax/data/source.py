@@ -140,6 +140,27 @@ class Numbered:
         return {**self._source[row], "source_number": self._number}
 
 
+class Skipping:
+    """The rows of a source, of which nobody learns from some: their weights are 0."""
+
+    def __init__(self, source: Source, ranges: Collection[tuple[int, int]]) -> None:
+        """ranges: first row of each, and the one after the last."""
+        self._source, self._ranges = source, tuple(ranges)
+        self.fields: Fields = {**source.fields, "weights": WEIGHTS}
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, row: int) -> Row:
+        found = require_row(self._source[row], row)
+        skipped = any(first <= row < stop for first, stop in self._ranges)
+        weights = found.get("weights")
+        if weights is None or skipped:
+            length = len(found["tokens"]) - 1
+            weights = np.full(length, not skipped, np.float32)
+        return {**found, "weights": weights}
+
+
 class Together:
     """The rows of several sources one after the other, as a source."""
 

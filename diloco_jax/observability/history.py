@@ -85,8 +85,9 @@ class History:
         it), norm (of the merged delta), digest (emulated: of Theta's fragment;
         recorded: of the encoded publish), and the measures of docs/metrics.md.
       steps: island, incarnation, step, began, time (its end), loss (nats per token),
-        learning_rate. Completed ones only. In a recorded run a row covers all steps
-        between two lines of metrics, a second or more apart; step is the last of them.
+        learning_rate. Completed ones only; the loss of one that had nothing to predict
+        is NaN. In a recorded run a row covers all steps between two lines of metrics, a
+        second or more apart; step is the last of them.
       takes: island, incarnation, fragment, time, arrived (NaN = never, or recorded).
       adoptions: island, incarnation, fragment, version, time.
       lives: island, incarnation, began, first_step (NaN = none), ended, steps, end
@@ -193,6 +194,7 @@ class History:
         self,
         *,
         final: float | None = None,
+        parent: History | None = None,
         title: str | None = None,
         axes: Axes | None = None,
     ) -> Axes:
@@ -200,6 +202,7 @@ class History:
 
         Args:
           final: validation loss at the end, nats per token; drawn as a line.
+          parent: the run that this one was forked from, drawn pale behind it.
           title: None = from where to where the loss falls.
           axes: where to draw; None = a figure of its own.
 
@@ -209,14 +212,19 @@ class History:
         steps, judged = self.frame("steps"), self.frame("evaluations")
         if axes is None:
             _, (axes,) = paper(7.5, 3.8, layout="constrained")
-        for index, island in enumerate(self.islands):
-            own = steps[(steps.island == island) & np.isfinite(steps.loss)]
-            window = max(1, len(own) // SMOOTHED)
-            curve = own.loss.rolling(window, min_periods=1).mean()
-            colour, style = LINES[index % len(LINES)]
-            axes.plot(own.time, curve, style, color=colour, lw=1.8, label=island)
+        for run in (self,) if parent is None else (parent, self):
+            of = run.frame("steps")
+            for index, island in enumerate(run.islands):
+                own = of[(of.island == island) & np.isfinite(of.loss)]
+                window = max(1, len(own) // SMOOTHED)
+                curve = own.loss.rolling(window, min_periods=1).mean()
+                colour, style = LINES[index % len(LINES)]
+                looks: Any = {"color": colour, "lw": 1.8, "label": island}
+                if run is parent:
+                    looks |= {"alpha": 0.4, "label": f"{island}, parent"}
+                axes.plot(own.time, curve, style, **looks)
         if len(judged):
-            looks: Any = {"color": INK, "ms": 4, "label": "merged, validation"}
+            looks = {"color": INK, "ms": 4, "label": "merged, validation"}
             axes.plot(judged.time, judged.loss, "o", **looks)
         if final is not None:
             label = f"merged, validation: {final:.2f}"
@@ -230,7 +238,8 @@ class History:
             title = (
                 f"The loss falls from {found.iloc[0]:.2f} to {last:.2f} in {seconds}"
             )
-        say(axes, title or "No step was made", _clock(self), "loss, nats per token")
+        clock = _clock(parent or self)
+        say(axes, title or "No step was made", clock, "loss, nats per token")
         return axes
 
     def _repr_html_(self) -> str:
@@ -345,16 +354,20 @@ Line = Mapping[str, Any]
 def read_history(workdir: str | Path) -> History:
     """Return the history of a run from its workdir, while it goes on or afterwards.
 
-    It reads all of the tape and of `metrics.jsonl`, and keeps a row for every event.
+    It reads all of the tape and of `metrics.jsonl`, and keeps a row for every event. Of
+    an emulation, or a fork, it reads the tables that it wrote.
 
     Args:
-      workdir: of `diloco run`, of a coordinator, or `LocalCluster.workdir`.
+      workdir: of `diloco run`, `diloco emulate` or `diloco fork`, of a coordinator, or
+        `LocalCluster.workdir`.
 
     Raises:
       ConfigError: the folder has no tape.
       TapeError: the tape was altered, or is damaged.
     """
     workdir = Path(workdir)
+    if (tables := workdir / "history").is_dir():
+        return _written(tables)
     if not (workdir / run_files.TAPE).exists():
         raise ConfigError(
             f"{workdir} has no {run_files.TAPE}, so no run was recorded there; give "
@@ -366,6 +379,30 @@ def read_history(workdir: str | Path) -> History:
     for line, take in heapq.merge(tape, metrics, key=lambda told: told[0]["time"]):
         take(line)
     return reader.history()
+
+
+def _written(folder: Path) -> History:
+    """Read what `History.write` wrote."""
+    import pandas
+
+    tables: Any = {}
+    islands: tuple[str, ...] = ()
+    # A digest of digits alone is no number, and "nan" is a name.
+    texts: Any = dict.fromkeys(("island", "digest", "end", "why"), str)
+    for name, columns in COLUMNS.items():
+        path, numbers = folder / f"{name}.csv", set(columns) - set(texts)
+        blank: Any = {key: [""] for key in numbers}
+        frame = pandas.read_csv(
+            path, dtype=texts, na_values=blank, keep_default_na=False
+        )
+        matrix = [c for c in frame.columns if c.startswith("contributions.")]
+        if matrix:
+            islands = tuple(c.partition(".")[2] for c in matrix)
+        tables[name] = {
+            key: frame[matrix if key == "contributions" else key].to_numpy()
+            for key in columns
+        }
+    return History(islands=islands, **tables)
 
 
 def _metrics(workdir: Path) -> Iterator[Line]:

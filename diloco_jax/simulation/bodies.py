@@ -26,8 +26,8 @@ from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.files import digest_of
-from diloco_jax.island.device.build import build_exchange, build_trainer, join
-from diloco_jax.island.device.exchange import Replica
+from diloco_jax.island.device.build import build_exchange, build_trainer, join, placed
+from diloco_jax.island.device.exchange import Replica, Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.timing import LOSS_STEPS
@@ -96,6 +96,7 @@ class Diary:
         began, seconds, rates, losses, skipped, predicted = np.array(done).T
         ends = began + seconds
         gaps = np.diff(ends, prepend=began[0])
+        losses = losses[predicted > 0][-LOSS_STEPS:]
         return Measures(
             steps=self.steps,
             skipped_steps=int(skipped.sum()),
@@ -104,7 +105,7 @@ class Diary:
             max_step_gap_seconds=float(np.max(gaps)),
             step_seconds_total=math.fsum(seconds),
             stalled_seconds=max(0.0, math.fsum(gaps) - math.fsum(seconds)),
-            loss=statistics.fmean(losses[-LOSS_STEPS:]),
+            loss=statistics.fmean(losses) if losses.size else math.nan,
             learning_rate=float(rates[-1]),
             first_step_unix=float(began[0]),
             last_step_unix=float(ends[-1]),
@@ -137,7 +138,8 @@ def collect(
     for d in itertools.chain.from_iterable(diaries.values()):
         who = (d.island, d.incarnation)
         for index, row in enumerate(d.rows[: d.steps]):
-            began, seconds, rate, loss = map(float, row[:4])
+            began, seconds, rate, loss, _, predicted = map(float, row)
+            loss = loss if predicted else math.nan
             steps.append((*who, index, began, began + seconds, loss, rate))
         takes += [(*who, *take) for take in d.takes]
         adoptions += [(*who, *adoption) for adoption in d.adoptions]
@@ -191,7 +193,9 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
             picture_tokens=run.data.picture_tokens,
             picture_token=run.data.picture_token,
         )
-        run = RunConfig(model=run.model, data=data, inner=inner)
+        # The length bounds the pictures that a delta may count.
+        length = run.sequence_length
+        run = RunConfig(model=run.model, data=data, inner=inner, sequence_length=length)
     alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
     return _trainer_of(run, alike)
 
@@ -200,7 +204,10 @@ _trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
 
 
 class TrainedBody:
-    """Model copy of an incarnation (see `island.Body`), and its diary."""
+    """Model copy of an incarnation (see `island.Body`), and its diary.
+
+    kept: the moments and residuals that it begins with; None = fresh ones.
+    """
 
     def __init__(
         self,
@@ -210,18 +217,26 @@ class TrainedBody:
         reader: BatchReader,
         clock: Clock,
         diary: Diary,
+        kept: Restored | None = None,
     ) -> None:
-        self._plan, self._trainer = build_plan(run, model), trainer
+        self._plan, self._trainer, self._kept = build_plan(run, model), trainer, kept
         self._exchange, _ = build_exchange(run, model, trainer)
         self._reader, self._clock, self._diary = reader, clock, diary
         self._replica: Replica
 
-    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> Restored | None:
         anchors = {}
         for fragment, part in fetched.items():
             self._diary.bytes_join += part.nbytes
             anchors[fragment] = self._anchor(fragment, part.data)
-        self._replica = join(self._plan, self._trainer, self._exchange, anchors)
+        trainer, exchange, begun = self._trainer, self._exchange, self._kept
+        if begun is not None:
+            begun, self._kept = (
+                placed(begun, trainer, exchange, exchange.put_anchor),
+                None,
+            )
+        self._replica = join(self._plan, trainer, exchange, anchors, begun)
+        return begun
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         published: SharedFetch = fetched.data

@@ -35,8 +35,8 @@ class Clock:
     all others. So a run depends on nothing but its inputs.
     """
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
         """Seconds of virtual time."""
         self._queue: list[tuple[float, bool, int, Due]] = []
         self.scheduled = 0

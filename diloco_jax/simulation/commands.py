@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from diloco_jax import before_jax
 from diloco_jax.config.fields import setting
 from diloco_jax.config.options import WorkdirOptions, paragraph, parse
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
@@ -96,6 +97,7 @@ def replay_command(arguments: Sequence[str]) -> int:
     )
     # Faults of the recorded run are no news.
     setup_logging("ERROR")
+    before_jax.skip_absent_tpu()
     console = Console(stderr=True, markup=False)
     from diloco_jax.simulation.replay.recording import read_recording
 

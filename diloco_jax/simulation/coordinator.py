@@ -20,6 +20,7 @@ from diloco_jax.protocol.coordinator.state import (
     Event,
     Ignored,
     PolicyConfig,
+    RunResumed,
     State,
     Timer,
     initial,
@@ -302,6 +303,8 @@ class World:
       which it dies, before an island is told of the last one. It comes back with what
       its records say; merges that it had begun are lost. A fault while it is away
       meets nobody.
+    before: records of a run that was stopped after the last of them and goes on here,
+      and its seconds by then; none = a new run.
     """
 
     def __init__(
@@ -317,8 +320,10 @@ class World:
         alert: Callable[[str], None] = lambda text: None,
         merge_seconds: Callable[[Merge], float] = lambda merge: 0.0,
         outages: Mapping[int, float] | None = None,
+        before: tuple[Sequence[Durable], float] = ((), 0.0),
     ) -> None:
-        self.clock = Clock()
+        log, self.began_s = before
+        self.clock = Clock(self.began_s)
         self._config, self._outages = config, dict(outages or {})
         self._tell_persisted = persist
         self._lives_from = functools.partial(
@@ -330,7 +335,11 @@ class World:
             alert=alert,
             merge_seconds=merge_seconds,
         )
-        self.coordinator = self._lives_from(initial(config))
+        self._log = list(log)
+        """Records from which the coordinator comes back; without outages, those of
+        before alone."""
+        self._merges = 0
+        self.coordinator = self._lives_from(self._recovered())
         """Present life of the coordinator, or the last one while it is away."""
         self.away = False
         """True while no coordinator serves."""
@@ -339,21 +348,23 @@ class World:
         self._run, self._report_s = run, report_s
         self._line_speed = line_speed or LineSpeed()
         self._make_body = make_body
-        self._log: list[Durable] = []
-        """Records from which the coordinator comes back; empty if it has no outages."""
-        self._merges = 0
+        if self._log:
+            self.coordinator.hear(RunResumed())
 
     def start(self, spec: IslandSpec) -> VirtualIsland:
         """Start a new incarnation of an island, which says hello."""
-        before = self.islands.get(spec.name)
-        incarnation = 1 if before is None else before.incarnation + 1
-        body = self._make_body(spec.name)
+        incarnation, body = self.next_incarnation(spec.name), self._make_body(spec.name)
         island = VirtualIsland(
             spec, incarnation, self._run, self.clock, body, self._report_s
         )
         self.islands[spec.name] = island
         self.connect(island)
         return island
+
+    def next_incarnation(self, name: str) -> int:
+        """Return the incarnation as which an island of that name would start now."""
+        before = self.islands.get(name) or self.coordinator.state.islands.get(name)
+        return 1 if before is None else before.incarnation + 1
 
     def connect(self, island: VirtualIsland) -> None:
         """Give the island a line, on which it says hello; while no coordinator serves,
@@ -395,11 +406,16 @@ class World:
             island.disconnect()
         self.clock.after(away_s, self._recover)
 
+    def _recovered(self) -> State:
+        """Return the state that the records so far say."""
+        config = self._config
+        if not self._log:
+            return initial(config)
+        return recovery.recover(config, initial(config), self._log, self.clock.now)
+
     def _recover(self) -> None:
         self.away = False
-        config, log, now = self._config, self._log, self.clock.now
-        state = recovery.recover(config, initial(config), log, now)
-        self.coordinator = self._lives_from(state)
+        self.coordinator = self._lives_from(self._recovered())
         for island in self.islands.values():
             if island.ended is None and island.line is None:
                 self.connect(island)

@@ -6,7 +6,8 @@ moments), and islands' own validation (`placement.evaluate_every_steps`). Equal 
 give equal bits. A pause among the faults makes one step longer; the island's reports go
 on meanwhile. A coordinator that is killed or paused is away, and each time comes back
 from its records, with Theta as it was. `Attendance` starts islands, lets them fail and
-leave.
+leave. An emulation may go on from a `ForkPoint`, as the recorded run would after a stop
+there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +44,16 @@ from diloco_jax.data.source import Fields, Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import digest_of, write_json
+from diloco_jax.island.device.exchange import Restored
 from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan, inner_note
 from diloco_jax.observability.history import History
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.process import crashes_in_a_row
+from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.messages import DeltaKey, lookahead_of
+from diloco_jax.protocol.messages import DeltaKey, Version, lookahead_of
+from diloco_jax.protocol.records import Durable
 from diloco_jax.simulation.bodies import (
     Diary,
     StoreMerging,
@@ -100,8 +104,18 @@ class Attendance:
         """Crashes in a row since the island's machine was last started."""
         self._in_vain = self._progress_tokens = 0
         self._faults = parse_faults(config.placement.faults, config.islands).faults
+        before, policy = world.coordinator.state, world.coordinator.config
+        sums = Tally().of(policy, before)
+        self._before = {
+            name: sums[name].totals(policy, island.computed_tokens)
+            for name, island in before.islands.items()
+        }
+        """Tokens of each island before the emulation began."""
+        now, always = world.clock.now, (0.0, math.inf)
         self._stays = {
-            name: options.joins.get(name, (0.0, math.inf)) for name in self.diaries
+            name: (now + start, now + stop)
+            for name in self.diaries
+            for start, stop in (options.joins.get(name, always),)
         }
         for name, (start, stop) in self._stays.items():
             self._clock.at(start, functools.partial(self._start, name))
@@ -124,6 +138,7 @@ class Attendance:
         """Return the roster that a coordinator would hold by now."""
         self.update()
         roster = Roster()
+        roster.before = self._before
         for name, diaries in self.diaries.items():
             for diary in diaries:
                 now = self._clock.now if diary.ended is None else diary.ended
@@ -147,7 +162,7 @@ class Attendance:
         if self._world.coordinator.finished or self._clock.now >= self._stays[name][1]:
             return
         options, island = self._options, self._config.islands[name]
-        incarnation = len(self.diaries[name]) + 1
+        incarnation = self._world.next_incarnation(name)
         self.diaries[name].append(
             Diary(
                 island=name,
@@ -284,11 +299,28 @@ class Emulation:
         write_json(self.summary, workdir / run_files.SUMMARY)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForkPoint:
+    """State of a recorded run after one of its merges, as after a stop of all of its
+    processes: what was under way is lost, and islands come back with their moments."""
+
+    log: tuple[Durable, ...]
+    fragments: Sequence[tuple[Version, Mapping[str, list[Any]]]]
+    """Version and arrays of each, as `Store.current` returns them."""
+    islands: Mapping[str, Restored]
+    """What islands come back with, by name; others begin with fresh moments."""
+    seconds: float
+    """Seconds of the run by then, from which virtual time goes on."""
+    about: Mapping[str, Any]
+    """Field `forked` of the summary."""
+
+
 def emulate(
     config: Config,
     *,
     options: EmulationOptions | None = None,
     show: Show | None = None,
+    since: ForkPoint | None = None,
 ) -> Emulation:
     """Run `config` to its end in this process.
 
@@ -296,6 +328,8 @@ def emulate(
       config: resolved here if it is not. Every island needs `step_seconds` > 0.
       options: the network, chance, and islands' comings and goings; by default none.
       show: called with the status about once a second of real time.
+      since: what a recorded run was at one of its merges, from which this one goes on
+        (`diloco fork`); None = a new run.
 
     Example:
       >>> from diloco_jax import Config, emulate, preset
@@ -310,7 +344,8 @@ def emulate(
     """
     options = options or EmulationOptions()
     check(config, options)
-    return _Emulator(resolve(config), options, show or (lambda status: None)).run()
+    show = show or (lambda status: None)
+    return _Emulator(resolve(config), options, show, since).run()
 
 
 def check(config: Config, options: EmulationOptions) -> None:
@@ -345,11 +380,16 @@ def check(config: Config, options: EmulationOptions) -> None:
 
 
 def run(
-    config: Config, config_path: str, console: Console, options: EmulationOptions
+    config: Config,
+    config_path: str,
+    console: Console,
+    options: EmulationOptions,
+    replayed: Callable[[], ForkPoint | None] = lambda: None,
 ) -> dict[str, Any]:
     """Run `diloco emulate` and return the summary.
 
-    Progress and report go to `console`; with a workdir, the results go there.
+    Progress and report go to `console`; with a workdir, the results go there. replayed:
+    repeats a recorded run up to the point at which this one begins.
     """
     check(config, options)
     compilation.use_cache(compilation.of_user())
@@ -361,14 +401,16 @@ def run(
             config = resolve(config)
             begun = whole.enter_context(Beginning(config, config_path))
             config = begun.create()
-        dashboard = whole.enter_context(Dashboard(console))
         try:
+            since = replayed()
+            dashboard = whole.enter_context(Dashboard(console))
             if note := inner_note(config.run):
                 console.print(note, highlight=False, soft_wrap=True)
             result = emulate(
                 config,
                 options=options,
                 show=lambda status: dashboard.show(status, time.monotonic()),
+                since=since,
             )
         except BaseException:
             # This covers an interruption: nothing is kept, and the next run may have
@@ -396,10 +438,20 @@ def _settle() -> None:
 class _Emulator:
     """One emulation; `run` runs it."""
 
-    def __init__(self, config: Config, options: EmulationOptions, show: Show) -> None:
+    def __init__(
+        self,
+        config: Config,
+        options: EmulationOptions,
+        show: Show,
+        since: ForkPoint | None,
+    ) -> None:
+        data = load_data(config.run)
+        if options.skip_rows:
+            data = data.skipping(options.skip_rows)
+            config = config.replace("data.arrays", data.arrays)
         run, placement = config.run, config.placement
         self._config, self._options, self._show = config, options, show
-        data = load_data(run)
+        self._since = since
         self._judge = Judge(config, data)
         self._readers = readers(config, data, self._judge.trainer.fields, options)
         model = self._judge.model
@@ -407,8 +459,13 @@ class _Emulator:
         deadlines = placement.deadlines
         passes = compilation.passes_of(placement.merge_route)
         require_repeatable(placement, "emulation")
-        first = first_pieces(run, model)
+        first = None if since else first_pieces(run, model)
         self._store = Store(run, plan, first, deadlines.pin_s, passes)
+        for fragment, (version, arrays) in enumerate(since.fragments if since else ()):
+            tiles = zip(plan.fragments[fragment], arrays["anchor"], strict=True)
+            values = [piece.grid.from_tiles(np.asarray(own)) for piece, own in tiles]
+            whole = {**self._store.first(fragment, values), **arrays}
+            self._store.load(fragment, whole, version)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
         self._world = world_of(
             config,
@@ -417,6 +474,7 @@ class _Emulator:
             StoreMerging(self._store, self._arrived, self._committed),
             self._make_body,
             self._alerts.append,
+            (since.log, since.seconds) if since else ((), 0.0),
         )
         self._clock = self._world.clock
         bytes_up = tuple(layout.total_bytes for layout in self._store.layouts_up)
@@ -453,6 +511,7 @@ class _Emulator:
             collect(self._attendance.diaries, self._merges, self._evaluations),
             self._judge,
             params,
+            **({} if self._since is None else {"forked": self._since.about}),
         )
 
     @property
@@ -461,15 +520,18 @@ class _Emulator:
         return self._world.coordinator
 
     def _make_body(self, name: str) -> TrainedBody:
-        run, diary = self._config.run, self._attendance.diaries[name][-1]
+        run, (*before, diary) = self._config.run, self._attendance.diaries[name]
         model, trainer = trainer_of(run, self._config.islands[name])
-        reader = self._readers[name]
-        return TrainedBody(run, model, trainer, reader, self._clock, diary)
+        reader, kept = self._readers[name], None
+        if self._since is not None and not before:
+            kept = self._since.islands.get(name)
+        return TrainedBody(run, model, trainer, reader, self._clock, diary, kept)
 
     # ---- what is told ---------------------------------------------------------------
 
     def _arrived(self, key: DeltaKey) -> None:
-        diary = self._attendance.diaries[key.island][key.incarnation - 1]
+        first, *_ = diaries = self._attendance.diaries[key.island]
+        diary = diaries[key.incarnation - first.incarnation]
         diary.delivered(key.fragment, self._clock.now)
 
     def _committed(self, merge: Merge, merged: MergeResult) -> None:
@@ -565,6 +627,7 @@ def world_of(
     merging: Merging,
     make_body: Callable[[str], Body],
     alert: Callable[[str], None],
+    before: tuple[Sequence[Durable], float] = ((), 0.0),
 ) -> World:
     """Return the world of an emulation, before an island starts. sizes: parameters by
     fragment; see `World` for the others."""
@@ -585,6 +648,7 @@ def world_of(
             for fault in parse_faults(placement.faults, config.islands).faults
             if fault.who == COORDINATOR
         },
+        before=before,
     )
 
 
@@ -596,14 +660,16 @@ def emulation(
     history: History,
     judge: Judge,
     params: Params,
+    **more: Any,
 ) -> Emulation:
-    """Return the result of a run that is over, with these parameters."""
+    """Return the result of a run that is over, with these parameters. more: fields of
+    the summary."""
     coordinator, now, roster = world.coordinator, world.clock.now, attendance.roster()
     result = summary.summary(
         coordinator.config,
         coordinator.state,
         roster,
-        wall_seconds=now,
+        wall_seconds=now - world.began_s,
         alerts=[*alerts, *summary.missing(config, roster)],
         now=now,
     )
@@ -614,6 +680,7 @@ def emulation(
             **result,
             **summary.rows_by_source(config.run.data, coordinator.state),
             **judge.evaluation(params),
+            **more,
         },
         params=params,
     )

@@ -91,6 +91,13 @@ class EmulationOptions:
         "windows come twice in a run that is much shorter than an epoch; after a whole "
         "one about a quarter has, and a quarter to a third has not come at all.",
     )
+    skip_rows: tuple[tuple[int, int], ...] = setting(
+        (),
+        metavar="[FIRST STOP ...]",
+        help="Rows of the training data, each time FIRST to STOP - 1 counted from 0, "
+        "that nobody learns from. They keep their places: steps that draw one count "
+        "its tokens as computed, and none of them as predicted.",
+    )
     evaluate_every_tokens: int = setting(
         0,
         NOT_NEGATIVE,
@@ -117,6 +124,12 @@ class EmulationOptions:
                 raise ConfigError(
                     f"joins.{name} = {start:g} to {stop:g}; choose 0 <= from < to"
                 )
+
+        if self.skip_rows and self.unlike_shards:
+            raise ConfigError(
+                f"skip_rows = {self.skip_rows} with unlike_shards, which cuts the data "
+                f"into other rows; leave one of them out"
+            )
 
     def require_reach(self, islands: int, report_s: float) -> None:
         """Raise ConfigError if a wait is longer than an emulation gets through.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,6 +46,9 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.simulation.clock import Clock, Due, Line, WakeUp
 from diloco_jax.wire.errors import Refused, WireError
 
+if TYPE_CHECKING:
+    from diloco_jax.island.device.exchange import Restored
+
 
 class VirtualFetch(NamedTuple):
     """Fragment on its way to an island."""
@@ -59,8 +62,9 @@ class VirtualFetch(NamedTuple):
 class Body(Arrays, Protocol):
     """Model copy of an island, and how it is stepped; or no arrays (`NoBody`)."""
 
-    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
-        """Join with these anchors, in full, by fragment."""
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> Restored | None:
+        """Join with these anchors, in full, by fragment; return what it took over of an
+        earlier incarnation besides."""
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         """Return a later version, ready to be adopted."""
@@ -424,10 +428,13 @@ class VirtualIsland:
         if not (self._fetching.joined and self._compiled) or self.ended is not None:
             return
         joined, self._joined = self._joined, {}
-        self._body.begin(joined)
+        restored = self._body.begin(joined)
         versions = [joined[fragment].version for fragment in range(len(joined))]
         books = Books(versions, ADOPT_RULES.find(self._run.sync.adopt))
         books.begin()
+        if restored is not None:
+            books.restored(restored.incarnation, restored.steps, restored.residuals)
+            self._pace = Pace(self._run, self._goal, warm=True)
         self.boundary = Boundary(
             books,
             self._goal,

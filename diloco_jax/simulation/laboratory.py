@@ -174,7 +174,7 @@ def require_equal(config: Config, options: EmulationOptions) -> None:
     wanted.append(("placement.faults", tuple(config.placement.faults), ()))
     wanted += [
         (name, getattr(options, name), getattr(EmulationOptions(), name))
-        for name in ("step_spread", "failure_every_seconds", "joins")
+        for name in ("step_spread", "failure_every_seconds", "joins", "skip_rows")
     ]
     for name, value, usual in wanted:
         if value != usual:

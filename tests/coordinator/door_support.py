@@ -32,9 +32,8 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead, Sessions
-from diloco_jax.coordinator.origin import AnchorSearch
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.service import Likeness, Service
+from diloco_jax.coordinator.service import AnchorSearch, Likeness, Service
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import (

@@ -22,11 +22,10 @@ from msgspec.structs import replace
 
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator import lead as engine_thread
-from diloco_jax.coordinator import origin as gathering_shell
 from diloco_jax.coordinator import service as answers
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.origin import AnchorSearch
+from diloco_jax.coordinator.service import AnchorSearch
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.wire import bulk, peers
@@ -174,7 +173,7 @@ class World:
             time=lambda: UNIX + self.now - START,
             monotonic_ns=time.monotonic_ns,
         )
-        modules = (engine_thread, answers, gathering_shell)
+        modules = (engine_thread, answers)
         before = [module.time for module in modules]
         logging.disable(logging.ERROR)
         for module in modules:

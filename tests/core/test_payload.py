@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.coordinator.holding.inbox import Coverage
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import Box, Coverage, PayloadLayout, plan_fragments
+from diloco_jax.core.fragments import Box, PayloadLayout, plan_fragments
 from diloco_jax.core.tiles import TileGrid
 
 SHAPES = {"a": (64, 64), "b": (5,), "c": (2048,)}

@@ -15,8 +15,9 @@ import pytest
 
 from diloco_jax.config import IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import read_config
+from diloco_jax.coordinator.holding.inbox import Coverage
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import Coverage, FragmentPlan, Part, PayloadLayout, Piece
+from diloco_jax.core.fragments import FragmentPlan, Part, PayloadLayout, Piece
 from diloco_jax.island.device.mesh import (
     LARGE,
     abstract,

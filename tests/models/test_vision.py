@@ -25,7 +25,7 @@ from diloco_jax.config import (
 from diloco_jax.coordinator.holding.store import merges_of
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import get_piece
-from diloco_jax.island.device.build import build_exchange, build_trainer, join
+from diloco_jax.island.device.build import build_exchange, join
 from diloco_jax.island.joined import JoinedHost
 from diloco_jax.models import transformer, vision
 from diloco_jax.models.build import build_plan
@@ -39,6 +39,7 @@ from diloco_jax.models.generation import (
 )
 from diloco_jax.models.model import abstract_batch
 from diloco_jax.models.presets import preset
+from diloco_jax.simulation.bodies import trainer_of
 from diloco_jax.weights import families
 from diloco_jax.weights.first import read_folder, whole
 from diloco_jax.weights.tensor_files import read_json
@@ -201,7 +202,7 @@ def test_who_had_no_pictures_weighs_nothing_in_the_tower():
         outer=OuterConfig(optimizer="sgd", learning_rate=1.0),
         sequence_length=13,
     )
-    model, trainer = build_trainer(run, IslandConfig(batch_size=4, accumulation=2))
+    model, trainer = trainer_of(run, IslandConfig(batch_size=4, accumulation=2))
     (plan, (exchange, _)) = build_plan(run, model), build_exchange(run, model, trainer)
     (merge,) = merges_of(run, plan)
     first = [np.asarray(get_piece(trainer.first(0), p)) for p in plan.pieces]

@@ -24,7 +24,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WITHIN_S = 180
-ALWAYS = ("01_first_run", "04_your_own_merge_rule", "05_a_million_chips")
+ALWAYS = ("01_first_run", "05_a_million_chips")
 """Those that run with every change; the others run at night."""
 BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "01_first_run": {

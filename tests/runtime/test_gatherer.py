@@ -29,7 +29,7 @@ from runtime_support import (
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.coordinator.origin import SearchError
+from diloco_jax.coordinator.service import SearchError
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout, get_piece
 from diloco_jax.core.tiles import ballot_of

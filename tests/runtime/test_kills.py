@@ -32,11 +32,11 @@ from diloco_jax.observability.tape import Tape, closed_segments, remove_tape
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
 CYCLE_STEPS = 6
-STEP_SECONDS, TRAINING_SECONDS = 0.4, 50
+STEP_SECONDS, TRAINING_SECONDS = 0.4, 60
 TIMEOUT_S = 240
 GAP_MEDIANS_MAX, STALLED_MAX = 3.0, 0.05
 BATCH = 4
-KILL_COMMITTED, KILL_PREPARED = 36, 48
+KILL_COMMITTED, KILL_PREPARED = 44, 58
 """Merges after whose commit, and after whose preparation, the coordinator is killed."""
 
 

@@ -18,7 +18,7 @@ from diloco_jax import cli, compilation
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.coordinator.origin import SearchError
+from diloco_jax.coordinator.service import SearchError
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.models.build import build, build_plan

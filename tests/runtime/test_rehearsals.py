@@ -17,13 +17,15 @@ STEP_S = 0.1
 @pytest.fixture
 def fleet(monkeypatch):
     monkeypatch.setattr(rehearse, "QUIET_S", 3.0)
+    monkeypatch.setattr(rehearse, "QUIET_CYCLES", 2)
     monkeypatch.setattr(benchmark, "STEP_S", STEP_S)
     made = benchmark.config()
     sync = dataclasses.replace(made.run.sync, steps_per_cycle=8)
     run = dataclasses.replace(
         made.run, model=tiny.MODEL, sync=sync, sequence_length=tiny.SEQUENCE_LENGTH
     )
-    return dataclasses.replace(made, run=run)
+    made = dataclasses.replace(made, run=run)
+    return made.replace("restart_delay_s", 0.5)
 
 
 @pytest.mark.dist

@@ -34,13 +34,20 @@ def leaves(run):
     return jax.tree.leaves(run.params)
 
 
-def test_in_float64_theta_is_that_of_emulate():
-    command = [sys.executable, "benchmarks/float64.py", "covering"]
+@pytest.mark.parametrize(
+    ("cases", "count"),
+    [
+        ("rda,int8,int8,keep", 1),
+        pytest.param("covering", 5, marks=pytest.mark.nightly),
+    ],
+)
+def test_in_float64_theta_is_that_of_emulate(cases, count):
+    command = [sys.executable, "benchmarks/float64.py", cases]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert len(json.loads(done.stdout)) == 5
+    assert len(json.loads(done.stdout)) == count
 
 
 def test_books_and_history_are_those_of_emulate(text, found):

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from diloco_jax import machine
 from diloco_jax.coordinator.holding.store import Spares
 from diloco_jax.core.fragment_merge import Squares
-from diloco_jax.core.fragments import Coverage, Part, PayloadLayout
+from diloco_jax.core.fragments import Part, PayloadLayout, tiles_of
 from diloco_jax.protocol.messages import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk import UploadStart
@@ -48,6 +48,33 @@ in use then. New pages for a delta of 1 GB cost less than 0.6 s of them."""
 Place: TypeAlias = npt.NDArray[np.uint8]
 GivenUp: TypeAlias = list[npt.NDArray[np.uint8]]
 """Spare memory that no later room gets; it is freed with the list."""
+
+
+class Coverage:
+    """The tiles of a payload that have arrived."""
+
+    def __init__(self, layout: PayloadLayout) -> None:
+        self._here = [np.zeros(p.encoded_shape[:-1], np.bool_) for p in layout.placed]
+
+    def add(self, part: Part) -> None:
+        """Note that the tiles of this part have arrived."""
+        self._set(part, here=True)
+
+    def remove(self, part: Part) -> None:
+        """Note that the tiles of this part are missing again."""
+        self._set(part, here=False)
+
+    def _set(self, part: Part, *, here: bool) -> None:
+        for box in part:
+            self._here[box.piece][tiles_of(box)] = here
+        if not part:
+            for tiles in self._here:
+                tiles[...] = here
+
+    @property
+    def complete(self) -> bool:
+        """True if all tiles have arrived."""
+        return all(bool(here.all()) for here in self._here)
 
 
 class Rooms:

@@ -26,7 +26,7 @@ from diloco_jax.island.device.exchange import (
     Restored,
     WatchedModel,
 )
-from diloco_jax.island.device.mesh import layout, make_mesh
+from diloco_jax.island.device.mesh import layout, make_mesh, place
 from diloco_jax.island.device.step import Trainer, TrainState, UseCounts, use_shapes
 from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_inner, build_plan
@@ -154,6 +154,27 @@ def join(
     params = at_anchors(plan, exchange, trainer.zeros())
     moments = restored.moments if restored else trainer.init_inner(params)
     return Replica(trainer, exchange, TrainState(params, moments))
+
+
+def placed(
+    kept: Restored,
+    trainer: Trainer,
+    exchange: Exchange,
+    put: Callable[[int, bytes], ByPiece],
+) -> Restored:
+    """Place what is kept on the island's devices, for `join`: moments by leaf, and
+    residuals that `put` places as it does an anchor."""
+    like, structure = jax.tree.flatten(trainer.abstract_state().opt_state)
+    leaves = [
+        place(value, leaf.sharding)
+        for leaf, value in zip(like, kept.moments, strict=True)
+    ]
+    residuals = {
+        fragment: exchange.gather(fragment, put(fragment, residual))
+        for fragment, residual in sorted(kept.residuals.items())
+    }
+    moments = jax.tree.unflatten(structure, leaves)
+    return kept._replace(moments=moments, residuals=residuals)
 
 
 def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Tree) -> Tree:

@@ -608,8 +608,8 @@ class Restored(NamedTuple):
     """Steps of that incarnation that its moments have seen."""
     moments: Any
     """State of the inner optimizer."""
-    residuals: dict[int, ByPiece]
-    """Residuals by fragment, as they are held."""
+    residuals: dict[int, Any]
+    """Residuals by fragment, as they are held; in a host's memory, as an anchor."""
 
 
 class WatchedModel:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -42,6 +42,14 @@ SAME_BITS = (
 
 VERSIONS = ("diloco_jax", "jax", "jaxlib")
 """Facts of `SAME_BITS` that are known before jax is imported."""
+
+
+DURABLE = tuple(kind.__struct_config__.tag for kind in get_args(records.Durable))
+"""Kinds of the records from which a coordinator comes back."""
+
+
+class RepeatError(ConfigError):
+    """A run cannot be repeated here, or by this version, or at all."""
 
 
 class Who(NamedTuple):
@@ -185,6 +193,8 @@ class Recording:
     """Other changes of the coordinator's state, in order."""
     lives: Mapping[Who, Life]
     """Incarnations in these merges, each up to its last take in them."""
+    log: tuple[records.Durable, ...] = ()
+    """Durable records up to the last of these merges."""
 
     def refuse_other_versions(self) -> None:
         """Raise ConfigError if a process of the run had other versions than this one.
@@ -215,7 +225,7 @@ def refuse_other_bits(
     """Raise ConfigError for the first of these facts that differs here."""
     for fact in facts:
         if there[fact] != here[fact]:
-            raise ConfigError(
+            raise RepeatError(
                 f"{whose} had {fact} = {there[fact]!r}, here it is {here[fact]!r}: a "
                 f"comparison of bits would say nothing; replay where it is the same"
             )
@@ -243,6 +253,7 @@ def read_recording(
     *,
     trust_code: bool = False,
     report: Report = lambda share: None,
+    asked: str = "--until",
 ) -> Recording:
     """Read the files that a run left in its workdir: `config.json` and `tape.jsonl`.
 
@@ -251,6 +262,7 @@ def read_recording(
       text: paths of the run's text; None = the paths that the run had.
       trust_code: execute code that the config names, whoever wrote it.
       report: told the share of the tape that is read.
+      asked: the option that names `until`, for messages.
 
     Raises:
       ConfigError: the files are not of one run or not of this version, the run had
@@ -264,7 +276,7 @@ def read_recording(
     reader = _Reader(path, config)
     for record in read_tape(path, report):
         reader.read(record)
-    recording = reader.recording(until)
+    recording = reader.recording(until, asked)
     recording.refuse_other_versions()
     return recording
 
@@ -274,6 +286,8 @@ class _Reader:
         self._path, self._config = path, config
         self._line = 0
         self._finished = False
+        self._log: list[tuple[int, records.Durable]] = []
+        """Durable records, with their lines."""
         self._begun: journal.Begun
         self._total_tokens = 0
         self._coordinators: list[Environment] = []
@@ -290,7 +304,7 @@ class _Reader:
         try:
             if record["kind"] == "term":
                 # Its anchors' tape is gone.
-                raise ConfigError(
+                raise RepeatError(
                     f"{self._path} is of term {record['term']} of run "
                     f"{record['run_id']}, which began with islands' anchors after the "
                     f"coordinator had lost its state. Their origin is not on this "
@@ -301,6 +315,9 @@ class _Reader:
                 raise self._wrong(
                     f"{brief(record['kind'])}; 'begun' is the first record and no other"
                 )
+            if record["kind"] in DURABLE:
+                durable = msgspec.convert(record, records.Durable)
+                self._log.append((self._line, durable))
             self._take(record)
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             what = f"not a record {brief(record.get('kind'))} ({brief(error)})"
@@ -344,7 +361,7 @@ class _Reader:
                 extended = from_tape(record, records.Extended)
                 self._finished, self._total_tokens = False, extended.total_tokens
 
-    def recording(self, until: int | None) -> Recording:
+    def recording(self, until: int | None, asked: str) -> Recording:
         """Return the recording that repeats the first `until` merges."""
         count = len(self._merges)
         if not count:
@@ -354,7 +371,7 @@ class _Reader:
             )
         if until is not None and not 1 <= until <= count:
             raise ConfigError(
-                f"--until {until}: {self._path} has merges 1 to {count}; choose one"
+                f"{asked} {until}: {self._path} has merges 1 to {count}; choose one"
             )
         if until is None and not self._finished:
             raise TapeError(
@@ -374,6 +391,7 @@ class _Reader:
             merges_on_tape=count,
             between=between,
             lives=self._needed(merges),
+            log=tuple(record for line, record in self._log if line <= merges[-1].line),
         )
 
     # ---- one kind of record each ------------------------------------------------
@@ -382,7 +400,7 @@ class _Reader:
         """Raise ConfigError unless it is of this version and of this config's run."""
         here = metadata.version("diloco-jax")
         if (written := record["environment"]["diloco_jax"]) != here:
-            raise ConfigError(
+            raise RepeatError(
                 f"{self._path} was written by diloco_jax {written}, this is {here}; "
                 f"read it with the version that wrote it"
             )

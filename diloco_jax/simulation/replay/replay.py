@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +42,7 @@ from diloco_jax.core.kernels import Passes
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader, LeasedPositions
 from diloco_jax.files import digest_of, require_writable
+from diloco_jax.island.device.exchange import Restored
 from diloco_jax.island.mailbox import Arrival, log_refused
 from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.models.build import build, build_plan
@@ -76,8 +77,7 @@ from diloco_jax.weights.first import first_pieces, require_repeatable
 
 
 class Digests(NamedTuple):
-    """Digests of a merge's publish and of the fragment's Theta; "" where the tape has
-    none."""
+    """Digests of a merge's publish and of the fragment's Theta; "" = not on tape."""
 
     publish: str
     parameters: str
@@ -118,29 +118,17 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
     save: a new folder for the config and the global parameters after the last equal
     merge; `diloco eval` reads it.
 
-    Raises:
-      ConfigError: the text, version or machine is not that of the run.
-      TapeError: the tape contradicts itself.
+    Raises ConfigError if the text, version or machine is not that of the run, and
+    TapeError if the tape contradicts itself.
     """
-    if save is not None and save.exists():
-        raise ConfigError(f"--save {save} exists already; name a new folder")
     if save is not None:
+        if save.exists():
+            raise ConfigError(f"--save {save} exists already; name a new folder")
         there = next(path for path in save.absolute().parents if path.exists())
         require_writable(there, f"--save {save}: in")
     began = time.monotonic()
-    merges, mismatch = 0, None
-    total = len(recording.merges)
-    with Replay(recording) as replay, bar(console, f"{total:,} merges") as report:
-        try:
-            for merge, found in replay.merges():
-                on_tape = Digests(merge.made.digest, merge.parameters)
-                if found != on_tape:
-                    mismatch = _mismatch(merge, on_tape, found)
-                    break
-                merges = merge.number
-                report(merges / total)
-        except TapeError as error:
-            raise TapeError(f"{recording.workdir / 'tape.jsonl'}, {error}") from error
+    with Replay(recording) as replay:
+        merges, mismatch = replay.compare(console)
         if save is not None:
             replay.save(save, merges)
     return Outcome(
@@ -156,8 +144,9 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
 class Replay(contextlib.ExitStack):
     """The coordinator's state in this process, and the islands in worker processes."""
 
-    def __init__(self, recording: Recording) -> None:
-        """Raise ConfigError if this is not the text, version or machine of the run."""
+    def __init__(self, recording: Recording, kept: Iterable[Who] = ()) -> None:
+        """kept: incarnations that stay after their last merge, for `state`. Raises
+        ConfigError if this is not the text, version or machine of the run."""
         super().__init__()
         self.steps = 0
         """Inner steps done."""
@@ -187,14 +176,14 @@ class Replay(contextlib.ExitStack):
             for merge in recording.merges
             for part in merge.made.contributions
         )
+        self._needs.update(kept)
         for life in recording.lives.values():
             # A source is needed until the incarnation begins with its moments.
             if (restored := life.restored()) is not None:
                 self._needs[restored.who] += 1
 
     def merges(self) -> Iterator[tuple[RecordedMerge, Digests]]:
-        """Yield every merge with its digests in this repetition; that of Theta where
-        the tape has one.
+        """Yield every merge with its digests in this repetition.
 
         The merge is committed when the next one is asked for. Raises TapeError.
         """
@@ -226,6 +215,34 @@ class Replay(contextlib.ExitStack):
             theta = merged.digest if merge.parameters else ""
             yield merge, Digests(digest_of(merged.payload), theta)
             self._commit(merge, merged)
+
+    def compare(self, console: Console) -> tuple[int, dict[str, Any] | None]:
+        """Repeat merges up to the first that differs, with a progress bar; return the
+        number of equal ones, and what differs. Raises TapeError."""
+        merges, total = 0, len(self._recording.merges)
+        with bar(console, f"{total:,} merges") as report:
+            try:
+                for merge, found in self.merges():
+                    on_tape = Digests(merge.made.digest, merge.parameters)
+                    if found != on_tape:
+                        return merges, _mismatch(merge, on_tape, found)
+                    merges = merge.number
+                    report(merges / total)
+            except TapeError as error:
+                tape = self._recording.workdir / run_files.TAPE
+                raise TapeError(f"{tape}, {error}") from error
+        return merges, None
+
+    def fragments(self) -> list[tuple[Version, dict[str, list[Any]]]]:
+        """Return the version of every fragment, and its arrays."""
+        return [self._store.current(f) for f in range(len(self._versions))]
+
+    def state(self, who: Who) -> Restored:
+        """Return what a later incarnation may begin with: of one that is kept."""
+        ask, steps = self._islands[who].ask, self._islands[who].steps
+        some = range(len(self._versions)) if self._run.sync.error_feedback else ()
+        residuals = {f: ask("residual", f) for f in some}
+        return Restored(who.incarnation, steps, ask("moments"), residuals)
 
     def save(self, folder: Path, number: int) -> None:
         """Write config and global parameters in the form of a run's workdir.

@@ -39,9 +39,9 @@ from diloco_jax.island.device.build import (
     build_trainer,
     compile_ahead,
     join,
+    placed,
 )
 from diloco_jax.island.device.exchange import Restored
-from diloco_jax.island.device.mesh import place
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.world import Hosts, WorldAddress, join_world, leave_world
@@ -276,25 +276,13 @@ class _Copy:
         residuals: dict[int, bytes] | None,
     ) -> None:
         self._exchange, _ = build_exchange(run, model, trainer)
-        placed = {f: self._put(f, anchor) for f, anchor in enumerate(anchors)}
-        restored = None
+        whole = {f: self._put(f, anchor) for f, anchor in enumerate(anchors)}
+        begun = None
         if moments:
-            like, structure = jax.tree.flatten(trainer.abstract_state().opt_state)
-            leaves = [
-                place(value, leaf.sharding)
-                for leaf, value in zip(like, moments, strict=True)
-            ]
-            restored = Restored(
-                incarnation=0,
-                steps=0,
-                moments=jax.tree.unflatten(structure, leaves),
-                residuals={
-                    f: self._exchange.gather(f, self._put(f, r))
-                    for f, r in sorted((residuals or {}).items())
-                },
-            )
+            kept = Restored(0, 0, moments, residuals or {})
+            begun = placed(kept, trainer, self._exchange, self._put)
         plan = build_plan(run, model)
-        self._replica = join(plan, trainer, self._exchange, placed, restored)
+        self._replica = join(plan, trainer, self._exchange, whole, begun)
         self._last_metrics: Metrics | None = None
         self.judge = self._replica.judge
 
