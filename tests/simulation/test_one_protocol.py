@@ -59,7 +59,8 @@ def trained() -> int:
     """Steps that the train loop makes before it waits for the run's end."""
     mailbox, goal = Mailbox(), goal_of(RUN, ISLAND.batch_size)
     copy = SimpleNamespace(
-        step=lambda batch, rate: {"loss": jnp.zeros(()), "tokens": 0.0, "skipped": 0}
+        step=lambda batch, rate: {"loss": jnp.zeros(()), "tokens": 0.0, "skipped": 0},
+        adoptions=0,
     )
     data = SimpleNamespace(ready=True, next_batch=lambda timeout_s: None)
     decisions = LiveDecisions(mailbox, lambda: False, last_s=1.0)
