@@ -249,6 +249,12 @@ class IslandOptions:
         "one owner share: each runs what any of them put there. Empty = one for this "
         "island, beside its checkpoints or in WORKDIR.",
     )
+    serve: str = setting(
+        "",
+        help="HOST:PORT at which this host gives publishes to other islands of its "
+        "region; empty = any free port of the address from which it reaches the "
+        "coordinator.",
+    )
 
     def check(self, config: Config) -> None:
         """Raise ConfigError, naming the option, for values that the config rules
@@ -274,8 +280,14 @@ class IslandOptions:
                 f"--world {self.world}, but island {self.name!r} has hosts = 1; leave "
                 f"it out, or set islands.{self.name}.hosts"
             )
-        if self.world:
-            parse_address(self.world, "--world")
+        for field in ("world", "serve"):
+            if address := getattr(self, field):
+                parse_address(address, f"--{field}")
+        if self.serve and self.name not in config.regions():
+            raise ConfigError(
+                f"--serve {self.serve}, but island {self.name!r} is in no region with "
+                f"others: leave it out, or set islands.{self.name}.region"
+            )
 
 
 def island_command(arguments: Sequence[str]) -> int:
@@ -316,6 +328,7 @@ def island_command(arguments: Sequence[str]) -> int:
         incarnation,
         WorldAddress(address=options.world, index=options.host_index),
         absolute(options.cache),
+        options.serve,
     )
     return code
 

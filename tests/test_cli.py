@@ -162,7 +162,7 @@ def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatc
     assert cli.main([*arguments, "--incarnation", "7"]) == 0
     assert [island.devices for island in prepared] == [1, 1, 1]
     assert [call[1:] for call in calls] == [
-        ("v6e", "127.0.0.1:1", tmp_path / "w", incarnation, WorldAddress(), "")
+        ("v6e", "127.0.0.1:1", tmp_path / "w", incarnation, WorldAddress(), "", "")
         for incarnation in (1, 2, 7)
     ]
 

@@ -11,6 +11,7 @@ since this process may not have told JAX yet which platform to use.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
@@ -22,7 +23,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from diloco_jax.config.fields import as_html, check_fields, types_of
-from diloco_jax.config.placement import IslandConfig, LaunchConfig, Placement
+from diloco_jax.config.placement import (
+    IslandConfig,
+    LaunchConfig,
+    Placement,
+    region_of,
+    zones_of,
+)
 from diloco_jax.config.run import ModelConfig, RunConfig
 from diloco_jax.core.families import (
     ADOPT_RULES,
@@ -214,6 +221,17 @@ class Config:
                 f"it has {', '.join(self.islands)}"
             )
         return self.islands[name]
+
+    def regions(self) -> dict[str, str]:
+        """Return the region of each island that is in one with others: its own field,
+        or else that of all its zones in `launch.zones`."""
+        found = {}
+        for name, island in self.islands.items():
+            of_zones = {*map(region_of, zones_of(self.launch.zones.get(name, "")))}
+            zones_say = of_zones.pop() if len(of_zones) == 1 else ""
+            found[name] = island.region or zones_say
+        known = collections.Counter(found.values())
+        return {name: r for name, r in found.items() if r and known[r] > 1}
 
     def merges_per_fragment(self) -> float:
         """Return the merges each fragment will see if all islands are equally fast."""

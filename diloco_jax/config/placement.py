@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -101,6 +102,13 @@ class IslandConfig:
         "",
         help='TPU slice it runs on: "v5p:4x4x4", "v6e:16x16"; empty = the devices of '
         "this machine.",
+    )
+
+    region: str = setting(
+        "",
+        help="Region of its machines, any name: of each publish, one island of those "
+        "with the same name has a copy from the coordinator and gives it to the "
+        "others; empty = that of its zones in launch.zones, or none.",
     )
 
     @property
@@ -209,6 +217,20 @@ class Deadlines:
     def join_s(self, octets: int) -> float:
         """Time within which a join that fetches so many bytes is done."""
         return self.pin_s + 8 * octets / SLOWEST_LINK_BITS_PER_S
+
+
+ZONE = re.compile(r"(?<=\d)-(ai\d+)?[a-z]$")
+"""Ending of a zone's name after its region's name."""
+
+
+def region_of(zone: str) -> str:
+    """Return the region of a zone; a region is its own."""
+    return ZONE.sub("", zone)
+
+
+def zones_of(written: str) -> tuple[str, ...]:
+    """Return the zones of a value of `LaunchConfig.zones`."""
+    return tuple(re.split(r"[,\s]+", written.strip()))
 
 
 WhenDone = Literal["delete", "keep"]

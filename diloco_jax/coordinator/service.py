@@ -240,16 +240,17 @@ class Service(Handlers):
         peer = Disconnected(island=hello.island, session=hello.session)
         self._lead.post(None, lambda: self._let_in(hello, session), peer)
 
-    def receive(
-        self, session: Session, message: messages.Report | messages.Goodbye
-    ) -> None:
-        """Take a report or a goodbye of an island."""
+    def receive(self, session: Session, message: messages.AfterHello) -> None:
+        """Take a report or a goodbye of an island, or its word about another one."""
         hello = session.hello
         if not self._sessions.serves(session):
             return
         said = Said(island=hello.island, session=hello.session, message=message)
         if isinstance(message, messages.Goodbye):
             self._lead.post(said, lambda: self._roster.left(hello.island, time.time()))
+            return
+        if isinstance(message, messages.DonorFailed):
+            self._lead.post(said)
             return
         check_report(hello, message, self._lead.config.fragments)
         self._lead.post(said, lambda: self._measured(hello.island, message))
@@ -586,9 +587,7 @@ class AnchorSearch(Handlers):
         differences = tuple(self._likeness.differences(hello))
         self._thread.post(Offered(hello=hello, differences=differences))
 
-    def receive(
-        self, session: Session, message: messages.Report | messages.Goodbye
-    ) -> None:
+    def receive(self, session: Session, message: messages.AfterHello) -> None:
         """Note a sign of life; a report comes again in the new term, and a goodbye ends
         the stream."""
         hello = session.hello

@@ -58,6 +58,7 @@ def policy_config(
     room_each: int = 0,
     least_seconds: dict[str, float] | None = None,
     hosts: dict[str, int] | None = None,
+    regions: dict[str, str] | None = None,
 ) -> PolicyConfig:
     """Collect the settings that decisions depend on, by name, from a config and its
     deadlines.
@@ -72,6 +73,7 @@ def policy_config(
         "room_each": room_each,
         "least_seconds": least_seconds or {},
         "hosts": hosts or {},
+        "regions": regions or {},
         "rates": _rates(run.inner),
     }
     named = {
@@ -108,7 +110,15 @@ def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:
     room = room_each(config, plan)
     hosts = {name: island.hosts for name, island in config.islands.items()}
     return policy_config(
-        config.run, config.placement, run_id, plan.sizes, known, room, least, hosts
+        config.run,
+        config.placement,
+        run_id,
+        plan.sizes,
+        known,
+        room,
+        least,
+        hosts,
+        config.regions(),
     )
 
 

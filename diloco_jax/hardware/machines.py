@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -118,15 +117,6 @@ DISK_BASE_MIB_PER_S = 140.0
 """DISK, "Baseline Throughput (MiBps) per VM"."""
 DISK_MIB_PER_S_PER_GIB = 0.28
 """DISK, "Throughput per GiB (MiBps)"."""
-
-
-ZONE = re.compile(r"(?<=\d)-(ai\d+)?[a-z]$")
-"""Ending of a zone's name after its region's name."""
-
-
-def region_of(zone: str) -> str:
-    """Return the region of a zone; a region is its own."""
-    return ZONE.sub("", zone)
 
 
 def machine_of(name: str) -> Machine:

@@ -27,6 +27,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import msgspec
+from msgspec.structs import replace
 
 from diloco_jax import before_jax, compilation, run_files
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
@@ -51,6 +52,7 @@ from diloco_jax.island.hosts import (
 from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Stepping
 from diloco_jax.island.mailbox import Decisions, LiveDecisions, Mailbox, NetworkThreads
+from diloco_jax.island.region import Region
 from diloco_jax.island.timing import Pace, Timing, goal_of
 from diloco_jax.island.transfers import Fetcher, Lanes, Receiver, Sender
 from diloco_jax.island.watches import leave, trace_steps
@@ -69,6 +71,7 @@ from diloco_jax.protocol.messages import (
     FIRST_VERSION,
     OWN_DATA,
     AnchorRequest,
+    DonorFailed,
     ProfileRequest,
     ResendRequest,
     Version,
@@ -140,6 +143,7 @@ class Host(abc.ABC, Generic[L]):
         plan: FragmentPlan,
         incarnation: int,
         hosts: Hosts,
+        serve: str = "",
     ) -> None:
         """Raise ConfigError or SecurityError.
 
@@ -147,6 +151,7 @@ class Host(abc.ABC, Generic[L]):
           address: HOST:PORT of the coordinator.
           incarnation: number of the attempt, from 1; that of host 0 counts.
           hosts: those of the island, of which this is one.
+          serve: HOST:PORT at which others of its region reach it; see `Region`.
         """
         config = lasting(config, plan.total)
         placement = config.placement
@@ -167,6 +172,11 @@ class Host(abc.ABC, Generic[L]):
             insecure=placement.insecure,
         )
         self.lanes = Lanes(client, plan.sizes, self._moved)
+        self.region = (
+            Region(config, name, hosts.index, address, serve)
+            if name in config.regions()
+            else None
+        )
         self._orders = (
             Orders(hosts, self.mailbox, self.deadlines.pin_s)
             if hosts.others and not self.follows
@@ -192,6 +202,18 @@ class Host(abc.ABC, Generic[L]):
             uuid.uuid4().hex,
             own_data=self.own_data,
         )
+
+    def _gives_at(self) -> tuple[str, ...]:
+        """Return where all hosts of the island give publishes; empty if they do not, or
+        one does not say so in time."""
+        if self.region is None:
+            return ()
+        others = [
+            self.hosts.hear(f"gives/{host}", self.deadlines.pin_s)
+            for host in self.hosts.others
+        ]
+        found = [self.region.address.encode(), *(o for o in others if o is not None)]
+        return tuple(map(bytes.decode, found)) if None not in others else ()
 
     # ---- the steps --------------------------------------------------------------
 
@@ -276,7 +298,11 @@ class Host(abc.ABC, Generic[L]):
         )
         self._begin("compiling")
         exchange = self.exchange = self.build(identity)
-        self.fetcher = Fetcher(self.lanes, identity, exchange, self.mailbox)
+        if self.region is not None:
+            self.region.begin(begin.run_id)
+        self.fetcher = Fetcher(
+            self.lanes, identity, exchange, self.mailbox, self.region
+        )
         self.fetcher.lands = False
         self.sender = Sender(
             self.lanes,
@@ -404,9 +430,10 @@ class Host(abc.ABC, Generic[L]):
     def _connect(self, live: bool) -> Begin:
         """Say hello to the coordinator, and tell the others what they have to know."""
         placement = self.config.placement
+        who = replace(self._who, gives_at=self._gives_at())
         self._link = Link(
             self.lanes,
-            lambda status: hello(self._who, status),
+            lambda status: hello(who, status),
             self.mailbox,
             self.deadlines,
         )
@@ -448,6 +475,7 @@ class Host(abc.ABC, Generic[L]):
             self._orders,
             self._join_s,
             lambda left: self._tell_left(fragments_left=left),
+            self.name,
         )
         self._network.append(receiver)
         mailbox.post(Status(phase="compiling"))
@@ -455,6 +483,7 @@ class Host(abc.ABC, Generic[L]):
             Wanted: receiver.want,
             ResendRequest: self._resend,
             ProfileRequest: self._profile,
+            DonorFailed: receiver.rest,
         }
         self._link.start()
         if self.gives:
@@ -524,6 +553,8 @@ class Host(abc.ABC, Generic[L]):
         """Hear from host 0 what to build. Raises ConfigError if host 0 has another
         config."""
         timeout_s = self.config.placement.away_s + self.deadlines.pin_s
+        if self.region is not None:
+            self.hosts.tell(f"gives/{self.hosts.index}", self.region.address.encode())
         begin = self._hear("begin", Begin, timeout_s)
         here, there = self._who, begin.who
         lines = differences(here.island_config, there.island_config)
@@ -618,3 +649,5 @@ class Host(abc.ABC, Generic[L]):
     def close(self) -> None:
         """Free sockets and threads."""
         self.lanes.close()
+        if self.region is not None:
+            self.region.close()

@@ -5,9 +5,10 @@ LOOKAHEAD boundaries ahead, which is more than steps are dispatched ahead, so no
 waits for it. An adoption is decided only once every host has its part of the bytes:
 host 0 sends orders to fetch as soon as it hears of a version, and the hosts answer.
 
-Keys: `begin`, `joined`, `refused/HOST`; `decision/N`, `passed/N/HOST`; `order/N`,
-`answer/N/HOST`; `leave`, `left`; `compiled/HOST`, `restored/HOST`, `ready/HOST`, where
-`host.py` has them meet. Keys under `folder/` belong to `checkpoints.py`.
+Keys: `gives/HOST`, `begin`, `joined`, `refused/HOST`; `decision/N`, `passed/N/HOST`;
+`order/N`, `answer/N/HOST`; `leave`, `left`; `compiled/HOST`, `restored/HOST`,
+`ready/HOST`, where `host.py` has them meet. Keys under `folder/` belong to
+`checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What this host counted since it started."""
     short: tuple[Short, ...] = ()
     """Disk or memory, where its machine is short of it."""
+    failed: tuple[str, ...] = ()
+    """Donors that failed it."""
 
 
 def tell_refused(hosts: Hosts, key: str, refused: Refused, patience_s: float) -> bool:
@@ -239,6 +242,7 @@ class Orders:
             self._hosts.forget(key)
             answer = msgspec.msgpack.decode(heard, type=Answer)
             self._mailbox.count_of(host, answer.traffic, answer.short)
+            self._mailbox.donors_failed(answer.failed)
             parts[host] = answer.part
         # Orders are done in turn: a host that answers one has read all before it.
         with self._lock:
@@ -284,7 +288,10 @@ class OrderThread(NetworkThreads):
                 case Fetch() as fetch:
                     part = self._fetched(fetch)
                     traffic, short = self._mailbox.counted()
-                    answer = Answer(part=part, traffic=traffic, short=short)
+                    failed = tuple(f.island for f in self._mailbox.failed_donors())
+                    answer = Answer(
+                        part=part, traffic=traffic, short=short, failed=failed
+                    )
                     key = f"answer/{number}/{self._hosts.index}"
                     self._hosts.tell(key, msgspec.msgpack.encode(answer))
                 case ResendRequest() as request:

@@ -326,6 +326,8 @@ class Link(NetworkThreads):
         """Send status, and the records that this stream has not had."""
         said = connection.reporting
         status, unsent = self._mailbox.report(said.sent_through)
+        for failed in self._mailbox.failed_donors():
+            connection.stream.send(failed)
         for report in said.reports(status, unsent):
             connection.stream.send(report)
             said.sent(report, time.monotonic())

@@ -29,6 +29,7 @@ from diloco_jax.protocol.island.boundary import Decision, Ending, RefusedTake
 from diloco_jax.protocol.island.conversation import Conversation
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import (
+    DonorFailed,
     EndReason,
     FromCoordinator,
     Record,
@@ -158,6 +159,20 @@ class Mailbox:
         """Drop the records: another host of the island reports them."""
         with self._changed:
             self._conversation.forget_records()
+
+    def donors_failed(self, names: Iterable[str]) -> None:
+        """Note islands of the region that failed this one: the coordinator is to hear
+        of it, and they are asked no more for a while, where this host decides."""
+        for name in names:
+            with self._changed:
+                self._conversation.donor_failed(name)
+            if (rest := self.errands.get(DonorFailed)) is not None:
+                rest(name)
+
+    def failed_donors(self) -> tuple[DonorFailed, ...]:
+        """Return what is to be said of them, once."""
+        with self._changed:
+            return self._conversation.failed_donors()
 
     def end(self, exit_code: int, text: str, reason: EndReason = "failed") -> None:
         """End the loop at its next boundary."""

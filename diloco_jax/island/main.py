@@ -132,6 +132,7 @@ def run(
     incarnation: int,
     where: WorldAddress | None = None,
     cache: str = "",
+    serve: str = "",
 ) -> int:
     """Train island `name` until the run is over; return the process's exit code.
 
@@ -144,6 +145,7 @@ def run(
       cache: of compiled programs, which the islands of one owner share; empty = the
         island's own (`compilation.of_island`). One that the environment names is used
         in its place.
+      serve: as for `Region`.
     """
     placement = config.placement
     budget_s = placement.hang_budget_s
@@ -153,7 +155,7 @@ def run(
         try:
             hosts = meet(config, name, where or WorldAddress())
             host = TrainingHost(
-                config, name, address, workdir, incarnation, hosts, cache
+                config, name, address, workdir, incarnation, hosts, cache, serve
             )
         except (ConfigError, SecurityError, HostsError) as error:
             logger.error("island %s cannot start: %s", name, error)
@@ -218,13 +220,14 @@ class TrainingHost(Host[Loop]):
         incarnation: int = 1,
         hosts: Hosts = ALONE,
         cache: str = "",
+        serve: str = "",
     ) -> None:
         """Load the data, and make the plan of the model's fragments; raises
         ConfigError or SecurityError. cache: as for `run`."""
         run, placement = config.run, config.placement
         model = build(run)
         plan = build_plan(run, model)
-        super().__init__(config, name, address, plan, incarnation, hosts)
+        super().__init__(config, name, address, plan, incarnation, hosts, serve)
         folder = checkpoint.island_folder(placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
         self._cache = cache or compilation.of_island(placement, workdir, name)

@@ -34,6 +34,7 @@ from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import held
 from diloco_jax.island.hosts import Orders
 from diloco_jax.island.mailbox import Arrival, Mailbox, NetworkThreads
+from diloco_jax.island.region import Region
 from diloco_jax.protocol.holding import deal
 from diloco_jax.protocol.island.conversation import (
     JOIN_FETCHES,
@@ -42,7 +43,12 @@ from diloco_jax.protocol.island.conversation import (
     Fetching,
     Wanted,
 )
-from diloco_jax.protocol.messages import Hello, ResendRequest, Version
+from diloco_jax.protocol.messages import (
+    DONOR_RESTS,
+    Hello,
+    ResendRequest,
+    Version,
+)
 from diloco_jax.wire.bulk import FetchRequest, Identity, UploadStart
 from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
@@ -315,10 +321,16 @@ class Fetcher:
     """Fetch this host's part of versions. Any thread may call it."""
 
     def __init__(
-        self, lanes: Lanes, identity: Identity, exchange: Exchange, mailbox: Mailbox
+        self,
+        lanes: Lanes,
+        identity: Identity,
+        exchange: Exchange,
+        mailbox: Mailbox,
+        region: Region | None = None,
     ) -> None:
+        """region: this host's end of the island's region, if others are in that."""
         self.lanes, self._identity = lanes, identity
-        self._exchange, self._mailbox = exchange, mailbox
+        self._exchange, self._mailbox, self._region = exchange, mailbox, region
         self.lands = True
         """False while the host compiles: an anchor then keeps its `octets`."""
 
@@ -328,26 +340,36 @@ class Fetcher:
 
         Raises VersionGone if the version is not kept any more, or another WireError.
         """
-        exchange, fragment = self._exchange, fetch.fragment
+        exchange, fragment, region = self._exchange, fetch.fragment, self._region
         part = exchange.part_down(fragment)
         size = exchange.layouts_down[fragment].part_bytes(part)
-        fetched = self.lanes.of(fragment).fetch(
-            FetchRequest(
-                **self._identity.fields(),
-                fragment=fragment,
-                want=fetch.want,
-                have=fetch.have,
-                part=part,
-            ),
-            max_bytes=max(exchange.anchor_bytes(fragment), MAX_CHAIN * size),
+        request = FetchRequest(
+            **self._identity.fields(),
+            fragment=fragment,
+            want=fetch.want,
+            have=fetch.have,
+            part=part,
         )
+        fetched = None
+        if region is not None and fetch.sources is not None:
+            fetched, failed = region.fetch_from(request, fetch.sources, size)
+            self._mailbox.donors_failed(failed)
+        given = fetched is not None
+        if fetched is None:
+            most = max(exchange.anchor_bytes(fragment), MAX_CHAIN * size)
+            fetched = self.lanes.of(fragment).fetch(request, max_bytes=most)
         payload = memoryview(fetched.payload)
         if fetched.full:
             self._mailbox.count(bytes_join=fetched.wire_bytes)
+            if region is not None:
+                region.got(request, fetched.version, ())
             whole = Arrival(fragment=fragment, version=fetched.version, octets=payload)
             return self.landed(whole) if self.lands else whole
-        self._mailbox.count(bytes_down=fetched.wire_bytes)
+        if not given:  # What islands give each other costs the coordinator nothing.
+            self._mailbox.count(bytes_down=fetched.wire_bytes)
         parts = [payload[i * size : (i + 1) * size] for i in range(fetched.count)]
+        if region is not None:
+            region.got(request, fetched.version, parts if fetch.gives else ())
         return Arrival(
             fragment=fragment,
             version=fetched.version,
@@ -375,16 +397,18 @@ class Receiver(NetworkThreads):
         orders: Orders | None,
         join_s: float,
         left: Callable[[int], object] = lambda _: None,
+        name: str = "",
     ) -> None:
         """orders: for the other hosts of the island, if there are any. join_s: time
         within which each fragment of a join must come. left: called with the number of
-        those that are still to come."""
+        those that are still to come. name: of the island."""
         self._fetcher, self._retries_s = fetcher, deadlines.retries_s
         self._budget_s, self._report_s = deadlines.budget_s, deadlines.report_s
         self._orders, self._join_s, self._left = orders, join_s, left
         self.join_seconds = 0.0
         """Seconds in which all that came of the join has come."""
-        self._fetching, self._count = Fetching(versions), len(versions)
+        self._fetching, self._count = Fetching(versions, name), len(versions)
+        self._rests_s = DONOR_RESTS * deadlines.lease_s
         """Guarded by `_changed`."""
         dealt = fetcher.lanes.dealt
         others = (
@@ -399,6 +423,12 @@ class Receiver(NetworkThreads):
         with self._changed:
             self._fetching.want(*wanted)
             self._changed.notify_all()
+
+    def rest(self, donor: str) -> None:
+        """Ask an island that failed this one for nothing, for a while."""
+        until = time.monotonic() + self._rests_s
+        with self._changed:
+            self._fetching.rest(donor, until)
 
     def begin_join(self) -> Callable[[], list[Version]]:
         """Begin to fetch every fragment in full, for a join, before `start`; return a
@@ -454,7 +484,8 @@ class Receiver(NetworkThreads):
         """Wait for something to fetch; None when closing."""
         with self._changed:
             while not self._closing.is_set():
-                if (fetch := self._fetching.next(away)) is not None:
+                now = time.monotonic()
+                if (fetch := self._fetching.next(away, now)) is not None:
                     return fetch
                 self._changed.wait(self._budget_s)
             return None

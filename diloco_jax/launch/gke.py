@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from diloco_jax.hardware.machines import region_of
+from diloco_jax.config.placement import region_of
 from diloco_jax.launch import manifests
 from diloco_jax.launch.manifests import ISLAND, PART, yaml_text
 from diloco_jax.launch.spec import (

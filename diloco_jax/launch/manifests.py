@@ -47,6 +47,8 @@ PART, ISLAND = "diloco-part", "diloco-island"
 """Taint of the coordinator's pool; label of an island's pools."""
 POOL = "cloud.google.com/gke-nodepool"
 PERMIT_FILE = f"{WORKDIR}/{PERMIT}"
+GIVES_PORT = PORT + 2
+"""Port of an island's host for others of its region."""
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")
 """Addresses of nodes and pods of other clusters."""
 NOT_OUTSIDE = dict.fromkeys(
@@ -159,7 +161,13 @@ def island(spec: LaunchSpec, island: PlacedIsland, now_unix: int) -> list[Manife
     """
     name, settings, found = island.resource, spec.settings, island.slice
     own = {"podSelector": {"matchLabels": _labels(spec, island.name)}}
-    ingress = [{"from": [own]}]
+    ingress: list[Manifest] = [{"from": [own]}]
+    serve, pod_address = "", None
+    if island.in_region:
+        ingress.append(_islands_may(spec, (GIVES_PORT,)))
+        serve = f" --serve $POD_ADDRESS:{GIVES_PORT}"
+        own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
+        pod_address = {"name": "POD_ADDRESS", "valueFrom": own_address}
     notice_s = NOTICE_S[island.purchase]
     address = f"{spec.host_for(island.cluster)}:{PORT}"
     arguments = spec.island_arguments(island, address, float(notice_s - GOODBYE_S))
@@ -195,7 +203,8 @@ def island(spec: LaunchSpec, island: PlacedIsland, now_unix: int) -> list[Manife
             one_of_pools=name if several else None,
             spot="true" if spot else None,
             tolerates_spot=tolerates if spot else None,
-            script=f"{before}exec {limit}{command} {number}\n",
+            script=f"{before}exec {limit}{command}{serve} {number}\n",
+            pod_address=pod_address,
             platforms=PLATFORMS,
             requests_and_chips={**requests, "google.com/tpu": chips},
             chips=chips,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from diloco_jax.hardware.machines import region_of
+from diloco_jax.config.placement import region_of
 from diloco_jax.launch.manifests import yaml_text
 from diloco_jax.launch.spec import COORDINATOR, PERMIT, PORT, LaunchSpec, PlacedIsland
 from diloco_jax.launch.submit import Command, Deployment, Resource

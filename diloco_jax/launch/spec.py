@@ -24,10 +24,9 @@ from diloco_jax.config import (
     suggest,
 )
 from diloco_jax.config.config import require_worth
-from diloco_jax.config.placement import variables_of
+from diloco_jax.config.placement import region_of, variables_of, zones_of
 from diloco_jax.config.run import FROM_ISLAND, read_init
 from diloco_jax.files import is_bucket
-from diloco_jax.hardware.machines import region_of
 from diloco_jax.hardware.tpus import Slice, slice_of
 from diloco_jax.wire import peers
 
@@ -114,6 +113,7 @@ class PlacedIsland:
     """Name of the reservation; empty = any of the project's."""
     cluster: GkeCluster
     """Only for GKE."""
+    in_region: bool = False
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -474,7 +474,7 @@ def _place(run: str, config: Config, island: str, on: Backend) -> PlacedIsland:
             f"{found.generation.name} with one of {', '.join(found.generation.shapes)},"
             f" or launch with --on gke or --on tpu_vm"
         )
-    zones = tuple(re.split(r"[,\s]+", settings.zones[island].strip()))
+    zones = zones_of(settings.zones[island])
     if on == "tpu_vm" and len(zones) > 1:
         raise ConfigError(
             f"launch.zones.{island} = {settings.zones[island]!r}: a queued resource "
@@ -496,6 +496,7 @@ def _place(run: str, config: Config, island: str, on: Backend) -> PlacedIsland:
         purchase=purchase,
         reservation=reservation,
         cluster=_cluster_of(settings, island),
+        in_region=island in config.regions(),
     )
 
 

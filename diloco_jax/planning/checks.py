@@ -193,6 +193,7 @@ def needs_of(terms: Terms) -> Needs:
         terms.disk_bytes_per_s,
         terms.rates,
         cycles=config.merges_per_fragment(),
+        copies=len(one_of_each(config, terms.hosts)),
     )
 
     up = payload_bytes(sync.codec_up, terms.fragments, up=True)
@@ -335,10 +336,22 @@ def _link(terms: Terms, needs: Needs) -> Check:
     )
 
 
+def one_of_each(config: Config, names: Iterable[str]) -> list[str]:
+    """Return the first of these islands of each region, and those in none: as many have
+    a publish from the coordinator."""
+    regions, found = config.regions(), dict[tuple[bool, str], str]()
+    for name in names:
+        found.setdefault((name in regions, regions.get(name, name)), name)
+    return list(found.values())
+
+
 def _egress(terms: Terms, needs: Needs) -> Check:
-    """Count what the coordinator sends: publishes to all islands, and to its disk."""
+    """Count what the coordinator sends: publishes once to each region, and its disk."""
     machine, plan = _machine(terms), needs.coordinator
-    fetched = plan.share_served * sum(n.down.mean for n in needs.networks.values())
+    asks = one_of_each(terms.config, needs.networks)
+    fetched = plan.share_served * sum(needs.networks[n].down.mean for n in asks)
+    regions = len({*terms.config.regions().values()})
+    inside = f" in {regions} regions and {len(asks) - regions} alone" * bool(regions)
     written = max(disk.bytes_per_s for disk in plan.disks)
     needed = fetched + 8e-9 * DISK_EGRESS * written
     has = machine.egress_gbit_per_s or math.inf
@@ -347,8 +360,8 @@ def _egress(terms: Terms, needs: Needs) -> Check:
         needed,
         has,
         f"the coordinator sends {needed:.3g} Gbit/s on average{plan.for_machine}, "
-        f"{fetched:.3g} of it to {len(needs.networks)} islands and the rest to its "
-        f"disk, and {machine.name} sends {has:g} at most",
+        f"{fetched:.3g} of it to {len(needs.networks)} islands{inside} and the rest to "
+        f"its disk, and {machine.name} sends {has:g} at most",
         [
             *_machines(needs, egress_gbit_per_s=needed),
             # Only the rounds of snapshots do not get longer with the cycle.

@@ -132,12 +132,14 @@ def plan_merges(
     cores: int,
     by_rule: float = 1.0,
     at_workers: bool = False,
+    for_regions: bool = False,
 ) -> MergePlan:
     """Return the merges of the process that has the most parameters, `params`.
 
     largest: parameters of the largest fragment. cores: of the machine. by_rule:
     share of the parameters that are merged by the rule; the others are merged by the
-    weighted mean. at_workers: it is that of a worker.
+    weighted mean. at_workers: it is that of a worker. for_regions: islands have
+    publishes from each other, too, by SHA-256; one pass, as for islands that are alike.
     """
     summed = rate_of(rates.merge_core_seconds, sync.codec_down)
     summed += deltas * rate_of(rates.delta_core_seconds, sync.codec_up)
@@ -151,7 +153,8 @@ def plan_merges(
     usable = min(cores, merges_at_once(cores) * CORES_PER_MERGE)
     encoded = get_codec(sync.codec_down).tile_bytes(MOST_ELEMENTS) / MOST_ELEMENTS
     until_durable = 4 * rates.digest_core_seconds + encoded * rates.write_core_seconds
-    until_durable += 4 * rates.sha256_core_seconds if at_workers else 0.0
+    hashed = 4 * at_workers + encoded * for_regions
+    until_durable += hashed * rates.sha256_core_seconds
     seconds = (core_seconds + until_durable) * params / 1e9 / usable
     return MergePlan(
         rule=sync.merge,
@@ -430,20 +433,22 @@ def plan_coordinator(
     rates: MachineRates = CONSTANTS,
     *,
     cycles: float,
+    copies: int | None = None,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
+    copies: of each publish that it sends; None: one to each island.
     """
+    copies = islands if copies is None else copies
     sizes = state_sizes(run, plan)
     up = sum(payload_bytes(run.sync.codec_up, plan, up=True))
     most_deltas = DELTAS_AT_ONCE * islands * up
     parts = _memory_parts(run, placement, plan, islands, cores, most_deltas)
-    both_ways = (
-        up * rates.upload_core_seconds + sizes.publish * rates.fetch_core_seconds
-    )
-    wire = islands * both_ways / 1e9 / cycle_seconds
+    both_ways = islands * up * rates.upload_core_seconds
+    both_ways += copies * sizes.publish * rates.fetch_core_seconds
+    wire = both_ways / 1e9 / cycle_seconds
     rule = MERGE_RULES.find(run.sync.merge)
     by_rule = sum(p.size for p in plan.pieces if merging.rule_for(p, rule) is rule)
 
@@ -483,6 +488,7 @@ def plan_coordinator(
         cores=cores,
         by_rule=by_rule / plan.total,
         at_workers=workers > 1,
+        for_regions=copies < islands,
     )
     merge_cores = merges.all_core_seconds / 1e9 * plan.total / cycle_seconds
     busy = wire + merge_cores + disk_cores

@@ -22,8 +22,8 @@ from diloco_jax.config.fields import (
     check_bounds,
     setting,
 )
+from diloco_jax.config.placement import region_of
 from diloco_jax.errors import ConfigError
-from diloco_jax.hardware.machines import region_of
 from diloco_jax.hardware.tpus import GENERATIONS, slice_of
 
 

@@ -37,6 +37,7 @@ from diloco_jax.planning.checks import (
     Terms,
     needs_of,
     notes,
+    one_of_each,
     refusals,
 )
 from diloco_jax.planning.compiling import IslandPlan
@@ -303,8 +304,10 @@ def _price(
 ) -> Price:
     """Return the price of a run. prices: `require_prices` misses none. expected: needs
     by the expected steps."""
-    links = [expected.networks[name] for name in away(config)]
-    gbit_per_s = LINK_UTILISATION * sum(i.up.mean + i.down.mean for i in links)
+    links, names = expected.networks, away(config)
+    gbit_per_s = sum(links[name].up.mean for name in names)
+    gbit_per_s += sum(links[n].down.mean for n in one_of_each(config, names))
+    gbit_per_s *= LINK_UTILISATION
     per_hour = price_per_hour(config, prices, gbit_per_s / 8 * 3600)
     per_day = 24 * sum(per_hour.values())
     return Price(

@@ -85,6 +85,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
     change: float = 0.0
     """Length of the change that it makes; 0: unknown."""
+    stripes: dict[str, str] = {}
+    """As in `Sources`; empty: nobody is to have it from another island."""
 
 
 class Span(NamedTuple):
@@ -277,6 +279,8 @@ MAX_RECORDS = 1000
 """Most records in one report."""
 MAX_TEXT = 1000
 """Most characters of a text for people."""
+DONOR_RESTS = 60
+"""Leases for which an island that failed another of its region gives nothing."""
 MOST_STEPS = 100
 """Most steps that an operator may have traced at once."""
 MAX_SOURCES = 1000
@@ -294,6 +298,7 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
 Name = Annotated[str, Meta(pattern=ISLAND_NAME)]
 Identifier = Annotated[str, Meta(max_length=128)]
+Address = Annotated[str, Meta(pattern=r"\A\S{1,120}:[0-9]{1,5}\Z")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 # Values copied to the tape unchanged: JSON can express them, and they are shallow.
@@ -368,6 +373,9 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     lookahead: Annotated[int, Meta(ge=0, le=LOOKAHEAD)] = 0
     """Boundaries from a request to its take, for the island's hosts to agree on it: see
     `lookahead_of`."""
+    gives_at: Annotated[tuple[Address, ...], Meta(max_length=MAX_RECORDS)] = ()
+    """HOST:PORT of each of its hosts, at which others of its region have publishes from
+    it; empty: nowhere."""
 
 
 Short = Literal["disk", "memory"]
@@ -443,6 +451,13 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
 
     reason: EndReason
     text: Text
+
+
+class DonorFailed(Message, frozen=True, kw_only=True, tag=True):
+    """An island of the sender's region did not give what it was asked for, or gave
+    something else: no publish is to be had from it for `DONOR_RESTS` leases."""
+
+    island: Name
 
 
 # ---- from an operator -----------------------------------------------------------
@@ -523,6 +538,26 @@ class TakeVerdict(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     version: Version
 
 
+class Donor(msgspec.Struct, frozen=True, kw_only=True):
+    """An island that gives a publish to the others of its region."""
+
+    island: str
+    addresses: tuple[str, ...]
+    """HOST:PORT of each of its hosts."""
+
+
+class Sources(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an island that is in a region with others has a publish from."""
+
+    donors: tuple[Donor, ...]
+    """They are asked in this order, and then the coordinator. A donor asks those before
+    it alone, and so the first one the coordinator."""
+    within_s: float
+    """Seconds for which each is asked."""
+    stripes: dict[str, str]
+    """SHA-256 of a host's part of the publish, by `part_name` of the part."""
+
+
 class Published(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """A fragment has a new version; fetch it. The verdict is on this island's take."""
 
@@ -531,6 +566,8 @@ class Published(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True
     verdict: TakeVerdict | None = None
     change: float = 0.0
     """Length of the change that the merge makes; 0: nobody has measured it."""
+    sources: Sources | None = None
+    """None: the coordinator."""
 
 
 class Granted(Message, frozen=True, kw_only=True, tag=True):
@@ -594,7 +631,8 @@ class Finished(Message, frozen=True, kw_only=True, tag=True):
     """The run is over; the island may leave."""
 
 
-FromIsland = Hello | Report | Goodbye
+AfterHello = Report | Goodbye | DonorFailed
+FromIsland = Hello | AfterHello
 FromCoordinator = (
     Welcome
     | Refused

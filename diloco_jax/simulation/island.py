@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.island.mailbox import Arrival, Arrivals, log_refused
+from diloco_jax.island.region import KEPT
 from diloco_jax.island.timing import Pace, goal_of
 from diloco_jax.protocol.coordinator.state import Event, PolicyConfig, Said
 from diloco_jax.protocol.island.boundary import (
@@ -27,11 +28,19 @@ from diloco_jax.protocol.island.boundary import (
     Boundary,
     TakeOutcome,
 )
-from diloco_jax.protocol.island.conversation import Conversation, Fetching, Wanted
+from diloco_jax.protocol.island.conversation import (
+    Conversation,
+    Fetch,
+    Fetching,
+    Wanted,
+)
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import (
+    DONOR_RESTS,
     AnchorRequest,
     DeltaKey,
+    Donor,
+    DonorFailed,
     EndReason,
     FromCoordinator,
     Goodbye,
@@ -48,6 +57,11 @@ from diloco_jax.wire.errors import Refused, WireError
 
 if TYPE_CHECKING:
     from diloco_jax.island.device.exchange import Restored
+
+ASK_AGAIN_S = 0.2
+"""Seconds after which a donor is asked again that has not got a publish."""
+GIVEN_S = 0.05
+"""Seconds that a publish is under way in a region."""
 
 
 class VirtualFetch(NamedTuple):
@@ -206,6 +220,8 @@ class VirtualIsland:
         self._waiting: Arrival | None = None
         """Version that was fetched and has no room so far."""
         self._outgoing: dict[tuple[int, int], Any] = {}
+        self._given: dict[tuple[int, Version], VirtualFetch] = {}
+        """Publishes that others of its region have from it, the oldest first."""
         self._ahead = Ahead(spec.lookahead)
         self._compiled = self._stepping = False
         self._measures = Measures()
@@ -228,6 +244,7 @@ class VirtualIsland:
             tokens_per_step=self._goal.tokens_per_step,
             sequences_per_step=self.spec.batch_size,
             lookahead=self.spec.lookahead,
+            gives_at=(self.name,) if self.name in coordinator.config.regions else (),
         )
         said = self._hello(who)
         self.peer = peer = Connection(self, line, said)
@@ -292,9 +309,9 @@ class VirtualIsland:
             self._welcomed(message)
         for errand in self._conversation.receive(message):
             match errand:
-                case Wanted(fragment, version):
+                case Wanted() as wanted:
                     assert self._fetching is not None
-                    self._fetching.want(fragment, version)
+                    self._fetching.want(*wanted)
                 case ResendRequest(fragment=fragment, tick=tick):
                     self._send(fragment, tick)
         self._fetch()
@@ -313,7 +330,7 @@ class VirtualIsland:
             # answer.
             self._said = Reporting(self._report_s, self._clock.now, 0.0)
         if welcome.versions and self._fetching is None:
-            self._fetching = Fetching(welcome.versions)
+            self._fetching = Fetching(welcome.versions, self.name)
             self._conversation.post(Status(phase="compiling"))
             self._clock.after(self.spec.join_seconds, self._has_compiled)
 
@@ -336,7 +353,7 @@ class VirtualIsland:
                 said.sent(report, self._clock.now)
                 self._say(report)
 
-    def _say(self, message: Report | Goodbye) -> None:
+    def _say(self, message: Report | Goodbye | DonorFailed) -> None:
         """Send a message to the coordinator's half, together with the session."""
         line, coordinator = self.line, self._coordinator
         if line is not None and coordinator is not None:
@@ -355,19 +372,29 @@ class VirtualIsland:
         if fetching.joined != (self.boundary is not None):
             return
         away = set[int]()
-        while (fetch := fetching.next(away)) is not None:
-            fetched = service.fetch(fetch.fragment, fetch.want, fetch.have)
-            if fetched is None:
-                fetching.failed(fetch.fragment)
+        while (fetch := fetching.next(away, self._clock.now)) is not None:
+            if fetch.sources is not None:
+                self._ask(line, fetch, fetch.sources.donors)
+            elif not self._from_service(line, fetch):
                 away.add(fetch.fragment)
-                continue
-            here = functools.partial(self._fetched, fetch.fragment, fetched)
-            line.download(fetched.nbytes, here)
 
-    def _fetched(self, fragment: int, fetched: VirtualFetch) -> None:
+    def _from_service(self, line: Line, fetch: Fetch) -> bool:
+        """Have a fetch done by the coordinator; False if a worker is away."""
+        assert self._coordinator is not None
+        assert self._fetching is not None
+        fetched = self._coordinator.fetch(fetch.fragment, fetch.want, fetch.have)
+        if fetched is None:
+            self._fetching.failed(fetch.fragment)
+            return False
+        line.download(fetched.nbytes, lambda: self._fetched(fetch, fetched))
+        return True
+
+    def _fetched(self, fetch: Fetch, fetched: VirtualFetch) -> None:
         if self.ended is not None:
             return
         assert self._fetching is not None
+        fragment = fetch.fragment
+        self._keep(fetch, fetched)
         self._fetching.got(fragment, fetched.version)
         if self.boundary is None:
             self._joined[fragment] = fetched
@@ -378,6 +405,74 @@ class VirtualIsland:
             self._deliver()
             if not self._stepping:
                 self._at_boundary()
+
+    # ---- its region -------------------------------------------------------------
+
+    def neighbour(self, name: str) -> VirtualIsland | None:
+        """Return another island's process; None if it cannot be reached. Fleets and
+        emulations have no regions."""
+        return None
+
+    def gives(self, fetch: Fetch) -> VirtualFetch | None:
+        """Return what another island fetches; None if it is not here."""
+        return self._given.get((fetch.fragment, fetch.want))
+
+    def is_past(self, fetch: Fetch) -> bool:
+        """Tell whether it has what another island fetches, or had it."""
+        fetching = self._fetching
+        return fetching is not None and fetching.order(fetch.fragment) >= fetch.want
+
+    def _keep(self, fetch: Fetch, fetched: VirtualFetch) -> None:
+        """Keep the publishes that were fetched, for others of the region."""
+        if not fetch.gives or not isinstance(fetched.data, list):
+            return
+        first = fetched.version.number + 1 - len(fetched.data)
+        for number, publish in enumerate(fetched.data, first):
+            version = fetched.version._replace(number=number)
+            given = VirtualFetch(version, fetched.nbytes, [publish])
+            self._given[fetch.fragment, version] = given
+        while len(self._given) > KEPT:
+            del self._given[next(iter(self._given))]
+
+    def _ask(self, line: Line, fetch: Fetch, donors: Sequence[Donor]) -> None:
+        """Ask these donors, one after the other; then the coordinator."""
+        assert fetch.sources is not None
+        if donors:
+            until = self._clock.now + fetch.sources.within_s
+            self._ask_one(line, fetch, donors, until)
+        else:
+            self._from_service(line, fetch)
+
+    def _ask_one(
+        self, line: Line, fetch: Fetch, donors: Sequence[Donor], until: float
+    ) -> None:
+        if self.ended is not None or not line.open:
+            return
+        assert fetch.sources is not None
+        assert self._fetching is not None
+        donor, now = donors[0].island, self._clock.now
+        other = self.neighbour(donor)
+        found = other.gives(fetch) if other is not None else None
+        right = found is not None and found.data[0].hex() == fetch.sources.stripes[""]
+        again_s = min(ASK_AGAIN_S, until - now)
+        if found is not None and right:
+            given = found  # For the type checker: it is called later.
+            self._clock.after(GIVEN_S, lambda: self._was_given(line, fetch, given))
+        elif found is None and other is not None and other.is_past(fetch):
+            self._ask(line, fetch, donors[1:])
+        elif found is None and again_s > 0:
+            again = functools.partial(self._ask_one, line, fetch, donors, until)
+            self._clock.after(again_s, again)
+        else:
+            assert self._coordinator is not None
+            rests_s = DONOR_RESTS * self._coordinator.config.lease_s
+            self._fetching.rest(donor, now + rests_s)
+            self._say(DonorFailed(island=donor))
+            self._ask(line, fetch, donors[1:])
+
+    def _was_given(self, line: Line, fetch: Fetch, given: VirtualFetch) -> None:
+        if line.open:
+            self._fetched(fetch, given)
 
     def _deliver(self) -> None:
         """Hand over the version that waits for room, and fetch what comes after it."""

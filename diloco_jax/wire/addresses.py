@@ -59,10 +59,32 @@ def on_this_machine(address: str) -> str:
     """Return the address at which this machine reaches a server that is bound to
     `address`. A server on all addresses (0.0.0.0, [::]) listens on loopback, too."""
     host, port = parse_address(address)
-    ip = _ip(host)
-    if ip is None or not ip.is_unspecified:
+    if not is_unspecified(host):
         return address
     return format_address("::1" if ":" in host else "127.0.0.1", port)
+
+
+def is_unspecified(host: str) -> bool:
+    """Tell if a server at `host` listens on all addresses of its machine."""
+    ip = _ip(host)
+    return ip is not None and ip.is_unspecified
+
+
+def source_of(address: str) -> str:
+    """Return the address of this machine from which it reaches HOST:PORT; nothing is
+    sent. Raises ConfigError if there is no way, or the name is not known."""
+    host, port = parse_address(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, where = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"nothing leads from this machine to {address} ({error.strerror}); check "
+            f"the address, or say with --serve where others reach this island"
+        ) from error
 
 
 def is_loopback(host: str) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import select
 import selectors
 import socket
@@ -165,6 +166,8 @@ class FetchSource:
     buffers: Sequence[Payload]
     total: int
     """Bytes of the payload: the sum of the buffers'."""
+    sent: Callable[[int], None] = lambda length: None
+    """Called with the bytes of a stripe once it is sent."""
 
 
 def source_of(
@@ -178,6 +181,11 @@ def source_of(
         buffers=[block.data for box in boxes for block in _as_blocks(box)],
         total=sum(box.nbytes for box in boxes),
     )
+
+
+def part_name(part: Part) -> str:
+    """Return a name by which both ends know a part of a payload; empty: the whole."""
+    return hashlib.sha256(repr(part).encode()).hexdigest()[:16] if part else ""
 
 
 def _as_blocks(box: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:

@@ -1,4 +1,5 @@
-"""A bulk port: the coordinator's, or a worker's, for uploads, fetches and kept files.
+"""A bulk port: the coordinator's or a worker's, for uploads, fetches and kept files;
+an island's, for fetches of others of its region.
 
 A connection without a transfer costs an open file and no thread: one thread holds all
 of them. So a peer that shakes hands slowly, stays silent, or does not read why it is
@@ -504,6 +505,7 @@ class BulkServer:
             )
         )
         _send(connection, source.buffers, wanted.offset, length, guard)
+        source.sent(length)
 
     def _upload(
         self, connection: BulkConnection, start: bulk.UploadStart, guard: Guard

@@ -343,8 +343,11 @@ def _leaves(
         # The coordinator's asks for the status, too, for people on its machine.
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
-        if _serves(who):
+        if _serves(who) or who.role == "island":
+            # An island serves others of its region; with no machine in its certificate
+            # it cannot stand for the coordinator.
             usages.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
+        if _serves(who):
             names += machines
         extensions = x509.ExtendedKeyUsage(usages), x509.SubjectAlternativeName(names)
         leaves[who.stem] = _sign(f"diloco {who}", days, authority, *extensions)

@@ -234,9 +234,7 @@ class Handlers:
         """
         self.refuse()
 
-    def receive(
-        self, session: Session, message: messages.Report | messages.Goodbye
-    ) -> None:
+    def receive(self, session: Session, message: messages.AfterHello) -> None:
         """Handle the peer's next message."""
 
     def disconnect(self, session: Session) -> None:

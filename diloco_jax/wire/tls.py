@@ -122,6 +122,13 @@ class TlsFiles:
         """
         return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
+    def peer_context(self) -> ssl.SSLContext:
+        """Return such a context for other islands: the certificate of an island names
+        the island, which the caller compares, and no machine."""
+        context = self.client_context()
+        context.check_hostname = False
+        return context
+
     def server_contexts(self) -> Callable[[], ssl.SSLContext]:
         """Return a function that gives the context of the next connection; see
         `server_credentials`."""

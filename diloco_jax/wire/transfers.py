@@ -62,7 +62,10 @@ class Connections:
         field: the config's, with the address."""
         self.address, self._answers, self._field = address, answers, field
         self._deadlines, self._rest_s, self._most = deadlines, deadlines.rest_s, most
-        self._tls = Renewed(tls, TlsFiles.client_context) if tls is not None else None
+        # The certificate of an island names no machine.
+        by_name = all(who.role != "island" for who in answers)
+        make = TlsFiles.client_context if by_name else TlsFiles.peer_context
+        self._tls = Renewed(tls, make) if tls is not None else None
         self._context: ssl.SSLContext | None = None
         """That of the idle connections."""
         self._lock = threading.Lock()
@@ -286,13 +289,26 @@ class Transfers:
         """Fetch one version of a fragment whole; the request's offset and length are
         set here.
 
-        A stripe that breaks is resumed after its last good byte, until `within_s`, by
-        default `pin_s`, after the call. Raises VersionGone if the version is not kept
-        any more, Refused, ConnectionLost, or RemoteProtocolError. A payload of more
-        than `max_bytes` is refused before anything is allocated.
+        A stripe that breaks is resumed after its last good byte, until `pin_s` after
+        the call. With `within_s`, it is that, and what moves is cut off then, too.
+        Raises VersionGone if the version is not kept any more, Refused, ConnectionLost,
+        or RemoteProtocolError. A payload of more than `max_bytes` is refused before
+        anything is allocated.
         """
-        seconds = self._pin_s if within_s is None else within_s
-        group, rest = self._begin(), list[futures.Future[int]]()
+        if within_s is not None:
+            group = self._begin()
+            with self._watch.guard(within_s, lambda: self._cut(group)):
+                return self._fetch(request, max_bytes, group, within_s)
+        return self._fetch(request, max_bytes, self._begin(), self._pin_s)
+
+    def _fetch(
+        self,
+        request: bulk.FetchRequest,
+        max_bytes: int,
+        group: threading.Event,
+        seconds: float,
+    ) -> Fetched:
+        rest = list[futures.Future[int]]()
         fetch = _Fetch(request, max_bytes, self, group, seconds)
 
         def fetch_rest(total: int) -> None:

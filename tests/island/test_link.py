@@ -71,7 +71,7 @@ def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     send(messages.Published(fragment=2, version=Version(1, 9), verdict=merged))
     (verdict,) = wait_for_news(mailbox).verdicts
     assert (verdict.fragment, verdict.tick, verdict.verdict) == (2, 5, "merged")
-    assert wanted.get(timeout=WAIT_S) == (2, Version(1, 9))
+    assert wanted.get(timeout=WAIT_S) == Wanted(2, Version(1, 9))
     send(messages.Granted(span=Span(40, 48), offset=0))
     assert wait_for_news(mailbox).grants == (Span(40, 48),)
     send(messages.Granted(span=Span(40, 48), offset=0))
@@ -121,7 +121,7 @@ def test_a_lost_coordinator_is_found_again(stack, coordinator, link, mailbox, wa
     back = coordinator.hellos.get(timeout=WAIT_S)
     assert (back.steps, back.outstanding) == (4, (outstanding,))
     assert (back.sequences_granted, back.records_through) == (8, 1)
-    assert wanted.get(timeout=WAIT_S) == (0, Version(1, 7))
+    assert wanted.get(timeout=WAIT_S) == Wanted(0, Version(1, 7))
     report = coordinator.until_report(lambda m: m.records)
     assert report.records == records[1:]
 
@@ -132,7 +132,7 @@ def test_an_island_does_not_go_back_to_an_earlier_term(
     """Two coordinators at once, by a mistake: the first one has slept meanwhile."""
     coordinator.session.fail(Busy("a new term is about to begin"))
     coordinator.term, coordinator.welcome_versions = 3, (Version(3, 7),)
-    while wanted.get(timeout=WAIT_S) != (0, Version(3, 7)):
+    while wanted.get(timeout=WAIT_S) != Wanted(0, Version(3, 7)):
         pass
     coordinator.hellos.queue.clear()
     coordinator.term, coordinator.welcome_versions = 2, (Version(2, 9),)
@@ -141,7 +141,7 @@ def test_an_island_does_not_go_back_to_an_earlier_term(
         assert coordinator.hellos.get(timeout=WAIT_S).term == 3
     assert wanted.empty()
     coordinator.term, coordinator.welcome_versions = 3, (Version(3, 8),)
-    assert wanted.get(timeout=WAIT_S) == (0, Version(3, 8))
+    assert wanted.get(timeout=WAIT_S) == Wanted(0, Version(3, 8))
     assert mailbox.ending is None
 
 

@@ -25,6 +25,7 @@ from diloco_jax.island.link import Link
 from diloco_jax.island.transfers import Lanes
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.protocol.island.conversation import Wanted
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Record, Version, Welcome
 from diloco_jax.wire.errors import (
@@ -59,7 +60,7 @@ def test_a_coordinator_that_lost_its_state_begins_a_new_term(
     successor.welcome_versions, successor.term = (Version(2, 4),), 2
     server.hand_over(successor)
     successor.hellos.get(timeout=WAIT_S)
-    assert wanted.get(timeout=WAIT_S) == (0, Version(2, 4))
+    assert wanted.get(timeout=WAIT_S) == Wanted(0, Version(2, 4))
     assert mailbox.decide().term == 2
     status = mailbox.status()
     assert (status.term, status.run_id) == (2, "r")

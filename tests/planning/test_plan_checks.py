@@ -11,8 +11,9 @@ from config_support import load_config
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
+from diloco_jax.config.placement import region_of
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of, region_of
+from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.advice import mended

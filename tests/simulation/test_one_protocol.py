@@ -193,7 +193,7 @@ class Service:
     """A coordinator for one island: asks nothing, publishes when it is told to."""
 
     serves = True
-    config = cast(Any, SimpleNamespace(fingerprint="f"))
+    config = cast(Any, SimpleNamespace(fingerprint="f", regions={}))
 
     def __init__(self) -> None:
         self.clock, self.versions = Clock(), list(BEGIN)

@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -219,12 +219,14 @@ class StoreHolder(FragmentHolder):
         *,
         write_within_s: float,
         first: Callable[[], Params] = dict,
+        in_regions: Collection[str] = (),
     ) -> None:
         """kept: None for a worker, whose lead keeps cycles. write_within_s: seconds
         after which a publish that cannot be written has failed. first: draws or reads
-        the first parameters of a new run."""
+        the first parameters of a new run. in_regions: islands that are in a region with
+        others."""
         super().__init__()
-        self._first = first
+        self._first, self._in_regions = first, in_regions
         self.store, self._inbox, self._kept = store, inbox, kept
         self._publishes, self._snapshots = publishes, snapshots
         self._write_within_s = write_within_s
@@ -445,9 +447,13 @@ class StoreHolder(FragmentHolder):
         """See `FragmentHolder`."""
         self._snapshots.require_here(request.fragment)
         try:
-            return self.store.fetch(
+            source = self.store.fetch(
                 request.fragment, request.want, request.have, request.part
             )
+            if request.island in self._in_regions:
+                fragment, part = request.fragment, request.part
+                self.store.note_part(fragment, request.island, part)
+            return source
         except ValueError as error:
             raise RemoteProtocolError(
                 f"{request.island!r} asks for fragment {request.fragment}: {error}"
@@ -569,7 +575,8 @@ class StoreHolder(FragmentHolder):
         if prepared is None:
             return
         change = merged.norm * (merged.measures.step_ratio or 1.0)
-        prepared = replace(prepared, change=change)
+        stripes = self.store.stripes(merge.fragment, merged.payload)
+        prepared = replace(prepared, change=change, stripes=stripes)
         self.faults.fire(self._committed + 1, prepared=True)
         self._prepared[merge.fragment] = PreparedMerge(merge, merged, seconds)
         self._tell(
@@ -678,4 +685,5 @@ def make_holder(
         kept,
         write_within_s=placement.alone_s,
         first=lambda: first_pieces(config.run, build(config.run), workdir),
+        in_regions=config.regions(),
     )

@@ -57,9 +57,9 @@ from diloco_jax.core.fragments import (
 )
 from diloco_jax.core.kernels import Passes
 from diloco_jax.core.merging import Encoded, capped, rule_for, tokens, weight
-from diloco_jax.core.tiles import digest_all, digest_arrays, named
+from diloco_jax.core.tiles import digest_all, digest_arrays, named, sha256_arrays
 from diloco_jax.protocol.messages import Contribution, Version
-from diloco_jax.wire.bulk import FetchSource, source_of
+from diloco_jax.wire.bulk import FetchSource, part_name, source_of
 from diloco_jax.wire.errors import VersionGone
 
 PINNED_VERSIONS = 2
@@ -251,6 +251,9 @@ class Store:
         self._lock = threading.Lock()
         self._compiled: set[Any] = set()
         """Kinds of fragments whose merges are compiled."""
+        self._parts: list[dict[str, dict[Part, int]]] = [{} for _ in plan.fragments]
+        """Parts that hosts of islands in regions have, with their bytes, by fragment
+        and island."""
         self._fragments: list[_Fragment] = []
         for pieces, merge in zip(plan.fragments, self._merges, strict=True):
             if params is None:
@@ -443,6 +446,23 @@ class Store:
         source = source_of(want, layout.cut_values(pin.anchor, part), count=0)
         watch(pin, source)
         return source
+
+    def note_part(self, fragment: int, island: str, part: Part) -> None:
+        """Note that a host of an island in a region has this part of a fragment's
+        publishes, for `stripes`. All parts of one island are no more than the whole."""
+        layout = self._merges[fragment].layout_down
+        with self._lock:
+            own = self._parts[fragment].setdefault(island, {})
+            own[part] = layout.part_bytes(part)
+            while len(own) > 1 and sum(own.values()) > layout.total_bytes:
+                del own[next(iter(own))]
+
+    def stripes(self, fragment: int, payload: Buffer) -> dict[str, str]:
+        """Return SHA-256 of each such part of a publish, by `part_name`."""
+        layout = self._merges[fragment].layout_down
+        with self._lock:
+            parts = {part for own in self._parts[fragment].values() for part in own}
+        return {part_name(p): sha256_arrays(layout.cut(payload, p)) for p in parts}
 
     def values(
         self, fragment: int, version: Version, arrays: Sequence[Any], part: Part

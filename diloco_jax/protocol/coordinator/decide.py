@@ -83,6 +83,8 @@ def _handle(turn: Turn, event: Event) -> None:
                 turn.tell(event.session, messages.Stop())
         case Said(message=messages.Goodbye() as goodbye):
             members.goodbye(turn, event, goodbye)
+        case Said(message=messages.DonorFailed(island=donor)):
+            members.donor_failed(turn, event, donor)
         case Disconnected():
             members.disconnected(turn, event)
         case RunResumed():

@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger, takes
-from diloco_jax.protocol.coordinator.schedule import LONGER_TRANSFER, Fleet
+from diloco_jax.protocol.coordinator.islands import donors
+from diloco_jax.protocol.coordinator.schedule import LONGER_TRANSFER, Fleet, pace
 from diloco_jax.protocol.coordinator.state import (
     FRAGMENT,
     MISSED_MERGES,
@@ -33,7 +34,13 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
 )
 from diloco_jax.protocol.holding import Commit, Merge, MergePrepared
-from diloco_jax.protocol.messages import Contribution, Published, TakeRequest, Verdict
+from diloco_jax.protocol.messages import (
+    Contribution,
+    Published,
+    Sources,
+    TakeRequest,
+    Verdict,
+)
 
 SOLO_MERGES = 3
 """Consecutive merges of one fragment from the same one of several live islands."""
@@ -395,6 +402,7 @@ def prepared(turn: Turn, event: MergePrepared) -> None:
         )
     )
     turn.effects.append(Commit(fragment=fragment.index, version=fragment.version))
+    sources = _sources(turn, fragment, event.prepared.stripes)
     for name, island in turn.state.islands.items():
         if island.status != "gone":
             own = verdicts.get(name)
@@ -403,11 +411,31 @@ def prepared(turn: Turn, event: MergePrepared) -> None:
                 version=fragment.version,
                 verdict=takes.verdict_at(fragment, *own) if own else None,
                 change=event.prepared.change,
+                sources=sources.get(turn.config.regions.get(name, "")),
             )
             turn.tell(island.session, published)
     turn.effects += refusals
     alert_of_merge(turn, fragment, merged, live)
     alert_in_turns(turn, fragment)
+
+
+def _sources(
+    turn: Turn, fragment: Fragment, stripes: dict[str, str]
+) -> dict[str, Sources]:
+    """Return where the islands of each region have the new version from; none while
+    nobody knows how long a step takes. A donor has a quarter of the overlap: with two
+    that fail, half of it is left for the coordinator, as plans have it for a fetch."""
+    config, islands = turn.config, turn.state.islands
+    if not (config.regions and stripes):
+        return {}
+    times = (islands[name].believed_step_s for name in islands.standing.answering)
+    within_s = config.overlap_steps * pace(config.quorum, times) / 4
+    what = f"{fragment.index}/{fragment.version.name}"
+    found = donors(islands, config.regions, what, turn.now) if within_s else {}
+    return {
+        region: Sources(donors=chosen, within_s=within_s, stripes=stripes)
+        for region, chosen in found.items()
+    }
 
 
 def alert_of_merge(

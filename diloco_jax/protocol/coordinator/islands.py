@@ -12,13 +12,14 @@ time is about that of its claimed steps.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
-from diloco_jax.protocol.messages import Phase, Span
+from diloco_jax.protocol.messages import Donor, Phase, Span
 
 FIRST_LEASE_STEPS = 64
 """Steps for which data is granted before an island's speed is known."""
@@ -175,6 +176,10 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     """As the island says; see `believed_step_s`."""
     lookahead: int = 0
     """Boundaries from a request to its take."""
+    gives_at: tuple[str, ...] = ()
+    """As in its hello."""
+    rests_until: float = 0.0
+    """Time until which it gives its region nothing, since it failed another island."""
     records_through: int = 0
     quarantined: bool = False
     """True if none of its deltas may be merged."""
@@ -298,6 +303,43 @@ def _standing(islands: Mapping[str, Island]) -> Standing:
         counted=tuple(name for name, i in ordered if i.counted),
         quarantined=tuple(name for name, i in ordered if i.quarantined),
     )
+
+
+DONORS = 2
+"""Islands of a region that have a publish from the coordinator, at most, unless both
+fail the others. The second has it from the first while that is well."""
+
+
+def donors(
+    islands: Islands, regions: Mapping[str, str], what: str, now: float
+) -> dict[str, tuple[Donor, ...]]:
+    """Return which islands of each region give a publish to the others, by region.
+
+    Of the live ones of which nobody complained, rendezvous hashing orders those that
+    have an address: each publish has other donors, and while an island is away only its
+    own publishes move to others. A region with fewer than two live islands has none:
+    there is nobody to give anything to.
+
+    regions: as in `PolicyConfig`. what: name of the publish.
+    """
+
+    def place(name: str) -> bytes:
+        return hashlib.blake2b(f"{what}/{name}".encode(), digest_size=8).digest()
+
+    found: dict[str, list[str]] = {}
+    for name in sorted(islands.standing.answering, key=place):
+        if (region := regions.get(name)) is not None:
+            found.setdefault(region, []).append(name)
+    chosen = {}
+    for region, names in found.items():
+        fit = [
+            Donor(island=name, addresses=islands[name].gives_at)
+            for name in names
+            if islands[name].gives_at and islands[name].rests_until <= now
+        ]
+        if fit and len(names) > 1:
+            chosen[region] = tuple(fit[:DONORS])
+    return chosen
 
 
 class Absences(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,7 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import (
     BEGINNING,
+    DONOR_RESTS,
     FAILURES,
     LOOKAHEAD,
     DeltaKey,
@@ -366,6 +367,18 @@ def goodbye(turn: Turn, event: Said, said: Goodbye) -> None:
         _alert_of_failure(turn, event.island, said.text)
 
 
+def donor_failed(turn: Turn, event: Said, donor: str) -> None:
+    """Have an island rest that failed another one of its region."""
+    islands, regions = turn.state.islands, turn.config.regions
+    sayer, accused = islands.get(event.island), islands.get(donor)
+    region = regions.get(event.island)
+    if sayer is None or sayer.session != event.session or sayer.status == "gone":
+        turn.ignore("island", "replaced", "failed donor")
+    elif accused is not None and region and regions.get(donor) == region:
+        until = turn.now + DONOR_RESTS * turn.config.lease_s
+        turn.put(replace(accused, rests_until=until))
+
+
 def expire(turn: Turn, late_s: float) -> None:
     """Mark the islands absent whose leases ran out. late_s: time for which
     they count as silent within their leases all the same (`ending.late_s`)."""
@@ -544,6 +557,7 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
         island,
         step_seconds=claims.believed_step_s(config, event),
         lookahead=event.lookahead,
+        gives_at=event.gives_at,
         phase=event.phase,
         wall_time=claims.joining(config, island, before, turn.now, carrying=carrying),
         steps_at_tick=event.steps if carrying else 0,
@@ -582,6 +596,7 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
         known,
         phase=phase,
         lookahead=event.lookahead,
+        gives_at=event.gives_at,
         # A restarted coordinator does not know which records are on its tape.
         records_through=max(known.records_through, event.records_through),
     )

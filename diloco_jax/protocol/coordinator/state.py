@@ -52,6 +52,7 @@ from diloco_jax.protocol.messages import (
     FIRST_VERSION,
     NOTHING,
     Contribution,
+    DonorFailed,
     FromCoordinator,
     Goodbye,
     Hello,
@@ -74,7 +75,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
     island: str
     session: str
-    message: Report | Goodbye
+    message: Report | Goodbye | DonorFailed
 
 
 class Timer(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +238,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     says. Without this dict any island is let in, with any batch."""
     hosts: dict[str, int] = {}
     """Hosts of every island that the config describes."""
+    regions: dict[str, str] = {}
+    """Region of every island that is in one with others."""
     sequence_length: int = 0
     """Tokens per sequence."""
     merge_buffer_bytes: int = 0
@@ -611,6 +614,7 @@ EXPECTED: Mapping[tuple[str, str, str], str] = {
     ("island", "absent", "disconnect"): "the island was silent before",
     ("island", "replaced", "disconnect"): "a newer incarnation has joined",
     ("island", "replaced", "goodbye"): "a newer incarnation has joined",
+    ("island", "replaced", "failed donor"): "a newer incarnation has joined",
     ("run", "done", "report"): "the run ended while the report was on its way",
 }
 """Reason for each (machine, state, message) that usually makes no move."""

@@ -10,10 +10,15 @@ join fetches every fragment in full, JOIN_FETCHES at a time. After the join, fet
 run one at a time, the fragment that lags most first. A fetch continues from the
 island's version, or is in full if the coordinator no longer keeps that chain. Every
 host fetches its part; `agreed` tells what became of the whole.
+
+In a region with others, an island has publishes one by one from their donors, and gives
+those whose donor it is itself. It has these first: islands that awaited each other's
+publishes would wait in vain.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
@@ -37,6 +42,7 @@ class Wanted(NamedTuple):
 
     fragment: int
     version: Version
+    sources: messages.Sources | None = None
 
 
 Errand = Wanted | messages.ResendRequest | messages.ProfileRequest
@@ -86,6 +92,7 @@ class Conversation:
         """The loop's last status."""
         self._records: list[Record] = []
         self._records_through = 0
+        self._failed_donors: dict[str, None] = {}
 
     # ---- what comes in ----------------------------------------------------------
 
@@ -108,7 +115,7 @@ class Conversation:
                 # The verdict comes first: a refusal resets the base before an adoption.
                 if message.verdict is not None:
                     self._judge(message.verdict)
-                return (self._want(fragment, version),)
+                return (self._want(fragment, version, message.sources),)
             case messages.TakeVerdict():
                 self._judge(message)
                 return (self._want(message.fragment, message.version),)
@@ -221,6 +228,16 @@ class Conversation:
         """Return the records after that number."""
         return tuple(r for r in self._records if r.seq > sent_through)
 
+    def donor_failed(self, name: str) -> None:
+        """Note that an island of the region failed this one, for the coordinator."""
+        self._failed_donors[name] = None
+
+    def failed_donors(self) -> tuple[messages.DonorFailed, ...]:
+        """Return what is to be said of such islands, once."""
+        said = tuple(messages.DonorFailed(island=n) for n in self._failed_donors)
+        self._failed_donors = {}
+        return said
+
     def forget_records(self) -> None:
         """Drop the records: another host of the island reports them."""
         self._records = []
@@ -257,9 +274,11 @@ class Conversation:
         medians[fragment] = statistics.median(last)
         self._median_changes = tuple(medians)
 
-    def _want(self, fragment: int, version: Version) -> Wanted:
+    def _want(
+        self, fragment: int, version: Version, sources: messages.Sources | None = None
+    ) -> Wanted:
         self._published[fragment] = max(version, self._published.get(fragment, version))
-        return Wanted(fragment, version)
+        return Wanted(fragment, version, sources)
 
     def _request(self, request: messages.TakeRequest) -> None:
         """Note a take request unless a newer one for its fragment came before: requests
@@ -315,6 +334,10 @@ class Fetch(NamedTuple):
     """The version to continue from; None: in full."""
     accepted: Version | None
     """The newest version that all hosts have; publishes after it must not be used."""
+    sources: messages.Sources | None = None
+    """Donors that are asked, in this order, before the coordinator is."""
+    gives: bool = False
+    """Others of the region have a part of it from this island."""
 
 
 FetchOutcome = Literal["done", "gone", "lost"]
@@ -347,8 +370,14 @@ def agreed(parts: Sequence[HostFetch]) -> FetchOutcome:
 class Fetching:
     """The versions that are wanted, under way and received. Not thread-safe."""
 
-    def __init__(self, versions: Sequence[Version]) -> None:
-        """versions: the versions to join with, or newer ones."""
+    def __init__(self, versions: Sequence[Version], name: str = "") -> None:
+        """versions: the versions to join with, or newer ones. name: the island's own,
+        among those of donors."""
+        self._name = name
+        self._sources: list[dict[Version, messages.Sources]] = [{} for _ in versions]
+        """Of versions that the island has not, by fragment: the last MAX_CHAIN."""
+        self._rests: dict[str, float] = {}
+        """Time until which a donor is not asked, since it failed this island."""
         self._wanted = list(versions)
         self._have: list[Version | None] = [None] * len(versions)
         self._accepted: dict[int, Version] = {}
@@ -372,16 +401,28 @@ class Fetching:
         be under way."""
         return bool(self._behind)
 
-    def want(self, fragment: int, version: Version) -> None:
+    def want(
+        self, fragment: int, version: Version, sources: messages.Sources | None = None
+    ) -> None:
         """Note a published version; versions older than a known one are ignored."""
         if version >= self._wanted[fragment]:
             self._wanted[fragment] = version
             self._compare(fragment)
+            if sources is not None:
+                known = self._sources[fragment]
+                known[version] = sources
+                if len(known) > MAX_CHAIN:
+                    del known[min(known)]
 
-    def next(self, away: Set[int] = frozenset()) -> Fetch | None:
+    def rest(self, donor: str, until: float) -> None:
+        """Note that a donor failed, and is not asked until that time."""
+        self._rests[donor] = until
+
+    def next(self, away: Set[int] = frozenset(), now: float = 0.0) -> Fetch | None:
         """Begin the next fetch; None if nothing lags or no more fetches may run at a
         time. Each fetch ends with `got`, `failed` or `gone`. away: fragments that
-        cannot be fetched now, or belong to another lane, whose fetches do not count."""
+        cannot be fetched now, or belong to another lane, whose fetches do not count.
+        now: on the clock of `rest`."""
         joined = self.joined
         lagging = [
             fragment
@@ -391,7 +432,8 @@ class Fetching:
         limit = 1 if joined else JOIN_FETCHES
         if not lagging or len(self._under_way - away) >= limit:
             return None
-        return self._begin(min(lagging, key=lambda f: (self.order(f), f)))
+        first = min(lagging, key=lambda f: (not self._gives(f), self.order(f), f))
+        return self._begin(first, now)
 
     def again(self, fragment: int) -> Fetch:
         """Begin a failed fetch of a join anew."""
@@ -405,6 +447,8 @@ class Fetching:
         """Note a version that all hosts have now."""
         self._under_way.discard(fragment)
         self._have[fragment] = self._accepted[fragment] = version
+        if known := self._sources[fragment]:
+            self._sources[fragment] = {v: s for v, s in known.items() if v > version}
         self._compare(fragment)
 
     def failed(self, fragment: int) -> None:
@@ -422,14 +466,34 @@ class Fetching:
         """Note that all fetches under way are lost."""
         self._under_way.clear()
 
-    def _begin(self, fragment: int) -> Fetch:
+    def _begin(self, fragment: int, now: float = 0.0) -> Fetch:
         self._under_way.add(fragment)
+        want, have = self._wanted[fragment], self._have[fragment]
+        known, sources = self._sources[fragment], None
+        if have is not None and (found := known.get(have.next())) is not None:
+            donors = self._to_ask(found, now)
+            if donors:
+                want, sources = have.next(), replace(found, donors=donors)
         return Fetch(
             fragment=fragment,
-            want=self._wanted[fragment],
-            have=self._have[fragment],
+            want=want,
+            have=have,
             accepted=self._accepted.get(fragment),
+            sources=sources,
+            gives=self._gives(fragment),
         )
+
+    def _gives(self, fragment: int) -> bool:
+        """Tell whether some publish of the fragment is given to others from here."""
+        known = self._sources[fragment].values()
+        return any(d.island == self._name for s in known for d in s.donors)
+
+    def _to_ask(
+        self, sources: messages.Sources, now: float
+    ) -> tuple[messages.Donor, ...]:
+        """Return the donors before this island that do not rest."""
+        others = itertools.takewhile(lambda d: d.island != self._name, sources.donors)
+        return tuple(d for d in others if self._rests.get(d.island, 0.0) <= now)
 
     def _compare(self, fragment: int) -> None:
         have = self._have[fragment]

@@ -68,6 +68,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_step: int
     sequences_per_step: int
     lookahead: int = 0
+    gives_at: tuple[str, ...] = ()
     plan: str = ""
     run: dict[str, Any] = msgspec.field(default_factory=dict)
     island_config: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -95,7 +95,8 @@ class Anchors:
             merge.version, merge.contributions, list(deltas), merge.share, merge.final
         )
         self._computed[merge.fragment] = publish
-        return Prepared(digest=publish.hex(), payload_bytes=len(publish))
+        named = publish.hex()
+        return Prepared(digest=named, payload_bytes=len(publish), stripes={"": named})
 
     def publish(self, fragment: int) -> bytes:
         """Return the encoded publish of the computed merge."""

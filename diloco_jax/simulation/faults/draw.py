@@ -16,6 +16,7 @@ from diloco_jax.simulation.faults.faults import (
     LEASE_S,
     LIKELY,
     LOSSES,
+    BadDonor,
     Boast,
     ClockJump,
     Delay,
@@ -130,6 +131,15 @@ def draw(seed: int) -> Schedule:
         faults.append(_drawn(MachineSleep, chosen, storm_s))
     if chosen := perhaps("room", 0.5):  # In memory, for few fragments' deltas.
         schedule = replace(schedule, room=chosen.choice([1, 1, 2]))
+    if chosen := perhaps("region", 0.3):
+        members = names[: chosen.choice([2, 3, len(names)])]
+        islands = {
+            name: replace(plan, region="near" if name in members else "")
+            for name, plan in schedule.islands.items()
+        }
+        schedule = replace(schedule, islands=islands)
+        own = {**lying, "island": one_of(*members)}
+        faults.append(_drawn(BadDonor, chosen, storm_s, **own))
     share = LOSING_SHARE if schedule.rule.loses_steps else 1.0
     return replace(
         schedule,

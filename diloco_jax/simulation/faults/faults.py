@@ -349,6 +349,19 @@ class MadeUpAnchors(IslandFault, frozen=True, kw_only=True):
         return self.for_s + patience_s
 
 
+class BadDonor(IslandFault, frozen=True, kw_only=True):
+    """An island gives the others of its region nothing, for a while or until its
+    process ends. lies: it gives them something else."""
+
+    for_s: float
+    lies: Coin = False
+
+    def befall(self, world: Any, island: Any) -> float:
+        how = "lies" if self.lies else "nothing"
+        world.set_for(self.for_s, island, "gives_how", how, usual="")
+        return self.for_s
+
+
 # ---- an operator ------------------------------------------------------------------
 
 
@@ -661,7 +674,7 @@ LIKELY: tuple[type[ScheduledFault], ...] = (
 )
 """Kinds that are equally likely in a drawn schedule."""
 APART: tuple[type[ScheduledFault], ...] = (
-    *(LongDeltas, Boast, MadeUpAnchors, Removal, Export, RunStop),
+    *(LongDeltas, Boast, MadeUpAnchors, BadDonor, Removal, Export, RunStop),
     *(WorkerCrash, FullDisk, MachineSleep, SecondCoordinator),
 )
 """Kinds that are drawn apart, each with a share of the schedules."""

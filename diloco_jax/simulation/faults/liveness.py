@@ -123,8 +123,11 @@ def _agreed_s(schedule: Schedule) -> float:
 
 
 def _merged_s(schedule: Schedule) -> float:
-    """Return the time of a step of the slowest island, a transfer and a merge."""
-    return schedule.slowest_s + schedule.transfer_s + schedule.merge_s
+    """Return the time of a step of the slowest island, a transfer and a merge; and that
+    in which both donors of a publish may be asked in vain."""
+    region = any(plan.region for plan in schedule.islands.values())
+    asked_s = region * schedule.overlap_steps * schedule.slowest_s / 2
+    return schedule.slowest_s + schedule.transfer_s + schedule.merge_s + asked_s
 
 
 class Expectations:

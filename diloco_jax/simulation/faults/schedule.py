@@ -59,6 +59,8 @@ class DrawnIsland(Drawn, frozen=True, kw_only=True):
     """Seconds from its welcome to its first step."""
     lookahead: int = 0
     """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
+    region: str = ""
+    """Islands of one region give each other publishes; empty: it is in none."""
 
 
 class Schedule(Drawn, frozen=True, kw_only=True):
@@ -121,8 +123,15 @@ class Schedule(Drawn, frozen=True, kw_only=True):
         }
         sizes = self.fragment_sizes
         least = {name: self._least_s(name) for name in self.islands}
+        regions = {n: plan.region for n, plan in self.islands.items() if plan.region}
         config = policy_config(
-            run, placement, RUN_ID, sizes, batches, least_seconds=least
+            run,
+            placement,
+            RUN_ID,
+            sizes,
+            batches,
+            least_seconds=least,
+            regions=regions,
         )
         return run, msgspec.structs.replace(
             config,

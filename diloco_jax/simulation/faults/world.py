@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.state import RunResumed, initial
+from diloco_jax.protocol.island.conversation import Fetch
 from diloco_jax.protocol.island.reporting import Introduction
 from diloco_jax.protocol.messages import AnchorRequest, Hello, Steer, Version
 from diloco_jax.simulation.clock import Clock, Line, LineSpeed
@@ -38,7 +39,12 @@ from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.liveness import Expectations
 from diloco_jax.simulation.faults.schedule import RESTART_S, RETRY_S, Schedule
 from diloco_jax.simulation.faults.unit import Unit
-from diloco_jax.simulation.island import Connection, IslandSpec, VirtualIsland
+from diloco_jax.simulation.island import (
+    Connection,
+    IslandSpec,
+    VirtualFetch,
+    VirtualIsland,
+)
 
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
@@ -158,6 +164,8 @@ class FaultyIsland(VirtualIsland):
         """Takes by fragment."""
         self.lies: int | None = None
         """It makes its anchors up, and claims to be so many merges ahead."""
+        self.gives_how = ""
+        """"nothing" or "lies": what others of its region have from it."""
         super().__init__(spec, incarnation, world.run, world.clock, self.body, REPORT_S)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
@@ -190,6 +198,21 @@ class FaultyIsland(VirtualIsland):
         ]
         # Merges here have no length; this one tells what is made up from the rest.
         return replace(said, versions=tuple(versions), changes=(1.0,) * len(versions))
+
+    def neighbour(self, name: str) -> FaultyIsland | None:
+        world = self._world
+        cut_off = world.networks[self.name].held or world.networks[name].held
+        other = world.islands[name]
+        return None if cut_off or other.ended is not None else other
+
+    def gives(self, fetch: Fetch) -> VirtualFetch | None:
+        found = super().gives(fetch)
+        if found is not None and self.gives_how == "lies":
+            return found._replace(data=[b"something else"])
+        return None if self.gives_how else found
+
+    def is_past(self, fetch: Fetch) -> bool:
+        return not self.gives_how and super().is_past(fetch)
 
     def turned_away(self, reason: str) -> None:
         super().turned_away(reason)

@@ -17,10 +17,13 @@ from diloco_jax.protocol.island.conversation import (
 )
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import (
+    Donor,
+    DonorFailed,
     Finished,
     Published,
     Record,
     ResendRequest,
+    Sources,
     Span,
     Version,
     Welcome,
@@ -424,3 +427,87 @@ def part(outcome="done", chain=None):
 def test_hosts_adopt_together_or_fetch_again(parts, outcome):
     assert agreed(parts) == outcome
     assert agreed(parts[::-1]) == outcome
+
+
+def sources(*names):
+    donors = tuple(Donor(island=name, addresses=(f"{name}:1",)) for name in names)
+    return Sources(donors=donors, within_s=1.0, stripes={"": "d"})
+
+
+def asked(fetch):
+    return [d.island for d in fetch.sources.donors] if fetch.sources else None
+
+
+def in_region(versions, name):
+    fetching = Fetching(versions, name)
+    while (fetch := fetching.next()) is not None:
+        fetching.got(fetch.fragment, fetch.want)
+    return fetching
+
+
+def test_a_donor_asks_those_before_it_and_gives_what_it_gets():
+    said = sources("a", "b")
+    for name, donors, gives in (
+        ("a", None, True),
+        ("b", ["a"], True),
+        ("c", ["a", "b"], False),
+    ):
+        fetching = in_region([V[3]], name)
+        fetching.want(0, V[4], said)
+        fetch = fetching.next()
+        assert (asked(fetch), fetch.gives, fetch[:3]) == (
+            donors,
+            gives,
+            (0, V[4], V[3]),
+        )
+
+
+def test_publishes_are_had_from_their_donors_one_by_one():
+    fetching = in_region([V[3]], "c")
+    for version in (V[4], V[5], V[6]):
+        fetching.want(0, version, sources("a"))
+    for version in (V[4], V[5], V[6]):
+        fetch = fetching.next()
+        assert (fetch.want, asked(fetch)) == (version, ["a"])
+        fetching.got(0, version)
+    assert fetching.next() is None
+
+
+def test_a_chain_of_which_the_first_has_no_donor_comes_from_the_coordinator():
+    fetching = in_region([V[3]], "c")
+    fetching.want(0, V[4])
+    fetching.want(0, V[5], sources("c"))
+    fetch = fetching.next()
+    assert (fetch.want, asked(fetch), fetch.gives) == (V[5], None, True)
+
+
+def test_what_an_island_gives_it_gets_first():
+    fetching = in_region([V[3], V[2]], "c")
+    fetching.want(1, V[3], sources("a"))
+    fetching.want(0, V[4], sources("c"))
+    assert fetching.next().fragment == 0
+
+
+def test_a_donor_that_failed_rests():
+    fetching = in_region([V[3]], "c")
+    fetching.rest("a", until=50.0)
+    fetching.want(0, V[4], sources("a", "b"))
+    assert asked(fetching.next(now=49.0)) == ["b"]
+    fetching.failed(0)
+    assert asked(fetching.next(now=50.0)) == ["a", "b"]
+
+
+def test_sources_of_few_versions_are_kept():
+    fetching = in_region([V[0]], "c")
+    for version in V[1:]:
+        fetching.want(0, version, sources("a"))
+    first = V[-1].number - MAX_CHAIN
+    assert asked(fetching.next()) == (["a"] if first <= 0 else None)
+    assert len(fetching._sources[0]) <= MAX_CHAIN
+
+
+def test_the_coordinator_hears_once_of_a_donor_that_failed(told):
+    told.donor_failed("a")
+    told.donor_failed("a")
+    assert told.failed_donors() == (DonorFailed(island="a"),)
+    assert told.failed_donors() == ()

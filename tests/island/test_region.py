@@ -1,0 +1,226 @@
+"""Publishes that islands of a region give each other: what is had, and from whom."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.core.fragments import Box
+from diloco_jax.core.tiles import sha256_arrays
+from diloco_jax.island.region import KEPT, Region
+from diloco_jax.protocol.messages import Donor, Sources, Version
+from diloco_jax.wire import bulk
+from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.errors import Busy, Refused, VersionGone
+
+NAMES, RUN_ID = ("a", "b", "c"), "run"
+SIZE = 5 << 20
+PAYLOAD = bytes(range(256)) * (SIZE // 256)
+PART = (Box(0, (0,), (4,)),)
+COORDINATOR = "127.0.0.1:9"
+
+
+@pytest.fixture(params=["tls"])
+def config(request, tmp_path):
+    islands = {name: IslandConfig(region="near") for name in (*NAMES, "z")}
+    islands["z"] = IslandConfig()
+    config = Config(islands=islands).replace("time_budget_s", 4.0)
+    if request.param == "tls":
+        make_certificates(tmp_path, [], 1, islands=NAMES)
+        config = config.replace("certificates", str(tmp_path))
+    return config
+
+
+@pytest.fixture
+def regions(config):
+    found = {name: Region(config, name, 0, COORDINATOR, "") for name in NAMES}
+    for region in found.values():
+        region.begin(RUN_ID)
+    yield found
+    for region in found.values():
+        region.close()
+
+
+def request_of(island, number=4, part=()):
+    return bulk.FetchRequest(
+        run_id=RUN_ID,
+        island=island,
+        incarnation=1,
+        session=island,
+        fragment=0,
+        want=Version(1, number),
+        have=Version(1, number - 1),
+        part=part,
+    )
+
+
+def sources_of(regions, *names, part=(), within_s=3.0):
+    donors = (Donor(island=n, addresses=(regions[n].address,)) for n in names)
+    stripes = {bulk.part_name(part): sha256_arrays([memoryview(PAYLOAD)])}
+    return Sources(donors=tuple(donors), within_s=within_s, stripes=stripes)
+
+
+def have(region, *payloads, name="a", number=4, part=()):
+    region.got(request_of(name, number, part), Version(1, number), payloads)
+
+
+def test_a_publish_is_given_as_it_was_announced(regions):
+    have(regions["a"], PAYLOAD)
+    for name in ("b", "c"):
+        sources = sources_of(regions, "a")
+        found, failed = regions[name].fetch_from(request_of(name), sources, SIZE)
+        assert (bytes(found.payload), failed) == (PAYLOAD, [])
+    assert not regions["a"]._kept, "all others have it"
+
+
+def test_each_of_a_chain_is_given(regions):
+    have(regions["a"], bytes(SIZE), PAYLOAD, number=5)
+    found, _ = regions["b"].fetch_from(
+        request_of("b", 5), sources_of(regions, "a"), SIZE
+    )
+    assert bytes(found.payload) == PAYLOAD
+    assert (0, Version(1, 4)) in regions["a"]._kept
+
+
+def test_who_asks_too_early_waits(regions):
+    later = threading.Timer(0.6, lambda: have(regions["a"], PAYLOAD))
+    later.start()
+    found, failed = regions["b"].fetch_from(
+        request_of("b"), sources_of(regions, "a"), SIZE
+    )
+    assert (bytes(found.payload), failed) == (PAYLOAD, [])
+
+
+@pytest.mark.parametrize(
+    "lie", [bytes(SIZE), PAYLOAD[:-1], PAYLOAD + b"!", PAYLOAD[:-1] + b"\0"]
+)
+def test_what_was_not_announced_is_dropped(regions, lie):
+    have(regions["a"], lie)
+    have(regions["c"], PAYLOAD)
+    found, failed = regions["b"].fetch_from(
+        request_of("b"), sources_of(regions, "a", "c"), SIZE
+    )
+    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"])
+
+
+def test_a_donor_that_is_dead_or_slow_is_left_in_time(regions):
+    have(regions["c"], PAYLOAD)
+    sources = sources_of(regions, "a", "c", within_s=1.0)
+    began = time.monotonic()
+    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
+    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"]), "it has it not"
+    regions["a"].close()
+    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
+    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"])
+    assert time.monotonic() - began < 4 * 1.0
+
+
+def test_one_that_stops_in_the_middle_is_left_in_time(regions, monkeypatch):
+    have(regions["a"], PAYLOAD)
+    sent = bulk.BulkConnection.send_payload
+    stopped = threading.Event()
+
+    def stops(self, buffers, offset, length, guard, begin=0):
+        sent(self, buffers, offset, min(length, 1 << 20), guard, begin)
+        stopped.wait(20)
+        return False
+
+    monkeypatch.setattr(bulk.BulkConnection, "send_payload", stops)
+    began = time.monotonic()
+    sources = sources_of(regions, "a", within_s=1.0)
+    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
+    stopped.set()
+    assert (found, failed) == (None, ["a"])
+    assert time.monotonic() - began < 3.0
+
+
+def test_what_is_gone_or_another_part_is_nobodys_fault(regions):
+    have(regions["a"], number=5)
+    have(regions["c"], PAYLOAD, part=PART)
+    found, failed = regions["b"].fetch_from(
+        request_of("b"), sources_of(regions, "a", "c"), SIZE
+    )
+    assert (found, failed) == (None, [])
+
+
+def test_of_a_part_without_a_digest_nobody_is_asked(regions):
+    have(regions["a"], PAYLOAD, part=PART)
+    sources = sources_of(regions, "a")
+    found, failed = regions["b"].fetch_from(request_of("b", part=PART), sources, SIZE)
+    assert (found, failed) == (None, [])
+    sources = sources_of(regions, "a", part=PART)
+    found, _ = regions["b"].fetch_from(request_of("b", part=PART), sources, SIZE)
+    assert bytes(found.payload) == PAYLOAD
+
+
+def test_a_host_that_its_donor_has_not_asks_the_coordinator(config, regions):
+    have(regions["a"], PAYLOAD)
+    second = Region(config, "b", 1, COORDINATOR, "")
+    try:
+        sources = sources_of(regions, "a")
+        assert second.fetch_from(request_of("b"), sources, SIZE) == (None, [])
+    finally:
+        second.close()
+
+
+def test_few_publishes_are_kept_and_not_for_long(regions, monkeypatch):
+    region = regions["a"]
+    for number in range(1, KEPT + 3):
+        have(region, PAYLOAD, number=number)
+    assert [v.number for _, v in region._kept] == list(range(3, KEPT + 3))
+    with pytest.raises(VersionGone):
+        region.fetch(request_of("b", 2))
+    later = time.monotonic() + region._deadlines.pin_s + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    with pytest.raises(VersionGone):
+        region.fetch(request_of("b", KEPT + 2))
+    assert not region._kept
+
+
+def test_others_have_nothing(regions):
+    have(regions["a"], PAYLOAD)
+    with pytest.raises(Refused, match="region"):
+        regions["a"].fetch(request_of("z"))
+    with pytest.raises(Refused, match="serves run"):
+        regions["a"].fetch(
+            bulk.FetchRequest(
+                **{
+                    f: getattr(request_of("b"), f)
+                    for f in bulk.FetchRequest.__struct_fields__
+                }
+                | {"run_id": "another"}
+            )
+        )
+    with pytest.raises(Busy):
+        regions["a"].fetch(request_of("b", 9))
+
+
+def test_who_says_it_is_another_one_has_nothing(config, regions):
+    if not config.placement.certificates:
+        return
+    have(regions["a"], PAYLOAD)
+    sources = sources_of(regions, "a", within_s=1.0)
+    assert regions["b"].fetch_from(request_of("c"), sources, SIZE) == (None, ["a"])
+    # Nor does one that answers as another one.
+    posing = Donor(island="c", addresses=(regions["a"].address,))
+    sources = Sources(donors=(posing,), within_s=1.0, stripes=sources.stripes)
+    assert regions["b"].fetch_from(request_of("b"), sources, SIZE) == (None, ["c"])
+
+
+def test_an_address_beyond_this_machine_needs_tls():
+    islands = {name: IslandConfig(region="near") for name in NAMES}
+    with pytest.raises(ConfigError, match="is not loopback"):
+        Region(Config(islands=islands), "a", 0, COORDINATOR, "0.0.0.0:0")
+
+
+def test_regions_are_those_of_fields_or_zones():
+    islands = {name: IslandConfig() for name in ("a", "b", "c", "d", "e")}
+    islands["e"] = IslandConfig(region="elsewhere")
+    assert Config(islands=islands).regions() == {}
+    zones = {"a": "us-east5-a", "b": "us-east5-b,us-east5-c", "c": "europe-west4-a"}
+    zones |= {"d": "us-east5-a,us-central1-a", "e": "us-east5-a"}
+    config = Config(islands=islands).replace("launch.zones", zones)
+    assert config.regions() == {"a": "us-east5", "b": "us-east5"}
