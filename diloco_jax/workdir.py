@@ -21,7 +21,7 @@ from diloco_jax.config import Config, ConfigError, RunConfig, differences, share
 from diloco_jax.config.loading import read_config_json, require_trust, write_config_json
 from diloco_jax.files import lock, require_writable, write_json
 
-FORMAT = 16
+FORMAT = 17
 """The format of config, log, snapshots and tape. It is one higher when a workdir of
 before cannot be read, or when `RunConfig` has other fields, whose fingerprint then
 differs."""
