@@ -223,7 +223,8 @@ def _rehearsed(
     config: Config, plan: Plan | None, path: str, limit_s: float, workdir: str
 ) -> Config:
     """Return the config of the rehearsal: it goes on until it is stopped, its machines
-    end by themselves, and it has a name of its own."""
+    end by themselves, and it has a name of its own. It leaves `placement.checkpoints`
+    alone: the run refuses a folder with checkpoints of another one."""
     rate = sum(
         island.batch_size
         * config.run.sequence_length
@@ -236,6 +237,7 @@ def _rehearsed(
         placement,
         rehearse=True,
         workdir=workdir,
+        checkpoints="",
         evaluate_every_steps=0,
         restarts=max(2, placement.restarts),
     )

@@ -218,6 +218,12 @@ def test_a_launch_is_made_under_another_name_and_deleted(config, cloud, monkeypa
     assert "What is left: nothing, by the engine's list" in page
 
 
+def test_the_runs_folder_of_checkpoints_is_left_alone(config):
+    config = config.replace("placement.checkpoints", "gs://bucket/run")
+    ours = rehearse._rehearsed(config, None, "two.py", 60.0, "w")
+    assert not ours.placement.checkpoints
+
+
 def test_a_workdir_has_one_rehearsal(config, cloud):
     rehearsed(config, RehearseOptions(on="tpu_vm"))
     with pytest.raises(ConfigError, match="holds a rehearsal already"):
