@@ -291,8 +291,8 @@ def _backend_of(options: LaunchOptions) -> Backend:
     quiet = options.dry_run or options.yes or options.action in LOOKS
     if not (quiet or sys.stdin.isatty()):
         raise ConfigError(
-            "there is no terminal to ask on; give --yes to run the commands, or "
-            "--dry-run to see them"
+            "there is no terminal to ask on; give --yes to run the commands; "
+            "`diloco launch` shows them with --dry-run"
         )
     return options.on
 
