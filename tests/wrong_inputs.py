@@ -678,7 +678,7 @@ PLANS = [
     wrong(
         "launch cloud.py --on gke",
         "no terminal to ask on",
-        "give --yes to run the commands, or --dry-run to see them",
+        "give --yes to run the commands; `diloco launch` shows them with --dry-run",
     ),
     wrong(
         "launch cloud.py --on gke --dry-run --disk",

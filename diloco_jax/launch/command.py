@@ -291,8 +291,8 @@ def _backend_of(options: LaunchOptions) -> Backend:
     quiet = options.dry_run or options.yes or options.action in LOOKS
     if not (quiet or sys.stdin.isatty()):
         raise ConfigError(
-            "there is no terminal to ask on; give --yes to run the commands, or "
-            "--dry-run to see them"
+            "there is no terminal to ask on; give --yes to run the commands; "
+            "`diloco launch` shows them with --dry-run"
         )
     return options.on
 
@@ -315,13 +315,19 @@ def _render(status: dict[str, Any]) -> None:
 
 
 def _costs(config: Config, prices: dict[str, float]) -> list[str]:
-    """Return what is known of the launch's price per hour."""
-    limit = f"{config.launch.max_hours:g} hours" if config.launch.max_hours else "none"
-    end = f"launch.max_hours: {limit}; at the end of the run: {config.launch.when_done}"
+    """Return what is known of the launch's price."""
+    hours = config.launch.max_hours
+    limit = f"{hours:g} hours" if hours else "none"
+    end = f"; at the end of the run: {config.launch.when_done}"
     if not prices:
-        return [f"price per hour: unknown, give --price; {end}"]
+        return [
+            f"price per hour: unknown, give --price; launch.max_hours: {limit}{end}"
+        ]
     require_prices(config, prices)
-    return [price_sentence(price_per_hour(config, prices)), end]
+    per_hour = price_per_hour(config, prices)
+    if hours:
+        limit += f", {hours * sum(per_hour.values()):,.2f} at that price"
+    return [price_sentence(per_hour), f"launch.max_hours: {limit}{end}"]
 
 
 def _check_owners(spec: LaunchSpec, only: tuple[str, ...]) -> None:

@@ -223,7 +223,8 @@ def _rehearsed(
     config: Config, plan: Plan | None, path: str, limit_s: float, workdir: str
 ) -> Config:
     """Return the config of the rehearsal: it goes on until it is stopped, its machines
-    end by themselves, and it has a name of its own."""
+    end by themselves, and it has a name of its own. It leaves `placement.checkpoints`
+    alone: the run refuses a folder with checkpoints of another one."""
     rate = sum(
         island.batch_size
         * config.run.sequence_length
@@ -236,6 +237,7 @@ def _rehearsed(
         placement,
         rehearse=True,
         workdir=workdir,
+        checkpoints="",
         evaluate_every_steps=0,
         restarts=max(2, placement.restarts),
     )
@@ -275,6 +277,7 @@ class Here:
     """Processes of this machine, of a `diloco run` of their own."""
 
     look_s = LOOK_S
+    unheard = ""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
@@ -314,6 +317,8 @@ class Launched:
         self, config: Config, path: str, options: command.LaunchOptions
     ) -> None:
         self._config, self._path, self._options = config, path, options
+        self.unheard = ""
+        """Why the last status was not to be had; empty if it was."""
 
     def begin(self) -> None:
         """Create everything, after asking. Raises RehearsalOverError if that fails."""
@@ -322,8 +327,11 @@ class Launched:
     def status(self) -> dict[str, Any]:
         """Return the run's status; nothing while nobody answers."""
         found: dict[str, Any] = {}
-        with contextlib.suppress(CommandError):
+        self.unheard = ""
+        try:
             found = self._submitter("status").status()
+        except CommandError as error:
+            self.unheard = f"; the last look at it failed: {error}"
         return found
 
     def strike(self, who: str) -> None:
@@ -424,6 +432,6 @@ class Drive:
         """Return the first status of which that holds."""
         while not ((status := self.engine.status()).get("islands") and holds(status)):
             if time.monotonic() >= self._until:
-                raise RehearsalOverError("its time was over")
+                raise RehearsalOverError(f"its time was over{self.engine.unheard}")
             time.sleep(self.engine.look_s)
         return status

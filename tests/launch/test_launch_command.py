@@ -151,7 +151,7 @@ def test_the_price_is_told_before_anything_is_asked(cloud, launch, capsys):
     said = capsys.readouterr().err
     # 8 and 16 chips.
     assert "price per hour: 65.00" in said
-    assert "launch.max_hours: 10 hours; at the end of the run: delete" in said
+    assert "launch.max_hours: 10 hours, 650.00 at that price; at the end of the" in said
     with pytest.raises(ConfigError, match="lacks coordinator, v6e"):
         launch("gke", price="v5p=4")
     launch("gke", "run")

@@ -17,8 +17,10 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.files import write_json
 from diloco_jax.hardware.machines import MeasuredValue, Measurements
 from diloco_jax.launch import rehearse
+from diloco_jax.launch.command import LaunchOptions
 from diloco_jax.launch.findings import NOT_TRIED, Comparison
 from diloco_jax.launch.rehearse import RehearseOptions
+from diloco_jax.launch.submit import CommandError
 from diloco_jax.observability.tape import JsonLines, Tape
 
 STEP_S, SECONDS, MB = 0.5, 20, 1e6
@@ -216,6 +218,22 @@ def test_a_launch_is_made_under_another_name_and_deleted(config, cloud, monkeypa
     assert len(made) == 3
     assert all("two-rehearsal-" in line for line in made)
     assert "What is left: nothing, by the engine's list" in page
+
+
+def test_a_look_that_failed_is_told(config, monkeypatch):
+    def away(*given):
+        raise CommandError("no answer at two.internal")
+
+    monkeypatch.setattr(rehearse.command, "submitter_of", away)
+    engine = rehearse.Launched(config, "two.py", LaunchOptions(on="sky"))
+    assert engine.status() == {}
+    assert "no answer at two.internal" in engine.unheard
+
+
+def test_the_runs_folder_of_checkpoints_is_left_alone(config):
+    config = config.replace("placement.checkpoints", "gs://bucket/run")
+    ours = rehearse._rehearsed(config, None, "two.py", 60.0, "w")
+    assert not ours.placement.checkpoints
 
 
 def test_a_workdir_has_one_rehearsal(config, cloud):
