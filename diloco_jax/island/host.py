@@ -204,16 +204,16 @@ class Host(abc.ABC, Generic[L]):
         )
 
     def _gives_at(self) -> tuple[str, ...]:
-        """Return where all hosts of the island give publishes; empty if they do not, or
-        one does not say so in time."""
+        """Return where all hosts of the island give publishes; empty if one does not,
+        or does not say so in time."""
         if self.region is None:
             return ()
         others = [
             self.hosts.hear(f"gives/{host}", self.deadlines.pin_s)
             for host in self.hosts.others
         ]
-        found = [self.region.address.encode(), *(o for o in others if o is not None)]
-        return tuple(map(bytes.decode, found)) if None not in others else ()
+        found = (self.region.address.encode(), *(other or b"" for other in others))
+        return tuple(map(bytes.decode, found)) if all(found) else ()
 
     # ---- the steps --------------------------------------------------------------
 

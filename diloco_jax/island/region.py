@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import socket
 import threading
 import time
 from collections import Counter
@@ -59,6 +60,16 @@ KEPT = 4
 """Publishes of a host's part that it keeps for others at most."""
 
 
+def _source_of(coordinator: str) -> str:
+    """Return the address from which this host reaches the coordinator; empty if nothing
+    leads there: its name may not be known yet, which is no reason to end."""
+    try:
+        return addresses.source_of(coordinator)
+    except ConfigError as error:
+        logger.warning("this host gives nothing to others of its region: %s", error)
+        return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Given:
     """This host's part of a publish, for the others of the region."""
@@ -81,7 +92,8 @@ class Region(Handlers):
 
         index: of this host on its island. coordinator: HOST:PORT. serve: HOST:PORT to
         listen at; empty: at any free port of the host from which this one reaches the
-        coordinator. Raises ConfigError or SecurityError.
+        coordinator. While nothing leads there, it does not listen, and only asks
+        others. Raises ConfigError or SecurityError.
         """
         placement, regions = config.placement, config.regions()
         self._others = frozenset(
@@ -92,16 +104,19 @@ class Region(Handlers):
         self._index, self._deadlines = index, placement.deadlines
         self._channels = placement.bulk_channels
         self._tls = TlsFiles.load_given(placement.certificates, peers.island(name))
-        serve = serve or addresses.format_address(addresses.source_of(coordinator), 0)
-        addresses.require_tls(
-            serve, tls=self._tls is not None, insecure=placement.insecure
-        )
-        self._listener = addresses.listen(addresses.resolve(serve))
-        host, port = self._listener.getsockname()[:2]
-        if addresses.is_unspecified(host):
-            host = addresses.source_of(coordinator)
-        self.address = addresses.format_address(host, port)
-        """HOST:PORT at which others reach this host."""
+        self._listener: socket.socket | None = None
+        self.address = ""
+        """HOST:PORT at which others reach this host; empty: they do not."""
+        host = addresses.parse_address(serve)[0] if serve else ""
+        known = host and not addresses.is_unspecified(host)
+        source = "" if known else _source_of(coordinator)
+        if known or source:
+            serve = serve or addresses.format_address(source, 0)
+            secured = self._tls is not None
+            addresses.require_tls(serve, tls=secured, insecure=placement.insecure)
+            self._listener = addresses.listen(addresses.resolve(serve))
+            host, port = self._listener.getsockname()[:2]
+            self.address = addresses.format_address(source or host, port)
         self._server = BulkServer(
             self,
             tls=self._tls,
@@ -123,14 +138,15 @@ class Region(Handlers):
 
     def begin(self, run_id: str) -> None:
         """Answer the islands of this run."""
-        self._run_id, self._serves = run_id, True
-        self._server.start(self._listener)
+        if self._listener is not None:
+            self._run_id, self._serves = run_id, True
+            self._server.start(self._listener)
 
     def close(self) -> None:
         """Serve nobody, and end what is under way."""
         if self._serves:
             self._server.stop(0.0)
-        else:
+        elif self._listener is not None:
             self._listener.close()
         with self._changed:
             lanes, self._lanes = list(self._lanes.values()), {}
@@ -227,7 +243,7 @@ class Region(Handlers):
                 ), failed
             except VersionGone as gone:
                 logger.debug("island %s: %s", donor.island, gone)
-            except (ConfigError, WireError) as error:
+            except (ValueError, WireError) as error:  # ValueError: of its address.
                 failed.append(donor.island)
                 logger.warning(
                     "island %s did not give version %s of fragment %d within %.3g s "
@@ -288,4 +304,5 @@ class Region(Handlers):
             self._lanes[island] = address, found
         if transfers is not None:
             transfers.cancel()
+            transfers.close(0.0)  # Its idle threads would stay.
         return found

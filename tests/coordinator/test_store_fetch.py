@@ -19,8 +19,9 @@ from diloco_jax.coordinator.holding.store import (
 from diloco_jax.core.changes import apply_publish
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Box, PayloadLayout, plan_fragments
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import TileGrid, sha256_arrays
 from diloco_jax.protocol.messages import Version
+from diloco_jax.wire.bulk import part_name
 from diloco_jax.wire.errors import VersionGone
 
 
@@ -157,3 +158,27 @@ def test_publishes_on_the_disk_take_no_memory_and_are_served(store):
     assert (source.full, source.count) == (False, 2)
     served = b"".join(bytes(buffer) for buffer in source.buffers)
     assert served.startswith(wanted)
+
+
+def test_whatever_an_island_asks_for_few_parts_are_hashed(store):
+    merged = merge_once(store, 0, Version(1, 1))
+    layout = store._merges[0].layout_down
+    whole = layout.boxes(())
+    halves = [whole[:1], whole[1:]]
+    assert store.stripes(0, merged.payload) == {}
+
+    for part in halves:
+        store.note_part(0, "a", part, 2)
+    assert set(store.stripes(0, merged.payload)) == set(map(part_name, halves))
+
+    store.note_part(0, "b", whole * 1000, 1)  # It would be hashed a thousand times.
+    assert "b" not in store._parts[0]
+    nothing = whole[0]._replace(stop=whole[0].start)
+    for times in range(1, 100):
+        store.note_part(0, "b", (nothing,) * times, 1)
+    assert len(store._parts[0]["b"]) == 1
+
+    store.note_part(0, "a", (), 2)  # It has one host now.
+    found = store.stripes(0, merged.payload)
+    assert found[""] == sha256_arrays([np.frombuffer(merged.payload, np.uint8)])
+    assert list(store._parts[0]["a"]) == [()]

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.core.fragments import Box
@@ -208,6 +209,41 @@ def test_who_says_it_is_another_one_has_nothing(config, regions):
     posing = Donor(island="c", addresses=(regions["a"].address,))
     sources = Sources(donors=(posing,), within_s=1.0, stripes=sources.stripes)
     assert regions["b"].fetch_from(request_of("b"), sources, SIZE) == (None, ["c"])
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "a..b", "a\0b", "\u00e9" * 60])
+def test_a_donor_with_an_impossible_address_is_one_that_failed(regions, host):
+    have(regions["c"], PAYLOAD)
+    sources = sources_of(regions, "a", "c")
+    impossible = Donor(island="a", addresses=(f"{host}:80",))
+    sources = replace(sources, donors=(impossible, sources.donors[1]))
+    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
+    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"])
+
+
+def test_a_donor_that_moves_leaves_no_threads(regions, config):
+    have(regions["a"], PAYLOAD)
+    found, _ = regions["b"].fetch_from(request_of("b"), sources_of(regions, "a"), SIZE)
+    _, before = regions["b"]._lanes["a"]
+    regions["a"].close()
+    regions["a"] = Region(config, "a", 0, COORDINATOR, "")
+    regions["a"].begin(RUN_ID)
+    have(regions["a"], PAYLOAD)
+    found, _ = regions["b"].fetch_from(request_of("b"), sources_of(regions, "a"), SIZE)
+    assert bytes(found.payload) == PAYLOAD
+    for thread in before._fetch_pool._threads:
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("serve", ["", "0.0.0.0:0"])
+def test_a_host_that_cannot_find_the_coordinator_yet_gives_nothing(config, serve):
+    region = Region(config, "a", 0, "nowhere.invalid:9", serve)
+    try:
+        region.begin(RUN_ID)
+        assert region.address == ""
+    finally:
+        region.close()
 
 
 def test_an_address_beyond_this_machine_needs_tls():

@@ -21,9 +21,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -219,12 +220,12 @@ class StoreHolder(FragmentHolder):
         *,
         write_within_s: float,
         first: Callable[[], Params] = dict,
-        in_regions: Collection[str] = (),
+        in_regions: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """kept: None for a worker, whose lead keeps cycles. write_within_s: seconds
         after which a publish that cannot be written has failed. first: draws or reads
-        the first parameters of a new run. in_regions: islands that are in a region with
-        others."""
+        the first parameters of a new run. in_regions: hosts of the islands that are in
+        a region with others."""
         super().__init__()
         self._first, self._in_regions = first, in_regions
         self.store, self._inbox, self._kept = store, inbox, kept
@@ -450,9 +451,9 @@ class StoreHolder(FragmentHolder):
             source = self.store.fetch(
                 request.fragment, request.want, request.have, request.part
             )
-            if request.island in self._in_regions:
+            if hosts := self._in_regions.get(request.island):
                 fragment, part = request.fragment, request.part
-                self.store.note_part(fragment, request.island, part)
+                self.store.note_part(fragment, request.island, part, hosts)
             return source
         except ValueError as error:
             raise RemoteProtocolError(
@@ -685,5 +686,5 @@ def make_holder(
         kept,
         write_within_s=placement.alone_s,
         first=lambda: first_pieces(config.run, build(config.run), workdir),
-        in_regions=config.regions(),
+        in_regions={name: config.island(name).hosts for name in config.regions()},
     )

@@ -447,14 +447,18 @@ class Store:
         watch(pin, source)
         return source
 
-    def note_part(self, fragment: int, island: str, part: Part) -> None:
+    def note_part(self, fragment: int, island: str, part: Part, hosts: int) -> None:
         """Note that a host of an island in a region has this part of a fragment's
-        publishes, for `stripes`. All parts of one island are no more than the whole."""
+        publishes, for `stripes`. Whatever is asked for, all parts of one island are no
+        more than the whole, and no more than it has hosts."""
         layout = self._merges[fragment].layout_down
+        size = layout.part_bytes(part)
+        if size > layout.total_bytes:
+            return
         with self._lock:
             own = self._parts[fragment].setdefault(island, {})
-            own[part] = layout.part_bytes(part)
-            while len(own) > 1 and sum(own.values()) > layout.total_bytes:
+            own[part] = size
+            while len(own) > hosts or sum(own.values()) > layout.total_bytes:
                 del own[next(iter(own))]
 
     def stripes(self, fragment: int, payload: Buffer) -> dict[str, str]:

@@ -557,7 +557,7 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
         island,
         step_seconds=claims.believed_step_s(config, event),
         lookahead=event.lookahead,
-        gives_at=event.gives_at,
+        gives_at=_gives_at(config, event),
         phase=event.phase,
         wall_time=claims.joining(config, island, before, turn.now, carrying=carrying),
         steps_at_tick=event.steps if carrying else 0,
@@ -588,15 +588,21 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
     leases.top_up(turn, event.island)
 
 
+def _gives_at(config: PolicyConfig, event: Hello) -> tuple[str, ...]:
+    """Return where an island gives publishes: one address for each of its hosts at
+    most, since every publish tells its region of them."""
+    return event.gives_at[: config.hosts.get(event.island, 1)]
+
+
 def _resume(turn: Turn, known: Island, event: Hello) -> None:
-    name, phase = event.island, event.phase
+    name, phase, config = event.island, event.phase, turn.config
     if phase in BEGINNING and known.phase not in BEGINNING:
         phase = known.phase  # A late hello, from before its first step.
     island = replace(
         known,
         phase=phase,
         lookahead=event.lookahead,
-        gives_at=event.gives_at,
+        gives_at=_gives_at(config, event),
         # A restarted coordinator does not know which records are on its tape.
         records_through=max(known.records_through, event.records_through),
     )

@@ -114,6 +114,16 @@ def test_an_island_without_an_address_gives_nothing():
         assert "a" not in names_of(merge(d, 2 + 2 * number)["b"])
 
 
+def test_an_island_has_no_more_addresses_than_hosts():
+    """Every publish tells all islands of its region of them."""
+    d = begun()
+    many = tuple(f"host-{n}:7079" for n in range(1000))
+    d.hello("a", gives_at=many, phase="training")
+    assert d.state.islands["a"].gives_at == many[:1], "its session resumed"
+    d.hello("new", gives_at=many)
+    assert d.state.islands["new"].gives_at == many[:1]
+
+
 def test_an_island_that_failed_another_one_rests_for_a_while():
     d = begun()
     complain(d, of_whom="b", by="a")
