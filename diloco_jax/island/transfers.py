@@ -444,8 +444,11 @@ class Receiver(NetworkThreads):
         pool.shutdown(wait=False)
 
         def joined() -> list[Version]:
-            # Those that came while it compiled land while the last ones come.
-            for arrival in (arrivals := [landed(one.result()) for one in coming]):
+            arrivals = []
+            while coming:  # What has landed is in the host's memory no longer.
+                # Those that came while it compiled land while the last ones come.
+                arrivals.append(landed(coming.pop(0).result()))
+            for arrival in arrivals:
                 self._mailbox.arrivals.put(arrival)
             return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
