@@ -371,9 +371,20 @@ def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox)
 
 def test_a_join_gives_up_when_the_island_must_end(coordinator, receiver, mailbox):
     coordinator.fetch_errors = [VersionGone("gone")] * 1000
-    mailbox.end(0, "asked to end by SIGTERM")
+    mailbox.end(1, "the link failed")
     with pytest.raises(VersionGone):
         receiver.begin_join()()
+
+
+@pytest.mark.parametrize("reason", ["stopped", "preempted"])
+def test_an_island_that_is_asked_to_end_fetches_nothing_more(
+    coordinator, receiver, mailbox, reason
+):
+    coordinator.source = source(Version(1, 0), bytes(4 * 38), full=True)
+    mailbox.end(0, "asked to end by SIGTERM", reason)
+    with pytest.raises(ConnectionLost, match="ends before it has joined"):
+        receiver.begin_join()()
+    assert coordinator.requests.empty()
 
 
 def test_a_join_after_the_end_comes_too_late(coordinator, receiver, mailbox):
