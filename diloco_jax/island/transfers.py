@@ -435,7 +435,8 @@ class Receiver(NetworkThreads):
         function that waits for all, and returns their versions.
 
         It raises TimeoutError if a fragment does not come within `join_s`, Refused, or
-        any WireError once the mailbox says that the island must end.
+        any WireError once the mailbox says that the island must end. A host without
+        others that is asked to end begins no fetch.
         """
         began, pool = time.monotonic(), ThreadPoolExecutor(JOIN_FETCHES, "join")
         landed = self._fetcher.landed
@@ -444,8 +445,11 @@ class Receiver(NetworkThreads):
         pool.shutdown(wait=False)
 
         def joined() -> list[Version]:
-            # Those that came while it compiled land while the last ones come.
-            for arrival in (arrivals := [landed(one.result()) for one in coming]):
+            arrivals = []
+            while coming:  # What has landed is in the host's memory no longer.
+                # Those that came while it compiled land while the last ones come.
+                arrivals.append(landed(coming.pop(0).result()))
+            for arrival in arrivals:
                 self._mailbox.arrivals.put(arrival)
             return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
@@ -490,6 +494,14 @@ class Receiver(NetworkThreads):
                 self._changed.wait(self._budget_s)
             return None
 
+    @property
+    def _asked_to_end(self) -> bool:
+        """True if this host is to end now. Hosts that are several end together, by a
+        decision of their loops."""
+        ending = self._mailbox.ending
+        asked = ending is not None and ending.reason in ("stopped", "preempted")
+        return asked and self._orders is None
+
     def _join_next(self, began: float) -> Arrival:
         """Fetch the next fragment until it has arrived; several threads do this at a
         time. began: the join, by the monotonic clock."""
@@ -501,7 +513,7 @@ class Receiver(NetworkThreads):
         while True:
             if self._mailbox.finished:
                 raise Refused("finished", "the run was over before this island's join")
-            if self._closing.is_set():
+            if self._closing.is_set() or self._asked_to_end:
                 raise ConnectionLost("the island ends before it has joined")
             try:
                 arrival = self._fetch(fetch)

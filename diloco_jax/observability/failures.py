@@ -52,6 +52,8 @@ class NotedFailure(msgspec.Struct, kw_only=True):
     """True if its process ended: only the next one's steps end it."""
     quarantine: bool = False
     """True if only a release ends it: the island is there, and this is no outage."""
+    settled: bool = False
+    """True if the run ended in it: nothing is added to it any more."""
     lost_tokens: int = 0
     idle_tokens: int = 0
     """Tokens that it would have computed meanwhile."""
@@ -125,9 +127,9 @@ class Failures:
 
     def _index(self, failure: NotedFailure) -> None:
         self._unmerged[failure.who] = failure
-        if failure.ended is None:
+        if failure.ended is None and not failure.settled:
             self._open[failure.who] = failure
-        if failure.merged is not None:
+        if failure.merged is not None or failure.settled:
             del self._unmerged[failure.who]
 
     def catch_up(self, workdir: Path) -> None:
@@ -204,6 +206,8 @@ class Failures:
                         self.away_seconds(name, time),
                         False,
                     )
+                for failure in (*self._open.values(), *self._unmerged.values()):
+                    failure.settled = True
                 self._open.clear()
                 self._unmerged.clear()
 

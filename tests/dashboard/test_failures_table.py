@@ -137,6 +137,16 @@ def test_the_list_is_bounded():
     assert len(list(told.timeline.failures.within(0, BEGIN + 1e6))) == failures.KEPT
 
 
+def test_an_outage_at_the_end_of_a_run_counts_once_in_every_life(told):
+    told.tape(30.5, records.Absent(why="disconnected", **OF_A))
+    told.left(33.0, "died")
+    told.tape(40.5, records.Finished())
+    kept = msgspec.msgpack.encode(told.timeline.failures.kept)
+    later = failures.Failures(msgspec.msgpack.decode(kept, type=failures.KeptFailures))
+    assert told.timeline.failures.away_seconds("a", BEGIN + 1000) == 10
+    assert later.away_seconds("a", BEGIN + 1000) == 10
+
+
 def test_a_made_run_has_the_outages_that_were_made():
     run = MadeRun(
         islands=3,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
+import weakref
 
 import coordinator_says as says
 import numpy as np
@@ -25,6 +27,7 @@ from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.island.link import Link
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.transfers import TOLD_FROM, Fetcher, Lanes, Receiver
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
@@ -315,6 +318,34 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     assert measures.bytes_down >= 2 * len(payload(1))
 
 
+class EarlyFetcher:
+    """Fetches anchors that land later; counts those of which bytes are kept."""
+
+    def __init__(self, lanes):
+        self.lanes, self.kept, self.counts = lanes, [], []
+
+    def fetch(self, fetch):
+        octets = np.zeros(38, np.float32)
+        self.kept.append(weakref.ref(octets))
+        view = memoryview(octets)
+        return Arrival(fragment=fetch.fragment, version=fetch.want, octets=view)
+
+    def landed(self, arrival):
+        self.counts.append(sum(kept() is not None for kept in self.kept))
+        return dataclasses.replace(arrival, anchor=(), octets=None)
+
+
+def test_an_anchor_that_has_landed_is_in_the_hosts_memory_no_longer(client, mailbox):
+    fetcher = EarlyFetcher(Lanes(client, SIZES))
+    versions = [Version(1, 0)] * 3
+    joined = Receiver(fetcher, mailbox, DEADLINES, versions, None, 5.0).begin_join()
+    for thread in threading.enumerate():
+        if thread.name.startswith("join"):
+            thread.join(WAIT_S)
+    assert joined() == versions
+    assert fetcher.counts == [3, 2, 1]
+
+
 def test_a_join_ends_with_the_island(coordinator, receiver):
     coordinator.fetch_errors = [VersionGone("gone")] * 1000
     joined = receiver.begin_join()
@@ -340,9 +371,20 @@ def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox)
 
 def test_a_join_gives_up_when_the_island_must_end(coordinator, receiver, mailbox):
     coordinator.fetch_errors = [VersionGone("gone")] * 1000
-    mailbox.end(0, "asked to end by SIGTERM")
+    mailbox.end(1, "the link failed")
     with pytest.raises(VersionGone):
         receiver.begin_join()()
+
+
+@pytest.mark.parametrize("reason", ["stopped", "preempted"])
+def test_an_island_that_is_asked_to_end_fetches_nothing_more(
+    coordinator, receiver, mailbox, reason
+):
+    coordinator.source = source(Version(1, 0), bytes(4 * 38), full=True)
+    mailbox.end(0, "asked to end by SIGTERM", reason)
+    with pytest.raises(ConnectionLost, match="ends before it has joined"):
+        receiver.begin_join()()
+    assert coordinator.requests.empty()
 
 
 def test_a_join_after_the_end_comes_too_late(coordinator, receiver, mailbox):
