@@ -352,14 +352,15 @@ def not_on_tape(
 
 
 def lines_after(path: Path, since: float) -> list[dict[str, Any]]:
-    """Return the complete lines later than a unix time, unchecked; none if there is no
-    file."""
-    with contextlib.suppress(FileNotFoundError):
-        newest = _newest_first(path)
-        return list(itertools.takewhile(lambda line: line["time"] > since, newest))[
-            ::-1
-        ]
-    return []
+    """Return the complete lines later than a unix time, unchecked: those after the last
+    one that cannot be read, and none if there is no file."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        for line in _newest_first(path):
+            if line["time"] <= since:
+                break
+            found.append(line)
+    return found[::-1]
 
 
 def newest_record(path: str | Path, kind: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from diloco_jax.observability.tape import (
     Tape,
     TapeError,
     closed_segments,
+    lines_after,
     newest_record,
     not_on_tape,
     put_aside,
@@ -120,6 +121,15 @@ def test_the_newest_record_of_a_kind_is_found_while_a_line_is_being_written(tmp_
     assert newest_record(path, "a")["n"] == 3
     with pytest.raises(ValueError, match="no record 'c'"):
         newest_record(path, "c")
+
+
+def test_a_line_that_cannot_be_read_ends_what_is_read_backwards(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"time": %d}\n' % time for time in range(4)]
+    path.write_bytes(lines[0] + lines[1] + b"\0\0\0\n" + lines[2] + lines[3])
+    assert lines_after(path, 0) == [{"time": 2}, {"time": 3}]
+    assert lines_after(path, 2) == [{"time": 3}]
+    assert lines_after(tmp_path / "none.jsonl", 0) == []
 
 
 def test_the_end_of_a_run_is_on_its_tape_before_islands_leave(path):
