@@ -12,6 +12,7 @@ in memory, no table of rows.
 
 from __future__ import annotations
 
+import bisect
 import fractions
 import heapq
 import itertools
@@ -145,7 +146,14 @@ class Skipping:
 
     def __init__(self, source: Source, ranges: Collection[tuple[int, int]]) -> None:
         """ranges: first row of each, and the one after the last."""
-        self._source, self._ranges = source, tuple(ranges)
+        self._source = source
+        # Bounds of the ranges that touch no other: as many as a spike has rows.
+        self._bounds: list[int] = []
+        for first, stop in sorted(ranges):
+            if self._bounds and first <= self._bounds[-1]:
+                self._bounds[-1] = max(self._bounds[-1], stop)
+            else:
+                self._bounds += (first, stop)
         self.fields: Fields = {**source.fields, "weights": WEIGHTS}
 
     def __len__(self) -> int:
@@ -153,7 +161,7 @@ class Skipping:
 
     def __getitem__(self, row: int) -> Row:
         found = require_row(self._source[row], row)
-        skipped = any(first <= row < stop for first, stop in self._ranges)
+        skipped = bool(bisect.bisect_right(self._bounds, row) % 2)
         weights = found.get("weights")
         if weights is None or skipped:
             length = len(found["tokens"]) - 1

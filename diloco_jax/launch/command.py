@@ -262,7 +262,8 @@ def require_planned(config: Config) -> list[str]:
     wrong = [found.text for found in refusals(terms) if found.check in OF_NO_STEP]
     if wrong:
         raise ConfigError(
-            f"{'; '.join(wrong)}; or give --unplanned to launch it all the same"
+            f"{'; '.join(wrong)}; or `diloco launch` with --unplanned launches it all "
+            f"the same"
         )
     waits = [f"plan: {note}" for note in notes(terms)]
     if config.run.model.factory:

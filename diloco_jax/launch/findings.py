@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,7 +163,12 @@ class Comparison:
     def measurements(self) -> Measurements:
         """Return what `diloco plan --measured` takes. Call `findings` first."""
         restart = [o.back_s for o in self._outcomes if o.who == COORDINATOR]
-        limits = {n: t.get("memory_limit_bytes") for n, t in self._trials.items()}
+        limits = {
+            n: t.get("memory_limit_bytes")
+            for n, t in self._trials.items()
+            # A CPU's memory is not that of the chips for which it stands.
+            if not (self._on_cpu(n) and self._config.islands[n].topology)
+        }
         medians = {n: q.last["median_step_seconds"] for n, q in self._quiet.items()}
         up, down = (self._rates[way].values() for way in ("up", "down"))
         return msgspec.structs.replace(
@@ -433,12 +439,21 @@ def _quiet(lines: Mapping[str, Sequence[Line]]) -> dict[str, Quiet]:
     if not all(training.values()):
         return {}
     begun = max(of[0]["time"] for of in training.values())
-    inside = {n: [m for m in of if m["time"] >= begun] for n, of in training.items()}
+    until = min(map(_restarted, lines.values()))
+    inside = {
+        n: [m for m in of if begun <= m["time"] < until] for n, of in training.items()
+    }
     return {
         name: Quiet(first=of[0], last=of[-1])
         for name, of in inside.items()
         if of and of[-1]["step"] > of[0]["step"]
     }
+
+
+def _restarted(lines: Sequence[Line]) -> float:
+    """Return when an island came back with all of its counts at 0; inf if never."""
+    pairs = itertools.pairwise(lines)
+    return next((m["time"] for a, m in pairs if m["step"] < a["step"]), math.inf)
 
 
 def _parts(books: Line) -> tuple[int, ...]:

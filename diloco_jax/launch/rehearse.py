@@ -12,9 +12,9 @@ driven from here: the page has the lines to type, and `--records` reads what the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from diloco_jax.config.config import require_worth
 from diloco_jax.config.fields import check_bounds
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.files import absolute, write_json, write_text
+from diloco_jax.files import absolute, is_bucket, write_json, write_text
 from diloco_jax.hardware.machines import (
     NOTHING_MEASURED,
     Measurements,
@@ -42,6 +42,7 @@ from diloco_jax.launch import command
 from diloco_jax.launch.command import RehearseOptions
 from diloco_jax.launch.findings import NOT_TRIED, Comparison, Tried, as_markdown
 from diloco_jax.launch.submit import CommandError
+from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar, say
 from diloco_jax.planning.options import (
     Assumptions,
@@ -51,14 +52,23 @@ from diloco_jax.planning.options import (
     require_prices,
 )
 from diloco_jax.planning.plan import Plan, fragments_of, plan_run
-from diloco_jax.run_files import TAPE
+from diloco_jax.run_files import CONFIG, TAPE
+from diloco_jax.wire.errors import SecurityError
 from diloco_jax.workdir import make_workdir
+
+logger = logging.getLogger(__name__)
 
 QUIET_CYCLES, QUIET_S = 3, 8.0
 """Cycles of every island, and seconds, in which nothing is struck. An island has a line
 of metrics a second."""
 LOOK_S, LOOK_AWAY_S = 0.5, 15.0
 """Seconds between two looks at a run here, and at one of a launch."""
+DELETIONS = 3
+"""Attempts to delete a launch: a lost connection, or a Ctrl-C, may break one off."""
+NOTHING = "nothing"
+"""Beginning of what is left, if nothing is."""
+LAUNCH = "launch"
+"""Folder of a launch in its workdir."""
 PAGE, REHEARSED = "rehearsal.md", "rehearsed.json"
 """The page, and what `diloco plan --measured` reads, in the workdir."""
 
@@ -86,24 +96,35 @@ def run(
     if options.measured:
         assumed = read_measurements(options.measured, config)
     plan = _planned(path, config, options, assumed)
-    named = f"runs/{Path(path).stem}-rehearsal-{time.strftime('%Y%m%d-%H%M%S')}"
-    workdir = Path(absolute(config.placement.workdir or named))
+    folder = f"runs/{Path(path).stem}-rehearsal-{time.strftime('%Y%m%d-%H%M%S')}"
+    workdir = Path(absolute(config.placement.workdir or folder))
     if (workdir / PAGE).exists() or (workdir / "run").exists():
         raise ConfigError(
             f"workdir {workdir} holds a rehearsal already; give another --workdir"
         )
+    # Here, config.json and launch/ would be written over.
+    there = [name for name in (CONFIG, LAUNCH) if (workdir / name).exists()]
+    if there and not options.records:
+        raise ConfigError(
+            f"workdir {workdir} has {' and '.join(there)} of a run or of its launch, "
+            f"which a rehearsal would replace; give another --workdir"
+        )
     make_workdir(workdir)
     say(console, costs)
+    named = f"{path} --launch.name {_name(config, path)}"
     over, drive, left = "", None, "nothing was started"
     records = Path(absolute(options.records or str(workdir)))
     if options.on == "tpu_vm":
-        over, left = "TPU VMs have no engine: what to type stands below", LISTS
+        over = "TPU VMs have no engine: what to type stands below"
+        left = LISTS.replace("CONFIG", named)
     elif not options.records:
         ours = _rehearsed(config, plan, path, limit_s, str(workdir))
         engine: Here | Launched = Here(LocalCluster(ours, workdir, launcher))
         if options.on:
+            # By the run that matters: this one has tokens for any speed of its steps.
+            command.require_planned(config)
             given = command.LaunchOptions(
-                on=options.on, yes=options.yes, price=options.price
+                on=options.on, yes=options.yes, price=options.price, unplanned=True
             )
             engine = Launched(ours, path, given)
         drive = Drive(engine, ours, console)
@@ -113,14 +134,25 @@ def run(
             over = str(error)
         except KeyboardInterrupt:
             over = "interrupted by hand"
+        except BaseException:  # Whatever it is, what was bought is given back.
+            say(console, f"What is left: {drive.engine.end()[1]}")
+            raise
         records, left = drive.engine.end()
+        if not over and not (records / TAPE).exists():
+            over = f"no records are in {records}; copy them, and give --records"
+        if not over and not left.startswith(NOTHING):
+            over = "not all of it was deleted"
     origin = f"diloco rehearse {Path(path).name}, {time.strftime('%Y-%m-%d')}"
     struck = drive.struck if drive else ()
     link = options.link_gbit_per_s
-    judge = Comparison(records, config, plan, assumed, link, struck, origin)
+    try:
+        judge = Comparison(records, config, plan, assumed, link, struck, origin)
+    except TapeError as error:
+        say(console, f"What is left: {left}")
+        raise ConfigError(f"--records {records}: {error}") from error
     rows, kept = judge.findings(), judge.measurements()
     if options.on == "tpu_vm":
-        line = BY_HAND.replace("CONFIG", path)
+        line = BY_HAND.replace("CONFIG", named).replace("ONCE_MORE", path)
         rows = [
             dataclasses.replace(row, follows=f"type `{KILL.get(row.cause, line)}`")
             for row in rows
@@ -233,17 +265,21 @@ def _rehearsed(
     )
     tokens = max(config.run.total_tokens, math.ceil(2 * limit_s * rate))
     placement, launch, hours = config.placement, config.launch, limit_s / 3600
+    checkpoints = placement.checkpoints
+    if checkpoints:  # That of the run that matters is left alone.
+        folder = f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}"
+        checkpoints = f"{checkpoints.rstrip('/')}/{folder}"
     placement = dataclasses.replace(
         placement,
         rehearse=True,
         workdir=workdir,
-        checkpoints="",
+        checkpoints=checkpoints,
         evaluate_every_steps=0,
         restarts=max(2, placement.restarts),
     )
     launch = dataclasses.replace(
         launch,
-        name=f"{launch.name or Path(path).stem}-rehearsal",
+        name=_name(config, path),
         max_hours=min(hours, launch.max_hours or hours),
     )
     whole = dataclasses.replace(config.run, total_tokens=tokens)
@@ -252,13 +288,18 @@ def _rehearsed(
     ).validate()
 
 
+def _name(config: Config, path: str) -> str:
+    """Return the name of the rehearsal's launch, which is not that of the run."""
+    return f"{config.launch.name or Path(path).stem}-rehearsal"
+
+
 LISTS = (
     "nobody can know: `gcloud compute tpus queued-resources list` and `gcloud compute "
     "instances list` show it, `diloco launch CONFIG --on tpu_vm --action delete` "
     "deletes it"
 )
 BY_HAND = (
-    "diloco launch CONFIG --on tpu_vm --rehearse; later: diloco rehearse CONFIG "
+    "diloco launch CONFIG --on tpu_vm --rehearse; later: diloco rehearse ONCE_MORE "
     "--records COPY_OF_THE_RUN"
 )
 """Lines for TPU VMs."""
@@ -305,7 +346,7 @@ class Here:
             if signal_group(pid, 0)
         ]
         of = f"of the launcher's {', '.join(processes)}"
-        return self._cluster.workdir, f"{', '.join(alive) or 'nothing'} {of}"
+        return self._cluster.workdir, f"{', '.join(alive) or NOTHING} {of}"
 
 
 class Launched:
@@ -317,12 +358,27 @@ class Launched:
         self, config: Config, path: str, options: command.LaunchOptions
     ) -> None:
         self._config, self._path, self._options = config, path, options
+        self._made = self._heard = False
         self.unheard = ""
         """Why the last status was not to be had; empty if it was."""
 
     def begin(self) -> None:
-        """Create everything, after asking. Raises RehearsalOverError if that fails."""
-        self._act("create", yes=self._options.yes)
+        """Create everything, after asking. Raises RehearsalOverError if that fails, and
+        ConfigError, before anything is made, if it is there already."""
+        if there := "; ".join(self._submitter("status").left()):
+            raise ConfigError(
+                f"{there}: a rehearsal of this name goes on, or has left it; "
+                f"{self._deletes()}, or give another --launch.name"
+            )
+        self._made = True
+        try:
+            self._act("create", yes=self._options.yes)
+        except (ConfigError, SecurityError):  # Nothing is asked of the cloud before.
+            self._made = False
+            raise
+        if not self._options.yes and not self._submitter("status").left():
+            self._made = False
+            raise RehearsalOverError("nothing was made: nobody said yes")
 
     def status(self) -> dict[str, Any]:
         """Return the run's status; nothing while nobody answers."""
@@ -330,6 +386,7 @@ class Launched:
         self.unheard = ""
         try:
             found = self._submitter("status").status()
+            self._heard = True
         except CommandError as error:
             self.unheard = f"; the last look at it failed: {error}"
         return found
@@ -341,17 +398,47 @@ class Launched:
 
     def end(self) -> tuple[Path, str]:
         """Stop it, copy its records where the engine can, delete all of it; return
-        where the records are, and the engine's list of what is left."""
+        where the records are, and the engine's list of what is left. The disk stays
+        if the records are still on it alone."""
+        folder = command.folder_of(self._config, self._path) / "results"
+        if not self._made:
+            return folder, f"{NOTHING}, since nothing was made"
         gke = self._options.on == "gke"
-        for action in ("stop", "results", "delete") if gke else ("stop", "delete"):
-            with contextlib.suppress(RehearsalOverError):
-                self._act(action, disk=gke and action == "delete")
+        self._ends("stop")
+        disk = gke and (not self._heard or self._ends("results"))
+        for _ in range(DELETIONS):
+            if self._ends("delete", disk=disk):
+                break
         try:
             left = "; ".join(self._submitter("status").left())
         except CommandError as error:
             left = f"nobody knows: {error}"
-        folder = command.folder_of(self._config, self._path) / "results"
-        return folder, left or "nothing, by the engine's list"
+        told = f"{NOTHING}, by the engine's list"
+        if left:
+            told = f"{left}; {self._deletes()}"
+        if is_bucket(checkpoints := self._config.placement.checkpoints):
+            told += f"; snapshots are in {checkpoints}"
+        return folder, told
+
+    def _ends(self, action: command.Action, **how: Any) -> bool:
+        """Return whether the action was carried out: the next one comes all the
+        same."""
+        try:
+            self._act(action, **how)
+        except (RehearsalOverError, ConfigError, SecurityError, OSError) as error:
+            logger.warning("%s", error)
+        except KeyboardInterrupt:
+            logger.warning("interrupted; what was made is deleted all the same")
+        else:
+            return True
+        return False
+
+    def _deletes(self) -> str:
+        """Return the line that deletes all of it."""
+        return (
+            f"`diloco launch {self._path} --on {self._options.on} --launch.name "
+            f"{self._config.launch.name} --action delete --disk` deletes it"
+        )
 
     def _submitter(self, action: command.Action) -> Any:
         options = dataclasses.replace(self._options, action=action)

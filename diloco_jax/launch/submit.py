@@ -171,9 +171,10 @@ class Submitter:
 
     def left(self) -> list[str]:
         """Return what there is of the launch, each with its state, by asking the cloud
-        for every part. Raises CommandError if it does not answer."""
+        for every part that a launch deletes. Raises CommandError if it does not
+        answer."""
         self._prepare()
-        states = {r.what: _state_of(r) for r in self._resources()}
+        states = {r.what: _state_of(r) for r in self._resources() if r.delete}
         return [f"{what}: {state}" for what, state in states.items() if state]
 
     def logs(self) -> None:

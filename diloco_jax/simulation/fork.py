@@ -110,6 +110,8 @@ def run(
     changes = require_forkable(recorded, config, options, workdir)
     config = with_islands(config, options)
     new = Path(config.placement.workdir) if config.placement.workdir else None
+    if new is not None and new.resolve() == workdir.resolve():
+        raise ConfigError(f"--workdir {new} is the run itself; name a new folder")
     try:
         with bar(console, "reading the tape") as report:
             read = functools.partial(
@@ -198,19 +200,24 @@ def rows_of(recording: Recording, first: int, last: int) -> list[tuple[int, int]
     from diloco_jax.data.loading import load_data
     from diloco_jax.data.reader import LeasedPositions
 
-    run, rows = recording.config.run, set[int]()
+    run, drawn = recording.config.run, set[int]()
     index = load_data(run).index(run.seed)
+    steps: dict[Who, list[tuple[int, int]]] = {}
     for merge in recording.merges[first - 1 : last]:
         for part in merge.made.contributions:
-            life = recording.lives[Who(part.island, part.incarnation)]
-            size, leased = life.config.batch_size, LeasedPositions()
-            for _, record in life.records:
-                if record.kind == "granted":
-                    leased.grant(Span(record.start, record.stop))
-            positions = leased.draw(part.end * size)
-            assert positions is not None, f"{life.who} made steps without data"
-            rows.update(map(index.number, map(int, positions[part.start * size :])))
-    return [(row, row + 1) for row in sorted(rows)]
+            who = Who(part.island, part.incarnation)
+            steps.setdefault(who, []).append((part.start, part.end))
+    for who, parts in steps.items():
+        life, leased = recording.lives[who], LeasedPositions()
+        for _, record in life.records:
+            if record.kind == "granted":
+                leased.grant(Span(record.start, record.stop))
+        size = life.config.batch_size
+        positions = leased.draw(max(end for _, end in parts) * size)
+        assert positions is not None, f"{who} made steps without data"
+        for start, end in parts:
+            drawn.update(map(int, positions[start * size : end * size]))
+    return [(row, row + 1) for row in sorted(set(map(index.number, drawn)))]
 
 
 def _go_on(

@@ -3,9 +3,12 @@ an engine in the cloud, against fake commands."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,12 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.files import write_json
 from diloco_jax.hardware.machines import MeasuredValue, Measurements
-from diloco_jax.launch import rehearse
+from diloco_jax.launch import command, findings, rehearse
 from diloco_jax.launch.command import LaunchOptions
+from diloco_jax.launch.command import run as launch
 from diloco_jax.launch.findings import NOT_TRIED, Comparison
 from diloco_jax.launch.rehearse import RehearseOptions
-from diloco_jax.launch.submit import CommandError
+from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.observability.tape import JsonLines, Tape
 
 STEP_S, SECONDS, MB = 0.5, 20, 1e6
@@ -164,6 +168,27 @@ def test_the_plan_gets_what_was_measured(tmp_path):
     assert found.device_memory_bytes["b"].value == 16e9
 
 
+def test_the_quiet_time_ends_where_an_island_came_back(tmp_path):
+    """Nobody knows of kills where records are read alone."""
+    recorded(tmp_path)
+    judged = judge(tmp_path, [])
+    lines = [{"step": 5, "time": 1.0}, {"step": 0, "time": 60.0}]
+    assert findings._restarted(lines) == 60.0
+    assert findings._restarted(lines[:1]) == math.inf
+    line = {"island": "a", "kind": "island", "phase": "training", "stalled_seconds": 0}
+    times = [(1, 1.0), (2, 2.0), (3, 3.0), (1, 60.0), (9, 70.0)]
+    own = {"a": [{**line, "step": step, "time": time} for step, time in times]}
+    assert findings._quiet(own)["a"].per_step("time") == 1.0
+    assert judged._quiet
+
+
+def test_the_memory_of_a_cpu_is_not_that_of_a_slice(tmp_path):
+    recorded(tmp_path)
+    judged = judge(tmp_path, [])
+    judged._config = PLANNED.replace("islands.a.topology", "v6e:1x1")
+    assert judged.measurements().device_memory_bytes.keys() == {"b", "c"}
+
+
 def test_what_was_not_tried_says_so(tmp_path):
     recorded(tmp_path)
     (tmp_path / run_files.METRICS).unlink()
@@ -201,7 +226,9 @@ def rehearsed(config, options) -> tuple[int, str]:
 def test_tpu_vms_get_lines_to_type(config, cloud):
     code, page = rehearsed(config, RehearseOptions(on="tpu_vm"))
     assert code == 1
-    assert "diloco launch two.py --on tpu_vm --rehearse" in page
+    named = "two.py --launch.name two-rehearsal --on tpu_vm"
+    assert f"diloco launch {named} --rehearse; later: diloco rehearse two.py" in page
+    assert f"diloco launch {named} --action delete" in page
     assert "a kill, and a return | merged again | not tried | type `gcloud" in page
     assert "What is left: nobody can know" in page
     assert not cloud.things, "nothing was bought"
@@ -230,10 +257,82 @@ def test_a_look_that_failed_is_told(config, monkeypatch):
     assert "no answer at two.internal" in engine.unheard
 
 
-def test_the_runs_folder_of_checkpoints_is_left_alone(config):
-    config = config.replace("placement.checkpoints", "gs://bucket/run")
-    ours = rehearse._rehearsed(config, None, "two.py", 60.0, "w")
-    assert not ours.placement.checkpoints
+def test_what_is_there_already_is_neither_taken_nor_deleted(config, cloud):
+    named = dataclasses.replace(config.launch, name="two-rehearsal")
+    there = dataclasses.replace(config, launch=named)
+    options = LaunchOptions(on="gke", yes=True, unplanned=True)
+    assert launch(there, "two.py", options) == 0
+    own = config.replace("placement.workdir", f"{config.placement.workdir}-b")
+    things = set(cloud.things)
+    with pytest.raises(ConfigError, match=r"goes on, or has left.*--action delete"):
+        rehearsed(own, RehearseOptions(on="gke", yes=True))
+    assert set(cloud.things) == things
+
+
+def test_without_a_yes_it_ends_at_once(config, cloud, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    code, page = rehearsed(config, RehearseOptions(on="gke"))
+    assert code == 1
+    assert "nobody said yes" in page
+    assert "What is left: nothing, since nothing was made" in page
+
+
+@pytest.mark.parametrize("error", [KeyError("islands"), KeyboardInterrupt()])
+def test_what_was_bought_is_given_back_whatever_happens(
+    error, config, cloud, monkeypatch
+):
+    """A deletion is broken off, too: by a second Ctrl-C, or a lost connection."""
+
+    def fail(_):
+        raise error
+
+    act, broken = command._act, []
+
+    def act_or_break(submitter, options):
+        if options.action == "delete" and not broken:
+            broken.append(options)
+            raise KeyboardInterrupt
+        act(submitter, options)
+
+    monkeypatch.setattr(rehearse.Launched, "status", fail)
+    monkeypatch.setattr(command, "_act", act_or_break)
+    with contextlib.suppress(KeyError):
+        _, page = rehearsed(config, RehearseOptions(on="gke", yes=True))
+        assert "What is left: nothing, by the engine's list" in page
+    assert broken
+    assert not [thing for thing in cloud.things if "two-rehearsal" in str(thing)]
+
+
+def test_records_that_were_not_copied_stay_on_the_disk(config, cloud, monkeypatch):
+    monkeypatch.setattr(rehearse.Launched, "look_s", 0.01)
+    act = command._act
+
+    def no_results(submitter, options):
+        if options.action == "results":
+            raise CommandError("the connection was lost")
+        act(submitter, options)
+
+    monkeypatch.setattr(command, "_act", no_results)
+    monkeypatch.setattr(
+        Submitter, "status", lambda _: {"phase": "running", "islands": {}}
+    )
+    options = RehearseOptions(on="gke", yes=True, max_minutes=0.001)
+    code, page = rehearsed(config, options)
+    assert code == 1
+    assert re.search(r"What is left: .*persistentvolumeclaim.*--disk` deletes it", page)
+
+
+def test_the_run_that_matters_keeps_its_checkpoints_and_its_workdir(config, cloud):
+    own = config.replace("placement.checkpoints", "gs://mine/run")
+    ours = rehearse._rehearsed(own, None, "two.py", 60.0, "w")
+    assert ours.placement.checkpoints.startswith("gs://mine/run/rehearsal-")
+    workdir = Path(config.placement.workdir)
+    workdir.mkdir()
+    (workdir / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has config\.json of a run"):
+        rehearsed(config, RehearseOptions(on="gke", yes=True))
+    assert not cloud.things
 
 
 def test_a_workdir_has_one_rehearsal(config, cloud):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -158,6 +159,17 @@ def test_a_row_that_is_skipped_is_computed_and_not_predicted(text, monkeypatch):
     assert result.summary["tokens_predicted"] == learned * 16
 
 
+@pytest.mark.parametrize(
+    "ranges",
+    [[(2, 3), (0, 1), (1, 2)], [(5, 9), (0, 7)], [(-4, 2), (8, 30)], [(3, 4), (3, 4)]],
+)
+def test_ranges_of_skipped_rows_may_come_in_any_order(ranges):
+    tens = mock.MagicMock(fields={})
+    tens.__getitem__.return_value = {"tokens": np.zeros(3, np.int32)}
+    found = [bool(Skipping(tens, ranges)[row]["weights"].sum()) for row in range(10)]
+    assert found == [not any(a <= row < b for a, b in ranges) for row in range(10)]
+
+
 def test_rows_of_merges_are_those_that_their_steps_drew(parent):
     recording = read_recording(parent[0])
     rows = {row for row, _ in fork.rows_of(recording, AT + 1, AT + 2)}
@@ -197,6 +209,18 @@ def test_what_cannot_be_is_refused(parent, options, at, answer, capsys):
     code, _, said = forked(parent, capsys, *options, at=at)
     wanted = answer.format(run=parent[0], tape=parent[0] / "tape.jsonl")
     assert (code, wanted in said) == (2, True), said
+
+
+def test_a_fork_never_writes_into_its_run(parent, tmp_path, capsys):
+    """A copy with config and tape alone looks like a run that came to nothing."""
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for name in ("config.json", "tape.jsonl"):
+        shutil.copy(parent[0] / name, copied)
+    options = ["--without", "b", "--workdir", tmp_path / "." / "copied"]
+    code, _, said = forked((copied,), capsys, *options)
+    assert (code, "is the run itself; name a new folder" in said) == (2, True), said
+    assert {path.name for path in copied.iterdir()} == {"config.json", "tape.jsonl"}
 
 
 def test_a_run_that_does_not_repeat_here_has_another_way(parent, monkeypatch, capsys):
