@@ -1,6 +1,7 @@
 """An island counts how often its steps used a row, as its books count its steps."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -218,6 +219,14 @@ def test_a_name_without_rows_is_refused() -> None:
     run = untied()
     model = build(run)._replace(uses={"tabel": USES["table"]})
     with pytest.raises(ConfigError, match="the use of tabel, and no tensor with"):
+        build_plan(run, model)
+
+
+@pytest.mark.parametrize("most", [0.0, -1.0, math.inf, math.nan])
+def test_a_token_uses_some_rows_and_not_all_there_are(most: float) -> None:
+    run = untied()
+    model = build(run)._replace(uses={"embedding": Use("chosen", per_token=most)})
+    with pytest.raises(ConfigError, match=rf"uses {most} rows of embedding at most"):
         build_plan(run, model)
 
 
