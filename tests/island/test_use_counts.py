@@ -104,6 +104,14 @@ def test_counts_that_overflow_show_the_right_difference(counts) -> None:
     assert taken(counts)[0] == [2, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("told", [np.zeros(5, np.uint32), np.uint32(3)])
+def test_counts_of_another_shape_are_refused(counts, monkeypatch, told) -> None:
+    name = Use(lambda batch: told)
+    monkeypatch.setattr(counts, "_total", {name: np.zeros(ROWS, np.uint32)})
+    with pytest.raises(ConfigError, match=r"counts of shape \(.*tensor has \(6,\)"):
+        step(counts, 0)
+
+
 def test_padding_is_no_input() -> None:
     tokens = np.array([[3, 1, 1, 2, 0, 0]])
     segments = np.array([[1, 1, 2, 2, 0, 0]])
