@@ -469,7 +469,8 @@ class FragmentMerge:
 
         `outer.advance` advances the outer optimizer's state and `recovered` the
         merge rule's. A publish of the flush advances neither. digest: goes on over the
-        new Theta. unused: that of the merge; these rows' momentum rests again.
+        new Theta. unused: that of the merge; these rows' momentum rests again, and so
+        does the state of the rule.
         """
         anchor = self._new(state.anchor)
         published = [
@@ -490,11 +491,14 @@ class FragmentMerge:
         if final:
             return FragmentState(anchor, anchor, state.outer, state.rules)
         change = [new - old for new, old in zip(anchor, state.anchor, strict=True)]
+        # A rule with a state sees whole deltas: nobody used any row, or all count.
         rules = tuple(
             merging.recovered(rule_for(p, self.rule), own, _own_order(p, moved))
-            if jax.tree.leaves(own)
+            if jax.tree.leaves(own) and index not in unused
             else own
-            for p, own, moved in zip(self.pieces, state.rules, change, strict=True)
+            for index, (p, own, moved) in enumerate(
+                zip(self.pieces, state.rules, change, strict=True)
+            )
         )
         if self._by_block:
             each = [(moved,) for moved in change]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from diloco_jax.dashboard.timeline import (
     Timeline,
     count_of,
 )
+
+T = TypeVar("T")
 
 LETTERS = "jctsqa"
 """Letter of each of `STATES` in a lane."""
@@ -242,7 +244,7 @@ def _curves(
         ),
         "merged_loss": [
             [*point, round(float(np.interp(point[0], edges, so_far)))]
-            for point in merged[-MERGED_LOSSES_SHOWN:]
+            for point in _thinned(merged, MERGED_LOSSES_SHOWN)
         ],
         "tokens": np.round((so_far[1:] + so_far[:-1]) / 2).tolist(),
         "computed": total("tokens", seconds),
@@ -256,6 +258,12 @@ def _curves(
         "mfu": _rounded(mfu, 4),
         **{name: _rounded(means[name], digits) for name, digits in DIGITS.items()},
     }
+
+
+def _thinned(points: list[T], most: int) -> list[T]:
+    """Return at most that many of the points, evenly, and always the newest."""
+    every = max(1, math.ceil(len(points) / most))
+    return points[::-every][::-1]
 
 
 def _mean(sums: Array, counts: Array) -> Array:

@@ -141,7 +141,9 @@ class Timing:
         weights of its predictions, 0 if it is not known. adopted: a fragment was
         adopted since the step before."""
         if adopted and self._losses:
-            self._at_adoptions.append(value - self._losses[-1])
+            change = value - self._losses[-1]
+            if math.isfinite(change):  # A step that was skipped has no loss.
+                self._at_adoptions.append(change)
         self._losses.append(value)
         self._predicted += predicted
 

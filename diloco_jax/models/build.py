@@ -5,6 +5,7 @@ The model is the bundled transformer, or that of `model.factory`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,12 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
         """Tell if merges and outer steps treat the bands of a piece as the whole."""
         return by_element and merging.may_cut(piece, rule)
 
+    for path, use in model.uses.items():
+        if not 0 < use.per_token < math.inf:
+            raise ConfigError(
+                f"the model says that a token uses {use.per_token} rows of {path} at "
+                f"most; give per_token a finite number above 0"
+            )
     by_use = {
         path: use.per_token
         for path, use in model.uses.items()

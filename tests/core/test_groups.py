@@ -4,13 +4,14 @@ weights by use of the rows of its first axis."""
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from merges import assert_same
 
 from diloco_jax import compilation
 from diloco_jax.core.codecs import decode_uses, encode_uses, get_codec
-from diloco_jax.core.families import MERGE_RULES
+from diloco_jax.core.families import MERGE_RULES, Fold
 from diloco_jax.core.fragment_merge import FragmentMerge, FragmentState, MergeResult
 from diloco_jax.core.fragments import (
     Bands,
@@ -340,6 +341,43 @@ def test_a_row_that_nobody_used_keeps_its_bits(optimizer: str) -> None:
 def momenta(state: FragmentState) -> list[np.ndarray]:
     pairs = zip(PIECES, state.outer, strict=True)
     return [p.grid.from_tiles(_leaves(own["optimizer"])[0]) for p, own in pairs]
+
+
+def test_the_state_of_a_rule_rests_where_nobody_used_the_piece() -> None:
+    class Steps(Fold):
+        def start(self, shape):
+            return jnp.zeros(())
+
+        def recovered(self, state, change):
+            return state + 1
+
+        def init(self, shape):
+            return jnp.zeros(shape)
+
+        def add(self, sums, delta, weight, state):
+            return sums + weight * delta
+
+        def finish(self, sums, share, state):
+            return share * sums, state + 1
+
+    plain = merge_of("nesterov", "f32")
+    merge = dataclasses.replace(plain, pieces=(OTHER, BIAS), rule=Steps())
+    state = merge.begin([np.ones(p.shape, np.float32) for p in merge.pieces])
+    own = [merge.up.encode(np.ones(p.shape, np.float32)) for p in merge.pieces]
+    payload = merge.layout_up.pack([*own, encode_uses(np.zeros(1, np.uint32))])
+    made = merge.merge(
+        state,
+        [payload],
+        [merge.squares(payload)],
+        [1.0],
+        share=1.0,
+        final=False,
+        last=(),
+        tokens=[TOKENS],
+    )
+    assert [float(own) for own in made.state.rules] == [1, 0]
+    again = merge.replay(state, made.payload, final=False, unused=made.unused)
+    assert_same(again.rules, made.state.rules)
 
 
 @pytest.mark.parametrize("route", ["xla", "native"])

@@ -94,6 +94,38 @@ def test_all_is_reached_by_keyboard(browser, addresses):
     browser.wait("document.querySelector('#islands tr.chosen') !== null")
 
 
+def test_a_place_where_none_of_many_islands_has_a_loss_is_told(browser, addresses):
+    browser.open(addresses[64], *SIZES["desk"], "light")
+    browser.wait(DRAWN)
+    none = (
+        "Array.from({length: 64}, (_, n) => ({seriesName: `${n}`, value: [0, null]}))"
+    )
+    chart = "echarts.getInstanceByDom(document.getElementById('loss'))"
+    told = browser.value(f"{chart}.getOption().tooltip[0].formatter({none})")
+    assert told.endswith("no island told its loss")
+
+
+def test_what_did_not_change_is_not_read_aloud_again(browser, addresses):
+    browser.open(addresses[3], *SIZES["desk"], "light")
+    browser.wait(DRAWN)
+    browser.wait("document.querySelectorAll('#events tbody tr').length > 3")
+    drawn = browser.value(WATCHED)
+    browser.wait(f"Number(document.body.dataset.drawn) > {drawn}")
+    assert browser.value("aloud") == []
+
+
+WATCHED = """
+window.aloud = [];
+for (const place of document.querySelectorAll('[role=status], [aria-live]'))
+  new MutationObserver(() => aloud.push(place.id))
+    .observe(place, {childList: true, subtree: true, characterData: true});
+const drawn = Number(document.body.dataset.drawn);
+document.getElementById('live').click();
+drawn
+"""
+"""Begin to note places that are read aloud when they change; have the page drawn."""
+
+
 def test_the_slider_shows_the_run_as_it_was(browser, addresses):
     browser.open(addresses[3], *SIZES["desk"], "light")
     browser.wait(DRAWN)

@@ -10,7 +10,12 @@ import pytest
 from made_runs import BEGIN, COMPILE_S, MadeRun, Outage
 
 from diloco_jax.dashboard.timeline import Timeline
-from diloco_jax.dashboard.view import Window, find_events, view
+from diloco_jax.dashboard.view import (
+    MERGED_LOSSES_SHOWN,
+    Window,
+    find_events,
+    view,
+)
 
 MOST_BYTES = 200_000
 MOST_SECONDS = 0.1
@@ -123,6 +128,17 @@ def test_curves_are_those_of_the_run(short):
     assert all(8 < value < 10.5 for value in middle if value is not None)
     assert curves["times"][0] > BEGIN + 50
     assert curves["times"][-1] < BEGIN + 90
+
+
+def test_the_merged_model_s_curve_spans_the_window_however_many_points_it_has():
+    timeline = Timeline()
+    for cycle in range(1000):
+        point = {"time": BEGIN + cycle, "cycle": cycle, "eval_loss": 9.0}
+        timeline.metrics({"kind": "merged_model", **point})
+    drawn = seen(timeline, 0, 1000)["curves"]["merged_loss"]
+    assert len(drawn) <= MERGED_LOSSES_SHOWN
+    assert drawn[0][1] < 5
+    assert drawn[-1][1] == 999
 
 
 def test_where_the_time_went_adds_up(short):

@@ -75,3 +75,10 @@ def test_an_adoption_is_told_by_the_losses_around_it():
     for number in range(LOSS_STEPS):
         timing.loss(float(number), adopted=True)
     assert timing.measures().adoption_loss == (7 - 1.25) / LOSS_STEPS
+
+
+def test_a_step_without_a_loss_tells_nothing_of_the_adoption_before_it():
+    timing = Timing(0.0)
+    for loss in (2.0, math.nan, 1.0, 1.5):
+        timing.loss(loss, adopted=True)
+    assert timing.measures().adoption_loss == 0.5

@@ -1,6 +1,7 @@
 """An island counts how often its steps used a row, as its books count its steps."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +102,14 @@ def test_counts_that_overflow_show_the_right_difference(counts) -> None:
     counts.restart(0)
     step(counts, 0, 0)
     assert taken(counts)[0] == [2, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("told", [np.zeros(5, np.uint32), np.uint32(3)])
+def test_counts_of_another_shape_are_refused(counts, monkeypatch, told) -> None:
+    name = Use(lambda batch: told)
+    monkeypatch.setattr(counts, "_total", {name: np.zeros(ROWS, np.uint32)})
+    with pytest.raises(ConfigError, match=r"counts of shape \(.*tensor has \(6,\)"):
+        step(counts, 0)
 
 
 def test_padding_is_no_input() -> None:
@@ -218,6 +227,14 @@ def test_a_name_without_rows_is_refused() -> None:
     run = untied()
     model = build(run)._replace(uses={"tabel": USES["table"]})
     with pytest.raises(ConfigError, match="the use of tabel, and no tensor with"):
+        build_plan(run, model)
+
+
+@pytest.mark.parametrize("most", [0.0, -1.0, math.inf, math.nan])
+def test_a_token_uses_some_rows_and_not_all_there_are(most: float) -> None:
+    run = untied()
+    model = build(run)._replace(uses={"embedding": Use("chosen", per_token=most)})
+    with pytest.raises(ConfigError, match=rf"uses {most} rows of embedding at most"):
         build_plan(run, model)
 
 

@@ -84,13 +84,15 @@ function plain(points, format) {
 }
 
 // Many curves are told by their lowest, middle and highest, and the chosen one.
-function spread(points, format) {
+function spread(points, format, chosen) {
   if (points.length <= FEW + 2) return plain(points, format);
   const islands = points.filter((point) => point.seriesName !== "merged model" && point.value[1] !== null)
     .sort((one, other) => one.value[1] - other.value[1]);
+  if (!islands.length) return ["no island told its loss"];
   const [low, middle, high] = [islands[0], islands[islands.length >> 1], islands.at(-1)];
   return [`lowest ${low.seriesName}: ${format(low.value[1])}`, `median: ${format(middle.value[1])}`,
-    `highest ${high.seriesName}: ${format(high.value[1])}`];
+    `highest ${high.seriesName}: ${format(high.value[1])}`,
+    ...plain(points.filter((point) => point.seriesName === chosen), format)];
 }
 
 export function drawCurves(view, chosen) {
@@ -107,7 +109,7 @@ export function drawCurves(view, chosen) {
   colour: islandColour(view, name, chosen) }));
   const merged = curves.merged_loss.map(([time, , value]) => [time - view.span[0], value]);
   series.push({ name: "merged model", data: merged, colour: colour("ink"), wide: true, points: true });
-  draw("loss", view, series, { format: loss, tip: spread });
+  draw("loss", view, series, { format: loss, tip: (told, format) => spread(told, format, chosen) });
 
   course(view, loss);
 
@@ -135,11 +137,13 @@ function course(view, format) {
   const islands = curves.tokens.map((tokens, n) => [tokens, curves.mean_loss[n]]);
   const points = curves.merged_loss.map(([, , value, tokens]) => [tokens, value]);
   if (typeof status.eval_loss === "number" && view.window[1] >= view.span[1]) points.push([status.tokens, status.eval_loss]);
-  const until = Math.max(1, ...[...islands, ...points].map(([tokens]) => tokens));
+  const tokens = [...islands, ...points].map(([at]) => at);
+  const from = Math.min(...tokens);
+  const until = Math.max(from + 1, ...tokens);
   draw("course", view, [
     { name: "islands, on what they train on", data: islands, colour: colour("quiet") },
     { name: "merged model, on validation text", data: points, colour: colour("ink"), wide: true, points: true },
-  ], { format, span: [islands[0]?.[0] ?? 0, until], axis: OVER_TOKENS });
+  ], { format, span: [from, until], axis: OVER_TOKENS });
 }
 
 // What a curve cannot say: what is not known, and shares of what there is.

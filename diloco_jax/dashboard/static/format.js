@@ -59,6 +59,11 @@ export function moment(unix) {
   return new Date(unix * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" });
 }
 
+// Say a text where it is not said yet: what is live is read aloud whenever it is set.
+export function say(place, text) {
+  if (place.textContent !== text) place.textContent = text;
+}
+
 // Make an element with properties and children, without any text read as HTML.
 export function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);

@@ -13,7 +13,7 @@ const PLAY_SHARE = 0.01;
 const at = (id) => document.getElementById(id);
 const shown = { view: null, until: null, chosen: null, playing: false, asked: 0, eventsKey: "" };
 const lanes = new Lanes(at("lanes"), at("lanes-tip"), at("lanes-said"), at("lanes-legend"), choose);
-const merges = new Merges(at("merges"), at("merges-tip"), at("merges-said"), at("merges-legend"));
+const merges = new Merges(at("merges"), at("merges-tip"), at("merges-said"), at("merges-aloud"), at("merges-legend"));
 let timer = 0;
 
 function choose(name) {

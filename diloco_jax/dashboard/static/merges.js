@@ -3,8 +3,8 @@ import { colour, count, duration, islandColour, legend, percent } from "./format
 import { fitted } from "./lanes.js";
 
 export class Merges {
-  constructor(canvas, tip, said, list) {
-    Object.assign(this, { canvas, tip, said, list, at: null });
+  constructor(canvas, tip, said, aloud, list) {
+    Object.assign(this, { canvas, tip, said, aloud, list, at: null });
     canvas.addEventListener("pointermove", (event) => this.point(event));
     canvas.addEventListener("pointerleave", () => this.leave());
     canvas.addEventListener("blur", () => this.leave());
@@ -69,8 +69,8 @@ export class Merges {
       ["took no part", none, ""], ["its base was a version behind, or more", bad, "thin"]]);
     this.canvas.setAttribute("aria-label", this.summary());
     if (!view.merges.length) this.said.textContent = "No merge in this window.";
-    else if (!this.at) this.said.textContent = this.summary();
-    if (this.at) this.tell();
+    else if (this.at === null) this.said.textContent = this.summary();
+    if (this.at !== null) this.tell();
   }
 
   summary() {
@@ -108,7 +108,7 @@ export class Merges {
     const from = this.at ?? this.view.merges.length;
     this.at = Math.min(this.view.merges.length - 1, Math.max(0, from + move));
     this.tell();
-    this.said.textContent = this.tip.textContent.replace("\n", " ");
+    this.said.textContent = this.aloud.textContent = this.tip.textContent.replace("\n", " ");
   }
 
   tell() {

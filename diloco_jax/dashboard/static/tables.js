@@ -1,5 +1,5 @@
 // What is shown as text: numbers of the run, islands, alerts, events, goodput.
-import { bytes, clock, colour, count, duration, islandColour, make, moment, percent } from "./format.js";
+import { bytes, clock, colour, count, duration, islandColour, make, moment, percent, say } from "./format.js";
 import { last } from "./curves.js";
 import { statesOf } from "./lanes.js";
 
@@ -20,14 +20,16 @@ export function drawNumbers(view) {
   // The phase says it already where both are one word.
   at("health").hidden = state === phase && !why.length;
   at("health").className = state;
-  at("health").replaceChildren(make("b", { textContent: state }), why.slice(0, 4).join("; ") +
-    (why.length > 4 ? `; and ${why.length - 4} more` : ""));
+  const reasons = why.slice(0, 4).join("; ") + (why.length > 4 ? `; and ${why.length - 4} more` : "");
+  if (at("health").textContent !== state + reasons) {
+    at("health").replaceChildren(make("b", { textContent: state }), reasons);
+  }
   at("phase").textContent = phase;
   at("phase").className = `badge ${{ done: "done", stopped: "stopped", "no answer": "away" }[phase] ?? ""}`;
   at("progress").value = status.progress ?? 0;
   const notice = status.unreachable ??
     (view.read < 1 ? `reading what is recorded: ${percent(view.read)}` : "");
-  at("notice").textContent = notice;
+  say(at("notice"), notice);
   at("notice").hidden = !notice;
 
   const islands = Object.values(status.islands ?? {});

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diloco_jax.config import IslandConfig
+from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.config.config import check_batch
 from diloco_jax.core.codecs import encode_uses
 from diloco_jax.core.fragments import LAYERS, FragmentPlan
@@ -448,7 +448,7 @@ class UseCounts:
             if rows is None:
                 rows = _rows_here(batch, placed)
             for part in rows:
-                total[use] = total[use] + use.counted(part)
+                total[use] = total[use] + _fitting(use.counted(part), total[use])
         self._total = total
 
     def take(self, fragment: int) -> tuple[jax.Array, ...]:
@@ -506,6 +506,17 @@ class UseCounts:
             self._hosts,
             part,
         )
+
+
+def _fitting(counts: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Return counts of a shape that `Use` allows; numpy would repeat others."""
+    if np.shape(counts) not in (total.shape, total.shape[-1:]):
+        raise ConfigError(
+            f"a function in the model's uses returned counts of shape "
+            f"{np.shape(counts)}, and its tensor has {total.shape} of them: give "
+            f"one for each row, or one alone of a tensor that is used as one"
+        )
+    return counts
 
 
 def _rows_here(batch: Batch, placed: Placed) -> list[dict[str, np.ndarray]]:
