@@ -76,6 +76,11 @@ def test_what_cannot_be_drawn_says_why(found):
     )
     with pytest.raises(ConfigError, match=r"'v5p' has \d+ eval.* over 'seconds'"):
         plot_losses({"v5p": recorded})
+    for wrong in (found, found.runs["K = 1"][0], found.runs["K = 1"]):
+        with pytest.raises(ConfigError, match=r"'mine' is no History.*found\.history"):
+            plot_losses({"mine": wrong})
+    with pytest.raises(ConfigError, match="over = 'steps'; choose from tokens, sec"):
+        found.plot_loss(over="steps")
     assert plot_losses({"v5p": recorded}, over="seconds").get_xlabel() == "seconds"
 
 
@@ -87,6 +92,7 @@ def test_what_cannot_be_drawn_says_why(found):
         ({"a": {}}, [4, 4], "one comes twice"),
         ({}, [0], "settings has 0 entries"),
         ({"a": {}}, [], "seeds has 0"),
+        ({"a": {}}, 3, r"seeds = 3; give each of them, as in range\(3\)"),
     ],
 )
 def test_a_wrong_sweep_is_refused_before_any_run(text, settings, seeds, message):
