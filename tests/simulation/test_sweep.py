@@ -29,7 +29,7 @@ def test_runs_are_those_of_emulate(found, text):
     alone = emulate(config, options=OPTIONS)
     one = found.runs["K = 1"][1]
     assert one.summary["eval_loss"] == alone.summary["eval_loss"]
-    assert len(one.history.evaluations["loss"]) == 8, "one a merge"
+    assert len(one.history.evaluations["loss"]) == 9, "one a merge, and the end"
     assert len(alone.history.evaluations["loss"]) == 0, "none was asked for"
 
 
@@ -48,6 +48,23 @@ def test_the_table_compares_runs_of_one_seed(found):
     assert table.loc["K = 2", ["over_first", "half"]].tolist() == [0, 0]
     assert list(table["runs"]) == [2, 2]
     assert "K = 1" in found._repr_html_()
+
+
+def test_a_run_shows_its_numbers(found):
+    run = found.runs["K = 1"][1]
+    lost = {"died": 3, "stopped": 4}
+    shown = dataclasses.replace(run, summary={**run.summary, "tokens_lost": lost})
+    assert "<th>tokens_lost</th><td>7</td>" in shown._repr_html_()
+    merged = f"{run.summary['tokens_merged']:,}"
+    assert f"<th>tokens_merged</th><td>{merged}</td>" in run._repr_html_()
+
+
+def test_a_curve_ends_with_the_last_merge(found):
+    for run in (run for runs in found.runs.values() for run in runs):
+        merges, judged = run.history.merges, run.history.evaluations
+        assert judged["time"][-1] == merges["time"][-1]
+        assert merges["final"][-1], "it is of the flush, which adds no tokens"
+        assert judged["loss"][-1] < judged["loss"][0]
 
 
 def test_one_seed_has_no_interval(found):
