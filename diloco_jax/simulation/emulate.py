@@ -292,7 +292,10 @@ class Emulation:
             **self.summary,
             "tokens_lost": sum(self.summary["tokens_lost"].values()),
         }
-        rows = {name: f"{numbers[name]:,.10g}" for name in names}
+        rows = {
+            name: f"{number:,}" if isinstance(number, int) else f"{number:.5g}"
+            for name, number in ((name, numbers[name]) for name in names)
+        }
         return as_html(
             {**rows, "virtual seconds": f"{self.summary['wall_seconds']:,.1f}"}
         )
