@@ -66,7 +66,10 @@ class Family(Generic[M]):
             load(self.checker)(member)
         except Exception as error:
             where = (_line(error, name) or _defined(member)) if ":" in name else ""
-            raise ValueError(f"{where}{said(error)}") from error
+            remedy = (
+                "; it is a class: name an instance" if inspect.isclass(member) else ""
+            )
+            raise ValueError(f"{where}{said(error)}{remedy}") from error
 
 
 @functools.cache
@@ -190,7 +193,8 @@ def _line(error: Exception, reference: str) -> str:
 def _defined(member: Any) -> str:
     """Return the line of its file at which a member begins, or ""."""
     try:
-        found = member if inspect.isfunction(member) else type(member)
+        named = inspect.isfunction(member) or inspect.isclass(member)
+        found = member if named else type(member)
         return f"line {inspect.getsourcelines(found)[1]}: "
     except (OSError, TypeError):
         return ""

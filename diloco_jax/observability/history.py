@@ -282,13 +282,27 @@ def plot_losses(
       The matplotlib axes.
 
     Raises:
-      ConfigError: a run has no evaluation of its merged model to draw; names it.
+      ConfigError: a run is no History, or has no evaluation of its merged model to
+        draw; names it.
     """
+    if over not in (columns := {"tokens": "tokens", "seconds": "time"}):
+        raise ConfigError(f"over = {over!r}; choose from {', '.join(columns)}")
+    column, ends = columns[over], {}
+    each = {
+        label: [given] if isinstance(given, History) else given
+        for label, given in histories.items()
+    }
+    for label, runs in each.items():
+        if not isinstance(runs, Sequence) or not all(
+            isinstance(run, History) for run in runs
+        ):
+            raise ConfigError(
+                f"{label!r} is no History, nor a list of them; give that of a run, as "
+                f"in found.history of an emulation or read_history(workdir)"
+            )
     if axes is None:
         _, (axes,) = paper(7.5, 3.8, layout="constrained")
-    column, ends = {"tokens": "tokens", "seconds": "time"}[over], {}
-    for number, (label, given) in enumerate(histories.items()):
-        runs = [given] if isinstance(given, History) else given
+    for number, (label, runs) in enumerate(each.items()):
         colour, style = LINES[number % len(LINES)]
         for run in runs:
             judged = run.evaluations

@@ -288,7 +288,14 @@ class Emulation:
 
     def _repr_html_(self) -> str:
         names = ("eval_loss", "tokens_merged", "tokens_lost", "merges", "goodput")
-        rows = {name: f"{self.summary[name]:,.6g}" for name in names}
+        numbers = {
+            **self.summary,
+            "tokens_lost": sum(self.summary["tokens_lost"].values()),
+        }
+        rows = {
+            name: f"{number:,}" if isinstance(number, int) else f"{number:.5g}"
+            for name, number in ((name, numbers[name]) for name in names)
+        }
         return as_html(
             {**rows, "virtual seconds": f"{self.summary['wall_seconds']:,.1f}"}
         )
@@ -503,6 +510,9 @@ class _Emulator:
         self._attendance.close()
         self._show({**self._status(), "phase": "evaluating"})
         params = self._store.params()
+        if self._options.evaluate_every_tokens and self._merges:
+            # The last merges, of the flush, come after the last tokens.
+            add_last(self._evaluations, self._merges[-1], self._judge.loss(params))
         return emulation(
             self._config,
             self._world,
@@ -650,6 +660,16 @@ def world_of(
         },
         before=before,
     )
+
+
+def add_last(
+    evaluations: list[tuple[float, int, float]], merge: Sequence[Any], loss: float
+) -> None:
+    """Add the loss after the last merge of a run, if it is not there yet. merge: its
+    row, which begins with time and tokens."""
+    now, tokens, *_ = merge
+    if evaluations[-1:] != [(now, tokens, loss)]:
+        evaluations.append((now, tokens, loss))
 
 
 def emulation(

@@ -57,6 +57,7 @@ from diloco_jax.simulation.emulate import (
     Attendance,
     Emulation,
     Judge,
+    add_last,
     check,
     emulation,
     readers,
@@ -374,6 +375,9 @@ class _Laboratory:
             for act, norms in zip(commits, self._merges.norms, strict=True)
         ]
         evaluations = [(now, at, own[seed]) for now, at, own in self._evaluations]
+        params = self._merges.params(seed)
+        if self._options.evaluate_every_tokens and merges:
+            add_last(evaluations, merges[-1], self._judge.loss(params))
         return emulation(
             self._configs[seed],
             tape.world,
@@ -381,7 +385,7 @@ class _Laboratory:
             tape.alerts,
             collect(attendance.diaries, merges, evaluations),
             self._judge,
-            self._merges.params(seed),
+            params,
         )
 
     # ---- its state on disk ----------------------------------------------------------

@@ -108,12 +108,14 @@ def sweep(
         the config as it is. The first one is what the others are compared with.
       seeds: of parameters and data; one run of each setting for each of them.
       options: as for `emulate`; without `evaluate_every_tokens` the merged model is
-        evaluated 20 times a run.
+        evaluated 20 times a run, and after its last merge.
 
     Raises:
       ConfigError: naming the setting, field, values and remedy; before any run.
     """
     options = options or EmulationOptions()
+    if not isinstance(seeds, Iterable):
+        raise ConfigError(f"seeds = {seeds!r}; give each of them, as in range(3)")
     seeds = tuple(seeds)
     if not settings or not seeds:
         raise ConfigError(

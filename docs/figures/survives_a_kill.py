@@ -53,7 +53,7 @@ def make(workdir: Path) -> Figure:
         )
     left.axvspan(start, end, color=GREY, alpha=0.3, lw=0)
     left.annotate(
-        f"{killed} is killed, and away for {end - start:.0f} s",
+        f"{killed} is killed, and makes no step for {end - start:.0f} s",
         (end, 0),
         (6, 6),
         textcoords="offset points",

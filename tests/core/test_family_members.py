@@ -75,6 +75,13 @@ def test_an_unfit_member_is_refused_with_field_and_line(
     assert re.search(said, found), found
 
 
+def test_a_class_is_refused_with_its_line_and_the_remedy(tmp_path: Path) -> None:
+    name = written(tmp_path, "mean").replace(":sign", ":Sign")
+    found = refusal(merge=name)
+    assert found.startswith(f"sync.merge = {name!r}: line 6: TypeError: ")
+    assert found.endswith("; it is a class: name an instance")
+
+
 CLAIMS = """\
 import jax.numpy as jnp
 

@@ -29,7 +29,7 @@ def test_runs_are_those_of_emulate(found, text):
     alone = emulate(config, options=OPTIONS)
     one = found.runs["K = 1"][1]
     assert one.summary["eval_loss"] == alone.summary["eval_loss"]
-    assert len(one.history.evaluations["loss"]) == 8, "one a merge"
+    assert len(one.history.evaluations["loss"]) == 9, "one a merge, and the end"
     assert len(alone.history.evaluations["loss"]) == 0, "none was asked for"
 
 
@@ -48,6 +48,23 @@ def test_the_table_compares_runs_of_one_seed(found):
     assert table.loc["K = 2", ["over_first", "half"]].tolist() == [0, 0]
     assert list(table["runs"]) == [2, 2]
     assert "K = 1" in found._repr_html_()
+
+
+def test_a_run_shows_its_numbers(found):
+    run = found.runs["K = 1"][1]
+    lost = {"died": 3, "stopped": 4}
+    shown = dataclasses.replace(run, summary={**run.summary, "tokens_lost": lost})
+    assert "<th>tokens_lost</th><td>7</td>" in shown._repr_html_()
+    merged = f"{run.summary['tokens_merged']:,}"
+    assert f"<th>tokens_merged</th><td>{merged}</td>" in run._repr_html_()
+
+
+def test_a_curve_ends_with_the_last_merge(found):
+    for run in (run for runs in found.runs.values() for run in runs):
+        merges, judged = run.history.merges, run.history.evaluations
+        assert judged["time"][-1] == merges["time"][-1]
+        assert merges["final"][-1], "it is of the flush, which adds no tokens"
+        assert judged["loss"][-1] < judged["loss"][0]
 
 
 def test_one_seed_has_no_interval(found):
@@ -76,6 +93,11 @@ def test_what_cannot_be_drawn_says_why(found):
     )
     with pytest.raises(ConfigError, match=r"'v5p' has \d+ eval.* over 'seconds'"):
         plot_losses({"v5p": recorded})
+    for wrong in (found, found.runs["K = 1"][0], found.runs["K = 1"]):
+        with pytest.raises(ConfigError, match=r"'mine' is no History.*found\.history"):
+            plot_losses({"mine": wrong})
+    with pytest.raises(ConfigError, match="over = 'steps'; choose from tokens, sec"):
+        found.plot_loss(over="steps")
     assert plot_losses({"v5p": recorded}, over="seconds").get_xlabel() == "seconds"
 
 
@@ -87,6 +109,7 @@ def test_what_cannot_be_drawn_says_why(found):
         ({"a": {}}, [4, 4], "one comes twice"),
         ({}, [0], "settings has 0 entries"),
         ({"a": {}}, [], "seeds has 0"),
+        ({"a": {}}, 3, r"seeds = 3; give each of them, as in range\(3\)"),
     ],
 )
 def test_a_wrong_sweep_is_refused_before_any_run(text, settings, seeds, message):
