@@ -140,7 +140,8 @@ def _lanes(
             "out": _levels(out[n] / width),
             "marks": _levels(np.minimum(marks[n], 1.0)),
             "away_s": round(away.get(lane.name, 0.0), 1),
-            "lost_tokens": round(sums["lost_tokens"][lane.row] / timeline.fragments),
+            # A part of a token is in flight, as in the summary.
+            "lost_tokens": int(sums["lost_tokens"][lane.row] / timeline.fragments),
             "merged_tokens": round(
                 sums["merged_tokens"][lane.row] / timeline.fragments
             ),
@@ -327,7 +328,7 @@ def _where_it_went(
     reasons: dict[str, float] = {}
     for time, reason, tokens in timeline.lost:
         if window.start <= time < window.stop:
-            share = round(tokens / timeline.fragments)
+            share = int(tokens / timeline.fragments)
             reasons[reason] = reasons.get(reason, 0.0) + share
     return {"parts": shares, "lost": reasons}
 

@@ -265,7 +265,7 @@ class Failures:
             failure = self._begin(name, self._heard(name, time), "")
             failure.incarnation = incarnation
         of_fragments = line["lost_tokens_by_fragment"]
-        failure.lost_tokens += round(sum(of_fragments) / max(1, len(of_fragments)))
+        failure.lost_tokens += sum(of_fragments) // max(1, len(of_fragments))
         failure.replaced = True
         said = f": {line['said']}" if line["said"] else ""
         failure.why = ENDS.get(reason, failure.why) + said
