@@ -225,13 +225,14 @@ def _stop_loss(config: Config, options: RehearseOptions) -> tuple[float, str]:
     each_s = sum(per_hour.values()) / 3600
     if options.on and options.max_price and each_s:
         limit_s = min(limit_s, options.max_price / each_s)
-    ends = f"it ends after {limit_s / 60:.3g} minutes at the latest"
+    ends = f"it ends after {limit_s / 60:.3g} minutes"
     if options.on is None:
         return limit_s, f"processes of this machine, nothing is paid; {ends}"
+    ends += "; what creates, stops or deletes machines then is awaited"
     if not per_hour:
         return limit_s, f"price per hour: unknown, give --price; {ends}"
-    most = f"at most {each_s * limit_s:.2f} in all"
-    return limit_s, f"{price_sentence(per_hour)}; {most}, and {ends}"
+    most = f"at most {each_s * limit_s:.2f} by then"
+    return limit_s, f"{price_sentence(per_hour)}; {most}; {ends}"
 
 
 def _planned(

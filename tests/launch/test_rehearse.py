@@ -207,7 +207,7 @@ def test_what_was_not_tried_says_so(tmp_path):
         (
             {"on": "gke", "price": "v6e=3,v5p=3,coordinator=0", "max_price": 6.0},
             300.0,
-            "at most 6.00 in all, and it ends after 5 minutes",
+            "at most 6.00 by then; it ends after 5 minutes; what creates",
         ),
     ],
 )
