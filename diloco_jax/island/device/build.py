@@ -118,7 +118,9 @@ def compile_each(lowered: Programs, count: int, left: Left) -> None:
         program.compile()
 
 
-def compile_programs(lowered: Programs, count: int, left: Left) -> None:
+def compile_programs(
+    lowered: Programs, count: int = 0, left: Left = lambda _: None
+) -> None:
     """Compile programs as `compile_each`.
 
     Raises NotCompiledError for a status that may pass, and ConfigError for whatever
