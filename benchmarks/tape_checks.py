@@ -199,8 +199,10 @@ def lost_merges_problems(tape: Sequence[Record]) -> list[str]:
 
 
 def outage_seconds(tape: Sequence[Record]) -> list[float]:
-    """Return the seconds for which each crash of the coordinator silenced the tape."""
-    return [r["time"] - r["since"] for r in tape if r["kind"] == "recovered"]
+    """Return the seconds for which each crash of the coordinator silenced the tape; a
+    stop of the whole run is none."""
+    back = (r for r in tape if r["kind"] == "recovered" and r["since"])
+    return [r["time"] - r["since"] for r in back]
 
 
 def _recount(
