@@ -96,7 +96,8 @@ OF_RUN = {
 """Likewise, of what needs a run."""
 ELSEWHERE = {
     "run": "the test below, and of the table: test_terminal.py",
-    "chaos": "as run",
+    **dict.fromkeys(("chaos", "rehearse"), "as run"),
+    "fork": "as replay, then as emulate",
     "island": "it is a service; its start is in its log",
     "worker": "as island",
     "manifest": "tests/data/test_text.py",

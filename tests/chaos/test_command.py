@@ -90,7 +90,9 @@ def going_on(tmp_path):
     write_json({n: [c.pid] for n, c in made.items()}, tmp_path / run_files.PROCESSES)
     write_config_json(config(), tmp_path / run_files.CONFIG)
     tape = Tape(tmp_path / run_files.TAPE)
-    tape.append({"kind": "merged", "time": 1.0, "contributions": []})
+    merged = {"fragment": 0, "version": [1, 1], "final": False, "verdicts": {}}
+    merged |= {"contributions": [], "share": 1.0, "digest": ""}
+    tape.append({"kind": "merged", "time": 1.0, **merged})
     tape.close()
     yield tmp_path, made
     for child in made.values():
