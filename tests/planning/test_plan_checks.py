@@ -387,7 +387,7 @@ def test_sixty_four_islands_are_those_of_two_and_pass_on_slow_links():
     assert refusals(terms) == []
     # One process is too few, and the plan knows what it lacks.
     alone = terms.changed({"placement.workers": 1})
-    assert {"egress", "memory", "merging"} <= {r.check for r in refusals(alone)}
+    assert {"cores", "memory", "merging"} <= {r.check for r in refusals(alone)}
     whole = mended(alone)
     assert refusals(alone.changed(whole.change)) == []
 
