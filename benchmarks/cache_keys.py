@@ -19,6 +19,8 @@ import sys
 from typing import Any, NoReturn
 from unittest import mock
 
+import support
+
 from diloco_jax.config import IslandConfig, RunConfig, SyncConfig
 from diloco_jax.planning.compiling import environment_of
 
@@ -31,15 +33,20 @@ class AskedError(Exception):
 
 
 def main() -> int:
-    """Compare two hosts, or be one: its number is the argument then."""
-    if len(sys.argv) > 1:
+    """Compare two hosts, or be one."""
+    parser = support.parser(__doc__)
+    parser.add_argument("--host", type=int, help="print the keys of this host")
+    host = parser.parse_args().host
+    if host is not None:
         os.environ.update(environment_of(ISLAND))
-        print(json.dumps(keys(int(sys.argv[1]))))
+        print(json.dumps(keys(host)))
         return 0
     one, other = (
         json.loads(
             subprocess.run(
-                [sys.executable, __file__, host], stdout=subprocess.PIPE, check=True
+                [sys.executable, __file__, "--host", host],
+                stdout=subprocess.PIPE,
+                check=True,
             ).stdout
         )
         for host in "01"
