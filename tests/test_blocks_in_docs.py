@@ -35,6 +35,7 @@ RUN_BY = {
     "docs/models.md": "models/test_own_model.py",
     "docs/pictures.md": "weights/test_picture_models.py",
     "docs/python.md": "runtime/test_python_page.py",
+    "docs/replay.md": "simulation/test_fork.py",
     "docs/tpu.md": "launch/test_tpu_page.py",
     "docs/watching.md": "test_blocks_in_docs.py",
 }

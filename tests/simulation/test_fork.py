@@ -134,6 +134,8 @@ def test_rules_and_islands_may_be_others(parent, tmp_path, capsys):
     begins = read_history(parent[0]).merges["time"][AT - 1]
     usual = spike(parent[1].history, begins - 4, begins)
     assert spike(history, begins) > usual, "nothing is skipped"
+    block = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    exec(re.sub("runs/(first|calm)", str(tmp_path / "child"), block), {})
     axes = plot_losses({"fork": history}, over="seconds")
     assert axes.lines[0].get_xdata()[0] > begins
     axes = history.plot_loss(parent=parent[1].history)
