@@ -93,8 +93,10 @@ def own_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
-    """As it was, after a command of the package that sets one."""
+    """As it was, after a command of the package that sets one, or a benchmark that
+    says less."""
     logger = logging.getLogger("diloco_jax")
     level = logger.level
+    logging.disable(logging.NOTSET)
     yield
     logger.setLevel(level)

@@ -81,7 +81,7 @@ def test_measures_are_bounded_and_only_losses_may_be_nan(field: str) -> None:
     whole = isinstance(getattr(messages.Measures(), field), int)
     for value in (-1, 2**63) if whole else (-1.0, NAN, INF, 1e300):
         measures = {field: value}
-        if field in ("loss", "eval_loss", "watched_loss"):
+        if field in ("loss", "eval_loss", "watched_loss", "adoption_loss"):
             decode(report(1), measures=measures)
             continue
         with pytest.raises(RemoteProtocolError, match=rf"\$\.measures\.{field}"):
