@@ -15,8 +15,7 @@ from diloco_jax.coordinator.holding.store import RETAINED_PUBLISHES, Store
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.kernels import Passes
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import Passes, TileGrid
 from diloco_jax.protocol.messages import Contribution, Version
 
 SIDE = 4096

@@ -33,7 +33,7 @@ from diloco_jax.errors import ConfigError
 from diloco_jax.files import is_bucket, of_home
 
 if TYPE_CHECKING:  # It imports jax, which commands that only start processes lack.
-    from diloco_jax.core.kernels import Each, Passes
+    from diloco_jax.core.tiles import Each, Passes
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +296,7 @@ def route_of(passes: Passes | None) -> Route:
 def _passes() -> Passes:
     """Load the library; compile it if it is not there, or cannot be loaded because a
     machine stopped while it was written. Raises NativeError."""
-    from diloco_jax.core.kernels import Passes
+    from diloco_jax.core.tiles import Passes
 
     cores = machine.cores()
     pool = ThreadPoolExecutor(cores, "diloco-merge-tiles")
@@ -314,7 +314,7 @@ def _passes() -> Passes:
 
 def _compile(path: Path) -> None:
     """Compile the source to this path. Raises NativeError, OSError."""
-    from diloco_jax.core.kernels import FLAGS, SOURCES
+    from diloco_jax.core.tiles import FLAGS, SOURCES
 
     named = os.environ.get("CC")
     found = [c for c in ((named,) if named else COMPILERS) if shutil.which(c)]
@@ -344,7 +344,7 @@ def _compile(path: Path) -> None:
 
 def _key() -> str:
     """Return a name that changes with the source, the flags and the processor."""
-    from diloco_jax.core.kernels import FLAGS, SOURCES
+    from diloco_jax.core.tiles import FLAGS, SOURCES
 
     parts = [source.read_bytes() for source in SOURCES]
     parts += [" ".join((*FLAGS, *OF_THIS_MACHINE, platform.machine())).encode()]

@@ -82,6 +82,6 @@ def test_source_flags_and_processor_name_the_library(monkeypatch) -> None:
     names = [compilation._key()]
     monkeypatch.setattr("diloco_jax.machine.instructions", lambda: "fpu vme")
     names.append(compilation._key())
-    monkeypatch.setattr("diloco_jax.core.kernels.FLAGS", ("-O1",))
+    monkeypatch.setattr("diloco_jax.core.tiles.FLAGS", ("-O1",))
     names.append(compilation._key())
     assert len(set(names)) == 3

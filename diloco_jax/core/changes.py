@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
-from diloco_jax.core.codecs import Codec, flush_subnormals
+from diloco_jax.core.codecs import Codec, compiled, flush_subnormals
 from diloco_jax.core.families import AdoptRule, Alpha, Arrays
-from diloco_jax.core.kernels import ArrayLike, compiled
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import MOST_ELEMENTS, ArrayLike, TileGrid, blocks
 
 
 @jax.jit
@@ -136,3 +137,36 @@ REBASE = Formula(lambda local, base, anchor, alpha: moved(local, base, anchor))
 """anchor + (local - base), which loses no step."""
 KEEP = dataclasses.replace(REBASE, keeps_pending=True)
 """The rule "rebase", beside a delta that no version has yet."""
+
+
+# ---- how long a change is ----------------------------------------------------------
+
+
+def tile_squares(tiles: ArrayLike) -> list[float]:
+    """Return the sum of the squares of each tile of f32[n, elements], in f64."""
+    found: list[float] = []
+    for rows in blocks(*tiles.shape):
+        part = tiles if rows.stop - rows.start == len(tiles) else tiles[rows]
+        with jax.enable_x64(True):
+            halved: npt.NDArray[np.float64] = np.asarray(halved_squares(part))
+        found += halved.sum(axis=1).tolist()
+    return found
+
+
+@jax.jit
+def halved_squares(tiles: jax.Array) -> jax.Array:
+    """Return f64[n, an odd number]: the squares, one half added to the other again and
+    again. So the order of the sum is given, and vectors add it.
+
+    A tile of more than `MOST_ELEMENTS` is cut into runs of so many, with zeros at the
+    end, and the result is f64[n, runs].
+    """
+    squares = jnp.square(tiles.astype(jnp.float64))
+    count, elements = squares.shape
+    if elements > MOST_ELEMENTS:
+        squares = jnp.pad(squares, ((0, 0), (0, -elements % MOST_ELEMENTS)))
+        squares = squares.reshape(-1, MOST_ELEMENTS)
+    while squares.shape[1] % 2 == 0:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    return squares.reshape(count, -1)

@@ -12,7 +12,9 @@ compilers flush them and others do not. A value that is not finite must decode a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,20 @@ import numpy.typing as npt
 from jax import lax
 
 from diloco_jax.core.families import CODECS, TileCodec
-from diloco_jax.core.kernels import ArrayLike, compiled
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import ArrayLike, TileGrid
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(
+    *static: int, donates: tuple[int, ...] = ()
+) -> Callable[[Function], Function]:
+    """Compile a function with `jax.jit`; its arguments of these numbers are static."""
+    made: Any = functools.partial(
+        jax.jit, static_argnums=static, donate_argnums=donates
+    )
+    return made  # type: ignore[no-any-return]
+
 
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 

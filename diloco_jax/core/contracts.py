@@ -31,9 +31,8 @@ from diloco_jax.core.fragments import (
     get_piece,
     plan_fragments,
 )
-from diloco_jax.core.kernels import ArrayLike
 from diloco_jax.core.merging import Encoded, merge_piece, recovered, start
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import ArrayLike, TileGrid
 
 SHAPES = ((64, 64), (5,))
 """Shapes of the pieces: of four tiles, and of one."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import jax
     import optax
 
-    from diloco_jax.core.kernels import ArrayLike
+    from diloco_jax.core.tiles import ArrayLike
 
 
 class Weighting(Protocol):
@@ -262,7 +262,7 @@ class OuterOptimizer(Protocol):
     determines its merged delta may have `delta_of(updates, state, momentum)`, which
     returns the delta from which it makes these updates in that state: it keeps its
     state through a crash of the coordinator up to the last merge.
-    `native_step` names the step of `core/kernels.py` that computes an optimizer of the
+    `native_step` names the step of `core/tiles.py` that computes an optimizer of the
     package.
     """
 

@@ -33,10 +33,19 @@ from diloco_jax.core.changes import apply_to_tiles, publish_tiles
 from diloco_jax.core.codecs import Codec, decode_uses
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece
-from diloco_jax.core.kernels import ArrayLike, Empty, Passes, Step, blocks
 from diloco_jax.core.merging import Encoded, MergedPiece, merge_piece, rule_for
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
-from diloco_jax.core.tiles import MOST_ELEMENTS, TileGrid, digest_arrays, named
+from diloco_jax.core.tiles import (
+    MOST_ELEMENTS,
+    ArrayLike,
+    Empty,
+    Passes,
+    Step,
+    TileGrid,
+    blocks,
+    digest_arrays,
+    named,
+)
 
 SAMPLED = 64
 """Number of a piece's tiles per sampled tile."""

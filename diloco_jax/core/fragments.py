@@ -43,7 +43,7 @@ from diloco_jax.core.tiles import USE_BYTES, TileGrid, ballot_bytes
 
 if TYPE_CHECKING:
     from diloco_jax.core.codecs import Codec
-    from diloco_jax.core.kernels import ArrayLike
+    from diloco_jax.core.tiles import ArrayLike
 
 MOST_STRIPES = 256
 ALIGNED = (8, 128)

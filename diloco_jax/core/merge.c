@@ -7,7 +7,7 @@ with -ffp-contract=off and without -ffast-math.
 
 All arrays of a piece lie in the order of its tiles. `n` is the number of elements of a
 tile, `tiles` the number of tiles in this call. Each function returns 0, or 1 if there
-is no memory. Codecs and steps are numbered as in kernels.py. */
+is no memory. Codecs and steps are numbered as in tiles.py. */
 
 #include "codec.h"
 

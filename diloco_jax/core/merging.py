@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.codecs import Codec
+from diloco_jax.core.changes import tile_squares
+from diloco_jax.core.codecs import Codec, compiled
 from diloco_jax.core.families import (
     Elementwise,
     Fold,
@@ -35,15 +36,7 @@ from diloco_jax.core.families import (
     Whole,
 )
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.kernels import (
-    BLOCK_ELEMENTS,
-    ArrayLike,
-    Passes,
-    blocks,
-    compiled,
-    tile_squares,
-)
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import BLOCK_ELEMENTS, ArrayLike, Passes, TileGrid, blocks
 
 
 def weight(weighting: Weighting, tokens: int, steps: int) -> float:

@@ -21,16 +21,10 @@ import numpy as np
 import optax
 
 from diloco_jax.core import inner
+from diloco_jax.core.changes import tile_squares
+from diloco_jax.core.codecs import compiled
 from diloco_jax.core.families import OUTER_OPTIMIZERS, Arrays, OuterOptimizer
-from diloco_jax.core.kernels import (
-    Empty,
-    Step,
-    StepKind,
-    Values,
-    compiled,
-    tile_squares,
-)
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import Empty, Step, StepKind, TileGrid, Values
 
 
 class Sgd:
@@ -285,7 +279,7 @@ def native_kind(settings: OuterSettings) -> StepKind | None:
 
 
 class NativeStep(NamedTuple):
-    """An outer step of one piece by the merge route "native" (`core/kernels.py`)."""
+    """An outer step of one piece by the merge route "native" (`core/tiles.py`)."""
 
     step: Step
     trace: Values | None = None

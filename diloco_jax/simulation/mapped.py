@@ -20,12 +20,11 @@ import numpy.typing as npt
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator.holding.store import merges_of, params_of, weights_by
-from diloco_jax.core.changes import publish_fragment
+from diloco_jax.core.changes import halved_squares, publish_fragment
 from diloco_jax.core.codecs import Codec, decode_piece
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragment_merge import FragmentState, is_fit, length
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
-from diloco_jax.core.kernels import halved_squares
 from diloco_jax.core.merging import MEAN, merge_stacked, rule_for
 from diloco_jax.core.outer import fragment_step
 from diloco_jax.core.tiles import TileGrid

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from merges import PIECES, assert_same, merged, merger
 
-from diloco_jax.core import kernels
+from diloco_jax.core import tiles
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import CODECS, MERGE_RULES
 from diloco_jax.core.fragment_merge import (
@@ -38,7 +38,7 @@ from diloco_jax.core.tiles import TileGrid
 def test_the_size_of_blocks_changes_no_bit(rule, optimizer, monkeypatch) -> None:
     whole = merged(merger(rule, optimizer))
     for elements in (1, 5000):
-        monkeypatch.setattr(kernels, "BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
         assert_same(merged(merger(rule, optimizer)), whole)
 
 

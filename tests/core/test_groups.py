@@ -20,7 +20,6 @@ from diloco_jax.core.fragments import (
     get_piece,
     plan_fragments,
 )
-from diloco_jax.core.kernels import Passes
 from diloco_jax.core.merging import (
     MEAN,
     Encoded,
@@ -31,7 +30,7 @@ from diloco_jax.core.merging import (
     rule_for,
 )
 from diloco_jax.core.outer import OuterSettings
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import Passes, TileGrid
 
 EXPERTS = 6
 

@@ -15,15 +15,14 @@ from merges import assert_same, merged, merger, same_bits
 from xxhash import xxh3_128
 
 from diloco_jax.compilation import passes_of
-from diloco_jax.core import kernels, outer
+from diloco_jax.core import changes, outer, tiles
 from diloco_jax.core.changes import publish_tiles
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import CODECS
-from diloco_jax.core.kernels import CODECS as KNOWN
-from diloco_jax.core.kernels import Passes, Step, tile_bytes
 from diloco_jax.core.merging import Encoded
 from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
-from diloco_jax.core.tiles import digest_arrays, named
+from diloco_jax.core.tiles import CODECS as KNOWN
+from diloco_jax.core.tiles import Passes, Step, digest_arrays, named, tile_bytes
 
 pytestmark = pytest.mark.optimized
 
@@ -70,7 +69,7 @@ def test_they_know_the_codecs_of_the_package() -> None:
 def test_squares(passes, codec, elements, seed) -> None:
     (delta,) = deltas(np.random.default_rng(seed), codec, 1, (2, elements))
     decoded = get_codec(codec).decode_tiles(delta, elements)
-    assert passes.tile_squares(codec, delta, elements) == kernels.tile_squares(decoded)
+    assert passes.tile_squares(codec, delta, elements) == changes.tile_squares(decoded)
     assert passes.squares(codec, delta, elements) == pytest.approx(
         float(np.sum(np.square(np.asarray(decoded), dtype=np.float64))), rel=1e-12
     )
@@ -271,5 +270,5 @@ def test_neither_blocks_nor_threads_change_a_bit(passes, monkeypatch) -> None:
     with ThreadPoolExecutor(4) as pool:
         divided = Passes(passes.path, pool.map)
         for elements in (1, 5000):
-            monkeypatch.setattr(kernels, "BLOCK_ELEMENTS", elements)
+            monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
             assert_same(merged(merger(passes=divided)), whole)

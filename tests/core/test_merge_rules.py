@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces import merge_deltas
 
-from diloco_jax.core import kernels, merging, tiles
+from diloco_jax.core import merging, tiles
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.contracts import merges_bands_alike
 from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS, MergeRule
@@ -255,7 +255,7 @@ def test_encoded_deltas_are_merged_as_decoded_ones_are(rule, monkeypatch) -> Non
     plain = Encoded.of([codec.decode(e, shape) for e in encoded])
     state = start(rule, shape)
     one = merge_piece(rule, Encoded(codec, shape, encoded), [1, 2, 3], 1.0, state)
-    monkeypatch.setattr(kernels, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1)
     other = merge_piece(rule, plain, [1, 2, 3], 1.0, state)
     np.testing.assert_array_equal(one.delta, other.delta)
     assert one.square == other.square

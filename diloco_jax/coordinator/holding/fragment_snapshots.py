@@ -49,7 +49,7 @@ from diloco_jax.coordinator.snapshots import (
     versions,
 )
 from diloco_jax.core.fragments import Buffer, FragmentPlan, Params, get_piece
-from diloco_jax.core.kernels import Empty
+from diloco_jax.core.tiles import Empty
 from diloco_jax.files import is_bucket, sync_path, write_json
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.holding import (

@@ -55,9 +55,14 @@ from diloco_jax.core.fragments import (
     from_pieces,
     get_piece,
 )
-from diloco_jax.core.kernels import Passes
 from diloco_jax.core.merging import Encoded, capped, rule_for, tokens, weight
-from diloco_jax.core.tiles import digest_all, digest_arrays, named, sha256_arrays
+from diloco_jax.core.tiles import (
+    Passes,
+    digest_all,
+    digest_arrays,
+    named,
+    sha256_arrays,
+)
 from diloco_jax.protocol.messages import Contribution, Version
 from diloco_jax.wire.bulk import FetchSource, part_name, source_of
 from diloco_jax.wire.errors import VersionGone

@@ -38,7 +38,7 @@ from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragment_merge import Arrays, MergeResult
 from diloco_jax.core.fragments import Buffer
-from diloco_jax.core.kernels import Passes
+from diloco_jax.core.tiles import Passes
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader, LeasedPositions
 from diloco_jax.files import digest_of, require_writable
