@@ -92,11 +92,7 @@ def own_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def log_level() -> Iterator[None]:
-    """As it was, after a command of the package that sets one, or a benchmark that
-    says less."""
-    logger = logging.getLogger("diloco_jax")
-    level = logger.level
+def log_level() -> None:
+    """None of its own, whatever a command, a benchmark or a module's fixture set."""
+    logging.getLogger("diloco_jax").setLevel(logging.NOTSET)
     logging.disable(logging.NOTSET)
-    yield
-    logger.setLevel(level)
