@@ -301,10 +301,10 @@ CONSTANTS = MachineRates(
 that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC,
 2026-11-24 and 25, merges took about half as much. The Xeon's rates are taken: the
 machines of `MACHINES` have Xeons, a store of 1 B parameters took there what these say
-(docs/results/raw/coordinator_scale.md), and of two measurements the slower one promises
+(docs/results/plan.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
 docs/results/raw/wire.md. Sealed files: written, 16 of 64 MiB in turn, on the Xeon,
-2026-11-26; read, `coordinator_scale --restore 100000000`, two cores of an AMD EPYC
+2026-11-26; read, `restore --parameters 100000000`, two cores of an AMD EPYC
 beside other work, 2026-11-30, most of it the kernel's for new pages. Digests:
 docs/results/raw/checksums.md. Draw: `init` of the preset 100m, the second time, on the
 EPYC beside other work, 2026-11-30."""
@@ -466,7 +466,7 @@ PROCESS_S = 30.0
 """
 RESTORED_MAX = 1.25
 """Seconds of a restore over those of its disk or its cores, whichever take longer: a
-bound of `benchmarks/coordinator_scale.py`."""
+bound of `benchmarks/restore.py`."""
 
 
 def state_seconds(
