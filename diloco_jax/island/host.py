@@ -80,7 +80,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -255,8 +255,11 @@ class Host(abc.ABC, Generic[L]):
         return self.hosts.index > 0
 
     def programs_left(self, count: int) -> None:
-        """Tell how many programs are still to be compiled or read from the cache."""
+        """Tell how many programs are still to be compiled or read from the cache.
+        Raises ConnectionLost if the island is to end before that."""
         self._tell_left(programs_left=count)
+        if (ending := self.mailbox.ending) is not None:
+            raise ConnectionLost(f"the island ends while it compiles: {ending.text}")
 
     def _tell_left(self, **left: int) -> None:
         """Tell that, or how many fragments are still to come; from any thread."""
@@ -269,6 +272,11 @@ class Host(abc.ABC, Generic[L]):
                 self.name,
                 *both.values(),
             )
+
+    @property
+    def starts(self) -> bool:
+        """True until the first step can be made."""
+        return self._loop is None
 
     @property
     def loop(self) -> L:

@@ -133,8 +133,9 @@ class Region(Handlers):
         self._kept: dict[tuple[int, Version], _Given] = {}
         """The oldest first."""
         self._memory, self._watch = ReceiveBuffers(), IdleWatch("diloco-region-watch")
-        self._lanes: dict[str, tuple[str, Transfers]] = {}
-        """The address of each donor that was asked, and what leads there."""
+        self._lanes: dict[str, tuple[str, float, Transfers]] = {}
+        """Each donor that was asked: its address, the seconds in which a connection is
+        made, and what leads there."""
 
     def begin(self, run_id: str) -> None:
         """Answer the islands of this run."""
@@ -150,7 +151,7 @@ class Region(Handlers):
             self._listener.close()
         with self._changed:
             lanes, self._lanes = list(self._lanes.values()), {}
-        for _, transfers in lanes:
+        for *_, transfers in lanes:
             transfers.cancel()
             transfers.close(0.0)
         self._watch.close(1.0)
@@ -283,13 +284,15 @@ class Region(Handlers):
         return fetched
 
     def _lane_to(self, island: str, address: str, within_s: float) -> Transfers:
-        """Return the transfers from a donor, which may have another address now."""
+        """Return the transfers from a donor, which may have another address now, or
+        much more or less time."""
+        # A donor that does not answer is left in time.
+        budget_s = min(self._deadlines.budget_s, 2 * within_s)
         with self._changed:
-            known, transfers = self._lanes.get(island, ("", None))
-            if known == address and transfers is not None:
+            known, had_s, transfers = self._lanes.get(island, ("", 0.0, None))
+            alike = budget_s / 2 <= had_s <= 2 * budget_s
+            if known == address and alike and transfers is not None:
                 return transfers
-            # A donor that does not answer is left in time.
-            budget_s = min(self._deadlines.budget_s, 2 * within_s)
             deadlines = dataclasses.replace(self._deadlines, budget_s=budget_s)
             connections = Connections(
                 address,
@@ -301,7 +304,7 @@ class Region(Handlers):
             )
             found = Transfers(connections, self._channels, deadlines, self._watch)
             found.memory = self._memory  # One for all of them.
-            self._lanes[island] = address, found
+            self._lanes[island] = address, budget_s, found
         if transfers is not None:
             transfers.cancel()
             transfers.close(0.0)  # Its idle threads would stay.

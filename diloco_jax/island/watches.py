@@ -37,7 +37,6 @@ from typing import Any, NoReturn
 import jax
 
 from diloco_jax import machine
-from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.island import world
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Mailbox
@@ -194,10 +193,12 @@ class HangWatch(HangDetector):
         )
 
 
-def end_hanging(stop: Callable[[Ending], None], text: str, within_s: float) -> NoReturn:
-    """End a process whose loop hangs; say goodbye by `stop` if there is time."""
-    _thread("goodbye", stop, Ending(EXIT_FAILED, text)).join(within_s)
-    leave_at_once(EXIT_FAILED)
+def end_hanging(
+    stop: Callable[[Ending], None], ending: Ending, within_s: float
+) -> NoReturn:
+    """End a process whose main thread hangs; say goodbye by `stop` if there is time."""
+    _thread("goodbye", stop, ending).join(within_s)
+    leave_at_once(ending.exit_code)
 
 
 class ShortageWatch:

@@ -3,6 +3,7 @@ compiled beside the train loop ends nothing."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import SimpleNamespace
 
@@ -11,9 +12,19 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
+from diloco_jax.config.placement import Deadlines
+from diloco_jax.island import main
+from diloco_jax.island.device.build import (
+    Later,
+    NotCompiledError,
+    compile_ahead,
+    compile_programs,
+)
+from diloco_jax.island.host import Host
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.main import TrainingHost
 from diloco_jax.island.world import ALONE, Hosts
+from diloco_jax.wire.errors import ConnectionLost
 
 
 class Refused:
@@ -87,6 +98,39 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
 
 
 PATIENCE_S = 60.0
+
+
+def test_a_host_that_is_asked_to_end_compiles_no_other_program():
+    class Ends(Program):
+        def compile(self):
+            super().compile()
+            mailbox.end(0, "asked to end by SIGTERM", "stopped")
+
+    mailbox, programs = Mailbox(), [Ends(), Program()]
+    host = SimpleNamespace(mailbox=mailbox, _tell_left=lambda **left: None)
+    left = functools.partial(Host.programs_left, host)
+    with pytest.raises(ConnectionLost, match="while it compiles: asked to end by"):
+        compile_programs(programs, 2, left)
+    assert [p.compiled.is_set() for p in programs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("starts", "asked", "ends"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_one_program_of_minutes_does_not_keep_a_host_that_is_to_end(
+    monkeypatch, starts, asked, ends
+):
+    mailbox, ended = Mailbox(), []
+    if asked:
+        mailbox.end(1, "preempted (SIGTERM)", "preempted")
+    monkeypatch.setattr(main, "end_hanging", lambda *given: ended.append(given))
+    monkeypatch.setattr(main.time, "sleep", lambda seconds: None)
+    host = SimpleNamespace(
+        starts=starts, stop="stop", mailbox=mailbox, deadlines=Deadlines(8.0)
+    )
+    main.end_starting(host)
+    assert ended == [("stop", mailbox.ending, 2.0)] * ends
 
 
 class Program:

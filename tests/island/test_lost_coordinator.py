@@ -315,6 +315,31 @@ def test_what_went_on_a_lost_stream_is_said_again_on_the_next(mailbox):
     assert streams.records == [[1], [1, 2]]
 
 
+def test_a_failed_donor_is_told_of_until_a_stream_has_it(mailbox):
+    said, streams = [], iter([ConnectionLost("it reads too slowly"), None])
+
+    def open_control(hello):
+        def send(message):
+            if error and not isinstance(message, messages.Report):
+                raise error
+            said.append(message)
+
+        error = next(streams)
+        welcome = messages.Welcome(run_id="r", term=1, resumed=False, versions=())
+        return SimpleNamespace(welcome=welcome, send=send)
+
+    link = Link(SimpleNamespace(open_control=open_control), hello, mailbox, DEADLINES)
+    mailbox.donors_failed(["b", "c"])
+    link.connect(WAIT_S)
+    with pytest.raises(ConnectionLost):
+        link._send_reports(link._connection)
+    link.connect(WAIT_S)
+    for _ in range(2):
+        link._send_reports(link._connection)
+    told = [m for m in said if isinstance(m, messages.DonorFailed)]
+    assert [failed.island for failed in told] == ["b", "c"]
+
+
 def test_an_anchor_goes_to_its_worker_of_which_the_welcome_did_not_know(
     coordinator, client, mailbox, stack
 ):

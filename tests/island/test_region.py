@@ -224,7 +224,7 @@ def test_a_donor_with_an_impossible_address_is_one_that_failed(regions, host):
 def test_a_donor_that_moves_leaves_no_threads(regions, config):
     have(regions["a"], PAYLOAD)
     found, _ = regions["b"].fetch_from(request_of("b"), sources_of(regions, "a"), SIZE)
-    _, before = regions["b"]._lanes["a"]
+    *_, before = regions["b"]._lanes["a"]
     regions["a"].close()
     regions["a"] = Region(config, "a", 0, COORDINATOR, "")
     regions["a"].begin(RUN_ID)
@@ -234,6 +234,19 @@ def test_a_donor_that_moves_leaves_no_threads(regions, config):
     for thread in before._fetch_pool._threads:
         thread.join(10.0)
         assert not thread.is_alive()
+
+
+def test_a_donor_has_the_time_of_each_publish_to_answer_a_connection(regions):
+    def connect_s(within_s):
+        lane = regions["b"]._lane_to("a", regions["a"].address, within_s)
+        return lane, lane._connections._deadlines.connect_s
+
+    first, short_s = connect_s(0.1)
+    assert connect_s(0.15) == (first, short_s), "not anew for a little more"
+    assert short_s <= 0.1
+    _, longer_s = connect_s(1.0)
+    assert longer_s == 1.0
+    assert connect_s(0.1)[1] == short_s
 
 
 @pytest.mark.parametrize("serve", ["", "0.0.0.0:0"])

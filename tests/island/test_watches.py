@@ -290,6 +290,7 @@ HANGING = """
 import logging, sys, threading
 from diloco_jax import process
 from diloco_jax.island.watches import HangWatch, end_hanging
+from diloco_jax.protocol.island.boundary import Ending
 logging.basicConfig(stream=sys.stderr)
 process.LOOK_S = 0.05
 class Loop:
@@ -303,7 +304,7 @@ def stop(ending):
     print("goodbye", ending.exit_code, ending.text, flush=True)
     BLOCKS
 def hangs(text):
-    end_hanging(stop, text, 0.3)
+    end_hanging(stop, Ending(1, text), 0.3)
 PART
 HangWatch(0.5, hangs).run(Loop())
 """
