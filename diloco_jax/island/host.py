@@ -47,7 +47,6 @@ from diloco_jax.island.hosts import (
     OrderThread,
     Refusal,
     SharedDecisions,
-    tell_refused,
 )
 from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Stepping
@@ -535,12 +534,17 @@ class Host(abc.ABC, Generic[L]):
 
     @contextlib.contextmanager
     def _telling(self, key: str) -> Iterator[None]:
-        """Tell the other hosts if the coordinator refuses the island."""
+        """Tell the other hosts if the coordinator refuses the island, under the key
+        that they wait for, so that they end as this host does."""
         try:
             yield
         except Refused as refused:
-            stop_s = self.deadlines.stop_s
-            self._refused = tell_refused(self.hosts, key, refused, stop_s)
+            refusal = Refusal(code=refused.code, message=refused.message)
+            hosts, stop_s = self.hosts, self.deadlines.stop_s
+            with contextlib.suppress(HostsError):
+                hosts.tell(key, msgspec.msgpack.encode(refusal))
+                heard = [hosts.hear(f"refused/{host}", stop_s) for host in hosts.others]
+                self._refused = None not in heard
             raise
 
     def _resend(self, request: ResendRequest) -> None:

@@ -91,19 +91,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Donors that failed it."""
 
 
-def tell_refused(hosts: Hosts, key: str, refused: Refused, patience_s: float) -> bool:
-    """Tell the other hosts of a refusal under the key that they wait for, so that they
-    end as this host does. Return True once all have heard."""
-    refusal = Refusal(code=refused.code, message=refused.message)
-    with contextlib.suppress(HostsError):
-        hosts.tell(key, msgspec.msgpack.encode(refusal))
-        heard = [hosts.hear(f"refused/{host}", patience_s) for host in hosts.others]
-        return None not in heard
-    return False
-
-
-LOOK_S = 1.0
-"""Seconds between two looks of host 0 whether another host is asked to end."""
+LOOK_S = 0.5
+"""Seconds for which host 0 listens if another host is asked to end, until it looks if
+it ends itself."""
 
 
 class LeaveWatch(NetworkThreads):
@@ -119,8 +109,8 @@ class LeaveWatch(NetworkThreads):
 
     def _watch(self) -> None:
         with contextlib.suppress(HostsError):  # Whoever waits for that host says so.
-            while not self._closing.wait(LOOK_S):
-                if (reason := self._hosts.look("leave")) is not None:
+            while not self._closing.is_set():
+                if (reason := self._hosts.hear("leave", LOOK_S)) is not None:
                     self._asked_to_end(reason.decode())
                     return
 

@@ -125,8 +125,8 @@ class Region(Handlers):
             max_hosts_each=1,
             bulk_channels=self._channels,
         )
-        self._serves = False
         self._run_id = ""
+        """Empty until it serves."""
         self._changed = threading.Condition()
         self._newest: dict[int, Version] = {}
         """The version that this host has of each fragment."""
@@ -140,12 +140,12 @@ class Region(Handlers):
     def begin(self, run_id: str) -> None:
         """Answer the islands of this run."""
         if self._listener is not None:
-            self._run_id, self._serves = run_id, True
+            self._run_id = run_id
             self._server.start(self._listener)
 
     def close(self) -> None:
         """Serve nobody, and end what is under way."""
-        if self._serves:
+        if self._run_id:
             self._server.stop(0.0)
         elif self._listener is not None:
             self._listener.close()
@@ -185,12 +185,11 @@ class Region(Handlers):
                 f"islands.{request.island}.region",
             )
         fragment, want = key = request.fragment, request.want
-
-        def is_here() -> bool:
-            return self._newest.get(fragment, NOTHING) >= want
-
         with self._changed:
-            here = self._changed.wait_for(is_here, self._deadlines.retry_max_s)
+            here = self._changed.wait_for(
+                lambda: self._newest.get(fragment, NOTHING) >= want,
+                self._deadlines.retry_max_s,
+            )
             self._expire()
             given = self._kept.get(key)
         if not here:
@@ -239,9 +238,8 @@ class Region(Handlers):
         right = sources.stripes.get(bulk.part_name(request.part))
         for donor in sources.donors if right is not None else ():
             try:
-                return self._asked(
-                    donor, request, sources.within_s, size, right
-                ), failed
+                found = self._asked(donor, request, sources.within_s, size, right)
+                return found, failed
             except VersionGone as gone:
                 logger.debug("island %s: %s", donor.island, gone)
             except (ValueError, WireError) as error:  # ValueError: of its address.

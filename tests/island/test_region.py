@@ -24,15 +24,13 @@ PART = (Box(0, (0,), (4,)),)
 COORDINATOR = "127.0.0.1:9"
 
 
-@pytest.fixture(params=["tls"])
-def config(request, tmp_path):
-    islands = {name: IslandConfig(region="near") for name in (*NAMES, "z")}
-    islands["z"] = IslandConfig()
-    config = Config(islands=islands).replace("time_budget_s", 4.0)
-    if request.param == "tls":
-        make_certificates(tmp_path, [], 1, islands=NAMES)
-        config = config.replace("certificates", str(tmp_path))
-    return config
+@pytest.fixture
+def config(tmp_path):
+    islands = {name: IslandConfig(region="near") for name in NAMES}
+    config = Config(islands=islands | {"z": IslandConfig()})
+    make_certificates(tmp_path, [], 1, islands=NAMES)
+    config = config.replace("time_budget_s", 4.0)
+    return config.replace("certificates", str(tmp_path))
 
 
 @pytest.fixture
@@ -186,22 +184,12 @@ def test_others_have_nothing(regions):
     with pytest.raises(Refused, match="region"):
         regions["a"].fetch(request_of("z"))
     with pytest.raises(Refused, match="serves run"):
-        regions["a"].fetch(
-            bulk.FetchRequest(
-                **{
-                    f: getattr(request_of("b"), f)
-                    for f in bulk.FetchRequest.__struct_fields__
-                }
-                | {"run_id": "another"}
-            )
-        )
+        regions["a"].fetch(replace(request_of("b"), run_id="another"))
     with pytest.raises(Busy):
         regions["a"].fetch(request_of("b", 9))
 
 
-def test_who_says_it_is_another_one_has_nothing(config, regions):
-    if not config.placement.certificates:
-        return
+def test_who_says_it_is_another_one_has_nothing(regions):
     have(regions["a"], PAYLOAD)
     sources = sources_of(regions, "a", within_s=1.0)
     assert regions["b"].fetch_from(request_of("c"), sources, SIZE) == (None, ["a"])

@@ -68,8 +68,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
     with Server() as server:
+        monkeypatch.setenv("GCE_METADATA_HOST", server.address)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
@@ -108,7 +109,7 @@ def noticed(mailbox, notice_s=WAIT_S):
 
 
 def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
-    watch = watch_metadata(noticed(mailbox), server.address)
+    watch = watch_metadata(noticed(mailbox))
     assert mailbox.ending is None
     server.preempted.set()
     text = "preempted (the metadata server)"
@@ -120,9 +121,8 @@ def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
     assert all("wait_for_change=true&last_etag=tag+1&" in path for path in others)
 
 
-def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox, monkeypatch):
+def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox):
     server.preempted.set()
-    monkeypatch.setenv("GCE_METADATA_HOST", server.address)
     watch_metadata(noticed(mailbox))
     assert wait_for_end(mailbox).exit_code == 1
 
@@ -134,7 +134,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server.answers = [200, 503, 503]
     server.preempted.set()
     monkeypatch.setattr(watches, "_ask", hiding_the_first(watches._ask))
-    watch_metadata(noticed(mailbox), server.address)
+    watch_metadata(noticed(mailbox))
     assert wait_for_end(mailbox).exit_code == 1
     assert len(server.paths) == 4
 
@@ -145,17 +145,18 @@ def hiding_the_first(ask):
     return lambda *arguments: (next(answers, (found := ask(*arguments))[0]), found[1])
 
 
-def test_where_there_is_no_such_server_nothing_happens(server, mailbox):
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
-        nobody = f"127.0.0.1:{closed.server_port}"
-    server.answers = [404]
-    for address in (nobody, server.address):
-        watch = watch_metadata(noticed(mailbox), address)
-        watch.join(WAIT_S)
-        assert not watch.is_alive()
+@pytest.mark.parametrize("there", ["nobody", "one without it", "somebody else's"])
+def test_where_there_is_no_such_server_nothing_happens(
+    server, mailbox, monkeypatch, there
+):
     server.preempted.set()
-    server.flavor = {}  # Somebody else's server.
-    watch = watch_metadata(noticed(mailbox), server.address)
+    if there == "nobody":
+        with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
+            nobody = f"127.0.0.1:{closed.server_port}"
+        monkeypatch.setenv("GCE_METADATA_HOST", nobody)
+    server.answers = [404] * (there == "one without it")
+    server.flavor = {} if there == "somebody else's" else FLAVOR
+    watch = watch_metadata(noticed(mailbox))
     watch.join(WAIT_S)
     assert (watch.is_alive(), mailbox.ending) == (False, None)
 
@@ -227,9 +228,12 @@ def watch_of(clock: Clock, budget_s: float) -> HangWatch:
     return HangWatch(budget_s, lambda text: None, clock)
 
 
-def test_silence_beyond_the_budget_is_a_hang(clock):
-    watch = watch_of(clock, 30.0)
-    assert hangs_after(watch, clock, 100.0) == pytest.approx(30.0, abs=2 * LOOK_S)
+@pytest.mark.parametrize("part", ["", "compiling"])
+def test_without_a_budget_nothing_hangs(clock, part):
+    with watch_of(clock, 0.0) as watch:
+        if part:
+            watch.begin(part, 1.0, "placement.compile_budget_s")
+        assert hangs_after(watch, clock, 5000.0) == 5000.0
 
 
 def test_a_touch_begins_the_budget_anew(clock):
@@ -245,10 +249,6 @@ def test_a_machine_that_stands_still_does_not_hang(clock):
     for _ in range(10):
         clock.now += 3600.0
         assert not watch.look()
-
-
-def test_without_a_budget_nothing_hangs(clock):
-    assert hangs_after(watch_of(clock, 0.0), clock, 5000.0) == 5000.0
 
 
 def test_a_part_of_the_start_may_take_what_its_setting_says_and_the_budget(clock):
@@ -277,13 +277,6 @@ def test_the_loop_has_its_own_budget_after_the_start(clock):
         watch.begin("restoring", 1000.0, "placement.outage_budget_s")
         hangs_after(watch, clock, 900.0)
         assert watch.run(Loop()) == pytest.approx(30.0, abs=2 * LOOK_S)
-
-
-def test_without_a_budget_no_start_hangs(clock):
-    watch = watch_of(clock, 0.0)
-    with watch:
-        watch.begin("compiling", 1.0, "placement.compile_budget_s")
-        assert hangs_after(watch, clock, 5000.0) == 5000.0
 
 
 HANGING = """
@@ -315,8 +308,9 @@ where_it_hangs()
 """
 
 
-@pytest.mark.parametrize("blocks", ["pass", "where_it_hangs()"])
-@pytest.mark.parametrize("part", ["", COMPILING])
+@pytest.mark.parametrize(
+    ("part", "blocks"), [("", "where_it_hangs()"), (COMPILING, "pass")]
+)
 def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks, part):
     code = HANGING.replace("BLOCKS", blocks).replace("PART", part)
     done = subprocess.run(
@@ -376,26 +370,22 @@ def given(monkeypatch) -> list[int]:
     return given
 
 
-def test_little_memory_is_in_the_log_once(machine, caplog):
+def test_what_a_machine_is_short_of_is_told_and_in_the_log_once(machine, caplog):
+    enough, little = machine.memory, (1 << 30, 100 << 30)
     assert machine.short() == ()
-    machine.memory = (1 << 30, 100 << 30)
-    assert [machine.short() for _ in range(3)] == [("memory",)] * 3
-    assert caplog.text.count("GB of memory are left") == 1
-    machine.memory = (50 << 30, 100 << 30)
-    assert machine.short() == ()
-    machine.memory = (1 << 30, 100 << 30)
-    machine.short()
-    assert caplog.text.count("GB of memory are left") == 2
-
-
-def test_a_disk_that_is_nearly_full_is_named(machine, caplog):
+    for _ in range(2):
+        machine.memory = little
+        assert [machine.short() for _ in range(3)] == [("memory",)] * 3
+        machine.memory = enough
+        assert machine.short() == ()
     machine.free = LITTLE_DISK_BYTES - 1
     assert machine.short() == ("disk",)
     assert "1074 MB are free in " in caplog.text
-    machine.memory = (1 << 30, 100 << 30)
+    machine.memory = little
     assert machine.short() == ("disk", "memory")
     machine.free = LITTLE_DISK_BYTES
     assert machine.short() == ("memory",)
+    assert caplog.text.count("GB of memory are left") == 3
 
 
 def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
@@ -408,20 +398,9 @@ def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
     assert machine.short() == ("disk",)
 
 
-def test_it_looks_on_a_thread_until_the_block_ends(machine, monkeypatch):
-    monkeypatch.setattr(watches, "LOOK_S", 0.001)
-    machine.free = 0
-    with machine.watch as watch:
-        for _ in range(10_000):
-            if machine.mailbox.report(0)[0].measures.short:
-                break
-            watch._thread.join(0.001)
-    watch._thread.join(30.0)
-    assert not watch._thread.is_alive()
-    assert machine.mailbox.report(0)[0].measures.short == ("disk",)
-
-
-def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
+def test_it_looks_on_a_thread_until_the_block_ends_though_a_look_fails(
+    machine, monkeypatch, caplog
+):
     monkeypatch.setattr(watches, "LOOK_S", 0.001)
     looks, left = iter(range(10_000)), machine.memory
 
@@ -434,12 +413,12 @@ def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
     machine.free = 0
     with machine.watch as watch:
         for _ in range(10_000):
-            if (
-                machine.mailbox.report(0)[0].measures.short
-                or not watch._thread.is_alive()
-            ):
-                break
             watch._thread.join(0.001)
+            told = machine.mailbox.report(0)[0].measures.short
+            if told or not watch._thread.is_alive():
+                break
+    watch._thread.join(WAIT_S)
+    assert not watch._thread.is_alive()
     assert machine.mailbox.report(0)[0].measures.short == ("disk",)
     assert caplog.text.count("stale file handle") == 1
 
