@@ -4,8 +4,6 @@ a machine that is short of memory or disk."""
 from __future__ import annotations
 
 import http.server
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.watches import (
     HangWatch,
     ShortageWatch,
+    end_hanging,
     leave,
     watch_metadata,
 )
@@ -277,54 +276,23 @@ def test_the_loop_has_its_own_budget_after_the_start(clock):
         watch.begin("restoring", 1000.0, "placement.outage_budget_s")
         hangs_after(watch, clock, 900.0)
         assert watch.run(Loop()) == pytest.approx(30.0, abs=2 * LOOK_S)
+    assert watch.words(31).startswith("hangs: no step and no boundary for 31 s; place")
 
 
-HANGING = """
-import logging, sys, threading
-from diloco_jax import process
-from diloco_jax.island.watches import HangWatch, end_hanging
-from diloco_jax.protocol.island.boundary import Ending
-logging.basicConfig(stream=sys.stderr)
-process.LOOK_S = 0.05
-class Loop:
-    touch = None
-    def run(self):
-        self.touch()
-        where_it_hangs()
-def where_it_hangs():
-    threading.Event().wait(600)
-def stop(ending):
-    print("goodbye", ending.exit_code, ending.text, flush=True)
-    BLOCKS
-def hangs(text):
-    end_hanging(stop, Ending(1, text), 0.3)
-PART
-HangWatch(0.5, hangs).run(Loop())
-"""
-COMPILING = """
-watch = HangWatch(0.25, hangs)
-watch.begin("compiling", 0.25, "placement.compile_budget_s")
-where_it_hangs()
-"""
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_hanging_process_says_goodbye_if_it_can_and_ends(monkeypatch, blocks):
+    ended, said, never = [], [], threading.Event()
+    monkeypatch.setattr(watches, "leave_at_once", ended.append)
 
+    def stop(ending):
+        said.append(ending)
+        if blocks:
+            never.wait(WAIT_S)
 
-@pytest.mark.parametrize(
-    ("part", "blocks"), [("", "where_it_hangs()"), (COMPILING, "pass")]
-)
-def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks, part):
-    code = HANGING.replace("BLOCKS", blocks).replace("PART", part)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("goodbye 1 hangs: no step and no boundary for ")
-    assert ("compiling may take 0 s" in done.stdout) == bool(part)
-    assert f"placement.hang_budget_s = {0.25 if part else 0.5}" in done.stdout
-    assert "in where_it_hangs" in done.stderr, "the stack of the loop's thread"
+    ending = Ending(1, "hangs")
+    end_hanging(stop, ending, 0.05 if blocks else WAIT_S)
+    never.set()
+    assert (said, ended) == ([ending], [1])
 
 
 def test_a_host_that_lost_its_accelerator_is_named(monkeypatch):
