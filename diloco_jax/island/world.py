@@ -500,11 +500,8 @@ def _store() -> Any:
 
 
 def _lost(error: Exception) -> str:
+    why, *_ = str(error).splitlines() or [type(error).__name__]
     return (
-        f"host 0 of this island cannot be reached ({_first_line(error)}); all its "
-        f"hosts start again together"
+        f"host 0 of this island cannot be reached ({why}); all its hosts start again "
+        f"together"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,5 +1,5 @@
-"""Ends of an island from outside: a notice of preemption, a loop that hangs,
-a machine that is short of memory or disk; and traces of the steps that its loop makes."""
+"""Ends of an island from outside: a notice of preemption, a loop that hangs, a machine
+that is short of memory or disk; and traces of the steps that its loop makes."""
 
 from __future__ import annotations
 
