@@ -91,9 +91,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Donors that failed it."""
 
 
-LOOK_S = 0.5
-"""Seconds for which host 0 listens if another host is asked to end, until it looks if
-it ends itself."""
+LOOK_S = 1.0
+"""Seconds between two looks of host 0 whether another host is asked to end."""
 
 
 class LeaveWatch(NetworkThreads):
@@ -109,8 +108,8 @@ class LeaveWatch(NetworkThreads):
 
     def _watch(self) -> None:
         with contextlib.suppress(HostsError):  # Whoever waits for that host says so.
-            while not self._closing.is_set():
-                if (reason := self._hosts.hear("leave", LOOK_S)) is not None:
+            while not self._closing.wait(LOOK_S):
+                if (reason := self._hosts.look("leave")) is not None:
                     self._asked_to_end(reason.decode())
                     return
 

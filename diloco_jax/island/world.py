@@ -358,6 +358,17 @@ class Hosts:
             raise HostsError(_lost(error)) from error
         return heard
 
+    def look(self, key: str) -> bytes | None:
+        """Return the value of a key; None if it is not set. For keys that may never be:
+        the store keeps what waits for one in `hear`."""
+        try:
+            found: bytes = self._client.key_value_try_get_bytes(self._folder + key)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise HostsError(_lost(error)) from error
+        return found
+
     def require(self, key: str, timeout_s: float, missing: str) -> bytes:
         """Return the value of a key; raise HostsError with this text if it is not set
         in time."""

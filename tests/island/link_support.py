@@ -159,6 +159,12 @@ class Store:
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: not set")
             return self._told[key]
 
+    def key_value_try_get_bytes(self, key):
+        with self._changed:
+            if key not in self._told:
+                raise jax.errors.JaxRuntimeError("NOT_FOUND: not set")
+            return self._told[key]
+
     def key_value_delete(self, key):
         with self._changed:
             del self._told[key]
