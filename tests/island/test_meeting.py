@@ -3,7 +3,6 @@ that are missing are named."""
 
 import contextlib
 import functools
-import http.server
 import os
 import socket
 import threading
@@ -96,37 +95,6 @@ def test_an_environment_that_does_not_fit_is_named(
         find_meeting(count, environment, tmp_path)
 
 
-class Metadata:
-    """A metadata server of this machine. `says`: (status, text), the last for ever."""
-
-    def __init__(self, *says):
-        self.asked, said = [], list(says)
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(handler):  # noqa: N805
-                flavor = handler.headers["Metadata-Flavor"]
-                self.asked.append((handler.path.rpartition("/")[2], flavor))
-                status, text = said.pop(0) if len(said) > 1 else said[0]
-                handler.send_response(status)
-                handler.send_header("Metadata-Flavor", "Google")
-                handler.end_headers()
-                handler.wfile.write(text.encode())
-
-            def log_message(handler, *_):  # noqa: N805
-                pass
-
-        self.server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self.server.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
-
-
 @pytest.fixture
 def tpu_vm(tmp_path, monkeypatch):
     """The root of the files of a machine with a v6e's card, which asks soon again."""
@@ -146,34 +114,33 @@ def tpu_vm(tmp_path, monkeypatch):
     ],
 )
 def test_a_booting_machines_server_is_asked_again(
-    variable, endpoints, tpu_vm, monkeypatch
+    variable, endpoints, tpu_vm, server, monkeypatch
 ):
-    says = [(503, ""), (500, ""), (200, "1"), (503, ""), (200, endpoints)]
-    with Metadata(*says) as server:
-        monkeypatch.setenv(variable, server.address)
-        found = find_meeting(2, {}, tpu_vm)
+    monkeypatch.delenv("GCE_METADATA_HOST")
+    monkeypatch.setenv(variable, server.address)
+    server.answers = [(503, ""), (500, ""), (200, "1"), (503, ""), (200, endpoints)]
+    found = find_meeting(2, {}, tpu_vm)
     assert found == WorldAddress(address="10.0.0.4:8482", index=1)
     asked = ["agent-worker-number"] * 3 + ["worker-network-endpoints"] * 2
-    assert server.asked == [(name, "Google") for name in asked]
+    assert [path.rpartition("/")[2] for path in server.paths] == asked
 
 
 @pytest.mark.parametrize(
-    ("says", "environment", "message", "times"),
+    ("answer", "times", "environment", "message"),
     [
-        ((404, ""), {}, r"agent-worker-number.*404.*--world", 1),
-        ((503, ""), {}, r"agent-worker-number.*503.*--world", world.TRIES),
-        ((200, "1,2,3"), {}, "worker-network-endpoints here is of 3", 2),
-        ((404, ""), {"TPU_SKIP_MDS_QUERY": "true"}, "TPU_WORKER_HOSTNAMES nor", 0),
+        ((404, ""), 1, {}, r"agent-worker-number.*404.*--world"),
+        ((503, ""), world.TRIES, {}, r"agent-worker-number.*503.*--world"),
+        ((200, "1,2,3"), 2, {}, "worker-network-endpoints here is of 3"),
+        ((404, ""), 0, {"TPU_SKIP_MDS_QUERY": "true"}, "TPU_WORKER_HOSTNAMES nor"),
     ],
 )
 def test_metadata_that_are_not_there_or_do_not_fit_are_named(
-    says, environment, message, times, tpu_vm, monkeypatch
+    answer, times, environment, message, tpu_vm, server
 ):
-    with Metadata(says) as server:
-        monkeypatch.setenv("GCE_METADATA_HOST", server.address)
-        with pytest.raises(ConfigError, match=message):
-            find_meeting(2, environment, tpu_vm)
-    assert len(server.asked) == times
+    server.answers = [answer] * (times or 1)
+    with pytest.raises(ConfigError, match=message):
+        find_meeting(2, environment, tpu_vm)
+    assert len(server.paths) == times
 
 
 @pytest.mark.parametrize(

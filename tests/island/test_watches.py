@@ -3,7 +3,6 @@ that is short of memory or disk; and traces of the steps that its loop makes."""
 
 from __future__ import annotations
 
-import http.server
 import logging
 import threading
 import time
@@ -31,55 +30,9 @@ from diloco_jax.process import LOOK_S
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import ProfileRequest
+from diloco_jax.wire.addresses import reserve
 
 WAIT_S = 60.0
-FLAVOR = {"Metadata-Flavor": "Google"}
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """A metadata server; it answers what `answers` says, one after the other, then
-    TRUE once `preempted` is set."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.preempted = threading.Event()
-        self.answers = []
-        self.paths = []
-        self.flavor = FLAVOR
-        self.address = f"127.0.0.1:{self.server_port}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        server = self.server
-        server.paths.append(self.path)
-        status = server.answers.pop(0) if server.answers else 200
-        if self.headers["Metadata-Flavor"] != "Google":
-            status = 403
-        if status == 200 and "wait_for_change" in self.path:
-            assert server.preempted.wait(WAIT_S)
-        body = b"TRUE" if server.preempted.is_set() else b"FALSE"
-        self.send_response(status)
-        for name, value in (server.flavor | {"ETag": "tag 1"}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch):
-    with Server() as server:
-        monkeypatch.setenv("GCE_METADATA_HOST", server.address)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.preempted.set()
-        server.shutdown()
-        thread.join(WAIT_S)
 
 
 @pytest.fixture(autouse=True)
@@ -134,18 +87,11 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server, mailbox, monkeypatch
 ):
     monkeypatch.setattr(watches, "AWAY_S", 0.01)
-    server.answers = [200, 503, 503]
+    server.answers = [(200, "FALSE"), (503, ""), (503, "")]
     server.preempted.set()
-    monkeypatch.setattr(watches, "_ask", hiding_the_first(watches._ask))
     watch_metadata(noticed(mailbox))
     assert wait_for_end(mailbox).exit_code == 1
     assert len(server.paths) == 4
-
-
-def hiding_the_first(ask):
-    """As `ask`, but the first value is FALSE."""
-    answers = iter(("FALSE",))
-    return lambda *arguments: (next(answers, (found := ask(*arguments))[0]), found[1])
 
 
 @pytest.mark.parametrize("there", ["nobody", "one without it", "somebody else's"])
@@ -154,11 +100,11 @@ def test_where_there_is_no_such_server_nothing_happens(
 ):
     server.preempted.set()
     if there == "nobody":
-        with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
-            nobody = f"127.0.0.1:{closed.server_port}"
-        monkeypatch.setenv("GCE_METADATA_HOST", nobody)
-    server.answers = [404] * (there == "one without it")
-    server.flavor = {} if there == "somebody else's" else FLAVOR
+        address, beside = reserve("127.0.0.1:0")
+        beside.close()
+        monkeypatch.setenv("GCE_METADATA_HOST", address)
+    server.answers = [(404, "")] * (there == "one without it")
+    server.flavor = "" if there == "somebody else's" else "Google"
     watch = watch_metadata(noticed(mailbox))
     watch.join(WAIT_S)
     assert (watch.is_alive(), mailbox.ending) == (False, None)
