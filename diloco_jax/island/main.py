@@ -36,7 +36,7 @@ from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
     compile_ahead,
-    compile_each,
+    compile_programs,
     join,
 )
 from diloco_jax.island.device.exchange import (
@@ -296,7 +296,7 @@ class TrainingHost(Host[Loop]):
         else:
             count = exchange.programs(seldom=False) + OF_STEPS
             often = exchange.lower_all(seldom=False)
-            compile_each(often, count, self.programs_left)  # May fail for the machine.
+            compile_programs(often, count, self.programs_left)
             self.programs_left(OF_STEPS)
         params, self._zeros = self._zeros, {}
         batch = self._validation[0]

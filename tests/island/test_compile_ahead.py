@@ -27,6 +27,11 @@ from diloco_jax.island.world import ALONE, Hosts
 from diloco_jax.wire.errors import ConnectionLost
 
 
+@pytest.fixture
+def tpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+
+
 class Refused:
     """Programs that the compiler does not take."""
 
@@ -55,12 +60,18 @@ class Refused:
         ("INTERNAL: Mosaic failed", False),
     ],
 )
-def test_what_may_pass_is_no_fault_of_the_config(said, passes):
+def test_what_may_pass_is_no_fault_of_the_config(tpu, said, passes):
     with pytest.raises(NotCompiledError if passes else ConfigError, match=said):
         compile_ahead(Refused(said), Refused(said), 8)
 
 
-def test_a_refusal_names_the_flags_in_force(monkeypatch):
+def test_what_fails_without_a_tpu_may_be_the_machines():
+    programs = Refused("RESOURCE_EXHAUSTED: out of memory")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        compile_ahead(programs, programs, 8)
+
+
+def test_a_refusal_names_the_flags_in_force(tpu, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
     monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.50.1")
     with pytest.raises(ConfigError, match="Continuation fusion") as refused:
