@@ -101,6 +101,15 @@ def use_cache(root: str | Path | None, kind: str = "") -> None:
                 "%s = %s is not used: it is no folder (%s)", VARIABLE, named, error
             )
             named, settings["jax_compilation_cache_dir"] = "", None
+    if root is not None and not named and (owners := _other_owners(str(root))):
+        logger.warning(
+            "%s is not used, since an entry is code: it or its folder belongs to user "
+            "%s, and this is user %d; delete it, or give both to this user",
+            root,
+            " and ".join(map(str, sorted(owners))),
+            os.getuid(),
+        )
+        root = None
     if named:
         root = named
     elif root is not None:
@@ -204,6 +213,14 @@ def _ours() -> Path | None:
     with contextlib.suppress(FileNotFoundError):
         return cache_home() / "jax"
     return None
+
+
+def _other_owners(root: str) -> set[int]:
+    """Return the users that a cache of this machine, or the folder in which it lies,
+    belongs to, but for this one and the superuser."""
+    there = (p for p in (Path(root), Path(root).parent) if p.exists())
+    owners = set() if is_bucket(root) else {folder.stat().st_uid for folder in there}
+    return owners - {os.getuid(), 0}
 
 
 def _tidy(folder: Path, max_bytes: int | None) -> None:

@@ -4,6 +4,8 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -70,6 +72,29 @@ def entries(tmp_path, monkeypatch):
             os.utime(path, (read, written))
 
     return make
+
+
+@pytest.mark.parametrize("whose", ["jax-cache", "."])
+def test_a_cache_of_another_user_is_not_read(tmp_path, monkeypatch, caplog, whose):
+    """An entry is code; and a folder's owner may replace what lies in it."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    told, cache = {}, tmp_path / "jax-cache"
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    cache.mkdir()
+    compilation.use_cache(cache)
+    assert told.pop("jax_compilation_cache_dir") == str(cache)
+    foreign, stat = (tmp_path / whose).resolve(), Path.stat
+    monkeypatch.setattr(
+        Path,
+        "stat",
+        lambda path, **how: (
+            SimpleNamespace(st_uid=4711) if path == foreign else stat(path, **how)
+        ),
+    )
+    compilation.use_cache(cache)
+    assert "jax_compilation_cache_dir" not in told
+    assert f"{cache} is not used" in caplog.text
+    assert "belongs to user 4711" in caplog.text
 
 
 def names(folder):

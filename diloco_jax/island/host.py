@@ -47,7 +47,6 @@ from diloco_jax.island.hosts import (
     OrderThread,
     Refusal,
     SharedDecisions,
-    tell_refused,
 )
 from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Stepping
@@ -80,7 +79,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -255,8 +254,11 @@ class Host(abc.ABC, Generic[L]):
         return self.hosts.index > 0
 
     def programs_left(self, count: int) -> None:
-        """Tell how many programs are still to be compiled or read from the cache."""
+        """Tell how many programs are still to be compiled or read from the cache.
+        Raises ConnectionLost if the island is to end before that."""
         self._tell_left(programs_left=count)
+        if (ending := self.mailbox.ending) is not None:
+            raise ConnectionLost(f"the island ends while it compiles: {ending.text}")
 
     def _tell_left(self, **left: int) -> None:
         """Tell that, or how many fragments are still to come; from any thread."""
@@ -269,6 +271,11 @@ class Host(abc.ABC, Generic[L]):
                 self.name,
                 *both.values(),
             )
+
+    @property
+    def starts(self) -> bool:
+        """True until the first step can be made."""
+        return self._loop is None
 
     @property
     def loop(self) -> L:
@@ -527,12 +534,17 @@ class Host(abc.ABC, Generic[L]):
 
     @contextlib.contextmanager
     def _telling(self, key: str) -> Iterator[None]:
-        """Tell the other hosts if the coordinator refuses the island."""
+        """Tell the other hosts if the coordinator refuses the island, under the key
+        that they wait for, so that they end as this host does."""
         try:
             yield
         except Refused as refused:
-            stop_s = self.deadlines.stop_s
-            self._refused = tell_refused(self.hosts, key, refused, stop_s)
+            refusal = Refusal(code=refused.code, message=refused.message)
+            hosts, stop_s = self.hosts, self.deadlines.stop_s
+            with contextlib.suppress(HostsError):
+                hosts.tell(key, msgspec.msgpack.encode(refusal))
+                heard = [hosts.hear(f"refused/{host}", stop_s) for host in hosts.others]
+                self._refused = None not in heard
             raise
 
     def _resend(self, request: ResendRequest) -> None:

@@ -91,17 +91,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Donors that failed it."""
 
 
-def tell_refused(hosts: Hosts, key: str, refused: Refused, patience_s: float) -> bool:
-    """Tell the other hosts of a refusal under the key that they wait for, so that they
-    end as this host does. Return True once all have heard."""
-    refusal = Refusal(code=refused.code, message=refused.message)
-    with contextlib.suppress(HostsError):
-        hosts.tell(key, msgspec.msgpack.encode(refusal))
-        heard = [hosts.hear(f"refused/{host}", patience_s) for host in hosts.others]
-        return None not in heard
-    return False
-
-
 LOOK_S = 1.0
 """Seconds between two looks of host 0 whether another host is asked to end."""
 

@@ -25,7 +25,7 @@ from diloco_jax.data.reader import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import require_own, restored_state, saved_state
-from diloco_jax.island.device.build import at_anchors, compile_each, compile_programs
+from diloco_jax.island.device.build import at_anchors, compile_programs
 from diloco_jax.island.device.exchange import Exchange, LentBeside, Restored
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.host import Host
@@ -401,14 +401,9 @@ class JoinedHost(Host["JoinedLoop"]):
         """Compile every take and adoption. No host runs any before all have compiled
         them, as for the product's own loop."""
         began = time.monotonic()
-        ahead = bool(self.hosts.others) or jax.default_backend() == "tpu"
-        # Elsewhere what fails may be the machine's.
-        compiled = compile_programs if ahead else compile_each
-        compiled(
-            self.exchange.lower_all(), self.exchange.programs(), self.programs_left
-        )
-        if self.hosts.others:
-            self.meet_compiled()
+        lowered, count = self.exchange.lower_all(), self.exchange.programs()
+        compile_programs(lowered, count, self.programs_left)
+        self.meet_compiled()
         _first(self.leaves.smallest(self._zeros))
         self.compile_seconds = time.monotonic() - began
 

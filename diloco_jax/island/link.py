@@ -326,8 +326,13 @@ class Link(NetworkThreads):
         """Send status, and the records that this stream has not had."""
         said = connection.reporting
         status, unsent = self._mailbox.report(said.sent_through)
-        for failed in self._mailbox.failed_donors():
-            connection.stream.send(failed)
+        failed = list(self._mailbox.failed_donors())
+        try:
+            while failed:
+                connection.stream.send(failed[0])
+                del failed[0]
+        finally:  # The next stream is told of the others.
+            self._mailbox.donors_failed(donor.island for donor in failed)
         for report in said.reports(status, unsent):
             connection.stream.send(report)
             said.sent(report, time.monotonic())

@@ -92,25 +92,23 @@ class Evaluator:
         return mean(sums)
 
 
-class Watcher:
+class Watcher(NamedTuple):
     """Evaluates the copied anchors of a cycle, one batch per step boundary."""
 
-    def __init__(
-        self, watching: Watching, model: WatchedModel, evaluator: Evaluator
-    ) -> None:
-        self._watching, self._model = watching, model
-        self._evaluator = evaluator
+    watching: Watching
+    model: WatchedModel
+    evaluator: Evaluator
 
     def advance(self, timing: Timing) -> None:
         """Evaluate one batch if all anchors are copied; after the last one, note the
         cycle's loss in the measures."""
-        if not self._watching.evaluates:
+        if not self.watching.evaluates:
             return
         with timing.validation():
-            loss = self._evaluator.advance(self._model.params)
+            loss = self.evaluator.advance(self.model.params)
         if loss is not None:
-            timing.watched = self._watching.cycle, loss
-            self._watching.evaluated()
+            timing.watched = self.watching.cycle, loss
+            self.watching.evaluated()
 
 
 def evaluate_all(

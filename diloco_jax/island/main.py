@@ -36,7 +36,7 @@ from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
     compile_ahead,
-    compile_each,
+    compile_programs,
     join,
 )
 from diloco_jax.island.device.exchange import (
@@ -162,7 +162,9 @@ def run(
             failed = isinstance(error, HostsError)
             return end_alone(EXIT_FAILED if failed else EXIT_CONFIG)
         host.watched = hanging.begin
-        hanging.hangs = lambda text: end_hanging(host.stop, text, host.deadlines.stop_s)
+        hanging.hangs = lambda text: end_hanging(
+            host.stop, Ending(EXIT_FAILED, text), host.deadlines.stop_s
+        )
         ending = _live(host, hanging, workdir)
     level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
     counted = compilation.counted()
@@ -181,10 +183,15 @@ def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
     """Join, train and leave; return why it ended."""
     mailbox = host.mailbox
     shortage = ShortageWatch(workdir, mailbox.tell_short)
-    with shortage, ended_by_signals(host.asked_to_end):
+
+    def asked_to_end(who: str) -> None:
+        host.asked_to_end(who)
+        end_starting(host)
+
+    with shortage, ended_by_signals(asked_to_end):
         try:
             if host.config.placement.notice_s:
-                watch_metadata(host.asked_to_end)
+                watch_metadata(asked_to_end)
             host.start()
             ending = hanging.run(host.loop)
         except (ConfigError, SecurityError) as error:
@@ -203,6 +210,15 @@ def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
         host.stop(ending)
         host.close()
     return ending
+
+
+def end_starting(host: Host[Any]) -> None:
+    """End a host that was asked to end and still starts after a while: a compiler may
+    be at one program for minutes."""
+    stop_s = host.deadlines.stop_s
+    time.sleep(stop_s / 2)
+    if host.starts and (ending := host.mailbox.ending) is not None:
+        end_hanging(host.stop, ending, stop_s / 4)
 
 
 class TrainingHost(Host[Loop]):
@@ -280,7 +296,7 @@ class TrainingHost(Host[Loop]):
         else:
             count = exchange.programs(seldom=False) + OF_STEPS
             often = exchange.lower_all(seldom=False)
-            compile_each(often, count, self.programs_left)  # May fail for the machine.
+            compile_programs(often, count, self.programs_left)
             self.programs_left(OF_STEPS)
         params, self._zeros = self._zeros, {}
         batch = self._validation[0]

@@ -125,32 +125,33 @@ class Region(Handlers):
             max_hosts_each=1,
             bulk_channels=self._channels,
         )
-        self._serves = False
         self._run_id = ""
+        """Empty until it serves."""
         self._changed = threading.Condition()
         self._newest: dict[int, Version] = {}
         """The version that this host has of each fragment."""
         self._kept: dict[tuple[int, Version], _Given] = {}
         """The oldest first."""
         self._memory, self._watch = ReceiveBuffers(), IdleWatch("diloco-region-watch")
-        self._lanes: dict[str, tuple[str, Transfers]] = {}
-        """The address of each donor that was asked, and what leads there."""
+        self._lanes: dict[str, tuple[str, float, Transfers]] = {}
+        """Each donor that was asked: its address, the seconds in which a connection is
+        made, and what leads there."""
 
     def begin(self, run_id: str) -> None:
         """Answer the islands of this run."""
         if self._listener is not None:
-            self._run_id, self._serves = run_id, True
+            self._run_id = run_id
             self._server.start(self._listener)
 
     def close(self) -> None:
         """Serve nobody, and end what is under way."""
-        if self._serves:
+        if self._run_id:
             self._server.stop(0.0)
         elif self._listener is not None:
             self._listener.close()
         with self._changed:
             lanes, self._lanes = list(self._lanes.values()), {}
-        for _, transfers in lanes:
+        for *_, transfers in lanes:
             transfers.cancel()
             transfers.close(0.0)
         self._watch.close(1.0)
@@ -184,12 +185,11 @@ class Region(Handlers):
                 f"islands.{request.island}.region",
             )
         fragment, want = key = request.fragment, request.want
-
-        def is_here() -> bool:
-            return self._newest.get(fragment, NOTHING) >= want
-
         with self._changed:
-            here = self._changed.wait_for(is_here, self._deadlines.retry_max_s)
+            here = self._changed.wait_for(
+                lambda: self._newest.get(fragment, NOTHING) >= want,
+                self._deadlines.retry_max_s,
+            )
             self._expire()
             given = self._kept.get(key)
         if not here:
@@ -238,9 +238,8 @@ class Region(Handlers):
         right = sources.stripes.get(bulk.part_name(request.part))
         for donor in sources.donors if right is not None else ():
             try:
-                return self._asked(
-                    donor, request, sources.within_s, size, right
-                ), failed
+                found = self._asked(donor, request, sources.within_s, size, right)
+                return found, failed
             except VersionGone as gone:
                 logger.debug("island %s: %s", donor.island, gone)
             except (ValueError, WireError) as error:  # ValueError: of its address.
@@ -283,13 +282,15 @@ class Region(Handlers):
         return fetched
 
     def _lane_to(self, island: str, address: str, within_s: float) -> Transfers:
-        """Return the transfers from a donor, which may have another address now."""
+        """Return the transfers from a donor, which may have another address now, or
+        much more or less time."""
+        # A donor that does not answer is left in time.
+        budget_s = min(self._deadlines.budget_s, 2 * within_s)
         with self._changed:
-            known, transfers = self._lanes.get(island, ("", None))
-            if known == address and transfers is not None:
+            known, had_s, transfers = self._lanes.get(island, ("", 0.0, None))
+            alike = budget_s / 2 <= had_s <= 2 * budget_s
+            if known == address and alike and transfers is not None:
                 return transfers
-            # A donor that does not answer is left in time.
-            budget_s = min(self._deadlines.budget_s, 2 * within_s)
             deadlines = dataclasses.replace(self._deadlines, budget_s=budget_s)
             connections = Connections(
                 address,
@@ -301,7 +302,7 @@ class Region(Handlers):
             )
             found = Transfers(connections, self._channels, deadlines, self._watch)
             found.memory = self._memory  # One for all of them.
-            self._lanes[island] = address, found
+            self._lanes[island] = address, budget_s, found
         if transfers is not None:
             transfers.cancel()
             transfers.close(0.0)  # Its idle threads would stay.

@@ -37,7 +37,6 @@ from typing import Any, NoReturn
 import jax
 
 from diloco_jax import machine
-from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.island import world
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Mailbox
@@ -109,19 +108,18 @@ def leave(mailbox: Mailbox, within_s: float, ending: Ending) -> threading.Thread
     return _thread("leaving", end)
 
 
-def watch_metadata(noticed: Callable[[str], None], host: str = "") -> threading.Thread:
+def watch_metadata(noticed: Callable[[str], None]) -> threading.Thread:
     """Start waiting for the metadata server's notice, beside the loop.
 
-    noticed: called with the name of the source. host: HOST or HOST:PORT of the server;
-    empty = GCE_METADATA_HOST, or the usual one. Where none answers, the thread ends and
-    nothing else happens.
+    noticed: called with the name of the source. Where no server answers, the thread
+    ends and nothing else happens.
     """
 
     def watch() -> None:
         tag, known = "", False
         while True:
             try:
-                value, tag = _ask(host, tag)
+                value, tag = _ask(tag)
             except (OSError, ValueError) as error:
                 if not known:
                     logger.debug("no metadata server: %s", error)
@@ -143,14 +141,14 @@ def _thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thr
     return thread
 
 
-def _ask(host: str, tag: str) -> tuple[str, str]:
+def _ask(tag: str) -> tuple[str, str]:
     """Return the value of `instance/preempted` and its tag. With a tag, the answer
     comes when the value is no longer that one, or after LONG_POLL_S."""
     if not tag:
-        return world.ask_metadata("preempted", host)
+        return world.ask_metadata("preempted")
     query = {"wait_for_change": "true", "last_etag": tag, "timeout_sec": LONG_POLL_S}
     path = f"preempted?{urllib.parse.urlencode(query)}"
-    return world.ask_metadata(path, host, LONG_POLL_S)
+    return world.ask_metadata(path, LONG_POLL_S)
 
 
 class HangWatch(HangDetector):
@@ -194,10 +192,12 @@ class HangWatch(HangDetector):
         )
 
 
-def end_hanging(stop: Callable[[Ending], None], text: str, within_s: float) -> NoReturn:
-    """End a process whose loop hangs; say goodbye by `stop` if there is time."""
-    _thread("goodbye", stop, Ending(EXIT_FAILED, text)).join(within_s)
-    leave_at_once(EXIT_FAILED)
+def end_hanging(
+    stop: Callable[[Ending], None], ending: Ending, within_s: float
+) -> NoReturn:
+    """End a process whose main thread hangs; say goodbye by `stop` if there is time."""
+    _thread("goodbye", stop, ending).join(within_s)
+    leave_at_once(ending.exit_code)
 
 
 class ShortageWatch:

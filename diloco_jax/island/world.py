@@ -69,19 +69,18 @@ MEETING_POLL_S = 1.0
 """Seconds between two looks, by a waiting host, if it is to end."""
 
 
-def ask_metadata(path: str, host: str = "", waits_s: float = 0.0) -> tuple[str, str]:
+def ask_metadata(path: str, waits_s: float = 0.0) -> tuple[str, str]:
     """Return the value at `computeMetadata/v1/instance/PATH`, and its tag.
 
-    Args:
-      host: HOST or HOST:PORT of the server; empty = GCE_METADATA_HOST, or the usual
-        one.
-      waits_s: seconds for which the server may hold the answer back.
+    waits_s: seconds for which the server may hold the answer back.
 
     Raises:
       OSError: no server, or no such value.
       ValueError: another kind of server.
     """
-    host = host or os.environ.get("GCE_METADATA_HOST", METADATA_HOST)
+    # The names that Google's libraries and jax know.
+    named = os.environ.get("GCE_METADATA_IP", METADATA_HOST)
+    host = os.environ.get("GCE_METADATA_HOST", named)
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/{path}",
         headers={"Metadata-Flavor": "Google"},
@@ -104,15 +103,8 @@ class WorldAddress:
     """Number of this host, from 0."""
 
 
-Lookup = Callable[[str], str]
-"""Returns the instance's attribute of that name; OSError where there is none."""
-
-
 def find_meeting(
-    count: int,
-    environment: Mapping[str, str],
-    metadata: Lookup | None = None,
-    root: Path = Path("/"),
+    count: int, environment: Mapping[str, str], root: Path = Path("/")
 ) -> WorldAddress:
     """Find the meeting place of `count` hosts, and this host's number.
 
@@ -142,9 +134,8 @@ def find_meeting(
         # Ephemeral, and another one for another job on the same machine.
         port = 61440 + _number_in(environment, "SLURM_JOB_ID", None, nodes) % 4096
         return _at(first_node(environment[nodes]), index, environment, port)
-    asks = "TPU_SKIP_MDS_QUERY" not in environment and generation_here(root)
-    if asks or metadata is not None:
-        return _of_tpu_vm(count, environment, metadata or _attribute(environment))
+    if "TPU_SKIP_MDS_QUERY" not in environment and generation_here(root):
+        return _of_tpu_vm(count, environment)
     raise ConfigError(
         f"hosts = {count} in the island's config, but nothing here says where they "
         f"meet: neither {ADDRESS}, TPU_WORKER_HOSTNAMES nor SLURM_STEP_NODELIST is "
@@ -160,12 +151,10 @@ def first_node(nodes: str) -> str:
     return found[1] + (found[2] or "")
 
 
-def _of_tpu_vm(
-    count: int, environment: Mapping[str, str], attribute: Lookup
-) -> WorldAddress:
+def _of_tpu_vm(count: int, environment: Mapping[str, str]) -> WorldAddress:
     number, endpoints = "agent-worker-number", "worker-network-endpoints"
     try:
-        index, workers = attribute(number), attribute(endpoints).split(",")
+        index, workers = _attribute(number), _attribute(endpoints).split(",")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"hosts = {count} in the island's config, but this TPU VM's metadata does "
@@ -213,23 +202,17 @@ def _require(count: int, found: int, name: str) -> None:
         )
 
 
-def _attribute(environment: Mapping[str, str]) -> Lookup:
-    # The names that Google's libraries and jax know.
-    known = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
-    host = next((environment[n] for n in known if n in environment), METADATA_HOST)
-
-    def attribute(name: str) -> str:
-        for left in reversed(range(TRIES)):
-            try:
-                return ask_metadata(f"attributes/{name}", host)[0]
-            except OSError as error:
-                if not left or getattr(error, "code", None) == NOT_FOUND:
-                    raise
-            # While a machine boots, its server may not answer yet.
-            time.sleep(METADATA_AGAIN_S)
-        raise AssertionError("TRIES is above 0")
-
-    return attribute
+def _attribute(name: str) -> str:
+    """Return the instance's attribute of that name; raise OSError if there is none."""
+    for _ in range(TRIES - 1):
+        try:
+            return ask_metadata(f"attributes/{name}")[0]
+        except OSError as error:
+            if getattr(error, "code", None) == NOT_FOUND:
+                raise
+        # While a machine boots, its server may not answer yet.
+        time.sleep(METADATA_AGAIN_S)
+    return ask_metadata(f"attributes/{name}")[0]
 
 
 def await_all(place: WorldAddress, count: int, patience_s: float) -> str:
@@ -376,7 +359,8 @@ class Hosts:
         return heard
 
     def look(self, key: str) -> bytes | None:
-        """Return the value of a key; None if it is not set."""
+        """Return the value of a key; None if it is not set. For keys that may never be:
+        the store keeps what waits for one in `hear`."""
         try:
             found: bytes = self._client.key_value_try_get_bytes(self._folder + key)
         except jax.errors.JaxRuntimeError as error:
@@ -527,11 +511,8 @@ def _store() -> Any:
 
 
 def _lost(error: Exception) -> str:
+    why, *_ = str(error).splitlines() or [type(error).__name__]
     return (
-        f"host 0 of this island cannot be reached ({_first_line(error)}); all its "
-        f"hosts start again together"
+        f"host 0 of this island cannot be reached ({why}); all its hosts start again "
+        f"together"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

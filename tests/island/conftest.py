@@ -1,7 +1,9 @@
-"""Links and senders to a coordinator of `link_support`."""
+"""Links and senders to a coordinator of `link_support`; a cloud's metadata server."""
 
 import contextlib
+import http.server
 import queue
+import threading
 
 import pytest
 from link_support import (
@@ -75,3 +77,48 @@ def sender(stack, client, mailbox):
     sender.start()
     stack.callback(sender.close, 5.0)
     return sender
+
+
+class MetadataServer(http.server.ThreadingHTTPServer):
+    """Answers what `answers` says, a status and a text, one after the other; then TRUE
+    once `preempted` is set."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), MetadataHandler)
+        self.address = f"127.0.0.1:{self.server_port}"
+        self.answers, self.paths, self.flavor = [], [], "Google"
+        self.preempted = threading.Event()
+
+
+class MetadataHandler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        server.paths.append(self.path)
+        if server.answers:
+            status, text = server.answers.pop(0)
+        else:
+            if "wait_for_change" in self.path:
+                assert server.preempted.wait(WAIT_S)
+            status, text = 200, "TRUE" if server.preempted.is_set() else "FALSE"
+        asked_rightly = self.headers["Metadata-Flavor"] == "Google"
+        self.send_response(status if asked_rightly else 403)
+        self.send_header("Metadata-Flavor", server.flavor)
+        self.send_header("ETag", "tag 1")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with MetadataServer() as server:
+        monkeypatch.setenv("GCE_METADATA_HOST", server.address)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.preempted.set()
+        server.shutdown()
+        thread.join(WAIT_S)

@@ -13,13 +13,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from link_support import Store
+from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import checkpoint
 from diloco_jax.config import (
     Config,
     ConfigError,
     IslandConfig,
-    ModelConfig,
     Placement,
     RunConfig,
     SyncConfig,
@@ -51,16 +51,9 @@ FIRST, SECOND = Version(1, 0), Version(1, 1)
 def config():
     return Config(
         run=RunConfig(
-            model=ModelConfig(
-                d_model=16,
-                num_layers=1,
-                num_heads=2,
-                num_kv_heads=1,
-                head_dim=8,
-                mlp_dim=16,
-            ),
+            model=MODEL,
             sync=SyncConfig(fragments=2),
-            sequence_length=16,
+            sequence_length=SEQUENCE_LENGTH,
         ),
         islands={"a": IslandConfig(batch_size=2)},
         placement=Placement(checkpoint_every_s=0.001),

@@ -3,6 +3,7 @@ compiled beside the train loop ends nothing."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import SimpleNamespace
 
@@ -11,9 +12,24 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
+from diloco_jax.config.placement import Deadlines
+from diloco_jax.island import main
+from diloco_jax.island.device.build import (
+    Later,
+    NotCompiledError,
+    compile_ahead,
+    compile_programs,
+)
+from diloco_jax.island.host import Host
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.main import TrainingHost
 from diloco_jax.island.world import ALONE, Hosts
+from diloco_jax.wire.errors import ConnectionLost
+
+
+@pytest.fixture
+def tpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
 
 class Refused:
@@ -44,12 +60,18 @@ class Refused:
         ("INTERNAL: Mosaic failed", False),
     ],
 )
-def test_what_may_pass_is_no_fault_of_the_config(said, passes):
+def test_what_may_pass_is_no_fault_of_the_config(tpu, said, passes):
     with pytest.raises(NotCompiledError if passes else ConfigError, match=said):
         compile_ahead(Refused(said), Refused(said), 8)
 
 
-def test_a_refusal_names_the_flags_in_force(monkeypatch):
+def test_what_fails_without_a_tpu_may_be_the_machines():
+    programs = Refused("RESOURCE_EXHAUSTED: out of memory")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        compile_ahead(programs, programs, 8)
+
+
+def test_a_refusal_names_the_flags_in_force(tpu, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
     monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.50.1")
     with pytest.raises(ConfigError, match="Continuation fusion") as refused:
@@ -87,6 +109,39 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
 
 
 PATIENCE_S = 60.0
+
+
+def test_a_host_that_is_asked_to_end_compiles_no_other_program():
+    class Ends(Program):
+        def compile(self):
+            super().compile()
+            mailbox.end(0, "asked to end by SIGTERM", "stopped")
+
+    mailbox, programs = Mailbox(), [Ends(), Program()]
+    host = SimpleNamespace(mailbox=mailbox, _tell_left=lambda **left: None)
+    left = functools.partial(Host.programs_left, host)
+    with pytest.raises(ConnectionLost, match="while it compiles: asked to end by"):
+        compile_programs(programs, 2, left)
+    assert [p.compiled.is_set() for p in programs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("starts", "asked", "ends"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_one_program_of_minutes_does_not_keep_a_host_that_is_to_end(
+    monkeypatch, starts, asked, ends
+):
+    mailbox, ended = Mailbox(), []
+    if asked:
+        mailbox.end(1, "preempted (SIGTERM)", "preempted")
+    monkeypatch.setattr(main, "end_hanging", lambda *given: ended.append(given))
+    monkeypatch.setattr(main.time, "sleep", lambda seconds: None)
+    host = SimpleNamespace(
+        starts=starts, stop="stop", mailbox=mailbox, deadlines=Deadlines(8.0)
+    )
+    main.end_starting(host)
+    assert ended == [("stop", mailbox.ending, 2.0)] * ends
 
 
 class Program:

@@ -70,42 +70,13 @@ def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     resend = messages.ResendRequest(fragment=2, tick=5)
     send(resend)
     assert link.resent.get(timeout=WAIT_S) == resend
-    merged = says.verdict(2, 5, version=Version(1, 9))
-    send(messages.Published(fragment=2, version=Version(1, 9), verdict=merged))
-    (verdict,) = wait_for_news(mailbox).verdicts
-    assert (verdict.fragment, verdict.tick, verdict.verdict) == (2, 5, "merged")
+    send(messages.Published(fragment=2, version=Version(1, 9)))
     assert wanted.get(timeout=WAIT_S) == Wanted(2, Version(1, 9))
-    send(messages.Granted(span=Span(40, 48), offset=0))
-    assert wait_for_news(mailbox).grants == (Span(40, 48),)
-    send(messages.Granted(span=Span(40, 48), offset=0))
-    send(messages.Stop())
-    decision = wait_for_news(mailbox)
-    assert (decision.grants, decision.stop) == ((), True)
-    assert not mailbox.finished
-    send(messages.Finished())
-    wait_for_news(mailbox)
-    assert mailbox.finished
 
 
 def progress(**fields):
     defaults = {"tokens": 0, "own_tokens": 0, "records_through": 0, "next_position": 0}
     return messages.Progress(**(defaults | fields))
-
-
-def test_progress_leaves_out_this_incarnations_tokens(coordinator, link, mailbox):
-    send = coordinator.session.send
-    send(progress(tokens=1500, own_tokens=400, next_position=64))
-    send(messages.TakeRequest(fragment=0, tick=1))
-    assert wait_for_news(mailbox).others_tokens == 1100
-    status = mailbox.status()
-    assert (status.tokens, status.next_position) == (1500, 64)
-
-
-def test_reports_carry_records_until_they_are_acknowledged(coordinator, link, mailbox):
-    records = tuple(Record(seq=n, kind="progress", step=0) for n in (1, 2))
-    mailbox.post(Status(phase="training", steps=3), records)
-    report = coordinator.until_report(lambda m: m.records)
-    assert (report.steps, report.phase, report.records) == (3, "training", records)
 
 
 def test_a_lost_coordinator_is_found_again(stack, coordinator, link, mailbox, wanted):
@@ -167,16 +138,19 @@ def test_an_island_that_is_put_off_says_why_once(coordinator, link, mailbox, cap
     assert mailbox.ending is None
 
 
-def test_a_refusal_ends_the_loop_with_its_words(coordinator, link, mailbox):
-    coordinator.session.close(Refused("fenced", "incarnation 2 is here"))
+@pytest.mark.parametrize(
+    ("code", "message", "ending"),
+    [
+        ("fenced", "2 is here", Ending(3, "2 is here (fenced)", "refused")),
+        ("finished", "done", Ending(0, "it came too late: done", "finished")),
+    ],
+)
+def test_a_refusal_ends_the_loop_with_its_words(
+    coordinator, link, mailbox, code, message, ending
+):
+    coordinator.session.close(Refused(code, message))
     wait_for_news(mailbox)
-    assert mailbox.ending == (3, "incarnation 2 is here (fenced)", "refused")
-
-
-def test_one_that_comes_too_late_has_not_failed(coordinator, link, mailbox):
-    coordinator.session.close(Refused("finished", "the run is done"))
-    wait_for_news(mailbox)
-    assert mailbox.ending == (0, "it came too late: the run is done", "finished")
+    assert mailbox.ending == ending
 
 
 def test_refused_at_the_first_connection(coordinator, client, mailbox):
@@ -185,16 +159,12 @@ def test_refused_at_the_first_connection(coordinator, client, mailbox):
         Link(Lanes(client, SIZES), hello, mailbox, DEADLINES).connect(WAIT_S)
 
 
-def test_goodbye_is_the_last_word(coordinator, link):
-    link.leave(Ending(0, "the run is over", "finished"), 5.0)
+@pytest.mark.parametrize("text", ["the run is over", "x" * 10_000])
+def test_goodbye_is_the_last_word(coordinator, link, text):
+    """It is cut to what a message may hold."""
+    link.leave(Ending(0, text, "finished"), 5.0)
     goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
-    assert (goodbye.reason, goodbye.text) == ("finished", "the run is over")
-
-
-def test_a_goodbye_is_cut_to_what_a_message_may_hold(coordinator, link):
-    link.leave(Ending(1, "x" * 10_000, "failed"), 5.0)
-    goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
-    assert goodbye.text == "x" * messages.MAX_TEXT
+    assert (goodbye.reason, goodbye.text) == ("finished", text[: messages.MAX_TEXT])
 
 
 def test_an_end_does_not_wait_for_the_threads(stack, client, coordinator, mailbox):
@@ -369,30 +339,23 @@ def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox)
     assert asked == [Version(1, 0), None]
 
 
-def test_a_join_gives_up_when_the_island_must_end(coordinator, receiver, mailbox):
-    coordinator.fetch_errors = [VersionGone("gone")] * 1000
-    mailbox.end(1, "the link failed")
-    with pytest.raises(VersionGone):
-        receiver.begin_join()()
-
-
-@pytest.mark.parametrize("reason", ["stopped", "preempted"])
-def test_an_island_that_is_asked_to_end_fetches_nothing_more(
-    coordinator, receiver, mailbox, reason
+@pytest.mark.parametrize(
+    ("end", "error", "match"),
+    [
+        (lambda box: box.end(1, "the link failed"), VersionGone, "gone"),
+        (lambda box: box.end(0, "asked to", "stopped"), ConnectionLost, "ends before"),
+        (lambda box: box.end(1, "asked", "preempted"), ConnectionLost, "ends before"),
+        (says.finished, Refused, "the run was over"),
+    ],
+)
+def test_a_join_gives_up_when_the_island_must_end(
+    coordinator, receiver, mailbox, end, error, match
 ):
-    coordinator.source = source(Version(1, 0), bytes(4 * 38), full=True)
-    mailbox.end(0, "asked to end by SIGTERM", reason)
-    with pytest.raises(ConnectionLost, match="ends before it has joined"):
-        receiver.begin_join()()
-    assert coordinator.requests.empty()
-
-
-def test_a_join_after_the_end_comes_too_late(coordinator, receiver, mailbox):
     coordinator.fetch_errors = [VersionGone("gone")] * 1000
-    says.finished(mailbox)
-    with pytest.raises(Refused) as refused:
+    end(mailbox)
+    with pytest.raises(error, match=match):
         receiver.begin_join()()
-    assert refused.value.code == "finished"
+    assert coordinator.requests.empty() == (error is not VersionGone)
 
 
 def test_closing_does_not_wait_for_the_network(coordinator, sender, receiver):

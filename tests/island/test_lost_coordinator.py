@@ -161,18 +161,37 @@ def test_a_coordinator_that_is_not_there_yet_is_waited_for_as_long_as_it_may_tak
     assert (gaps <= most_s + 1).all()
 
 
-def test_a_shorter_patience_with_who_is_away_counts_for_nothing(waiting):
-    waiting.error = ConnectionLost("nobody")
-    with pytest.raises(ConnectionLost):
-        waiting.connect(100.0, 1.0)
-    assert waiting.clock.now >= 100.0
+REVOKED = Refused(REVOKED_CODE, "the certificate of island a is revoked")
 
 
-def test_who_answers_and_is_no_coordinator_is_not_waited_for_as_long(waiting):
-    waiting.error = RemoteProtocolError("of another version")
-    with pytest.raises(RemoteProtocolError):
-        waiting.connect(100.0, 1000.0)
-    assert waiting.clock.now == pytest.approx(100.0, abs=DEADLINES.retry_max_s)
+@pytest.mark.parametrize(
+    ("error", "away_s", "waits_s"),
+    [
+        (ConnectionLost("nobody"), 1.0, 100.0),  # A shorter one counts for nothing.
+        (RemoteProtocolError("of another version"), 1000.0, 100.0),
+        (REVOKED, 1000.0, 0.0),
+    ],
+)
+def test_who_is_not_away_is_not_waited_for_as_long(waiting, error, away_s, waits_s):
+    waiting.error = error
+    with pytest.raises(type(error)):
+        waiting.connect(100.0, away_s)
+    assert waiting.clock.now == pytest.approx(waits_s, abs=DEADLINES.retry_max_s)
+
+
+@pytest.mark.parametrize(
+    ("error", "pauses"),
+    [
+        (ConnectionLost("nobody"), [0.5, 1, 2, 4, 8, 16, 30, 30, 30]),
+        (SecurityError("no TLS"), [30.0]),
+    ],
+)
+def test_an_island_that_starts_first_comes_again_soon(waiting, error, pauses):
+    """Whatever the time budget is; a coordinator that is just ending is left time."""
+    waiting.error, waiting._deadlines = error, Deadlines(300.0)
+    with pytest.raises(type(error)):
+        waiting.connect(100.0)
+    assert waiting.clock.seen == pauses
 
 
 def test_one_that_cannot_be_trusted_fails_soon_whenever_it_comes(waiting):
@@ -188,29 +207,6 @@ def test_one_that_cannot_be_trusted_fails_soon_whenever_it_comes(waiting):
     with pytest.raises(SecurityError):
         waiting.connect(100.0, 1000.0)
     assert waiting.clock.now <= 500.0 + 2 * DEADLINES.retry_max_s
-
-
-@pytest.mark.parametrize("error", [ConnectionLost("nobody"), SecurityError("no TLS")])
-def test_an_island_that_starts_first_comes_again_soon(mailbox, monkeypatch, error):
-    """Whatever the time budget is; a coordinator that is just ending is left time."""
-
-    class Away:
-        def open_control(self, hello):
-            raise error
-
-    clock = Clock()
-    link = Link(Away(), hello, mailbox, Deadlines(300.0))
-    monkeypatch.setattr(link_module, "time", clock)
-    monkeypatch.setattr(link, "_closing", clock)
-    with pytest.raises(type(error)):
-        link.connect(100.0)
-    if isinstance(error, SecurityError):
-        assert clock.seen == [30.0]
-    else:
-        assert clock.seen == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-
-
-REVOKED = Refused(REVOKED_CODE, "the certificate of island a is revoked")
 
 
 @pytest.mark.parametrize("first", [REVOKED, ConnectionLost("its stream ended")])
@@ -243,13 +239,6 @@ def test_an_island_with_another_key_goes_on(waiting, mailbox, monkeypatch):
     monkeypatch.setattr(waiting._lanes, "open_control", connected, raising=False)
     waiting._reconnect(REVOKED)
     assert mailbox.ending is None
-
-
-def test_a_revoked_key_ends_the_first_attempt(waiting):
-    waiting.error = REVOKED
-    with pytest.raises(Refused, match="is revoked"):
-        waiting.connect(100.0, 1000.0)
-    assert waiting.clock.now == 0.0
 
 
 def test_one_that_was_revoked_and_removed_ends_at_once(waiting, mailbox):
@@ -313,6 +302,31 @@ def test_what_went_on_a_lost_stream_is_said_again_on_the_next(mailbox):
     link._closing.set()
     reporting.join(WAIT_S)
     assert streams.records == [[1], [1, 2]]
+
+
+def test_a_failed_donor_is_told_of_until_a_stream_has_it(mailbox):
+    said, streams = [], iter([ConnectionLost("it reads too slowly"), None])
+
+    def open_control(hello):
+        def send(message):
+            if error and not isinstance(message, messages.Report):
+                raise error
+            said.append(message)
+
+        error = next(streams)
+        welcome = messages.Welcome(run_id="r", term=1, resumed=False, versions=())
+        return SimpleNamespace(welcome=welcome, send=send)
+
+    link = Link(SimpleNamespace(open_control=open_control), hello, mailbox, DEADLINES)
+    mailbox.donors_failed(["b", "c"])
+    link.connect(WAIT_S)
+    with pytest.raises(ConnectionLost):
+        link._send_reports(link._connection)
+    link.connect(WAIT_S)
+    for _ in range(2):
+        link._send_reports(link._connection)
+    told = [m for m in said if isinstance(m, messages.DonorFailed)]
+    assert [failed.island for failed in told] == ["b", "c"]
 
 
 def test_an_anchor_goes_to_its_worker_of_which_the_welcome_did_not_know(

@@ -3,7 +3,6 @@ that are missing are named."""
 
 import contextlib
 import functools
-import http.server
 import os
 import socket
 import threading
@@ -59,11 +58,6 @@ SLURM = {
 """Variables that `srun` gives to each task of a step."""
 
 
-def metadata(endpoints, number="1"):
-    found = {"worker-network-endpoints": endpoints, "agent-worker-number": number}
-    return found.__getitem__
-
-
 @pytest.mark.parametrize(
     ("environment", "address"),
     [
@@ -79,16 +73,8 @@ def metadata(endpoints, number="1"):
     ],
 )
 def test_each_environment_names_the_meeting_place(environment, address, tmp_path):
-    found = find_meeting(2, environment, root=tmp_path)
+    found = find_meeting(2, environment, tmp_path)
     assert found == WorldAddress(address=address, index=1)
-
-
-@pytest.mark.parametrize(
-    "endpoints", ["10.0.0.4,10.0.0.5", "n:1:10.0.0.4,n:2:10.0.0.5"]
-)
-def test_a_tpu_vm_reads_its_metadata(endpoints):
-    found = find_meeting(2, {}, metadata(endpoints))
-    assert found == WorldAddress(address="10.0.0.4:8482", index=1)
 
 
 @pytest.mark.parametrize(
@@ -106,81 +92,55 @@ def test_an_environment_that_does_not_fit_is_named(
     count, environment, message, tmp_path
 ):
     with pytest.raises(ConfigError, match=message):
-        find_meeting(count, environment, root=tmp_path)
+        find_meeting(count, environment, tmp_path)
 
 
-class Metadata:
-    """A metadata server of this machine. `says`: (status, text), the last for ever."""
-
-    def __init__(self, *says):
-        self.asked, said = [], list(says)
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(handler):  # noqa: N805
-                flavor = handler.headers["Metadata-Flavor"]
-                self.asked.append((handler.path.rpartition("/")[2], flavor))
-                status, text = said.pop(0) if len(said) > 1 else said[0]
-                handler.send_response(status)
-                handler.send_header("Metadata-Flavor", "Google")
-                handler.end_headers()
-                handler.wfile.write(text.encode())
-
-            def log_message(handler, *_):  # noqa: N805
-                pass
-
-        self.server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self.server.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def tpu_vm(root):
-    """Has a v6e's card in the machine whose files are in `root`."""
-    card = root / "sys/bus/pci/devices/0000:00:05.0"
+@pytest.fixture
+def tpu_vm(tmp_path, monkeypatch):
+    """The root of the files of a machine with a v6e's card, which asks soon again."""
+    monkeypatch.setattr(world, "METADATA_AGAIN_S", 0.01)
+    card = tmp_path / "sys/bus/pci/devices/0000:00:05.0"
     card.mkdir(parents=True)
     (card / "vendor").write_text("0x1ae0\n")
     (card / "device").write_text("0x006f\n")
+    return tmp_path
 
 
-@pytest.mark.parametrize("variable", ["GCE_METADATA_HOST", "GCE_METADATA_IP"])
-def test_a_booting_machines_server_is_asked_again(variable, tmp_path, monkeypatch):
-    monkeypatch.setattr(world, "METADATA_AGAIN_S", 0.01)
-    tpu_vm(tmp_path)
-    says = [(503, ""), (500, ""), (200, "1"), (503, ""), (200, "10.0.0.4,10.0.0.5")]
-    with Metadata(*says) as server:
-        found = find_meeting(2, {variable: server.address}, root=tmp_path)
+@pytest.mark.parametrize(
+    ("variable", "endpoints"),
+    [
+        ("GCE_METADATA_HOST", "10.0.0.4,10.0.0.5"),
+        ("GCE_METADATA_IP", "n:1:10.0.0.4,n:2:10.0.0.5"),
+    ],
+)
+def test_a_booting_machines_server_is_asked_again(
+    variable, endpoints, tpu_vm, server, monkeypatch
+):
+    monkeypatch.delenv("GCE_METADATA_HOST")
+    monkeypatch.setenv(variable, server.address)
+    server.answers = [(503, ""), (500, ""), (200, "1"), (503, ""), (200, endpoints)]
+    found = find_meeting(2, {}, tpu_vm)
     assert found == WorldAddress(address="10.0.0.4:8482", index=1)
     asked = ["agent-worker-number"] * 3 + ["worker-network-endpoints"] * 2
-    assert server.asked == [(name, "Google") for name in asked]
+    assert [path.rpartition("/")[2] for path in server.paths] == asked
 
 
-def test_what_a_server_does_not_have_is_no_tpu_vms(tmp_path):
-    tpu_vm(tmp_path)
-    with Metadata((404, "")) as server:
-        there = {"GCE_METADATA_HOST": server.address}
-        with pytest.raises(ConfigError, match=r"agent-worker-number.*404"):
-            find_meeting(2, there, root=tmp_path)
-        assert len(server.asked) == 1
-        with pytest.raises(ConfigError, match=r"TPU_WORKER_HOSTNAMES nor"):
-            find_meeting(2, there | {"TPU_SKIP_MDS_QUERY": "true"}, root=tmp_path)
-        assert len(server.asked) == 1
-
-
-def test_metadata_that_do_not_answer_or_do_not_fit_are_named():
-    with pytest.raises(ConfigError, match="worker-network-endpoints here is of 3"):
-        find_meeting(2, {}, metadata("a,b,c"))
-
-    def away(name):
-        raise OSError("timed out")
-
-    with pytest.raises(ConfigError, match=r"agent-worker-number.*timed out.*--world"):
-        find_meeting(2, {}, away)
+@pytest.mark.parametrize(
+    ("answer", "times", "environment", "message"),
+    [
+        ((404, ""), 1, {}, r"agent-worker-number.*404.*--world"),
+        ((503, ""), world.TRIES, {}, r"agent-worker-number.*503.*--world"),
+        ((200, "1,2,3"), 2, {}, "worker-network-endpoints here is of 3"),
+        ((404, ""), 0, {"TPU_SKIP_MDS_QUERY": "true"}, "TPU_WORKER_HOSTNAMES nor"),
+    ],
+)
+def test_metadata_that_are_not_there_or_do_not_fit_are_named(
+    answer, times, environment, message, tpu_vm, server
+):
+    server.answers = [answer] * (times or 1)
+    with pytest.raises(ConfigError, match=message):
+        find_meeting(2, environment, tpu_vm)
+    assert len(server.paths) == times
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,13 @@ PART = (Box(0, (0,), (4,)),)
 COORDINATOR = "127.0.0.1:9"
 
 
-@pytest.fixture(params=["tls"])
-def config(request, tmp_path):
-    islands = {name: IslandConfig(region="near") for name in (*NAMES, "z")}
-    islands["z"] = IslandConfig()
-    config = Config(islands=islands).replace("time_budget_s", 4.0)
-    if request.param == "tls":
-        make_certificates(tmp_path, [], 1, islands=NAMES)
-        config = config.replace("certificates", str(tmp_path))
-    return config
+@pytest.fixture
+def config(tmp_path):
+    islands = {name: IslandConfig(region="near") for name in NAMES}
+    config = Config(islands=islands | {"z": IslandConfig()})
+    make_certificates(tmp_path, [], 1, islands=NAMES)
+    config = config.replace("time_budget_s", 4.0)
+    return config.replace("certificates", str(tmp_path))
 
 
 @pytest.fixture
@@ -186,22 +184,12 @@ def test_others_have_nothing(regions):
     with pytest.raises(Refused, match="region"):
         regions["a"].fetch(request_of("z"))
     with pytest.raises(Refused, match="serves run"):
-        regions["a"].fetch(
-            bulk.FetchRequest(
-                **{
-                    f: getattr(request_of("b"), f)
-                    for f in bulk.FetchRequest.__struct_fields__
-                }
-                | {"run_id": "another"}
-            )
-        )
+        regions["a"].fetch(replace(request_of("b"), run_id="another"))
     with pytest.raises(Busy):
         regions["a"].fetch(request_of("b", 9))
 
 
-def test_who_says_it_is_another_one_has_nothing(config, regions):
-    if not config.placement.certificates:
-        return
+def test_who_says_it_is_another_one_has_nothing(regions):
     have(regions["a"], PAYLOAD)
     sources = sources_of(regions, "a", within_s=1.0)
     assert regions["b"].fetch_from(request_of("c"), sources, SIZE) == (None, ["a"])
@@ -224,7 +212,7 @@ def test_a_donor_with_an_impossible_address_is_one_that_failed(regions, host):
 def test_a_donor_that_moves_leaves_no_threads(regions, config):
     have(regions["a"], PAYLOAD)
     found, _ = regions["b"].fetch_from(request_of("b"), sources_of(regions, "a"), SIZE)
-    _, before = regions["b"]._lanes["a"]
+    *_, before = regions["b"]._lanes["a"]
     regions["a"].close()
     regions["a"] = Region(config, "a", 0, COORDINATOR, "")
     regions["a"].begin(RUN_ID)
@@ -234,6 +222,19 @@ def test_a_donor_that_moves_leaves_no_threads(regions, config):
     for thread in before._fetch_pool._threads:
         thread.join(10.0)
         assert not thread.is_alive()
+
+
+def test_a_donor_has_the_time_of_each_publish_to_answer_a_connection(regions):
+    def connect_s(within_s):
+        lane = regions["b"]._lane_to("a", regions["a"].address, within_s)
+        return lane, lane._connections._deadlines.connect_s
+
+    first, short_s = connect_s(0.1)
+    assert connect_s(0.15) == (first, short_s), "not anew for a little more"
+    assert short_s <= 0.1
+    _, longer_s = connect_s(1.0)
+    assert longer_s == 1.0
+    assert connect_s(0.1)[1] == short_s
 
 
 @pytest.mark.parametrize("serve", ["", "0.0.0.0:0"])

@@ -22,9 +22,8 @@ from diloco_jax.core.fragment_merge import FragmentMerge
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.core.outer import OuterSettings
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
-from diloco_jax.island.device.exchange import Replica
 from diloco_jax.island.device.mesh import batch_sharding, make_mesh, place
-from diloco_jax.island.device.step import Trainer, TrainState, UseCounts, use_shapes
+from diloco_jax.island.device.step import UseCounts, use_shapes
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Use
@@ -126,9 +125,24 @@ def test_shapes_of_counts_are_rows_by_layer() -> None:
     assert found == {"table": (6,), "tower": (1,), "up": (2, 4)}
 
 
-def trainer_state(trainer: Trainer) -> TrainState:
-    params = trainer.first(0)
-    return TrainState(params, trainer.init_inner(params))
+def island_of(run: RunConfig, count: int = 1):
+    """The trainer, the plan, and `count` islands at the run's first parameters."""
+    model, trainer = build_trainer(run, IslandConfig(batch_size=2))
+    plan, first, codec = build_plan(run, model), trainer.first(0), get_codec("f32")
+    values = [np.asarray(get_piece(first, piece)) for piece in plan.pieces]
+    pairs = zip(values, plan.pieces, strict=True)
+    begins = [codec.encode(value, piece.groups) for value, piece in pairs]
+    exchanges = [build_exchange(run, model, trainer)[0] for _ in range(count)]
+    replicas = [
+        join(plan, trainer, x, {0: x.put_anchor(0, x.layouts_whole[0].pack(begins))})
+        for x in exchanges
+    ]
+    return plan, values, exchanges, replicas
+
+
+def mixture_of(run: RunConfig, **experts: int) -> RunConfig:
+    mixture = dataclasses.replace(run.model, experts=4, expert_dim=32, **experts)
+    return dataclasses.replace(run, model=mixture)
 
 
 def untied(**inner) -> RunConfig:
@@ -145,18 +159,7 @@ def untied(**inner) -> RunConfig:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_row_without_tokens_is_only_moved_by_decay_and_moments(optimizer) -> None:
     run = untied(optimizer=optimizer, weight_decay=0.0 if optimizer == "sgd" else 0.1)
-    island = IslandConfig(batch_size=2)
-    model, trainer = build_trainer(run, island)
-    plan = build_plan(run, model)
-    exchange, _ = build_exchange(run, model, trainer)
-    first = trainer.first(0)
-    payload = exchange.layouts_whole[0].pack(
-        [
-            get_codec("f32").encode(get_piece(first, piece), piece.groups)
-            for piece in plan.pieces
-        ]
-    )
-    replica = join(plan, trainer, exchange, {0: exchange.put_anchor(0, payload)})
+    plan, _, _, (replica,) = island_of(run)
     tokens = np.random.default_rng(0).integers(0, 9, (2, SEQUENCE_LENGTH + 1))
     batch = {"tokens": tokens.astype(np.int32)}
     replica.step(batch, 0.1)
@@ -176,22 +179,14 @@ def test_a_row_without_tokens_is_only_moved_by_decay_and_moments(optimizer) -> N
 
 
 def test_each_layer_of_experts_says_how_many_tokens_each_got() -> None:
-    run = untied(optimizer="sgd", weight_decay=0.0)
-    mixture = dataclasses.replace(
-        run.model, experts=4, experts_per_token=2, expert_dim=32
-    )
-    run = dataclasses.replace(run, model=mixture)
-    model, trainer = build_trainer(run, IslandConfig(batch_size=2))
-    plan = build_plan(run, model)
+    run = mixture_of(untied(optimizer="sgd", weight_decay=0.0), experts_per_token=2)
+    plan, _, (exchange,), (replica,) = island_of(run)
     counted = [piece for piece in plan.pieces if piece.by_use]
     experts = {piece.layer for piece in counted if piece.groups == 4}
-    assert experts == set(range(mixture.num_layers))
+    assert experts == set(range(run.model.num_layers))
     assert {p.by_use for p in counted if p.groups == 4} == {2}
-    exchange, _ = build_exchange(run, model, trainer)
-    replica = Replica(trainer, exchange, trainer_state(trainer))
     tokens = np.random.default_rng(0).integers(0, 9, (2, SEQUENCE_LENGTH + 1))
     replica.step({"tokens": tokens.astype(np.int32)}, 0.1)
-    assert exchange.uses is not None
     taken = exchange.uses.take(0)
     for piece, octets in zip(counted, taken, strict=True):
         uses = decode_uses(np.asarray(octets))
@@ -243,13 +238,9 @@ def test_an_expert_without_a_token_weighs_nothing_whatever_moved_it(optimizer) -
     """Two islands merge and adopt what moved all experts, which gives them moments, and
     then what one token and two did."""
     run = untied(optimizer=optimizer, weight_decay=0.0 if optimizer == "sgd" else 0.1)
-    mixture = dataclasses.replace(
-        run.model, experts=4, experts_per_token=1, expert_dim=32
-    )
     data = DataConfig(arrays=("segments", "tokens"))
-    run = dataclasses.replace(run, model=mixture, data=data)
-    model, trainer = build_trainer(run, IslandConfig(batch_size=2))
-    plan, first = build_plan(run, model), trainer.first(0)
+    run = dataclasses.replace(mixture_of(run, experts_per_token=1), data=data)
+    plan, values, exchanges, replicas = island_of(run, 2)
     codec, random = get_codec("f32"), np.random.default_rng(0)
     merge = FragmentMerge(
         pieces=plan.pieces,
@@ -258,14 +249,6 @@ def test_an_expert_without_a_token_weighs_nothing_whatever_moved_it(optimizer) -
         rule=MERGE_RULES.find("rda"),
         settings=OuterSettings(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
     )
-    values = [np.asarray(get_piece(first, piece)) for piece in plan.pieces]
-    pairs = zip(values, plan.pieces, strict=True)
-    begins = [codec.encode(value, piece.groups) for value, piece in pairs]
-    exchanges = [build_exchange(run, model, trainer)[0] for _ in range(2)]
-    replicas = [
-        join(plan, trainer, x, {0: x.put_anchor(0, x.layouts_whole[0].pack(begins))})
-        for x in exchanges
-    ]
 
     def merged(state, taken):
         payloads = [merge.layout_up.pack(own) for own in taken]

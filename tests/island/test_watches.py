@@ -1,17 +1,16 @@
-"""Ends of an island from outside: a notice of preemption, a loop that hangs,
-a machine that is short of memory or disk."""
+"""Ends of an island from outside: a notice of preemption, a loop that hangs, a machine
+that is short of memory or disk; and traces of the steps that its loop makes."""
 
 from __future__ import annotations
 
-import http.server
-import subprocess
-import sys
+import logging
 import threading
 import time
 from types import SimpleNamespace
 
 import coordinator_says as says
 import jax
+import jax.numpy as jnp
 import pytest
 
 from diloco_jax.config import IslandConfig
@@ -21,61 +20,19 @@ from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.watches import (
     HangWatch,
     ShortageWatch,
+    end_hanging,
     leave,
+    trace_steps,
     watch_metadata,
 )
 from diloco_jax.machine import LITTLE_DISK_BYTES
 from diloco_jax.process import LOOK_S
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
+from diloco_jax.protocol.messages import ProfileRequest
+from diloco_jax.wire.addresses import reserve
 
 WAIT_S = 60.0
-FLAVOR = {"Metadata-Flavor": "Google"}
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """A metadata server; it answers what `answers` says, one after the other, then
-    TRUE once `preempted` is set."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.preempted = threading.Event()
-        self.answers = []
-        self.paths = []
-        self.flavor = FLAVOR
-        self.address = f"127.0.0.1:{self.server_port}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        server = self.server
-        server.paths.append(self.path)
-        status = server.answers.pop(0) if server.answers else 200
-        if self.headers["Metadata-Flavor"] != "Google":
-            status = 403
-        if status == 200 and "wait_for_change" in self.path:
-            assert server.preempted.wait(WAIT_S)
-        body = b"TRUE" if server.preempted.is_set() else b"FALSE"
-        self.send_response(status)
-        for name, value in (server.flavor | {"ETag": "tag 1"}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def server():
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.preempted.set()
-        server.shutdown()
-        thread.join(WAIT_S)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +65,7 @@ def noticed(mailbox, notice_s=WAIT_S):
 
 
 def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
-    watch = watch_metadata(noticed(mailbox), server.address)
+    watch = watch_metadata(noticed(mailbox))
     assert mailbox.ending is None
     server.preempted.set()
     text = "preempted (the metadata server)"
@@ -120,9 +77,8 @@ def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
     assert all("wait_for_change=true&last_etag=tag+1&" in path for path in others)
 
 
-def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox, monkeypatch):
+def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox):
     server.preempted.set()
-    monkeypatch.setenv("GCE_METADATA_HOST", server.address)
     watch_metadata(noticed(mailbox))
     assert wait_for_end(mailbox).exit_code == 1
 
@@ -131,31 +87,25 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server, mailbox, monkeypatch
 ):
     monkeypatch.setattr(watches, "AWAY_S", 0.01)
-    server.answers = [200, 503, 503]
+    server.answers = [(200, "FALSE"), (503, ""), (503, "")]
     server.preempted.set()
-    monkeypatch.setattr(watches, "_ask", hiding_the_first(watches._ask))
-    watch_metadata(noticed(mailbox), server.address)
+    watch_metadata(noticed(mailbox))
     assert wait_for_end(mailbox).exit_code == 1
     assert len(server.paths) == 4
 
 
-def hiding_the_first(ask):
-    """As `ask`, but the first value is FALSE."""
-    answers = iter(("FALSE",))
-    return lambda *arguments: (next(answers, (found := ask(*arguments))[0]), found[1])
-
-
-def test_where_there_is_no_such_server_nothing_happens(server, mailbox):
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
-        nobody = f"127.0.0.1:{closed.server_port}"
-    server.answers = [404]
-    for address in (nobody, server.address):
-        watch = watch_metadata(noticed(mailbox), address)
-        watch.join(WAIT_S)
-        assert not watch.is_alive()
+@pytest.mark.parametrize("there", ["nobody", "one without it", "somebody else's"])
+def test_where_there_is_no_such_server_nothing_happens(
+    server, mailbox, monkeypatch, there
+):
     server.preempted.set()
-    server.flavor = {}  # Somebody else's server.
-    watch = watch_metadata(noticed(mailbox), server.address)
+    if there == "nobody":
+        address, beside = reserve("127.0.0.1:0")
+        beside.close()
+        monkeypatch.setenv("GCE_METADATA_HOST", address)
+    server.answers = [(404, "")] * (there == "one without it")
+    server.flavor = "" if there == "somebody else's" else "Google"
+    watch = watch_metadata(noticed(mailbox))
     watch.join(WAIT_S)
     assert (watch.is_alive(), mailbox.ending) == (False, None)
 
@@ -227,9 +177,12 @@ def watch_of(clock: Clock, budget_s: float) -> HangWatch:
     return HangWatch(budget_s, lambda text: None, clock)
 
 
-def test_silence_beyond_the_budget_is_a_hang(clock):
-    watch = watch_of(clock, 30.0)
-    assert hangs_after(watch, clock, 100.0) == pytest.approx(30.0, abs=2 * LOOK_S)
+@pytest.mark.parametrize("part", ["", "compiling"])
+def test_without_a_budget_nothing_hangs(clock, part):
+    with watch_of(clock, 0.0) as watch:
+        if part:
+            watch.begin(part, 1.0, "placement.compile_budget_s")
+        assert hangs_after(watch, clock, 5000.0) == 5000.0
 
 
 def test_a_touch_begins_the_budget_anew(clock):
@@ -245,10 +198,6 @@ def test_a_machine_that_stands_still_does_not_hang(clock):
     for _ in range(10):
         clock.now += 3600.0
         assert not watch.look()
-
-
-def test_without_a_budget_nothing_hangs(clock):
-    assert hangs_after(watch_of(clock, 0.0), clock, 5000.0) == 5000.0
 
 
 def test_a_part_of_the_start_may_take_what_its_setting_says_and_the_budget(clock):
@@ -277,59 +226,23 @@ def test_the_loop_has_its_own_budget_after_the_start(clock):
         watch.begin("restoring", 1000.0, "placement.outage_budget_s")
         hangs_after(watch, clock, 900.0)
         assert watch.run(Loop()) == pytest.approx(30.0, abs=2 * LOOK_S)
+    assert watch.words(31).startswith("hangs: no step and no boundary for 31 s; place")
 
 
-def test_without_a_budget_no_start_hangs(clock):
-    watch = watch_of(clock, 0.0)
-    with watch:
-        watch.begin("compiling", 1.0, "placement.compile_budget_s")
-        assert hangs_after(watch, clock, 5000.0) == 5000.0
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_hanging_process_says_goodbye_if_it_can_and_ends(monkeypatch, blocks):
+    ended, said, never = [], [], threading.Event()
+    monkeypatch.setattr(watches, "leave_at_once", ended.append)
 
+    def stop(ending):
+        said.append(ending)
+        if blocks:
+            never.wait(WAIT_S)
 
-HANGING = """
-import logging, sys, threading
-from diloco_jax import process
-from diloco_jax.island.watches import HangWatch, end_hanging
-logging.basicConfig(stream=sys.stderr)
-process.LOOK_S = 0.05
-class Loop:
-    touch = None
-    def run(self):
-        self.touch()
-        where_it_hangs()
-def where_it_hangs():
-    threading.Event().wait(600)
-def stop(ending):
-    print("goodbye", ending.exit_code, ending.text, flush=True)
-    BLOCKS
-def hangs(text):
-    end_hanging(stop, text, 0.3)
-PART
-HangWatch(0.5, hangs).run(Loop())
-"""
-COMPILING = """
-watch = HangWatch(0.25, hangs)
-watch.begin("compiling", 0.25, "placement.compile_budget_s")
-where_it_hangs()
-"""
-
-
-@pytest.mark.parametrize("blocks", ["pass", "where_it_hangs()"])
-@pytest.mark.parametrize("part", ["", COMPILING])
-def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks, part):
-    code = HANGING.replace("BLOCKS", blocks).replace("PART", part)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("goodbye 1 hangs: no step and no boundary for ")
-    assert ("compiling may take 0 s" in done.stdout) == bool(part)
-    assert f"placement.hang_budget_s = {0.25 if part else 0.5}" in done.stdout
-    assert "in where_it_hangs" in done.stderr, "the stack of the loop's thread"
+    ending = Ending(1, "hangs")
+    end_hanging(stop, ending, 0.05 if blocks else WAIT_S)
+    never.set()
+    assert (said, ended) == ([ending], [1])
 
 
 def test_a_host_that_lost_its_accelerator_is_named(monkeypatch):
@@ -375,26 +288,22 @@ def given(monkeypatch) -> list[int]:
     return given
 
 
-def test_little_memory_is_in_the_log_once(machine, caplog):
+def test_what_a_machine_is_short_of_is_told_and_in_the_log_once(machine, caplog):
+    enough, little = machine.memory, (1 << 30, 100 << 30)
     assert machine.short() == ()
-    machine.memory = (1 << 30, 100 << 30)
-    assert [machine.short() for _ in range(3)] == [("memory",)] * 3
-    assert caplog.text.count("GB of memory are left") == 1
-    machine.memory = (50 << 30, 100 << 30)
-    assert machine.short() == ()
-    machine.memory = (1 << 30, 100 << 30)
-    machine.short()
-    assert caplog.text.count("GB of memory are left") == 2
-
-
-def test_a_disk_that_is_nearly_full_is_named(machine, caplog):
+    for _ in range(2):
+        machine.memory = little
+        assert [machine.short() for _ in range(3)] == [("memory",)] * 3
+        machine.memory = enough
+        assert machine.short() == ()
     machine.free = LITTLE_DISK_BYTES - 1
     assert machine.short() == ("disk",)
     assert "1074 MB are free in " in caplog.text
-    machine.memory = (1 << 30, 100 << 30)
+    machine.memory = little
     assert machine.short() == ("disk", "memory")
     machine.free = LITTLE_DISK_BYTES
     assert machine.short() == ("memory",)
+    assert caplog.text.count("GB of memory are left") == 3
 
 
 def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
@@ -407,20 +316,9 @@ def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
     assert machine.short() == ("disk",)
 
 
-def test_it_looks_on_a_thread_until_the_block_ends(machine, monkeypatch):
-    monkeypatch.setattr(watches, "LOOK_S", 0.001)
-    machine.free = 0
-    with machine.watch as watch:
-        for _ in range(10_000):
-            if machine.mailbox.report(0)[0].measures.short:
-                break
-            watch._thread.join(0.001)
-    watch._thread.join(30.0)
-    assert not watch._thread.is_alive()
-    assert machine.mailbox.report(0)[0].measures.short == ("disk",)
-
-
-def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
+def test_it_looks_on_a_thread_until_the_block_ends_though_a_look_fails(
+    machine, monkeypatch, caplog
+):
     monkeypatch.setattr(watches, "LOOK_S", 0.001)
     looks, left = iter(range(10_000)), machine.memory
 
@@ -433,12 +331,12 @@ def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
     machine.free = 0
     with machine.watch as watch:
         for _ in range(10_000):
-            if (
-                machine.mailbox.report(0)[0].measures.short
-                or not watch._thread.is_alive()
-            ):
-                break
             watch._thread.join(0.001)
+            told = machine.mailbox.report(0)[0].measures.short
+            if told or not watch._thread.is_alive():
+                break
+    watch._thread.join(WAIT_S)
+    assert not watch._thread.is_alive()
     assert machine.mailbox.report(0)[0].measures.short == ("disk",)
     assert caplog.text.count("stale file handle") == 1
 
@@ -458,3 +356,67 @@ def test_freed_memory_is_given_back_at_once_while_the_peak_grows(
         machine.short()
         counts.append(len(given))
     assert counts == [1, 1, 2, 2, 2, 3, 3], "at the first look, 1006 and 1020"
+
+
+# ---- traces ------------------------------------------------------------------------
+
+
+class Island:
+    """A loop's mailbox, and what its profiler says in the log."""
+
+    def __init__(self, folder, caplog) -> None:
+        caplog.set_level(logging.INFO)
+        self.mailbox, self._caplog, self._folder = Mailbox(), caplog, folder
+
+    def trace(self, steps, within_s=WAIT_S) -> threading.Thread:
+        asked = ProfileRequest(steps=steps, within_s=within_s)
+        return trace_steps(self.mailbox, "a", self._folder, asked)
+
+    def said(self) -> list[str]:
+        return [m for m in self._caplog.messages if "trace of" in m]
+
+    def steps_until_said(self, start=40) -> str:
+        """Make steps until the log says what became of the trace; return that."""
+        twice = jax.jit(lambda x: x @ x)
+        for step in range(start, start + 100_000):
+            self.mailbox.post(Status(phase="training", steps=step))
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                twice(jnp.ones((8, 8))).block_until_ready()
+            if said := self.said():
+                return said[0]
+        raise AssertionError("nothing was said")
+
+
+def test_whole_steps_are_in_the_trace_and_the_log_says_where_it_is(tmp_path, caplog):
+    island = Island(tmp_path / "profiles", caplog)
+    island.mailbox.post(Status(phase="training", steps=40))
+    island.trace(2)
+    said = island.steps_until_said()
+    (folder,) = (tmp_path / "profiles").iterdir()
+    assert folder.name.startswith("a-4")
+    assert f"the trace of 2 steps is in {folder};" in said
+    (file,) = folder.rglob("*.xplane.pb")
+    found = jax.profiler.ProfileData.from_file(str(file))
+    names = {e.name for p in found.planes for line in p.lines for e in line.events}
+    assert any(name.startswith("train") for name in names), sorted(names)[:40]
+
+
+def test_why_there_is_no_trace_is_said(tmp_path, caplog):
+    island = Island(tmp_path, caplog)
+    island.trace(10**6, within_s=0.2)
+    assert "has to come to step" in island.steps_until_said()
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path, caplog):
+    (tmp_path / "profiles").write_text("a file in its place")
+    island = Island(tmp_path / "profiles", caplog)
+    island.trace(2)
+    assert island.steps_until_said().startswith("no trace of 2 steps: ")
+
+
+def test_an_island_that_ends_says_so(tmp_path, caplog):
+    island = Island(tmp_path, caplog)
+    tracing = island.trace(2)
+    island.mailbox.end(0, "asked to end")
+    tracing.join(WAIT_S)
+    assert "the island ends" in island.said()[0]
