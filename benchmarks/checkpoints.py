@@ -5,7 +5,7 @@ writing? One island trains twice on as many tokens, with and without checkpoints
 a step time that leaves its cores some slack.
 
 Stalled seconds are those that the loop spent outside steps and evaluation. A checkpoint
-has five arrays per parameter: the value, two moments, anchor and residual, in f32.
+has three arrays per parameter: two moments and the residual, in f32.
 
 Prediction: tens of milliseconds per checkpoint for a few million parameters, since the
 loop only has copies begun; no gap between two steps above twice the median.
@@ -38,7 +38,7 @@ STALL_MAX_S = 0.1
 """Stalled seconds per checkpoint, above the loop's stall without checkpoints."""
 STALLED_MAX = 0.05
 """Share of step time, as for every run."""
-ARRAYS_PER_PARAMETER = 5
+ARRAYS_PER_PARAMETER = 3
 BATCH, SEQUENCE = 2, 64
 TIMEOUT_S = 900.0
 WRITTEN = re.compile(r"checkpoint \d+, after step \d+, is written \((?P<s>[\d.]+) s\)")

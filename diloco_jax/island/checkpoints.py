@@ -1,10 +1,10 @@
 """An island's checkpoints: written beside its steps, read when it comes back.
 
-A checkpoint has the local parameters, the inner optimizer's moments, anchors and codec
-residuals, and says at which steps and versions the island was. A returned island still
-takes its parameters and anchors from the coordinator: those of the checkpoint hold
-steps that may never have been merged, and training on from them would add steps that no
-delta accounts for. Moments carry no steps, so they are restored unchanged. A residual
+A checkpoint has the inner optimizer's moments and the codec residuals, and says at
+which steps and versions the island was. A returned island takes its parameters and
+anchors from the coordinator: its own would hold steps that may never have been merged,
+and training on from them would add steps that no delta accounts for. Moments carry no
+steps, so they are restored unchanged. A residual
 is what a merged take left unsaid. It is restored where no take and no merge came after
 it, and is zero elsewhere, since a later take has sent it already.
 

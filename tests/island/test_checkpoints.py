@@ -109,7 +109,8 @@ class Life:
 
     def host(self, name):
         # Of copies: what is seen by the host is not given away by a donation.
-        copies = jax.tree.map(lambda x: x.copy(), self.replica.trees()[name])
+        held = {"params": self.replica.params, **self.replica.trees()}
+        copies = jax.tree.map(lambda x: x.copy(), held[name])
         return jax.device_get(copies)
 
     def close(self):

@@ -69,8 +69,9 @@ def start(sync, anchor, memory="device"):
 
 def anchors_of(exchange, plan=PLAN):
     """Anchors by the name of the piece."""
-    pieces = itertools.chain.from_iterable(exchange.trees()["anchors"])
-    return {p.name: a for p, a in zip(plan.pieces, pieces, strict=True)}
+    pieces = exchange._pieces(lambda state: state.apart(state.anchor))
+    found = itertools.chain.from_iterable(pieces)
+    return {p.name: a for p, a in zip(plan.pieces, found, strict=True)}
 
 
 def same(a, b):

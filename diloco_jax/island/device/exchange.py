@@ -453,12 +453,11 @@ class Exchange:
     # ---- checkpoints ------------------------------------------------------------
 
     def trees(self) -> dict[str, list[ByPiece]]:
-        """Return the anchors, and with error feedback the residuals as if no take were
-        outstanding, by fragment and piece; not to be donated."""
-        trees = {"anchors": self._pieces(lambda state: state.apart(state.anchor))}
-        if self.feeds_back:
-            trees["residuals"] = self._pieces(lambda state: state.apart(state.settled))
-        return trees
+        """Return, with error feedback, the residuals as if no take were outstanding, by
+        fragment and piece; not to be donated."""
+        if not self.feeds_back:
+            return {}
+        return {"residuals": self._pieces(lambda state: state.apart(state.settled))}
 
     def residuals(self, params: Tree) -> Tree:
         """Return the residuals of `trees`, laid out and arranged as the parameters are;
@@ -546,10 +545,6 @@ class LentParams:
         self.adoptions = 0
         """Fragments taken over so far."""
 
-    def trees(self) -> dict[str, Any]:
-        """Return the arrays that a checkpoint holds, until the next adoption."""
-        return {"params": self.params, **self._exchange.trees()}
-
     def take(self, fragment: int) -> ByPiece:
         """Return the fragment's encoded delta by piece."""
         return self._exchange.take(fragment, self.params)
@@ -582,7 +577,7 @@ class Replica(LentParams):
     def trees(self) -> dict[str, Any]:
         """Return the arrays that a checkpoint holds, until the next step or
         adoption."""
-        return {**super().trees(), "moments": jax.tree.leaves(self._moments)}
+        return {**self._exchange.trees(), "moments": jax.tree.leaves(self._moments)}
 
     def step(self, batch: Any, learning_rate: float) -> Metrics:
         """Run one inner step on a batch of host arrays; return before it is done."""
