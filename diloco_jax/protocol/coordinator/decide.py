@@ -117,8 +117,8 @@ def next_deadline(state: State, now: float) -> float | None:
     expiry = state.islands.expiry
     if now < expiry < soonest:
         soonest = expiry
-    for index in state.fragments.open_ones:
-        at = state.fragments[index].closes_at
+    for fragment in state.fragments:
+        at = fragment.closes_at if fragment.phase == "open" else None
         if at is not None and now < at < soonest:
             soonest = at
     soonest = min(soonest, ending.soonest(state, now))
@@ -245,9 +245,12 @@ def _advance(turn: Turn, before: State) -> None:
     if same_live and turn.state.phase == "running":
         moving = [
             fragment
-            for fragment in map(moving.__getitem__, turn.state.fragments.open_ones)
-            if fragment is not before.fragments[fragment.index]
-            or (fragment.closes_at is not None and turn.now >= fragment.closes_at)
+            for fragment in moving
+            if fragment.phase == "open"
+            and (
+                fragment is not before.fragments[fragment.index]
+                or (fragment.closes_at is not None and turn.now >= fragment.closes_at)
+            )
         ]
     if moving:
         _settle(turn, moving)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
-from diloco_jax.protocol.coordinator.state import Effect, Fragments
+from diloco_jax.protocol.coordinator.state import Effect
 from diloco_jax.protocol.messages import (
     Granted,
     Outstanding,
@@ -126,9 +126,7 @@ def test_what_an_earlier_term_leased_is_bounded_too(
         next_position=100,
         term=2,
         books=2,
-        fragments=Fragments(
-            replace(f, version=Version(2, 0)) for f in d.state.fragments
-        ),
+        fragments=tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments),
     )
     own = counted * TOKENS_PER_STEP
     effects = d.hello(

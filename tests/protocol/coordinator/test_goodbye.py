@@ -5,7 +5,7 @@ import pytest
 from kit import Driver, asked, check_state, joined, notes, of, only, persisted, verdicts
 
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.state import Effect, restored
+from diloco_jax.protocol.coordinator.state import Effect, from_builtins
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Forget, Merge
 from diloco_jax.protocol.messages import DeltaKey
 
@@ -168,7 +168,7 @@ def test_a_coordinator_that_crashes_loses_it() -> None:
 
 def test_a_snapshot_knows_it_and_what_the_log_has_of_its_merge() -> None:
     d = left_behind()
-    stored = restored(msgspec.json.decode(msgspec.json.encode(d.state)))
+    stored = from_builtins(msgspec.json.decode(msgspec.json.encode(d.state)))
     assert stored == d.state
     check_state(stored)
     skip = len(d.log)

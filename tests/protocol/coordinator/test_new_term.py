@@ -15,7 +15,6 @@ from diloco_jax.protocol.coordinator.search import FoundTerm
 from diloco_jax.protocol.coordinator.state import (
     Alert,
     Effect,
-    Fragments,
     Outdated,
     SaidAhead,
 )
@@ -415,9 +414,7 @@ def test_nor_has_an_island_versions_that_no_merge_of_this_copy_has_made(
     d = Driver()
     d.state = replace(
         d.state,
-        fragments=Fragments(
-            replace(f, version=Version(1, 99)) for f in d.state.fragments
-        ),
+        fragments=tuple(replace(f, version=Version(1, 99)) for f in d.state.fragments),
     )
     assert bool(ahead_of(d, versions=versions)) == is_ahead
 

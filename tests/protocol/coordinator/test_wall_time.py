@@ -9,7 +9,7 @@ from kit import TOKENS_PER_STEP, Driver, of, only
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.islands import FASTER, LATE_S, WallTime
-from diloco_jax.protocol.coordinator.state import Fragments, MachineSlept
+from diloco_jax.protocol.coordinator.state import MachineSlept
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import Granted, Refused, Stop, Version, Welcome
 
@@ -357,7 +357,7 @@ def test_a_pause_is_no_lie() -> None:
 def test_steps_of_an_island_from_an_earlier_term_are_believed_once() -> None:
     """Nobody knows for how long it was not heard."""
     d = Driver(least_seconds=PLANNED)
-    fragments = Fragments(replace(f, version=Version(2, 0)) for f in d.state.fragments)
+    fragments = tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments)
     d.state = replace(d.state, next_position=1000, term=2, books=2, fragments=fragments)
     earlier = {"term": 1, "steps": 10, "sequences_granted": 100}
     d.hello("a", **earlier)
