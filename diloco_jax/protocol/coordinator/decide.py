@@ -63,7 +63,7 @@ def step(
     before = turn.state
     _handle(turn, event)
     members.expire(turn, ending.late_s(config, turn.state))
-    takes.turn_away(turn)
+    takes.refuse_quarantined(turn)
     _advance(turn, before)
     takes.advance_quarantine(turn)
     schedule.keep_cycles(turn, before)
@@ -209,7 +209,7 @@ def _arrived(turn: Turn, event: DeltaArrived) -> None:
         or island.incarnation != event.incarnation
         or island.status == "gone"
     ):
-        takes.drop_unknown(turn, before, name, event.incarnation, event.tick)
+        takes.drop_unknown(turn, before, event)
         turn.ignore("island", "gone", "bytes")
         return
     fragment = takes.arrived(turn, before, event)
@@ -253,7 +253,7 @@ def _advance(turn: Turn, before: State) -> None:
             )
         ]
     if moving:
-        _settle(turn, moving)
+        _move_fragments(turn, moving)
     done = all(fragment.phase == "done" for fragment in turn.state.fragments)
     if turn.state.phase == "flushing" and done:
         ending.finish(turn)
@@ -281,9 +281,9 @@ def _hasten(turn: Turn) -> None:
             turn.put(fragments.hasten(turn, fragment, fleet))
 
 
-def _settle(turn: Turn, moving: list[Fragment]) -> None:
-    """Settle fragments that time or an event may have moved: order merges, and during
-    the flush the last takes."""
+def _move_fragments(turn: Turn, moving: list[Fragment]) -> None:
+    """Close fragments that time or an event may have moved, and during the flush open
+    them for the last takes."""
     fleet, flushing = Fleet(turn.config, turn.state), turn.state.phase == "flushing"
     live = turn.state.islands.standing.answering
     hurry = flushing and turn.now >= turn.state.deadline
@@ -297,11 +297,11 @@ def _settle(turn: Turn, moving: list[Fragment]) -> None:
             and fragment.phase == "open"
             and ending.is_over(turn.state, fragment, turn.now)
         )
-        settled = fragments.close_if_due(turn, fragment, fleet, hurry=over)
-        if settled is not fragment:
-            turn.put(settled)
-        if was_open and flushing and settled.phase == "idle":
-            moving.append(settled)  # Given up: its next tick need not wait.
+        after = fragments.close_if_due(turn, fragment, fleet, hurry=over)
+        if after is not fragment:
+            turn.put(after)
+        if was_open and flushing and after.phase == "idle":
+            moving.append(after)  # Given up: its next tick need not wait.
 
 
 def _next_of_absences(state: State, now: float) -> float:

@@ -50,7 +50,6 @@ from diloco_jax.protocol.messages import (
     DONOR_RESTS,
     FAILURES,
     LOOKAHEAD,
-    DeltaKey,
     EndReason,
     Goodbye,
     Hello,
@@ -312,7 +311,13 @@ def ahead(turn: Turn, event: SaidAhead) -> None:
     if event.island in turn.state.ahead:
         return
     turn.set(ahead=(*turn.state.ahead, event.island))
-    _alert_of_ahead(turn, event.island, event.how)
+    turn.alert(
+        f"island {event.island!r} is {event.how}: either this coordinator's state is "
+        f"an old one, or that island lies; it is told to come again. If other islands "
+        f"say so too, start the coordinator that has the newest state; if none does, "
+        f"revoke its key",
+        event.island,
+    )
     known = turn.config.admitted or turn.state.islands
     names = [name for name in turn.state.ahead if name in known]
     if 2 * len(names) > len(known):
@@ -364,7 +369,12 @@ def goodbye(turn: Turn, event: Said, said: Goodbye) -> None:
         return
     leave(turn, event.island, said.reason, said.text)
     if said.reason == "failed":
-        _alert_of_failure(turn, event.island, said.text)
+        turn.alert(
+            f"island {event.island!r} failed, and says: {said.text or 'nothing'}; look "
+            f"at its log and at its devices (diloco doctor); its supervisor starts it "
+            f"again",
+            event.island,
+        )
 
 
 def donor_failed(turn: Turn, event: Said, donor: str) -> None:
@@ -451,10 +461,10 @@ def end(turn: Turn, name: str, reason: EndReason, said: str = "") -> None:
             in_merges=kept,
             lost_tokens_by_fragment=tuple(map(operator.sub, lost, before)),
             left_behind=tuple(
-                records.LeftBehind(fragment=fragment.index, **asdict(kept))
+                records.LeftBehind(fragment=fragment.index, **asdict(delta))
                 for fragment in state.fragments
-                for kept in fragment.left_behind
-                if (kept.island, kept.incarnation) == (name, island.incarnation)
+                for delta in fragment.left_behind
+                if (delta.island, delta.incarnation) == (name, island.incarnation)
             ),
         )
     )
@@ -570,7 +580,7 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
     turn.persist(record)
     # Holders take nothing more of the one before once it hears of its end.
     deltas = tuple(
-        DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
+        delta.key(fragment.index)
         for fragment in turn.state.fragments
         for delta in (*fragment.left_behind, *fragment.merging)
     )
@@ -648,24 +658,3 @@ def _welcome(turn: Turn, event: Hello, *, resumed: bool) -> None:
         next_position=state.next_position,
     )
     turn.tell(event.session, welcome)
-
-
-def _alert_of_failure(turn: Turn, name: str, said: str) -> None:
-    """Raise the alert for an island that said goodbye because it failed: its device,
-    its step, its disk."""
-    turn.alert(
-        f"island {name!r} failed, and says: {said or 'nothing'}; look at its log and "
-        f"at its devices (diloco doctor); its supervisor starts it again",
-        name,
-    )
-
-
-def _alert_of_ahead(turn: Turn, name: str, how: str) -> None:
-    """Raise the alert for an island that knows of a later state of the run."""
-    turn.alert(
-        f"island {name!r} is {how}: either this coordinator's state is an old one, or "
-        f"that island lies; it is told to come again. If other islands say so too, "
-        f"start the coordinator that has the newest state; if none does, revoke its "
-        f"key",
-        name,
-    )

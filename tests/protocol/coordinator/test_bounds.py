@@ -67,8 +67,7 @@ def test_an_absent_island_s_delta_that_is_ready_is_a_measure():
     d.reports(a=4, b=4, c=4)
     for name in "ab":
         d.take(name, 0, 4, norm=1.0)
-    d.report("c", 4)
-    d.disconnect("a")
+    d.play("c=4 a.away")
     effects = d.take("c", 0, 4, norm=10.0)
     assert [(r["island"], r["most"]) for r in notes(effects, "refused")] == [("c", 5.0)]
 

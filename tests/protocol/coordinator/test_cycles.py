@@ -39,8 +39,7 @@ def training(**changes: Any) -> Driver:
 
 def test_a_fragment_is_kept_as_soon_as_its_version_is_sure() -> None:
     d = training()
-    d.report("a", 2)
-    d.merge(0, a=2)
+    d.play("a=2 a/0=2 /0")
     # The first cycle: fragment 0 had its turn, fragment 1 has not.
     assert kept(d.feed(KeepAsked())) == {0: (1, Version(1, 1))}
     assert kept(d.report("a", 4)) == {}, "fragment 1 is open at a tick of the cycle"
@@ -59,11 +58,7 @@ def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
         d.report(name, 2)
     for name in ("a", "b", "c"):
         d.report(name, 4)
-    d.takes(1, a=4, b=4)
-    d.wait(60.0)
-    d.computed(1)
-    d.goodbye("b")
-    d.reports(a=6, c=6)
+    d.play("a/1=4 b/1=4 +60 /1 b.leaves a=6 c=6")
     assert kept(d.feed(KeepAsked())) == {}
     d.report("a", 8)
     before = d.fragment(1)
@@ -90,8 +85,7 @@ def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
 def test_no_cycle_begins_once_the_run_has_stopped() -> None:
     """The flush gives a fragment a tick after its turn of the cycle that is present."""
     d = training(total_tokens=30, export_every=1)
-    d.report("a", 2)
-    d.merge(0, a=2)
+    d.play("a=2 a/0=2 /0")
     d.feed(CycleKept(cycle=1))
     d.report("a", 3)
     d.report("a", 3, phase="stopped")
@@ -117,9 +111,7 @@ def test_no_cycle_begins_once_the_run_has_stopped() -> None:
 def test_a_run_that_is_extended_goes_on_with_a_whole_cycle() -> None:
     """So that no fragment was merged after its turn of the present cycle."""
     d = training(total_tokens=30)
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 3)
+    d.play("a=2 a/0=2 /0 a=3")
     d.report("a", 3, phase="stopped")
     for fragment in (1, 0):
         d.take("a", fragment, 3)
@@ -169,8 +161,7 @@ def test_so_are_those_up_to_an_extension() -> None:
 
 def test_a_crash_forgets_the_cycle_under_way() -> None:
     d = training()
-    d.report("a", 2)
-    d.merge(0, a=2)
+    d.play("a=2 a/0=2 /0")
     d.feed(KeepAsked())
     again = recover(d.config, d.state, d.log[len(d.log) :], d.now)
     assert not again.keeping
@@ -294,16 +285,9 @@ def test_the_versions_of_a_due_cycle_are_told_and_no_others() -> None:
 def test_they_are_the_versions_that_an_export_of_the_cycle_has() -> None:
     """Fragment 1 is slow: fragment 0 is merged in the next cycle before it is told."""
     d = Able(watch_every=1)
-    d.join("a")
-    d.report("a", 2)
+    d.play("a.joins a=2")
     d.feed(KeepAsked())
-    d.merge(0, a=2)
-    d.report("a", 4)
-    d.report("a", 6)
-    d.take("a", 0, 6)
-    d.computed(0)
-    d.take("a", 1, 6)
-    d.computed(1)
+    d.play("a/0=2 /0 a=4 a=6 a/0=6 /0 a/1=6 /1")
     kept = {e.fragment: (e.cycle, e.version) for e in of(d.effects, KeepFragment)}
     watched = {w.fragment: (w.cycle, w.version) for w in of(d.effects, Watch)}
     assert kept == watched == {0: (1, Version(1, 1)), 1: (1, Version(1, 1))}
@@ -343,9 +327,7 @@ def test_an_island_that_is_away_ends_its_turn() -> None:
 
 def test_a_crash_of_the_coordinator_gives_the_turn_up() -> None:
     d = Able(watch_every=1)
-    d.join("a")
-    d.report("a", 2)
-    d.merge(0, a=2)
+    d.play("a.joins a=2 a/0=2 /0")
     assert d.state.unwatched == (1,)
     before = d.state
     d.crash(before)
@@ -357,8 +339,7 @@ def test_no_turn_begins_once_the_run_has_stopped() -> None:
     d = Able(watch_every=1, total_tokens=50)
     d.join("a")
     run(d, 4)
-    d.join("b")
-    d.report("a", 5)
+    d.play("b.joins a=5")
     assert d.state.phase == "stopping"
     d.now = d.state.deadline - 1.0
     d.report("a", phase="stopped")

@@ -91,11 +91,7 @@ def test_no_position_is_granted_to_two_islands() -> None:
 def test_positions_after_the_last_merged_step_are_granted_again() -> None:
     d = Driver()
     d.hello("a", sequences_per_step=2)
-    d.report("a", 0)
-    d.report("a", 5)
-    d.merge(0, a=5)
-    d.report("a", 9)
-    d.goodbye("a")
+    d.play("a=0 a=5 a/0=5 /0 a=9 a.leaves")
     (first,) = spans(d.effects)
     again = spans(d.hello("b"))
     assert again[0].start == first.start + 5 * 2, "steps 0 to 4 are in a merge"
@@ -104,8 +100,7 @@ def test_positions_after_the_last_merged_step_are_granted_again() -> None:
 
 def test_positions_in_a_merge_under_way_are_not_free() -> None:
     d = joined("a")
-    d.report("a", 5)
-    d.take("a", 0, 5)
+    d.play("a=5 a/0=5")
     assert d.fragment(0).phase == "merging"
     (first,) = spans(d.effects)
     assert spans(d.hello("a", 2))[0].start == first.start + 5
@@ -168,8 +163,7 @@ def test_what_was_trained_on_is_neither_free_nor_still_to_come() -> None:
     assert leases.trained(d.state) == []
     (first,) = d.state.islands["a"].leases
     (other,) = d.state.islands["b"].leases
-    d.report("a", 0)
-    d.reports(a=3, b=5)
+    d.play("a=0 a=3 b=5")
     begun = other.span.start
     mine = Span(first.span.start, first.span.start + 6)
     assert leases.trained(d.state) == [mine, Span(begun, begun + 5)]

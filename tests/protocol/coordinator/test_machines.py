@@ -60,8 +60,7 @@ def test_the_fields_of_a_take_are_one_state() -> None:
 
 def test_what_a_lossy_wire_brings_is_expected_and_anything_else_is_not() -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
+    d.play("a=2 a/0=2")
     d.arrive("a", 0, 1)
     assert [(i.state, i.message) for i in d.ignored] == [("ready", "bytes")]
     assert d.ignored[0].expected

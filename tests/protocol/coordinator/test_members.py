@@ -1,7 +1,7 @@
 """Members of a run: leases, incarnations, fencing, and coming back."""
 
 import pytest
-from kit import Driver, asked, joined, kinds, notes, of, only, persisted, verdicts
+from kit import Driver, asked, joined, kinds, notes, of, only, pair, persisted, verdicts
 
 from diloco_jax.protocol.coordinator import decide, members
 from diloco_jax.protocol.coordinator.state import (
@@ -110,9 +110,7 @@ def test_a_broken_connection_makes_absent_at_once() -> None:
 
 def test_goodbye_loses_what_is_open() -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 5)
+    d.play("a=2 a/0=2 /0 a=5")
     effects = d.goodbye("a", "stopped")
     (record,) = persisted(effects, "left")
     assert (record["steps"], record["reason"]) == (5, "stopped")
@@ -128,8 +126,7 @@ def test_goodbye_loses_what_is_open() -> None:
 
 def test_a_higher_incarnation_fences_the_older_one() -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2, arrive=False)
+    d.play("a=2 a/0~2")
     effects = d.hello("a", 2)
     refuse = only(effects, Refused)
     assert (refuse.session, refuse.code) == ("a1", "fenced")
@@ -172,8 +169,7 @@ def test_an_island_that_failed_is_named_with_what_it_said() -> None:
 @pytest.mark.parametrize("arrive", [False, True])
 def test_a_fenced_delta_is_merged_if_it_has_arrived(arrive: bool) -> None:
     d = joined("a", "b", quorum=2)
-    d.join("c")
-    d.reports(a=2, b=2)
+    d.play("c.joins a=2 b=2")
     d.take("a", 0, 2, arrive=arrive)
     d.hello("a", 2)
     late = DeltaArrived(island="a", incarnation=1, fragment=0, tick=1)
@@ -189,10 +185,7 @@ def test_a_fenced_delta_is_merged_if_it_has_arrived(arrive: bool) -> None:
 
 def test_an_island_fenced_while_its_merge_is_under_way() -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
-    d.report("a", 5)
-    d.hello("a", 2)
+    d.play("a=2 a/0=2 a=5 a.2")
     lost = {"died": (30 * 30 + 10 * 50) // 40}
     assert d.totals("a").lost == lost
     effects = d.computed(0)
@@ -235,7 +228,7 @@ def test_a_first_join_does_not_know_the_run_id() -> None:
 @pytest.fixture
 def asked_a() -> Driver:
     """a and b train with quorum 2; both are asked for fragment 0 at tick 1."""
-    d = joined("a", "b", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a", "b", quorum=2)
     d.report("a", 2)
     assert asked(d.report("b", 2)) == {0: ["a", "b"]}
     return d
@@ -277,8 +270,7 @@ def test_a_merge_that_was_not_heard_of_is_told_with_the_next_request(
 ) -> None:
     d = asked_a
     held = d.held("a", 0, 0, 2)
-    d.merge(0, a=2, b=2)
-    d.report("a", 4)
+    d.play("a/0=2 b/0=2 /0 a=4")
     assert asked(d.report("b", 4)) == {0: ["a", "b"]}
     effects = back(d, held, steps=4)
     verdict = only(effects, TakeVerdict)
@@ -303,8 +295,7 @@ def test_a_refusal_is_told_again_with_its_reason_after_it_was_answered(
 def test_a_take_unknown_after_a_crash_is_sent_again_and_merged(asked_a: Driver) -> None:
     d = asked_a
     held = d.held("a", 0, 0, 2)
-    d.take("a", 0, 2)
-    d.crash()
+    d.play("a/0=2 crash")
     effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
     assert only(effects, ResendRequest).tick == held.tick
     d.hello("b", steps=2, phase="training")
@@ -315,7 +306,7 @@ def test_a_take_unknown_after_a_crash_is_sent_again_and_merged(asked_a: Driver) 
 
 
 def test_a_take_that_grew_stale_while_away_is_refused() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a", "b")
     d.report("a", 2)
     held = d.held("a", 0, 0, 2)
     d.disconnect("a")
@@ -341,9 +332,8 @@ def test_grants_that_got_lost_are_sent_again() -> None:
 
 def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> None:
     """The record that says so is on its way."""
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(b=1, a=2)
-    d.take("a", 0, 2, arrive=False)
+    d = pair("a", "b")
+    d.play("b=1 a=2 a/0~2")
     d.arrive("a", 0, refusal="non_finite")
     effects = d.hello("a")
     assert of(effects, Welcome)
@@ -352,12 +342,10 @@ def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> No
 
 def test_a_take_from_before_the_last_verdict_is_neither_judged_nor_asked_for() -> None:
     """A late hello tells it: it was judged, and so was a later one."""
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a")
     d.report("a", 2)
     first = d.tick_of("a", 0)
-    d.merge(0, a=2)
-    d.report("a", 4)
-    d.merge(0, a=4)
+    d.play("a/0=2 /0 a=4 a/0=4 /0")
     told = d.account("a", 0).told
     assert told is not None
     assert told.tick > first
@@ -404,8 +392,7 @@ def test_a_crash_that_nobody_heard_counts() -> None:
 def test_a_step_ends_the_row() -> None:
     d = Driver(fruitless_starts=2)
     fail(d, 1)
-    d.hello("a", 2)
-    d.report("a", 1)
+    d.play("a.2 a=1")
     d.goodbye("a", "failed")
     fail(d, 3)
     assert only(d.hello("a", 4), Welcome)

@@ -100,9 +100,7 @@ def test_steps_of_an_earlier_term_are_carried_and_no_more() -> None:
     come_back(d, "a", 7)
     effects = carry(d, "a", 8, 6, 8)
     assert [r["steps"] for r in persisted(effects, "carried")] == [6, 8]
-    d.report("a", 12)
-    d.merge(0, a=12)
-    d.goodbye("a")
+    d.play("a=12 a/0=12 /0 a.leaves")
     totals = d.totals("a")
     # 12 steps: of the larger fragment 6 are carried, of the smaller 8.
     assert totals.computed == 12 * TOKENS_PER_STEP
@@ -339,8 +337,7 @@ def test_the_new_term_survives_a_crash() -> None:
     d = second_term()
     come_back(d, "a", 7)
     carry(d, "a", 7, 6, 5)
-    d.report("a", 12)
-    d.merge(0, a=12)
+    d.play("a=12 a/0=12 /0")
     come_back(d, "b", 4)
     before = d.state
     d.crash(snapshot=d.first)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """A coordinator that died: what comes back, and what happened meanwhile."""
 
 import pytest
-from kit import Driver, asked, joined, kinds, of, only, persisted, took
+from kit import Driver, asked, joined, kinds, of, only, pair, persisted, took
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
@@ -24,11 +24,7 @@ from diloco_jax.protocol.messages import (
 def trained() -> Driver:
     """Both islands merged into fragment 0; a's delta for fragment 1 is on its way."""
     d = joined("a", "b", grace=1.0, overlap_steps=10)
-    d.reports(b=1, a=2)
-    d.take("b", 0, 1)
-    d.merge(0, a=2)
-    d.report("a", 4)
-    d.take("a", 1, 4, arrive=False)
+    d.play("b=1 a=2 b/0=1 a/0=2 /0 a=4 a/1~4")
     return d
 
 
@@ -71,8 +67,7 @@ def test_islands_carry_on_where_they_are() -> None:
 def test_the_first_ticks_after_a_crash_wait_for_who_is_not_back_yet() -> None:
     """Else b is merged without a until a's delta, of before the crash, is stale."""
     d = joined("a", "b", reunion_s=20.0)
-    d.report("a", 2)
-    d.take("a", 0, 2, arrive=False)
+    d.play("a=2 a/0~2")
     held = d.held("a", 0, 0, 2)
     d.crash()
     d.hello("b", steps=0, phase="training")
@@ -94,8 +89,7 @@ def test_a_reunion_is_not_measured_by_the_clock_of_another_process() -> None:
 
 def test_no_tick_waits_for_one_island_that_was_cut_off() -> None:
     d = joined("a", "b", "c", reunion_s=20.0)
-    d.disconnect("a")
-    d.disconnect("c")
+    d.play("a.away c.away")
     assert asked(d.report("b", 2)) == {0: ["b"]}
     d.hello("a", steps=0, phase="training")
     assert asked(d.report("b", 4)) == {1: ["a", "b"]}
@@ -103,8 +97,7 @@ def test_no_tick_waits_for_one_island_that_was_cut_off() -> None:
 
 def test_when_all_were_cut_off_the_others_are_waited_for_again() -> None:
     d = joined("a", "b", reunion_s=20.0)
-    d.disconnect("a")
-    d.disconnect("b")
+    d.play("a.away b.away")
     d.hello("b", steps=0, phase="training")
     assert asked(d.report("b", 4)) == {}
     assert asked(d.hello("a", steps=0, phase="training")) == {0: ["a", "b"]}
@@ -127,7 +120,7 @@ def test_a_take_is_merged_once_its_record_is_on_the_tape() -> None:
 
 
 def test_bytes_lost_with_a_connection_are_asked_for_before_the_record_is_here() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a")
     d.report("a", 2)
     tick = d.tick_of("a", 0)
     held = Outstanding(fragment=0, tick=tick, start=0, end=2, base=Version(), seq=1)
@@ -168,9 +161,7 @@ def test_a_snapshot_and_the_records_after_it_make_the_same_state() -> None:
 @pytest.mark.parametrize("rejoined", [False, True])
 def test_an_island_that_left_during_a_merge_that_became_durable(rejoined: bool) -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
-    d.report("a", 5)
+    d.play("a=2 a/0=2 a=5")
     if rejoined:
         d.hello("a", 2)
     else:
@@ -186,24 +177,18 @@ def test_an_island_that_left_during_a_merge_that_became_durable(rejoined: bool) 
 
 def test_an_island_that_left_during_a_merge_that_was_lost() -> None:
     d = joined("a", fragment_sizes=(5,))
-    d.report("a", 4)
-    d.take("a", 0, 4)
-    d.report("a", 5)
-    d.hello("a", 2)
-    d.crash()
+    d.play("a=4 a/0=4 a=5 a.2 crash")
     assert d.totals("a").lost == {"died": 10, "coordinator": 40}
     assert d.totals("a").merged == 0
 
 
 def test_fencing_survives_a_crash() -> None:
     d = trained()
-    d.hello("a", 2)
-    d.crash()
+    d.play("a.2 crash")
     assert only(d.hello("a", 1), Refused).code == "fenced"
     assert only(d.hello("a", 2, session="else"), Refused).code == "name_in_use"
     assert only(d.hello("a", 2), Welcome).resumed
-    d.goodbye("b")
-    d.crash()
+    d.play("b.leaves crash")
     assert only(d.hello("b", 1), Refused).code == "fenced"
 
 
@@ -262,10 +247,7 @@ def test_of_a_lost_merge_only_what_an_earlier_one_does_not_have_is_lost(
     replaced: bool,
 ) -> None:
     d = joined("a", fragment_sizes=(5,))
-    d.report("a", 4)
-    d.merge(0, a=4)
-    d.report("a", 8)
-    d.take("a", 0, 8)
+    d.play("a=4 a/0=4 /0 a=8 a/0=8")
     if replaced:
         d.hello("a", 2)
     else:
@@ -306,10 +288,7 @@ def test_a_grant_takes_its_own_positions_of_what_is_free_and_no_others() -> None
 def stopped() -> Driver:
     """One step of b and 4 of a are merged into fragment 0; the coordinator is back."""
     d = joined("a", "b", grace=1.0, overlap_steps=10)
-    d.reports(b=1, a=4)
-    d.take("b", 0, 1)
-    d.merge(0, a=4)
-    d.crash()
+    d.play("b=1 a=4 b/0=1 a/0=4 /0 crash")
     return d
 
 
@@ -386,8 +365,7 @@ def test_a_run_that_was_ending_ends() -> None:
 def over(**changes: int) -> Driver:
     """Island a has made the 10 steps of the run, all of which are merged."""
     d = joined("a", total_tokens=100, **changes)
-    d.report("a", 10)
-    d.report("a", phase="stopped")
+    d.play("a=10 a.stops")
     for fragment in (0, 1):
         d.take("a", fragment, 10)
         d.computed(fragment)

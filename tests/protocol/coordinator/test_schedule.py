@@ -1,7 +1,18 @@
 """Ticks: when they come and for which fragment."""
 
 import pytest
-from kit import Driver, asked, joined, kinds, make_config, notes, of, only, persisted
+from kit import (
+    Driver,
+    asked,
+    joined,
+    kinds,
+    make_config,
+    notes,
+    of,
+    only,
+    pair,
+    persisted,
+)
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.schedule import (
@@ -68,11 +79,9 @@ def test_no_lead_outlives_a_tick() -> None:
 @pytest.mark.parametrize("cycle", [2, 4])
 def test_a_lag_is_of_one_tick_at_most(cycle: int) -> None:
     d = joined("a", "b", steps_per_cycle=cycle, fragment_sizes=(1, 1, 1, 1))
-    d.report("a", 100)
-    d.disconnect("a")
+    d.play("a=100 a.away")
     before = d.state.tick
-    d.report("b", 1)
-    d.report("b", 2)
+    d.play("b=1 b=2")
     assert d.state.tick > before, "what b did not do long ago does not hold it up"
 
 
@@ -92,24 +101,21 @@ def test_ticks_pause_below_quorum() -> None:
     d = joined("a", quorum=2)
     d.report("a", 40)
     assert d.state.tick == 0
-    d.join("b")
-    d.report("b", 1)
+    d.play("b.joins b=1")
     assert d.state.tick == 0
     d.report("b", 2)
     assert d.state.tick == 1
-    d.disconnect("b")
-    d.report("a", 100)
+    d.play("b.away a=100")
     assert d.state.tick == 1
 
 
 def test_ticks_before_its_first_step_are_no_debt_of_an_island() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a")
     d.hello("b")
     d.report("b", 0, phase="compiling")
     d.report("a", 2)
     assert d.state.tick == 1
-    d.report("b", 0)
-    d.report("b", 2)
+    d.play("b=0 b=2")
     assert d.state.tick == 2
 
 
@@ -123,8 +129,7 @@ def test_only_training_islands_count(phase: str) -> None:
 
 def test_counters_restart_at_a_join_and_at_a_return() -> None:
     d = joined("a", "b", quorum=2)
-    d.report("a", 1)
-    d.disconnect("a")
+    d.play("a=1 a.away")
     d.hello("a", steps=9, phase="training")
     d.report("b", 2)
     assert d.state.tick == 0, "what a did while it was away does not pace"
@@ -301,7 +306,7 @@ def test_the_pace_is_that_of_the_quorum() -> None:
 
 
 def test_a_fragment_still_open_skips_its_tick() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a")
     first = d.report("a", 2)
     assert asked(first) == {0: ["a"]}
     second = d.report("a", 4)

@@ -52,11 +52,7 @@ def test_an_admitted_island_joins_and_is_merged() -> None:
     ]
     assert steer(d, "admit", "c") == [], "it is done already"
     assert steer(d, "admit", "a") == []
-    d.join("c")
-    d.reports(a=2, c=2)
-    d.take("a", 0, 2)
-    d.computed(0)
-    d.reports(a=6, c=6)
+    d.play("c.joins a=2 c=2 a/0=2 /0 a=6 c=6")
     assert "c" in d.fragment(0).accounts
     assert d.state.islands["c"].status == "live"
     other = only(d.hello("e"), Refused)
@@ -210,8 +206,7 @@ ORDER = ProfileOrder(island="a", steps=8)
 
 def state_of(**changes: object) -> State:
     d = Driver(make_config())
-    d.join("a")
-    d.report("a", 2)
+    d.play("a.joins a=2")
     island = replace(d.state.islands["a"], **changes)
     return with_island(d.state, island)
 
