@@ -437,7 +437,10 @@ class Driver:
         fragment, how, rest = re.fullmatch(r"(\d+)([=~!-]?)(.*)", what).groups()
         index = int(fragment)
         if how in ("", "!"):
-            return self.arrive(name, index, refusal="non_finite" if how else "")
+            held = self._held.get(name, {}).get(index)
+            tick = self.tick_of(name, index) if held is None else held.tick
+            refusal: Refusal = "non_finite" if how else ""
+            return self.arrive(name, index, tick, refusal)
         if how == "-":
             steps, tick = self.state.islands[name].steps, self.tick_of(name, index)
             self._held.get(name, {}).pop(index, None)

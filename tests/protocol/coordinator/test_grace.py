@@ -3,7 +3,18 @@
 from typing import Any
 
 import pytest
-from kit import Driver, asked, joined, merged_islands, of, only, pair
+from kit import (
+    Driver,
+    asked,
+    begun,
+    joined,
+    merged_islands,
+    of,
+    only,
+    pair,
+    scene,
+    scenes,
+)
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.holding import Merge
@@ -61,18 +72,20 @@ def test_an_older_take_that_counts_does_not_begin_the_overlap() -> None:
     assert d.fragment(0).quorum_seconds == pytest.approx(1)
 
 
-def test_the_grace_window_closes_early_when_all_have_answered() -> None:
-    d = grace_driver()
-    d.takes(0, a=2, b=2)
-    merge = only(d.take("c", 0, 2), Merge)
-    assert merged_islands(merge) == ["a", "b", "c"]
-
-
-def test_the_grace_window_does_not_wait_for_those_who_left() -> None:
-    d = grace_driver()
-    d.take("a", 0, 2)
-    assert of(d.disconnect("b"), Merge) == []
-    assert merged_islands(only(d.goodbye("c"), Merge)) == ["a"]
+@scenes(
+    """
+the grace window closes early when all have answered
+    joined a b c grace=1.0 overlap_steps=10
+    a=2 a/0=2 b/0=2 -> ask 0:abc
+    c/0=2 -> merge 0: a 0-2, b 0-2, c 0-2
+the grace window does not wait for those who left
+    joined a b c grace=1.0 overlap_steps=10
+    a=2 a/0=2 b.away -> ask 0:abc
+    c.leaves -> drop 0:c; merge 0: a 0-2
+"""
+)
+def test_a_scene_of_grace(first: str, text: str) -> None:
+    scene(begun(first, joined=joined), text)
 
 
 def test_the_grace_window_is_what_quorum_and_merge_leave_of_the_overlap() -> None:
