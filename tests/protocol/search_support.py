@@ -47,8 +47,8 @@ class Searching:
         self.aim = Aim(lost=(0, 1), names=frozenset(names), name="n", **aim)
         self.state = anchors.begin(self.config, self.aim, self.now)
         self.effects: list[Effect] = []
-        self.says: dict[str, dict[str, Any]] = {}
-        """By island, fields of its ballots; without them it sends none."""
+        self.says: dict[str, dict[str, Any] | None] = {}
+        """By island, fields of its ballots; None: it sends none."""
 
     def feed(self, event: Event) -> list[Effect]:
         self.state, effects = anchors.step(self.config, self.state, event, self.now)

@@ -57,9 +57,13 @@ def test_others_are_told_for_whom_they_wait(run: Giving) -> None:
     assert "1 of 2 fragments" in postponed.message
 
 
-def test_another_attempt_gives_all_of_them_anew(run: Giving) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_another_attempt_gives_all_of_them_anew(run: Giving, silent: bool) -> None:
     run.hello()
     run.give(0)
+    if silent:
+        assert not of(run.wait(CONFIG.lease_s), GiveUp)
+        assert not run.state.got
     assert asked(run.hello(incarnation=2)) == [("a", 0)]
     assert run.give(0) == [], "of the attempt before"
     assert not run.state.got
@@ -118,16 +122,6 @@ def test_where_it_does_not_come_the_coordinator_gives_up(run: Giving) -> None:
     assert "island 'a'" in gone.message
     assert "compile_budget_s = 600" in gone.message
     assert run.wait(1) == []
-
-
-def test_where_it_falls_silent_another_attempt_is_waited_for(run: Giving) -> None:
-    run.hello()
-    run.give(0)
-    assert not of(run.wait(CONFIG.lease_s), GiveUp)
-    assert not run.state.got
-    run.hello(incarnation=2)
-    run.give(0, incarnation=2)
-    found(run.give(1, incarnation=2))
 
 
 def test_where_it_lives_and_sends_nothing_the_coordinator_gives_up(run: Giving) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 from kit import TOKENS_PER_STEP, Driver, of, only
@@ -24,6 +25,16 @@ PLANNED = {"a": LEAST_S, "b": LEAST_S}
 
 def is_in(d: Driver, name: str = "a") -> bool:
     return d.state.islands[name].status == "live"
+
+
+def walk(
+    d: Driver, steps: Iterable[int], every_s: float, said_s: float | None = None
+) -> None:
+    """Island a reports these steps, one report every so often; said_s: the step time
+    that it says, if it is another."""
+    for made in steps:
+        d.now += every_s
+        d.report("a", made, step_seconds=every_s if said_s is None else said_s)
 
 
 # ---- the end of the run -----------------------------------------------------------
@@ -98,9 +109,7 @@ def test_a_hello_is_believed_no_more_than_a_report() -> None:
 def test_idling_saves_up_an_outage_budget_and_no_more() -> None:
     d = Driver(least_seconds=PLANNED, outage_budget_s=30.0)
     d.join("a", step_seconds=LIE_S)
-    for _ in range(100):
-        d.now += 50.0
-        d.report("a", 0, step_seconds=LIE_S)
+    walk(d, [0] * 100, 50.0, said_s=LIE_S)
     most = 30.0 + 64 * LEAST_S + LATE_S
     d.report("a", int(FASTER * most / LEAST_S) + 1, step_seconds=LIE_S)
     assert not is_in(d)
@@ -142,12 +151,8 @@ def test_idle_time_does_not_count_as_a_slow_step_for_long(said_s: float) -> None
     """However long a step it says it has, which must not be what it is judged by."""
     d = Driver(lease_s=10.0, outage_budget_s=1e4, steps_per_cycle=1000)
     d.join("a", step_seconds=said_s)
-    for _ in range(600):
-        d.now += 1.0
-        d.report("a", 0, step_seconds=said_s)
-    for steps in range(1, 31):
-        d.now += 1.0
-        d.report("a", steps, step_seconds=said_s)
+    walk(d, [0] * 600, 1.0, said_s=said_s)
+    walk(d, range(1, 31), 1.0, said_s=said_s)
     assert d.state.islands["a"].believed_step_s <= 2.5
 
 
@@ -155,9 +160,7 @@ def test_idle_time_does_not_count_as_a_slow_step_for_long(said_s: float) -> None
 def test_time_that_was_none_in_training_makes_no_step_longer(away: str) -> None:
     d = Driver(lease_s=10.0, outage_budget_s=1e4, steps_per_cycle=1000)
     d.join("a", step_seconds=1e9)
-    for steps in range(1, 20):
-        d.now += 1.0
-        d.report("a", steps, step_seconds=1e9)
+    walk(d, range(1, 20), 1.0, said_s=1e9)
     if away == "is away":
         d.disconnect("a")
         d.now += 600.0
@@ -166,9 +169,7 @@ def test_time_that_was_none_in_training_makes_no_step_longer(away: str) -> None:
         d.report("a", 19, phase="compiling", step_seconds=1e9)
         d.now += 200.0
         d.report("a", 19, step_seconds=1e9)
-    for steps in range(20, 24):
-        d.now += 1.0
-        d.report("a", steps, step_seconds=1e9)
+    walk(d, range(20, 24), 1.0, said_s=1e9)
     assert d.state.islands["a"].believed_step_s <= 2.3
 
 
@@ -267,9 +268,7 @@ def test_islands_went_on_while_the_coordinators_machine_slept(cut_off: bool) -> 
     """Its clock stood still for an hour; their data lasted for ten minutes of it."""
     d = Driver(least_seconds=PLANNED, outage_budget_s=600.0)
     d.join("a", step_seconds=LEAST_S)
-    for steps in range(1, 20):
-        d.now += LEAST_S
-        d.report("a", steps, step_seconds=LEAST_S)
+    walk(d, range(1, 20), LEAST_S)
     lease = d.state.islands["a"].lease_until
     held = d.state.islands["a"].sequences_granted
     d.feed(MachineSlept(seconds=3600.0))
@@ -295,9 +294,7 @@ def test_an_island_that_was_cut_off_may_have_used_all_its_data(
 ) -> None:
     d = Driver(least_seconds=PLANNED, outage_budget_s=600.0)
     d.join("a", step_seconds=step_s)
-    for steps in range(1, 20):
-        d.now += step_s
-        d.report("a", steps, step_seconds=step_s)
+    walk(d, range(1, 20), step_s)
     if crash:
         d.crash()
     else:
@@ -345,9 +342,7 @@ def test_a_pause_is_no_lie() -> None:
     """An evaluation; the island is as fast as before once some steps are reported."""
     d = Driver(least_seconds=PLANNED)
     d.join("a", step_seconds=1.0)
-    for steps in range(100):
-        d.now += 1.0
-        d.report("a", steps, step_seconds=1.0)
+    walk(d, range(100), 1.0)
     speed = d.state.islands["a"].tokens_per_second
     d.now += 20.0
     d.report("a", 100, step_seconds=1.0)

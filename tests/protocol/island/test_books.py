@@ -95,21 +95,14 @@ SCENES = {
         [take(1, 4), PENDING, adopt(1, 6, "kept"), stale(1, 7, "reopened", 1)],
         [take(2, 8), stale(2, 9, "reopened", 2)],
     ),
-    "rebase takes a pending delta out": (
-        "rebase",
-        [take(1, 4), PENDING],
-        [adopt(1, 6, "adopted")],
-    ),
-    "overwrite takes a pending delta out": (
-        "overwrite",
-        [take(1, 4), PENDING],
-        [adopt(1, 6, "adopted")],
-    ),
-    "blend takes a pending delta out": (
-        "blend",
-        [take(1, 4), PENDING],
-        [adopt(1, 6, "adopted")],
-    ),
+    **{
+        f"{rule} takes a pending delta out": (
+            rule,
+            [take(1, 4), PENDING],
+            [adopt(1, 6, "adopted")],
+        )
+        for rule in ("rebase", "overwrite", "blend")
+    },
     "a refusal before an adoption opens the steps again": (
         "rebase",
         [take(1, 4), stale(1, 6, "reopened")],
