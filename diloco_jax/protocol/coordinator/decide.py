@@ -173,8 +173,8 @@ def _report(turn: Turn, event: Said, report: messages.Report) -> None:
 
 
 def _record(turn: Turn, island: Island, record: Record) -> None:
-    name, incarnation = island.name, island.incarnation
-    turn.note(records.Fact(island=name, incarnation=incarnation, record=record))
+    name = island.name
+    turn.note(records.Fact(**island.who, record=record))
     if record.kind in ("granted", "progress", "restored"):
         return
     fragment = turn.state.fragments[record.fragment]
@@ -186,14 +186,8 @@ def _record(turn: Turn, island: Island, record: Record) -> None:
         turn.ignore("take", "carried", "record")
     elif carrying:
         turn.put(ledger.carry(fragment, name, record.start))
-        turn.persist(
-            records.Carried(
-                island=name,
-                incarnation=incarnation,
-                fragment=fragment.index,
-                steps=record.start,
-            )
-        )
+        index, steps = fragment.index, record.start
+        turn.persist(records.Carried(**island.who, fragment=index, steps=steps))
     elif record.kind == "took":
         turn.put(takes.took(turn, fragment, name, record))
     else:

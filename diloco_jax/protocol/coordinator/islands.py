@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -201,6 +201,11 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     grants_left: float = GRANTS_AT_ONCE
     """Largest grants that the island might be given after it; see `leases.top_up`."""
     wall_time: WallTime = WallTime()
+
+    @property
+    def who(self) -> dict[str, Any]:
+        """Name and incarnation, as records have them."""
+        return {"island": self.name, "incarnation": self.incarnation}
 
     @property
     def computed_tokens(self) -> int:

@@ -452,8 +452,7 @@ def end(turn: Turn, name: str, reason: EndReason, said: str = "") -> None:
     lost = _lost_by_fragment(turn.state, name, reason)
     turn.persist(
         records.Left(
-            island=name,
-            incarnation=island.incarnation,
+            **island.who,
             steps=island.steps,
             reason=reason,
             said=said,
@@ -618,9 +617,7 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
     )
     alive(turn, island)
     _welcome(turn, event, resumed=True)
-    turn.note(
-        records.Resumed(island=name, incarnation=known.incarnation, steps=event.steps)
-    )
+    turn.note(records.Resumed(**known.who, steps=event.steps))
     leases.regrant(turn, island, event.sequences_granted)
     # A late hello may also list takes of an earlier term.
     earlier = schedule.ticks_before(turn.config, turn.state.books)
@@ -641,9 +638,7 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
 
 def _absent(turn: Turn, island: Island, why: records.AbsentFor) -> None:
     turn.put(replace(island, status=ISLAND.move(island.status, "fall silent")))
-    turn.note(
-        records.Absent(island=island.name, incarnation=island.incarnation, why=why)
-    )
+    turn.note(records.Absent(**island.who, why=why))
 
 
 def _welcome(turn: Turn, event: Hello, *, resumed: bool) -> None:

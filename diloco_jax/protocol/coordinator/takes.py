@@ -549,11 +549,7 @@ def _unfit(turn: Turn, refused: records.DeltaRefused) -> None:
     if island.streak < config.quarantine_after or not _may_lack(turn.state):
         return
     turn.state = quarantine_moved(turn.state, name, quarantined=True)
-    turn.persist(
-        records.Quarantined(
-            island=name, incarnation=island.incarnation, refused=island.streak
-        )
-    )
+    turn.persist(records.Quarantined(**island.who, refused=island.streak))
     what = "is not finite"
     if refused.reason == "out_of_bounds":
         what = f"has a length of {refused.norm:.3g}, but {refused.most:.3g} is allowed"
@@ -586,11 +582,7 @@ def release(turn: Turn, island: Island, *, asked: bool = False) -> None:
     """End an island's quarantine. asked: an operator wants it."""
     name, fit = island.name, island.streak
     turn.state = quarantine_moved(turn.state, name, quarantined=False)
-    turn.persist(
-        records.Released(
-            island=name, incarnation=island.incarnation, fit=fit, asked=asked
-        )
-    )
+    turn.persist(records.Released(**island.who, fit=fit, asked=asked))
     why = ", as an operator wanted" if asked else ""
     turn.alert(
         f"island {name!r} is out of quarantine after {fit} deltas in a row that were "
