@@ -1,69 +1,12 @@
-"""Islands that live but train alone are told of, once."""
+"""People are told of islands that stay away, that are back, and that none is left."""
 
 import pytest
 from kit import joined, make_config, of
 
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.fragments import (
-    MISSED_MERGES,
-    SOLO_MERGES,
-    alert_of_merge,
-)
 from diloco_jax.protocol.coordinator.state import (
-    Account,
     Alert,
-    Fragment,
-    Turn,
-    initial,
 )
-from diloco_jax.protocol.messages import Contribution, Version
-
-
-def fragment(solo=0, missed=0):
-    accounts = {
-        "a": Account(incarnation=1, session="a", tokens_per_step=1),
-        "b": Account(
-            incarnation=1, session="a1", tokens_per_step=1, missed_merges=missed
-        ),
-    }
-    return Fragment(index=3, accounts=accounts, solo_merges=solo)
-
-
-ALONE = (
-    Contribution(
-        island="a", incarnation=1, tick=1, start=0, end=1, tokens=1, base=Version()
-    ),
-)
-
-
-def raised(merged, live):
-    """Return the alerts that a merge of a delta of "a" alone raises."""
-    config = make_config()
-    turn = Turn(config, initial(config), 0.0)
-    alert_of_merge(turn, merged, ALONE, live)
-    return [alert.text for alert in turn.effects]
-
-
-@pytest.mark.parametrize("row", [SOLO_MERGES - 1, SOLO_MERGES, SOLO_MERGES + 1])
-def test_solo_merges_alert_once_per_row(row):
-    texts = raised(fragment(solo=row), ("a", "b"))
-    assert len(texts) == (row == SOLO_MERGES)
-    assert all("'a' alone" in t and "sync.quorum" in t for t in texts)
-
-
-@pytest.mark.parametrize("row", [MISSED_MERGES - 1, MISSED_MERGES])
-def test_a_live_island_that_misses_merges_is_named_once(row):
-    texts = raised(fragment(missed=row), ("a", "b"))
-    assert len(texts) == (row == MISSED_MERGES)
-    assert all("'b' is alive" in t and "fragment 3" in t for t in texts)
-
-
-def test_an_absent_island_is_not_called_alive():
-    assert raised(fragment(missed=MISSED_MERGES), ("a",)) == []
-
-
-# ---- people are told of islands that stay away, that none is left ----
-
 
 LEASE_S = make_config().lease_s
 

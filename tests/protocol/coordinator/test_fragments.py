@@ -140,7 +140,9 @@ def test_merges_by_one_of_several_in_a_row_raise_an_alert(
         d.take("a", 0, step)
         if step == late_at:
             d.take("b", 0, 1, base=Version(1, 0))  # It is in the next merge.
-        found.append(len(of(d.computed(0), Alert)))
+        said = of(d.computed(0), Alert)
+        found.append(len(said))
+        assert all("'a' alone" in a.text and "sync.quorum" in a.text for a in said)
     assert found == alerts
 
 
@@ -206,7 +208,7 @@ def test_twice_as_slow_is_half_as_many_tokens_per_second() -> None:
     assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 6)
 
 
-def test_who_misses_many_merges_in_a_row_is_not_counted_on() -> None:
+def test_who_misses_many_merges_in_a_row_is_told_of_and_not_counted_on() -> None:
     d = turns_driver()
     d.goodbye("b")
     shares = []
@@ -215,6 +217,9 @@ def test_who_misses_many_merges_in_a_row_is_not_counted_on() -> None:
         shares.append(share_of(d.take("a", 0, steps)))
         d.computed(0)
     assert shares == [pytest.approx(1 / 5)] * MISSED_MERGES + [1.0] * 2
+    told = [alert.text for alert in of(d.effects, Alert) if "alive" in alert.text]
+    assert [text[:24] for text in told] == ["island 'c' is alive, but"], "not of b"
+    assert "fragment 0" in told[0]
 
 
 def test_a_merge_is_whole_if_the_config_says_so() -> None:

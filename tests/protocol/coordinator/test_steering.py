@@ -211,27 +211,25 @@ def state_of(**changes: object) -> State:
     return with_island(d.state, island)
 
 
-def test_an_island_that_trains_is_asked() -> None:
-    assert steering.trace_refusal(state_of(), ORDER) == ""
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
+        ({}, ""),
         ({"status": "absent"}, "'a' is absent, and makes no steps"),
         ({"status": "gone"}, "'a' is gone"),
         ({"phase": "compiling"}, "'a' is compiling, not training"),
         ({"phase": "stopped"}, "'a' is stopped, not training"),
     ],
 )
-def test_one_that_makes_no_steps_is_not(changes: dict[str, str], why: str) -> None:
-    assert why in steering.trace_refusal(state_of(**changes), ORDER)
-
-
-def test_the_known_ones_are_named() -> None:
-    wrong = steering.trace_refusal(state_of(), ProfileOrder(island="x"))
-    assert "no island 'x'" in wrong
-    assert "'a'" in wrong
+def test_an_island_that_trains_is_asked_and_no_other(
+    changes: dict[str, str], why: str
+) -> None:
+    state = state_of(**changes)
+    wrong = steering.trace_refusal(state, ORDER)
+    assert why in wrong
+    assert bool(wrong) == bool(changes)
+    unknown = steering.trace_refusal(state, ProfileOrder(island="x"))
+    assert "no island 'x' was ever in the run; there were 'a'" in unknown
 
 
 def test_slower_islands_have_more_time() -> None:
