@@ -496,16 +496,12 @@ def test_an_island_that_hangs_keeps_no_fragment_from_the_others() -> None:
 # ---- links that blink or hang -------------------------------------------------------
 
 
-def test_what_hangs_has_its_time() -> None:
+def test_a_merge_that_takes_long_leaves_time_for_the_next() -> None:
     d = hanging()
     d.wait(OPEN_BY * d.config.flush_s - 1)
     opened_all = replace(d.state, opens_at=0.0)
     assert decide.next_deadline(opened_all, d.now) == d.now + 1
-
-
-def test_a_merge_that_takes_long_leaves_time_for_the_next() -> None:
-    d = hanging()
-    only(d.wait(OPEN_BY * d.config.flush_s), Merge)
+    only(d.wait(1), Merge)
     d.now = d.state.deadline - 1
     assert asked(d.computed(0)) == {0: ["a", "c"]}
     assert not persisted(d.wait(2), "finished")

@@ -255,6 +255,9 @@ def test_every_incarnation_ends_and_its_open_steps_are_lost() -> None:
     assert totals.merged == merged
     rounded_down = totals.computed - totals.merged - totals.lost["stopped"]
     assert 0 <= rounded_down == totals.in_flight <= 2
+    assert only(d.hello("a", incarnation=1), Refused).code == "fenced"
+    assert not only(d.hello("a", incarnation=2), Welcome).resumed
+    assert d.state.islands["a"].steps == 0
 
 
 def test_steps_that_only_the_roster_knows_are_counted_and_lost() -> None:
@@ -286,14 +289,6 @@ def test_the_end_of_all_incarnations_survives_a_crash() -> None:
         assert ledger.island_totals(d.config, again, name) == ledger.island_totals(
             d.config, d.state, name
         )
-
-
-def test_islands_come_back_with_higher_incarnations_only() -> None:
-    d = stopped()
-    d.feed(RunResumed())
-    assert only(d.hello("a", incarnation=1), Refused).code == "fenced"
-    assert not only(d.hello("a", incarnation=2), Welcome).resumed
-    assert d.state.islands["a"].steps == 0
 
 
 def test_a_run_that_was_ending_ends() -> None:

@@ -79,6 +79,15 @@ a refusal is told once, though every merge until it is answered finds it again
     /0 -> drop 0:a
     b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4
     b=6 b/0=6 /0 -> ask 0:b; merge 0: b 4-6
+a coordinator that dies of a merge has refused nobody for it
+    # Else b opens steps again that the next coordinator merges, and whatever it takes
+    # after that overlaps with them, for ever.
+    pair a b max_staleness=0
+    a=2 a/0=2 -> ask 0:ab; merge 0: a 0-2
+    b/0=2 crash ->
+    a.back=2 b.back=2 -> resend 0:ab
+    a/0 b/0 ->
+    a=4 -> merge 0: a 0-2, b 0-2
 """
 )
 def test_a_scene_of_takes(first: str, text: str) -> None:
@@ -191,22 +200,6 @@ def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> No
     (record,) = persisted(effects, "merged")
     assert record["verdicts"]["b"][1:] == ["refused", "stale"]
     assert verdicts(effects)["b"][1:] == ("refused", "stale")
-
-
-def test_a_coordinator_that_dies_of_a_merge_has_refused_nobody_for_it() -> None:
-    """Else b opens steps again that the next coordinator merges, and whatever it takes
-    after that overlaps with them, for ever."""
-    d = pair("a", "b", max_staleness=0)
-    d.play("a=2 a/0=2")
-    told = d.take("b", 0, 2)
-    held = {name: d.held(name, 0, 0, 2) for name in "ab"}
-    d.crash()
-    for name in "ab":
-        d.hello(name, steps=2, phase="training", outstanding=(held[name],))
-        d.arrive(name, 0, held[name].tick)
-    d.report("a", 4)
-    assert {c.island for c in d.fragment(0).merging} >= {"a", "b"}
-    assert of(told, TakeVerdict) == []
 
 
 def test_the_tape_has_refusals_and_publishes_tell_them_again() -> None:
