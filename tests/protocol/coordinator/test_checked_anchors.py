@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit import of
 from msgspec.structs import replace
-from search_support import CONFIG, PATIENCE_S, Searching, asked, found, of
+from search_support import CONFIG, PATIENCE_S, Searching, asked, found
 
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.anchors import MERGES_APART, MOST_CHANGES

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit import of
 from msgspec.structs import replace
-from search_support import CONFIG, Searching, asked, found, of, told
+from search_support import CONFIG, Searching, asked, found
 
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
@@ -37,7 +38,7 @@ def run() -> Giving:
 
 def test_each_fragment_is_asked_for_and_the_run_begins_with_all(run: Giving) -> None:
     begun = run.hello()
-    (welcome,) = told(begun, Welcome)
+    (welcome,) = of(begun, Welcome)
     assert (welcome.run_id, welcome.term, welcome.versions) == ("run-1", 0, ())
     assert asked(begun) == [("a", 0)]
     assert asked(run.give(0)) == [("a", 1)]
@@ -100,7 +101,7 @@ def test_who_cannot_give_is_refused(
     run: Giving, changes: dict[str, Any], code: str
 ) -> None:
     run.hello(incarnation=2)
-    (refused,) = told(run.hello(**({"incarnation": 3} | changes)), Refused)
+    (refused,) = of(run.hello(**({"incarnation": 3} | changes)), Refused)
     assert refused.code == code
     (postponed,) = run.hello(incarnation=1)
     assert isinstance(postponed, Postpone)

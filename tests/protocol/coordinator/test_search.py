@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit import of
 from msgspec.structs import replace
-from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found, of, told
+from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found
 
 from diloco_jax.protocol.coordinator import anchors, recovery
 from diloco_jax.protocol.coordinator.leases import most_unheard
@@ -265,12 +266,12 @@ def test_one_of_three_that_claims_far_more_is_not_believed(
     g.offer("a", 5, 7, tokens=300, next_position=40)
     g.offer("b", 5, 7, **lie)
     effects = g.offer("c", 6, 6, tokens=310)
-    (refused,) = told(effects, Refused)
+    (refused,) = of(effects, Refused)
     assert "island 'b' is not believed" in refused.message
     assert claim in refused.message
     assert "start it again with incarnation 2" in refused.message
     assert asked(effects) == [("c", 0), ("a", 1)]
-    assert told(g.offer("b", 5, 7, **lie), Refused), "nor later"
+    assert of(g.offer("b", 5, 7, **lie), Refused), "nor later"
     g.arrive("c", 0, 6)
     opened = found(g.arrive("a", 1, 7))
     assert versions(opened) == (Version(2, 6), Version(2, 7))
@@ -283,7 +284,7 @@ def test_an_island_that_was_alone_for_long_is_believed() -> None:
     g.offer("a", 50, 50, tokens=CONFIG.total_tokens // 4)
     g.offer("b", 90, 90, tokens=CONFIG.total_tokens // 2, term=5, next_position=2**20)
     effects = g.offer("c", 50, 50, tokens=CONFIG.total_tokens // 4)
-    assert not told(effects, Refused)
+    assert not of(effects, Refused)
     assert asked(effects) == [("b", 0)]
 
 
