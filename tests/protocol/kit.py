@@ -406,47 +406,46 @@ class Driver:
         return ", ".join(told) or "nothing"
 
     def _word(self, word: str) -> list[Effect]:
-        if word[0] in "+/" or word == "crash":
-            match word[0]:
-                case "+":
-                    return self.wait(float(word[1:]))
-                case "/":
-                    assert self.fragment(int(word[1:])).phase == "merging", word
-                    return self.computed(int(word[1:]))
-            self.crash()
-            return []
-        name, kind, what = re.fullmatch(r"([a-z]+)([=./])(.*)", word).groups()
-        if kind == "=":
-            return self.report(name, int(what))
-        if kind == ".":
-            match what:
-                case "joins":
-                    return self.hello(name) + self.report(name, 0)
-                case "stops":
-                    return self.report(name, phase="stopped")
-                case "leaves":
-                    return self.goodbye(name)
-                case "away":
-                    return self.disconnect(name)
-                case "back":
-                    return self.back(name)
-            if what.startswith("back="):
-                return self.back(name, int(what[5:]))
-            self._held.pop(name, None)
-            return self.hello(name, int(what))
-        fragment, how, rest = re.fullmatch(r"(\d+)([=~!-]?)(.*)", what).groups()
-        index = int(fragment)
-        if how in ("", "!"):
-            held = self._held.get(name, {}).get(index)
-            tick = self.tick_of(name, index) if held is None else held.tick
-            refusal: Refusal = "non_finite" if how else ""
-            return self.arrive(name, index, tick, refusal)
-        if how == "-":
-            steps, tick = self.state.islands[name].steps, self.tick_of(name, index)
-            self._held.get(name, {}).pop(index, None)
-            record = self.record(name, rest, steps, fragment=index, tick=tick)
-            return self.report(name, steps, record)
-        return self.take(name, index, int(rest), arrive=how == "=")
+        name, sign, what = re.fullmatch(r"([a-z]*)([=./+]?)(.*)", word).groups()
+        match sign, what:
+            case "", _:
+                self.crash()
+                return []
+            case "+", _:
+                return self.wait(float(what))
+            case "=", _:
+                return self.report(name, int(what))
+            case ".", "joins":
+                return self.hello(name) + self.report(name, 0)
+            case ".", "stops":
+                return self.report(name, phase="stopped")
+            case ".", "leaves":
+                return self.goodbye(name)
+            case ".", "away":
+                return self.disconnect(name)
+            case ".", _ if what.startswith("back"):
+                return self.back(name, *map(int, what.split("=")[1:]))
+            case ".", _:
+                self._held.pop(name, None)
+                return self.hello(name, int(what))
+        index, how, rest = re.fullmatch(r"(\d+)([=~!-]?)(.*)", what).groups()
+        return self._of_fragment(name, int(index), how, rest)
+
+    def _of_fragment(self, name: str, index: int, how: str, rest: str) -> list[Effect]:
+        """The event of a word with a fragment."""
+        if not name:
+            assert self.fragment(index).phase == "merging", index
+            return self.computed(index)
+        if how in ("=", "~"):
+            return self.take(name, index, int(rest), arrive=how == "=")
+        held = self._held.get(name, {}).get(index)
+        tick = self.tick_of(name, index) if held is None else held.tick
+        if how != "-":
+            return self.arrive(name, index, tick, "non_finite" if how else "")
+        self._held.get(name, {}).pop(index, None)
+        steps = self.state.islands[name].steps
+        record = self.record(name, rest, steps, fragment=index, tick=tick)
+        return self.report(name, steps, record)
 
     def back(self, name: str, steps: int | None = None) -> list[Effect]:
         """A hello of an incarnation that comes back, with the takes that it holds."""
