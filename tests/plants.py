@@ -375,7 +375,7 @@ PLANTS = {
         "honest", Books, "stepped", lambda stepped: lambda books, _: stepped(books, 1.0)
     ),
     "quarantined_deltas_are_merged": Plant(
-        "quarantine", takes, "turn_away", _always(None)
+        "quarantine", takes, "refuse_quarantined", _always(None)
     ),
     "whoever_comes_is_let_in": Plant("door", members, "unknown", _always("")),
     "who_was_removed_stays": Plant("door", steering, "_remove", _lets_the_removed_stay),

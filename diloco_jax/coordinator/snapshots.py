@@ -29,7 +29,7 @@ from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.journal import RecordLog
 from diloco_jax.files import TEMPORARY, StorageAway, is_bucket
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State, restored
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, from_builtins
 from diloco_jax.protocol.messages import Version
 
 logger = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ class StateSnapshots(Snapshots):
         self._refuse_other(number, header)
         for unreadable in torn:
             self._remove(state_path(self._folder, unreadable))
-        return number, restored(header["state"])
+        return number, from_builtins(header["state"])
 
     def save(self, number: int, state: State) -> None:
         """Write snapshot `number`; it is durable when this returns."""

@@ -28,6 +28,7 @@ import numpy as np
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import Buffer, Part
 from diloco_jax.core.tiles import sha256_arrays
+from diloco_jax.protocol.island.conversation import gave_up_late
 from diloco_jax.protocol.messages import (
     DONOR_RESTS,
     NOTHING,
@@ -237,12 +238,15 @@ class Region(Handlers):
         failed = list[str]()
         right = sources.stripes.get(bulk.part_name(request.part))
         for donor in sources.donors if right is not None else ():
+            began = time.monotonic()
             try:
                 found = self._asked(donor, request, sources.within_s, size, right)
                 return found, failed
-            except VersionGone as gone:
-                logger.debug("island %s: %s", donor.island, gone)
             except (ValueError, WireError) as error:  # ValueError: of its address.
+                late = gave_up_late(sources, time.monotonic() - began)
+                if isinstance(error, VersionGone) and not late:
+                    logger.debug("island %s: %s", donor.island, error)
+                    continue
                 failed.append(donor.island)
                 logger.warning(
                     "island %s did not give version %s of fragment %d within %.3g s "

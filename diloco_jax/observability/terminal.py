@@ -23,7 +23,6 @@ from rich.text import Text
 
 from diloco_jax.faults import COORDINATOR, Faults
 from diloco_jax.observability.measures import EVALUATING, STYLES, health_of, health_text
-from diloco_jax.protocol.messages import STOPPED
 
 LINE_EVERY_S = 10.0
 ALERTS_SHOWN = 3
@@ -406,7 +405,7 @@ def _of_stops(island: Mapping[str, Any], *, stopped: bool) -> int:
     earlier. An island that is asked to end alone loses tokens for the same reason."""
     if not stopped and not island.get("resumed"):
         return 0
-    return int(island.get("tokens_lost", {}).get(STOPPED, 0))
+    return int(island.get("tokens_lost", {}).get("stopped", 0))
 
 
 def _lost(tokens: Mapping[str, Any]) -> int:

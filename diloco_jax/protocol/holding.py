@@ -118,10 +118,7 @@ class Merge(Message, frozen=True, kw_only=True):
     @property
     def deltas(self) -> list[DeltaKey]:
         """Keys of the deltas, in the same order."""
-        return [
-            DeltaKey(c.island, c.incarnation, self.fragment, c.tick)
-            for c in self.contributions
-        ]
+        return [delta.key(self.fragment) for delta in self.contributions]
 
 
 class Commit(Message, frozen=True, kw_only=True):

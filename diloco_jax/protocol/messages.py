@@ -223,6 +223,10 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Steps whose effect is in the delta."""
         return self.end - self.start
 
+    def key(self, fragment: int) -> DeltaKey:
+        """Return the identity of the delta, which is of this fragment."""
+        return DeltaKey(self.island, self.incarnation, fragment, self.tick)
+
 
 EndReason = Literal[
     "finished", "stopped", "preempted", "refused", "failed", "died", "absent"
@@ -260,18 +264,6 @@ LossReason = EndReason | RefusalReason | Literal["coordinator", "worker", "overw
 """Reason for lost steps. coordinator: it was killed with deltas that it had not merged.
 worker: likewise, of a worker.
 overwritten: an adoption undid the steps."""
-
-STOPPED: Final = "stopped"
-STALE: Final = "stale"
-FUTURE: Final = "future"
-WORKER: Final = "worker"
-# The local value is unusable.
-NON_FINITE: Final = "non_finite"
-OUT_OF_BOUNDS: Final = "out_of_bounds"
-MISCOUNTED: Final = "miscounted"
-QUARANTINED: Final = "quarantined"
-# A reopened delta would overlap again.
-OVERLAP: Final = "overlap"
 
 # ---- messages -------------------------------------------------------------------
 

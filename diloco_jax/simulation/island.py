@@ -33,6 +33,7 @@ from diloco_jax.protocol.island.conversation import (
     Fetch,
     Fetching,
     Wanted,
+    gave_up_late,
 )
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import (
@@ -455,12 +456,14 @@ class VirtualIsland:
         found = other.gives(fetch) if other is not None else None
         right = found is not None and found.data[0].hex() == fetch.sources.stripes[""]
         again_s = min(ASK_AGAIN_S, until - now)
+        past = found is None and other is not None and other.is_past(fetch)
+        late = gave_up_late(fetch.sources, fetch.sources.within_s - (until - now))
         if found is not None and right:
             given = found  # For the type checker: it is called later.
             self._clock.after(GIVEN_S, lambda: self._was_given(line, fetch, given))
-        elif found is None and other is not None and other.is_past(fetch):
+        elif past and not late:
             self._ask(line, fetch, donors[1:])
-        elif found is None and again_s > 0:
+        elif found is None and not past and again_s > 0:
             again = functools.partial(self._ask_one, line, fetch, donors, until)
             self._clock.after(again_s, again)
         else:

@@ -53,8 +53,8 @@ from diloco_jax.protocol.coordinator.state import (
     PolicyConfig,
     State,
     Timer,
+    from_builtins,
     initial,
-    restored,
 )
 from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk
@@ -210,7 +210,7 @@ class Coordinator:
             self._config, self.state, self.roster, wall_seconds=1.0, **shown
         )
         json.dumps(result, allow_nan=False)
-        restored(msgspec.msgpack.decode(msgspec.msgpack.encode(self.state)))
+        from_builtins(msgspec.msgpack.decode(msgspec.msgpack.encode(self.state)))
         assert ledger.check(self.state) == []
 
     def run(self) -> None:

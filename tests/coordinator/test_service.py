@@ -12,7 +12,7 @@ from diloco_jax.config import RunConfig, shared_fields
 from diloco_jax.coordinator.service import Likeness, Service
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.state import Fragment, Fragments, SaidAhead, State
+from diloco_jax.protocol.coordinator.state import Fragment, SaidAhead, State
 from diloco_jax.protocol.messages import Outstanding, Version
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 
@@ -26,7 +26,7 @@ def serve(posted: list[Any]) -> Service:
         post=lambda event, then=None, peer=None: posted.append(event),
         after_shown=lambda do, peer=None: posted.append(None),
         config=SimpleNamespace(fragments=1, run_id="r", admitted=None),
-        state=State(fragments=Fragments([Fragment(index=0, version=Version(2, 0))])),
+        state=State(fragments=(Fragment(index=0, version=Version(2, 0)),)),
     )
     sessions = SimpleNamespace(
         arrived=lambda session: None, serves=lambda session: True

@@ -117,6 +117,16 @@ def test_a_donor_that_is_dead_or_slow_is_left_in_time(regions):
     assert time.monotonic() - began < 4 * 1.0
 
 
+@pytest.mark.parametrize(("within_s", "failed"), [(3.0, []), (1.0, ["a"])])
+def test_one_that_gives_a_publish_up_has_failed_if_that_comes_late(
+    regions, within_s, failed
+):
+    later = threading.Timer(0.7, lambda: have(regions["a"]))  # It has the anchor.
+    later.start()
+    sources = sources_of(regions, "a", within_s=within_s)
+    assert regions["b"].fetch_from(request_of("b"), sources, SIZE) == (None, failed)
+
+
 def test_one_that_stops_in_the_middle_is_left_in_time(regions, monkeypatch):
     have(regions["a"], PAYLOAD)
     sent = bulk.BulkConnection.send_payload

@@ -2,13 +2,40 @@
 
 `Driver` feeds events to the policy and keeps every effect; the books are checked
 after each event. Islands are named "a", "b", ...; 10 tokens and 1 sequence per step.
+
+A *scene* is a text of events and of what they bring, a line each, as `scene` reads it:
+
+    a=2 b=2 -> ask 0:ab
+    a/0=2   ->
+    b/0=2   -> merge 0: a 0-2, b 0-2
+
+| word | event |
+|---|---|
+| `a=4` | island a reports 4 steps |
+| `a/0=4` | a takes fragment 0 at step 4, and its bytes arrive |
+| `a/0~4`, `a/0` | the record alone; the bytes of the outstanding take |
+| `a/0!` | those bytes are not finite |
+| `a/0-reopened` | a has heard of a refusal, and records that (or `dropped`, `reset`) |
+| `/0` | the merge under way of fragment 0 is prepared |
+| `a.joins`, `a.2` | a says hello and trains; its incarnation 2 says hello |
+| `a.stops`, `a.leaves`, `a.away` | a has stopped; says goodbye; its connection broke |
+| `a.back`, `a.back=9` | a comes back with the takes that it holds; it has 9 steps |
+| `+5` | 5 s pass |
+| `crash` | the coordinator is killed and comes back |
+| `lost`, `status` | asked: tokens lost by island; which are live |
+| `phases`, `tick` | asked: phases of run and fragments; the number of the last tick |
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import pytest
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import decide, ledger
@@ -20,7 +47,6 @@ from diloco_jax.protocol.coordinator.state import (
     Effect,
     Event,
     Fragment,
-    Fragments,
     Ignored,
     Note,
     Persist,
@@ -37,14 +63,18 @@ from diloco_jax.protocol.messages import (
     EndReason,
     Goodbye,
     Hello,
+    MayLeave,
     Outstanding,
     Phase,
     Prepared,
     Published,
     Record,
     Refusal,
+    Refused,
     Report,
+    ResendRequest,
     TakeRequest,
+    TakeVerdict,
     Version,
 )
 
@@ -122,6 +152,11 @@ def verdicts(effects: Sequence[Any]) -> dict[str, tuple[int, str, str]]:
     }
 
 
+def whose(merge: Merge) -> list[tuple[str, int, int]]:
+    """Islands and steps of a merge's deltas, in the order of the sum."""
+    return [(c.island, c.start, c.end) for c in merge.contributions]
+
+
 def merged_islands(merge: Merge) -> list[str]:
     """Whose deltas are in a merge, in the order of the sum."""
     return [c.island for c in merge.contributions]
@@ -156,7 +191,6 @@ def check_state(state: State) -> None:
     assert kept.standing == anew.standing
     assert kept.computed_tokens == anew.computed_tokens
     assert kept.expiry <= anew.expiry
-    assert state.fragments.open_ones == Fragments(state.fragments).open_ones
 
 
 class Driver:
@@ -172,6 +206,8 @@ class Driver:
         self.log: list[records.Durable] = []
         """As it reads back."""
         self._seq: dict[tuple[str, int], int] = {}
+        self._held: dict[str, dict[int, Outstanding]] = {}
+        """Takes that islands hold, by fragment: no verdict on them is final."""
 
     # ---- events -----------------------------------------------------------------
 
@@ -265,6 +301,8 @@ class Driver:
     def computed(self, fragment: int) -> list[Effect]:
         """The merge under way is done."""
         version = self.fragment(fragment).version.next()
+        for delta in self.fragment(fragment).merging:
+            self._held.get(delta.island, {}).pop(fragment, None)
         return self.feed(
             MergePrepared(
                 fragment=fragment,
@@ -320,6 +358,14 @@ class Driver:
             rate_sum=step - start if rate_sum is None else rate_sum,
             version=self.fragment(fragment).version if base is None else base,
         )
+        self._held.setdefault(name, {})[fragment] = Outstanding(
+            fragment=fragment,
+            tick=tick,
+            start=start,
+            end=step,
+            base=record.version,
+            seq=record.seq,
+        )
         steps = max(step, self.state.islands[name].steps)
         effects = self.report(name, steps, record)
         if arrive:
@@ -337,6 +383,79 @@ class Driver:
         effects = self.takes(fragment, **takes)
         assert of(effects, Merge)
         return effects + self.computed(fragment)
+
+    def play(self, words: str) -> str:
+        """Feed the event of each word of a scene; return what they brought."""
+        return brought([e for word in words.split() for e in self._word(word)])
+
+    def asked_for(self, what: str) -> str:
+        """Answer a word of a scene that is no event; empty if it is one."""
+        if what == "phases":
+            return " ".join(
+                [self.state.phase, *(f.phase for f in self.state.fragments)]
+            )
+        if what == "tick":
+            return str(self.state.tick)
+        if what == "status":
+            islands = self.state.islands.items()
+            return ", ".join(f"{name} {island.status}" for name, island in islands)
+        if what != "lost":
+            return ""
+        lost = {name: self.totals(name).lost for name in self.state.islands}
+        told = [f"{n} {k} {v}" for n, by in lost.items() for k, v in by.items()]
+        return ", ".join(told) or "nothing"
+
+    def _word(self, word: str) -> list[Effect]:
+        name, sign, what = re.fullmatch(r"([a-z]*)([=./+]?)(.*)", word).groups()
+        match sign, what:
+            case "", _:
+                self.crash()
+                return []
+            case "+", _:
+                return self.wait(float(what))
+            case "=", _:
+                return self.report(name, int(what))
+            case ".", "joins":
+                return self.hello(name) + self.report(name, 0)
+            case ".", "stops":
+                return self.report(name, phase="stopped")
+            case ".", "leaves":
+                return self.goodbye(name)
+            case ".", "away":
+                return self.disconnect(name)
+            case ".", _ if what.startswith("back"):
+                return self.back(name, *map(int, what.split("=")[1:]))
+            case ".", _:
+                self._held.pop(name, None)
+                return self.hello(name, int(what))
+        index, how, rest = re.fullmatch(r"(\d+)([=~!-]?)(.*)", what).groups()
+        return self._of_fragment(name, int(index), how, rest)
+
+    def _of_fragment(self, name: str, index: int, how: str, rest: str) -> list[Effect]:
+        """The event of a word with a fragment."""
+        if not name:
+            assert self.fragment(index).phase == "merging", index
+            return self.computed(index)
+        if how in ("=", "~"):
+            return self.take(name, index, int(rest), arrive=how == "=")
+        held = self._held.get(name, {}).get(index)
+        tick = self.tick_of(name, index) if held is None else held.tick
+        if how != "-":
+            return self.arrive(name, index, tick, "non_finite" if how else "")
+        self._held.get(name, {}).pop(index, None)
+        steps = self.state.islands[name].steps
+        record = self.record(name, rest, steps, fragment=index, tick=tick)
+        return self.report(name, steps, record)
+
+    def back(self, name: str, steps: int | None = None) -> list[Effect]:
+        """A hello of an incarnation that comes back, with the takes that it holds."""
+        island = self.state.islands[name]
+        fields = {
+            "steps": island.steps if steps is None else steps,
+            "phase": "training" if island.phase == "joining" else island.phase,
+            "outstanding": tuple(self._held.get(name, {}).values()),
+        }
+        return self.hello(name, island.incarnation, **fields)
 
     # ---- looking ----------------------------------------------------------------
 
@@ -367,11 +486,74 @@ class Driver:
         return ledger.island_totals(self.config, self.state, name)
 
 
+def brought(effects: Sequence[Effect]) -> str:
+    """What effects say to islands and holders, in their order, as a scene has it."""
+    said: list[tuple[str, str]] = []
+    for effect in effects:
+        match effect:
+            case Tell(session=session, message=TakeRequest(fragment=f)):
+                said.append((f"ask {f}:", session.rstrip("0123456789")))
+            case Tell(session=session, message=ResendRequest(fragment=f)):
+                said.append((f"resend {f}:", session.rstrip("0123456789")))
+            case Tell(session=session, message=TakeVerdict(verdict=how, reason=why)):
+                said.append((f"{how} {why}".strip() + ":", session[:-1]))
+            case Tell(session=session, message=MayLeave()):
+                said.append(("may leave:", session[:-1]))
+            case Tell(session=session, message=Refused(code=code)):
+                said.append((f"out {code}:", session))
+            case Merge(fragment=f, final=final):
+                deltas = ", ".join(f"{name} {a}-{b}" for name, a, b in whose(effect))
+                said.append((f"{'flush' if final else 'merge'} {f}: ", deltas))
+            case Drop(delta=delta):
+                said.append((f"drop {delta.fragment}:", delta.island))
+            case Note(record=records.Skipped(fragment=f, why=why)):
+                said.append((f"skip {f}: ", why))
+            case Persist(record=records.Finished()):
+                said.append(("finished", ""))
+    grouped = itertools.groupby(said, key=lambda pair: pair[0])
+    return "; ".join(what + "".join(who for _, who in pairs) for what, pairs in grouped)
+
+
+def scene(d: Driver, text: str) -> None:
+    """Play the lines of a scene. What one without an arrow brings is not looked at."""
+    for line in text.strip().splitlines():
+        words, arrow, expected = line.partition("->")
+        found = d.asked_for(words.strip()) or d.play(words)
+        assert not arrow or found == expected.strip(), line.strip()
+
+
+def scenes(text: str) -> Any:
+    """Parametrize a test by the scenes of a text: a title, and lines that are indented.
+    The first line says how the scene begins, for `begun`."""
+    found: dict[str, list[str]] = {}
+    for line in filter(None, text.splitlines()):
+        if line[0] != " ":
+            found[line] = []
+        elif not line.strip().startswith("#"):
+            found[list(found)[-1]].append(line.strip())
+    rows = [(first, "\n".join(lines)) for first, *lines in found.values()]
+    return pytest.mark.parametrize(("first", "text"), rows, ids=found)
+
+
+def begun(first: str, **ways: Callable[..., Driver]) -> Driver:
+    """Begin a scene: a way of those, islands, and settings as `quorum=2`."""
+    way, *words = first.split()
+    names = [word for word in words if "=" not in word]
+    settings = dict(word.split("=") for word in words if "=" in word)
+    changes = {key: ast.literal_eval(value) for key, value in settings.items()}
+    return ways[way](*names, **changes)
+
+
 def joined(*names: str, **changes: Any) -> Driver:
     """Islands that train, in a run with these settings."""
     d = Driver(**changes)
     d.join(*names)
     return d
+
+
+def pair(*names: str, **changes: Any) -> Driver:
+    """Islands that train; there is one fragment, with a tick every two steps."""
+    return joined(*names, **{"fragment_sizes": (5,), "steps_per_cycle": 2, **changes})
 
 
 def asked(effects: Sequence[Effect]) -> dict[int, list[str]]:

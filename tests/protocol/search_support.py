@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from kit import make_config
+from kit import make_config, of
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import anchors
@@ -23,7 +23,6 @@ from diloco_jax.protocol.messages import AnchorRequest, Hello, Report, Version
 
 CONFIG = make_config(run_id="", outage_budget_s=250.0)
 PATIENCE_S = LEASES_AWAITED * CONFIG.lease_s
-E = TypeVar("E", bound=Effect)
 
 
 def anchor(fragment: int, island: str, number: int, term: int) -> AnchorKept:
@@ -47,8 +46,8 @@ class Searching:
         self.aim = Aim(lost=(0, 1), names=frozenset(names), name="n", **aim)
         self.state = anchors.begin(self.config, self.aim, self.now)
         self.effects: list[Effect] = []
-        self.says: dict[str, dict[str, Any]] = {}
-        """By island, fields of its ballots; without them it sends none."""
+        self.says: dict[str, dict[str, Any] | None] = {}
+        """By island, fields of its ballots; None: it sends none."""
 
     def feed(self, event: Event) -> list[Effect]:
         self.state, effects = anchors.step(self.config, self.state, event, self.now)
@@ -128,10 +127,6 @@ class Searching:
         return effects
 
 
-def of(effects: Sequence[Effect], kind: type[E]) -> list[E]:
-    return [effect for effect in effects if isinstance(effect, kind)]
-
-
 def found(effects: Sequence[Effect]) -> FoundTerm:
     (one,) = of(effects, FoundTerm)
     return one
@@ -144,11 +139,4 @@ def asked(effects: Sequence[Effect], *, ballots: bool = False) -> list[tuple[str
         for tell in of(effects, Tell)
         if isinstance(tell.message, AnchorRequest)
         if bool(tell.message.sample) is ballots
-    ]
-
-
-def told(effects: Sequence[Effect], kind: type[Any]) -> list[Any]:
-    """The messages of one kind that islands are told."""
-    return [
-        tell.message for tell in of(effects, Tell) if isinstance(tell.message, kind)
     ]

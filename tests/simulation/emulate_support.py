@@ -28,7 +28,6 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import Note, Persist
-from diloco_jax.protocol.messages import NON_FINITE
 from diloco_jax.simulation.bodies import StoreMerging
 from diloco_jax.simulation.coordinator import Received, VirtualCoordinator, World
 
@@ -140,7 +139,7 @@ def record(
     def judged(merging: StoreMerging, key: Any, encoded: Any) -> Received:
         found = receive(merging, key, encoded)
         received.append(key)
-        return found._replace(refusal=NON_FINITE) if len(received) == unfit else found
+        return found._replace(refusal="non_finite") if len(received) == unfit else found
 
     plan = build_plan(run, build(run)).digest()
     write(

@@ -21,7 +21,6 @@ from diloco_jax.protocol.coordinator.islands import (
     Island,
     Islands,
     WallTime,
-    is_enough,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Outstanding, Record, Report
@@ -53,7 +52,7 @@ def heard(
     more = max(0, said.steps - island.steps)
     before = island.wall_time
     unused_s = before.unused_at(now, _most_unused_s(config, shortest_s))
-    if not is_enough(unused_s, more, shortest_s):
+    if more * shortest_s > FASTER * unused_s:
         return island, (
             f"it has made {more} steps more in {unused_s:.3g} s, but no step "
             f"takes less than {shortest_s / FASTER:.3g} s by the coordinator's config "

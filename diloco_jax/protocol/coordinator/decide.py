@@ -63,7 +63,7 @@ def step(
     before = turn.state
     _handle(turn, event)
     members.expire(turn, ending.late_s(config, turn.state))
-    takes.turn_away(turn)
+    takes.refuse_quarantined(turn)
     _advance(turn, before)
     takes.advance_quarantine(turn)
     schedule.keep_cycles(turn, before)
@@ -117,8 +117,8 @@ def next_deadline(state: State, now: float) -> float | None:
     expiry = state.islands.expiry
     if now < expiry < soonest:
         soonest = expiry
-    for index in state.fragments.open_ones:
-        at = state.fragments[index].closes_at
+    for fragment in state.fragments:
+        at = fragment.closes_at if fragment.phase == "open" else None
         if at is not None and now < at < soonest:
             soonest = at
     soonest = min(soonest, ending.soonest(state, now))
@@ -173,8 +173,8 @@ def _report(turn: Turn, event: Said, report: messages.Report) -> None:
 
 
 def _record(turn: Turn, island: Island, record: Record) -> None:
-    name, incarnation = island.name, island.incarnation
-    turn.note(records.Fact(island=name, incarnation=incarnation, record=record))
+    name = island.name
+    turn.note(records.Fact(**island.who, record=record))
     if record.kind in ("granted", "progress", "restored"):
         return
     fragment = turn.state.fragments[record.fragment]
@@ -186,14 +186,8 @@ def _record(turn: Turn, island: Island, record: Record) -> None:
         turn.ignore("take", "carried", "record")
     elif carrying:
         turn.put(ledger.carry(fragment, name, record.start))
-        turn.persist(
-            records.Carried(
-                island=name,
-                incarnation=incarnation,
-                fragment=fragment.index,
-                steps=record.start,
-            )
-        )
+        index, steps = fragment.index, record.start
+        turn.persist(records.Carried(**island.who, fragment=index, steps=steps))
     elif record.kind == "took":
         turn.put(takes.took(turn, fragment, name, record))
     else:
@@ -209,7 +203,7 @@ def _arrived(turn: Turn, event: DeltaArrived) -> None:
         or island.incarnation != event.incarnation
         or island.status == "gone"
     ):
-        takes.drop_unknown(turn, before, name, event.incarnation, event.tick)
+        takes.drop_unknown(turn, before, event)
         turn.ignore("island", "gone", "bytes")
         return
     fragment = takes.arrived(turn, before, event)
@@ -245,12 +239,15 @@ def _advance(turn: Turn, before: State) -> None:
     if same_live and turn.state.phase == "running":
         moving = [
             fragment
-            for fragment in map(moving.__getitem__, turn.state.fragments.open_ones)
-            if fragment is not before.fragments[fragment.index]
-            or (fragment.closes_at is not None and turn.now >= fragment.closes_at)
+            for fragment in moving
+            if fragment.phase == "open"
+            and (
+                fragment is not before.fragments[fragment.index]
+                or (fragment.closes_at is not None and turn.now >= fragment.closes_at)
+            )
         ]
     if moving:
-        _settle(turn, moving)
+        _move_fragments(turn, moving)
     done = all(fragment.phase == "done" for fragment in turn.state.fragments)
     if turn.state.phase == "flushing" and done:
         ending.finish(turn)
@@ -278,9 +275,9 @@ def _hasten(turn: Turn) -> None:
             turn.put(fragments.hasten(turn, fragment, fleet))
 
 
-def _settle(turn: Turn, moving: list[Fragment]) -> None:
-    """Settle fragments that time or an event may have moved: order merges, and during
-    the flush the last takes."""
+def _move_fragments(turn: Turn, moving: list[Fragment]) -> None:
+    """Close fragments that time or an event may have moved, and during the flush open
+    them for the last takes."""
     fleet, flushing = Fleet(turn.config, turn.state), turn.state.phase == "flushing"
     live = turn.state.islands.standing.answering
     hurry = flushing and turn.now >= turn.state.deadline
@@ -294,11 +291,11 @@ def _settle(turn: Turn, moving: list[Fragment]) -> None:
             and fragment.phase == "open"
             and ending.is_over(turn.state, fragment, turn.now)
         )
-        settled = fragments.close_if_due(turn, fragment, fleet, hurry=over)
-        if settled is not fragment:
-            turn.put(settled)
-        if was_open and flushing and settled.phase == "idle":
-            moving.append(settled)  # Given up: its next tick need not wait.
+        after = fragments.close_if_due(turn, fragment, fleet, hurry=over)
+        if after is not fragment:
+            turn.put(after)
+        if was_open and flushing and after.phase == "idle":
+            moving.append(after)  # Given up: its next tick need not wait.
 
 
 def _next_of_absences(state: State, now: float) -> float:

@@ -296,7 +296,7 @@ def island_stopped(turn: Turn, name: str) -> None:
     ticks = schedule.skip_cycle(turn)
     fleet = Fleet(turn.config, turn.state)
     asked = tuple(records.Asked(fragment=i, tick=ticks[i]) for i in wanted)
-    turn.note(records.Leaving(island=name, incarnation=island.incarnation, asked=asked))
+    turn.note(records.Leaving(**island.who, asked=asked))
     for i in wanted:
         turn.put(fragments.ask(turn, state.fragments[i], fleet, (name,), ticks[i]))
 

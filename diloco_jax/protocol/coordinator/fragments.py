@@ -44,10 +44,6 @@ from diloco_jax.protocol.messages import (
 
 SOLO_MERGES = 3
 """Consecutive merges of one fragment from the same one of several live islands."""
-WATCHED_MERGES = (10, 100, 1000)
-"""Merge counts of a fragment at which each island's share in them is checked."""
-MOST_MERGES = 0.75
-"""Share of the merges that should include each island of about the pacing speed."""
 
 Verdicts = dict[str, tuple[int, Verdict, str]]
 """(tick, verdict, reason) of outstanding takes, by island."""
@@ -416,7 +412,6 @@ def prepared(turn: Turn, event: MergePrepared) -> None:
             turn.tell(island.session, published)
     turn.effects += refusals
     alert_of_merge(turn, fragment, merged, live)
-    alert_in_turns(turn, fragment)
 
 
 def _sources(
@@ -461,43 +456,3 @@ def alert_of_merge(
                 f"sync.grace or sync.max_staleness",
                 name,
             )
-
-
-def alert_in_turns(turn: Turn, fragment: Fragment) -> None:
-    """Report islands of about the pacing island's speed that are seldom merged.
-
-    The first fragment stands for all: they are about equally large.
-    """
-    if fragment.index != 0 or fragment.merges not in WATCHED_MERGES:
-        return
-    config, fleet = turn.config, Fleet(turn.config, turn.state)
-    pace = fleet.step_seconds()
-    alike = {
-        name: fragment.accounts[name]
-        for name, island in sorted(fleet.alike().items())
-        if island.step_seconds
-    }
-    seldom = {
-        name: account
-        for name, account in alike.items()
-        if account.merges_in < MOST_MERGES * account.merges_alive
-    }
-    if len(alike) < 2 or not seldom:
-        return
-    could = sum(account.merges_alive for account in seldom.values())
-    were = sum(account.merges_in for account in seldom.values())
-    spent = fragment.quorum_seconds + fragment.merge_seconds + fragment.transfer_seconds
-    wanted = max(math.ceil(2 * spent / pace), config.overlap_steps + 1)
-    remedy = f"raise sync.overlap_steps from {config.overlap_steps} to {wanted}"
-    if not config.grace:
-        remedy = "raise sync.grace from 0"
-    elif config.grace_window == "overlap":
-        remedy = 'leave sync.grace_window at "alike"'
-    turn.alert(
-        f"of {len(alike)} islands of about one speed, {', '.join(seldom)} were in "
-        f"{were / could:.0%} of the merges since they joined: they are merged in turns "
-        f"with the others, and learn worse for it. "
-        f"Quorum, merging and sending take {spent:.3g} s of an overlap of "
-        f"{config.overlap_steps} steps of {pace:.3g} s, and what is left is too short "
-        f"to wait for the others; for the next run, {remedy}"
-    )

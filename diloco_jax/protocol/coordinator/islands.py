@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -131,32 +131,31 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         """Return the wall time after a message with so many claimed steps, for which
         the unused time is enough. memory_s: age at which time in training counts for
         less than half; 0: the time that has passed was none in training."""
-        training_s, made = self.training_s, self.steps
-        stepping_s, stepped = self.stepping_s, self.stepped
-        if memory_s and steps and self.stepped_at:
-            passed_s = now - self.stepped_at
-            kept = memory_s / (memory_s + passed_s)
-            stepping_s, stepped = stepping_s * kept + passed_s, stepped * kept + steps
-        stepped_at = now if steps else self.stepped_at
-        if memory_s:
-            passed_s = now - self.heard_at
-            kept = memory_s / (memory_s + passed_s)
-            training_s, made = training_s * kept + passed_s, made * kept + steps
-        return msgspec.structs.replace(
+        unused_s -= steps * shortest_s / FASTER
+        if not memory_s:
+            return msgspec.structs.replace(
+                self, heard_at=now, unused_s=unused_s, stepped_at=0.0
+            )
+        passed_s = now - self.heard_at
+        kept = memory_s / (memory_s + passed_s)
+        heard = msgspec.structs.replace(
             self,
             heard_at=now,
-            unused_s=unused_s - steps * shortest_s / FASTER,
-            training_s=training_s,
-            steps=made,
-            stepped_at=stepped_at if memory_s else 0.0,
-            stepping_s=stepping_s,
-            stepped=stepped,
+            unused_s=unused_s,
+            training_s=self.training_s * kept + passed_s,
+            steps=self.steps * kept + steps,
         )
-
-
-def is_enough(unused_s: float, steps: int, shortest_s: float) -> bool:
-    """Tell whether so many steps may have been made in the unused time."""
-    return steps * shortest_s <= FASTER * unused_s
+        if not steps:
+            return heard
+        if self.stepped_at:
+            passed_s = now - self.stepped_at
+            kept = memory_s / (memory_s + passed_s)
+            stepping_s = self.stepping_s * kept + passed_s
+            stepped = self.stepped * kept + steps
+            heard = msgspec.structs.replace(
+                heard, stepping_s=stepping_s, stepped=stepped
+            )
+        return msgspec.structs.replace(heard, stepped_at=now)
 
 
 class Island(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +201,11 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     grants_left: float = GRANTS_AT_ONCE
     """Largest grants that the island might be given after it; see `leases.top_up`."""
     wall_time: WallTime = WallTime()
+
+    @property
+    def who(self) -> dict[str, Any]:
+        """Name and incarnation, as records have them."""
+        return {"island": self.name, "incarnation": self.incarnation}
 
     @property
     def computed_tokens(self) -> int:

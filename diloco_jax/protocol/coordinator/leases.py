@@ -106,15 +106,7 @@ def _grant(turn: Turn, name: str, span: Span) -> None:
     island = turn.state.islands[name]
     offset = island.sequences_granted
     turn.state = granted(turn.state, name, span)
-    turn.persist(
-        records.Granted(
-            island=name,
-            incarnation=island.incarnation,
-            start=span.start,
-            stop=span.stop,
-            offset=offset,
-        )
-    )
+    turn.persist(records.Granted(**island.who, **span._asdict(), offset=offset))
     turn.tell(island.session, Granted(span=span, offset=offset))
 
 
@@ -152,8 +144,7 @@ def release(state: State, name: str, kept: Sequence[Span]) -> State:
     leases = [part for lease in island.leases for part in _cut(lease, waiting)]
     if leases:
         ended = Departed(
-            island=name,
-            incarnation=island.incarnation,
+            **island.who,
             sequences_per_step=size,
             leases=tuple(leases),
             in_merges=merged,

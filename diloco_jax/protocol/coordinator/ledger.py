@@ -120,7 +120,8 @@ def settled_steps(fragment: Fragment, island: Island) -> int:
     way, or left behind for the next merge."""
     account = fragment.accounts[island.name]
     deltas = (*fragment.merging, *fragment.left_behind)
-    ends = [c.end for c in deltas if _is_of(c, account, island.name)]
+    own = (island.name, account.incarnation)
+    ends = [c.end for c in deltas if (c.island, c.incarnation) == own]
     return max([account.start, *ends])
 
 
@@ -316,7 +317,7 @@ def _wrong(state: State, fragment: Fragment) -> list[str]:
         waiting[c.island] = waiting.get(c.island, 0) + c.tokens
     for c in fragment.merging:
         account = fragment.accounts[c.island]
-        if not _is_of(c, account, c.island) or account.start >= c.end:
+        if account.incarnation != c.incarnation or account.start >= c.end:
             waiting[c.island] = waiting.get(c.island, 0) + c.tokens
     for name, account in fragment.accounts.items():
         island = state.islands[name]
@@ -342,13 +343,6 @@ def _wrong(state: State, fragment: Fragment) -> list[str]:
             f"but its lost_in_all is {fragment.lost_in_all}"
         )
     return wrong
-
-
-def _is_of(contribution: Contribution, account: Account, name: str) -> bool:
-    return (contribution.island, contribution.incarnation) == (
-        name,
-        account.incarnation,
-    )
 
 
 def lose_missing(state: State, fragment: Fragment, reason: LossReason) -> Fragment:

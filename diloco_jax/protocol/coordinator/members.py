@@ -50,7 +50,6 @@ from diloco_jax.protocol.messages import (
     DONOR_RESTS,
     FAILURES,
     LOOKAHEAD,
-    DeltaKey,
     EndReason,
     Goodbye,
     Hello,
@@ -312,7 +311,13 @@ def ahead(turn: Turn, event: SaidAhead) -> None:
     if event.island in turn.state.ahead:
         return
     turn.set(ahead=(*turn.state.ahead, event.island))
-    _alert_of_ahead(turn, event.island, event.how)
+    turn.alert(
+        f"island {event.island!r} is {event.how}: either this coordinator's state is "
+        f"an old one, or that island lies; it is told to come again. If other islands "
+        f"say so too, start the coordinator that has the newest state; if none does, "
+        f"revoke its key",
+        event.island,
+    )
     known = turn.config.admitted or turn.state.islands
     names = [name for name in turn.state.ahead if name in known]
     if 2 * len(names) > len(known):
@@ -364,7 +369,12 @@ def goodbye(turn: Turn, event: Said, said: Goodbye) -> None:
         return
     leave(turn, event.island, said.reason, said.text)
     if said.reason == "failed":
-        _alert_of_failure(turn, event.island, said.text)
+        turn.alert(
+            f"island {event.island!r} failed, and says: {said.text or 'nothing'}; look "
+            f"at its log and at its devices (diloco doctor); its supervisor starts it "
+            f"again",
+            event.island,
+        )
 
 
 def donor_failed(turn: Turn, event: Said, donor: str) -> None:
@@ -442,8 +452,7 @@ def end(turn: Turn, name: str, reason: EndReason, said: str = "") -> None:
     lost = _lost_by_fragment(turn.state, name, reason)
     turn.persist(
         records.Left(
-            island=name,
-            incarnation=island.incarnation,
+            **island.who,
             steps=island.steps,
             reason=reason,
             said=said,
@@ -451,10 +460,10 @@ def end(turn: Turn, name: str, reason: EndReason, said: str = "") -> None:
             in_merges=kept,
             lost_tokens_by_fragment=tuple(map(operator.sub, lost, before)),
             left_behind=tuple(
-                records.LeftBehind(fragment=fragment.index, **asdict(kept))
+                records.LeftBehind(fragment=fragment.index, **asdict(delta))
                 for fragment in state.fragments
-                for kept in fragment.left_behind
-                if (kept.island, kept.incarnation) == (name, island.incarnation)
+                for delta in fragment.left_behind
+                if (delta.island, delta.incarnation) == (name, island.incarnation)
             ),
         )
     )
@@ -570,7 +579,7 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
     turn.persist(record)
     # Holders take nothing more of the one before once it hears of its end.
     deltas = tuple(
-        DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
+        delta.key(fragment.index)
         for fragment in turn.state.fragments
         for delta in (*fragment.left_behind, *fragment.merging)
     )
@@ -608,9 +617,7 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
     )
     alive(turn, island)
     _welcome(turn, event, resumed=True)
-    turn.note(
-        records.Resumed(island=name, incarnation=known.incarnation, steps=event.steps)
-    )
+    turn.note(records.Resumed(**known.who, steps=event.steps))
     leases.regrant(turn, island, event.sequences_granted)
     # A late hello may also list takes of an earlier term.
     earlier = schedule.ticks_before(turn.config, turn.state.books)
@@ -631,9 +638,7 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
 
 def _absent(turn: Turn, island: Island, why: records.AbsentFor) -> None:
     turn.put(replace(island, status=ISLAND.move(island.status, "fall silent")))
-    turn.note(
-        records.Absent(island=island.name, incarnation=island.incarnation, why=why)
-    )
+    turn.note(records.Absent(**island.who, why=why))
 
 
 def _welcome(turn: Turn, event: Hello, *, resumed: bool) -> None:
@@ -648,24 +653,3 @@ def _welcome(turn: Turn, event: Hello, *, resumed: bool) -> None:
         next_position=state.next_position,
     )
     turn.tell(event.session, welcome)
-
-
-def _alert_of_failure(turn: Turn, name: str, said: str) -> None:
-    """Raise the alert for an island that said goodbye because it failed: its device,
-    its step, its disk."""
-    turn.alert(
-        f"island {name!r} failed, and says: {said or 'nothing'}; look at its log and "
-        f"at its devices (diloco doctor); its supervisor starts it again",
-        name,
-    )
-
-
-def _alert_of_ahead(turn: Turn, name: str, how: str) -> None:
-    """Raise the alert for an island that knows of a later state of the run."""
-    turn.alert(
-        f"island {name!r} is {how}: either this coordinator's state is an old one, or "
-        f"that island lies; it is told to come again. If other islands say so too, "
-        f"start the coordinator that has the newest state; if none does, revoke its "
-        f"key",
-        name,
-    )

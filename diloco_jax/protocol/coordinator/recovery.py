@@ -35,7 +35,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_island,
 )
 from diloco_jax.protocol.holding import AnchorKept
-from diloco_jax.protocol.messages import WORKER, Span, Version
+from diloco_jax.protocol.messages import Span, Version
 
 
 def recover(
@@ -215,7 +215,7 @@ def fragment_begun(state: State, record: records.TermBegun) -> State:
     for name, tokens in record.lost_tokens.items():
         account = fragment.accounts[name]
         account = replace(account, merged_tokens=account.merged_tokens - tokens)
-        account = account.lose_tokens(tokens, WORKER)
+        account = account.lose_tokens(tokens, "worker")
         fragment = with_account(fragment, name, account)
     phase = FRAGMENT.move(FRAGMENT.move(fragment.phase, "recover"), "begin term")
     newest = tuple(m for m in fragment.newest if m.version <= record.replaced)

@@ -56,10 +56,8 @@ def tick_is_due(config: PolicyConfig, state: State, now: float) -> bool:
     if now < state.reunion_until and (fleet.absent or state.returning):
         return False
     steps = steps_to_tick(config, state.tick + 1)
-    reached = 0
-    for island in map(state.islands.__getitem__, fleet.counted):
-        if island.steps - island.steps_at_tick >= steps:
-            reached += 1
+    counted = map(state.islands.__getitem__, fleet.counted)
+    reached = sum(island.steps - island.steps_at_tick >= steps for island in counted)
     return reached >= config.quorum
 
 

@@ -29,7 +29,7 @@ either order, and with both it is ready. docs/design/architecture.md draws the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -375,30 +375,6 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     transfer_seconds: float = 0.0
 
 
-class Fragments(tuple[Fragment, ...]):
-    """The fragments by index. Which of them are open is kept as they change: most
-    events change none of the others, and there may be many."""
-
-    open_ones: tuple[int, ...]
-    """Indices of the open fragments, in order."""
-
-    def __new__(cls, fragments: Iterable[Fragment] = ()) -> Fragments:
-        made = super().__new__(cls, fragments)
-        made.open_ones = tuple(f.index for f in made if f.phase == "open")
-        return made
-
-    def having(self, fragment: Fragment) -> Fragments:
-        """Return the fragments with one replaced."""
-        index = fragment.index
-        changed = list(self)
-        changed[index] = fragment
-        after = tuple.__new__(Fragments, changed)
-        after.open_ones = self.open_ones
-        if (self[index].phase == "open") != (fragment.phase == "open"):
-            after.open_ones = tuple(sorted({*self.open_ones} ^ {index}))
-        return after
-
-
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """The whole state. It does not keep the time of the last event: events bring it."""
 
@@ -432,7 +408,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Islands that an operator let in, besides those of the config."""
     ahead: tuple[str, ...] = ()
     """Islands that know of a later state of the run; see `members.ahead`."""
-    fragments: Fragments = Fragments()
+    fragments: tuple[Fragment, ...] = ()
     kept_cycle: int = 0
     """The last cycle that was kept, or is being kept."""
     unkept: tuple[int, ...] = ()
@@ -460,22 +436,20 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 def initial(config: PolicyConfig) -> State:
     """Return the state of a run before its first event."""
     indices = range(config.fragments)
-    return State(fragments=Fragments(Fragment(index=index) for index in indices))
+    return State(fragments=tuple(Fragment(index=index) for index in indices))
 
 
-def restored(written: Any) -> State:
+def from_builtins(written: Any) -> State:
     """Return a state from the Python builtins of which `msgspec.to_builtins` made it.
 
     Raises msgspec.ValidationError if they are not those of a state.
     """
-    return msgspec.convert(written, State, dec_hook=_collected)
 
-
-def _collected(kind: type, written: Any) -> Islands | Fragments:
-    if kind is Islands:
+    def islands(kind: type, written: Any) -> Islands:
+        assert kind is Islands, kind
         return Islands(msgspec.convert(written, dict[str, Island]).values())
-    assert kind is Fragments, kind
-    return Fragments(msgspec.convert(written, tuple[Fragment, ...]))
+
+    return msgspec.convert(written, State, dec_hook=islands)
 
 
 def with_island(state: State, island: Island) -> State:
@@ -485,7 +459,9 @@ def with_island(state: State, island: Island) -> State:
 
 def with_fragment(state: State, fragment: Fragment) -> State:
     """Return the state with one fragment replaced."""
-    return replace(state, fragments=state.fragments.having(fragment))
+    fragments = list(state.fragments)
+    fragments[fragment.index] = fragment
+    return replace(state, fragments=tuple(fragments))
 
 
 def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:

@@ -33,8 +33,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 from msgspec.structs import replace
 
@@ -57,13 +57,6 @@ from diloco_jax.protocol.coordinator.state import (
 )
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
-    FUTURE,
-    MISCOUNTED,
-    NON_FINITE,
-    OUT_OF_BOUNDS,
-    OVERLAP,
-    QUARANTINED,
-    STALE,
     Contribution,
     DeltaKey,
     Outstanding,
@@ -130,7 +123,7 @@ def known(turn: Turn, fragment: Fragment, name: str, held: Outstanding) -> Fragm
     account = replace(account, start=start, take=take)
     fragment = with_account(fragment, name, account)
     if held.start < start:
-        return refuse(turn, fragment, name, OVERLAP)
+        return refuse(turn, fragment, name, "overlap")
     if take.end == take.start:
         return refuse(turn, fragment, name, "empty")
     fragment = _refuse_miscounted(turn, fragment, name)
@@ -189,7 +182,7 @@ def arrived(turn: Turn, fragment: Fragment, event: DeltaArrived) -> Fragment:
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.tick != event.tick:
-        drop_unknown(turn, fragment, name, account.incarnation, event.tick)
+        drop_unknown(turn, fragment, event)
         turn.ignore("take", "none", "bytes")
         return fragment
     if take.arrived:
@@ -219,7 +212,7 @@ def _refuse_miscounted(turn: Turn, fragment: Fragment, name: str) -> Fragment:
     tokens = (take.end - take.start) * account.tokens_per_step
     if take.used <= tokens:
         return fragment
-    return refuse(turn, fragment, name, MISCOUNTED, tokens)
+    return refuse(turn, fragment, name, "miscounted", tokens)
 
 
 def gave_up(
@@ -248,16 +241,17 @@ def gave_up(
 def leave_behind(fragment: Fragment, name: str) -> Fragment:
     """Keep a leaving island's ready delta for the next merge, unless a delta of an
     earlier incarnation is already kept for it."""
-    kept = ready(fragment, name)
-    if kept is None or fragment.phase == "done":
-        return fragment
-    if is_merging(fragment, name, kept.tick):
-        return fragment
-    if any(other.island == name for other in fragment.left_behind):
+    delta = ready(fragment, name)
+    if (
+        delta is None
+        or fragment.phase == "done"
+        or is_merging(fragment, name, delta.tick)
+        or any(other.island == name for other in fragment.left_behind)
+    ):
         return fragment
     account = replace(fragment.accounts[name], take=None)
     fragment = with_account(fragment, name, account)
-    return replace(fragment, left_behind=(*fragment.left_behind, kept))
+    return replace(fragment, left_behind=(*fragment.left_behind, delta))
 
 
 def expire_left_behind(turn: Turn, fragment: Fragment) -> Fragment:
@@ -265,7 +259,7 @@ def expire_left_behind(turn: Turn, fragment: Fragment) -> Fragment:
     are lost."""
     for old in fragment.left_behind:
         if not _is_in_time(turn.config, old.base, fragment.version):
-            fragment = refuse_left_behind(turn, fragment, old, STALE)
+            fragment = refuse_left_behind(turn, fragment, old, "stale")
     return fragment
 
 
@@ -279,11 +273,15 @@ def refuse_left_behind(
     """Drop a delta that was left behind; its steps are lost. most: as in `refuse`."""
     account = fragment.accounts[old.island].lose_tokens(old.tokens, reason)
     fragment = with_account(fragment, old.island, account)
-    delta = DeltaKey(old.island, old.incarnation, fragment.index, old.tick)
-    _note_refusal(turn, delta, reason, old.norm, most)
+    delta = old.key(fragment.index)
+    norm = old.norm
+    refused = records.DeltaRefused(
+        **delta._asdict(), reason=reason, norm=norm, most=most
+    )
+    turn.note(refused)
     turn.effects.append(Drop(delta=delta))
-    kept = tuple(c for c in fragment.left_behind if c is not old)
-    return replace(fragment, left_behind=kept)
+    others = tuple(c for c in fragment.left_behind if c is not old)
+    return replace(fragment, left_behind=others)
 
 
 def ready(fragment: Fragment, name: str) -> Contribution | None:
@@ -324,11 +322,12 @@ def refuse(
     take = replace(before, refused=reason)
     TAKE.check(take_state(before), "refuse", take_state(take))
     fragment = with_account(fragment, name, replace(account, take=take))
-    if reason == NON_FINITE:
+    if reason == "non_finite":
         fragment = replace(fragment, unfit_deltas=fragment.unfit_deltas + 1)
         _alert_of_unfit(turn, fragment, name)
-    here = take.used if reason == MISCOUNTED else take.norm
-    _note_refusal(turn, delta_of(fragment, name), reason, here, most)
+    norm = take.used if reason == "miscounted" else take.norm
+    delta = delta_of(fragment, name)._asdict()
+    turn.note(records.DeltaRefused(**delta, reason=reason, norm=norm, most=most))
     if tell:
         verdict = verdict_at(fragment, take.tick, "refused", reason)
         turn.tell(account.session, verdict)
@@ -348,7 +347,7 @@ def refuse_if_untimely(
     base = outstanding(fragment, name).base
     if _is_in_time(turn.config, base, fragment.version):
         return fragment
-    reason: RefusalReason = FUTURE if base > fragment.version else STALE
+    reason: RefusalReason = "future" if base > fragment.version else "stale"
     return refuse(turn, fragment, name, reason, tell=tell)
 
 
@@ -391,13 +390,10 @@ def drop(turn: Turn, fragment: Fragment, name: str) -> None:
     turn.effects.append(Drop(delta=delta_of(fragment, name)))
 
 
-def drop_unknown(
-    turn: Turn, fragment: Fragment, name: str, incarnation: int, tick: int
-) -> None:
+def drop_unknown(turn: Turn, fragment: Fragment, event: DeltaArrived) -> None:
     """Drop a delta with no outstanding take, unless it was left behind."""
-    kept = {(c.island, c.incarnation, c.tick) for c in fragment.left_behind}
-    if (name, incarnation, tick) not in kept:
-        delta = DeltaKey(name, incarnation, fragment.index, tick)
+    delta = DeltaKey(event.island, event.incarnation, event.fragment, event.tick)
+    if delta not in [old.key(fragment.index) for old in fragment.left_behind]:
         turn.effects.append(Drop(delta=delta))
 
 
@@ -406,29 +402,8 @@ def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:
     return base.term == current.term and 0 <= lag <= config.max_staleness
 
 
-def _note_refusal(
-    turn: Turn, delta: DeltaKey, reason: RefusalReason, norm: float, most: float
-) -> None:
-    refused = records.DeltaRefused(
-        island=delta.island,
-        incarnation=delta.incarnation,
-        fragment=delta.fragment,
-        tick=delta.tick,
-        reason=reason,
-        norm=norm,
-        most=most,
-    )
-    turn.note(refused)
-
-
 FEWEST = 2
 """Lengths without which nothing is usual."""
-
-
-class _Length(NamedTuple):
-    norm: float
-    per_rate: float
-    """Length over the sum of the learning rates."""
 
 
 def refuse_long(turn: Turn, fragment: Fragment, fleet: Fleet) -> Fragment:
@@ -440,22 +415,7 @@ def refuse_long(turn: Turn, fragment: Fragment, fleet: Fleet) -> Fragment:
         for delta in _ready_deltas(before, name):
             most = usual.most(name, delta)
             if delta.norm > most:
-                fragment = _refuse(turn, fragment, delta, OUT_OF_BOUNDS, most)
-    return fragment
-
-
-def _refuse_quarantined(turn: Turn, fragment: Fragment, name: str) -> Fragment:
-    """Refuse the ready deltas of a quarantined island.
-
-    The reason says whether a delta is within bounds; enough of those in a row release
-    the island.
-    """
-    before, fleet = fragment, Fleet(turn.config, turn.state)
-    usual = Usual(turn.config, before, fleet)
-    for delta in _ready_deltas(before, name):
-        most = usual.most(name, delta)
-        reason: RefusalReason = OUT_OF_BOUNDS if delta.norm > most else QUARANTINED
-        fragment = _refuse(turn, fragment, delta, reason, most)
+                fragment = _refuse(turn, fragment, delta, "out_of_bounds", most)
     return fragment
 
 
@@ -489,57 +449,44 @@ class Usual:
         self._config, self._fragment, self._fleet = config, fragment, fleet
 
     @functools.cached_property
-    def _lengths(self) -> dict[str, _Length]:
-        """The islands' lengths that count, by name."""
+    def _measures(self) -> dict[str, Contribution]:
+        """The islands' deltas whose lengths count, by name."""
         found, fleet = {}, self._fleet
         for name, account in self._fragment.accounts.items():
             # An absent island's delta that is ready is merged with the others.
-            ready = account.take is not None and account.take.ready
-            if name in fleet.quarantined or not (ready or fleet.is_live(name)):
+            here = account.take is not None and account.take.ready
+            if name in fleet.quarantined or not (here or fleet.is_live(name)):
                 continue
-            for length in self._of_take(name) or self._of_last(name):
-                found[name] = length
+            for delta in (account.last, ready(self._fragment, name)):
+                if _has_length(delta):
+                    found[name] = delta
         return found
 
     def most(self, name: str, delta: Contribution) -> float:
         """Return the length allowed to a delta of the island; infinity if too little is
         known of the others."""
-        bound = self._config.delta_bound
+        bound, account = self._config.delta_bound, self._fragment.accounts[name]
         if not bound or not delta.norm:
             return math.inf
-        usual = [length for other, length in self._lengths.items() if other != name]
-        usual += self._of_last(name)
+        usual = [known for other, known in self._measures.items() if other != name]
+        if _has_length(account.last):
+            usual.append(account.last)
         if len(usual) < FEWEST:
             return math.inf
-        norm = _upper_median([length.norm for length in usual])
-        per_rate = _upper_median([length.per_rate for length in usual])
-        return bound * max(norm, per_rate * self._believed(name, delta))
-
-    def _believed(self, name: str, delta: Contribution) -> float:
-        """Return the sum of the learning rates that is believed of the delta."""
+        norm = _upper_median(known.norm for known in usual)
+        per_rate = _upper_median(known.norm / known.rate_sum for known in usual)
         # What is open began after the base of the last delta, or with the run.
-        since = self._fragment.accounts[name].base_tokens
-        return min(delta.rate_sum, delta.steps * self._fleet.highest_rate(since))
-
-    def _of_take(self, name: str) -> list[_Length]:
-        """Return the length of the island's delta that is ready, if it is known."""
-        delta = ready(self._fragment, name)
-        return [] if delta is None else _length(delta)
-
-    def _of_last(self, name: str) -> list[_Length]:
-        """Return the length of the island's last merged delta, if it is known."""
-        last = self._fragment.accounts[name].last
-        return [] if last is None else _length(last)
+        highest = self._fleet.highest_rate(account.base_tokens)
+        return bound * max(norm, per_rate * min(delta.rate_sum, delta.steps * highest))
 
 
-def _length(delta: Contribution) -> list[_Length]:
-    if not (delta.norm and delta.rate_sum):
-        return []
-    return [_Length(delta.norm, delta.norm / delta.rate_sum)]
+def _has_length(delta: Contribution | None) -> TypeGuard[Contribution]:
+    return delta is not None and delta.norm > 0 and delta.rate_sum > 0
 
 
-def _upper_median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def _upper_median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
 
 
 def advance_quarantine(turn: Turn) -> None:
@@ -549,9 +496,9 @@ def advance_quarantine(turn: Turn) -> None:
     for effect in tuple(turn.effects):
         match effect:
             case Note(record=records.DeltaRefused(reason=reason) as refused):
-                if reason in (NON_FINITE, OUT_OF_BOUNDS, MISCOUNTED):
+                if reason in ("non_finite", "out_of_bounds", "miscounted"):
                     _unfit(turn, refused)
-                elif reason == QUARANTINED:
+                elif reason == "quarantined":
                     _fit(turn, refused)
             case Merge(contributions=contributions):
                 for contribution in contributions:
@@ -560,18 +507,25 @@ def advance_quarantine(turn: Turn) -> None:
                         turn.put(replace(island, streak=0))
 
 
-def turn_away(turn: Turn) -> None:
+def refuse_quarantined(turn: Turn) -> None:
     """Refuse the deltas that have arrived from quarantined islands, in every phase of
     their fragments.
 
-    Nobody waits for these deltas, so they may come too late for a merge.
+    Nobody waits for these deltas, so they may come too late for a merge. The reason
+    says whether a delta is within bounds; enough of those in a row release the island.
     """
     for name in turn.state.islands.standing.quarantined:
         for before in turn.state.fragments:
             take = before.accounts[name].take
             if not (before.left_behind or (take is not None and take.ready)):
                 continue  # This is asked for each fragment after each event.
-            fragment = _refuse_quarantined(turn, before, name)
+            usual = Usual(turn.config, before, Fleet(turn.config, turn.state))
+            fragment = before
+            for delta in _ready_deltas(before, name):
+                most = usual.most(name, delta)
+                fits = delta.norm <= most
+                reason: RefusalReason = "quarantined" if fits else "out_of_bounds"
+                fragment = _refuse(turn, fragment, delta, reason, most)
             if fragment is not before:
                 turn.put(fragment)
 
@@ -595,15 +549,11 @@ def _unfit(turn: Turn, refused: records.DeltaRefused) -> None:
     if island.streak < config.quarantine_after or not _may_lack(turn.state):
         return
     turn.state = quarantine_moved(turn.state, name, quarantined=True)
-    turn.persist(
-        records.Quarantined(
-            island=name, incarnation=island.incarnation, refused=island.streak
-        )
-    )
+    turn.persist(records.Quarantined(**island.who, refused=island.streak))
     what = "is not finite"
-    if refused.reason == OUT_OF_BOUNDS:
+    if refused.reason == "out_of_bounds":
         what = f"has a length of {refused.norm:.3g}, but {refused.most:.3g} is allowed"
-    if refused.reason == MISCOUNTED:
+    if refused.reason == "miscounted":
         what = (
             f"says that {refused.norm:.0f} of its tokens used a row, but it has "
             f"{refused.most:.0f}"
@@ -632,11 +582,7 @@ def release(turn: Turn, island: Island, *, asked: bool = False) -> None:
     """End an island's quarantine. asked: an operator wants it."""
     name, fit = island.name, island.streak
     turn.state = quarantine_moved(turn.state, name, quarantined=False)
-    turn.persist(
-        records.Released(
-            island=name, incarnation=island.incarnation, fit=fit, asked=asked
-        )
-    )
+    turn.persist(records.Released(**island.who, fit=fit, asked=asked))
     why = ", as an operator wanted" if asked else ""
     turn.alert(
         f"island {name!r} is out of quarantine after {fit} deltas in a row that were "

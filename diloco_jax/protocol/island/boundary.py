@@ -40,13 +40,6 @@ import msgspec
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import (
     FIRST_VERSION,
-    FUTURE,
-    MISCOUNTED,
-    NON_FINITE,
-    OUT_OF_BOUNDS,
-    OVERLAP,
-    QUARANTINED,
-    STALE,
     AnchorRequest,
     EndReason,
     Measures,
@@ -61,7 +54,7 @@ from diloco_jax.protocol.messages import (
     Watch,
 )
 
-RESTARTS = (NON_FINITE, OUT_OF_BOUNDS, MISCOUNTED, QUARANTINED, FUTURE)
+RESTARTS = ("non_finite", "out_of_bounds", "miscounted", "quarantined", "future")
 """Reasons of a refusal after which the fragment restarts from the anchor."""
 
 TakeOutcome = Literal["none", "settled", "reopened", "dropped", "reset"]
@@ -198,7 +191,7 @@ class Books:
         self._record("adopted", step, fragment=fragment, version=version)
         return "adopted"
 
-    def settle(
+    def judge(
         self,
         fragment: int,
         tick: int,
@@ -218,13 +211,13 @@ class Books:
         account.take = None
         if verdict == "merged":
             return "settled"
-        if reason in RESTARTS or (reason == OVERLAP and account.unsettled):
+        if reason in RESTARTS or (reason == "overlap" and account.unsettled):
             self._restart(account, step)
             account.unsettled = False
             self._record("reset", step, fragment=fragment, tick=tick)
             return "reset"
         # While a newer version is on its way, the next one would be stale again.
-        behind = reason == STALE and account.version < version
+        behind = reason == "stale" and account.version < version
         if account.unsettled and not (account.kept and behind):
             account.start, account.unsettled = take.start, behind
             account.rates_before -= take.rate_sum
@@ -514,7 +507,7 @@ class Boundary:
         if decision.term:
             self._begin_term(step)
         # A refusal before an adoption resets the base that the adoption uses.
-        judged = [self._settle(verdict, step) for verdict in decision.verdicts]
+        judged = [self._judge(verdict, step) for verdict in decision.verdicts]
         for request in decision.takes:
             self._request(request, step)
         self._watch(decision.watches)
@@ -585,9 +578,9 @@ class Boundary:
             if adopted != "none":
                 self._arrays.adopt(arrival, keep=adopted == "kept")
 
-    def _settle(self, verdict: TakeVerdict, step: int) -> RefusedTake | None:
+    def _judge(self, verdict: TakeVerdict, step: int) -> RefusedTake | None:
         fragment, tick = verdict.fragment, verdict.tick
-        outcome = self.books.settle(
+        outcome = self.books.judge(
             fragment, tick, verdict.verdict, verdict.reason, step, verdict.version
         )
         if outcome == "none":

@@ -55,6 +55,12 @@ def goes_back(term: int, welcome: messages.Welcome) -> bool:
     return 0 < welcome.term < term
 
 
+def gave_up_late(sources: messages.Sources, waited_s: float) -> bool:
+    """Tell whether a donor that says after this time that it has given a publish up has
+    failed all the same: it made the publish late."""
+    return waited_s > sources.within_s / 2
+
+
 class Conversation:
     """The state of one incarnation's conversation with the coordinator. Not
     thread-safe.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from diloco_jax.protocol.messages import (
     MAX_RECORDS,
@@ -77,23 +78,11 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
 
 def hello(who: Introduction, status: Status) -> Hello:
     """Return the hello of an incarnation with this status."""
-    return Hello(
-        **msgspec.structs.asdict(who),
-        run_id=status.run_id,
-        phase=status.phase,
-        steps=status.steps,
-        step_seconds=status.measures.median_step_seconds,
-        outstanding=status.outstanding,
-        sequences_granted=status.sequences_granted,
-        records_through=status.records_through,
-        term=status.term,
-        term_name=status.term_name,
-        changes=status.changes,
-        versions=status.versions,
-        tokens=status.tokens,
-        own_tokens=status.own_tokens,
-        next_position=min(status.next_position, MOST_POSITION),
-    )
+    said = asdict(status)
+    del said["measures"], said["watches"]
+    said["next_position"] = min(status.next_position, MOST_POSITION)
+    step_seconds = status.measures.median_step_seconds
+    return Hello(**asdict(who), **said, step_seconds=step_seconds)
 
 
 class Reporting:

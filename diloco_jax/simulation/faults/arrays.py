@@ -22,7 +22,6 @@ from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.boundary import AdoptTraits, TakeOutcome
 from diloco_jax.protocol.messages import (
     FIRST_VERSION,
-    NON_FINITE,
     DeltaKey,
     Prepared,
     Version,
@@ -88,7 +87,7 @@ class Anchors:
         self._computed: dict[int, bytes] = {}
 
     def receive(self, key: DeltaKey, encoded: Delta) -> Received:
-        return Received(encoded, "" if encoded.finite else NON_FINITE, encoded.norm)
+        return Received(encoded, "" if encoded.finite else "non_finite", encoded.norm)
 
     def compute(self, merge: Merge, deltas: Sequence[Delta]) -> Prepared:
         publish = digest(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from diloco_jax.coordinator import journal as durable
-from diloco_jax.protocol.coordinator.state import State, restored
+from diloco_jax.protocol.coordinator.state import State, from_builtins
 from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors
 
@@ -186,7 +186,7 @@ class Disk:
         self._segments[later[-1]].seek(0, io.SEEK_END)
         # A process that starts has nothing but the file.
         written = msgspec.json.encode(state)
-        return Found(restored(msgspec.json.decode(written)), lines)
+        return Found(from_builtins(msgspec.json.decode(written)), lines)
 
     def restore(self, committed: list[Version]) -> tuple[Anchors, set[int]]:
         """Return the anchors at these versions, by fragment: each from its newest

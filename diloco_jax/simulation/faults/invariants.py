@@ -29,7 +29,6 @@ from diloco_jax.protocol.holding import Commit, KeepFragment, Merge
 from diloco_jax.protocol.island.boundary import RESTARTS
 from diloco_jax.protocol.messages import (
     FIRST_VERSION,
-    OUT_OF_BOUNDS,
     Contribution,
     DeltaKey,
     Finished,
@@ -327,7 +326,7 @@ class Monitor(Facts):
         if refused.reason in RESTARTS:
             self._refused.add(key)
         delta = self.takes.get(key)
-        if refused.reason == OUT_OF_BOUNDS and delta is not None and delta.honest:
+        if refused.reason == "out_of_bounds" and delta is not None and delta.honest:
             # A sum may be rounded up, and the same length be the bound.
             fit = refused.norm <= refused.most * (1 + ROUNDING)
             self.hold("honest", fit, "honest, but refused:", refused)

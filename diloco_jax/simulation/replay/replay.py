@@ -52,8 +52,6 @@ from diloco_jax.protocol.island import boundary
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import (
     FIRST_VERSION,
-    NON_FINITE,
-    STALE,
     RecordKind,
     Span,
     TakeRequest,
@@ -642,10 +640,10 @@ class ReplayedIsland:
         """Return a verdict with this outcome; the tape does not have the island's."""
         here, reason = self._books.version(fragment), "refused"
         if kind == "reset":
-            reason = NON_FINITE
+            reason = "non_finite"
         elif kind == "dropped":
             # A kept take is dropped only while a newer version is on its way.
-            here, reason = Version(here.term, here.number + 1), STALE
+            here, reason = Version(here.term, here.number + 1), "stale"
         return _verdict(fragment, tick, "refused", here, reason)
 
     def _train_until(self, steps: int, line: int) -> None:

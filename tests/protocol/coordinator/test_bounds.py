@@ -67,8 +67,7 @@ def test_an_absent_island_s_delta_that_is_ready_is_a_measure():
     d.reports(a=4, b=4, c=4)
     for name in "ab":
         d.take(name, 0, 4, norm=1.0)
-    d.report("c", 4)
-    d.disconnect("a")
+    d.play("c=4 a.away")
     effects = d.take("c", 0, 4, norm=10.0)
     assert [(r["island"], r["most"]) for r in notes(effects, "refused")] == [("c", 5.0)]
 
@@ -141,42 +140,41 @@ def test_an_island_is_held_to_what_its_rates_are_worth(
     assert [n["most"] for n in refused] == pytest.approx(most)
 
 
-COURSE = {"rates": (0.0, 1.0, 1.0, 0.5, 0.0), "total_tokens": 400}
-"""A run of 400 tokens whose rates rise in its first quarter and fall in the other half.
-"""
+COURSE = (0.0, 1.0, 1.0, 0.5, 0.0)
+"""Rates of a run of 400 tokens that rise in its first quarter and fall in the other
+half."""
+RISING = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "rate"),
+    ("rates", "then", "now", "rate"),
     [
-        (0, 0, 1.0),
-        (0, 50, 1.0),
-        (0, 300, 1.0),
-        (250, 300, 1.0),  # It may be that of 200.
-        (299, 300, 1.0),
-        (300, 300, 0.5),
-        (301, 400, 0.5),
-        (400, 400, 0.0),
-        (0, 500, 1.0),
-        (300, 200, 0.5),  # More merged than known to be computed: after a crash.
-        (500, 500, 0.0),
-        (-5, 0, 1.0),
+        (COURSE, 0, 0, 1.0),
+        (COURSE, 0, 50, 1.0),
+        (COURSE, 0, 300, 1.0),
+        (COURSE, 250, 300, 1.0),  # It may be that of 200.
+        (COURSE, 299, 300, 1.0),
+        (COURSE, 300, 300, 0.5),
+        (COURSE, 301, 400, 0.5),
+        (COURSE, 400, 400, 0.0),
+        (COURSE, 0, 500, 1.0),
+        # More merged than known to be computed: after a crash.
+        (COURSE, 300, 200, 0.5),
+        (COURSE, 500, 500, 0.0),
+        (COURSE, -5, 0, 1.0),
+        # One that rises is believed up to the next point.
+        (RISING, 0, 0, 0.25),
+        (RISING, 0, 100, 0.5),
+        (RISING, 0, 399, 1.0),
     ],
 )
 def test_the_highest_rate_is_that_of_the_points_of_the_schedule_around(
-    then: int, now: int, rate: float
+    rates: tuple[float, ...], then: int, now: int, rate: float
 ):
-    d = patient("a", **COURSE)
+    d = patient("a", rates=rates, total_tokens=400)
     for carried in (0, 7):
         state = replace(d.state, carried_progress=carried, progress_tokens=now)
         assert Fleet(d.config, state).highest_rate(then - carried) == rate
-
-
-@pytest.mark.parametrize(("now", "rate"), [(0, 0.25), (100, 0.5), (399, 1.0)])
-def test_a_rate_that_rises_is_believed_up_to_the_next_point(now: int, rate: float):
-    d = patient("a", rates=(0.0, 0.25, 0.5, 0.75, 1.0), total_tokens=400)
-    state = replace(d.state, progress_tokens=now)
-    assert Fleet(d.config, state).highest_rate(0) == rate
 
 
 @pytest.mark.parametrize(("norm", "refused"), [(39.0, []), (41.0, [40.0])])

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
-from diloco_jax.protocol.coordinator.state import Effect, Fragments
+from diloco_jax.protocol.coordinator.state import Effect
 from diloco_jax.protocol.messages import (
     Granted,
     Outstanding,
@@ -126,9 +126,7 @@ def test_what_an_earlier_term_leased_is_bounded_too(
         next_position=100,
         term=2,
         books=2,
-        fragments=Fragments(
-            replace(f, version=Version(2, 0)) for f in d.state.fragments
-        ),
+        fragments=tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments),
     )
     own = counted * TOKENS_PER_STEP
     effects = d.hello(
@@ -184,24 +182,20 @@ def test_bytes_are_wanted_from_the_request_to_the_merge() -> None:
     d = Driver(quorum=2)
     d.join("a", "b")
     assert not awaited(d, "a", 1)
-    d.report("a", 2)
-    d.report("b", 2)
+    d.play("a=2 b=2")
     assert awaited(d, "a", 1), "also before its record, which may come later"
     assert not awaited(d, "a", 2)
     assert not awaited(d, "a", 1, incarnation=2)
     assert not awaited(d, "stranger", 1)
     d.take("a", 0, 2)
     assert awaited(d, "a", 1), "repeated"
-    d.take("b", 0, 2)
-    d.computed(0)
+    d.play("b/0=2 /0")
     assert not awaited(d, "a", 1)
 
 
 def test_after_a_crash_bytes_are_wanted_once_their_record_is_here() -> None:
     d = Driver()
-    d.join("a")
-    d.report("a", 2)
-    d.crash()
+    d.play("a.joins a=2 crash")
     held = Outstanding(fragment=0, tick=1, start=0, end=2, base=Version(), seq=1)
     d.hello("a", steps=2, phase="training", outstanding=(held,))
     assert not awaited(d, "a", 1)

@@ -31,16 +31,9 @@ def kept(effects: list[Effect]) -> dict[int, tuple[int, Version]]:
     return {e.fragment: (e.cycle, e.version) for e in of(effects, KeepFragment)}
 
 
-def training(**changes: Any) -> Driver:
-    """Two fragments with a tick every two steps."""
-    d = joined("a", **changes)
-    return d
-
-
 def test_a_fragment_is_kept_as_soon_as_its_version_is_sure() -> None:
-    d = training()
-    d.report("a", 2)
-    d.merge(0, a=2)
+    d = joined("a")
+    d.play("a=2 a/0=2 /0")
     # The first cycle: fragment 0 had its turn, fragment 1 has not.
     assert kept(d.feed(KeepAsked())) == {0: (1, Version(1, 1))}
     assert kept(d.report("a", 4)) == {}, "fragment 1 is open at a tick of the cycle"
@@ -59,11 +52,7 @@ def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
         d.report(name, 2)
     for name in ("a", "b", "c"):
         d.report(name, 4)
-    d.takes(1, a=4, b=4)
-    d.wait(60.0)
-    d.computed(1)
-    d.goodbye("b")
-    d.reports(a=6, c=6)
+    d.play("a/1=4 b/1=4 +60 /1 b.leaves a=6 c=6")
     assert kept(d.feed(KeepAsked())) == {}
     d.report("a", 8)
     before = d.fragment(1)
@@ -72,7 +61,7 @@ def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
 
 
 def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
-    d = training(export_every=2)
+    d = joined("a", export_every=2)
     numbers = []
     for step in range(2, 41, 2):
         for e in of(d.report("a", step), KeepFragment):
@@ -89,9 +78,8 @@ def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
 
 def test_no_cycle_begins_once_the_run_has_stopped() -> None:
     """The flush gives a fragment a tick after its turn of the cycle that is present."""
-    d = training(total_tokens=30, export_every=1)
-    d.report("a", 2)
-    d.merge(0, a=2)
+    d = joined("a", total_tokens=30, export_every=1)
+    d.play("a=2 a/0=2 /0")
     d.feed(CycleKept(cycle=1))
     d.report("a", 3)
     d.report("a", 3, phase="stopped")
@@ -116,10 +104,8 @@ def test_no_cycle_begins_once_the_run_has_stopped() -> None:
 
 def test_a_run_that_is_extended_goes_on_with_a_whole_cycle() -> None:
     """So that no fragment was merged after its turn of the present cycle."""
-    d = training(total_tokens=30)
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 3)
+    d = joined("a", total_tokens=30)
+    d.play("a=2 a/0=2 /0 a=3")
     d.report("a", 3, phase="stopped")
     for fragment in (1, 0):
         d.take("a", fragment, 3)
@@ -138,7 +124,7 @@ def test_a_run_that_is_extended_goes_on_with_a_whole_cycle() -> None:
 def test_ticks_of_a_kept_cycle_are_used_in_no_other_life() -> None:
     """A crash may leave an older snapshot, or newer ones, to go on from: they lead to
     different ticks, unless the tick up to which a cycle was kept is on the log."""
-    d = training(total_tokens=1000)
+    d = joined("a", total_tokens=1000)
     for step, fragment in ((2, 0), (4, 1)):
         d.report("a", step)
         d.merge(fragment, a=step)
@@ -154,7 +140,7 @@ def test_ticks_of_a_kept_cycle_are_used_in_no_other_life() -> None:
 
 
 def test_so_are_those_up_to_an_extension() -> None:
-    d = training(total_tokens=20)
+    d = joined("a", total_tokens=20)
     d.report("a", 2)
     d.report("a", 2, phase="stopped")
     for fragment in (0, 1):
@@ -168,14 +154,14 @@ def test_so_are_those_up_to_an_extension() -> None:
 
 
 def test_a_crash_forgets_the_cycle_under_way() -> None:
-    d = training()
-    d.report("a", 2)
-    d.merge(0, a=2)
+    d = Able(watch_every=1)
+    d.join("a")
+    d.play("a=2 a/0=2 /0")
     d.feed(KeepAsked())
-    again = recover(d.config, d.state, d.log[len(d.log) :], d.now)
-    assert not again.keeping
-    assert again.unkept == ()
-    assert schedule.present_cycle(d.config, again) > d.state.kept_cycle
+    assert (d.state.keeping, d.state.unkept, d.state.unwatched) == (True, (1,), (1,))
+    d.crash(d.state, len(d.log))
+    assert (d.state.keeping, d.state.unkept, d.state.unwatched) == (False, (), ())
+    assert schedule.present_cycle(d.config, d.state) > d.state.kept_cycle
 
 
 def version_at(d: Driver, fragment: int, cycle: int) -> Version:
@@ -294,16 +280,9 @@ def test_the_versions_of_a_due_cycle_are_told_and_no_others() -> None:
 def test_they_are_the_versions_that_an_export_of_the_cycle_has() -> None:
     """Fragment 1 is slow: fragment 0 is merged in the next cycle before it is told."""
     d = Able(watch_every=1)
-    d.join("a")
-    d.report("a", 2)
+    d.play("a.joins a=2")
     d.feed(KeepAsked())
-    d.merge(0, a=2)
-    d.report("a", 4)
-    d.report("a", 6)
-    d.take("a", 0, 6)
-    d.computed(0)
-    d.take("a", 1, 6)
-    d.computed(1)
+    d.play("a/0=2 /0 a=4 a=6 a/0=6 /0 a/1=6 /1")
     kept = {e.fragment: (e.cycle, e.version) for e in of(d.effects, KeepFragment)}
     watched = {w.fragment: (w.cycle, w.version) for w in of(d.effects, Watch)}
     assert kept == watched == {0: (1, Version(1, 1)), 1: (1, Version(1, 1))}
@@ -341,24 +320,12 @@ def test_an_island_that_is_away_ends_its_turn() -> None:
     assert {t for t in later if t[0] == "b"} == {("b", 2, 0, 2), ("b", 2, 1, 2)}
 
 
-def test_a_crash_of_the_coordinator_gives_the_turn_up() -> None:
-    d = Able(watch_every=1)
-    d.join("a")
-    d.report("a", 2)
-    d.merge(0, a=2)
-    assert d.state.unwatched == (1,)
-    before = d.state
-    d.crash(before)
-    assert d.state.unwatched == ()
-
-
 def test_no_turn_begins_once_the_run_has_stopped() -> None:
     """The flush's ticks come out of turn; b is in a long step all the while."""
     d = Able(watch_every=1, total_tokens=50)
     d.join("a")
     run(d, 4)
-    d.join("b")
-    d.report("a", 5)
+    d.play("b.joins a=5")
     assert d.state.phase == "stopping"
     d.now = d.state.deadline - 1.0
     d.report("a", phase="stopped")

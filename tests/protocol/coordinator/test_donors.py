@@ -82,12 +82,9 @@ def test_publishes_have_their_donors_in_turn():
     assert set(found) == set(NEAR)
 
 
-def test_without_regions_nothing_is_said():
-    assert set(merge(begun({}), 2).values()) == {None}
-
-
-def test_without_digests_nothing_is_said():
-    assert set(merge(begun(), 2, stripes={}).values()) == {None}
+@pytest.mark.parametrize(("regions", "stripes"), [({}, STRIPES), (REGIONS, {})])
+def test_without_regions_or_digests_nothing_is_said(regions, stripes):
+    assert set(merge(begun(regions), 2, stripes).values()) == {None}
 
 
 def test_an_island_that_is_away_gives_nothing_and_moves_no_other_publish():

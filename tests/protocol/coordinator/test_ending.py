@@ -1,16 +1,30 @@
-"""The end of a run, or of an island that has notice: stopping, flushing, done; and how
-many fragments are open at once.
+"""The end of a run, or of an island that has notice: stopping, flushing, done; how many
+fragments are open at once; and links that blink or hang meanwhile: nobody's last steps
+are lost by it.
 """
 
 from typing import Any
 
 import pytest
-from ending_support import pending, stop, stopping, whose
-from kit import Driver, asked, joined, kinds, notes, of, only, persisted
+from kit import (
+    Driver,
+    asked,
+    begun,
+    joined,
+    kinds,
+    notes,
+    of,
+    only,
+    persisted,
+    scene,
+    scenes,
+    whose,
+)
+from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
-from diloco_jax.protocol.coordinator.state import Alert, Persist
+from diloco_jax.protocol.coordinator.state import Alert, Effect, Persist
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Finished,
@@ -20,7 +34,263 @@ from diloco_jax.protocol.messages import (
     Refused,
     Stop,
     TakeRequest,
+    Welcome,
 )
+
+ONE = {"fragment_sizes": (4,)}
+TICKS = {**ONE, "steps_per_cycle": 4}
+
+
+def stopping(*names: str, steps: int = 10, **changes: Any) -> Driver:
+    """Islands that have done `steps` steps; the last report ended the run."""
+    total = len(names) * steps * 10
+    d = joined(*names, steps_per_cycle=10**6, total_tokens=total, **changes)
+    d.reports(**dict.fromkeys(names, steps))
+    assert d.state.phase == "stopping"
+    return d
+
+
+def stop(d: Driver, *names: str) -> list[Effect]:
+    return [effect for name in names for effect in d.report(name, phase="stopped")]
+
+
+def pending(quorum: int) -> Driver:
+    """b's delta of 1 step was too late for the merge of the others; all have stopped,
+    a and c after 5 steps and b after 3."""
+    d = joined("a", "b", "c", total_tokens=130, quorum=quorum, **TICKS)
+    d.play("b=1 a=4 c=4 b/0~1 c/0=4")
+    d.play("a/0=4" if d.fragment(0).phase == "open" else "a/0~4")
+    d.play("/0 b=3 a=5 c=5 a.stops b.stops c.stops")
+    assert d.state.phase == "flushing"
+    return d
+
+
+def hanging() -> Driver:
+    """a and b were asked before the stop, after 4 steps. The bytes of b, which is
+    needed for a quorum, do not come; all have stopped after 5."""
+    d = Driver(total_tokens=140, quorum=2, **TICKS)
+    d.play("a.joins b.joins a=4 b=4 c.joins a/0=4 b/0~4 a=5 b=5 c=4")
+    stop(d, "a", "b", "c")
+    assert (d.state.phase, d.fragment(0).phase) == ("flushing", "open")
+    return d
+
+
+# A flush waits 50 s for deltas, half of them for all; a lease is 100 s.
+@scenes(
+    """
+who slept for hardly longer than a lease still hears the last steps
+    stopping a b fragment_sizes=4,
+    +102 ->
+    phases -> flushing idle
+    a=11 -> ask 0:a
+    b=11 a.stops b.stops ->
+    a/0=11 -> flush 0: a 0-11
+    /0 -> ask 0:b
+    b/0=11 -> flush 0: b 0-11
+    /0 -> finished
+    lost -> nothing
+who is silent for a tenth more than a lease is not awaited
+    stopping a b
+    +102 ->
+    +10 -> finished
+    phases -> done done done
+the flush merges everything and finishes
+    stopping a b quorum=2
+    a.stops b.stops -> ask 0:ab; ask 1:ab
+    a/0=10 ->
+    b/0=10 -> flush 0: a 0-10, b 0-10
+    /0 ->
+    a/1=10 b/1=10 -> flush 1: a 0-10, b 0-10
+    /1 -> finished
+    phases -> done done done
+    lost -> nothing
+the flush waits for all live islands whatever the grace
+    stopping a b grace=0.0 fragment_sizes=4,
+    a.stops b.stops -> ask 0:ab
+    a/0=10 +30 ->
+    b/0=10 -> flush 0: a 0-10, b 0-10
+at the deadline the flush merges what is here
+    stopping a b fragment_sizes=4,4
+    a.stops b.stops -> ask 0:ab; ask 1:ab
+    a/0=10 ->
+    +50 -> flush 0: a 0-10; skip 1: quorum is out of reach
+    phases -> flushing merging done
+    /0 -> drop 1:a; drop 0:b; drop 1:b; finished
+    lost -> a finished 50, b finished 100
+the flush goes on while deltas come
+    # A link that carries the model in a cycle need not carry it in a fixed time.
+    stopping a fragment_sizes=4,4,4,4
+    a.stops -> ask 0:a; ask 1:a; ask 2:a; ask 3:a
+    +49 a/0=10 /0 -> flush 0: a 0-10
+    +49 a/1=10 /1 -> flush 1: a 0-10
+    +49 a/2=10 /2 -> flush 2: a 0-10
+    +49 a/3=10 /3 -> flush 3: a 0-10; finished
+    lost -> nothing
+a tick of before the stop is no flush
+    joined a b total_tokens=130 fragment_sizes=4, steps_per_cycle=4
+    b=1 a=4 b/0~1 a/0=4 /0 b=4 a=8 a/0~8 b=5 a.stops b.stops
+    phases -> flushing open
+    b/0 ->
+    a/0 -> merge 0: a 4-8, b 0-1
+    /0 -> ask 0:b
+    b/0=5 -> flush 0: b 1-5
+    /0 -> finished
+    lost -> nothing
+the flush merges a fragment once
+    pending quorum=1
+    b/0 ->
+    a/0 -> merge 0: a 0-4, b 0-1
+    /0 -> ask 0:abc
+    a/0=5 b/0=3 ->
+    c/0=5 -> flush 0: a 4-5, b 1-3, c 4-5
+    /0 -> finished
+who has not answered a refusal keeps nobody waiting
+    joined a b total_tokens=110 fragment_sizes=4, steps_per_cycle=4
+    b=1 a=4 b/0~1 a/0=4 /0 b/0! b=5 a=6 a.stops
+    b.stops -> ask 0:a
+below quorum what is pending enters the flush and the rest follows
+    pending quorum=2
+    a/0=5 c/0=5 ->
+    b/0 -> flush 0: a 4-5, b 0-1, c 4-5
+    /0 -> ask 0:b
+    b/0=3 -> flush 0: b 1-3
+    /0 -> finished
+a tick that is given up in the flush leaves its deltas to it
+    joined a b quorum=2 total_tokens=90 fragment_sizes=4, steps_per_cycle=4
+    a=4 b=4 a/0=4 b=5 a.stops b.stops -> ask 0:ab
+    phases -> flushing open
+    b.away -> skip 0: quorum is out of reach; flush 0: a 0-4
+    /0 ->
+    +50 -> drop 0:b; finished
+a take refused in the flush is taken once more
+    stopping a fragment_sizes=4,
+    a.stops a/0~10 -> ask 0:a
+    a/0! -> refused non_finite:a; drop 0:a; skip 0: quorum is out of reach
+    phases -> flushing idle
+    a/0-reopened -> ask 0:a
+    a/0=10 -> flush 0: a 0-10
+    /0 -> finished
+a blink of all links costs nobody its last steps
+    # The first that was back opened the fragment again, for itself.
+    stopping a b fragment_sizes=4,
+    a.stops b.stops a/0~10 b/0~10 -> ask 0:ab
+    a.away b.away -> skip 0: quorum is out of reach
+    phases -> flushing idle
+    +1 a.back b.back -> resend 0:ab
+    a/0 -> flush 0: a 0-10
+    /0 ->
+    b/0 -> flush 0: b 0-10
+    /0 -> finished
+    lost -> nothing
+a blink of one link costs a second merge
+    stopping a b fragment_sizes=4,
+    a.stops b.stops b/0~10 a/0=10 -> ask 0:ab
+    b.away -> flush 0: a 0-10
+    /0 ->
+    +1 b.back -> pending:b; resend 0:b
+    b/0 -> flush 0: b 0-10
+    /0 -> finished
+    lost -> nothing
+one whose steps are all merged is not awaited as its link breaks
+    stopping a b fragment_sizes=4,
+    a.stops b.stops a/0=10 b/0=10 -> ask 0:ab; flush 0: a 0-10, b 0-10
+    b.away ->
+    /0 -> finished
+what hangs keeps nobody else's last steps out
+    # b's delta of before the stop does not come.
+    pending quorum=1
+    a/0 +24 ->
+    +1 -> merge 0: a 0-4
+    /0 -> drop 0:b; ask 0:ac
+    a/0=5 c/0=5 -> flush 0: a 4-5, c 4-5
+    /0 ->
+    +50 -> drop 0:b; finished
+    lost -> b finished 30
+nor if the coordinator slept meanwhile
+    # It first listens for a lease; what does not come by then hangs, and the others
+    # have as much time after that as ever.
+    pending quorum=1
+    a/0 +350 ->
+    +99 a=5 b=5 c=5 ->
+    +1 -> merge 0: a 0-4
+    +24 ->
+    /0 -> drop 0:b; ask 0:ac
+    a/0=5 c/0=5 /0 -> flush 0: a 4-5, c 4-5
+    lost -> nothing
+a tick of before the stop does not wait for what hangs
+    # Nor for the deadline: a's later step, and c, which was not asked, need a merge
+    # after it. c would send what the first one does not wait for.
+    hanging
+    +24 ->
+    +1 -> skip 0: quorum is out of reach; flush 0: a 0-4
+    /0 -> ask 0:ac
+    a/0=5 c/0=4 ->
+    +50 -> flush 0: a 4-5, c 0-4
+    /0 -> drop 0:bb; finished
+    lost -> b finished 50
+what hangs is waited for where nobody needs another merge
+    stopping a b fragment_sizes=4,
+    a.stops b.stops a/0=10 b/0~10 +49 -> ask 0:ab
+    b/0 -> flush 0: a 0-10, b 0-10
+who has not stopped yet has last steps to come
+    # A delta of before the stop has all of b's steps, and is merged while b makes more.
+    joined a b total_tokens=80 fragment_sizes=4, steps_per_cycle=4
+    a=4 b=4 a/0=4 b/0~4 a.stops -> ask 0:ab; merge 0: a 0-4
+    +99 a=4 b=4 +1 ->
+    phases -> flushing merging
+    b/0 ->
+    /0 -> flush 0: b 0-4
+    /0 ->
+    b=6 b.stops -> ask 0:b
+    b/0=6 -> flush 0: b 4-6
+    /0 -> finished
+    lost -> nothing
+who stops before the run is asked for all that is open, once
+    # Island a has notice: it stops before the run does, and 2 are a quorum.
+    joined a b quorum=2
+    a=2 a.stops -> ask 0:a; ask 1:a
+    phases -> running idle idle
+    a.stops ->
+it is let go when all is here
+    # The first answer may be lost.
+    joined a b quorum=2
+    a=2 a.stops -> ask 0:a; ask 1:a
+    a/0=2 a/1~2 ->
+    a/1 -> may leave:a
+    a.stops -> may leave:a
+    a.leaves ->
+    lost -> nothing
+    c.joins b=2 c=2 b/0=2 -> ask 0:bc
+    c/0=2 -> merge 0: a 0-2, b 0-2, c 0-2
+what is open after an earlier take is not waited for
+    joined a b quorum=2 fragment_sizes=4,
+    a=2 b=2 a=4 b=4 a/0=4 a=5 -> ask 0:ab
+    a.stops -> may leave:a
+    a.leaves -> skip 0: quorum is out of reach
+    lost -> a stopped 10
+a merge about to end is waited for if more is open behind it
+    # The merge may end at any time.
+    joined a b quorum=2
+    a=2 b=2 b/0=2 a/0=2 a=3 -> ask 0:ab; merge 0: a 0-2, b 0-2
+    a.stops -> ask 1:a
+    a/1=3 ->
+    /0 ->
+    a.stops -> ask 0:a
+    a/0=3 -> may leave:a
+    a.leaves ->
+    lost -> nothing
+who has nothing open may go at once
+    joined a b
+    a.stops -> may leave:a
+at the end of the run nobody leaves early
+    joined a b steps_per_cycle=1000000 total_tokens=40
+    b=2 a=2 a.stops ->
+    phases -> stopping idle idle
+"""
+)
+def test_a_scene_of_the_end(first: str, text: str) -> None:
+    d = begun(first, joined=joined, stopping=stopping, pending=pending, hanging=hanging)
+    scene(d, text)
 
 
 def test_the_run_stops_when_it_has_its_tokens() -> None:
@@ -39,8 +309,7 @@ def test_silent_and_compiling_islands_are_told_to_stop_too() -> None:
     d = joined("a", "b", total_tokens=100)
     d.hello("c")
     d.now += 60
-    d.report("a", 4)
-    d.wait(50)
+    d.play("a=4 +50")
     assert d.state.islands["b"].status == "absent"
     told = {e.island for e in of(d.report("a", 10), Stop)}
     assert told == {"a", "b", "c"}
@@ -54,70 +323,26 @@ def test_nothing_new_begins_once_the_run_stops() -> None:
     assert of(d.report("a", 10**7), TakeRequest) == []
 
 
-def test_who_slept_for_hardly_longer_than_a_lease_still_hears_the_last_steps() -> None:
-    d = stopping("a", "b")
-    assert asked(d.wait(1.02 * d.config.lease_s)) == {}
-    assert d.state.phase == "flushing", "it is not over"
-    assert asked(d.report("a", 11)) == {0: ["a"], 1: ["a"]}
-    d.report("b", 11)
-    stop(d, "a", "b")
-    for index in (0, 1):
-        assert whose(only(d.take("a", index, 11), Merge)) == [("a", 0, 11)]
-        assert asked(d.computed(index)) == {index: ["b"]}
-        assert whose(only(d.take("b", index, 11), Merge)) == [("b", 0, 11)]
-        d.computed(index)
-    assert d.state.phase == "done"
-    assert [d.totals(name).lost for name in "ab"] == [{}, {}]
-
-
-def test_who_is_silent_for_a_tenth_more_than_a_lease_is_not_awaited() -> None:
-    d = stopping("a", "b")
-    d.wait(1.02 * d.config.lease_s)
-    effects = d.wait(0.1 * d.config.lease_s)
-    assert kinds(effects)[-1] is Finished
-    assert d.state.phase == "done"
-
-
-def test_the_flush_merges_everything_and_finishes() -> None:
-    d = stopping("a", "b", quorum=2)
-    stop(d, "a", "b")
-    for index in (0, 1):
-        d.take("a", index, 10)
-        merge = only(d.take("b", index, 10), Merge)
-        assert merge.final
-        assert [c.tokens for c in merge.contributions] == [100, 100]
-        effects = d.computed(index)
-        assert persisted(effects, "merged")[0]["final"]
-    assert kinds(effects)[-1] is Finished
+def test_what_the_flush_writes_is_final_and_every_incarnation_ends() -> None:
+    d = stopping("a", **ONE)
+    stop(d, "a")
+    d.take("a", 0, 10)
+    effects = d.computed(0)
+    assert persisted(effects, "merged")[0]["final"]
+    (left,) = persisted(effects, "left")
+    assert (left["island"], left["reason"]) == ("a", "finished")
     assert persisted(effects, "finished")
-    left = persisted(effects, "left")
-    assert [(r["island"], r["reason"]) for r in left] == [
-        ("a", "finished"),
-        ("b", "finished"),
-    ]
-    assert d.state.phase == "done"
-    for name in "ab":
-        totals = d.totals(name)
-        assert (totals.merged, totals.lost, totals.in_flight) == (100, {}, 0)
-
-
-def test_the_flush_waits_for_all_live_islands_whatever_the_grace() -> None:
-    d = stopping("a", "b", fragment_sizes=(4,), grace=0.0)
-    stop(d, "a", "b")
-    assert of(d.take("a", 0, 10), Merge) == []
-    d.wait(30)
-    assert [c.island for c in only(d.take("b", 0, 10), Merge).contributions] == [
-        "a",
-        "b",
-    ]
+    assert kinds(effects)[-1] is Finished
+    totals = d.totals("a")
+    assert (totals.merged, totals.lost, totals.in_flight) == (100, {}, 0)
+    assert of(d.effects, Alert) == []
 
 
 def test_an_island_that_dies_in_the_flush_is_not_waited_for_beyond_its_lease() -> None:
-    d = stopping("a", "b", fragment_sizes=(4,), flush_s=200.0)
+    d = stopping("a", "b", flush_s=200.0, **ONE)
     stop(d, "a", "b")
     d.take("a", 0, 10)
-    merge = only(d.disconnect("b"), Merge)
-    assert [c.island for c in merge.contributions] == ["a"]
+    assert whose(only(d.disconnect("b"), Merge)) == [("a", 0, 10)]
     assert not persisted(d.computed(0), "finished")
     d.wait(d.config.lease_s - 1)
     d.report("a", 10)
@@ -128,7 +353,7 @@ def test_an_island_that_dies_in_the_flush_is_not_waited_for_beyond_its_lease() -
 
 
 def test_an_absent_island_may_come_back_until_the_flush_begins() -> None:
-    d = stopping("a", "b", fragment_sizes=(4,))
+    d = stopping("a", "b", **ONE)
     d.disconnect("b")
     assert asked(stop(d, "a")) == {}
     effects = d.hello("b", steps=10, phase="stopped")
@@ -136,147 +361,29 @@ def test_an_absent_island_may_come_back_until_the_flush_begins() -> None:
     assert asked(effects) == {0: ["a", "b"]}
 
 
-def test_at_the_deadline_the_flush_merges_what_is_here() -> None:
-    d = stopping("a", "b", fragment_sizes=(4, 4))
-    stop(d, "a", "b")
-    d.take("a", 0, 10)
-    assert decide.next_deadline(d.state, d.now) == d.now + OPEN_BY * d.config.flush_s
-    effects = d.wait(d.config.flush_s)
-    assert only(effects, Merge).fragment == 0
-    assert d.fragment(1).phase == "done", "nobody answered there"
-    assert decide.next_deadline(d.state, d.now) == d.now + 50, "a lease, not this again"
-    effects = d.computed(0)
-    assert persisted(effects, "finished")
-    assert d.totals("b").lost == {"finished": 100}
-
-
-def test_the_flush_goes_on_while_deltas_come() -> None:
-    """A link that carries the model in a cycle need not carry it in a fixed time."""
-    sizes = (4,) * 4
-    d = stopping("a", fragment_sizes=sizes)
-    stop(d, "a")
-    for fragment in range(len(sizes)):
-        assert d.state.phase == "flushing"
-        d.wait(d.config.flush_s - 1)
-        assert only(d.take("a", fragment, 10), Merge).fragment == fragment
-        effects = d.computed(fragment)
-    assert persisted(effects, "finished")
-    assert of(effects, Alert) == []
-    assert d.totals("a").lost == {}
-
-
-def test_bytes_that_come_again_do_not_lengthen_the_flush() -> None:
+def test_the_flush_has_its_deadlines() -> None:
     d = stopping("a", "b", fragment_sizes=(4, 4))
     stop(d, "a", "b")
     d.take("a", 0, 10)
     deadline = d.state.deadline
-    d.wait(1)
-    d.arrive("a", 0)
-    assert d.state.deadline == deadline
+    assert decide.next_deadline(d.state, d.now) == d.now + OPEN_BY * d.config.flush_s
+    d.play("+1 a/0")
+    assert d.state.deadline == deadline, "these bytes came before"
+    d.wait(d.config.flush_s)
+    assert decide.next_deadline(d.state, d.now) == d.now + 49, "a lease, not this again"
 
 
 def test_what_the_flush_did_not_wait_for_is_told() -> None:
     d = stopping("a", "b", fragment_sizes=(4, 4))
-    stop(d, "a", "b")
-    d.take("a", 0, 10)
-    d.takes(1, a=10, b=10)
-    d.computed(1)
+    d.play("a.stops b.stops a/0=10 a/1=10 b/1=10 /1")
     d.wait(d.config.flush_s)
     told = only(d.computed(0), Alert)
     assert "all that b computed" in told.text
     assert f"{d.config.flush_s:g} s" in told.text
 
 
-def test_a_tick_of_before_the_stop_is_no_flush() -> None:
-    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130)
-    d.reports(b=1, a=4)
-    d.take("b", 0, 1, arrive=False)
-    d.merge(0, a=4)
-    d.reports(b=4, a=8)
-    d.take("a", 0, 8, arrive=False)
-    assert d.fragment(0).phase == "open"
-    d.report("b", 5)
-    assert d.state.phase == "stopping"
-    stop(d, "a", "b")
-    d.arrive("b", 0)
-    first = only(d.arrive("a", 0), Merge)
-    assert (first.final, whose(first)) == (False, [("a", 4, 8), ("b", 0, 1)])
-    assert asked(d.computed(0)) == {0: ["b"]}
-    second = only(d.take("b", 0, 5), Merge)
-    assert (second.final, whose(second)) == (True, [("b", 1, 5)])
-    assert persisted(d.computed(0), "finished")
-    assert d.totals("b").merged == 50
-
-
-def test_the_flush_merges_a_fragment_once() -> None:
-    d = pending(quorum=1)
-    assert of(d.effects, Merge)[1:] == [], "what is pending is on its way"
-    assert of(d.arrive("b", 0), Merge) == []
-    first = only(d.arrive("a", 0), Merge)
-    assert (first.final, whose(first)) == (False, [("a", 0, 4), ("b", 0, 1)])
-    assert asked(d.computed(0)) == {0: ["a", "b", "c"]}
-    for name, step in (("a", 5), ("b", 3)):
-        assert of(d.take(name, 0, step), Merge) == []
-    last = only(d.take("c", 0, 5), Merge)
-    assert last.final
-    assert whose(last) == [("a", 4, 5), ("b", 1, 3), ("c", 4, 5)]
-    assert persisted(d.computed(0), "finished")
-
-
-def test_who_has_not_answered_a_refusal_keeps_nobody_waiting() -> None:
-    d = joined("a", "b", fragment_sizes=(4,), steps_per_cycle=4, total_tokens=110)
-    d.reports(b=1, a=4)
-    d.take("b", 0, 1, arrive=False)
-    d.merge(0, a=4)
-    d.arrive("b", 0, refusal="non_finite")
-    d.reports(b=5, a=6)
-    stop(d, "a")
-    assert asked(stop(d, "b")) == {0: ["a"]}
-
-
-def test_below_quorum_what_is_pending_enters_the_flush_and_the_rest_follows() -> None:
-    d = pending(quorum=2)
-    d.takes(0, a=5, c=5)
-    first = only(d.arrive("b", 0), Merge)
-    assert first.final
-    assert whose(first) == [("a", 4, 5), ("b", 0, 1), ("c", 4, 5)]
-    assert asked(d.computed(0)) == {0: ["b"]}
-    second = only(d.take("b", 0, 3), Merge)
-    assert (second.final, whose(second)) == (True, [("b", 1, 3)])
-    assert persisted(d.computed(0), "finished")
-
-
-def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
-    d = joined(
-        "a", "b", fragment_sizes=(4,), steps_per_cycle=4, quorum=2, total_tokens=90
-    )
-    d.reports(a=4, b=4)
-    d.take("a", 0, 4)
-    d.report("b", 5)
-    stop(d, "a", "b")
-    assert d.state.phase == "flushing"
-    merge = only(d.disconnect("b"), Merge)
-    assert (merge.final, whose(merge)) == (True, [("a", 0, 4)])
-    d.computed(0)
-    assert persisted(d.wait(d.config.flush_s), "finished")
-
-
-def test_a_take_refused_in_the_flush_is_taken_once_more() -> None:
-    d = stopping("a", fragment_sizes=(4,))
-    stop(d, "a")
-    d.take("a", 0, 10, arrive=False)
-    effects = d.arrive("a", 0, refusal="non_finite")
-    assert not of(effects, Merge)
-    assert not of(effects, TakeRequest)
-    assert d.state.phase == "flushing", "a has not answered its refusal yet"
-    reopened = d.record("a", "reopened", 10, fragment=0, tick=d.tick_of("a", 0))
-    assert asked(d.report("a", 10, reopened)) == {0: ["a"]}
-    assert of(d.take("a", 0, 10), Merge)
-    assert persisted(d.computed(0), "finished")
-
-
 def test_a_run_without_live_islands_ends_at_its_deadlines() -> None:
-    d = stopping("a", fragment_sizes=(4,))
+    d = stopping("a", **ONE)
     d.disconnect("a")
     for _ in range(3):
         deadline = decide.next_deadline(d.state, d.now)
@@ -288,10 +395,8 @@ def test_a_run_without_live_islands_ends_at_its_deadlines() -> None:
 
 
 def test_a_finished_run_says_so() -> None:
-    d = stopping("a", fragment_sizes=(4,))
-    stop(d, "a")
-    d.take("a", 0, 10)
-    d.computed(0)
+    d = stopping("a", **ONE)
+    d.play("a.stops a/0=10 /0")
     assert d.report("a") == []
     assert d.wait(1000) == []
     assert decide.next_deadline(d.state, d.now) is None
@@ -299,43 +404,22 @@ def test_a_finished_run_says_so() -> None:
         assert only(d.hello("a", incarnation), Refused).code == "finished"
 
 
-def noticed(**changes: int) -> Driver:
-    """Stop island a after 2 steps; a and b together make a quorum."""
-    d = joined("a", "b", **{"quorum": 2, **changes})
-    d.report("a", 2)
-    d.report("a", phase="stopped")
-    return d
-
-
-def test_who_stops_before_the_run_is_asked_for_all_that_is_open() -> None:
-    d = noticed()
-    asks = of(d.effects, TakeRequest)
-    assert [(ask.island, ask.fragment) for ask in asks] == [("a", 0), ("a", 1)]
+def test_ticks_of_who_leaves_are_no_ones_else() -> None:
+    d = joined("a", "b", quorum=2)
+    d.play("a=2 a.stops")
     (note,) = notes(d.effects, "leaving")
     assert (note["island"], note["incarnation"]) == ("a", 1)
-    assert note["asked"] == [
-        {"fragment": ask.fragment, "tick": ask.tick} for ask in asks
-    ]
-    assert d.fragment(0).phase == d.fragment(1).phase == "idle"
-    assert asked(d.report("a")) == {}, "once"
-
-
-def test_its_ticks_are_no_ones_else() -> None:
-    d = noticed()
-    theirs = {ask.tick for ask in of(d.effects, TakeRequest)}
-    d.hello("c")
-    d.report("c", 0)
-    for steps in (2, 4, 6):
-        d.reports(b=steps, c=steps)
+    theirs = {ask["tick"] for ask in note["asked"]}
+    assert theirs == {ask.tick for ask in of(d.effects, TakeRequest)}
+    d.play("c.joins b=2 c=2 b=4 c=4 b=6 c=6")
     regular = {ask.tick for ask in of(d.effects, TakeRequest) if ask.island != "a"}
     assert len(theirs) == 2
     assert regular
     assert not theirs & regular
-    reserved = persisted(d.effects, "ticks")[0]["through"]
-    assert max(theirs) <= reserved
+    assert max(theirs) <= persisted(d.effects, "ticks")[0]["through"]
 
 
-def test_their_pacing_goes_on_as_if_nothing_had_been() -> None:
+def test_pacing_of_the_others_goes_on_as_if_nothing_had_been() -> None:
     d = joined("a", "b")
     d.report("b", 2)
     assert d.fragment(0).phase == "open"
@@ -348,76 +432,20 @@ def test_their_pacing_goes_on_as_if_nothing_had_been() -> None:
     assert d.fragment(1).phase == "open"
 
 
-def test_it_is_let_go_when_all_is_here() -> None:
-    d = noticed()
-    assert of(d.take("a", 0, 2), MayLeave) == []
-    assert of(d.take("a", 1, 2, arrive=False), MayLeave) == []
-    assert only(d.arrive("a", 1), MayLeave).island == "a"
-    assert only(d.report("a"), MayLeave).island == "a", "the first answer may be lost"
-    effects = d.goodbye("a", "preempted")
-    assert [kept["fragment"] for kept in persisted(effects, "left")[0]["left_behind"]]
-    totals = d.totals("a")
-    assert (totals.in_flight, totals.lost) == (20, {})
-    d.hello("c")
-    d.report("c", 0)
-    d.reports(b=2, c=2)
-    for name in "bc":
-        last = d.take(name, 0, 2)
-    assert [c.island for c in only(last, Merge).contributions] == ["a", "b", "c"]
-
-
-def test_what_is_open_after_an_earlier_take_is_not_waited_for() -> None:
+def test_what_arrived_of_who_left_is_kept_for_its_merges() -> None:
     d = joined("a", "b", quorum=2)
-    d.reports(a=2, b=2)
-    d.take("a", 0, 2)
-    d.report("a", 3)
-    assert asked(d.report("a", phase="stopped")) == {1: ["a"]}
-    assert of(d.take("a", 1, 3), MayLeave)
-    d.goodbye("a", "preempted")
-    assert d.account("a", 0).lost_tokens == {"preempted": 10}
-    assert d.account("a", 1).lost_tokens == {}
+    d.play("a=2 a.stops a/0=2")
+    assert of(d.arrive("a", 0), MayLeave) == []
+    assert of(d.take("a", 1, 2), MayLeave)
+    (left,) = persisted(d.goodbye("a", "preempted"), "left")
+    assert [kept["fragment"] for kept in left["left_behind"]] == [0, 1]
+    assert (d.totals("a").in_flight, d.totals("a").lost) == (20, {})
 
 
-def test_a_merge_about_to_end_is_waited_for_if_more_is_open_behind_it() -> None:
-    d = joined("a", "b", quorum=2)
-    d.reports(a=2, b=2)
-    d.take("b", 0, 2)
-    merge = only(d.take("a", 0, 2), Merge)
-    assert {c.island for c in merge.contributions} == {"a", "b"}
-    d.report("a", 3)
-    d.report("a", phase="stopped")
-    assert of(d.take("a", 1, 3), MayLeave) == [], "the merge may end at any time"
-    d.computed(0)
-    assert asked(d.report("a")) == {0: ["a"]}
-    assert only(d.take("a", 0, 3), MayLeave)
-    d.goodbye("a", "preempted")
-    assert d.totals("a").lost == {}
-
-
-def test_who_has_nothing_open_may_go_at_once() -> None:
-    d = joined("a", "b")
-    assert only(d.report("a", 0, phase="stopped"), MayLeave).island == "a"
-
-
-def test_at_the_end_of_the_run_nobody_leaves_early() -> None:
-    d = joined("a", "b", steps_per_cycle=10**6, total_tokens=40)
-    d.report("b", 2)
-    d.report("a", 2, phase="stopped")
-    assert d.state.phase == "stopping"
-    assert of(d.effects, MayLeave) == []
-    assert of(d.effects, TakeRequest) == []
-
-
-def crowded(at_once: int, fragments: int = 4, **changes: Any) -> Driver:
+def crowded(at_once: int, **changes: Any) -> Driver:
     """A flush of two islands; memory has room for the deltas of few fragments."""
-    d = stopping(
-        "a",
-        "b",
-        fragment_sizes=(4,) * fragments,
-        room_each=10,
-        merge_buffer_bytes=20 * at_once + 19,
-        **changes,
-    )
+    room = {"room_each": 10, "merge_buffer_bytes": 20 * at_once + 19}
+    d = stopping("a", "b", fragment_sizes=(4,) * 4, **room, **changes)
     stop(d, "a", "b")
     return d
 
@@ -446,8 +474,7 @@ def test_the_next_fragment_is_opened_once_one_is_merged() -> None:
 def test_every_worker_has_its_own_room() -> None:
     d = crowded(1, workers=2)
     assert opened(d) == [0, 1]
-    d.takes(0, a=10, b=10)
-    d.computed(0)
+    d.play("a/0=10 b/0=10 /0")
     assert opened(d) == [0, 1, 2]
 
 
@@ -464,3 +491,94 @@ def test_an_island_that_hangs_keeps_no_fragment_from_the_others() -> None:
             assert opened(d) == list(range(index + 1))
             d.wait(0.001)
     assert [m.fragment for m in of(d.wait(d.config.flush_s), Merge)] == [0, 1, 2, 3]
+
+
+# ---- links that blink or hang -------------------------------------------------------
+
+
+def test_a_merge_that_takes_long_leaves_time_for_the_next() -> None:
+    d = hanging()
+    d.wait(OPEN_BY * d.config.flush_s - 1)
+    opened_all = replace(d.state, opens_at=0.0)
+    assert decide.next_deadline(opened_all, d.now) == d.now + 1
+    only(d.wait(1), Merge)
+    d.now = d.state.deadline - 1
+    assert asked(d.computed(0)) == {0: ["a", "c"]}
+    assert not persisted(d.wait(2), "finished")
+    d.takes(0, a=5, c=4)
+    d.wait(d.config.flush_s)
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("a").lost == d.totals("c").lost == {}
+
+
+def test_one_that_is_quarantined_opens_nothing_while_its_delta_is_awaited() -> None:
+    d = stopping("a", "b", "c", **ONE)
+    d.state = takes.quarantine_moved(d.state, "c", quarantined=True)
+    d.play("a.stops b.stops c.stops a/0=10 b/0=10 /0")
+    assert d.state.phase == "flushing"
+    tick = d.state.tick
+    for name in "aba":
+        assert notes(d.report(name, 10), "tick") == []
+    assert d.state.tick == tick
+
+
+def test_an_outage_is_no_transfer() -> None:
+    """Later merges would wait for slow transfers of that length."""
+    d = joined("a", **TICKS)
+    d.play("a=4 a/0~4 a.away")
+    d.now += 600
+    d.play("a.back")
+    d.now += 1
+    d.arrive("a", 0)
+    assert d.fragment(0).transfer_seconds == 0.0
+
+
+@pytest.mark.parametrize("stopped", ["a", "ab"])
+def test_a_coordinator_that_was_stopped_itself_listens_first(stopped: str) -> None:
+    """As it wakes, its timer may fire before it hears what has come meanwhile."""
+    d = stopping("a", "b", **ONE)
+    stop(d, *stopped)
+    effects = d.wait(5 * d.config.lease_s)
+    assert not persisted(effects, "finished")
+    assert notes(effects, "absent") == []
+    listens_to = d.state.deadline if stopped == "a" else d.state.hangs_at
+    assert listens_to == d.now + d.config.lease_s
+    stop(d, "b")
+    scene(d, "b/0=10 a/0=10 /0 -> flush 0: a 0-10, b 0-10; finished")
+    scene(d, "lost -> nothing")
+
+
+def test_a_hello_that_comes_late_does_not_hide_that_an_island_trains() -> None:
+    """The flush awaits the last step of who trains, not of who joins."""
+    d = stopping("a", "b", **ONE)
+    stop(d, "a")
+    assert of(d.hello("b"), Welcome), "b's first one, once more"
+    assert d.state.islands["b"].phase == "training"
+    d.now += d.config.lease_s - 40
+    scene(
+        d,
+        """
+        a=10 b=10 +40 -> ask 0:ab
+        a/0=10 b/0=10 /0 -> flush 0: a 0-10, b 0-10
+        b=11 b.stops -> ask 0:b
+        b/0=11 /0 -> flush 0: b 10-11; finished
+        lost -> nothing
+        """,
+    )
+
+
+def test_silence_that_is_noticed_in_time_is_the_islands() -> None:
+    d = stopping("a", "b", **ONE)
+    d.now = d.state.islands["b"].lease_until - 1
+    stop(d, "a")
+    assert [e["island"] for e in notes(d.wait(2), "absent")] == ["b"]
+
+
+def test_after_a_crash_the_end_awaits_islands_of_which_no_merge_tells() -> None:
+    d = stopping("a", "b", **ONE)
+    d.crash()
+    for name, last in (("a", False), ("b", True)):
+        assert asked(d.hello(name, steps=10, phase="stopped")) == {0: [name]}
+        d.take(name, 0, 10)
+        assert bool(persisted(d.computed(0), "finished")) == last
+    assert d.totals("a").lost == d.totals("b").lost == {}

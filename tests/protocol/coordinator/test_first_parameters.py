@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit import of
 from msgspec.structs import replace
-from search_support import CONFIG, Searching, asked, found, of, told
+from search_support import CONFIG, Searching, asked, found
 
 from diloco_jax.protocol.coordinator import anchors
 from diloco_jax.protocol.coordinator.search import Effect, GiveUp, Postpone
@@ -37,7 +38,7 @@ def run() -> Giving:
 
 def test_each_fragment_is_asked_for_and_the_run_begins_with_all(run: Giving) -> None:
     begun = run.hello()
-    (welcome,) = told(begun, Welcome)
+    (welcome,) = of(begun, Welcome)
     assert (welcome.run_id, welcome.term, welcome.versions) == ("run-1", 0, ())
     assert asked(begun) == [("a", 0)]
     assert asked(run.give(0)) == [("a", 1)]
@@ -57,9 +58,13 @@ def test_others_are_told_for_whom_they_wait(run: Giving) -> None:
     assert "1 of 2 fragments" in postponed.message
 
 
-def test_another_attempt_gives_all_of_them_anew(run: Giving) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_another_attempt_gives_all_of_them_anew(run: Giving, silent: bool) -> None:
     run.hello()
     run.give(0)
+    if silent:
+        assert not of(run.wait(CONFIG.lease_s), GiveUp)
+        assert not run.state.got
     assert asked(run.hello(incarnation=2)) == [("a", 0)]
     assert run.give(0) == [], "of the attempt before"
     assert not run.state.got
@@ -96,7 +101,7 @@ def test_who_cannot_give_is_refused(
     run: Giving, changes: dict[str, Any], code: str
 ) -> None:
     run.hello(incarnation=2)
-    (refused,) = told(run.hello(**({"incarnation": 3} | changes)), Refused)
+    (refused,) = of(run.hello(**({"incarnation": 3} | changes)), Refused)
     assert refused.code == code
     (postponed,) = run.hello(incarnation=1)
     assert isinstance(postponed, Postpone)
@@ -118,16 +123,6 @@ def test_where_it_does_not_come_the_coordinator_gives_up(run: Giving) -> None:
     assert "island 'a'" in gone.message
     assert "compile_budget_s = 600" in gone.message
     assert run.wait(1) == []
-
-
-def test_where_it_falls_silent_another_attempt_is_waited_for(run: Giving) -> None:
-    run.hello()
-    run.give(0)
-    assert not of(run.wait(CONFIG.lease_s), GiveUp)
-    assert not run.state.got
-    run.hello(incarnation=2)
-    run.give(0, incarnation=2)
-    found(run.give(1, incarnation=2))
 
 
 def test_where_it_lives_and_sends_nothing_the_coordinator_gives_up(run: Giving) -> None:

@@ -7,14 +7,17 @@ from kit import (
     TOKENS_PER_STEP,
     Driver,
     asked,
+    begun,
     joined,
     kinds,
-    merged_islands,
-    notes,
     of,
     only,
+    pair,
     persisted,
+    scene,
+    scenes,
     verdicts,
+    whose,
 )
 
 from diloco_jax.protocol.coordinator.state import MISSED_MERGES, Alert, Effect, Persist
@@ -22,99 +25,68 @@ from diloco_jax.protocol.holding import Commit, Drop, Merge
 from diloco_jax.protocol.messages import Published, TakeRequest, Version
 
 
-def test_nothing_merges_below_quorum() -> None:
-    d = joined("a", "b", "c", quorum=2)
-    d.report("a", 2)
-    assert asked(d.report("b", 2)) == {0: ["a", "b", "c"]}
-    assert of(d.take("b", 0, 2), Merge) == []
-    assert of(d.wait(50), Merge) == []
-    merge = only(d.take("a", 0, 2), Merge)
-    assert merged_islands(merge) == ["a", "b"]
-    assert merge.version == Version(1, 1)
+@scenes(
+    """
+nothing merges below quorum
+    joined a b c quorum=2
+    a=2 ->
+    b=2 -> ask 0:abc
+    b/0=2 +50 ->
+    a/0=2 -> merge 0: a 0-2, b 0-2
+a cycle later what is pending counts beside who does not deliver
+    # b alone is merged first, and a's delta is late.
+    pair a b c
+    c.away a=2 b/0=2 a/0=2 /0 -> ask 0:ab; merge 0: b 0-2
+    a=4 -> ask 0:b
+    b/0~4 +50 +10 ->
+    a=6 -> skip 0: open; merge 0: a 0-2
+a cycle later who came back is asked too
+    pair a b c quorum=2
+    c.away a=2 b=2 a/0=2 b/0~2 -> ask 0:ab
+    c.joins c=2 ->
+    a=4 -> skip 0: open; ask 0:c
+    c/0=2 -> merge 0: a 0-2, c 0-2
+a late delta is pending, counts to no quorum, and enters the next merge
+    # Who has it outstanding is asked for no other.
+    pair a b c quorum=2
+    a=2 b=2 a/0=2 b/0=2 c/0=1 /0 -> ask 0:abc; merge 0: a 0-2, b 0-2
+    a=4 b=4 -> ask 0:ab
+    a/0=4 ->
+    b/0=4 -> merge 0: a 2-4, b 2-4, c 0-1
+pending deltas count where fewer than a quorum can be asked
+    pair a b quorum=2
+    a=2 b=2 a/0=2 -> ask 0:ab
+    b.away -> skip 0: quorum is out of reach
+    b.back b/0=3 a=4 -> ask 0:b
+    b=5 -> merge 0: a 0-2, b 0-3
+everyone gone before quorum gives the tick up
+    joined a b quorum=2
+    a=2 b=2 -> ask 0:ab
+    b.leaves -> drop 0:b; skip 0: quorum is out of reach
+    phases -> running idle idle
+a newcomer is asked when quorum is out of reach
+    joined a b quorum=2
+    a=2 b=2 c.joins -> ask 0:ab
+    b.leaves -> drop 0:b; ask 0:c
+    c/0=1 ->
+    a/0=2 -> merge 0: a 0-2, c 0-1
+a newcomer is not asked while more than a quorum is in sight
+    joined a b c quorum=2
+    a=2 b=2 d.joins -> ask 0:abc
+    a/0=2 ->
+"""
+)
+def test_a_scene_of_a_merge(first: str, text: str) -> None:
+    scene(begun(first, joined=joined, pair=pair), text)
 
 
 def test_contributions_are_sorted_by_name_whatever_the_order_of_arrival() -> None:
     d = joined("c", "a", "b", quorum=3)
-    d.reports(c=2, a=2, b=2)
-    d.takes(0, c=2, b=3)
+    d.play("c=2 a=2 b=2 c/0=2 b/0=3")
     merge = only(d.take("a", 0, 4), Merge)
-    assert merged_islands(merge) == ["a", "b", "c"]
-    assert [(c.start, c.end, c.tokens) for c in merge.contributions] == [
-        (0, 4, 40),
-        (0, 3, 30),
-        (0, 2, 20),
-    ]
-
-
-def unheard_driver(**changes: object) -> Driver:
-    """One fragment, open for b's delta, which b says is taken and never comes."""
-    d = joined("a", "b", "c", fragment_sizes=(5,), steps_per_cycle=2, **changes)
-    d.disconnect("c")
-    return d
-
-
-def test_a_cycle_later_what_is_pending_counts_beside_who_does_not_deliver() -> None:
-    d = unheard_driver()
-    d.report("a", 2)
-    d.take("b", 0, 2)  # It alone is merged; a's delta is late.
-    d.take("a", 0, 2)
-    d.computed(0)
-    assert asked(d.report("a", 4)) == {0: ["b"]}
-    assert of(d.take("b", 0, 4, arrive=False), Merge) == []
-    assert of(d.wait(50), Merge) == []
-    d.now += 10
-    merge = only(d.report("a", 6), Merge)
-    assert [(c.island, c.start, c.end) for c in merge.contributions] == [("a", 0, 2)]
-    d.computed(0)
-    assert d.account("b", 0).take is not None
-
-
-def test_a_cycle_later_who_came_back_is_asked_too() -> None:
-    d = unheard_driver(quorum=2)
-    d.report("a", 2)
-    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
-    d.take("a", 0, 2)
-    d.take("b", 0, 2, arrive=False)
-    d.hello("c")
-    d.report("c", 2)
-    assert asked(d.report("a", 4)) == {0: ["c"]}
-    merge = only(d.take("c", 0, 2), Merge)
-    assert merged_islands(merge) == ["a", "c"]
-
-
-def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:
-    d = joined("a", "b", "c", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(a=2, b=2)
-    d.takes(0, a=2, b=2)
-    d.take("c", 0, 1, base=Version(1, 0))
-    assert verdicts(d.computed(0)) == {
-        "a": (1, "merged", ""),
-        "b": (1, "merged", ""),
-        "c": (1, "pending", ""),
-    }
-    d.report("a", 4)
-    assert asked(d.report("b", 4)) == {0: ["a", "b"]}, "c's take is outstanding"
-    assert of(d.take("a", 0, 4), Merge) == [], "a pending delta is not part of quorum"
-    merge = only(d.take("b", 0, 4), Merge)
-    assert [(c.island, c.tick, c.base) for c in merge.contributions] == [
-        ("a", 2, Version(1, 1)),
-        ("b", 2, Version(1, 1)),
-        ("c", 1, Version(1, 0)),
-    ]
-
-
-def test_pending_deltas_count_where_fewer_than_quorum_can_be_asked() -> None:
-    d = joined("a", "b", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(a=2, b=2)
-    d.take("a", 0, 2)
-    d.disconnect("b")
-    assert d.fragment(0).phase == "idle", "quorum is out of reach: given up"
-    d.hello("b", steps=2, phase="training")
-    d.take("b", 0, 3)
-    assert of(d.effects, Merge) == []
-    d.report("a", 4)
-    merge = only(d.report("b", 5), Merge)
-    assert merged_islands(merge) == ["a", "b"]
+    assert merge.version == Version(1, 1)
+    assert whose(merge) == [("a", 0, 4), ("b", 0, 3), ("c", 0, 2)]
+    assert [c.tokens for c in merge.contributions] == [40, 30, 20]
 
 
 def test_a_slow_island_is_merged_by_its_tokens() -> None:
@@ -143,35 +115,9 @@ def test_a_slow_island_is_merged_by_its_tokens() -> None:
     assert d.fragment(0).merges > 20
 
 
-def test_everyone_gone_before_quorum_gives_the_tick_up() -> None:
-    d = joined("a", "b", quorum=2)
-    d.reports(a=2, b=2)
-    effects = d.goodbye("b")
-    assert notes(effects, "skipped")[0]["why"] == "quorum is out of reach"
-    assert d.fragment(0).phase == "idle"
-
-
-def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
-    d = joined("a", "b", quorum=2)
-    d.report("a", 2)
-    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
-    d.join("c")
-    assert asked(d.goodbye("b")) == {0: ["c"]}
-    d.take("c", 0, 1)
-    assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a", "c"]
-
-
-def test_a_newcomer_is_not_asked_while_more_than_a_quorum_is_in_sight() -> None:
-    d = joined("a", "b", "c", quorum=2)
-    assert asked(d.reports(a=2, b=2)) == {0: ["a", "b", "c"]}
-    d.join("d")
-    assert asked(d.take("a", 0, 2)) == {}
-
-
 def test_persist_comes_before_publish() -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
+    d.play("a=2 a/0=2")
     effects = d.computed(0)
     order = kinds(effects)
     assert order.index(Persist) < order.index(Commit) < order.index(Published)
@@ -181,51 +127,32 @@ def test_persist_comes_before_publish() -> None:
     assert record["verdicts"] == {"a": [1, "merged", ""]}
 
 
-def test_a_merge_by_one_of_several_raises_an_alert() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    alerts = []
-    for step in (2, 4, 6, 8):
-        d.report("a", step)
-        d.take("a", 0, step)
-        alerts.append(len(of(d.computed(0), Alert)))
-    assert alerts == [0, 0, 1, 0]
-
-
-def test_a_merge_of_several_ends_the_row_of_those_of_one() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    alerts = []
+@pytest.mark.parametrize(
+    ("late_at", "alerts"), [(0, [0, 0, 1, 0, 0]), (2, [0, 0, 0, 0, 1])]
+)
+def test_merges_by_one_of_several_in_a_row_raise_an_alert(
+    late_at: int, alerts: list[int]
+) -> None:
+    """A merge of several ends the row."""
+    d, found = pair("a", "b"), []
     for step in (2, 4, 6, 8, 10):
         d.report("a", step)
         d.take("a", 0, step)
-        if step == 2:
-            d.take("b", 0, 1, base=Version(1, 0))  # Late: it is in the next merge.
-        alerts.append(len(of(d.computed(0), Alert)))
-    assert alerts == [0, 0, 0, 0, 1]
+        if step == late_at:
+            d.take("b", 0, 1, base=Version(1, 0))  # It is in the next merge.
+        said = of(d.computed(0), Alert)
+        found.append(len(said))
+        assert all("'a' alone" in a.text and "sync.quorum" in a.text for a in said)
+    assert found == alerts
 
 
-def test_islands_that_are_merged_in_turns_raise_an_alert() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    for step in range(2, 22, 2):
-        d.reports(a=step, b=step)
-        d.take("a", 0, step)
-        d.computed(0)
-    texts = [alert.text for alert in of(d.effects, Alert)]
-    assert any("of 2 islands of about one speed, b were in 0%" in t for t in texts)
-
-
-def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(b=1, a=2)
-    d.take("b", 0, 1, arrive=False)
-    for step in (2, 4):
-        if step > 2:
-            d.report("a", step)
-        d.take("a", 0, step)
-        effects = d.computed(0)
-        verdict = verdicts(effects)["b"]
-        if step == 2:
-            assert verdict == (1, "pending", "")
-    assert verdict == (1, "refused", "stale")
+def test_a_publish_tells_what_became_of_each_take() -> None:
+    d = pair("a", "b")
+    d.play("b=1 a=2 b/0~1 a/0=2")
+    assert verdicts(d.computed(0)) == {"a": (1, "merged", ""), "b": (1, "pending", "")}
+    d.play("a=4 a/0=4")
+    effects = d.computed(0)
+    assert verdicts(effects)["b"] == (1, "refused", "stale"), "too old for the next"
     assert only(effects, Drop).island == "b"
     assert len(of(d.effects, TakeRequest)) == 3, "b is not asked while a take is open"
 
@@ -259,25 +186,29 @@ def test_a_merge_counts_as_the_share_of_all_tokens_per_second_that_is_in_it() ->
     assert persisted(d.computed(0), "merged")[0]["share"] == 1
 
 
+@pytest.mark.parametrize(
+    ("before", "share"),
+    [
+        ("", 1 / 8),
+        ("b.leaves", 1 / 5),
+        ("b.away", 1 / 5),
+        ("b.leaves c.leaves", 1),
+        ("b.away c.away", 1),
+    ],
+)
+def test_who_is_not_there_is_no_share_of_it(before: str, share: float) -> None:
+    d = turns_driver()
+    d.play(f"a=2 {before}")
+    assert share_of(d.take("a", 0, 2)) == pytest.approx(share)
+
+
 def test_twice_as_slow_is_half_as_many_tokens_per_second() -> None:
     d = turns_driver()
     d.report("c", 2, step_seconds=2.0)
     assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 6)
 
 
-@pytest.mark.parametrize("away", ["goodbye", "disconnect"])
-def test_who_is_not_there_is_no_share_of_it(away: str) -> None:
-    d = turns_driver()
-    d.report("a", 2)
-    getattr(d, away)("b")
-    assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 5)
-    d.computed(0)
-    getattr(d, away)("c")
-    d.report("a", 4)
-    assert share_of(d.take("a", 0, 4)) == 1
-
-
-def test_who_misses_many_merges_in_a_row_is_not_counted_on() -> None:
+def test_who_misses_many_merges_in_a_row_is_told_of_and_not_counted_on() -> None:
     d = turns_driver()
     d.goodbye("b")
     shares = []
@@ -286,6 +217,9 @@ def test_who_misses_many_merges_in_a_row_is_not_counted_on() -> None:
         shares.append(share_of(d.take("a", 0, steps)))
         d.computed(0)
     assert shares == [pytest.approx(1 / 5)] * MISSED_MERGES + [1.0] * 2
+    told = [alert.text for alert in of(d.effects, Alert) if "alive" in alert.text]
+    assert [text[:24] for text in told] == ["island 'c' is alive, but"], "not of b"
+    assert "fragment 0" in told[0]
 
 
 def test_a_merge_is_whole_if_the_config_says_so() -> None:
@@ -295,12 +229,8 @@ def test_a_merge_is_whole_if_the_config_says_so() -> None:
 
 
 def test_who_left_a_delta_and_has_no_speed_yet_is_in_the_share() -> None:
-    d = joined("a", "b", "c", "e", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(a=2, b=2, c=2, e=2)
-    d.take("b", 0, 2)
-    d.goodbye("b")
-    d.hello("b", 2)
-    d.take("a", 0, 2)
+    d = pair("a", "b", "c", "e", quorum=2)
+    d.play("a=2 b=2 c=2 e=2 b/0=2 b.leaves b.2 a/0=2")
     # a, c, and what b left, of these and e, which are equally fast.
     assert share_of(d.take("c", 0, 2)) == pytest.approx(3 / 4)
 

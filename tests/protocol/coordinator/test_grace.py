@@ -3,7 +3,18 @@
 from typing import Any
 
 import pytest
-from kit import Driver, asked, joined, merged_islands, of, only
+from kit import (
+    Driver,
+    asked,
+    begun,
+    joined,
+    merged_islands,
+    of,
+    only,
+    pair,
+    scene,
+    scenes,
+)
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.holding import Merge
@@ -46,7 +57,7 @@ def test_the_overlap_begins_with_the_first_take_and_not_as_it_is_asked_for() -> 
 
 
 def test_an_older_take_that_counts_does_not_begin_the_overlap() -> None:
-    d = joined("a", "b", "c", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a", "b", "c", quorum=2)
     d.reports(a=2, b=2, c=2)
     d.takes(0, a=2, b=2)
     d.take("c", 0, 2)  # It is late, and counts when too few can be asked.
@@ -61,18 +72,20 @@ def test_an_older_take_that_counts_does_not_begin_the_overlap() -> None:
     assert d.fragment(0).quorum_seconds == pytest.approx(1)
 
 
-def test_the_grace_window_closes_early_when_all_have_answered() -> None:
-    d = grace_driver()
-    d.takes(0, a=2, b=2)
-    merge = only(d.take("c", 0, 2), Merge)
-    assert merged_islands(merge) == ["a", "b", "c"]
-
-
-def test_the_grace_window_does_not_wait_for_those_who_left() -> None:
-    d = grace_driver()
-    d.take("a", 0, 2)
-    assert of(d.disconnect("b"), Merge) == []
-    assert merged_islands(only(d.goodbye("c"), Merge)) == ["a"]
+@scenes(
+    """
+the grace window closes early when all have answered
+    joined a b c grace=1.0 overlap_steps=10
+    a=2 a/0=2 b/0=2 -> ask 0:abc
+    c/0=2 -> merge 0: a 0-2, b 0-2, c 0-2
+the grace window does not wait for those who left
+    joined a b c grace=1.0 overlap_steps=10
+    a=2 a/0=2 b.away -> ask 0:abc
+    c.leaves -> drop 0:c; merge 0: a 0-2
+"""
+)
+def test_a_scene_of_grace(first: str, text: str) -> None:
+    scene(begun(first, joined=joined), text)
 
 
 def test_the_grace_window_is_what_quorum_and_merge_leave_of_the_overlap() -> None:
@@ -82,8 +95,7 @@ def test_the_grace_window_is_what_quorum_and_merge_leave_of_the_overlap() -> Non
     assert closes_at == pytest.approx(d.now + 10 - 2 - 2)
     d.wait(6)
     d.now += 3
-    d.computed(0)
-    d.report("a", 4)
+    d.play("/0 a=4")
     assert asked(d.report("a", 6)) == {0: ["a"]}
     d.take("a", 0, 6)
     # Averages: 80 % of what was, 20 % of what is; the merge took 3 s.
@@ -100,12 +112,9 @@ def test_a_quorum_that_took_minutes_does_not_cost_the_next_merges_their_grace() 
         steps_per_cycle=2,
     )
     d.join("a", "b")
-    d.reports(a=2, b=2)
-    d.take("a", 0, 2)
+    d.play("a=2 b=2 a/0=2")
     d.now += 600
-    d.take("b", 0, 2)
-    d.computed(0)
-    d.report("a", 4)
+    d.play("b/0=2 /0 a=4")
     assert asked(d.report("b", 4)) == {0: ["a", "b"]}
     d.takes(0, a=4, b=4)
     assert d.fragment(0).quorum_seconds == pytest.approx(0.8 * 10)
@@ -119,8 +128,7 @@ def late_driver(
     d = joined("a", **{"grace": 1.0, "overlap_steps": 1, **changes})
     d.hello("b", lookahead=lookahead)
     d.report("b", 0, step_seconds=step_seconds)
-    d.report("a", 2)
-    d.take("a", 0, 2, arrive=False)
+    d.play("a=2 a/0~2")
     d.now += 5
     return d
 
@@ -172,7 +180,6 @@ def test_one_that_took_late_is_waited_for_while_its_delta_may_be_on_its_way() ->
 
 def test_a_delta_that_is_stuck_is_not_waited_for_beyond_a_slow_transfer() -> None:
     d = late_driver()
-    d.take("b", 0, 2, arrive=False)
-    d.arrive("a", 0)
+    d.play("b/0~2 a/0")
     assert of(d.wait(1.25 * 5 - 0.1), Merge) == []
     assert merged_islands(only(d.wait(0.2), Merge)) == ["a"]

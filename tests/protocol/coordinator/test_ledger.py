@@ -13,13 +13,7 @@ from diloco_jax.protocol.coordinator.state import (
 def worked() -> Driver:
     """Two incarnations of a, one of b; merged, lost and open steps."""
     d = joined("a", "b", fragment_sizes=(7, 3), grace=1.0, overlap_steps=10)
-    d.reports(b=1, a=2)
-    d.take("b", 0, 3)
-    d.merge(0, a=2)
-    d.report("a", 5)
-    d.hello("a", 2)
-    d.report("a", 0)
-    d.report("a", 4)
+    d.play("b=1 a=2 b/0=3 a/0=2 /0 a=5 a.2 a=0 a=4")
     return d
 
 
@@ -80,14 +74,9 @@ def test_a_tally_follows_the_books_and_adds_only_what_changed(monkeypatch) -> No
     told(6)
     d.reports(a=1, c=1)
     told(0)  # Steps are in no account.
-    d.report("a", 2)
-    d.takes(0, b=3, c=2)
-    d.merge(0, a=2)
+    d.play("a=2 b/0=3 c/0=2 a/0=2 /0")
     told(6)  # Three accounts of one fragment, each taken out and added.
-    d.report("a", 5)
-    d.hello("a", 2)
-    d.report("a", 4)
-    d.goodbye("b")
+    d.play("a=5 a.2 a=4 b.leaves")
     told(12)
     d.crash()
     told(12)
@@ -108,8 +97,7 @@ def test_progress_never_goes_back() -> None:
     d.report("a", 50)
     before = d.state.progress_tokens
     assert before == 500
-    d.goodbye("a")
-    d.report("b", 1)
+    d.play("a.leaves b=1")
     assert ledger.progress_tokens(d.config, d.state) == 10
     assert d.state.progress_tokens == before
 

@@ -14,7 +14,6 @@ from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.search import FoundTerm
 from diloco_jax.protocol.coordinator.state import MERGES_KNOWN
 from diloco_jax.protocol.messages import (
-    STALE,
     Outstanding,
     Refused,
     ResendRequest,
@@ -131,7 +130,7 @@ def test_open_takes_of_the_lost_fragment_are_stale_and_the_others_go_on(
     effects = d.back("a", outstanding=(held,), records_through=1)
     if stale:
         (verdict,) = of(effects, TakeVerdict)
-        assert (verdict.tick, verdict.reason) == (held.tick, STALE)
+        assert (verdict.tick, verdict.reason) == (held.tick, "stale")
         reopened = d.record("a", "reopened", d.steps, fragment=0, tick=held.tick)
         d.report("a", d.steps, reopened)
         assert d.account("a", 0).take is None

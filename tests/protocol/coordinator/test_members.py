@@ -1,9 +1,23 @@
 """Members of a run: leases, incarnations, fencing, and coming back."""
 
 import pytest
-from kit import Driver, asked, joined, kinds, notes, of, only, persisted, verdicts
+from kit import (
+    Driver,
+    asked,
+    begun,
+    joined,
+    kinds,
+    notes,
+    of,
+    only,
+    pair,
+    persisted,
+    scene,
+    scenes,
+    verdicts,
+)
 
-from diloco_jax.protocol.coordinator import decide, members
+from diloco_jax.protocol.coordinator import members
 from diloco_jax.protocol.coordinator.state import (
     Alert,
     Effect,
@@ -11,7 +25,7 @@ from diloco_jax.protocol.coordinator.state import (
     Persist,
     Said,
 )
-from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
+from diloco_jax.protocol.holding import Drop
 from diloco_jax.protocol.messages import (
     Goodbye,
     Granted,
@@ -73,18 +87,62 @@ def test_a_lead_is_that_of_the_hosts_that_the_config_has(
     assert f"islands.{name}.hosts" in refused.message
 
 
-def test_a_silent_island_is_absent_and_loses_nothing() -> None:
-    d = joined("a", "b", quorum=2)
-    d.report("b", 5)
-    d.now += 60
-    d.report("a", 1)
-    assert decide.next_deadline(d.state, d.now) == d.now + 40
-    effects = d.wait(40)
-    assert notes(effects, "absent")[0]["why"] == "silent"
-    assert status(d, "b") == "absent"
-    assert persisted(d.effects, "left") == []
-    d.report("b", 6)
-    assert status(d, "b") == "live"
+@scenes(
+    """
+a silent island is absent and loses nothing
+    joined a b quorum=2
+    b=5 +60 a=1 +40 ->
+    status -> a live, b absent
+    b=6 ->
+    status -> a live, b live
+    lost -> nothing
+a fenced delta is merged if it has arrived, and is in no quorum
+    # Fragment 0 has 30 of 40 parameters; nothing of fragment 1 was asked for.
+    joined a b c quorum=2
+    a=2 b=2 a/0=2 -> ask 0:abc
+    a.2 -> out fenced:a1
+    b/0=2 ->
+    c/0=2 -> merge 0: a 0-2, b 0-2, c 0-2
+    /0 ->
+    lost -> a died 5
+one that has not arrived is lost
+    joined a b c quorum=2
+    a=2 b=2 a/0~2 -> ask 0:abc
+    a.2 -> drop 0:a; out fenced:a1
+    b/0=2 ->
+    c/0=2 -> merge 0: b 0-2, c 0-2
+    /0 ->
+    lost -> a died 20
+a request that got lost is repeated
+    pair a b quorum=2
+    a=2 b=2 -> ask 0:ab
+    a.away -> skip 0: quorum is out of reach
+    a.back -> ask 0:a
+bytes that got lost are asked for
+    pair a b quorum=2
+    a=2 b=2 a/0~2 -> ask 0:ab
+    a.away -> skip 0: quorum is out of reach
+    a.back -> resend 0:a
+bytes that are here are not
+    pair a b quorum=2
+    a=2 b=2 a/0=2 a.away -> ask 0:ab
+    a.back ->
+a take unknown after a crash is sent again and merged
+    pair a b quorum=2
+    a=2 b=2 a/0=2 crash -> ask 0:ab
+    a.back=2 -> resend 0:a
+    b.back=2 a/0 a=4 ->
+    b=4 -> ask 0:b
+    b/0=4 -> merge 0: a 0-2, b 0-4
+a take that grew stale while away is refused
+    pair a b
+    a=2 a/0~2 a.away b=2 b/0=2 /0 -> ask 0:ab; merge 0: b 0-2
+    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4; drop 0:a
+    a.back -> refused stale:a
+"""
+)
+def test_a_scene_of_members(first: str, text: str) -> None:
+    scene(begun(first, joined=joined, pair=pair), text)
 
 
 @pytest.mark.parametrize("phase", ["joining", "compiling"])
@@ -110,9 +168,7 @@ def test_a_broken_connection_makes_absent_at_once() -> None:
 
 def test_goodbye_loses_what_is_open() -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 5)
+    d.play("a=2 a/0=2 /0 a=5")
     effects = d.goodbye("a", "stopped")
     (record,) = persisted(effects, "left")
     assert (record["steps"], record["reason"]) == (5, "stopped")
@@ -128,8 +184,7 @@ def test_goodbye_loses_what_is_open() -> None:
 
 def test_a_higher_incarnation_fences_the_older_one() -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2, arrive=False)
+    d.play("a=2 a/0~2")
     effects = d.hello("a", 2)
     refuse = only(effects, Refused)
     assert (refuse.session, refuse.code) == ("a1", "fenced")
@@ -169,30 +224,9 @@ def test_an_island_that_failed_is_named_with_what_it_said() -> None:
     assert "island 'b' failed, and says: bye" in alert.text
 
 
-@pytest.mark.parametrize("arrive", [False, True])
-def test_a_fenced_delta_is_merged_if_it_has_arrived(arrive: bool) -> None:
-    d = joined("a", "b", quorum=2)
-    d.join("c")
-    d.reports(a=2, b=2)
-    d.take("a", 0, 2, arrive=arrive)
-    d.hello("a", 2)
-    late = DeltaArrived(island="a", incarnation=1, fragment=0, tick=1)
-    assert of(d.feed(late), Merge) == [], "it is too late, or here already"
-    assert of(d.take("b", 0, 2), Merge) == [], "a's delta is not in the quorum"
-    merge = only(d.take("c", 0, 2), Merge)
-    assert [c.island for c in merge.contributions] == ["a", "b", "c"][not arrive :]
-    d.computed(0)
-    # Fragment 0 has 30 of 40 parameters; nothing of fragment 1 was asked for.
-    merged = 15 if arrive else 0
-    assert (d.totals("a").merged, d.totals("a").lost) == (merged, {"died": 20 - merged})
-
-
 def test_an_island_fenced_while_its_merge_is_under_way() -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
-    d.report("a", 5)
-    d.hello("a", 2)
+    d.play("a=2 a/0=2 a=5 a.2")
     lost = {"died": (30 * 30 + 10 * 50) // 40}
     assert d.totals("a").lost == lost
     effects = d.computed(0)
@@ -235,7 +269,7 @@ def test_a_first_join_does_not_know_the_run_id() -> None:
 @pytest.fixture
 def asked_a() -> Driver:
     """a and b train with quorum 2; both are asked for fragment 0 at tick 1."""
-    d = joined("a", "b", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a", "b", quorum=2)
     d.report("a", 2)
     assert asked(d.report("b", 2)) == {0: ["a", "b"]}
     return d
@@ -246,39 +280,12 @@ def back(d: Driver, *held: Outstanding, steps: int = 2) -> list[Effect]:
     return d.hello("a", steps=steps, phase="training", outstanding=held)
 
 
-def test_a_request_that_got_lost_is_repeated(asked_a: Driver) -> None:
-    d = asked_a
-    ask = only(back(d), TakeRequest)
-    assert ask.tick == d.tick_of("a", 0)
-
-
-def test_bytes_that_got_lost_are_asked_for(asked_a: Driver) -> None:
-    d = asked_a
-    held = d.held("a", 0, 0, 2)
-    d.take("a", 0, 2, arrive=False)
-    effects = back(d, held)
-    assert only(effects, ResendRequest).tick == held.tick
-
-
-def test_bytes_that_came_before_the_record_are_kept(asked_a: Driver) -> None:
-    d = asked_a
-    d.take("b", 0, 2)
-    held = d.held("a", 0, 0, 2)
-    d.arrive("a", 0)
-    effects = back(d, held)
-    assert of(effects, ResendRequest) == []
-    take = d.account("a", 0).take
-    assert take is not None
-    assert take.ready
-
-
 def test_a_merge_that_was_not_heard_of_is_told_with_the_next_request(
     asked_a: Driver,
 ) -> None:
     d = asked_a
     held = d.held("a", 0, 0, 2)
-    d.merge(0, a=2, b=2)
-    d.report("a", 4)
+    d.play("a/0=2 b/0=2 /0 a=4")
     assert asked(d.report("b", 4)) == {0: ["a", "b"]}
     effects = back(d, held, steps=4)
     verdict = only(effects, TakeVerdict)
@@ -300,33 +307,6 @@ def test_a_refusal_is_told_again_with_its_reason_after_it_was_answered(
     assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
 
 
-def test_a_take_unknown_after_a_crash_is_sent_again_and_merged(asked_a: Driver) -> None:
-    d = asked_a
-    held = d.held("a", 0, 0, 2)
-    d.take("a", 0, 2)
-    d.crash()
-    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
-    assert only(effects, ResendRequest).tick == held.tick
-    d.hello("b", steps=2, phase="training")
-    d.arrive("a", 0, held.tick)
-    d.reports(a=4, b=4)
-    merge = only(d.take("b", 0, 4), Merge)
-    assert [(c.island, c.end) for c in merge.contributions] == [("a", 2), ("b", 4)]
-
-
-def test_a_take_that_grew_stale_while_away_is_refused() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    held = d.held("a", 0, 0, 2)
-    d.disconnect("a")
-    for step in (2, 4):
-        d.report("b", step)
-        d.merge(0, b=step)
-    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
-    verdict = only(effects, TakeVerdict)
-    assert (verdict.verdict, verdict.reason) == ("refused", "stale")
-
-
 def test_grants_that_got_lost_are_sent_again() -> None:
     d = joined("a")
     spans = [e.span for e in of(d.effects, Granted)]
@@ -341,9 +321,8 @@ def test_grants_that_got_lost_are_sent_again() -> None:
 
 def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> None:
     """The record that says so is on its way."""
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(b=1, a=2)
-    d.take("a", 0, 2, arrive=False)
+    d = pair("a", "b")
+    d.play("b=1 a=2 a/0~2")
     d.arrive("a", 0, refusal="non_finite")
     effects = d.hello("a")
     assert of(effects, Welcome)
@@ -352,12 +331,10 @@ def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> No
 
 def test_a_take_from_before_the_last_verdict_is_neither_judged_nor_asked_for() -> None:
     """A late hello tells it: it was judged, and so was a later one."""
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a")
     d.report("a", 2)
     first = d.tick_of("a", 0)
-    d.merge(0, a=2)
-    d.report("a", 4)
-    d.merge(0, a=4)
+    d.play("a/0=2 /0 a=4 a/0=4 /0")
     told = d.account("a", 0).told
     assert told is not None
     assert told.tick > first
@@ -383,34 +360,20 @@ def fail(d: Driver, incarnation: int) -> None:
 
 def test_failures_in_a_row_without_a_step_end_the_island() -> None:
     d = Driver(fruitless_starts=3)
-    for incarnation in (1, 2, 3):
+    for incarnation in (1, 2):
         fail(d, incarnation)
-    refused = only(d.hello("a", 4), Refused)
+    assert only(d.hello("a", 3), Welcome)
+    d.report("a", 1)
+    d.goodbye("a", "failed")  # Its step ends the row.
+    for incarnation in (4, 5):
+        fail(d, incarnation)
+    d.hello("a", 6)  # It crashes, and nobody hears of it.
+    refused = only(d.hello("a", 7), Refused)
     assert refused.code == "no_progress"
     assert "failed 3 times in a row" in refused.message
     assert "placement.fruitless_starts = 3" in refused.message
-    assert only(d.hello("b"), Welcome)  # The others go on.
-
-
-def test_a_crash_that_nobody_heard_counts() -> None:
-    d = Driver(fruitless_starts=3)
-    for incarnation in (1, 2, 3):
-        assert only(d.hello("a", incarnation), Welcome)
-    assert only(d.hello("a", 4), Refused).code == "no_progress"
-    # The last one may return: only a further start is refused.
-    assert only(d.hello("a", 3), Welcome)
-
-
-def test_a_step_ends_the_row() -> None:
-    d = Driver(fruitless_starts=2)
-    fail(d, 1)
-    d.hello("a", 2)
-    d.report("a", 1)
-    d.goodbye("a", "failed")
-    fail(d, 3)
-    assert only(d.hello("a", 4), Welcome)
-    d.goodbye("a", "failed")
-    assert only(d.hello("a", 5), Refused).code == "no_progress"
+    assert only(d.hello("a", 6), Welcome), "the last one may return"
+    assert only(d.hello("b"), Welcome), "the others go on"
 
 
 @pytest.mark.parametrize("reason", ["stopped", "preempted"])

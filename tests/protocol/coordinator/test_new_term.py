@@ -15,7 +15,6 @@ from diloco_jax.protocol.coordinator.search import FoundTerm
 from diloco_jax.protocol.coordinator.state import (
     Alert,
     Effect,
-    Fragments,
     Outdated,
     SaidAhead,
 )
@@ -101,9 +100,7 @@ def test_steps_of_an_earlier_term_are_carried_and_no_more() -> None:
     come_back(d, "a", 7)
     effects = carry(d, "a", 8, 6, 8)
     assert [r["steps"] for r in persisted(effects, "carried")] == [6, 8]
-    d.report("a", 12)
-    d.merge(0, a=12)
-    d.goodbye("a")
+    d.play("a=12 a/0=12 /0 a.leaves")
     totals = d.totals("a")
     # 12 steps: of the larger fragment 6 are carried, of the smaller 8.
     assert totals.computed == 12 * TOKENS_PER_STEP
@@ -340,8 +337,7 @@ def test_the_new_term_survives_a_crash() -> None:
     d = second_term()
     come_back(d, "a", 7)
     carry(d, "a", 7, 6, 5)
-    d.report("a", 12)
-    d.merge(0, a=12)
+    d.play("a=12 a/0=12 /0")
     come_back(d, "b", 4)
     before = d.state
     d.crash(snapshot=d.first)  # type: ignore[attr-defined]
@@ -383,50 +379,34 @@ def test_who_was_let_in_by_another_coordinator_of_this_term_is_not_known() -> No
     assert of(d.hello("a", 2, term=2), Welcome), "and is known from then on"
 
 
-def ahead_of(d: Driver, **fields: Any) -> str:
+@pytest.mark.parametrize(
+    ("fields", "is_ahead"),
+    [
+        ({"term": 0}, False),
+        ({"term": 2}, False),
+        ({"term": 3}, True),
+        # No merge of this copy has made these versions; those of a term before are
+        # settled.
+        ({"versions": ()}, False),
+        ({"versions": (Version(2, 5), Version(2, 4))}, False),
+        ({"versions": (Version(1, 9), Version(1, 9))}, False),
+        ({"versions": (Version(2, 6),)}, True),
+        ({"versions": (Version(1, 5), Version(3, 0))}, True),
+        ({"versions": (Version(2, 2**48), Version(2, 2**48))}, True),
+        # Who is to be refused is not told to come again.
+        ({"term": 9, "run_id": "r2"}, False),
+        ({"term": 9, "run_id": ""}, False),
+        ({"term": 9, "island": "x"}, False),
+    ],
+)
+def test_a_copy_of_an_earlier_state_knows_that_it_is_one(
+    fields: dict[str, Any], is_ahead: bool
+) -> None:
+    d = second_term(admitted={"a": None})
     defaults = {"run_id": d.config.run_id, "island": "a", "incarnation": 1}
     defaults |= {"session": "a1", "fingerprint": d.config.fingerprint}
     defaults |= {"tokens_per_step": 10, "sequences_per_step": 1, **fields}
-    return members.how_ahead(d.config, d.state, Hello(**defaults))
-
-
-@pytest.mark.parametrize(("term", "is_ahead"), [(0, False), (2, False), (3, True)])
-def test_a_copy_of_an_earlier_term_knows_that_it_is_one(
-    term: int, is_ahead: bool
-) -> None:
-    d = second_term()
-    assert bool(ahead_of(d, term=term)) == is_ahead
-
-
-@pytest.mark.parametrize(
-    ("versions", "is_ahead"),
-    [
-        ((Version(1, 99), Version(1, 99)), False),
-        ((), False),
-        ((Version(2, 0),), True),
-        ((Version(1, 5), Version(3, 0)), True),
-        ((Version(2, 2**48), Version(2, 2**48)), True),
-    ],
-)
-def test_nor_has_an_island_versions_that_no_merge_of_this_copy_has_made(
-    versions: tuple[Version, ...], is_ahead: bool
-) -> None:
-    """Those of an earlier term are settled."""
-    d = Driver()
-    d.state = replace(
-        d.state,
-        fragments=Fragments(
-            replace(f, version=Version(1, 99)) for f in d.state.fragments
-        ),
-    )
-    assert bool(ahead_of(d, versions=versions)) == is_ahead
-
-
-@pytest.mark.parametrize("fields", [{"run_id": "r2"}, {"run_id": ""}, {"island": "x"}])
-def test_who_is_to_be_refused_is_not_told_to_come_again(fields: Any) -> None:
-    d = Driver(admitted={"a": None})
-    assert ahead_of(d, term=9)
-    assert not ahead_of(d, **{"term": 9, **fields})
+    assert bool(members.how_ahead(d.config, d.state, Hello(**defaults))) == is_ahead
 
 
 def test_a_coordinator_ends_once_most_of_the_configs_islands_are_ahead_of_it() -> None:

@@ -36,6 +36,14 @@ def quarantined(**changes: Any) -> Driver:
     return driver
 
 
+def forget_lengths(driver: Driver) -> None:
+    """As before the first merge."""
+    fragment = driver.fragment(0)
+    for name, account in fragment.accounts.items():
+        fragment = with_account(fragment, name, replace(account, last=None))
+    driver.state = with_fragment(driver.state, fragment)
+
+
 def reasons(effects: list[Effect]) -> list[str]:
     return [note["reason"] for note in notes(effects, "refused")]
 
@@ -122,10 +130,7 @@ def test_it_stays_apart_after_a_crash_and_as_another_incarnation():
 def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
     d = quarantined()
     for _ in range(3):
-        fragment = d.fragment(0)
-        for name, account in fragment.accounts.items():  # As before the first merge.
-            fragment = with_account(fragment, name, replace(account, last=None))
-        d.state = with_fragment(d.state, fragment)
+        forget_lengths(d)
         steps = d.state.islands["c"].steps + 4
         d.reports(a=steps, b=steps, c=steps)
         assert reasons(d.take("c", 0, steps, norm=1e3)) == ["quarantined"]
@@ -196,10 +201,7 @@ def test_with_one_other_island_it_is_judged_though_its_delta_comes_first():
     """That one alone is no measure, so nothing that is still to come would tell."""
     d = quarantined(release_cycles=1, quorum=1)
     d.goodbye("b")
-    fragment = d.fragment(0)
-    for name, account in fragment.accounts.items():
-        fragment = with_account(fragment, name, replace(account, last=None))
-    d.state = with_fragment(d.state, fragment)
+    forget_lengths(d)
     steps = d.state.islands["c"].steps + 4
     d.reports(a=steps, c=steps)
     effects = d.take("c", 0, steps, norm=1e3)

@@ -1,7 +1,19 @@
 """A coordinator that died: what comes back, and what happened meanwhile."""
 
 import pytest
-from kit import Driver, asked, joined, kinds, of, only, persisted, took
+from kit import (
+    Driver,
+    asked,
+    begun,
+    joined,
+    kinds,
+    of,
+    only,
+    persisted,
+    scene,
+    scenes,
+    took,
+)
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
@@ -10,7 +22,6 @@ from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import RunExtended, RunResumed, initial
 from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import (
-    Outstanding,
     Refused,
     ResendRequest,
     Span,
@@ -24,11 +35,7 @@ from diloco_jax.protocol.messages import (
 def trained() -> Driver:
     """Both islands merged into fragment 0; a's delta for fragment 1 is on its way."""
     d = joined("a", "b", grace=1.0, overlap_steps=10)
-    d.reports(b=1, a=2)
-    d.take("b", 0, 1)
-    d.merge(0, a=2)
-    d.report("a", 4)
-    d.take("a", 1, 4, arrive=False)
+    d.play("b=1 a=2 b/0=1 a/0=2 /0 a=4 a/1~4")
     return d
 
 
@@ -50,39 +57,38 @@ def test_what_is_durable_comes_back() -> None:
     assert d.account("a", 1).take is None
 
 
-def test_islands_carry_on_where_they_are() -> None:
-    d = trained()
-    held = d.held("a", 1, 0, 4)
-    d.crash()
-    effects = d.hello("a", steps=30, phase="training", outstanding=(held,))
-    assert only(effects, Welcome).resumed
-    assert d.state.islands["a"].steps == 30
-    assert d.state.tick > 2
-    d.arrive("a", 1, held.tick)
-    merge = only(d.report("a", 32), Merge)
-    assert [(c.tick, c.start, c.end) for c in merge.contributions] == [
-        (held.tick, 0, 4)
-    ]
-    d.hello("b", steps=1, phase="training")
-    d.report("a", 34)
-    assert d.state.progress_tokens == 350
-
-
-def test_the_first_ticks_after_a_crash_wait_for_who_is_not_back_yet() -> None:
-    """Else b is merged without a until a's delta, of before the crash, is stale."""
-    d = joined("a", "b", reunion_s=20.0)
-    d.report("a", 2)
-    d.take("a", 0, 2, arrive=False)
-    held = d.held("a", 0, 0, 2)
-    d.crash()
-    d.hello("b", steps=0, phase="training")
-    d.now += 19.0
-    assert asked(d.report("b", 8)) == {}
-    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
-    assert asked(effects) == {0: ["b"]}
-    d.arrive("a", 0, held.tick)
-    d.take("b", 0, 8)
-    assert [c.island for c in d.fragment(0).merging] == ["a", "b"]
+@scenes(
+    """
+islands carry on where they are
+    joined a b
+    a=2 a/0=2 /0 a=4 a/1~4 -> ask 0:ab; merge 0: a 0-2; ask 1:ab
+    crash a.back=30 -> resend 1:a
+    a/1 ->
+    a=32 -> merge 1: a 0-4
+an island that left during a merge that was lost
+    joined a fragment_sizes=5,
+    a=4 a/0=4 a=5 -> ask 0:a; merge 0: a 0-4
+    a.2 -> drop 0:a; out fenced:a1
+    crash ->
+    lost -> a died 10, a coordinator 40
+of a lost merge only what an earlier one does not have is lost: replaced
+    joined a fragment_sizes=5,
+    a=4 a/0=4 /0 a=8 a/0=8 a.2 crash
+    lost -> a coordinator 40
+of a lost merge only what an earlier one does not have is lost: left
+    joined a fragment_sizes=5,
+    a=4 a/0=4 /0 a=8 a/0=8 a.leaves crash
+    lost -> a coordinator 40
+fencing survives a crash
+    joined a b
+    a.2 -> out fenced:a1
+    crash a.1 -> out fenced:a1
+    a.2 b.leaves crash ->
+    b.1 -> out fenced:b1
+"""
+)
+def test_a_scene_of_crashes(first: str, text: str) -> None:
+    scene(begun(first, joined=joined), text)
 
 
 def test_a_reunion_is_not_measured_by_the_clock_of_another_process() -> None:
@@ -90,24 +96,6 @@ def test_a_reunion_is_not_measured_by_the_clock_of_another_process() -> None:
     d.crash(replace(d.state, reunion_until=d.now + 1e6))
     d.join("b")
     assert asked(d.report("b", 2)) == {0: ["b"]}
-
-
-def test_no_tick_waits_for_one_island_that_was_cut_off() -> None:
-    d = joined("a", "b", "c", reunion_s=20.0)
-    d.disconnect("a")
-    d.disconnect("c")
-    assert asked(d.report("b", 2)) == {0: ["b"]}
-    d.hello("a", steps=0, phase="training")
-    assert asked(d.report("b", 4)) == {1: ["a", "b"]}
-
-
-def test_when_all_were_cut_off_the_others_are_waited_for_again() -> None:
-    d = joined("a", "b", reunion_s=20.0)
-    d.disconnect("a")
-    d.disconnect("b")
-    d.hello("b", steps=0, phase="training")
-    assert asked(d.report("b", 4)) == {}
-    assert asked(d.hello("a", steps=0, phase="training")) == {0: ["a", "b"]}
 
 
 def test_a_take_is_merged_once_its_record_is_on_the_tape() -> None:
@@ -124,20 +112,6 @@ def test_a_take_is_merged_once_its_record_is_on_the_tape() -> None:
     assert only(effects, ResendRequest).tick == held.tick
     contribution = only(d.arrive("a", 1, held.tick), Merge).contributions[0]
     assert (contribution.start, contribution.end) == (0, 4)
-
-
-def test_bytes_lost_with_a_connection_are_asked_for_before_the_record_is_here() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    tick = d.tick_of("a", 0)
-    held = Outstanding(fragment=0, tick=tick, start=0, end=2, base=Version(), seq=1)
-    d.disconnect("a")
-    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
-    assert only(effects, ResendRequest).tick == tick
-    d.arrive("a", 0, tick)
-    assert not of(d.report("a", 4), Merge)
-    merge = only(d.report("a", 6, took(1, 0, tick, 0, 2)), Merge)
-    assert [(c.start, c.end) for c in merge.contributions] == [(0, 2)]
 
 
 def test_a_snapshot_and_the_records_after_it_make_the_same_state() -> None:
@@ -168,9 +142,7 @@ def test_a_snapshot_and_the_records_after_it_make_the_same_state() -> None:
 @pytest.mark.parametrize("rejoined", [False, True])
 def test_an_island_that_left_during_a_merge_that_became_durable(rejoined: bool) -> None:
     d = joined("a")
-    d.report("a", 2)
-    d.take("a", 0, 2)
-    d.report("a", 5)
+    d.play("a=2 a/0=2 a=5")
     if rejoined:
         d.hello("a", 2)
     else:
@@ -182,29 +154,6 @@ def test_an_island_that_left_during_a_merge_that_became_durable(rejoined: bool) 
     for snapshot, skip in zip(snapshots, skips, strict=True):
         d.crash(snapshot, skip)
         assert d.totals("a") == expected
-
-
-def test_an_island_that_left_during_a_merge_that_was_lost() -> None:
-    d = joined("a", fragment_sizes=(5,))
-    d.report("a", 4)
-    d.take("a", 0, 4)
-    d.report("a", 5)
-    d.hello("a", 2)
-    d.crash()
-    assert d.totals("a").lost == {"died": 10, "coordinator": 40}
-    assert d.totals("a").merged == 0
-
-
-def test_fencing_survives_a_crash() -> None:
-    d = trained()
-    d.hello("a", 2)
-    d.crash()
-    assert only(d.hello("a", 1), Refused).code == "fenced"
-    assert only(d.hello("a", 2, session="else"), Refused).code == "name_in_use"
-    assert only(d.hello("a", 2), Welcome).resumed
-    d.goodbye("b")
-    d.crash()
-    assert only(d.hello("b", 1), Refused).code == "fenced"
 
 
 def ending(phase: str) -> Driver:
@@ -257,25 +206,6 @@ def test_a_finished_run_stays_finished() -> None:
     assert only(d.hello("a", 2), Refused).code == "finished"
 
 
-@pytest.mark.parametrize("replaced", [True, False])
-def test_of_a_lost_merge_only_what_an_earlier_one_does_not_have_is_lost(
-    replaced: bool,
-) -> None:
-    d = joined("a", fragment_sizes=(5,))
-    d.report("a", 4)
-    d.merge(0, a=4)
-    d.report("a", 8)
-    d.take("a", 0, 8)
-    if replaced:
-        d.hello("a", 2)
-    else:
-        d.goodbye("a")
-    d.crash()
-    totals = d.totals("a")
-    assert (totals.merged, totals.lost) == (40, {"coordinator": 40})
-    assert d.fragment(0).merges == 1
-
-
 def test_the_flush_begins_anew_after_a_crash() -> None:
     d = ending("flushing")
     d.now += 7.0
@@ -306,10 +236,7 @@ def test_a_grant_takes_its_own_positions_of_what_is_free_and_no_others() -> None
 def stopped() -> Driver:
     """One step of b and 4 of a are merged into fragment 0; the coordinator is back."""
     d = joined("a", "b", grace=1.0, overlap_steps=10)
-    d.reports(b=1, a=4)
-    d.take("b", 0, 1)
-    d.merge(0, a=4)
-    d.crash()
+    d.play("b=1 a=4 b/0=1 a/0=4 /0 crash")
     return d
 
 
@@ -328,6 +255,9 @@ def test_every_incarnation_ends_and_its_open_steps_are_lost() -> None:
     assert totals.merged == merged
     rounded_down = totals.computed - totals.merged - totals.lost["stopped"]
     assert 0 <= rounded_down == totals.in_flight <= 2
+    assert only(d.hello("a", incarnation=1), Refused).code == "fenced"
+    assert not only(d.hello("a", incarnation=2), Welcome).resumed
+    assert d.state.islands["a"].steps == 0
 
 
 def test_steps_that_only_the_roster_knows_are_counted_and_lost() -> None:
@@ -361,14 +291,6 @@ def test_the_end_of_all_incarnations_survives_a_crash() -> None:
         )
 
 
-def test_islands_come_back_with_higher_incarnations_only() -> None:
-    d = stopped()
-    d.feed(RunResumed())
-    assert only(d.hello("a", incarnation=1), Refused).code == "fenced"
-    assert not only(d.hello("a", incarnation=2), Welcome).resumed
-    assert d.state.islands["a"].steps == 0
-
-
 def test_a_run_that_was_ending_ends() -> None:
     d = joined("a", total_tokens=40)
     d.report("a", 4)
@@ -386,8 +308,7 @@ def test_a_run_that_was_ending_ends() -> None:
 def over(**changes: int) -> Driver:
     """Island a has made the 10 steps of the run, all of which are merged."""
     d = joined("a", total_tokens=100, **changes)
-    d.report("a", 10)
-    d.report("a", phase="stopped")
+    d.play("a=10 a.stops")
     for fragment in (0, 1):
         d.take("a", fragment, 10)
         d.computed(fragment)

@@ -1,7 +1,19 @@
 """Ticks: when they come and for which fragment."""
 
 import pytest
-from kit import Driver, asked, joined, kinds, make_config, notes, of, only, persisted
+from kit import (
+    Driver,
+    begun,
+    joined,
+    kinds,
+    make_config,
+    of,
+    only,
+    pair,
+    persisted,
+    scene,
+    scenes,
+)
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.schedule import (
@@ -33,83 +45,101 @@ def test_steps_between_ticks(cycle: int, fragments: int, expected: list[int]) ->
     ]
 
 
-def test_a_tick_asks_every_live_island_for_its_fragment() -> None:
-    d = joined("a", "b")
-    assert asked(d.report("b", 1)) == {}
-    assert asked(d.report("a", 2)) == {0: ["a", "b"]}
-    d.merge(0, a=2, b=1)
-    assert asked(d.report("a", 3)) == {}
-    assert asked(d.report("a", 4)) == {1: ["a", "b"]}
-
-
-def test_islands_out_of_phase_pace_no_faster_than_one_of_them() -> None:
-    d = Driver(steps_per_cycle=2)  # One step per tick.
-    names = "abcde"
-    d.join(*names)
-    for step in range(1, 11):
-        for name in names:
-            d.report(name, step)
-        assert d.state.tick == step
-    for step in (11, 12, 13):
-        d.report("c", step)
-        assert d.state.tick == step, "whoever is ahead paces"
-
-
-def test_no_lead_outlives_a_tick() -> None:
-    d = joined("a", "b")
-    d.reports(b=1, a=5)
-    assert d.state.tick == 1
-    d.report("a", 6)
-    assert d.state.tick == 1, "a's first five steps made the tick before"
-    d.report("a", 7)
-    assert d.state.tick == 2
+@scenes(
+    """
+a tick asks every live island for its fragment
+    joined a b
+    b=1 ->
+    a=2 -> ask 0:ab
+    a/0=2 b/0=1 /0 a=3 -> merge 0: a 0-2
+    a=4 -> ask 1:ab
+islands out of phase pace no faster than one of them
+    # One step per tick; whoever is ahead paces.
+    joined a b c d e steps_per_cycle=2
+    a=1 b=1 c=1 d=1 e=1
+    tick -> 1
+    a=2 b=2 c=2 d=2 e=2
+    tick -> 2
+    c=3
+    tick -> 3
+    c=4
+    tick -> 4
+no lead outlives a tick
+    # The first five steps of a made the tick before.
+    joined a b
+    b=1 a=5 -> ask 0:ab
+    a=6 ->
+    a=7 -> ask 1:ab
+the K-th fastest island sets the pace
+    # c makes up for the first tick, and b does nothing after it.
+    joined a b c quorum=2
+    a=50 ->
+    b=2 -> ask 0:abc
+    c=2 a=60 ->
+    c=4 -> ask 1:abc
+ticks pause below quorum
+    joined a quorum=2
+    a=40 ->
+    b.joins b=1 ->
+    b=2 -> ask 0:ab
+    b.away a=100 -> skip 0: quorum is out of reach
+counters restart at a join and at a return
+    # What a did while it was away does not pace.
+    joined a b quorum=2
+    a=1 a.away a.back=9 b=2 ->
+    a=11 -> ask 0:ab
+a fragment still open skips its tick
+    pair a
+    a=2 -> ask 0:a
+    a=4 -> skip 0: open
+    a/0=4 a=6 -> merge 0: a 0-4; skip 0: merging
+    /0 ->
+    a=8 -> ask 0:a
+more fragments than steps gives several ticks at once, the first without a step
+    joined a fragment_sizes=1,1,1,1 steps_per_cycle=2
+    tick -> 1
+    a=1 -> ask 1:a; ask 2:a
+    a=2 -> ask 3:a; skip 0: open
+    tick -> 5
+no tick waits for one island that was cut off
+    joined a b c reunion_s=20
+    a.away c.away ->
+    b=2 -> ask 0:b
+    a.back ->
+    b=4 -> ask 1:ab
+when all were cut off the others are waited for again
+    joined a b reunion_s=20
+    a.away b.away b.back b=4 ->
+    a.back -> ask 0:ab
+the first ticks after a crash wait for who is not back yet
+    # Else b is merged without a until a's delta, of before the crash, is stale.
+    joined a b reunion_s=20
+    a=2 a/0~2 crash b.back +19 b=8 -> ask 0:ab
+    a.back=2 -> resend 0:a; ask 0:b
+    a/0 ->
+    b/0=8 -> merge 0: a 0-2, b 0-8
+"""
+)
+def test_a_scene_of_ticks(first: str, text: str) -> None:
+    scene(begun(first, joined=joined, pair=pair), text)
 
 
 @pytest.mark.parametrize("cycle", [2, 4])
 def test_a_lag_is_of_one_tick_at_most(cycle: int) -> None:
     d = joined("a", "b", steps_per_cycle=cycle, fragment_sizes=(1, 1, 1, 1))
-    d.report("a", 100)
-    d.disconnect("a")
+    d.play("a=100 a.away")
     before = d.state.tick
-    d.report("b", 1)
-    d.report("b", 2)
+    d.play("b=1 b=2")
     assert d.state.tick > before, "what b did not do long ago does not hold it up"
 
 
-def test_the_kth_fastest_island_sets_the_pace() -> None:
-    d = joined("a", "b", "c", quorum=2)
-    d.report("a", 50)
-    assert d.state.tick == 0
-    d.report("b", 2)
-    assert d.state.tick == 1
-    d.reports(c=2, a=60)
-    assert d.state.tick == 1, "c made up for the first tick, b has done nothing since"
-    d.report("c", 4)
-    assert d.state.tick == 2
-
-
-def test_ticks_pause_below_quorum() -> None:
-    d = joined("a", quorum=2)
-    d.report("a", 40)
-    assert d.state.tick == 0
-    d.join("b")
-    d.report("b", 1)
-    assert d.state.tick == 0
-    d.report("b", 2)
-    assert d.state.tick == 1
-    d.disconnect("b")
-    d.report("a", 100)
-    assert d.state.tick == 1
-
-
 def test_ticks_before_its_first_step_are_no_debt_of_an_island() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a")
     d.hello("b")
     d.report("b", 0, phase="compiling")
     d.report("a", 2)
     assert d.state.tick == 1
-    d.report("b", 0)
-    d.report("b", 2)
+    d.play("b=0 b=2")
     assert d.state.tick == 2
 
 
@@ -119,17 +149,6 @@ def test_only_training_islands_count(phase: str) -> None:
     d.report("b", phase=phase)  # type: ignore[arg-type]
     d.report("a", 40)
     assert d.state.tick == 0
-
-
-def test_counters_restart_at_a_join_and_at_a_return() -> None:
-    d = joined("a", "b", quorum=2)
-    d.report("a", 1)
-    d.disconnect("a")
-    d.hello("a", steps=9, phase="training")
-    d.report("b", 2)
-    assert d.state.tick == 0, "what a did while it was away does not pace"
-    d.report("a", 11)
-    assert d.state.tick == 1
 
 
 def test_a_stop_by_its_own_count_that_was_too_early_costs_no_steps() -> None:
@@ -298,28 +317,6 @@ def test_the_pace_is_that_of_the_quorum() -> None:
     # Of those whose speed is known, though they are fewer.
     assert pace(2, [3.0, 0.0]) == 3.0
     assert pace(1, []) == 0.0
-
-
-def test_a_fragment_still_open_skips_its_tick() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    first = d.report("a", 2)
-    assert asked(first) == {0: ["a"]}
-    second = d.report("a", 4)
-    assert of(second, TakeRequest) == []
-    assert notes(second, "skipped")[0]["why"] == "open"
-    d.take("a", 0, 4)
-    third = d.report("a", 6)
-    assert notes(third, "skipped")[0]["why"] == "merging"
-    d.computed(0)
-    assert asked(d.report("a", 8)) == {0: ["a"]}
-
-
-def test_more_fragments_than_steps_gives_several_ticks_at_once() -> None:
-    d = joined("a", fragment_sizes=(1, 1, 1, 1), steps_per_cycle=2)
-    assert d.state.tick == 1, "the first tick needs no step"
-    assert asked(d.report("a", 1)) == {1: ["a"], 2: ["a"]}
-    assert asked(d.report("a", 2)) == {3: ["a"]}
-    assert d.state.tick == 5
 
 
 def test_numbers_of_ticks_are_reserved_before_they_are_used() -> None:

@@ -3,18 +3,17 @@ what the new term begins with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from kit import of
 from msgspec.structs import replace
-from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found, of
+from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found
 
 from diloco_jax.protocol.coordinator import anchors, recovery
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import (
     MERGES_AHEAD,
-    Effect,
     FoundTerm,
     GiveUp,
     Postpone,
@@ -250,14 +249,6 @@ def test_the_state_of_the_new_term() -> None:
     assert (state.islands, state.phase) == ({}, "running")
 
 
-def tell_refused(effects: Sequence[Effect]) -> list[tuple[str, str]]:
-    return [
-        (tell.session, tell.message.message)
-        for tell in of(effects, Tell)
-        if isinstance(tell.message, Refused)
-    ]
-
-
 @pytest.mark.parametrize(
     ("lie", "claim"),
     [
@@ -274,12 +265,13 @@ def test_one_of_three_that_claims_far_more_is_not_believed(
     g = Searching("abc")
     g.offer("a", 5, 7, tokens=300, next_position=40)
     g.offer("b", 5, 7, **lie)
-    ((session, message),) = tell_refused(effects := g.offer("c", 6, 6, tokens=310))
-    assert session == "b1"
-    assert claim in message
-    assert "start it again with incarnation 2" in message
+    effects = g.offer("c", 6, 6, tokens=310)
+    (refused,) = of(effects, Refused)
+    assert "island 'b' is not believed" in refused.message
+    assert claim in refused.message
+    assert "start it again with incarnation 2" in refused.message
     assert asked(effects) == [("c", 0), ("a", 1)]
-    ((session, _),) = tell_refused(g.offer("b", 5, 7, **lie))  # Nor later.
+    assert of(g.offer("b", 5, 7, **lie), Refused), "nor later"
     g.arrive("c", 0, 6)
     opened = found(g.arrive("a", 1, 7))
     assert versions(opened) == (Version(2, 6), Version(2, 7))
@@ -292,7 +284,7 @@ def test_an_island_that_was_alone_for_long_is_believed() -> None:
     g.offer("a", 50, 50, tokens=CONFIG.total_tokens // 4)
     g.offer("b", 90, 90, tokens=CONFIG.total_tokens // 2, term=5, next_position=2**20)
     effects = g.offer("c", 50, 50, tokens=CONFIG.total_tokens // 4)
-    assert not tell_refused(effects)
+    assert not of(effects, Refused)
     assert asked(effects) == [("b", 0)]
 
 
@@ -305,24 +297,23 @@ def test_an_anchor_arrives_at_about_the_version_that_was_offered() -> None:
     assert asked(g.arrive("b", 0, 5)) == [("b", 1)], "a is asked last"
 
 
-def test_an_island_that_says_it_is_fast_uses_up_no_more_positions() -> None:
-    """They follow from the grants that nobody may have heard of."""
+@pytest.mark.parametrize(
+    ("changes", "step_seconds", "position"),
+    [
+        # One that says it is fast uses up no more.
+        ({"least_seconds": {"a": 0.25}}, 1e-9, 8 + most_unheard(CONFIG, 0.5, 2)),
+        # First grants go by no speed: two of an island, each of twice 64 steps.
+        ({"outage_budget_s": 20.0}, 1.0, 8 + 2 * (2 * 64 * 2)),
+    ],
+)
+def test_grants_begin_beyond_those_that_nobody_may_have_heard_of(
+    changes: dict[str, Any], step_seconds: float, position: int
+) -> None:
     g = Searching("a")
-    g.config = replace(g.config, least_seconds={"a": 0.25})
-    g.offer("a", 1, 1, step_seconds=1e-9)
+    g.config = replace(g.config, **changes)
+    g.offer("a", 1, 1, step_seconds=step_seconds, next_position=8)
     g.arrive("a", 0, 1)
-    opened = found(g.arrive("a", 1, 1))
-    assert opened.next_position == most_unheard(CONFIG, 0.5, 2)
-
-
-def test_first_grants_which_go_by_no_speed_may_be_the_largest() -> None:
-    """Two of an island of which nobody tells, each of twice 64 steps."""
-    g = Searching("a")
-    g.config = replace(g.config, outage_budget_s=20.0)
-    g.offer("a", 1, 1, step_seconds=1.0, next_position=8)
-    g.arrive("a", 0, 1)
-    opened = found(g.arrive("a", 1, 1))
-    assert opened.next_position == 8 + 2 * (2 * 64 * 2)
+    assert found(g.arrive("a", 1, 1)).next_position == position
 
 
 @pytest.mark.parametrize(

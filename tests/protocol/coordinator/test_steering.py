@@ -52,11 +52,7 @@ def test_an_admitted_island_joins_and_is_merged() -> None:
     ]
     assert steer(d, "admit", "c") == [], "it is done already"
     assert steer(d, "admit", "a") == []
-    d.join("c")
-    d.reports(a=2, c=2)
-    d.take("a", 0, 2)
-    d.computed(0)
-    d.reports(a=6, c=6)
+    d.play("c.joins a=2 c=2 a/0=2 /0 a=6 c=6")
     assert "c" in d.fragment(0).accounts
     assert d.state.islands["c"].status == "live"
     other = only(d.hello("e"), Refused)
@@ -210,33 +206,30 @@ ORDER = ProfileOrder(island="a", steps=8)
 
 def state_of(**changes: object) -> State:
     d = Driver(make_config())
-    d.join("a")
-    d.report("a", 2)
+    d.play("a.joins a=2")
     island = replace(d.state.islands["a"], **changes)
     return with_island(d.state, island)
-
-
-def test_an_island_that_trains_is_asked() -> None:
-    assert steering.trace_refusal(state_of(), ORDER) == ""
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
+        ({}, ""),
         ({"status": "absent"}, "'a' is absent, and makes no steps"),
         ({"status": "gone"}, "'a' is gone"),
         ({"phase": "compiling"}, "'a' is compiling, not training"),
         ({"phase": "stopped"}, "'a' is stopped, not training"),
     ],
 )
-def test_one_that_makes_no_steps_is_not(changes: dict[str, str], why: str) -> None:
-    assert why in steering.trace_refusal(state_of(**changes), ORDER)
-
-
-def test_the_known_ones_are_named() -> None:
-    wrong = steering.trace_refusal(state_of(), ProfileOrder(island="x"))
-    assert "no island 'x'" in wrong
-    assert "'a'" in wrong
+def test_an_island_that_trains_is_asked_and_no_other(
+    changes: dict[str, str], why: str
+) -> None:
+    state = state_of(**changes)
+    wrong = steering.trace_refusal(state, ORDER)
+    assert why in wrong
+    assert bool(wrong) == bool(changes)
+    unknown = steering.trace_refusal(state, ProfileOrder(island="x"))
+    assert "no island 'x' was ever in the run; there were 'a'" in unknown
 
 
 def test_slower_islands_have_more_time() -> None:

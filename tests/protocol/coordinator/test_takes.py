@@ -8,23 +8,25 @@ import pytest
 from kit import (
     Driver,
     asked,
+    begun,
     joined,
     notes,
     of,
     only,
+    pair,
     persisted,
+    scene,
+    scenes,
     took,
     verdicts,
 )
 
-from diloco_jax.protocol.coordinator.state import Alert, Effect
+from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.protocol.coordinator.takes import UNFIT_DELTAS
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
     DeltaKey,
-    Outstanding,
     Published,
-    Record,
     ResendRequest,
     TakeVerdict,
     Version,
@@ -34,17 +36,62 @@ from diloco_jax.protocol.messages import (
 @pytest.fixture
 def open_for_a() -> Driver:
     """a and b train, quorum 2; fragment 0 is open at tick 1, nobody answered yet."""
-    d = joined("a", "b", quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a", "b", quorum=2)
     d.reports(a=2, b=2)
     return d
 
 
-def test_bytes_may_come_before_the_record(open_for_a: Driver) -> None:
-    d = open_for_a
-    d.take("b", 0, 2)
-    assert of(d.arrive("a", 0), Merge) == []
-    merge = only(d.take("a", 0, 2, arrive=False), Merge)
-    assert [c.island for c in merge.contributions] == ["a", "b"]
+@scenes(
+    """
+bytes may come before the record
+    pair a b quorum=2
+    a=2 b=2 b/0=2 a/0 -> ask 0:ab
+    a/0~2 -> merge 0: a 0-2, b 0-2
+a refused delta is not merged and blocks the next
+    pair a b
+    b=1 a=2 a/0~2 -> ask 0:ab
+    a/0! -> refused non_finite:a; drop 0:a
+    b/0=2 -> merge 0: b 0-2
+    /0 ->
+    a=4 -> ask 0:b
+reopened steps are in the next delta
+    pair a b
+    b=1 a=2 a/0~2 a/0! -> ask 0:ab; refused non_finite:a; drop 0:a
+    a=3 a/0-reopened b/0=2 /0 -> merge 0: b 0-2
+    a=6 b/0=4 /0 -> ask 0:ab; merge 0: b 2-4
+    a/0=6 b=8 -> ask 0:b
+    b/0=8 -> merge 0: a 0-6, b 4-8
+    lost -> nothing
+bytes that prove unfit before the record
+    pair a
+    a=2 -> ask 0:a
+    a/0! -> refused non_finite:a; drop 0:a; skip 0: quorum is out of reach
+    a/0~2 a/0-reopened ->
+    a=4 -> ask 0:a
+    a/0=4 -> merge 0: a 0-4
+a take without steps is refused
+    pair a b quorum=2
+    a=2 b=2 b/0=2 -> ask 0:ab
+    a/0~0 -> refused empty:a; drop 0:a; skip 0: quorum is out of reach
+a refusal is told once, though every merge until it is answered finds it again
+    pair a b max_staleness=0
+    a=2 b=2 a/0~2 b/0=2 -> ask 0:ab; merge 0: b 0-2
+    /0 -> drop 0:a
+    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4
+    b=6 b/0=6 /0 -> ask 0:b; merge 0: b 4-6
+a coordinator that dies of a merge has refused nobody for it
+    # Else b opens steps again that the next coordinator merges, and whatever it takes
+    # after that overlaps with them, for ever.
+    pair a b max_staleness=0
+    a=2 a/0=2 -> ask 0:ab; merge 0: a 0-2
+    b/0=2 crash ->
+    a.back=2 b.back=2 -> resend 0:ab
+    a/0 b/0 ->
+    a=4 -> merge 0: a 0-2, b 0-2
+"""
+)
+def test_a_scene_of_takes(first: str, text: str) -> None:
+    scene(begun(first, pair=pair), text)
 
 
 def test_records_and_bytes_that_come_twice_change_nothing(open_for_a: Driver) -> None:
@@ -63,7 +110,7 @@ def test_records_and_bytes_that_come_twice_change_nothing(open_for_a: Driver) ->
 
 def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
     """The hello told of the take, and its bytes were faster than the report."""
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a", "b")
     d.report("a", 2)
     held = d.held("a", 0, 0, 2)
     d.disconnect("a")
@@ -76,53 +123,38 @@ def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
     assert asked(d.report("a", 4)) == {0: ["a"]}
 
 
-def test_bytes_of_an_unknown_take_are_dropped(open_for_a: Driver) -> None:
-    drop = only(open_for_a.arrive("a", 0, tick=77), Drop)
-    assert (drop.island, drop.incarnation, drop.fragment, drop.tick) == ("a", 1, 0, 77)
-
-
-@pytest.mark.parametrize(("name", "incarnation"), [("a", 0), ("a", 2), ("x", 1)])
-def test_bytes_of_another_incarnation_are_dropped(
-    open_for_a: Driver, name: str, incarnation: int
+@pytest.mark.parametrize(
+    ("name", "incarnation", "tick"),
+    [("a", 1, 77), ("a", 0, 1), ("a", 2, 1), ("x", 1, 1)],
+)
+def test_bytes_of_an_unknown_take_or_another_incarnation_are_dropped(
+    open_for_a: Driver, name: str, incarnation: int, tick: int
 ) -> None:
     d = open_for_a
-    d.take("b", 0, 2)
-    d.report("a", 2, took(1, 0, 1, 0, 2))
-    event = DeltaArrived(island=name, incarnation=incarnation, fragment=0, tick=1)
+    d.play("b/0=2 a/0~2")
+    event = DeltaArrived(island=name, incarnation=incarnation, fragment=0, tick=tick)
     effects = d.feed(event)
-    assert of(effects, Drop)
+    assert of(effects, Drop) == [DeltaKey(name, incarnation, 0, tick)]
     assert of(effects, Merge) == []
 
 
 @pytest.mark.parametrize(("staleness", "refused"), [(0, True), (1, False)])
 def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
     """Its island is told at once, since it may be about to adopt the newer one."""
-    d = joined(
-        "a", "b", fragment_sizes=(5,), steps_per_cycle=2, max_staleness=staleness
-    )
-    d.reports(b=1, a=2)
-    d.merge(0, a=2)
+    d = pair("a", "b", max_staleness=staleness)
+    d.play("b=1 a=2 a/0=2 /0")
     effects = d.take("b", 0, 2, base=Version(1, 0))
     verdicts = [(v.verdict, v.reason) for v in of(effects, TakeVerdict)]
     assert verdicts == [("refused", "stale") if refused else ("pending", "")]
     assert len(of(effects, Drop)) == 2 * refused, "once here, once on arrival"
 
 
-def test_who_may_have_taken_is_told_that_the_merge_has_it_not() -> None:
-    """The island's message on the take may still be on its way."""
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(b=1, a=2)
-    d.take("a", 0, 2)
-    assert verdicts(d.computed(0))["b"] == (1, "pending", "")
-
-
 @pytest.mark.parametrize("arrived", [True, False])
 def test_who_comes_back_is_told_which_versions_its_delta_is_not_in(
     *, arrived: bool
 ) -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(b=1, a=2)
-    d.take("a", 0, 2)
+    d = pair("a", "b")
+    d.play("b=1 a=2 a/0=2")
     held = d.held("b", 0, 0, 2)
     d.take("b", 0, 2, arrive=arrived)
     assert verdicts(d.computed(0))["b"] == (1, "pending", "")
@@ -148,7 +180,7 @@ def test_a_take_is_of_a_version_of_this_term_that_was_merged(
     d = open_for_a
     assert only(d.take("a", 0, 2, base=base), TakeVerdict).reason == reason
     assert d.fragment(0).merges == 0
-    d.report("a", 2, d.record("a", "reset", 2, fragment=0, tick=d.tick_of("a", 0)))
+    d.play("a/0-reset")
     assert d.totals("a").lost == {reason: 20}
 
 
@@ -160,9 +192,8 @@ def test_a_version_that_no_merge_has_made_is_not_adopted(open_for_a: Driver) -> 
 
 
 def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
-    d.report("a", 2)
-    d.take("a", 0, 2)
+    d = pair("a", "b", max_staleness=0)
+    d.play("a=2 a/0=2")
     assert d.fragment(0).phase == "merging"
     assert of(d.take("b", 0, 2), TakeVerdict) == []
     effects = d.computed(0)
@@ -171,64 +202,13 @@ def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> No
     assert verdicts(effects)["b"][1:] == ("refused", "stale")
 
 
-def test_a_coordinator_that_dies_of_a_merge_has_refused_nobody_for_it() -> None:
-    """Else b opens steps again that the next coordinator merges, and whatever it takes
-    after that overlaps with them, for ever."""
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
-    d.report("a", 2)
-    d.take("a", 0, 2)
-    told = d.take("b", 0, 2)
-    held = {name: d.held(name, 0, 0, 2) for name in "ab"}
-    d.crash()
-    for name in "ab":
-        d.hello(name, steps=2, phase="training", outstanding=(held[name],))
-        d.arrive(name, 0, held[name].tick)
-    d.report("a", 4)
-    assert {c.island for c in d.fragment(0).merging} >= {"a", "b"}
-    assert of(told, TakeVerdict) == []
-
-
-def refused_take() -> Driver:
-    """a's delta of steps [0, 2) has proved unfit; a does not know yet."""
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
-    d.reports(b=1, a=2)
-    d.take("a", 0, 2, arrive=False)
-    effects = d.arrive("a", 0, refusal="non_finite")
-    verdict = only(effects, TakeVerdict)
-    assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
-    assert of(effects, Drop)
-    assert notes(effects, "refused")[0]["reason"] == "non_finite"
-    return d
-
-
-def answer(d: Driver, kind: str, step: int) -> Record:
-    return d.record("a", kind, step, fragment=0, tick=d.tick_of("a", 0))
-
-
-def test_a_refused_delta_is_not_merged_and_blocks_the_next() -> None:
-    d = refused_take()
-    effects = d.take("b", 0, 2)
-    assert [c.island for c in only(effects, Merge).contributions] == ["b"]
-    assert verdicts(d.computed(0))["a"] == (1, "refused", "non_finite")
-    assert asked(d.report("a", 4)) == {0: ["b"]}
-
-
-def test_reopened_steps_are_in_the_next_delta() -> None:
-    d = refused_take()
-    d.report("a", 3, answer(d, "reopened", 3))
+def test_the_tape_has_refusals_and_publishes_tell_them_again() -> None:
+    d = pair("a", "b")
+    d.play("b=1 a=2 a/0~2")
+    (note,) = notes(d.arrive("a", 0, refusal="non_finite"), "refused")
+    assert note["reason"] == "non_finite"
     d.take("b", 0, 2)
-    d.computed(0)
-    assert asked(d.report("a", 6)) == {0: ["a", "b"]}
-    d.take("b", 0, 4)
-    d.computed(0)
-    d.take("a", 0, 6, start=0)
-    assert asked(d.report("b", 8)) == {0: ["b"]}
-    merge = only(d.take("b", 0, 8), Merge)
-    assert [(c.island, c.start, c.end) for c in merge.contributions] == [
-        ("a", 0, 6),
-        ("b", 4, 8),
-    ]
-    assert d.totals("a").lost == {}
+    assert verdicts(d.computed(0))["a"] == (1, "refused", "non_finite")
 
 
 def unfit(d: Driver, step: int) -> list[str]:
@@ -236,12 +216,12 @@ def unfit(d: Driver, step: int) -> list[str]:
     d.report("a", step)
     d.take("a", 0, step, arrive=False)
     effects = d.arrive("a", 0, refusal="non_finite")
-    d.report("a", step, answer(d, "dropped", step))
+    d.play("a/0-dropped")
     return [alert.text for alert in of(effects, Alert)]
 
 
 def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2)
+    d = pair("a", "b")
     steps = range(2, 2 * (UNFIT_DELTAS + 2), 2)
     said = [unfit(d, step) for step in steps]
     assert [len(texts) for texts in said] == [0] * (UNFIT_DELTAS - 1) + [1, 0]
@@ -251,23 +231,9 @@ def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
     assert "inner.learning_rate" in text
 
 
-def test_bytes_that_prove_unfit_before_the_record() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    effects = d.arrive("a", 0, refusal="non_finite")
-    assert only(effects, TakeVerdict).verdict == "refused"
-    effects = d.take("a", 0, 2, arrive=False)
-    assert of(effects, Merge) == []
-    d.report("a", 2, answer(d, "reopened", 2))
-    assert d.account("a", 0).start == 0
-    assert asked(d.report("a", 4)) == {0: ["a"]}
-
-
 def test_steps_that_adoption_overwrote_are_lost() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 6)
+    d = pair("a")
+    d.play("a=2 a/0=2 /0 a=6")
     d.take("a", 0, 6, start=3)
     d.computed(0)
     totals = d.totals("a")
@@ -277,24 +243,14 @@ def test_steps_that_adoption_overwrote_are_lost() -> None:
     assert d.totals("a") == totals, "after a crash too"
 
 
-def test_a_take_without_steps_is_refused(open_for_a: Driver) -> None:
-    d = open_for_a
-    d.take("b", 0, 2)
-    effects = d.take("a", 0, 0)
-    assert only(effects, TakeVerdict).reason == "empty"
-    assert of(effects, Merge) == []
-
-
 def test_steps_that_are_settled_are_refused_as_overlap() -> None:
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 4)
+    d = pair("a")
+    d.play("a=2 a/0=2 /0 a=4")
     effects = d.take("a", 0, 4, start=1)
     assert only(effects, TakeVerdict).reason == "overlap"
     assert of(effects, Merge) == []
     # The island goes back to the anchor; what comes then is whole.
-    d.report("a", 5, answer(d, "reset", 5))
+    d.play("a=5 a/0-reset")
     assert d.totals("a").lost == {"overlap": 20}
     d.report("a", 6)
     assert only(d.take("a", 0, 6, start=5), Merge)
@@ -305,16 +261,14 @@ def test_steps_that_are_settled_are_refused_as_overlap() -> None:
 
 def test_a_take_that_was_asked_for_before_a_crash_is_sent_again() -> None:
     """Its bytes may have come first, and been dropped: nobody knew of it."""
-    d = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    d.report("a", 2)
-    d.crash()
+    d = pair("a")
+    d.play("a=2 crash")
     d.hello("a", steps=2, phase="training")
     assert of(d.arrive("a", 0, tick=1), Drop)
     effects = d.report("a", 2, took(1, 0, 1, 0, 2))
     assert only(effects, ResendRequest).tick == 1
     d.arrive("a", 0, tick=1)
-    d.report("a", 4)
-    d.report("a", 6)
+    d.play("a=4 a=6")
     assert d.account("a", 0).take is not None
 
 
@@ -324,30 +278,12 @@ def test_only_bytes_after_their_record_that_are_merged_tell_of_transfer_times(
     d = open_for_a
     d.take("b", 0, 2)
     before = d.fragment(0).transfer_seconds
-    d.wait(4)
-    d.arrive("a", 0)
+    d.play("+4 a/0")
     assert d.fragment(0).transfer_seconds == before, "nobody knows since when"
-    unfit = joined("a", fragment_sizes=(5,), steps_per_cycle=2)
-    unfit.report("a", 2)
-    unfit.take("a", 0, 2, arrive=False)
-    unfit.wait(4)
+    unfit = pair("a")
+    unfit.play("a=2 a/0~2 +4")
     unfit.arrive("a", 0, refusal="non_finite")
     assert unfit.fragment(0).transfer_seconds == 0
-
-
-def test_a_refusal_is_told_once() -> None:
-    """Until the island answers, every merge finds the refused take again."""
-    d = joined("a", "b", fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
-    d.reports(a=2, b=2)
-    d.take("a", 0, 2, arrive=False)
-    d.take("b", 0, 2)
-    d.computed(0)
-    for steps in (4, 6):
-        d.report("b", steps)
-        d.take("b", 0, steps)
-        d.computed(0)
-    assert len(notes(d.effects, "refused")) == 1
-    assert len([e for e in of(d.effects, Drop) if e.island == "a"]) == 1
 
 
 def test_a_record_that_is_told_twice_is_on_the_tape_once() -> None:
@@ -359,46 +295,8 @@ def test_a_record_that_is_told_twice_is_on_the_tape_once() -> None:
 
 def test_who_is_gone_is_told_of_no_version() -> None:
     d = joined("a", "b")
-    d.goodbye("b")
-    d.report("a", 2)
+    d.play("b.leaves a=2")
     assert [told.island for told in of(d.merge(0, a=2), Published)] == ["a"]
-
-
-VERSIONS = (Version(1, 0), Version(1, 0))
-KEY = DeltaKey("a", 1, 0, 1)
-
-
-def taken() -> tuple[Driver, Outstanding]:
-    """Island a has taken fragment 0 as the lead dies; b has not. 2 are a quorum."""
-    d = joined("a", "b", quorum=2, workers=2)
-    d.reports(a=2, b=2)
-    d.take("a", 0, 2, arrive=False)
-    held = d.held("a", 0, 0, 2)
-    d.crash()
-    return d, held
-
-
-def resume(d: Driver, *held: Outstanding, through: int = 0) -> list[Effect]:
-    return d.hello(
-        "a",
-        phase="training",
-        steps=2,
-        versions=VERSIONS,
-        outstanding=held,
-        records_through=through,
-    )
-
-
-def test_after_a_crash_it_is_asked_for_and_counts_then() -> None:
-    d, held = taken()
-    assert of(d.arrive("a", 0, held.tick), Drop) == [KEY]
-    (request,) = of(resume(d, held, through=held.seq), ResendRequest)
-    assert (request.fragment, request.tick) == (0, held.tick)
-    d.arrive("a", 0, held.tick, norm=3.0)
-    take = d.account("a", 0).take
-    assert take is not None
-    assert (take.ready, take.norm) == (True, 3.0)
-    assert d.fragment(0).transfer_seconds == 0.0, "nobody knows how long it took"
 
 
 @pytest.mark.parametrize("bytes_first", [False, True])
@@ -445,8 +343,7 @@ def test_an_island_that_miscounts_is_quarantined_and_told_why() -> None:
         steps_per_cycle=2,
         quarantine_after=1,
     )
-    d.reports(a=2, b=2, c=2)
-    d.take("a", 0, 2, arrive=False)
+    d.play("a=2 b=2 c=2 a/0~2")
     effects = d.feed(
         DeltaArrived(
             island="a", incarnation=1, fragment=0, tick=d.tick_of("a", 0), used=10**9

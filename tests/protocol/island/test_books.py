@@ -20,7 +20,7 @@ def take(tick, step, start=None):
 
 def told(tick, verdict, step, outcome, newest=None, reason=""):
     more = () if newest is None else (V[newest],)
-    return "settle", (0, tick, verdict, reason, step, *more), outcome
+    return "judge", (0, tick, verdict, reason, step, *more), outcome
 
 
 def stale(tick, step, outcome, newest=None):
@@ -95,21 +95,14 @@ SCENES = {
         [take(1, 4), PENDING, adopt(1, 6, "kept"), stale(1, 7, "reopened", 1)],
         [take(2, 8), stale(2, 9, "reopened", 2)],
     ),
-    "rebase takes a pending delta out": (
-        "rebase",
-        [take(1, 4), PENDING],
-        [adopt(1, 6, "adopted")],
-    ),
-    "overwrite takes a pending delta out": (
-        "overwrite",
-        [take(1, 4), PENDING],
-        [adopt(1, 6, "adopted")],
-    ),
-    "blend takes a pending delta out": (
-        "blend",
-        [take(1, 4), PENDING],
-        [adopt(1, 6, "adopted")],
-    ),
+    **{
+        f"{rule} takes a pending delta out": (
+            rule,
+            [take(1, 4), PENDING],
+            [adopt(1, 6, "adopted")],
+        )
+        for rule in ("rebase", "overwrite", "blend")
+    },
     "a refusal before an adoption opens the steps again": (
         "rebase",
         [take(1, 4), stale(1, 6, "reopened")],
@@ -170,9 +163,9 @@ def test_repeated_tick_and_outstanding_take_are_ignored():
     books = books_of([V[0]], "rebase")
     assert books.take(0, 1, 4) is not None
     assert books.take(0, 2, 5) is None
-    assert books.settle(0, 1, "pending", "", 5) == "none"
+    assert books.judge(0, 1, "pending", "", 5) == "none"
     assert [(t.fragment, t.tick) for t in books.outstanding()] == [(0, 1)]
-    books.settle(0, 1, "merged", "", 5)
+    books.judge(0, 1, "merged", "", 5)
     books.adopt(0, V[1], 5)
     assert books.take(0, 1, 6) is None
     assert [r.kind for r in books.drain()] == ["took", "adopted"]
@@ -183,12 +176,12 @@ def test_the_tape_says_what_became_of_a_delta():
     for reason, kind in (("stale", "reopened"), ("non_finite", "reset")):
         assert books.take(0, 1 if kind == "reopened" else 2, 4) is not None
         tick = books.outstanding()[0].tick
-        assert books.settle(0, tick, "refused", reason, 6) == kind
+        assert books.judge(0, tick, "refused", reason, 6) == kind
         assert [r.kind for r in books.drain()] == ["took", kind]
     books.take(0, 3, 8)
-    books.settle(0, 3, "pending", "", 8, V[1])
+    books.judge(0, 3, "pending", "", 8, V[1])
     books.adopt(0, V[1], 8)
-    books.settle(0, 3, "merged", "", 9, V[2])
+    books.judge(0, 3, "merged", "", 9, V[2])
     books.adopt(0, V[2], 9)
     adoptions = [r.tick for r in books.drain() if r.kind == "adopted"]
     assert adoptions == [3, -1], "which delta was kept"
@@ -260,7 +253,7 @@ def test_intervals_tile_the_steps(rule, script):
             taken = outstanding[fragment].tick
             verdict, reason = refusal or (action, "")
             newest = V[versions[fragment] + ahead]
-            books.settle(fragment, taken, verdict, reason, step, newest)
+            books.judge(fragment, taken, verdict, reason, step, newest)
             if verdict == "merged":
                 settled[fragment] = outstanding[fragment].step
                 outstanding[fragment] = None
@@ -290,7 +283,7 @@ def test_intervals_tile_the_steps(rule, script):
 def test_a_delta_that_a_new_term_dropped_is_kept_beside_no_version():
     books = books_of([V[0]], "keep")
     books.take(0, 1, 4)
-    books.settle(0, 1, "pending", "", 5, V[1])
+    books.judge(0, 1, "pending", "", 5, V[1])
     books.new_term(6)
     assert books.adopt(0, V[1], 7) == "adopted"
 
@@ -314,7 +307,7 @@ def test_a_new_term_drops_takes_for_good_and_says_what_is_for_its_books():
         ("carried", 1, 6, -1),
         ("carried", 2, 0, -1),
     ]
-    assert books.settle(0, 1, "refused", "stale", 9) == "none", "an old verdict"
+    assert books.judge(0, 1, "refused", "stale", 9) == "none", "an old verdict"
     assert books.must_wait(0), "its local values hold the dropped steps"
     assert books.take(1, 8, 10).start == 6
     assert books.adopt(0, Version(2, 3), 11) == "adopted"

@@ -255,20 +255,14 @@ def watch(told, cycle, fragment, number):
     told.receive(Watch(cycle=cycle, fragment=fragment, version=version))
 
 
-def test_an_anchor_is_copied_before_the_adoption_that_replaces_it():
+@pytest.mark.parametrize("brings", [False, True])
+def test_an_anchor_is_copied_once_beside_the_adoption_of_the_next_or_of_itself(brings):
     island = Island(fragments=2)
-    watch(island.told, 1, 0, 0)
+    watch(island.told, 1, 0, int(brings))
     island.told.arrived(0, V1, 1)
-    assert island.at(4) == [("copy", 0), ("adopt", 0, V1, False)]
-
-
-def test_an_anchor_is_copied_once_after_the_adoption_that_brings_it():
-    island = Island(fragments=2)
-    watch(island.told, 1, 0, 1)
-    assert island.at(4) == []
-    island.told.arrived(0, V1, 1)
-    assert island.at(5) == [("adopt", 0, V1, False), ("copy", 0)]
-    assert island.at(6) == []
+    done = [("copy", 0), ("adopt", 0, V1, False)]
+    assert island.at(4) == (done[::-1] if brings else done)
+    assert island.at(5) == []
 
 
 def test_a_complete_cycle_is_evaluated_before_another_is_copied():

@@ -71,55 +71,53 @@ def test_what_was_not_sent_is_said_again():
     assert said.has_news(AT_4, 1)
 
 
-def test_a_position_that_a_lie_put_far_away_keeps_no_island_out():
-    who = reporting.Introduction(
-        island="a",
-        incarnation=1,
-        session="s",
-        fingerprint="f",
-        tokens_per_step=8,
-        sequences_per_step=2,
-    )
-    far = Status(next_position=MOST_POSITION + 1000)
-    said = bulk.from_island(bulk.encode(reporting.hello(who, far)))
-    assert said.next_position == MOST_POSITION
-
-
 # ---- a hello says who an incarnation is, and where it is ----
+
+WHO = Introduction(
+    island="a",
+    incarnation=3,
+    session="s",
+    fingerprint="f",
+    tokens_per_step=64,
+    sequences_per_step=4,
+    lookahead=2,
+    gives_at=("host:7079",),
+    plan="p",
+    run={"seed": 1},
+    island_config={"batch_size": 4},
+    environment={"jax": "0.1"},
+)
 
 
 def test_it_says_what_it_holds_and_what_is_acknowledged() -> None:
-    who = Introduction(
-        island="a",
-        incarnation=3,
-        session="s",
-        fingerprint="f",
-        tokens_per_step=64,
-        sequences_per_step=4,
-        lookahead=2,
-        plan="p",
-        run={"seed": 1},
-        island_config={"batch_size": 4},
-        environment={"jax": "0.1"},
-    )
-    take = Outstanding(fragment=1, tick=9, start=3, end=7, base=Version(1, 2), seq=11)
     status = Status(
         phase="training",
         steps=7,
-        outstanding=(take,),
+        outstanding=(
+            Outstanding(fragment=1, tick=9, start=3, end=7, base=Version(1, 2), seq=11),
+        ),
         versions=(Version(1, 3),),
         measures=Measures(median_step_seconds=0.5),
         run_id="r",
         term=2,
+        term_name="n",
+        changes=(0.5,),
         sequences_granted=40,
         records_through=12,
         tokens=900,
         own_tokens=320,
         next_position=64,
     )
-    said = hello(who, status)
-    for name in who.__struct_fields__:
-        assert getattr(said, name) == getattr(who, name)
-    for name in set(status.__struct_fields__) - {"measures", "watches"}:
-        assert getattr(said, name) == getattr(status, name)
+    said = hello(WHO, status)
+    names = {*WHO.__struct_fields__, *status.__struct_fields__}
+    for name in names - {"measures", "watches"}:
+        theirs = WHO if name in WHO.__struct_fields__ else status
+        assert getattr(said, name) == getattr(theirs, name)
     assert said.step_seconds == 0.5
+    assert bulk.from_island(bulk.encode(said)) == said
+
+
+def test_a_position_that_a_lie_put_far_away_keeps_no_island_out():
+    far = Status(next_position=MOST_POSITION + 1000)
+    said = bulk.from_island(bulk.encode(hello(WHO, far)))
+    assert said.next_position == MOST_POSITION
