@@ -12,7 +12,9 @@ from engine_support import WAIT_S
 from etils import epath
 from store_support import merge_once
 
+from diloco_jax import files
 from diloco_jax.config import Placement
+from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     Publishes,
@@ -205,6 +207,25 @@ def test_one_whose_bytes_are_damaged_ends_a_coordinator_that_has_begun(
     assert not holder.restore(asked).lost, "names and headers are as they were"
     with pytest.raises(DurableError, match=r"fragment 1, version \(1, 1\).*checksum"):
         engine.run()
+
+
+def test_a_read_ends_with_the_coordinator_that_wants_it(
+    make_engine, on_disk, monkeypatch
+):
+    """Not with the snapshot, which may have gigabytes."""
+    holder: StoreHolder = make_engine(done=lambda: True)._holder._holder
+    (asked, _), reads, read_into = on_disk(holder), [], files._read_into
+    monkeypatch.setattr(fragment_snapshots, "READ_VALUES", 8)
+
+    def read(file, block):
+        reads.append(file.name)
+        if len(reads) == 3:
+            holder.close()
+        return read_into(file, block)
+
+    monkeypatch.setattr(files, "_read_into", read)
+    assert holder._bring_back(asked.fragments[1]) is None
+    assert len(reads) == 3
 
 
 @pytest.mark.parametrize("gone", ["snapshot", "publish"])
