@@ -541,10 +541,6 @@ Theta = Callable[[], list[Any]]
 """Returns the arrays of a fragment, on the writer's thread; a worker's are fetched."""
 
 
-class _NotFetched(Exception):  # noqa: N818
-    """A fragment did not come from its worker."""
-
-
 class KeptCycles:
     """The kept cycles of one run. They are written on a thread of their own, one at a
     time; a fragment's arrays are held until they are on disk."""
@@ -607,27 +603,21 @@ class KeptCycles:
             self._finish(scratch)
         except Exception as error:
             # Not the run's business: it goes on, and somebody is told.
-            logger.error("cycle %d is not kept: %s", keep.cycle, error)
             self._given_up = True
             shutil.rmtree(scratch, ignore_errors=True)
-            why = str(error)
-            if not isinstance(error, _NotFetched):
-                why = (
-                    f"it cannot be written to {self._folder} ({error}); free some "
-                    f"space there"
-                )
+            if isinstance(error, WireError):
+                why = f"fragment {keep.fragment} did not come from its worker: {error}"
+            else:
+                where = f"{self._folder} ({error})"
+                why = f"it cannot be written to {where}; free some space there"
+            logger.error("cycle %d is not kept: %s", keep.cycle, why)
             done(keep.cycle, f"cycle {keep.cycle} is not kept: {why}")
             return
         logger.info("cycle %d is kept", keep.cycle)
         done(keep.cycle, "")
 
     def _write_fragment(self, scratch: Path, keep: KeepFragment, theta: Theta) -> None:
-        try:
-            arrays = [np.asarray(array) for array in theta()]
-        except WireError as error:
-            raise _NotFetched(
-                f"fragment {keep.fragment} did not come from its worker: {error}"
-            ) from error
+        arrays = [np.asarray(array) for array in theta()]
         scratch.mkdir(parents=True, exist_ok=True)
         require_space(scratch, sum(array.nbytes for array in arrays))
         facts = {
