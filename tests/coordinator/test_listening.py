@@ -11,7 +11,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
+from coordinator_support import begun
 
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
@@ -22,7 +22,6 @@ from diloco_jax.coordinator.workers import LedWorker
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.holding import (
     AwaitedTakes,
-    BeginWorker,
     FragmentsRestored,
     RestoreFragments,
     WorkerServes,
@@ -95,25 +94,15 @@ def lead(config):
 
         def start(config: Config = config, **fields: object) -> LedWorker:
             errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-            begin = replace(begun(config), **fields)
-            made = LedWorker(begin, config, lambda _: None, errors.put)
+            made = LedWorker(
+                begun(config, **fields), config, lambda _: None, errors.put
+            )
             made.errors = errors
             stack.callback(made.end)
             made.start(NOTHING)
             return made
 
         yield start
-
-
-def begun(config: Config) -> BeginWorker:
-    return BeginWorker(
-        config=dataclasses.asdict(config),
-        run_id="r",
-        worker=0,
-        fragments=(0, 2),
-        term=1,
-        start=7,
-    )
 
 
 def test_the_lead_that_was_started_last_is_obeyed_also_after_a_restart(
@@ -167,9 +156,8 @@ def test_a_life_that_begins_forgets_no_newer_lead(config, serve, tmp_path, monke
 def test_what_is_for_another_worker_or_cannot_be_read_is_refused(
     config, serve, fields, why
 ):
-    begin = replace(begun(config), **fields)
     with pytest.raises((Refused, ConfigError), match=why):
-        serve(config)._obey(None, begin, "peer")
+        serve(config)._obey(None, begun(config, **fields), "peer")
 
 
 def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
