@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from coordinator_support import begun
+from msgspec.structs import replace
 
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
@@ -156,8 +157,9 @@ def test_a_life_that_begins_forgets_no_newer_lead(config, serve, tmp_path, monke
 def test_what_is_for_another_worker_or_cannot_be_read_is_refused(
     config, serve, fields, why
 ):
+    begin = replace(begun(config), **fields)
     with pytest.raises((Refused, ConfigError), match=why):
-        serve(config)._obey(None, begun(config, **fields), "peer")
+        serve(config)._obey(None, begin, "peer")
 
 
 def test_another_certificate_than_the_coordinators_is_refused_with_both_names(

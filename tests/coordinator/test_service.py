@@ -31,7 +31,7 @@ def posted(made: Coordinator) -> list[Any]:
 
 
 def hello(**changes: Any) -> messages.Hello:
-    said = bulk.from_island(raw("Hello", hello_fields("a", term=1)))
+    said = bulk.from_island(raw("Hello", hello_fields("a", run_id="r", term=1)))
     return replace(cast(messages.Hello, said), **changes)
 
 
