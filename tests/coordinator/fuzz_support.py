@@ -342,6 +342,8 @@ class World:
             found = self.gatherer._found
             for name in list(self.streams):
                 self.cut(name)
+            if self.coordinator is not None:  # The end of a stream led here before.
+                return
             with contextlib.suppress(queue.Empty):
                 while True:
                     thread._queue.get_nowait()
