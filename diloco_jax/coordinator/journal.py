@@ -37,7 +37,11 @@ from diloco_jax.files import Appended, sync_path
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import Ignored
-from diloco_jax.protocol.holding import RestoredFragment
+from diloco_jax.protocol.holding import (
+    MergeDigested,
+    MergesCompiled,
+    RestoredFragment,
+)
 from diloco_jax.protocol.messages import Version
 
 logger = logging.getLogger(__name__)
@@ -391,9 +395,18 @@ Note = (
 )
 
 
-def restored(told: RestoredFragment) -> FragmentBack:
-    """Return the tape's note of a fragment that is back."""
-    return FragmentBack(**msgspec.structs.asdict(told))
+NOTES: dict[type[Any], type[Any]] = {
+    MergesCompiled: Compiled,
+    MergeDigested: Digested,
+    RestoredFragment: FragmentBack,
+}
+"""Notes with the fields of what a holder tells."""
+
+
+def noted(told: MergesCompiled | MergeDigested | RestoredFragment) -> Note:
+    """Return the tape's note of what a holder tells."""
+    note: Note = NOTES[type(told)](**msgspec.structs.asdict(told))
+    return note
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:
@@ -410,7 +423,7 @@ SLOW_TOLD_EVERY_S = 60.0
 
 
 class Journal:
-    """The `Log` of the service's engine. Only the engine's thread may use it."""
+    """The `Log` of the lead. Only its thread may use it."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ Every change of a run goes through the queue of this thread, so decisions need n
 
 There is one engine for every clock. Three shells construct it: the lead, a coordinator
 in virtual time, and one that searches islands for lost anchors. They give it different
-deciding halves of the protocol, and different logs, messengers and holders.
+deciding halves of the protocol, and different logs and holders.
 """
 
 from __future__ import annotations
@@ -97,16 +97,6 @@ class Log(Protocol):
         """Report something that a person should look at. island: see `Alert`."""
 
 
-class Messenger(Protocol):
-    """The connected sessions."""
-
-    def tell(self, session: str, message: FromCoordinator) -> None:
-        """Send a message; nothing happens if the session is not connected."""
-
-    def postpone(self, session: str, message: str) -> None:
-        """End a session for this reason; the island tries again later."""
-
-
 class Holder(Protocol):
     """Keeps the fragments and the deltas that wait for their merge."""
 
@@ -138,7 +128,7 @@ class Engine(Generic[S, E]):
         config: PolicyConfig,
         state: S,
         *,
-        sender: Messenger,
+        sessions: Sessions,
         log: Log | None = None,
         holder: Holder | None = None,
         searcher: Searcher | None = None,
@@ -147,8 +137,7 @@ class Engine(Generic[S, E]):
         self.config, self.state = config, state
         self.dead = False
         """Set by an effect that ends this engine; no later effect is carried out."""
-        self._decide = decide
-        self._sender = sender
+        self._decide, self._sessions = decide, sessions
         self._log, self._holder, self._searcher = log, holder, searcher
 
     def step(self, event: E, now: float) -> None:
@@ -171,13 +160,13 @@ class Engine(Generic[S, E]):
         if self._log is not None:
             note = TurnedAway(island=island, code=refused.code, message=refused.message)
             self._log.note(note)
-        self._sender.tell(session, refused)
+        self._sessions.tell(session, refused)
 
     def carry_out(self, effect: AnyEffect) -> None:
         """Carry out one effect."""
         match effect:
             case Tell(session=session, message=message):
-                self._sender.tell(session, message)
+                self._sessions.tell(session, message)
             case Note(record=noted):
                 assert self._log is not None
                 self._log.note(noted)
@@ -188,7 +177,7 @@ class Engine(Generic[S, E]):
                 assert self._log is not None
                 self._log.ignored(effect)
             case Postpone(session=session, message=reason):
-                self._sender.postpone(session, reason)
+                self._sessions.postpone(session, reason)
             case Alert(text=text, island=island):
                 told = self._log or self._searcher
                 assert told is not None
@@ -223,14 +212,16 @@ class Stream(Protocol):
 
 
 class Sessions:
-    """Streams by session name; the `Messenger` of an engine.
+    """Streams by session name. An engine tells them what was decided.
 
     A stream first says hello. It serves its session once the coordinator has answered
     with a Welcome. A newer stream of a session then replaces the older one.
     """
 
     def __init__(self) -> None:
-        self.completed: Callable[[Hello, FromCoordinator], FromCoordinator] = _as_it_is
+        self.completed: Callable[[Hello, FromCoordinator], FromCoordinator] = (
+            lambda hello, message: message
+        )
         """Completes a message for the island that said hello."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Stream] = {}
@@ -250,22 +241,24 @@ class Sessions:
             self._waiting[session.hello.session] = session
 
     def tell(self, session: str, message: FromCoordinator) -> None:
-        """Send a message to a session; see `lead.Messenger`.
+        """Send a message to a session; nothing happens if it is not connected.
 
         A Welcome makes the session's newest stream serve it; a Refused ends all its
         streams.
         """
         if isinstance(message, Refused):
-            self._refuse(session, errors.Refused(message.code, message.message))
+            for stream in self._removed(session):
+                stream.close(errors.Refused(message.code, message.message))
             return
         if isinstance(message, Welcome):
             self._welcome(session)
         with self._lock:
-            stream = self._serving.get(session)
-        if stream is not None:
-            stream.send(self.completed(stream.hello, message))
+            served = self._serving.get(session)
+        if served is not None:
+            served.send(self.completed(served.hello, message))
 
     def postpone(self, session: str, message: str) -> None:
+        """End a session for this reason; the island tries again later."""
         for stream in self._removed(session):
             stream.fail(errors.Busy(message))
 
@@ -295,30 +288,19 @@ class Sessions:
             stream = self._waiting.pop(name, None)
             if stream is None:
                 return
-            island = stream.hello.island
-            replaced = [
-                other
-                for other, served in self._serving.items()
-                if served.hello.island == island
-            ]
-            before = [self._serving.pop(other) for other in replaced]
+            island, served = stream.hello.island, list(self._serving.items())
+            before = [(n, old) for n, old in served if old.hello.island == island]
+            for other, _ in before:
+                del self._serving[other]
             self._serving[name] = stream
-        for old in before:
+        for _, old in before:
             if old is not stream:
                 old.close()
-
-    def _refuse(self, name: str, refused: errors.Refused) -> None:
-        for stream in self._removed(name):
-            stream.close(refused)
 
     def _removed(self, name: str) -> list[Stream]:
         with self._lock:
             found = (self._waiting.pop(name, None), self._serving.pop(name, None))
         return [stream for stream in found if stream is not None]
-
-
-def _as_it_is(hello: Hello, message: FromCoordinator) -> FromCoordinator:
-    return message
 
 
 def session_in_use(hello: Hello) -> str:
@@ -390,7 +372,7 @@ class EngineThread(Generic[S, E]):
         """Queue an event with the present time.
 
         Args:
-          before: called on the engine's thread just before the event is decided.
+          before: called on this object's thread just before the event is decided.
           peer: ends the session that caused the event, if the event does not name one.
         """
         queued = (event, before, peer, time.monotonic())
@@ -489,8 +471,8 @@ class Lead(EngineThread[State, Event]):
         slow_s: float,
         housekeeping: Callable[[Lead], None],
     ) -> None:
-        """slow_s: see `Journal`. housekeeping: called on the engine's thread at least
-        twice a second."""
+        """slow_s: see `Journal`. housekeeping: called on this thread at least twice a
+        second."""
         self.config = config
         self.tally = Tally()
         """Sums of the islands' accounts."""
@@ -509,7 +491,7 @@ class Lead(EngineThread[State, Event]):
             config,
             state,
             log=self.journal,
-            sender=sessions,
+            sessions=sessions,
             holder=holder,
         )
         super().__init__(
@@ -531,6 +513,11 @@ class Lead(EngineThread[State, Event]):
     ) -> None:
         # First: an island that goes on as this machine wakes up made steps meanwhile.
         if slept_s := self._sleeps.since_last_s():
+            self.journal.alert(
+                f"this machine slept for {slept_s:.0f} s, or its clock was put "
+                f"forward; no deadline goes by that, but certificates and incarnations "
+                f"do: look at its time service"
+            )
             super()._handle(MachineSlept(seconds=slept_s), None, None)
         super()._handle(event, before, peer)
 
@@ -557,8 +544,8 @@ class Lead(EngineThread[State, Event]):
 
     def _write(self, message: _ToBeWritten) -> None:
         match message:
-            case MergesCompiled():
-                self.journal.note(journal.Compiled())
+            case MergesCompiled() | MergeDigested() | RestoredFragment():
+                self.journal.note(journal.noted(message))
             case MergeMeasured():
                 self.journal.note(
                     journal.Measured(
@@ -571,17 +558,6 @@ class Lead(EngineThread[State, Event]):
                     )
                 )
                 self._metrics.append(merge_line(message))
-            case MergeDigested():
-                self.journal.note(
-                    journal.Digested(
-                        fragment=message.fragment,
-                        version=message.version,
-                        digest=message.digest,
-                        anchor=message.anchor,
-                    )
-                )
-            case RestoredFragment():
-                self.journal.note(journal.restored(message))
             case HolderTroubled(text=text):
                 self.journal.alert(text)
 

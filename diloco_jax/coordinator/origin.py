@@ -30,13 +30,8 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import journal
-from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles, make_store
-from diloco_jax.coordinator.holding.holder import (
-    FragmentHolder,
-    lost_here,
-    make_holder,
-)
+from diloco_jax.coordinator.holding.holder import FragmentHolder, lost_here, make_holder
 from diloco_jax.coordinator.service import Searched
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import WorkersHolder, has_result
@@ -45,15 +40,8 @@ from diloco_jax.core.tiles import digest_all
 from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import members, recovery, steering
-from diloco_jax.protocol.coordinator.search import (
-    Aim,
-    FoundTerm,
-)
-from diloco_jax.protocol.coordinator.state import (
-    PolicyConfig,
-    State,
-    initial,
-)
+from diloco_jax.protocol.coordinator.search import Aim, FoundTerm
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.holding import (
     Commit,
     Committed,
@@ -71,7 +59,7 @@ class MadeState(NamedTuple):
 
     state: State
     holder: FragmentHolder
-    log: durable.RecordLog
+    log: journal.RecordLog
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +76,7 @@ class StateMaker:
     opened: contextlib.ExitStack
     """Closed at the end of the life; it then ends a restore that is under way, and
     breaks the lines to workers."""
-    open_log: Callable[[int], durable.RecordLog]
+    open_log: Callable[[int], journal.RecordLog]
     """Opens the log after that snapshot."""
     search: Callable[[Aim, FragmentHolder | None], Searched]
     """Asks islands for anchors, for that holder."""
@@ -270,7 +258,7 @@ class StateMaker:
         """Write the first snapshot of a run or a term, whose fragments are on disk."""
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if before is None else before
-        number = durable.next_number(self.workdir / run_files.LOG, after)
+        number = journal.next_number(self.workdir / run_files.LOG, after)
         with self.states.beginning():
             self.states.save(number, state)
         log = self.open_log(number)
@@ -284,7 +272,7 @@ class FromLog(NamedTuple):
     state: State
     snapshot: int
     """Number of the snapshot of the state."""
-    lines: list[durable.Line]
+    lines: list[journal.Line]
     """Records after it."""
     restore: RestoreFragments
     """The versions to which the holder must bring its fragments."""
@@ -292,8 +280,8 @@ class FromLog(NamedTuple):
 
 def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromLog:
     """Rebuild the lead's state after a crash."""
-    found, snapshot = snapshots.load(functools.partial(durable.goes_on_from, log))
-    lines = list(durable.read(log, after=found))
+    found, snapshot = snapshots.load(functools.partial(journal.goes_on_from, log))
+    lines = list(journal.read(log, after=found))
     later = [
         _record(line, f"{log}, record {number} after snapshot {found}")
         for number, line in enumerate(lines, start=1)
@@ -348,7 +336,7 @@ def tell_recovered(
         )
     )
     for fragment in restored.fragments:
-        tape.append(journal.dated(journal.restored(fragment)))
+        tape.append(journal.dated(journal.noted(fragment)))
 
 
 def without_snapshot(workdir: Path, run_id: str, folder: Folder) -> ConfigError:
@@ -379,7 +367,7 @@ def _record(line: Mapping[str, Any], where: str) -> records.Durable:
     try:
         return records.from_log(line)
     except msgspec.ValidationError as error:
-        raise durable.DurableError(
+        raise journal.DurableError(
             f"{where}: {line.get('kind')!r} is no record of this version ({error}); go "
             f"on with the version of diloco_jax that wrote it"
         ) from error

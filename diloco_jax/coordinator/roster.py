@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,46 +102,28 @@ class Incarnation(Protocol):
 
 
 class Roster:
-    """All islands that ever said hello, and what failed. Only the engine's thread uses
+    """All islands that ever said hello, and what failed. Only the lead's thread uses
     it."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, read: Callable[[Path, Any], Any] | None = None
+    ) -> None:
         """path: the file that `save` writes; it is read if it exists, and so is the one
-        of the failures beside it."""
-        self._path = path
+        of the failures beside it. read: reads them, if not `_read` does."""
+        self._path, read = path, read or _read
         self.members: dict[str, MeasuredIsland] = {}
         self.before: Mapping[str, Totals] = {}
         """Tokens of islands before the roster began, which no measure includes."""
         self.failures = Failures()
         if path is not None:
-            self.members = _read(path, dict[str, MeasuredIsland]) or {}
+            self.members = read(path, dict[str, MeasuredIsland]) or {}
             beside = path.with_name(run_files.FAILURES)
-            self.failures = Failures(_read(beside, KeptFailures))
+            self.failures = Failures(read(beside, KeptFailures))
 
     @classmethod
     def begin_from(cls, path: Path) -> Roster:
-        """Load the files that the coordinator's last life left.
-
-        A file that cannot be read, as after a power cut, is put aside: no decision
-        depends on it.
-        """
-        kinds: dict[Path, Any] = {
-            path: dict[str, MeasuredIsland],
-            path.with_name(run_files.FAILURES): KeptFailures,
-        }
-        for file, kind in kinds.items():
-            try:
-                _read(file, kind)
-            except ConfigError as error:
-                damaged = file.with_suffix(".damaged")
-                os.replace(file, damaged)
-                logger.warning(
-                    "%s; it is %s now, and what it held is missing in status and "
-                    "summary",
-                    error,
-                    damaged,
-                )
-        roster = cls(path)
+        """Load the files that the coordinator's last life left."""
+        roster = cls(path, _read_or_put_aside)
         roster.failures.catch_up(path.parent)
         return roster
 
@@ -333,6 +315,22 @@ def _read(path: Path, kind: Any) -> Any:
         raise ConfigError(
             f"{path} cannot be read ({error}); restore it from a copy"
         ) from error
+
+
+def _read_or_put_aside(path: Path, kind: Any) -> Any:
+    """Return what a file holds. One that cannot be read, as after a power cut, is put
+    aside: no decision depends on it."""
+    try:
+        return _read(path, kind)
+    except ConfigError as error:
+        damaged = path.with_suffix(".damaged")
+        os.replace(path, damaged)
+        logger.warning(
+            "%s; it is %s now, and what it held is missing in status and summary",
+            error,
+            damaged,
+        )
+    return None
 
 
 def _bounded(measures: Measures, now: float, most_s: float) -> Measures:

@@ -3,7 +3,7 @@
 Calls come from many threads. The protocol decides what islands ask for. This file only
 checks a peer's messages beyond their types, before anything is computed from them, and
 turns away calls of another run, config, term or incarnation, before they cost anything.
-A read of the engine's state is a read of one immutable value.
+A read of the lead's state is a read of one immutable value.
 
 `AnchorSearch` answers them for a coordinator that searches the islands for anchors
 before it lets anybody in. Calls become events of `protocol.coordinator.anchors`, which
@@ -553,7 +553,7 @@ class AnchorSearch(Handlers):
             anchors.step,
             config,
             anchors.begin(config, aim, time.monotonic()),
-            sender=self._sessions,
+            sessions=self._sessions,
             holder=self,
             searcher=self,
         )

@@ -54,27 +54,20 @@ def policy_config(
     placement: Placement,
     run_id: str,
     fragment_sizes: tuple[int, ...],
-    admitted: dict[str, int | None] | None = None,
-    room_each: int = 0,
-    least_seconds: dict[str, float] | None = None,
-    hosts: dict[str, int] | None = None,
-    regions: dict[str, str] | None = None,
+    **others: Any,
 ) -> PolicyConfig:
     """Collect the settings that decisions depend on, by name, from a config and its
     deadlines.
 
-    fragment_sizes: parameters by fragment. The others: as in `PolicyConfig`.
+    fragment_sizes: parameters by fragment. others: fields of `PolicyConfig` that no
+    section of the config has.
     """
-    given: dict[str, Any] = {
+    given = {
         "run_id": run_id,
         "fingerprint": run.fingerprint(),
         "fragment_sizes": fragment_sizes,
-        "admitted": admitted,
-        "room_each": room_each,
-        "least_seconds": least_seconds or {},
-        "hosts": hosts or {},
-        "regions": regions or {},
         "rates": _rates(run.inner),
+        **others,
     }
     named = {
         name: getattr(owner, name)
@@ -107,18 +100,16 @@ def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:
             ", ".join(names),
             SHORTEST_STEP_S,
         )
-    room = room_each(config, plan)
-    hosts = {name: island.hosts for name, island in config.islands.items()}
     return policy_config(
         config.run,
         config.placement,
         run_id,
         plan.sizes,
-        known,
-        room,
-        least,
-        hosts,
-        config.regions(),
+        admitted=known,
+        room_each=room_each(config, plan),
+        least_seconds=least,
+        hosts={name: island.hosts for name, island in config.islands.items()},
+        regions=config.regions(),
     )
 
 
@@ -132,16 +123,6 @@ def admitted(config: Config) -> dict[str, int | None]:
     return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
-def admitted_hosts(config: Config) -> list[int]:
-    """Return the number of hosts of each island that may join, in the order of
-    `admitted`.
-
-    An island that the config does not describe has one host.
-    """
-    known = config.islands
-    return [known[n].hosts if n in known else 1 for n in admitted(config)]
-
-
 def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Server:
     """Return the server of a coordinator, with places for its islands."""
     return Server(
@@ -151,7 +132,7 @@ def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Serve
         max_islands=len(admitted(config)) + MOST_ADMITTED + SPARE_ISLANDS,
         insecure=config.placement.insecure,
         config=dataclasses.asdict(config),
-        **_bulk_places(config),
+        **bulk_places(config),
     )
 
 
@@ -159,11 +140,14 @@ def bulk_server_of(
     config: Config, handlers: Handlers, tls: TlsFiles | None
 ) -> BulkServer:
     """Return the server of a worker, with as many places for transfers."""
-    return BulkServer(handlers, tls=tls, **_bulk_places(config))
+    return BulkServer(handlers, tls=tls, **bulk_places(config))
 
 
-def _bulk_places(config: Config) -> dict[str, Any]:
-    hosts = admitted_hosts(config)
+def bulk_places(config: Config) -> dict[str, Any]:
+    """Return a bulk server's places for islands that may join. One that the config does
+    not describe has one host."""
+    known = config.islands
+    hosts = [known[n].hosts if n in known else 1 for n in admitted(config)]
     return {
         "deadlines": config.placement.deadlines,
         "max_hosts": sum(hosts) + MOST_ADMITTED + SPARE_ISLANDS,
@@ -264,12 +248,8 @@ def require_ports(placement: Placement, tls: TlsFiles | None) -> None:
 ANY_DEVICE_FLOPS_PER_S = 2e16
 """Rate that no device of the islands without a topology is above: four times the peak
 of the fastest chips of 2026."""
-
-
 UNDESCRIBED_DEVICES = 1024
 """Devices, as fast as that, of an island that the config does not describe."""
-
-
 UNDESCRIBED = ""
 """The key of such islands."""
 
@@ -319,11 +299,8 @@ def state_sizes(run: RunConfig, plan: FragmentPlan) -> StateSizes:
 @functools.lru_cache(maxsize=16)
 def payload_bytes(codec: str, plan: FragmentPlan, *, up: bool = False) -> list[int]:
     """Return the bytes of each encoded fragment; up: of a delta, with its counts."""
-    chosen, layout = (
-        get_codec(codec),
-        PayloadLayout.of_delta if up else PayloadLayout.of,
-    )
-    return [layout(chosen, pieces).total_bytes for pieces in plan.fragments]
+    layout = PayloadLayout.of_delta if up else PayloadLayout.of
+    return [layout(get_codec(codec), pieces).total_bytes for pieces in plan.fragments]
 
 
 def next_snapshots(placement: Placement, state: int, largest: int, held: int) -> int:

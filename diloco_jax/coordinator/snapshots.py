@@ -16,7 +16,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,14 +96,14 @@ class Snapshots:
             # Not every bucket permits removal, and each has its own errors.
             logger.warning("the old snapshot %s cannot be removed: %s", path, error)
 
-    def _read(self, path: Folder, into: list[Any] | None) -> dict[str, Any]:
+    def _read(self, path: Folder, into: Iterable[Any] | None) -> dict[str, Any]:
         """Read a snapshot's bytes into these arrays; return its header. None: read that
         alone."""
         try:
             if into is None:
                 return files.read_sealed_header(path)
             return files.read_sealed(path, into)[0]
-        except ConfigError:
+        except (ConfigError, CancelledError):
             raise
         except Exception as error:
             # Backends of buckets raise many kinds of errors.

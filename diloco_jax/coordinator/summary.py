@@ -45,7 +45,7 @@ from diloco_jax.observability import measures
 from diloco_jax.observability.exported import Snapshot, families
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator import ending, leases, ledger
-from diloco_jax.protocol.coordinator.ledger import Sums, Tally
+from diloco_jax.protocol.coordinator.ledger import Sums, Tally, Totals
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.wire import addresses
@@ -77,11 +77,7 @@ def status(
     began. tally: what the status before this one added up."""
     sums = (tally or Tally()).of(config, state)
     phase = "flushing" if state.phase in ("stopping", "flushing") else state.phase
-    totals = {
-        name: sums[name].totals(config, state.islands[name].computed_tokens)
-        for name in sorted(state.islands)
-        if name in roster.members
-    }
+    totals = _totals(config, state, roster, sums)
     islands = {
         name: {
             **_island_status(state, roster, name, sums[name], now),
@@ -103,7 +99,7 @@ def status(
         "seconds": seconds,
         "tokens_merged": sum(of.merged for of in totals.values()),
         "tokens_lost": dict(lost),
-        "goodput": measures.goodput(_measures(config, state, roster, sums, now)),
+        "goodput": measures.goodput(_measures(roster, totals, now)),
         "merged_model": roster.watched(),
         up: sum(island[up] for island in islands.values()),
         down: sum(island[down] for island in islands.values()),
@@ -201,17 +197,16 @@ def summary(
 ) -> dict[str, Any]:
     """Return `summary.json` without the evaluation of the flushed parameters. Its
     `phase` is "done", or "stopped" if the run was before its end."""
-    totals = ledger.run_totals(config, state)
     accounts = Tally().of(config, state)
-    known = [name for name in sorted(state.islands) if name in roster.members]
-    all_measures = _measures(config, state, roster, accounts, now)
-    sums = [roster.measures(name) for name in known]
+    totals = _totals(config, state, roster, accounts)
+    all_measures = _measures(roster, totals, now)
+    sums = [roster.measures(name) for name in totals]
     return {
         "run_id": config.run_id,
         "term": state.term,
         "phase": "done" if state.phase == "done" else "stopped",
         **_progress(config, state, alerts),
-        **_token_fields(totals),
+        **_token_fields(ledger.run_totals(config, state)),
         "tokens_merged_by_fragment": ledger.merged_by_fragment(state),
         "tokens_predicted": sum(s.tokens_predicted for s in sums) or None,
         "goodput": measures.goodput(all_measures),
@@ -225,10 +220,11 @@ def summary(
         "bytes_join": sum(s.bytes_join for s in sums),
         "islands": {
             name: {
-                **_island_summary(config, state, roster, name, accounts[name]),
+                **_token_fields(of),
+                **_island_summary(state, roster, name, accounts[name]),
                 "away_seconds": roster.failures.away_seconds(name, now),
             }
-            for name in known
+            for name, of in totals.items()
         },
         "failures": [one.told(now - wall_seconds) for one in roster.failures],
     }
@@ -291,22 +287,24 @@ def _progress(config: PolicyConfig, state: State, alerts: list[str]) -> dict[str
     }
 
 
+def _totals(
+    config: PolicyConfig, state: State, roster: Roster, sums: dict[str, Sums]
+) -> dict[str, Totals]:
+    """Return the tokens of each island that was ever let in."""
+    return {
+        name: sums[name].totals(config, state.islands[name].computed_tokens)
+        for name in sorted(state.islands)
+        if name in roster.members
+    }
+
+
 def _measures(
-    config: PolicyConfig,
-    state: State,
-    roster: Roster,
-    sums: dict[str, Sums],
-    now: float,
+    roster: Roster, totals: dict[str, Totals], now: float
 ) -> list[measures.IslandMeasure]:
-    found = []
-    for name in sorted(state.islands):
-        if name in roster.members:
-            computed = state.islands[name].computed_tokens
-            totals = sums[name].totals(config, computed)
-            merged, carried = totals.merged, totals.carried
-            computed = totals.computed - carried
-            found.append(roster.measure(name, computed, merged, now, carried))
-    return found
+    return [
+        roster.measure(name, of.computed - of.carried, of.merged, now, of.carried)
+        for name, of in totals.items()
+    ]
 
 
 def _island_status(
@@ -351,16 +349,10 @@ def _island_status(
 
 
 def _island_summary(
-    config: PolicyConfig,
-    state: State,
-    roster: Roster,
-    name: str,
-    accounts: Sums,
+    state: State, roster: Roster, name: str, accounts: Sums
 ) -> dict[str, Any]:
-    totals = accounts.totals(config, state.islands[name].computed_tokens)
     sums = roster.measures(name)
     return {
-        **_token_fields(totals),
         "tokens_merged_by_fragment": ledger.merged_by_fragment(state, name),
         "tokens_per_step": state.islands[name].tokens_per_step,
         **_measured(sums),
@@ -392,7 +384,7 @@ def _measured(sums: Measures) -> dict[str, Any]:
     }
 
 
-def _token_fields(totals: ledger.Totals) -> dict[str, Any]:
+def _token_fields(totals: Totals) -> dict[str, Any]:
     return {
         "tokens_computed": totals.computed,
         "tokens_merged": totals.merged,
@@ -440,7 +432,6 @@ class Announcer:
         self._watchdog = Watchdog(
             need.folders,
             placement.time_budget_s,
-            time.monotonic(),
             compile_budget_s=placement.compile_budget_s,
             needed=need.free,
         )

@@ -1,5 +1,5 @@
-"""Notice what no decision sees: hanging, slow or diverging islands, clock jumps,
-growing memory, a disk that fills, a machine that sleeps, a lead that hangs.
+"""Notice what no decision sees: hanging, slow or diverging islands, memory that runs
+out, a disk that fills, a machine that sleeps, a lead that hangs.
 
 The `Watchdog` reads the status, and this machine. It decides nothing: it tells people,
 once for each time that something begins, and gives freed memory back. The bytes that
@@ -67,12 +67,6 @@ APART_S = 60.0
 """Seconds for which it has to be apart."""
 GOODPUT, GOODPUT_AFTER_S = 0.5, 600.0
 """Goodput of the last hour that is low, and how much of it must have been seen."""
-JUMP_S = 5.0
-"""Seconds by which a clock jumps at least."""
-WARM_S = 600.0
-"""Age of a coordinator whose memory is compared with later."""
-GROWN = 1.5, 1 << 30
-"""Multiple of the memory, and bytes above it, beyond both of which it has grown."""
 LEFT = 0.05
 """Share of a machine's memory below which little is left."""
 MACHINE_EVERY_S = 5.0
@@ -85,7 +79,6 @@ BRIEFLY = {
     "slow": "{} has slowed down",
     "apart": "the loss of {} parts from the others",
     "goodput": "goodput is low",
-    "memory": "the coordinator's memory grows",
     "short-memory": "little memory is left on a machine of {}",
     "short-disk": "little space is left on a disk of {}",
     "left": "little memory is left on the coordinator's machine",
@@ -95,9 +88,8 @@ BRIEFLY = {
 
 
 class Gauges(NamedTuple):
-    """Functions that read a machine's clocks and memory, in seconds and bytes."""
+    """Functions that read a machine's memory and disks, in bytes."""
 
-    unix: Callable[[], float] = time.time
     resident: Callable[[], int] = resident_bytes
     left: Callable[[], tuple[int, int]] = left_bytes
     free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
@@ -123,7 +115,6 @@ class Watchdog:
         self,
         folders: Mapping[str, Path],
         budget_s: float,
-        now: float,
         machine: Gauges = Gauges(),  # noqa: B008
         *,
         compile_budget_s: float = math.inf,
@@ -131,18 +122,13 @@ class Watchdog:
     ) -> None:
         """folders: those that the coordinator writes to, by name. budget_s: the time
         budget. compile_budget_s: longest start of an island. needed: returns the bytes
-        that each folder must have free, by the status. now: seconds of the clock of
-        later times."""
+        that each folder must have free, by the status."""
         self._needed = needed
         self._compile_budget_s = compile_budget_s
         self._folders, self._least_s, self._machine = folders, 3 * budget_s, machine
         self._islands: dict[str, _Seen] = {}
-        self._began, self._looked = now, -math.inf
+        self._looked = -math.inf
         self._recent = RecentGoodput()
-        self._ahead = machine.unix() - now
-        """Unix time less that of the other clock."""
-        self._warm = 0
-        """Resident bytes once the coordinator was warm."""
         self._since: dict[str, float] = {}
         """When what is wrong began, by its name."""
         self._told: set[str] = set()
@@ -154,11 +140,11 @@ class Watchdog:
         found = dict(self._of_islands(status, now))
         self._recent.note(status, now)
         found |= dict(self._of_run(status))
-        alerts = [*self._clock(now)]
+        alerts: list[str] = []
         if now - self._looked >= MACHINE_EVERY_S:
             self._looked = now
-            machine = dict(self._of_machine(status, now))
-            alerts += self._new("machine ", machine, now)
+            machine = dict(self._of_machine(status))
+            alerts = self._new("machine ", machine, now)
         return alerts + self._new("run ", found, now)
 
     def _new(self, group: str, found: dict[str, str], now: float) -> list[str]:
@@ -272,38 +258,15 @@ class Watchdog:
 
     # ---- the coordinator's machine --------------------------------------------------
 
-    def _clock(self, now: float) -> Iterator[str]:
-        ahead = self._machine.unix() - now
-        jumped_s, self._ahead = ahead - self._ahead, ahead
-        if abs(jumped_s) >= JUMP_S:
-            yield (
-                f"this machine's clock jumped by {jumped_s:+.0f} s, or the machine was "
-                f"suspended; no deadline goes by it, but certificates and "
-                f"incarnations do: look at its time service"
-            )
-
-    def _of_machine(
-        self, status: Mapping[str, Any], now: float
-    ) -> Iterator[tuple[str, str]]:
+    def _of_machine(self, status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         machine = self._machine
         resident, (left, whole) = machine.resident(), machine.left()
         free = {folder: machine.free(folder) for folder in self._folders.values()}
-        if not self._warm and now - self._began >= WARM_S:
-            self._warm = resident
-        most = GROWN[0] * self._warm + GROWN[1]
-        little = whole and left < LEFT * whole
-        if little or (self._warm and resident > most):
+        if whole and left < LEFT * whole:
             machine.give_back()
             resident, (left, whole) = machine.resident(), machine.left()
         free_named = {name: free[folder] for name, folder in self._folders.items()}
         self.machine = Readings(resident, left, whole, free_named)
-        if self._warm and resident > most:
-            yield (
-                "memory",
-                f"the coordinator's memory has grown from {self._warm / 1e9:.1f} to "
-                f"{resident / 1e9:.1f} GB; the run goes on: a restart of the "
-                f"coordinator costs it nothing; lower placement.merge_buffer_bytes",
-            )
         if whole and left < LEFT * whole:
             yield (
                 "left",
@@ -334,7 +297,6 @@ class TurnWatch(HangDetector):
     def __init__(
         self,
         placement: Placement,
-        hangs: Callable[[str], None] = lambda text: leave_at_once(EXIT_FAILED),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """placement: with the outage budget of the run's size (`lasting`). A turn
@@ -342,7 +304,7 @@ class TurnWatch(HangDetector):
         than a restart reads."""
         self._placement = placement
         limit_s = placement.outage_budget_s + placement.deadlines.pin_s
-        super().__init__(limit_s, hangs, clock)
+        super().__init__(limit_s, lambda text: leave_at_once(EXIT_FAILED), clock)
 
     def words(self, quiet_s: float) -> str:
         """See `HangDetector`."""

@@ -137,7 +137,6 @@ class Listening:
         self._listener = addresses.listen(numeric)
         self._places = threading.Semaphore(CONNECTIONS)
         self._watch = IdleWatch("diloco-worker-watch")
-        self._admitting = threading.Lock()
         self._newest: WorkerLine | None = None
         self._came: queue.SimpleQueue[Came] = queue.SimpleQueue()
         self._closing, self._lines = threading.Event(), RateLimitedLog(at_once=1)
@@ -252,7 +251,7 @@ class Listening:
             )
         config = self._fitted(begin)
         path = facts_path(self._workdir, self._index)
-        with self._admitting, _FACTS:
+        with _FACTS:
             facts = facts_of(self._workdir, self._index)
             own = {field: facts[field] for field in Obeyed._fields if field in facts}
             if refusal := Obeyed(**own).refusal(begin, str(path)):

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -84,7 +83,7 @@ from diloco_jax.wire.errors import (
     SecurityError,
     WireError,
 )
-from diloco_jax.wire.peers import Backoff, IdleWatch
+from diloco_jax.wire.peers import Backoff, IdleWatch, RateLimitedLog
 from diloco_jax.wire.peers import worker as worker_principal
 from diloco_jax.wire.tls import Renewed, TlsFiles
 from diloco_jax.wire.transfers import Connections, Transfers
@@ -94,8 +93,6 @@ logger = logging.getLogger(__name__)
 START_S = 60.0
 """Longest wait for the first word of a worker's process, in seconds: it imports jax, on
 a machine that others use as well."""
-TOLD_EVERY_S = 30.0
-"""Seconds between two lines of the log about a worker that is missing at a start."""
 ME = "coordinator"
 """The caller's name in the lead's fetches; its certificate says who it is."""
 
@@ -221,7 +218,7 @@ class LedWorker:
         patience_s = self._placement.outage_budget_s
         until = time.monotonic() + patience_s
         pauses = Backoff(*self._placement.deadlines.retries_s)
-        told = -math.inf
+        lines = RateLimitedLog(at_once=1)
         try:
             while not self._ending.is_set():
                 try:
@@ -235,14 +232,13 @@ class LedWorker:
                     if self.address or left_s <= 0:
                         self._end_with(error)
                         return
-                    if time.monotonic() - told >= TOLD_EVERY_S:
-                        told = time.monotonic()
-                        logger.warning(
-                            "%s is missing: %s; the start waits for it, %.0f s more",
-                            self.name,
-                            error,
-                            left_s,
-                        )
+                    lines.log(
+                        logger,
+                        logging.WARNING,
+                        self.name,
+                        f"{self.name} is missing: {error}; the start waits for it, "
+                        f"{left_s:.0f} s more",
+                    )
                 self._ending.wait(pauses.next_s())
         finally:
             if not self._saved.done():

@@ -133,7 +133,7 @@ class VirtualCoordinator(Engine[State, Event]):
             decide.step,
             config,
             state,
-            sender=self._sessions,
+            sessions=self._sessions,
             log=self,
             holder=self,
         )

@@ -7,18 +7,11 @@ import time
 import jax
 import numpy as np
 import pytest
-from coordinator_support import AXES, PIN_S, SHAPES, WHOSE
+from coordinator_support import AXES, PIN_S, SHAPES, make_holder
 from engine_support import WAIT_S, Island, Piped, hello, report
-from etils import epath
 
-from diloco_jax.config import OuterConfig, Placement, RunConfig, SyncConfig
-from diloco_jax.coordinator.holding.fragment_snapshots import (
-    FragmentSnapshots,
-    KeptCycles,
-    Publishes,
-)
-from diloco_jax.coordinator.holding.holder import StoreHolder
-from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
+from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
+from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import RecordLog
 from diloco_jax.coordinator.lead import Lead
@@ -87,21 +80,16 @@ def make_engine(tmp_path, store, island):
             outage_budget_s=1.0,
             flush_s=1.0,
         )
-        island.inbox = Inbox(store.layouts_up, Rooms(1 << 20))
-        island.store = store
+        holder = make_holder(
+            store,
+            tmp_path,
+            kept=KeptCycles(tmp_path, 2, {}, store.plan.sizes),
+            write_within_s=write_within_s,
+        )
+        island.inbox, island.store = holder._inbox, store
         log = log or RecordLog(tmp_path / "log")
         files.extend((log, Tape(tmp_path / "tape.jsonl")))
         files.append(Metrics(tmp_path))
-        holder = StoreHolder(
-            store,
-            island.inbox,
-            Publishes(tmp_path / "publishes"),
-            FragmentSnapshots(
-                epath.Path(tmp_path / "snapshots"), Placement(), range(2), WHOSE
-            ),
-            KeptCycles(tmp_path, 2, {}, store.plan.sizes),
-            write_within_s=write_within_s,
-        )
         engine = Lead(
             config,
             initial(config),
@@ -115,7 +103,7 @@ def make_engine(tmp_path, store, island):
             housekeeping=keep_house,
         )
         island.engine = engine
-        for event in (hello("a", "s"), report(0), report(2)):
+        for event in (hello("a", session="s"), report(0), report(2)):
             engine.post(event)
         return engine
 

@@ -36,12 +36,6 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import AnchorSearch, Likeness, Service
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragment_merge import (
-    FragmentState,
-    MergeMeasures,
-    MergeResult,
-    Squares,
-)
 from diloco_jax.core.fragments import PayloadLayout, plan_fragments
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
@@ -56,9 +50,8 @@ from diloco_jax.protocol.coordinator.state import (
     from_builtins,
     initial,
 )
-from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk
-from diloco_jax.wire.bulk import FetchSource, decoded
+from diloco_jax.wire.bulk import decoded
 from diloco_jax.wire.errors import Refused, WireError
 
 SHAPES = {"w": (4, 4), "v": (4, 2)}
@@ -76,7 +69,7 @@ RUN = RunConfig(
     ),
 )
 ADMITTED: dict[str, int | None] = {"a": 2, "b": 4, "c": None}
-CONFIG = policy_config(RUN, Placement(), "r", PLAN.sizes, ADMITTED)
+CONFIG = policy_config(RUN, Placement(), "r", PLAN.sizes, admitted=ADMITTED)
 STEP_S = 0.1
 SHARED = shared_fields(RUN)
 LAYOUTS = [PayloadLayout.of(get_codec("f32"), pieces) for pieces in PLAN.fragments]
@@ -101,31 +94,6 @@ class Stream:
         """Likewise, with an error."""
 
 
-class Store:
-    """Stands in for the coordinator's: merges nothing."""
-
-    layouts_up = LAYOUTS
-
-    def merge(self, *arguments: Any, **options: Any) -> MergeResult:
-        return MergeResult(
-            state=FragmentState((), (), None, ()),
-            payload=b"",
-            norm=1.0,
-            measures=MergeMeasures(),
-            sample=(),
-            directions=(),
-        )
-
-    def commit(self, fragment: int, version: Version, merged: MergeResult) -> None:
-        """Nothing is published."""
-
-    def squares(self, fragment: int, payload: Any) -> Squares:
-        return (0.0 if payload[0] == 0 else math.inf,)
-
-    def fetch(self, *arguments: Any) -> FetchSource:
-        return FetchSource(version=Version(), full=True, count=0, buffers=(), total=0)
-
-
 class AtOnce:
     """An executor without a thread."""
 
@@ -136,7 +104,8 @@ class AtOnce:
 
 
 class Coordinator:
-    """The real service and engine, without network and threads."""
+    """The real service and lead, without network and threads. store: None where no
+    delta comes."""
 
     def __init__(
         self,
@@ -152,7 +121,6 @@ class Coordinator:
         self.tape = Tape(folder / f"tape-{time.monotonic_ns()}.jsonl")
         self.sessions = Sessions()
         self.inbox = Inbox(LAYOUTS, Rooms(1 << 20))
-        store = store or Store()
         log: Any = SimpleNamespace(append=lambda line: json.dumps(line))
         metrics = SimpleNamespace(append=lambda line: json.dumps(line, allow_nan=False))
         holder = StoreHolder(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import msgspec
+from inbox_support import put, start
 
+from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator.journal import read
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.protocol import holding, messages
-from diloco_jax.protocol.coordinator.state import Said
+from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator.state import Said, initial
 from diloco_jax.protocol.holding import DeltaArrived
-from diloco_jax.protocol.messages import DeltaKey, Hello, Record, Report
-from diloco_jax.wire import bulk
+from diloco_jax.protocol.messages import DeltaKey, Hello, Measures, Record, Report
 
 WAIT_S = 60.0
+AT = 1000.0
 
 
 class Island:
@@ -50,36 +55,14 @@ class Island:
     def _answer(self, take: messages.TakeRequest) -> None:
         self._seq += 1
         total = self.store.layouts_up[take.fragment].total_bytes
-        start = bulk.UploadStart(
-            run_id="r",
-            island="a",
-            incarnation=1,
-            session="s",
-            fragment=take.fragment,
-            tick=take.tick,
-            offset=0,
-            length=total,
-            total=total,
-        )
-        place = self.inbox.begin(start)
-        place[:] = bytes(total)
-        self.inbox.end(start, place)
-        key = DeltaKey("a", 1, take.fragment, take.tick)
+        place = {"fragment": take.fragment, "tick": take.tick}
+        put(self.inbox, start(0, total, total, **place), 0)
+        key = DeltaKey("a", 1, **place)
         payload = self.inbox.payload(key)
         self.inbox.checked(key, self.store.squares(take.fragment, payload))
-        took = Record(
-            seq=self._seq,
-            kind="took",
-            step=2,
-            fragment=take.fragment,
-            tick=take.tick,
-        )
+        took = Record(seq=self._seq, kind="took", step=2, **place)
         self.engine.post(report(2, took))
-        self.engine.post(
-            DeltaArrived(
-                island="a", incarnation=1, fragment=take.fragment, tick=take.tick
-            )
-        )
+        self.engine.post(DeltaArrived(**key._asdict()))
 
 
 class Piped:
@@ -111,18 +94,26 @@ def as_bytes(message, kind):
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
 
 
+def run_of(*names, **measures):
+    """Config, state and roster of a run whose islands have made three steps since
+    `AT`."""
+    config = policy_config(RunConfig(), Placement(), "r", (7, 3))
+    now, roster = initial(config), Roster()
+    for name in names:
+        said = hello(name, fingerprint=config.fingerprint)
+        for event in (said, report(3, island=name, session=name)):
+            now, _ = decide.step(config, now, event, AT)
+        roster.hello(said, AT)
+        roster.report(name, Measures(steps=3, **measures), (), AT + 8)
+    return config, now, roster
+
+
 def report(steps, *records, island="a", session="s"):
     message = Report(phase="training", steps=steps, step_seconds=0.1, records=records)
     return Said(island=island, session=session, message=message)
 
 
-def hello(name, session=None):
-    return Hello(
-        island=name,
-        incarnation=1,
-        session=session or name,
-        run_id="",
-        fingerprint="f",
-        tokens_per_step=10,
-        sequences_per_step=1,
-    )
+def hello(name="a", **changes):
+    fields = {"island": name, "incarnation": 1, "session": name, "run_id": ""}
+    fields |= {"fingerprint": "f", "tokens_per_step": 10, "sequences_per_step": 1}
+    return Hello(**{**fields, **changes})

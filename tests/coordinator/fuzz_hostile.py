@@ -76,7 +76,7 @@ class Hostile:
         self.said: list[Move] = []
         self.incarnations = dict.fromkeys((*ADMITTED, "d"), FIRST)
         self.sessions = {name: f"{name}-0" for name in self.incarnations}
-        self.sessions[Steady.name] = f"steady-{FIRST}"  # As if it had leaked.
+        self.sessions[Steady.name] = f"{Steady.name}.{FIRST}"  # As if it had leaked.
         self.seqs = dict.fromkeys(self.incarnations, 0)
 
     def moves(self) -> list[Move]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import grpc
 import msgspec
 from door_support import ADMITTED, CONFIG, LAYOUTS, Coordinator, searching
 from msgspec.structs import replace
@@ -83,34 +82,6 @@ class Scenario(NamedTuple):
     secure: bool
     gathers: bool
     total_tokens: int
-
-
-class Ended(Exception):  # noqa: N818
-    """A call ended with a status."""
-
-
-class Context:
-    """Stands in for gRPC's."""
-
-    def __init__(self, who: str) -> None:
-        self.who = who
-
-    def peer(self) -> str:
-        return f"peer {self.who}"
-
-    def auth_context(self) -> dict[str, list[bytes]]:
-        return {"x509_pem_cert": [self.who.encode()]}
-
-    def cancel(self) -> None:
-        """The stream ends."""
-
-    def set_trailing_metadata(self, pairs: Any) -> None:
-        """It says which refusal."""
-
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
-        if code is grpc.StatusCode.INTERNAL:
-            raise Defect(f"a call failed: {details}")
-        raise Ended(code, details)
 
 
 class Fed(BulkConnection):
@@ -210,15 +181,14 @@ class World:
         longest = self._config.lease_s / 8 if self.coordinator is None else math.inf
         self.now += 0.01 + min(move.seconds, longest)
         self._said_bytes += sum(map(len, move.frames))
-        with contextlib.suppress(Ended):
-            if move.kind == "say":
-                self._say(move)
-            elif move.kind == "cut":
-                self.cut(move.who)
-            elif move.kind in ("upload", "fetch", "bulk"):
-                self._transfer(move)
-            elif move.kind == "ask":
-                self._server._status()
+        if move.kind == "say":
+            self._say(move)
+        elif move.kind == "cut":
+            self.cut(move.who)
+        elif move.kind in ("upload", "fetch", "bulk"):
+            self._transfer(move)
+        elif move.kind == "ask":
+            self._server._status()
         self._run()
         if self.moves % CHECK_EVERY == 0:
             self.check()
@@ -325,9 +295,10 @@ class World:
             identify = (
                 (lambda: peers.island(who)) if self.scenario.secure else lambda: None
             )
+            context = SimpleNamespace(peer=lambda: f"peer {who}", cancel=lambda: None)
             self.streams[who] = Session(
                 self._numbers,
-                Context(who),
+                context,
                 self._handlers,
                 identify,
                 Quota(who),
@@ -371,6 +342,8 @@ class World:
             found = self.gatherer._found
             for name in list(self.streams):
                 self.cut(name)
+            if self.coordinator is not None:  # The end of a stream led here before.
+                return
             with contextlib.suppress(queue.Empty):
                 while True:
                     thread._queue.get_nowait()

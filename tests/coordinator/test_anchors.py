@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from door_support import PLAN, AnchorHolder, Rooms
+from inbox_support import start as stripe
 
 from diloco_jax.coordinator.holding import anchors
 from diloco_jax.coordinator.holding.anchors import layouts_of
@@ -51,19 +52,9 @@ class Holder(AnchorHolder):
         if sample:
             layout = PayloadLayout.of_ballots(pieces)
             encoded = [ballot_of(each, sample) for each in tiles]
-        start = UploadStart(
-            run_id="r",
-            island=island,
-            incarnation=1,
-            session="s",
-            fragment=fragment,
-            tick=-1,
-            offset=0,
-            length=layout.total_bytes,
-            total=layout.total_bytes,
-            version=Version(1, number),
-            sample=sample,
-        )
+        whole = layout.total_bytes
+        of = {"island": island, "fragment": fragment, "tick": -1, "sample": sample}
+        start = stripe(0, whole, whole, version=Version(1, number), **of)
         place = self.upload_begin(start)
         place[:] = bytes(layout.pack(encoded))
         self.upload_end(start, place)

@@ -59,6 +59,15 @@ def config(tmp_path):
     return resolve(Config(run=run, islands={"a": IslandConfig()}).validate())
 
 
+@pytest.fixture
+def handlers():
+    """Handlers of signals are as they were afterwards."""
+    before = {number: signal.getsignal(number) for number in signals()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 class Killed(BaseException):
     """At some point of a start."""
 
@@ -97,7 +106,7 @@ def test_an_address_file_is_for_this_machine(config, tmp_path):
     assert address == coordinator.address.replace("0.0.0.0", "127.0.0.1")
 
 
-def test_asked_to_end_as_soon_as_its_address_is_told(config, monkeypatch, tmp_path):
+def test_asked_to_end_as_soon_as_its_address_is_told(config, handlers, tmp_path):
     """It ends as at any later time; the address of one that is gone misleads the next
     start's islands."""
     told = tmp_path / "run" / run_files.ADDRESS
@@ -111,16 +120,12 @@ def test_asked_to_end_as_soon_as_its_address_is_told(config, monkeypatch, tmp_pa
     def dies(number, frame):
         raise Killed
 
-    handlers = {s: signal.signal(s, dies) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        assert main.serve(Asks(config, tmp_path / "run", init=True)) == EXIT_DONE
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    signal.signal(signal.SIGTERM, dies)
+    assert main.serve(Asks(config, tmp_path / "run", init=True)) == EXIT_DONE
     assert not told.exists()
 
 
-def test_asked_to_end_while_it_searches_islands(config, caplog, tmp_path):
+def test_asked_to_end_while_it_searches_islands(config, handlers, caplog, tmp_path):
     """It ends in order, and leaves nothing that looks like a run."""
 
     class Asks(main.Coordinator):
@@ -129,12 +134,7 @@ def test_asked_to_end_while_it_searches_islands(config, caplog, tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
     caplog.set_level(logging.INFO, main.__name__)
-    handlers = {number: signal.getsignal(number) for number in signals()}
-    try:
-        assert main.serve(Asks(config, tmp_path / "run", init=False)) == EXIT_DONE
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    assert main.serve(Asks(config, tmp_path / "run", init=False)) == EXIT_DONE
     assert "ending, asked to: this coordinator has lost its state" in caplog.text
     assert not holds_run(tmp_path / "run")
 
@@ -155,16 +155,11 @@ def test_the_run_that_a_person_names_is_gathered(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_coordinator_is_asked_to_end_as_an_island_is(number):
-    before = {each: signal.getsignal(each) for each in signals()}
+def test_a_coordinator_is_asked_to_end_as_an_island_is(number, handlers):
     heard = []
     process = SimpleNamespace(_asked_to_end=lambda number, frame: heard.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # As a script does with `&`.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Else as under nohup.
-    try:
-        Coordinator.heed_signals(process)
-        os.kill(os.getpid(), number)
-        assert heard == [number]
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    Coordinator.heed_signals(process)
+    os.kill(os.getpid(), number)
+    assert heard == [number]

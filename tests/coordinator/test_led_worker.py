@@ -1,11 +1,11 @@
 """A worker as the lead has it: it comes up, is missing, refuses, fails, or hangs up.
+The line between the two.
 
 A thread stands in for it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import socket
 import threading
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from coordinator_support import begun
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
@@ -25,8 +26,10 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import (
     AllSaved,
     BeginWorker,
+    DeltaArrived,
     FragmentsRestored,
     HolderTroubled,
+    LeadAlive,
     RestoreFragments,
     RunOver,
     SaveAll,
@@ -34,10 +37,11 @@ from diloco_jax.protocol.holding import (
     WorkerFailed,
     WorkerRefused,
     WorkerServes,
+    from_worker,
     to_worker,
 )
 from diloco_jax.protocol.messages import Version
-from diloco_jax.wire.duplex import read_frame, write_frame
+from diloco_jax.wire.duplex import WorkerLine, read_frame, write_frame
 from diloco_jax.wire.errors import ConnectionLost, Refused
 
 PATIENCE_S = 60.0
@@ -55,15 +59,8 @@ class Led:
             islands={"a": IslandConfig()},
             placement=Placement(workers=2, worker_addresses=addresses, **placement),
         )
-        begin = BeginWorker(
-            config=dataclasses.asdict(config),
-            run_id="r",
-            worker=0,
-            fragments=(0,),
-            term=1,
-            start=1,
-        )
         self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
+        begin = begun(config, fragments=(0,))
         self.worker = LedWorker(begin, config, self.said.put, self.said.put)
 
     def heard(self, kind: type) -> object:
@@ -226,3 +223,47 @@ def test_the_end_waits_for_what_a_worker_has_not_written_to_a_bucket(tmp_path, t
     worker = SimpleNamespace(name="worker 0", fragments=(0,))
     saved = AllSaved(versions={0: Version(1, 3)}, digests={0: "d"}, text=text)
     assert WorkersHolder._fetch_last(holder, worker, saved) is not bool(text)
+
+
+MANY = 4000
+"""More signs of life than a socket holds."""
+
+
+@pytest.fixture
+def lines():
+    ends = socket.socketpair()
+    lead = WorkerLine(ends[0], from_worker, LeadAlive, 3600.0, PATIENCE_S)
+    worker = WorkerLine(ends[1], to_worker, LeadAlive, 3600.0, PATIENCE_S)
+    yield lead, worker
+    worker.close()
+    lead.close()
+
+
+def test_a_worker_that_is_busy_takes_the_leads_signs_of_life(lines):
+    lead, worker = lines
+    for _ in range(MANY):
+        lead.send(LeadAlive())
+    worker.send(WorkerServes())
+    # It begins to look at what was said only now, and the line has not broken.
+    assert next(lead.messages()) == WorkerServes()
+    heard = worker.messages()
+    assert [next(heard) for _ in range(MANY)] == [LeadAlive()] * MANY
+
+
+def test_what_was_said_before_the_line_broke_is_heard(lines):
+    lead, worker = lines
+    lead.send(LeadAlive())
+    heard = worker.messages()
+    assert next(heard) == LeadAlive()
+    lead.send(LeadAlive())
+    lead.close()
+    assert list(heard) == [LeadAlive()]
+
+
+def test_a_message_that_cannot_be_sent_breaks_the_line_and_is_logged(lines, caplog):
+    """Else a thread would die, and its process be silent."""
+    lead, worker = lines
+    worker.send(DeltaArrived(island="a", incarnation=1, fragment=0, tick=1, used=2**70))
+    assert list(lead.messages()) == []
+    assert "DeltaArrived" in caplog.text
+    assert "OverflowError" in caplog.text

@@ -11,6 +11,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from coordinator_support import begun
 from msgspec.structs import replace
 
 from diloco_jax.cluster.cluster import free_port
@@ -22,7 +23,6 @@ from diloco_jax.coordinator.workers import LedWorker
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.protocol.holding import (
     AwaitedTakes,
-    BeginWorker,
     FragmentsRestored,
     RestoreFragments,
     WorkerServes,
@@ -95,25 +95,15 @@ def lead(config):
 
         def start(config: Config = config, **fields: object) -> LedWorker:
             errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-            begin = replace(begun(config), **fields)
-            made = LedWorker(begin, config, lambda _: None, errors.put)
+            made = LedWorker(
+                begun(config, **fields), config, lambda _: None, errors.put
+            )
             made.errors = errors
             stack.callback(made.end)
             made.start(NOTHING)
             return made
 
         yield start
-
-
-def begun(config: Config) -> BeginWorker:
-    return BeginWorker(
-        config=dataclasses.asdict(config),
-        run_id="r",
-        worker=0,
-        fragments=(0, 2),
-        term=1,
-        start=7,
-    )
 
 
 def test_the_lead_that_was_started_last_is_obeyed_also_after_a_restart(

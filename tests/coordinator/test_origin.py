@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from coordinator_support import make_holder
 from engine_support import as_bytes
 from etils import epath
 from msgspec.structs import replace
@@ -22,13 +23,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.coordinator import origin
-from diloco_jax.coordinator.holding.fragment_snapshots import (
-    FragmentSnapshots,
-    Publishes,
-    make_store,
-)
-from diloco_jax.coordinator.holding.holder import StoreHolder
-from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
+from diloco_jax.coordinator.holding.fragment_snapshots import Publishes, make_store
 from diloco_jax.coordinator.journal import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import (
@@ -60,7 +55,7 @@ def publishes(tmp_path):
 
 
 @pytest.fixture
-def recover(run, store, folder, publishes, tmp_path):
+def recover(run, store, folder, tmp_path):
     """Recovers from snapshots and these records in the log after them. torn: a second
     snapshot of the state comes after them, which does not read. forgotten: the records
     are gone then. saved: arrays of fragment 0 by version, as they are snapshotted; the
@@ -71,9 +66,10 @@ def recover(run, store, folder, publishes, tmp_path):
     def recovered(*lines, torn=False, forgotten=False, saved=None):
         whose = checkpoint.whose(run, "r", store.plan)
         states = StateSnapshots(folder, Placement(), policy, whose)
-        count = len(store.plan.fragments)
-        snapshots = FragmentSnapshots(folder, Placement(), range(count), whose)
-        for fragment in range(count):
+        found = make_store(config, store.plan)
+        holder = make_holder(found, tmp_path, whose=whose)
+        snapshots = holder._snapshots
+        for fragment in range(len(store.plan.fragments)):
             snapshots.save_first(fragment, Version(), store.arrays(fragment))
         states.save(0, initial(policy))
         log = RecordLog(tmp_path / "log", after=0)
@@ -93,19 +89,12 @@ def recover(run, store, folder, publishes, tmp_path):
         tape = Tape(tmp_path / "tape.jsonl")
         try:
             own = origin.recover(policy, states, tmp_path / "log")
-            found = make_store(config, store.plan)
             asked = as_bytes(own.restore, RestoreFragments)
-            inbox = Inbox(found.layouts_up, Rooms(1 << 20))
-            holder = StoreHolder(
-                found, inbox, publishes, snapshots, None, write_within_s=1.0
-            )
-            try:
-                answer = as_bytes(holder.restore(asked, whole=True), FragmentsRestored)
-            finally:
-                holder.close()
+            answer = as_bytes(holder.restore(asked, whole=True), FragmentsRestored)
             origin.tell_recovered(config, own, answer, tape)
             return found, own.state, own.snapshot
         finally:
+            holder.close()
             tape.close()
 
     return recovered

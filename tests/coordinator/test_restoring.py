@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from coordinator_support import PIN_S, WHOSE
+from coordinator_support import PIN_S, make_holder, merge_once
 from engine_support import WAIT_S
-from etils import epath
-from store_support import merge_once
 
-from diloco_jax.config import Placement
-from diloco_jax.coordinator.holding.fragment_snapshots import (
-    FragmentSnapshots,
-    Publishes,
-)
+from diloco_jax import files
+from diloco_jax.coordinator.holding import fragment_snapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.holder import RESTORES_AT_ONCE, StoreHolder
-from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import DurableError
 from diloco_jax.observability.tape import read_tape
@@ -34,6 +30,14 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy
+
+
+@pytest.fixture
+def holder(make_engine) -> Iterator[StoreHolder]:
+    """One whose lead does not run."""
+    holder = make_engine(done=lambda: True)._holder._holder
+    yield holder
+    holder.close()
 
 
 @pytest.fixture
@@ -159,10 +163,8 @@ def test_a_merge_waits_for_its_fragment_and_nothing_else_does(
     assert found.index(("restored", 0)) < found.index(("merged", 0))
 
 
-def test_a_cycle_is_kept_of_what_was_restored(make_engine, island, slow, on_disk):
+def test_a_cycle_is_kept_of_what_was_restored(holder, slow, on_disk):
     """As it is once it is back: later merges are not in it."""
-    engine = make_engine(done=lambda: True)
-    holder: StoreHolder = engine._holder._holder
     (asked, anchors), comes, told = on_disk(holder), slow(0, 1), []
     kept = threading.Event()
 
@@ -171,7 +173,7 @@ def test_a_cycle_is_kept_of_what_was_restored(make_engine, island, slow, on_disk
         if isinstance(message, CycleKept):
             kept.set()
 
-    holder.answer(tell, engine.fail)
+    holder.answer(tell, tell)
     holder.restore(asked)
     holder.warm_up()
     for fragment in range(2):
@@ -189,7 +191,6 @@ def test_a_cycle_is_kept_of_what_was_restored(make_engine, island, slow, on_disk
         np.testing.assert_array_equal(ours, theirs)
     named = [type(m) for m in told if isinstance(m, RestoredFragment | CycleKept)]
     assert named == [RestoredFragment, RestoredFragment, CycleKept]
-    holder.close()
 
 
 def test_one_whose_bytes_are_damaged_ends_a_coordinator_that_has_begun(
@@ -207,40 +208,43 @@ def test_one_whose_bytes_are_damaged_ends_a_coordinator_that_has_begun(
         engine.run()
 
 
+def test_a_read_ends_with_the_coordinator_that_wants_it(holder, on_disk, monkeypatch):
+    """Not with the snapshot, which may have gigabytes."""
+    (asked, _), reads, read_into = on_disk(holder), [], files._read_into
+    monkeypatch.setattr(fragment_snapshots, "READ_VALUES", 8)
+
+    def read(file, block):
+        reads.append(file.name)
+        if len(reads) == 3:
+            holder.close()
+        return read_into(file, block)
+
+    monkeypatch.setattr(files, "_read_into", read)
+    assert holder._bring_back(asked.fragments[1]) is None
+    assert len(reads) == 3
+
+
 @pytest.mark.parametrize("gone", ["snapshot", "publish"])
 def test_one_whose_files_are_gone_is_known_before_anyone_is_let_in(
-    make_engine, on_disk, tmp_path, gone
+    holder, on_disk, tmp_path, gone
 ):
-    engine = make_engine(done=lambda: False)
-    holder: StoreHolder = engine._holder._holder
     asked, _ = on_disk(holder)
     (path,) = tmp_path.rglob(f"00001/*.{gone}")
     path.unlink()
     (lost,) = holder.restore(asked).lost
     assert lost.fragment == 1
     assert "fragment 1" in lost.why
-    holder.close()
 
 
 def test_a_kill_while_fragments_come_back_changes_nothing_on_the_disk(
-    make_engine, run, slow, on_disk, tmp_path
+    holder, run, slow, on_disk, tmp_path
 ):
-    holder: StoreHolder = make_engine(done=lambda: True)._holder._holder
     asked, anchors = on_disk(holder, merges=3)
     before = {p: p.read_bytes() for p in tmp_path.rglob("00*/*")}
     comes = slow(1)
     holder.restore(asked)  # It stays as it is: nothing is told, nothing is ended.
     assert {p: p.read_bytes() for p in tmp_path.rglob("00*/*")} == before
-    again = StoreHolder(
-        Store(run, holder.store.plan, None, PIN_S),
-        Inbox(holder.store.layouts_up, Rooms(1 << 20)),
-        Publishes(tmp_path / "publishes"),
-        FragmentSnapshots(
-            epath.Path(tmp_path / "snapshots"), Placement(), range(2), WHOSE
-        ),
-        None,
-        write_within_s=WAIT_S,
-    )
+    again = make_holder(Store(run, holder.store.plan, None, PIN_S), tmp_path)
     comes.set()
     found = again.restore(asked, whole=True)
     assert [f.version for f in found.fragments] == [Version(1, 3)] * 2
@@ -248,15 +252,13 @@ def test_a_kill_while_fragments_come_back_changes_nothing_on_the_disk(
     theta = [a for f in range(2) for a in again.store.arrays(f)["theta"]]
     for ours, theirs in zip(theta, anchors, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    for one in (holder, again):
-        one.close()
+    again.close()
 
 
 def test_the_result_of_a_run_has_those_that_nobody_waited_for(
-    make_engine, slow, on_disk, monkeypatch
+    holder, slow, on_disk, monkeypatch
 ):
     """Each is told of before a snapshot of it is written: replay begins there."""
-    holder: StoreHolder = make_engine(done=lambda: True)._holder._holder
     asked, anchors = on_disk(holder)
     comes, order = slow(0, 1), []
     monkeypatch.setattr(holder, "_tell", lambda found: order.append(found.fragment))
@@ -280,17 +282,16 @@ def test_the_result_of_a_run_has_those_that_nobody_waited_for(
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_all_is_compiled_once_all_fragments_are_back(make_engine, slow, on_disk):
-    engine, told = make_engine(done=lambda: True), []
-    holder: StoreHolder = engine._holder._holder
-    (asked, _), comes, compiled = on_disk(holder), slow(1), threading.Event()
+def test_all_is_compiled_once_all_fragments_are_back(holder, slow, on_disk):
+    (asked, _), comes, told = on_disk(holder), slow(1), []
+    compiled = threading.Event()
 
     def tell(message):
         told.append(type(message))
         if isinstance(message, MergesCompiled):
             compiled.set()
 
-    holder.answer(tell, engine.fail)
+    holder.answer(tell, tell)
     holder.restore(asked)
     holder.warm_up()
     assert not compiled.is_set()
@@ -300,4 +301,3 @@ def test_all_is_compiled_once_all_fragments_are_back(make_engine, slow, on_disk)
     assert told.count(RestoredFragment) == 2
     assert told[-1] is MergesCompiled
     assert RESTORES_AT_ONCE >= 2
-    holder.close()

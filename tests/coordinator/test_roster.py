@@ -2,6 +2,7 @@
 
 import math
 
+import engine_support
 import msgspec
 import pytest
 
@@ -14,25 +15,12 @@ from diloco_jax.coordinator.roster import (
 )
 from diloco_jax.coordinator.summary import missing
 from diloco_jax.observability.measures import goodput, uptime
-from diloco_jax.protocol.messages import Hello, Measures, Record, Version
+from diloco_jax.protocol.messages import Measures, Record, Version
 
 
 def hello(incarnation=1, island="a", tokens_per_step=100):
-    return Hello(
-        run_id="",
-        fingerprint="f",
-        run={},
-        plan="p",
-        island=island,
-        island_config={},
-        incarnation=incarnation,
-        session=f"{island}{incarnation}",
-        environment={},
-        tokens_per_step=tokens_per_step,
-        sequences_per_step=1,
-        phase="joining",
-        steps=0,
-        step_seconds=0.0,
+    return engine_support.hello(
+        island, incarnation=incarnation, tokens_per_step=tokens_per_step
     )
 
 

@@ -19,8 +19,9 @@ from diloco_jax.config import (
 from diloco_jax.coordinator import settings
 from diloco_jax.coordinator.settings import (
     ANY_DEVICE_FLOPS_PER_S,
+    SPARE_ISLANDS,
     UNDESCRIBED,
-    admitted_hosts,
+    bulk_places,
     largest_delta,
     least_seconds,
     policy_config,
@@ -31,6 +32,7 @@ from diloco_jax.coordinator.settings import (
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.hardware.tpus import GENERATIONS
 from diloco_jax.models.flops import analytic_flops, least_flops
+from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
 
 RUN = RunConfig(
     sync=SyncConfig(
@@ -103,9 +105,9 @@ def test_places_are_counted_by_host_and_a_guest_is_one():
     islands = {"big": IslandConfig(hosts=64, mesh_data=64, batch_size=64)}
     islands["small"] = IslandConfig()
     placement = Placement(admit=("small", "guest"))
-    hosts = admitted_hosts(Config(islands=islands, placement=placement))
-    assert sum(hosts) == 66
-    assert max(hosts) == max(island.hosts for island in islands.values())
+    places = bulk_places(Config(islands=islands, placement=placement))
+    assert places["max_hosts"] == 66 + MOST_ADMITTED + SPARE_ISLANDS
+    assert places["max_hosts_each"] == 64
 
 
 def test_workers_are_at_addresses():

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from coordinator_support import AXES, PIN_S, SHAPES
+from coordinator_support import AXES, PIN_S, SHAPES, loaded
 from etils import epath
-from store_support import loaded
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement

@@ -1,4 +1,6 @@
-"""Merges go through core/, stay invisible until committed, and survive a crash."""
+"""Merges go through core/, stay invisible until committed, and survive a crash. Memory
+is used again only once nobody can read it.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,23 +9,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from coordinator_support import AXES, PIN_S, SHAPES, arrays, load
-from etils import epath
-from pieces import merge_deltas, publish, to_pieces
-from store_support import (
+from coordinator_support import (
+    AXES,
+    PIN_S,
+    SHAPES,
+    arrays,
     contribution,
     encoded_delta,
+    load,
     loaded,
     merge_once,
     own_order,
 )
+from etils import epath
+from pieces import merge_deltas, publish, to_pieces
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Placement
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.holding.store import (
-    Store,
-)
+from diloco_jax.coordinator.holding.store import CACHE_LINE, Spares, Store
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import is_fit
@@ -222,3 +226,35 @@ def test_a_cap_on_weights_holds_in_every_merge(run, params):
     assert merged(weight_cap=0.9) == plain
     assert capped[0] == uniform[0] != plain[0]
     assert capped[1] != uniform[1], "the flush weighs by tokens, up to the cap"
+
+
+def place(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def test_an_array_comes_back_once_it_is_gone_and_not_before() -> None:
+    spares = Spares()
+    first = spares.array((8, 16), np.float32)
+    second = spares.array((8, 16), np.float32)
+    at = place(first)
+    assert at != place(second)
+    assert at % CACHE_LINE == 0
+    view, buffer = first[2:4], second.data
+    del first, second
+    assert spares.array((8, 16), np.float32) is not None, "view and buffer are read"
+    del view
+    assert place(spares.array((16, 8), np.float32)) == at, "by size, not by shape"
+    assert buffer.nbytes == 512
+
+
+def test_spare_memory_beyond_the_limit_is_freed_and_nothing_that_is_read() -> None:
+    spares = Spares()
+    kept = spares.array((1000,), np.uint8)
+    kept[:] = 7
+    gone = [spares.array((1000,), np.uint8) for _ in range(3)]
+    del gone
+    spares.trim(2 * (1000 + CACHE_LINE))
+    assert len(spares._octets) == 3
+    spares.trim(0)
+    assert len(spares._octets) == 1
+    assert (kept == 7).all()

@@ -5,10 +5,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from coordinator_support import PIN_S
+from coordinator_support import PIN_S, contribution, loaded
 from etils import epath
 from pieces import to_pieces
-from store_support import contribution, loaded
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement

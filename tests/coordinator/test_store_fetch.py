@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from coordinator_support import PIN_S, arrays, load
+from coordinator_support import PIN_S, arrays, load, merge_once
 from pieces import to_pieces
-from store_support import merge_once
 
 from diloco_jax.coordinator.holding.store import (
     PINNED_VERSIONS,
@@ -107,10 +106,16 @@ def test_of_too_many_versions_that_are_fetched_the_oldest_goes(store):
         assert store.fetch(0, Version(1, number), None).full
 
 
-def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, monkeypatch):
+@pytest.fixture
+def now(monkeypatch):
+    """The time of the store, which a test changes."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("diloco_jax.coordinator.holding.store.time", clock)
+    return now
+
+
+def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, now):
     store.fetch(0, Version(1, 0), None)
     pinned = weakref.ref(store.arrays(0)["anchor"][0])
     merge_once(store, 0, Version(1, 1))
@@ -121,12 +126,7 @@ def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, monkeypatch):
     assert pinned() is None
 
 
-def test_an_anchor_stays_while_it_is_fetched_however_long_that_takes(
-    store, monkeypatch
-):
-    now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("diloco_jax.coordinator.holding.store.time", clock)
+def test_an_anchor_stays_while_it_is_fetched_however_long_that_takes(store, now):
     slow, quick = (store.fetch(0, Version(1, 0), None) for _ in range(2))
     merge_once(store, 0, Version(1, 1))
     del quick

@@ -6,49 +6,23 @@ import math
 
 import msgspec
 import pytest
+from engine_support import AT, run_of
 from msgspec.structs import replace
 
-from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
+from diloco_jax.config import Config, IslandConfig
 from diloco_jax.coordinator import summary
-from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.hardware.machines import Measurements, read_measurements
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability import terminal
 from diloco_jax.observability.exported import Readings, Snapshot, families
-from diloco_jax.protocol.coordinator import decide, state
-from diloco_jax.protocol.coordinator.state import Said
-from diloco_jax.protocol.messages import Hello, Measures, Record, Report, Version
-
-SIZES = (7, 3)
-AT = 1000.0
+from diloco_jax.protocol.coordinator import state
+from diloco_jax.protocol.messages import Measures, Record, Version
 
 
 @pytest.fixture
 def run():
     """A run of one island, which has made three steps."""
-    config = policy_config(RunConfig(), Placement(), "r", SIZES)
-    hello = Hello(
-        island="a",
-        incarnation=1,
-        session="a1",
-        run_id="r",
-        fingerprint=config.fingerprint,
-        tokens_per_step=10,
-        sequences_per_step=1,
-    )
-    report = Said(
-        island="a",
-        session="a1",
-        message=Report(phase="training", steps=3, step_seconds=1.0),
-    )
-    now = state.initial(config)
-    for event in (hello, report):
-        now, _ = decide.step(config, now, event, AT)
-    roster = Roster()
-    roster.hello(hello, AT)
-    roster.report("a", Measures(steps=3, bytes_up=400, bytes_down=80), (), AT + 8)
-    return config, now, roster
+    return run_of("a", bytes_up=400, bytes_down=80)
 
 
 def told(run, phase="running"):

@@ -26,7 +26,8 @@ import logging
 import mmap
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -70,6 +71,8 @@ logger = logging.getLogger(__name__)
 SPARED_BYTES = 64 << 20
 """Bytes that publishes and snapshots leave free on their disk, so that the small
 records of log and tape can still be written."""
+READ_VALUES = 16 << 20
+"""Values of a snapshot that are read before it is asked whether anyone wants more."""
 
 
 class Publishes:
@@ -298,7 +301,11 @@ class FragmentSnapshots(Snapshots):
             )
 
     def find(
-        self, fragment: int, through: Version, into: Arrays | None = None
+        self,
+        fragment: int,
+        through: Version,
+        into: Arrays | None = None,
+        ended: Callable[[], bool] = lambda: False,
     ) -> Version:
         """Return the version of a fragment's newest snapshot of which the header can be
         read; with arrays, of which all can be read, into them.
@@ -308,14 +315,15 @@ class FragmentSnapshots(Snapshots):
         are kept from the oldest snapshot on.
 
         through: the committed version. Raises ConfigError: no snapshot can be read, or
-        it is of another run.
+        it is of another run; CancelledError: `ended`.
         """
         known = [v for v in self._versions[fragment] if v <= through]
         failure = f"there is none up to version {tuple(through)}"
         for version in reversed(known):
             path = fragment_path(self._folder, fragment, version)
             try:
-                header = self._read(path, None if into is None else flat(into))
+                parts = None if into is None else _until(ended, flat(into))
+                header = self._read(path, parts)
             except files.SealedError as error:
                 failure = str(error)
                 if into is not None:
@@ -424,6 +432,15 @@ def make_store(config: Config, plan: FragmentPlan) -> Store:
     return Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
 
 
+def _until(ended: Callable[[], bool], arrays: list[Any]) -> Iterator[Any]:
+    """Yield the arrays in parts, to be read into. Raises CancelledError: `ended`."""
+    for values in (array.ravel() for array in arrays):
+        for start in range(0, values.size, READ_VALUES):
+            if ended():
+                raise CancelledError
+            yield values[start : start + READ_VALUES]
+
+
 def load_first(store: Store, params: Params, fragments: Sequence[int]) -> None:
     """Load the first parameters of these fragments. Those of files are read here, a
     fragment at a time, which the progress shows."""
@@ -475,7 +492,10 @@ def restored(
     if ended():
         return None
     arrays = store.room(fragment)
-    version = begin = snapshots.find(fragment, through, arrays)
+    try:
+        version = begin = snapshots.find(fragment, through, arrays, ended)
+    except CancelledError:
+        return None
     store.load(fragment, arrays, begin)
     arrays.clear()  # The store has them, and frees those that a publish replaces.
     moved = False
@@ -519,10 +539,6 @@ Done = Callable[[int, str], None]
 """Called once a cycle is kept or given up, with the reason for the latter."""
 Theta = Callable[[], list[Any]]
 """Returns the arrays of a fragment, on the writer's thread; a worker's are fetched."""
-
-
-class _NotFetched(Exception):  # noqa: N818
-    """A fragment did not come from its worker."""
 
 
 class KeptCycles:
@@ -587,27 +603,21 @@ class KeptCycles:
             self._finish(scratch)
         except Exception as error:
             # Not the run's business: it goes on, and somebody is told.
-            logger.error("cycle %d is not kept: %s", keep.cycle, error)
             self._given_up = True
             shutil.rmtree(scratch, ignore_errors=True)
-            why = str(error)
-            if not isinstance(error, _NotFetched):
-                why = (
-                    f"it cannot be written to {self._folder} ({error}); free some "
-                    f"space there"
-                )
+            if isinstance(error, WireError):
+                why = f"fragment {keep.fragment} did not come from its worker: {error}"
+            else:
+                where = f"{self._folder} ({error})"
+                why = f"it cannot be written to {where}; free some space there"
+            logger.error("cycle %d is not kept: %s", keep.cycle, why)
             done(keep.cycle, f"cycle {keep.cycle} is not kept: {why}")
             return
         logger.info("cycle %d is kept", keep.cycle)
         done(keep.cycle, "")
 
     def _write_fragment(self, scratch: Path, keep: KeepFragment, theta: Theta) -> None:
-        try:
-            arrays = [np.asarray(array) for array in theta()]
-        except WireError as error:
-            raise _NotFetched(
-                f"fragment {keep.fragment} did not come from its worker: {error}"
-            ) from error
+        arrays = [np.asarray(array) for array in theta()]
         scratch.mkdir(parents=True, exist_ok=True)
         require_space(scratch, sum(array.nbytes for array in arrays))
         facts = {

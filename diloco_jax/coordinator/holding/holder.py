@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -171,31 +171,6 @@ class FragmentHolder(ABC):
         other."""
 
 
-class PreparedMerge(NamedTuple):
-    """A merge whose publish is on disk. seconds: time that computing took."""
-
-    merge: Merge
-    merged: MergeResult
-    seconds: float
-
-    def measured(self) -> MergeMeasured:
-        """Return the numbers of the merge."""
-        contributions = self.merge.contributions
-        return MergeMeasured(
-            fragment=self.merge.fragment,
-            version=self.merge.version,
-            islands=tuple(c.island for c in contributions),
-            tokens=sum(c.tokens for c in contributions),
-            share=self.merge.share,
-            norm=self.merged.norm,
-            seconds=self.seconds,
-            measures=self.merged.measures._asdict(),
-            directions=self.merged.directions,
-            experts=self.merged.routing.measures,
-            expert_loads=self.merged.routing.loads,
-        )
-
-
 CORES_PER_MERGE = 4
 """XLA spreads a block of a merge over cores, but Python between two blocks does not."""
 MERGES_AT_ONCE = 4
@@ -236,8 +211,9 @@ class StoreHolder(FragmentHolder):
         )
         self.faults, self._committed = Faults(), 0
         """Faults are fired with the number of each merge of this process."""
-        self._prepared: dict[int, PreparedMerge] = {}
-        """The prepared merge of each fragment, until it is committed."""
+        self._prepared: dict[int, tuple[Merge, MergeResult, float]] = {}
+        """The prepared merge of each fragment, until it is committed, and the seconds
+        that computing it took."""
         self._closing, self._begun = threading.Event(), threading.Event()
         self._restoring: RestoreFragments | None = None
         self._back: dict[int, Future[str]] = {}
@@ -545,12 +521,11 @@ class StoreHolder(FragmentHolder):
     def _commit(self, commit: Commit) -> None:
         self._committed += 1
         self.faults.fire(self._committed)
-        prepared = self._prepared.pop(commit.fragment)
-        merge, merged = prepared.merge, prepared.merged
+        merge, merged, seconds = self._prepared.pop(commit.fragment)
         self.store.commit(commit.fragment, commit.version, merged)
         for key in merge.deltas:
             self._inbox.drop(key)
-        self._tell(prepared.measured())
+        self._tell(measured(merge, merged, seconds))
         self._submit(lambda: self._follow_up(merge, merged))
 
     def _prepare(
@@ -579,7 +554,7 @@ class StoreHolder(FragmentHolder):
         stripes = self.store.stripes(merge.fragment, merged.payload)
         prepared = replace(prepared, change=change, stripes=stripes)
         self.faults.fire(self._committed + 1, prepared=True)
-        self._prepared[merge.fragment] = PreparedMerge(merge, merged, seconds)
+        self._prepared[merge.fragment] = merge, merged, seconds
         self._tell(
             MergePrepared(
                 fragment=merge.fragment, version=merge.version, prepared=prepared
@@ -641,6 +616,23 @@ class StoreHolder(FragmentHolder):
             job()
         except BaseException as error:
             self._failed(error)
+
+
+def measured(merge: Merge, merged: MergeResult, seconds: float) -> MergeMeasured:
+    """Return the numbers of a merge."""
+    return MergeMeasured(
+        fragment=merge.fragment,
+        version=merge.version,
+        islands=tuple(c.island for c in merge.contributions),
+        tokens=sum(c.tokens for c in merge.contributions),
+        share=merge.share,
+        norm=merged.norm,
+        seconds=seconds,
+        measures=merged.measures._asdict(),
+        directions=merged.directions,
+        experts=merged.routing.measures,
+        expert_loads=merged.routing.loads,
+    )
 
 
 def lost_here(why: str) -> DurableError:

@@ -56,15 +56,8 @@ class Coverage:
     def __init__(self, layout: PayloadLayout) -> None:
         self._here = [np.zeros(p.encoded_shape[:-1], np.bool_) for p in layout.placed]
 
-    def add(self, part: Part) -> None:
-        """Note that the tiles of this part have arrived."""
-        self._set(part, here=True)
-
-    def remove(self, part: Part) -> None:
-        """Note that the tiles of this part are missing again."""
-        self._set(part, here=False)
-
-    def _set(self, part: Part, *, here: bool) -> None:
+    def add(self, part: Part, *, here: bool = True) -> None:
+        """Note that the tiles of this part have arrived, or not: are missing again."""
         for box in part:
             self._here[box.piece][tiles_of(box)] = here
         if not part:
@@ -380,7 +373,7 @@ class Inbox:
         with self._lock:
             assembly = self._deltas.get(_key(start))
             if assembly is not None and assembly.complete:
-                assembly.coverage.remove(start.part)
+                assembly.coverage.add(start.part, here=False)
                 assembly.complete = False
 
     def _missing(self, start: UploadStart, layout: PayloadLayout) -> int:

@@ -125,11 +125,6 @@ class Pins:
         self._pins = {v: p for v, p in self._pins.items() if p.holds(now, self._pin_s)}
 
 
-def watch(pin: _Pin, source: object) -> None:
-    """Count a stripe of the pin as ended once nothing holds `source` any more."""
-    weakref.finalize(source, pin.end).atexit = False
-
-
 CACHE_LINE = 64
 """Bytes. jax reads an array that begins at such a bound where it lies, and copies
 others."""
@@ -449,7 +444,8 @@ class Store:
                 f"{tuple(state.version)}; fetch this fragment again"
             )
         source = source_of(want, layout.cut_values(pin.anchor, part), count=0)
-        watch(pin, source)
+        # The stripe ends once nothing holds its source any more.
+        weakref.finalize(source, pin.end).atexit = False
         return source
 
     def note_part(self, fragment: int, island: str, part: Part, hosts: int) -> None:

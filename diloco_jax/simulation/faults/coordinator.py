@@ -269,7 +269,7 @@ class VirtualGatherer:
             anchors.step,
             config,
             anchors.begin(config, aim, clock.now),
-            sender=self._sessions,
+            sessions=self._sessions,
             holder=self,
             searcher=self,
         )

@@ -129,7 +129,7 @@ class Schedule(Drawn, frozen=True, kw_only=True):
             placement,
             RUN_ID,
             sizes,
-            batches,
+            admitted=batches,
             least_seconds=least,
             regions=regions,
         )
