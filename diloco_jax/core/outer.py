@@ -292,19 +292,18 @@ class NativeStep(NamedTuple):
 
 def native_step(
     settings: OuterSettings, state: Any, factor: float, norm: np.float32, empty: Empty
-) -> NativeStep | None:
-    """Return the outer step of a piece in C; None if the optimizer has none.
+) -> NativeStep:
+    """Return the outer step of a piece in C.
 
     Args:
-      settings: the outer optimizer, which goes element by element.
+      settings: the outer optimizer, which has a `native_kind`.
       state: its state for the piece, in the order of the tiles.
       factor: multiplies the sum of the deltas.
       norm: length of the whole fragment's merged delta.
       empty: makes the array of the new momentum.
     """
     kind = native_kind(settings)
-    if kind is None:
-        return None
+    assert kind is not None
     kept, structure = jax.tree.flatten(state["optimizer"])
     others = {name: own for name, own in state.items() if name != "optimizer"}
     leaves, tree = jax.tree.flatten(others)
