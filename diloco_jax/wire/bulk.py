@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import select
 import selectors
@@ -295,7 +296,6 @@ class BulkConnection:
         self.parted = False
         """True: the last word is said, and the peer is waited for to hang up."""
         self._socket = connection
-        self._certificate: bytes | None = None
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -313,15 +313,13 @@ class BulkConnection:
         self._socket.settimeout(None)
         return 0
 
+    @functools.cached_property
     def certificate(self) -> bytes:
-        """Return the peer's certificate, PEM; empty without TLS."""
-        if self._certificate is None:
-            found = None
-            if isinstance(self._socket, ssl.SSLSocket):
-                found = self._socket.getpeercert(binary_form=True)
-            pem = ssl.DER_cert_to_PEM_cert(found) if found else ""
-            self._certificate = pem.encode()
-        return self._certificate
+        """The peer's certificate, PEM; empty without TLS."""
+        found = None
+        if isinstance(self._socket, ssl.SSLSocket):
+            found = self._socket.getpeercert(binary_form=True)
+        return ssl.DER_cert_to_PEM_cert(found).encode() if found else b""
 
     def send(self, message: Any) -> None:
         """Send a message. Raises ConnectionLost; LocalProtocolError if it is too
