@@ -482,23 +482,22 @@ class FragmentMerge:
     ) -> Any:
         """Return the next states of outer optimizer and rules after a change of the
         anchor, in arrays of their own."""
-        own = tuple(
-            p.grid.from_tiles(c) for p, c in zip(self.pieces, change, strict=True)
-        )
+        each = list(zip(self.pieces, change, strict=True))
         # A rule with a state sees whole deltas: nobody used any row, or all count.
         rules = tuple(
-            kept
-            if index in unused
-            else merging.recovered(rule_for(piece, self.rule), kept, moved)
-            for index, (piece, kept, moved) in enumerate(
-                zip(self.pieces, state.rules, own, strict=True)
+            merging.recovered(rule_for(p, self.rule), kept, p.grid.from_tiles(moved))
+            if jax.tree.leaves(kept) and index not in unused
+            else kept
+            for index, ((p, moved), kept) in enumerate(
+                zip(each, state.rules, strict=True)
             )
         )
         if self._by_block:
-            each = [(moved,) for moved in change]
-            advanced: Any = tuple(outer.advance(self.settings, state.outer, each))
+            alone = [(moved,) for moved in change]
+            advanced: Any = tuple(outer.advance(self.settings, state.outer, alone))
         else:
-            (advanced,) = outer.advance(self.settings, [state.outer], [own])
+            whole = tuple(p.grid.from_tiles(moved) for p, moved in each)
+            (advanced,) = outer.advance(self.settings, [state.outer], [whole])
         return jax.tree.map(np.array, (advanced, rules))
 
     def _uses(
