@@ -161,14 +161,21 @@ class FetchSource:
     """
 
     version: Version
-    full: bool
-    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
     count: int
+    """Number of encoded publishes, oldest first; 0: A_v in f32."""
     buffers: Sequence[Payload]
-    total: int
-    """Bytes of the payload: the sum of the buffers'."""
     sent: Callable[[int], None] = lambda length: None
     """Called with the bytes of a stripe once it is sent."""
+
+    @property
+    def full(self) -> bool:
+        """True if it is an anchor."""
+        return self.count == 0
+
+    @functools.cached_property
+    def total(self) -> int:
+        """Bytes of the payload."""
+        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
 def source_of(
@@ -177,10 +184,8 @@ def source_of(
     """Return the payload of these boxes: `count` publishes, or for 0 an anchor."""
     return FetchSource(
         version=version,
-        full=count == 0,
         count=count,
         buffers=[block.data for box in boxes for block in _as_blocks(box)],
-        total=sum(box.nbytes for box in boxes),
     )
 
 

@@ -123,7 +123,7 @@ class Store:
         return (0.0 if payload[0] == 0 else math.inf,)
 
     def fetch(self, *arguments: Any) -> FetchSource:
-        return FetchSource(version=Version(), full=True, count=0, buffers=(), total=0)
+        return FetchSource(version=Version(), count=0, buffers=())
 
 
 class AtOnce:
