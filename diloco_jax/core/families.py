@@ -234,9 +234,9 @@ Arrays: TypeAlias = "tuple[jax.Array, ...]"
 class OuterOptimizer(Protocol):
     """A function, or a callable object, that makes an optax optimizer of merged deltas.
 
-    With `elementwise = True` it treats each element by itself, and is given one piece
-    at a time, in the order of its tiles. Otherwise it is given the whole fragment, each
-    piece in its own shape, which takes more time. An optimizer whose step
+    With `elementwise = True` it treats each element by itself, and a fragment is
+    updated a few tiles at a time. Otherwise it is given the whole fragment, each piece
+    in its own shape, which takes more time and memory. An optimizer whose step
     determines its merged delta may have `delta_of(updates, state, momentum)`, which
     returns the delta from which it makes these updates in that state: it keeps its
     state through a crash of the coordinator up to the last merge.

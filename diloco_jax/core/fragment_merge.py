@@ -21,7 +21,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -418,9 +418,8 @@ class FragmentMerge:
             stepped = self._step(state, merged, theta, norm, final=final)
         rules = state.rules if final else tuple(piece.state for piece in merged)
         after = FragmentState(theta, anchor, stepped, rules)
-        for index, step in enumerate(made):
-            unused = merged[index].unused
-            self._publish(index, step, unused, state, after, payload, digest)
+        for index, (step, found) in enumerate(zip(made, merged, strict=True)):
+            self._publish(index, step, found.unused, state, after, payload, digest)
         steps = [sample(n) - sample(o) for n, o in zip(theta, state.theta, strict=True)]
         measures, directions = measure(deltas, merged, weights, samples, last, steps)
         return MergeResult(
@@ -483,22 +482,19 @@ class FragmentMerge:
         """Return the next states of outer optimizer and rules after a change of the
         anchor, in arrays of their own."""
         each = list(zip(self.pieces, change, strict=True))
-        # A rule with a state sees whole deltas: nobody used any row, or all count.
-        rules = tuple(
-            merging.recovered(rule_for(p, self.rule), kept, p.grid.from_tiles(moved))
-            if jax.tree.leaves(kept) and index not in unused
-            else kept
-            for index, ((p, moved), kept) in enumerate(
-                zip(each, state.rules, strict=True)
-            )
-        )
+        rules = list(state.rules)
+        for index, (piece, moved) in enumerate(each):
+            # A rule with a state sees whole deltas: nobody used any row, or all count.
+            if jax.tree.leaves(rules[index]) and index not in unused:
+                rule, own = rule_for(piece, self.rule), piece.grid.from_tiles(moved)
+                rules[index] = merging.recovered(rule, rules[index], own)
         if self._by_block:
             alone = [(moved,) for moved in change]
             advanced: Any = tuple(outer.advance(self.settings, state.outer, alone))
         else:
             whole = tuple(p.grid.from_tiles(moved) for p, moved in each)
             (advanced,) = outer.advance(self.settings, [state.outer], [whole])
-        return jax.tree.map(np.array, (advanced, rules))
+        return jax.tree.map(np.array, (advanced, tuple(rules)))
 
     def _uses(
         self, index: int, deltas: Sequence[Sequence[Any]], tokens: Sequence[int]
@@ -604,33 +600,40 @@ class FragmentMerge:
         *,
         final: bool,
     ) -> Any:
-        """Take the outer step by functions that XLA compiles, into `theta`; one piece
-        at a time if the optimizer goes element by element. Return its new state."""
-
-        def step(numbers: Sequence[int], kept: Any) -> Any:
-            own: Any = [merged[n] for n in numbers]
-            stepped, moved = outer.fragment_step(
-                self.settings,
-                [found.grid for found in own],
-                cast(Any, tuple(state.theta[n] for n in numbers)),
-                kept,
-                tuple(found.total * np.float32(found.factor) for found in own),
-                np.float32(norm),
-                final=final,
+        """Take the outer step by functions that XLA compiles, into `theta`. Return the
+        new state of the outer optimizer."""
+        old: Any = state.theta
+        length = np.float32(norm)
+        if self._by_block:
+            pairs = zip(old, state.outer, merged, theta, strict=True)
+            after: Any = tuple(
+                outer.piece_step(
+                    self.settings,
+                    kept,
+                    own,
+                    m.total,
+                    m.factor,
+                    length,
+                    self.empty,
+                    final=final,
+                    out=place,
+                )
+                for own, kept, m, place in pairs
             )
-            moved = kept if final else jax.tree.map(np.array, moved)
-            for n, found, new in zip(numbers, own, stepped, strict=True):
-                theta[n][...] = new
-                _keep(found.unused, found.grid, state.theta[n], theta[n])
-                if self._by_block:
-                    _keep(found.unused, found.grid, kept, moved)
-            return moved
-
-        if not self._by_block:
-            return step(range(len(merged)), state.outer)
-        return tuple(
-            own for n, kept in enumerate(state.outer) for own in step([n], (kept,))
-        )
+        else:
+            deltas: Any = tuple(m.total * np.float32(m.factor) for m in merged)
+            grids = [m.grid for m in merged]
+            stepped, after = outer.fragment_step(
+                self.settings, grids, old, state.outer, deltas, length, final=final
+            )
+            after = jax.tree.map(np.asarray, after)
+            for place, new in zip(theta, stepped, strict=True):
+                place[...] = new
+        for index, found in enumerate(merged):
+            _keep(found.unused, found.grid, old[index], theta[index])
+            if self._by_block:
+                _keep(found.unused, found.grid, state.outer[index], after[index])
+        return after
 
     def _publish(
         self,
