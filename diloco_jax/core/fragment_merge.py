@@ -472,8 +472,8 @@ class FragmentMerge:
                 advanced, rules = self._advanced(state, change, unused)
         for index, bits in unused.items() if self._by_block else ():
             packed, grid = np.frombuffer(bits, np.uint8), self.pieces[index].grid
-            rows = np.unpackbits(packed, count=grid.shape[0]).astype(np.bool_)
-            _keep(rows, grid, state.outer[index], advanced[index])
+            rests = np.unpackbits(packed, count=grid.shape[0]).astype(np.bool_)
+            _keep(rests, grid, state.outer[index], advanced[index])
         return FragmentState(anchor, anchor, advanced, rules)
 
     def _advanced(

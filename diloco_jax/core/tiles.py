@@ -413,7 +413,8 @@ class Passes:
                 _at(encoded[rows], np.uint8, (tiles, tile_bytes(codec, elements))),
             )
 
-        self._over_blocks(of, *theta.shape, made=theta, digest=digest)
+        tiles, elements = theta.shape
+        self._over_blocks(of, tiles, elements, made=theta, digest=digest)
 
     def replay(
         self,
@@ -455,7 +456,8 @@ class Passes:
                 _at(halved, np.float64, halved.shape),
             )
 
-        return self._by_tile(of, *anchor.shape, made=new_anchor, digest=digest)
+        tiles, elements = anchor.shape
+        return self._by_tile(of, tiles, elements, made=new_anchor, digest=digest)
 
     def _by_tile(
         self,
