@@ -48,6 +48,7 @@ from diloco_jax.machine import (
     resident_bytes,
 )
 from diloco_jax.observability.exported import Readings
+from diloco_jax.observability.measures import RecentGoodput
 from diloco_jax.process import HangDetector, leave_at_once
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ island's loss is apart."""
 APART_S = 60.0
 """Seconds for which it has to be apart."""
 GOODPUT, GOODPUT_AFTER_S = 0.5, 600.0
-"""Goodput of the run that is low, and the age from which on it counts."""
+"""Goodput of the last hour that is low, and how much of it must have been seen."""
 JUMP_S = 5.0
 """Seconds by which a clock jumps at least."""
 WARM_S = 600.0
@@ -137,6 +138,7 @@ class Watchdog:
         self._folders, self._least_s, self._machine = folders, 3 * budget_s, machine
         self._islands: dict[str, _Seen] = {}
         self._began, self._looked = now, -math.inf
+        self._recent = RecentGoodput()
         self._ahead = machine.unix() - now
         """Unix time less that of the other clock."""
         self._warm = 0
@@ -150,6 +152,7 @@ class Watchdog:
     def look(self, status: Mapping[str, Any], now: float) -> list[str]:
         """Return what is newly wrong, for people. status: see `summary.status`."""
         found = dict(self._of_islands(status, now))
+        self._recent.note(status, now)
         found |= dict(self._of_run(status))
         alerts = [*self._clock(now)]
         if now - self._looked >= MACHINE_EVERY_S:
@@ -256,13 +259,15 @@ class Watchdog:
         return seen
 
     def _of_run(self, status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        low = status["goodput"] < GOODPUT and status["seconds"] >= GOODPUT_AFTER_S
+        recent, seconds = self._recent.goodput, self._recent.seconds
+        low = recent < GOODPUT and seconds >= GOODPUT_AFTER_S
         if low and status["islands"]:
             yield (
                 "goodput",
-                f"goodput is {status['goodput']:.0%}: less than {GOODPUT:.0%} of what "
-                f"undisturbed islands would have computed is merged; see which island "
-                f"was away, and tokens_lost of the summary",
+                f"goodput of the last {seconds / 60:.0f} minutes is {recent:.0%} "
+                f"({status['goodput']:.0%} in the whole run): less than {GOODPUT:.0%} "
+                f"of what undisturbed islands would have computed is merged; see which "
+                f"island was away, and tokens_lost of the summary",
             )
 
     # ---- the coordinator's machine --------------------------------------------------

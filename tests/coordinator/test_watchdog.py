@@ -27,11 +27,14 @@ class World:
         self.now, self.ahead = 1000.0, 1.7e9
         self.resident, self.left, self.free = GB, (50 * GB, 100 * GB), 100 * GB
         self.given_back = self.needed = 0
+        self.speed, self.share_merged = 600.0, 0.9
+        """Speed of the three islands together, and the share of it that is merged."""
         self.islands = {name: self.island() for name in "abc"}
         self.status: dict[str, Any] = {
             "phase": "running",
             "goodput": 0.9,
             "seconds": 60.0,
+            "tokens_merged": 0,
             "islands": self.islands,
         }
         machine = Gauges(
@@ -70,6 +73,8 @@ class World:
         told = []
         for _ in range(round(2 * seconds)):
             self.now += 0.5
+            merged = round(0.5 * self.speed * self.share_merged)
+            self.status["tokens_merged"] += merged
             for name, island in self.islands.items():
                 island["steps"] += name not in stuck
             told += self.dog.look(self.status, self.now)
@@ -180,16 +185,34 @@ def test_one_of_two_that_part_cannot_be_told(world):
     assert world.pass_s(100) == []
 
 
-def test_goodput_that_is_low_after_ten_minutes_is_told_once(world):
-    world.status |= {"goodput": 0.4, "seconds": 599.0}
-    assert world.pass_s(60) == []
-    world.status["seconds"] = 600.0
-    (told,) = world.pass_s(60)
-    assert "goodput is 40%: less than 50% of what undisturbed islands" in told
+def test_goodput_that_is_low_for_ten_minutes_is_told(world):
+    world.share_merged = 0.4
+    assert world.pass_s(8 * 60) == []
+    (told,) = world.pass_s(60 * 60)
+    assert "goodput of the last " in told
+    assert "(90% in the whole run)" in told
     assert world.dog.wrong == ["goodput is low"]
-    world.status["goodput"] = 0.6
-    assert world.pass_s(60) == []
+    world.share_merged = 0.9
+    assert world.pass_s(2 * 60 * 60) == []
     assert world.dog.wrong == []
+    world.share_merged = 0.1
+    assert len(world.pass_s(60 * 60)) == 1, "however old the run is"
+
+
+def test_absent_islands_count_and_those_that_said_goodbye_do_not(world):
+    """No merge of two of three is missed."""
+    world.share_merged = 0.4
+    world.islands["b"] |= {"state": "gone", "tokens_per_second": 0.0}
+    world.islands["c"] |= {"state": "gone", "tokens_per_second": 0.0}
+    world.speed = 200.0
+    world.share_merged = 0.9
+    assert world.pass_s(2 * 60 * 60) == []
+    world.islands["b"] |= {"state": "training", "tokens_per_second": 200.0}
+    world.pass_s(1)
+    world.islands["b"] |= {"state": "absent", "tokens_per_second": 0.0}
+    world.share_merged = 0.8
+    (told,) = world.pass_s(2 * 60 * 60)
+    assert "goodput of the last" in told
 
 
 @pytest.mark.parametrize("jump_s", [7.0, -3600.0])
