@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder for the run, kept")
     options = parser.parse_args()
     if options.quick:
-        options.minutes = 4.0
+        options.minutes, options.every_s = 1.25, 10.0
     with tempfile.TemporaryDirectory(prefix="diloco-") as name:
         folder = Path(name)
         kept = options.folder or folder

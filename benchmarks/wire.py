@@ -304,13 +304,7 @@ class _OneBuffer(Handlers):
         return start.offset + start.length == start.total
 
     def fetch(self, request: FetchRequest) -> FetchSource:
-        return FetchSource(
-            version=VERSION,
-            full=True,
-            count=0,
-            buffers=[self._buffer],
-            total=len(self._buffer),
-        )
+        return FetchSource(version=VERSION, count=0, buffers=[self._buffer])
 
     def status(self) -> dict[str, Any]:
         return {"coordinator": time.process_time()}

@@ -47,7 +47,7 @@ OUTER_STEPS = 2
 ROUNDING = 1e-4
 """Relative difference of two results that are equal but for rounding."""
 ADOPT_FACTS = ("adopts_first", "keeps_pending", "loses_steps")
-MERGE_KINDS = ("sum", "fold", "elementwise", "whole")
+MERGE_KINDS = ("sum", "elementwise", "whole")
 
 
 def check_weighting(weighting: Weighting) -> None:
@@ -123,7 +123,7 @@ def check_merge_rule(rule: MergeRule) -> None:
             "it has by_element = True, but what it makes of an element depends on "
             "other elements too, or on the shape: bands of a piece are merged "
             "otherwise than the whole; set by_element = False, in a rule that sees "
-            "whole pieces (needs = 'fold' or 'whole')"
+            "whole pieces (needs = 'whole')"
         )
 
 

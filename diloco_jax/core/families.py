@@ -1,13 +1,12 @@
 """The open families of a config: what a member of each must be, and the names of those
 that the package has. It reads without JAX.
 
-Merge rules are of four kinds; a member of the family is one of them.
+Merge rules are of three kinds; a member of the family is one of them.
 
 - `WeightedSum` sees weights and lengths alone: memory does not grow with the islands,
   and deltas are decoded a few tiles at a time.
-- `Fold` sees one whole delta at a time: memory does not grow with the islands.
 - `Elementwise` sees the same elements of all deltas, a block of them at a time.
-- `Whole` sees all deltas of a piece, uncut.
+- `Whole` sees all deltas of a piece, uncut, and may keep a state.
 
 All their methods are pure functions of arrays that `jax.jit` can trace, but for those
 of a `WeightedSum`, which takes numbers. Weights are shares: they are not negative, and
@@ -56,7 +55,7 @@ State = Any
 class Described(Protocol):
     """The facts that every rule states about itself."""
 
-    needs: Literal["sum", "fold", "elementwise", "whole"]
+    needs: Literal["sum", "elementwise", "whole"]
     by_element: bool = False
     """True if an element of the merged delta depends on that element of the deltas
     alone. A tensor that is larger than a fragment is then merged in bands."""
@@ -105,37 +104,6 @@ class WeightedSum(Described, Protocol):
         return None
 
 
-class Stateful(Described, Protocol):
-    """A rule that may keep a state for each piece."""
-
-    def start(self, shape: Shape) -> State:
-        """Return the state before the first merge of a run or a term."""
-        return ()
-
-    def recovered(self, state: State, change: ArrayLike) -> State:
-        """Return the state after a merge of which only the published change is known,
-        as after a crash.
-        """
-        return state
-
-
-class Fold(Stateful, Protocol):
-    """Sums over the deltas: `finish(add(add(init, d1, w1), d2, w2), share)`."""
-
-    needs: Literal["fold"] = "fold"
-
-    def init(self, shape: Shape) -> Any:
-        """Return the sums of no deltas, a pytree."""
-
-    def add(self, sums: Any, delta: jax.Array, weight: jax.Array, state: State) -> Any:
-        """Return the sums with one more delta, f32[shape]."""
-
-    def finish(
-        self, sums: Any, share: jax.Array, state: State
-    ) -> tuple[jax.Array, State]:
-        """Return (`share` times the merged delta, the state for the next merge)."""
-
-
 class Elementwise(Described, Protocol):
     """Merges blocks of `M` deltas; keeps no state."""
 
@@ -148,10 +116,20 @@ class Elementwise(Described, Protocol):
         """Merge f32[M, ...], f32[M] -> f32[...], times `share`."""
 
 
-class Whole(Stateful, Protocol):
-    """Merges whole pieces of `M` deltas."""
+class Whole(Described, Protocol):
+    """Merges whole pieces of `M` deltas; may keep a state for each piece."""
 
     needs: Literal["whole"] = "whole"
+
+    def start(self, shape: Shape) -> State:
+        """Return the state before the first merge of a run or a term."""
+        return ()
+
+    def recovered(self, state: State, change: ArrayLike) -> State:
+        """Return the state after a merge of which only the published change is known,
+        as after a crash.
+        """
+        return state
 
     def merge(
         self, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
@@ -160,7 +138,7 @@ class Whole(Stateful, Protocol):
         the state for the next merge)."""
 
 
-MergeRule = WeightedSum | Fold | Elementwise | Whole
+MergeRule = WeightedSum | Elementwise | Whole
 
 
 MERGE_RULES: Family[MergeRule] = Family(

@@ -18,9 +18,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,39 +94,32 @@ def measure(
     shares = np.array(weights) / math.fsum(weights)
     squares, products = np.zeros(len(shares)), np.zeros((len(shares),) * 2)
     cosines, sizes = [], []
-    for own, piece in zip(deltas, merged, strict=True):
-        lengths = np.array(own.squares)
-        squares += lengths
+    for of_piece, piece in zip(deltas, merged, strict=True):
+        lengths, here = np.array(of_piece.squares), _products(of_piece)
+        squares, products = squares + lengths, products + here
         present = np.where(lengths > 0, shares, 0.0)
         alone = float(np.square(present).sum())
         pairs = float(present.sum()) ** 2 - alone
-        compared = pairs > 0 and np.count_nonzero(present) > 1
-        along, here = piece.direction_square, np.zeros(())
-        if len(shares) >= FEWEST_DIRECTIONS or (compared and along is None):
-            here = _products(own)
-        if len(shares) >= FEWEST_DIRECTIONS:
-            products += here
-        if compared and along is None:
+        if pairs <= 0 or np.count_nonzero(present) < 2:
+            continue
+        if (square := piece.direction_square) is None:
             norms = np.sqrt(np.diag(here))
             unit = present / np.where(norms > 0, norms, math.inf)
-            along = float(unit @ here @ unit)
-        if compared and along is not None:
-            cosines.append((along - alone) / pairs * piece.total.size)
-            sizes.append(piece.total.size)
+            square = float(unit @ here @ unit)
+        cosines.append((square - alone) / pairs * piece.total.size)
+        sizes.append(piece.total.size)
     directions: tuple[float | None, ...] = ()
     if len(shares) >= FEWEST_DIRECTIONS:
-        others = products @ shares - shares * np.diag(products)
-        rest = shares @ products @ shares - shares * (
-            2 * (products @ shares) - shares * np.diag(products)
-        )
-        lengths = np.sqrt(np.diag(products) * np.maximum(rest, 0.0))
-        directions = tuple(map(_ratio, others, lengths))
+        own, along = np.diag(products), products @ shares
+        rest = shares @ products @ shares - shares * (2 * along - shares * own)
+        lengths = np.sqrt(own * np.maximum(rest, 0.0))
+        directions = tuple(map(_ratio, along - shares * own, lengths))
     length, before = _length(samples), _length(last)
-    norm, mean_length = norm_of(merged), float(shares @ np.sqrt(squares))
+    mean_length = float(shares @ np.sqrt(squares))
     measures = MergeMeasures(
         pairwise_cosine=_ratio(sum(cosines), sum(sizes)),
-        cosine_to_last=_ratio(_dot(samples, last) if last else 0.0, length * before),
-        length_ratio=_ratio(norm, mean_length),
+        cosine_to_last=_ratio(math.fsum(map(np.vdot, samples, last)), length * before),
+        length_ratio=_ratio(norm_of(merged), mean_length),
         step_ratio=_ratio(_length(steps), length),
     )
     return measures, directions
@@ -240,11 +234,6 @@ def _every(tiles: int, elements: int) -> int:
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _dot(one: Sequence[Sample], other: Sequence[Sample]) -> float:
-    pairs = zip(one, other, strict=True)
-    return math.fsum(float(np.vdot(a, b)) for a, b in pairs)
-
-
 def _length(arrays: Sequence[Sample]) -> float:
     return math.hypot(*(float(np.linalg.norm(a.ravel())) for a in arrays))
 
@@ -346,13 +335,9 @@ class FragmentMerge:
 
     def like(self) -> FragmentState:
         """Return a state of `jax.ShapeDtypeStruct` without arrays."""
-        theta = tuple(
-            jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-                p.grid.in_order, np.float32
-            )
-            for p in self.pieces
+        like: FragmentState = jax.eval_shape(
+            lambda: self._first(tuple(jnp.zeros(p.grid.in_order) for p in self.pieces))
         )
-        like: FragmentState = jax.eval_shape(self._first, theta)
         return like
 
     def squares(self, payload: Buffer) -> Squares:
@@ -368,15 +353,15 @@ class FragmentMerge:
 
     def uses(self, payload: Buffer) -> Uses:
         """Return what a delta says of the use of rows."""
-        counted = [piece.by_use for piece in self.pieces if piece.by_use]
+        per_token = [piece.by_use for piece in self.pieces if piece.by_use]
         counts = self.layout_up.unpack(payload)[len(self.pieces) :]
         if not counts:
             return Uses()
-        pairs = zip(counts, counted, strict=True)
-        most = max(decode_uses(own).sum() / per_token for own, per_token in pairs)
+        sums = [decode_uses(own).sum() for own in counts]
+        most = float(max(map(operator.truediv, sums, per_token)))
         # A use may be a part of a token: what is rounded, a few units in the last place
         # of a large count, is no use more.
-        whole = math.ceil(round(float(most) * (1 - 2**-50), 6))
+        whole = math.ceil(round(most * (1 - 2**-50), 6))
         return Uses(min(whole, MOST_USES), digest_arrays(counts))
 
     def merge(
@@ -420,34 +405,24 @@ class FragmentMerge:
             merged.append(found)
             used.append(uses)
             samples.append(sample(found.total) * np.float32(found.factor))
+        norm, digest = norm_of(merged), xxh3_128()
         payload = self.empty((self.layout_down.total_bytes,), np.uint8).data
+        if self._steps_natively(final=final):
+            factors = [float(np.float32(found.factor)) for found in merged]
+            made = [NativeStep(Step(kind="flush", factor=f)) for f in factors]
+            stepped = state.outer
+            if not final:
+                pairs = zip(state.outer, factors, strict=True)
+                made = [self._native_step(*pair, norm, self.empty) for pair in pairs]
+                stepped = tuple(step.after for step in made)
+        else:
+            made = [NativeStep(Step(kind="keep"))] * len(merged)
+            stepped = self._step(state, merged, theta, norm, final=final)
         rules = state.rules if final else tuple(piece.state for piece in merged)
-        after = FragmentState(theta, anchor, state.outer, rules)
-        norm, stepped, digest = norm_of(merged), False, xxh3_128()
-        if not (final or self._by_block):
-            stepped = True
-            after = after._replace(outer=self._whole_step(state, merged, theta))
-            for old, found, new in zip(state.theta, merged, theta, strict=True):
-                _keep(found.unused, found.grid, slice(0, len(new)), old, new)
-        outers = [
-            self._finish_piece(
-                index,
-                state,
-                after,
-                None if stepped else merged[index],
-                payload,
-                digest,
-                np.float32(norm),
-                final=final,
-            )
-            for index in range(len(self.pieces))
-        ]
-        if self._by_block and not final:
-            after = after._replace(outer=tuple(outers))
-        steps = [
-            sample(new) - sample(old)
-            for old, new in zip(state.theta, theta, strict=True)
-        ]
+        after = FragmentState(theta, anchor, stepped, rules)
+        for index, (step, found) in enumerate(zip(made, merged, strict=True)):
+            self._publish(index, step, found.unused, state, after, payload, digest)
+        steps = [sample(n) - sample(o) for n, o in zip(theta, state.theta, strict=True)]
         measures, directions = measure(deltas, merged, weights, samples, last, steps)
         return MergeResult(
             after,
@@ -481,45 +456,47 @@ class FragmentMerge:
         new Theta. unused: that of the merge; these rows' momentum rests again, and so
         does the state of the rule.
         """
-        anchor = self._new(state.anchor)
+        anchor, advanced, rules = self._new(state.anchor), state.outer, state.rules
+        encoded = self.layout_down.unpack(payload)
         published = [
-            encoded.reshape(len(old), -1)
-            for old, encoded in zip(
-                state.anchor, self.layout_down.unpack(payload), strict=True
-            )
+            e.reshape(len(a), -1) for e, a in zip(encoded, anchor, strict=True)
         ]
-        if self._replays_natively(state):
+        if self._steps_natively(final=False) and not jax.tree.leaves(state.rules):
             advanced = self._native_replay(state, published, anchor, digest, final)
-            self._rest(state.outer, advanced, unused)
-            return FragmentState(anchor, anchor, advanced, state.rules)
-        for new, old, tiles in zip(anchor, state.anchor, published, strict=True):
-            for rows in blocks(*old.shape):
-                new[rows] = apply_to_tiles(self.down, old[rows], tiles[rows])
-                if digest is not None:
-                    digest.update(new[rows].data)
-        if final:
-            return FragmentState(anchor, anchor, state.outer, state.rules)
-        change = [new - old for new, old in zip(anchor, state.anchor, strict=True)]
-        # A rule with a state sees whole deltas: nobody used any row, or all count.
-        rules = tuple(
-            merging.recovered(rule_for(p, self.rule), own, _own_order(p, moved))
-            if jax.tree.leaves(own) and index not in unused
-            else own
-            for index, (p, own, moved) in enumerate(
-                zip(self.pieces, state.rules, change, strict=True)
-            )
-        )
-        if self._by_block:
-            each = [(moved,) for moved in change]
-            advanced = tuple(outer.advance(self.settings, state.outer, each))
-            advanced = jax.tree.map(np.array, advanced)
-            self._rest(state.outer, advanced, unused)
         else:
-            whole = tuple(map(_own_order, self.pieces, change))
+            for new, old, tiles in zip(anchor, state.anchor, published, strict=True):
+                for rows in blocks(*old.shape):
+                    new[rows] = apply_to_tiles(self.down, old[rows], tiles[rows])
+                    if digest is not None:
+                        digest.update(new[rows].data)
+            if not final:
+                change = tuple(map(np.subtract, anchor, state.anchor))
+                advanced, rules = self._advanced(state, change, unused)
+        for index, bits in unused.items() if self._by_block else ():
+            packed, grid = np.frombuffer(bits, np.uint8), self.pieces[index].grid
+            rests = np.unpackbits(packed, count=grid.shape[0]).astype(np.bool_)
+            _keep(rests, grid, state.outer[index], advanced[index])
+        return FragmentState(anchor, anchor, advanced, rules)
+
+    def _advanced(
+        self, state: FragmentState, change: Arrays, unused: Mapping[int, bytes]
+    ) -> Any:
+        """Return the next states of outer optimizer and rules after a change of the
+        anchor, in arrays of their own."""
+        each = list(zip(self.pieces, change, strict=True))
+        rules = list(state.rules)
+        for index, (piece, moved) in enumerate(each):
+            # A rule with a state sees whole deltas: nobody used any row, or all count.
+            if jax.tree.leaves(rules[index]) and index not in unused:
+                rule, own = rule_for(piece, self.rule), piece.grid.from_tiles(moved)
+                rules[index] = merging.recovered(rule, rules[index], own)
+        if self._by_block:
+            alone = [(moved,) for moved in change]
+            advanced: Any = tuple(outer.advance(self.settings, state.outer, alone))
+        else:
+            whole = tuple(p.grid.from_tiles(moved) for p, moved in each)
             (advanced,) = outer.advance(self.settings, [state.outer], [whole])
-        return FragmentState(
-            anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
-        )
+        return jax.tree.map(np.array, (advanced, tuple(rules)))
 
     def _uses(
         self, index: int, deltas: Sequence[Sequence[Any]], tokens: Sequence[int]
@@ -535,14 +512,16 @@ class FragmentMerge:
     ) -> Encoded:
         return Encoded(self.up, piece.shape, arrays, squares, self.passes, piece.groups)
 
-    def _replays_natively(self, state: FragmentState) -> bool:
-        return (
-            self.passes is not None
-            and self.passes.knows(self.down.name)
-            and self._by_block
-            and outer.native_kind(self.settings) is not None
-            and not jax.tree.leaves(state.rules)
-        )
+    @property
+    def _native(self) -> Passes | None:
+        """The route "native", if it has the codec of publishes."""
+        known = self.passes is not None and self.passes.knows(self.down.name)
+        return self.passes if known else None
+
+    def _steps_natively(self, *, final: bool) -> bool:
+        """Tell if the route "native" has the outer step."""
+        known = self._by_block and outer.native_kind(self.settings) is not None
+        return self._native is not None and (final or known)
 
     def _native_replay(
         self,
@@ -572,38 +551,24 @@ class FragmentMerge:
                 digest=digest,
             )
 
-        def reuse(step: NativeStep) -> Empty:
-            return lambda shape, dtype: cast(Any, step.new_trace)
-
-        def steps(norm: float, empty: Sequence[Empty]) -> Iterator[NativeStep]:
-            for own, make in zip(state.outer, empty, strict=True):
-                found = native_step(self.settings, own, 1.0, np.float32(norm), make)
-                assert found is not None
-                yield found
-
+        pieces = range(len(anchor))
         if final:
-            for index in range(len(anchor)):
+            for index in pieces:
                 apply(index, NativeStep(Step(kind="flush")), digest)
             return state.outer
-        made = list(steps(0.0, [self.empty] * len(anchor)))
-        squares = [s for n, step in enumerate(made) for s in apply(n, step, digest)]
+        made = [self._native_step(kept, 1.0, 0.0, self.empty) for kept in state.outer]
+        squares = [s for index in pieces for s in apply(index, made[index], digest)]
         if self.settings.norm_guard:
-            made = list(steps(math.sqrt(math.fsum(squares)), list(map(reuse, made))))
-            for index, step in enumerate(made):
-                if step.step.guard != 1.0:
-                    apply(index, step, None)
+            norm = math.sqrt(math.fsum(squares))
+            again: list[Any] = [step.new_trace for step in made]  # The same arrays.
+            made = [
+                self._native_step(kept, 1.0, norm, lambda *_, n=n: again[n])
+                for n, kept in enumerate(state.outer)
+            ]
+            for index in pieces:
+                if made[index].step.guard != 1.0:
+                    apply(index, made[index], None)
         return tuple(step.after for step in made)
-
-    def _rest(self, before: Any, after: Any, unused: Mapping[int, bytes]) -> None:
-        """Put momentum of rows that nobody used back as it was, into the new state of
-        an optimizer that goes element by element."""
-        for index, bits in unused.items():
-            packed, grid = np.frombuffer(bits, np.uint8), self.pieces[index].grid
-            rows = np.unpackbits(packed, count=grid.shape[0]).astype(np.bool_)
-            kept = (jax.tree.leaves(state[index]) for state in (before, after))
-            for old, new in zip(*kept, strict=True):
-                if old.shape == grid.in_order and new is not old:
-                    _keep(rows, grid, slice(0, len(new)), old, new)
 
     def _new(self, arrays: Arrays) -> Arrays:
         return tuple(self.empty(array.shape, np.float32) for array in arrays)
@@ -623,125 +588,107 @@ class FragmentMerge:
         )
         return FragmentState(theta, theta, state, rules)
 
-    def _finish_piece(
+    def _native_step(
+        self, kept: Any, factor: float, norm: float, empty: Empty
+    ) -> NativeStep:
+        return native_step(self.settings, kept, factor, np.float32(norm), empty)
+
+    def _step(
         self,
-        index: int,
-        before: FragmentState,
-        after: FragmentState,
-        merged: MergedPiece | None,
-        payload: memoryview,
-        digest: xxh3_128,
-        norm: np.float32,
+        state: FragmentState,
+        merged: Sequence[MergedPiece],
+        theta: Arrays,
+        norm: float,
         *,
         final: bool,
     ) -> Any:
-        """Take the outer step from `merged`, unless that is None, and encode the
-        publish, into the arrays of `after` and the payload. The digest goes on over the
-        new Theta. Return the new state of the outer optimizer."""
+        """Take the outer step by functions that XLA compiles, into `theta`. Return the
+        new state of the outer optimizer."""
+        old: Any = state.theta
+        length = np.float32(norm)
+        if self._by_block:
+            pairs = zip(old, state.outer, merged, theta, strict=True)
+            after: Any = tuple(
+                outer.piece_step(
+                    self.settings,
+                    kept,
+                    own,
+                    m.total,
+                    m.factor,
+                    length,
+                    self.empty,
+                    final=final,
+                    out=place,
+                )
+                for own, kept, m, place in pairs
+            )
+        else:
+            deltas: Any = tuple(m.total * np.float32(m.factor) for m in merged)
+            grids = [m.grid for m in merged]
+            stepped, after = outer.fragment_step(
+                self.settings, grids, old, state.outer, deltas, length, final=final
+            )
+            after = jax.tree.map(np.asarray, after)
+            for place, new in zip(theta, stepped, strict=True):
+                place[...] = new
+        for index, found in enumerate(merged):
+            _keep(found.unused, found.grid, old[index], theta[index])
+            if self._by_block:
+                _keep(found.unused, found.grid, state.outer[index], after[index])
+        return after
+
+    def _publish(
+        self,
+        index: int,
+        step: NativeStep,
+        unused: npt.NDArray[np.bool_] | None,
+        before: FragmentState,
+        after: FragmentState,
+        payload: memoryview,
+        digest: xxh3_128,
+    ) -> None:
+        """Take a step by the route "native", "keep" if it is taken already, and encode
+        the publish, into the arrays of `after` and the payload. The digest goes on over
+        the new Theta."""
         theta, new_anchor = after.theta[index], after.anchor[index]
-        old, anchor = before.theta[index], before.anchor[index]
+        anchor, grid = before.anchor[index], self.pieces[index].grid
         encoded = self.layout_down.unpack(payload)[index].reshape(len(theta), -1)
-        native = self._native_step(before.outer, index, merged, norm, final)
-        if self.passes is not None and native is not None:
-            self.passes.finish(
+        if self._native is not None:
+            rests = step.step.kind != "keep" and unused is not None
+            self._native.finish(
                 self.down.name,
-                native.step,
-                old=old,
-                trace=native.trace,
+                step.step,
+                old=before.theta[index],
+                trace=step.trace,
                 anchor=anchor,
                 theta=theta,
-                new_trace=native.new_trace,
+                new_trace=step.new_trace,
                 new_anchor=new_anchor,
                 encoded=encoded,
-                unused=None if merged is None else merged.unused,
-                grid=None if merged is None or merged.unused is None else merged.grid,
+                unused=unused if rests else None,
+                grid=grid if rests else None,
                 digest=digest,
             )
-            return native.after
-        state = before.outer[index] if self._by_block else ()
-        kept, structure = jax.tree.flatten(state)
-        cut = [leaf.shape == theta.shape for leaf in kept]
-        new = [
-            self.empty(leaf.shape, leaf.dtype) if is_cut else leaf
-            for leaf, is_cut in zip(kept, cut, strict=True)
-        ]
+            return
         for rows in blocks(*theta.shape):
-            if merged is not None:
-                delta = merged.total[rows] * np.float32(merged.factor)
-                if final:
-                    (theta[rows],) = outer.flush_step((old[rows],), (delta,))
-                else:
-                    parts = [
-                        leaf[rows] if is_cut else leaf
-                        for leaf, is_cut in zip(kept, cut, strict=True)
-                    ]
-                    (theta[rows],), moved = outer.outer_step(
-                        outer.make_outer(self.settings),
-                        (old[rows],),
-                        jax.tree.unflatten(structure, parts),
-                        (delta,),
-                        norm,
-                    )
-                    for n, leaf in enumerate(jax.tree.leaves(moved)):
-                        if cut[n]:
-                            new[n][rows] = leaf
-                            _keep(merged.unused, merged.grid, rows, kept[n], new[n])
-                        else:
-                            new[n] = np.asarray(leaf)
-                _keep(merged.unused, merged.grid, rows, old, theta)
             encoded[rows], new_anchor[rows] = publish_tiles(
                 self.down, theta[rows], anchor[rows]
             )
             digest.update(theta[rows].data)
-        return jax.tree.unflatten(structure, new)
-
-    def _native_step(
-        self,
-        state: Any,
-        index: int,
-        merged: MergedPiece | None,
-        norm: np.float32,
-        final: bool,
-    ) -> NativeStep | None:
-        """Return the step of a piece by the route "native", if that has it. state: of
-        the outer optimizer."""
-        if self.passes is None or not self.passes.knows(self.down.name):
-            return None
-        if merged is None:
-            return NativeStep(Step(kind="keep"))
-        factor = float(np.float32(merged.factor))
-        if final:
-            return NativeStep(Step(kind="flush", factor=factor))
-        return native_step(self.settings, state[index], factor, norm, self.empty)
-
-    def _whole_step(
-        self, state: FragmentState, merged: Sequence[MergedPiece], theta: Arrays
-    ) -> Any:
-        """Take the outer step of the whole fragment, each piece in its own order, into
-        `theta`. Return the new state of the outer optimizer."""
-        own = tuple(map(_own_order, self.pieces, state.theta))
-        deltas = tuple(piece.delta for piece in merged)
-        stepped, after = outer.outer_step(
-            outer.make_outer(self.settings), own, state.outer, deltas
-        )
-        for piece, new, place in zip(self.pieces, stepped, theta, strict=True):
-            place[...] = piece.grid.to_tiles(np.asarray(new))
-        return jax.tree.map(np.asarray, after)
 
 
 def _keep(
-    unused: npt.NDArray[np.bool_] | None,
-    grid: TileGrid,
-    tiles: slice,
-    old: npt.NDArray[np.float32],
-    new: npt.NDArray[np.float32],
+    unused: npt.NDArray[np.bool_] | None, grid: TileGrid, before: Any, after: Any
 ) -> None:
-    """Put the old values back, in these tiles, of rows that nobody used."""
-    if unused is not None:
-        by_tile = grid.by_row(unused, tiles)
-        shape = (*by_tile.shape, -1)
-        here = new[tiles].reshape(shape)
-        np.copyto(here, old[tiles].reshape(shape), where=by_tile[..., None])
+    """Put old values of rows that nobody used back into all f32[tiles, elements] of a
+    new Theta, or of a new state of an optimizer that goes element by element."""
+    if unused is None:
+        return
+    by_tile = grid.by_row(unused, slice(0, grid.tiles))[..., None]
+    for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+        if old.shape == grid.in_order and new is not old:
+            shape = (*by_tile.shape[:-1], -1)
+            np.copyto(new.reshape(shape), old.reshape(shape), where=by_tile)
 
 
 def length(squares: Squares) -> float:
@@ -752,8 +699,3 @@ def length(squares: Squares) -> float:
 def is_fit(squares: Squares) -> bool:
     """Tell if a delta is finite and not absurdly long."""
     return math.fsum(squares) <= merging.MOST_SQUARES
-
-
-def _own_order(piece: Piece, tiles: Any) -> npt.NDArray[np.float32]:
-    values: npt.NDArray[np.float32] = piece.grid.from_tiles(tiles)
-    return values

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,6 @@ from diloco_jax.core.changes import tile_squares
 from diloco_jax.core.codecs import Codec, compiled
 from diloco_jax.core.families import (
     Elementwise,
-    Fold,
     MergeRule,
     Shape,
     State,
@@ -94,15 +93,6 @@ class Mean(WeightedSum):
     ) -> Sequence[float]:
         """Return the weights."""
         return weights
-
-    def scale(
-        self, weights: Sequence[float], squares: Sequence[float], square: float
-    ) -> float:
-        """Return 1: the sum is the mean."""
-        return 1.0
-
-    def direction_square(self, square: float) -> None:
-        """Return None: the sum has the deltas' lengths."""
 
 
 MEAN = Mean()
@@ -332,7 +322,8 @@ class Encoded:
     def _square(self, island: int) -> float:
         encoded, elements = self._in_order(island), self._elements
         if self._native is not None:
-            return self._native.squares(self.codec.name, encoded, elements)
+            name = self.codec.name
+            return math.fsum(self._native.tile_squares(name, encoded, elements))
         cut = blocks(len(encoded), elements)
         return math.fsum(
             s for rows in cut for s in tile_squares(self.tiles(island, rows))
@@ -449,7 +440,11 @@ def merge_piece(
     if rule.needs == "elementwise":
         return _by_blocks(rule, deltas, shares, share, out, by_row)
     require_rows(rule, by_row is not None)
-    return _by_pieces(rule, deltas, shares, share, state, out)
+    stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
+    merged, after = merge_whole(rule, stacked, jnp.asarray(shares), share, state)
+    out[...] = deltas.grid.to_tiles(np.asarray(merged))
+    square = math.fsum(tile_squares(out))
+    return MergedPiece(deltas.grid, out, 1.0, square, after, None)
 
 
 def row_shares(
@@ -519,18 +514,13 @@ def may_cut(piece: Piece, rule: MergeRule) -> bool:
 
 def start(rule: MergeRule, shape: Shape) -> State:
     """Return the state of a rule before the first merge of a piece."""
-    if rule.needs == "fold" or rule.needs == "whole":
-        return rule.start(shape)
-    return ()
+    return rule.start(shape) if rule.needs == "whole" else ()
 
 
 def recovered(rule: MergeRule, state: State, change: ArrayLike) -> State:
     """Return a rule's state after a merge of which only the published change is
-    known.
-    """
-    if rule.needs == "fold" or rule.needs == "whole":
-        return rule.recovered(state, change)
-    return state
+    known."""
+    return rule.recovered(state, change) if rule.needs == "whole" else state
 
 
 def state_bytes(rule: MergeRule, shape: Shape) -> int:
@@ -541,15 +531,11 @@ def state_bytes(rule: MergeRule, shape: Shape) -> int:
 
 def merging_bytes(rule: MergeRule, islands: int, elements: int) -> int:
     """Return the memory for the merge of a piece, without its result."""
-    arrays = {
-        "sum": 0,
-        "fold": 3,  # The sums, a delta, and the next one.
-        "elementwise": 0,
-        "whole": 2 * islands,  # Each by itself, and all of them stacked.
-    }
+    # Each delta by itself, and all of them stacked.
+    arrays = 2 * islands if rule.needs == "whole" else 0
     at_once = islands if rule.needs == "elementwise" else 1
     in_hand = 2 * min(BLOCK_ELEMENTS, at_once * elements)
-    return 4 * (elements * (arrays[rule.needs] + rule.extra_copies) + in_hand)
+    return 4 * (elements * (arrays + rule.extra_copies) + in_hand)
 
 
 def _sum(
@@ -601,59 +587,6 @@ def _by_blocks(
             out[rows] = merge_rows(rule, stacked, own, share)
     square, unused = math.fsum(tile_squares(out)), _unused(by_row)
     return MergedPiece(deltas.grid, out, 1.0, square, (), None, unused)
-
-
-def _by_pieces(
-    rule: Fold | Whole,
-    deltas: Encoded,
-    weights: list[float],
-    share: float,
-    state: State,
-    out: npt.NDArray[np.float32],
-) -> MergedPiece:
-    if rule.needs == "fold":
-        each = (deltas[island] for island in range(len(deltas)))
-        merged, after = fold(rule, deltas.shape, each, weights, share, state)
-    else:
-        stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
-        merged, after = merge_whole(rule, stacked, jnp.asarray(weights), share, state)
-    out[...] = deltas.grid.to_tiles(np.asarray(merged))
-    square = math.fsum(tile_squares(out))
-    return MergedPiece(deltas.grid, out, 1.0, square, after, None)
-
-
-def fold(
-    rule: Fold,
-    shape: Shape,
-    deltas: Iterable[Any],
-    weights: Iterable[Any],
-    share: Any,
-    state: State,
-) -> Any:
-    """Merge deltas one by one, f32[shape] each, into (f32[shape], next state)."""
-    sums = _init(rule, shape)
-    for delta, weight in zip(deltas, weights, strict=True):
-        sums = _add(rule, sums, delta, weight, state)
-        # Otherwise all deltas would be decoded ahead of the sums, into memory.
-        jax.block_until_ready(sums)  # type: ignore[no-untyped-call]
-    return _finish(rule, shape, sums, share, state)
-
-
-@compiled(0, 1)
-def _init(rule: Fold, shape: Shape) -> Any:
-    return rule.init(shape)
-
-
-@compiled(0, donates=(1,))
-def _add(rule: Fold, sums: Any, delta: Any, weight: Any, state: State) -> Any:
-    """Add one delta to the sums, which are donated; the delta is not."""
-    return rule.add(sums, delta, weight, state)
-
-
-@compiled(0, 1)
-def _finish(rule: Fold, shape: Shape, sums: Any, share: Any, state: State) -> Any:
-    merged, after = rule.finish(sums, share, state)
-    return _required(merged, shape), after
 
 
 @compiled(0)
@@ -715,9 +648,6 @@ def merge_stacked(
         return found, state
     if rule.needs == "elementwise":
         return merge_block(rule, deltas, numbers, share), state
-    own = [grid.from_tiles(delta) for delta in deltas]
-    if rule.needs == "fold":
-        merged, after = fold(rule, grid.shape, own, numbers, share, state)
-    else:
-        merged, after = merge_whole(rule, jnp.stack(own), numbers, share, state)
+    own = jnp.stack([grid.from_tiles(delta) for delta in deltas])
+    merged, after = merge_whole(rule, own, numbers, share, state)
     return grid.to_tiles(merged), after

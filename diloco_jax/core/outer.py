@@ -24,7 +24,7 @@ from diloco_jax.core import inner
 from diloco_jax.core.changes import tile_squares
 from diloco_jax.core.codecs import compiled
 from diloco_jax.core.families import OUTER_OPTIMIZERS, Arrays, OuterOptimizer
-from diloco_jax.core.tiles import Empty, Step, StepKind, TileGrid, Values
+from diloco_jax.core.tiles import Empty, Step, StepKind, TileGrid, Values, blocks
 
 
 class Sgd:
@@ -292,19 +292,18 @@ class NativeStep(NamedTuple):
 
 def native_step(
     settings: OuterSettings, state: Any, factor: float, norm: np.float32, empty: Empty
-) -> NativeStep | None:
-    """Return the outer step of a piece in C; None if the optimizer has none.
+) -> NativeStep:
+    """Return the outer step of a piece in C.
 
     Args:
-      settings: the outer optimizer, which goes element by element.
+      settings: the outer optimizer, which has a `native_kind`.
       state: its state for the piece, in the order of the tiles.
       factor: multiplies the sum of the deltas.
       norm: length of the whole fragment's merged delta.
       empty: makes the array of the new momentum.
     """
     kind = native_kind(settings)
-    if kind is None:
-        return None
+    assert kind is not None
     kept, structure = jax.tree.flatten(state["optimizer"])
     others = {name: own for name, own in state.items() if name != "optimizer"}
     leaves, tree = jax.tree.flatten(others)
@@ -356,6 +355,49 @@ def _scalars(settings: OuterSettings, state: Any, norm: Any) -> Any:
         guarding = norm_guard(settings.norm_guard)
         guard, found["guard"] = guarding.update(one, state["guard"], norm=norm)
     return guard, rate, found
+
+
+def piece_step(
+    settings: OuterSettings,
+    state: Any,
+    theta: Values,
+    total: Values,
+    factor: float,
+    norm: np.float32,
+    empty: Empty,
+    *,
+    final: bool,
+    out: Values,
+) -> Any:
+    """Take the outer step of a piece, a block of tiles at a time, into `out`; return
+    the next state of the optimizer, which goes element by element.
+
+    Args:
+      settings: the outer optimizer.
+      state: its state for the piece, in the order of the tiles.
+      theta, total: f32[n, e]; the merged delta is `factor` times the total, which may
+        be where the result will be.
+      norm: length of the whole fragment's merged delta.
+      empty: makes the arrays of the new state.
+      final: the flush, which leaves the state as it is.
+    """
+    tx, shape, kept = make_outer(settings), theta.shape, jax.tree.leaves(state)
+    made = [empty(x.shape, x.dtype) if x.shape == shape else x for x in kept]
+    structure = jax.tree.structure(state)
+    for rows in blocks(*shape):
+        old, delta = (theta[rows],), (total[rows] * np.float32(factor),)
+        if final:
+            (out[rows],) = flush_step(old, delta)
+            continue
+        parts = [x[rows] if x.shape == shape else x for x in kept]
+        here = jax.tree.unflatten(structure, parts)
+        (out[rows],), after = outer_step(tx, old, here, delta, norm)
+        for n, new in enumerate(jax.tree.leaves(after)):
+            if made[n].shape == shape:
+                made[n][rows] = new
+            else:
+                made[n] = np.asarray(new)
+    return state if final else jax.tree.unflatten(structure, made)
 
 
 def fragment_step(

@@ -319,10 +319,6 @@ class Passes:
         """
         return codec in CODECS
 
-    def squares(self, codec: str, encoded: Octets, elements: int) -> float:
-        """Return the sum of the squares of a delta, uint8[tiles, tile_bytes]."""
-        return math.fsum(self.tile_squares(codec, encoded, elements))
-
     def tile_squares(self, codec: str, encoded: Octets, elements: int) -> list[float]:
         """Decode uint8[tiles, tile_bytes]; return the sum of each tile's squares."""
 
@@ -403,7 +399,7 @@ class Passes:
         values = old, trace, anchor, theta, new_trace, new_anchor
 
         def of(rows: slice) -> None:
-            tiles, elements = theta[rows].shape
+            tiles, elements = shape = theta[rows].shape
             self._call(
                 self._finish,
                 *(CODECS.index(codec), STEPS.index(step.kind)),
@@ -411,10 +407,8 @@ class Passes:
                 *(tiles, elements, *_rows_at(grid, rows)),
                 None if unused is None else _at(unused, np.bool_, unused.shape),
                 *(
-                    value
-                    if value is None
-                    else _at(value[rows], np.float32, (tiles, elements))
-                    for value in values
+                    None if v is None else _at(v[rows], np.float32, shape)
+                    for v in values
                 ),
                 _at(encoded[rows], np.uint8, (tiles, tile_bytes(codec, elements))),
             )
@@ -449,17 +443,15 @@ class Passes:
         by, part = one / np.float32(step.rate), one / np.float32(1 + mu)
 
         def of(rows: slice, halved: npt.NDArray[np.float64]) -> None:
-            tiles, elements = anchor[rows].shape
+            tiles, elements = shape = anchor[rows].shape
             self._call(
                 self._replay,
                 *(CODECS.index(codec), STEPS.index(step.kind)),
                 *(step.guard, mu, by, mu**2, part, tiles, elements),
                 _at(encoded[rows], np.uint8, (tiles, tile_bytes(codec, elements))),
                 *(
-                    value
-                    if value is None
-                    else _at(value[rows], np.float32, (tiles, elements))
-                    for value in values
+                    None if v is None else _at(v[rows], np.float32, shape)
+                    for v in values
                 ),
                 _at(halved, np.float64, halved.shape),
             )

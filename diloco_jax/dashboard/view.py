@@ -61,6 +61,8 @@ FEW_TRAIN = 0.25
 """Share of all islands' seconds that are of training, below which MFU is left out."""
 ALERTS_SHOWN = 20
 MERGED_LOSSES_SHOWN = 240
+RECENT, RECENT_S = 0.25, 600.0
+"""Part of the run, and most seconds of it, whose speed says when it will be over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ def view(
         "devices": sorted({lane.device for lane in lanes if lane.device}),
         "window": [window.start, window.stop],
         "columns": columns,
+        "tokens_per_s": _recent_speed(timeline),
         "lanes": _lanes(
             timeline, [timeline.coordinator, *lanes], window, columns, flops_per_token
         ),
@@ -108,6 +111,15 @@ def view(
             [time, text] for time, text in timeline.alerts if time < window.stop
         ][-ALERTS_SHOWN:],
     }
+
+
+def _recent_speed(timeline: Timeline) -> float:
+    """Return the tokens that all islands have computed a second of late, whatever the
+    window is."""
+    begin, newest = timeline.grid.begin or 0.0, timeline.newest
+    seconds = min(RECENT_S, RECENT * (newest - begin))
+    tokens = timeline.grid.totals(("tokens",), newest - seconds, newest).sum()
+    return float(tokens / seconds) if seconds > 0 else 0.0
 
 
 def _lanes(

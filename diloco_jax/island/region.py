@@ -203,10 +203,8 @@ class Region(Handlers):
             )
         return bulk.FetchSource(
             version=want,
-            full=False,
             count=1,
             buffers=[given.payload],
-            total=len(given.payload),
             sent=functools.partial(self._sent, key, given, request.island),
         )
 

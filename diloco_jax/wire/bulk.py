@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import select
 import selectors
@@ -160,14 +161,21 @@ class FetchSource:
     """
 
     version: Version
-    full: bool
-    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
     count: int
+    """Number of encoded publishes, oldest first; 0: A_v in f32."""
     buffers: Sequence[Payload]
-    total: int
-    """Bytes of the payload: the sum of the buffers'."""
     sent: Callable[[int], None] = lambda length: None
     """Called with the bytes of a stripe once it is sent."""
+
+    @property
+    def full(self) -> bool:
+        """True if it is an anchor."""
+        return self.count == 0
+
+    @functools.cached_property
+    def total(self) -> int:
+        """Bytes of the payload."""
+        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
 def source_of(
@@ -176,10 +184,8 @@ def source_of(
     """Return the payload of these boxes: `count` publishes, or for 0 an anchor."""
     return FetchSource(
         version=version,
-        full=count == 0,
         count=count,
         buffers=[block.data for box in boxes for block in _as_blocks(box)],
-        total=sum(box.nbytes for box in boxes),
     )
 
 
@@ -295,7 +301,6 @@ class BulkConnection:
         self.parted = False
         """True: the last word is said, and the peer is waited for to hang up."""
         self._socket = connection
-        self._certificate: bytes | None = None
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -313,15 +318,13 @@ class BulkConnection:
         self._socket.settimeout(None)
         return 0
 
+    @functools.cached_property
     def certificate(self) -> bytes:
-        """Return the peer's certificate, PEM; empty without TLS."""
-        if self._certificate is None:
-            found = None
-            if isinstance(self._socket, ssl.SSLSocket):
-                found = self._socket.getpeercert(binary_form=True)
-            pem = ssl.DER_cert_to_PEM_cert(found) if found else ""
-            self._certificate = pem.encode()
-        return self._certificate
+        """The peer's certificate, PEM; empty without TLS."""
+        found = None
+        if isinstance(self._socket, ssl.SSLSocket):
+            found = self._socket.getpeercert(binary_form=True)
+        return ssl.DER_cert_to_PEM_cert(found).encode() if found else b""
 
     def send(self, message: Any) -> None:
         """Send a message. Raises ConnectionLost; LocalProtocolError if it is too

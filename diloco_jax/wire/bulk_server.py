@@ -229,7 +229,7 @@ class Acceptor:
 
     def _let_in(self, connection: BulkConnection) -> None:
         """Keep a connection whose certificate is known, if it has its share left."""
-        owner, refused = connection.certificate(), self._refusal(connection)
+        owner, refused = connection.certificate, self._refusal(connection)
         most = self._most_each if refused is None else REFUSED_EACH
         if owner and self._own[owner] >= most:
             connection.close()
@@ -287,7 +287,7 @@ class Acceptor:
         self._take(connection)
         if connection in self._known:
             self._known.remove(connection)
-            owner = connection.certificate()
+            owner = connection.certificate
             self._own[owner] -= 1
             if not self._own[owner]:
                 del self._own[owner]
@@ -311,7 +311,7 @@ class Acceptor:
         """End what was let in before its certificate was revoked."""
         refused: dict[bytes, WireError | None] = {}
         for connection in list(self._known - self._leaving.keys()):
-            owner = connection.certificate()
+            owner = connection.certificate
             if owner not in refused:
                 refused[owner] = self._refusal(connection)
             why = refused[owner]
@@ -442,7 +442,7 @@ class BulkServer:
 
     def _identify(self, connection: BulkConnection) -> Principal | None:
         """Return who calls, None without TLS. Raises WireError."""
-        return self._peers.identify(connection.certificate())
+        return self._peers.identify(connection.certificate)
 
     def _answer(self, connection: BulkConnection, held: contextlib.ExitStack) -> None:
         who = self._identify(connection)

@@ -15,7 +15,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from cryptography import x509
@@ -33,28 +33,9 @@ logger = logging.getLogger(__name__)
 _PART_BYTES = 256 << 10
 
 
-class End(Protocol):
-    """One end of a connection. One thread may send while another receives; any may
-    shut it down. A socket is one, and so is a `TlsEnd`."""
-
-    def settimeout(self, value: float | None, /) -> None:
-        """Set the seconds after which sending and receiving raise TimeoutError."""
-
-    def sendall(self, data: bytes, /) -> None:
-        """Send bytes. Raises OSError."""
-
-    def recv(self, bufsize: int, /) -> bytes:
-        """Return the next bytes; none if the other end is closed. Raises OSError."""
-
-    def shutdown(self, how: int, /) -> None:
-        """End what other threads send and receive. Raises OSError if it has ended."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
 class TlsEnd:
-    """A TLS connection for two threads.
+    """A TLS connection for two threads: one may send while another receives, and any
+    may shut it down. It has a socket's methods.
 
     OpenSSL's objects do not suit two threads at once. Here they see memory alone, under
     a lock that nobody holds while the socket waits.
@@ -98,11 +79,11 @@ class TlsEnd:
         return self._tls.getpeercert(binary_form=True) or b""
 
     def settimeout(self, value: float | None, /) -> None:
-        """See `End`."""
+        """Set the seconds after which sending and receiving raise TimeoutError."""
         self._socket.settimeout(value)
 
     def sendall(self, data: bytes, /) -> None:
-        """See `End`."""
+        """Send bytes. Raises OSError."""
         view = memoryview(data)
         while view:
             with self._order:
@@ -112,7 +93,7 @@ class TlsEnd:
                 self._socket.sendall(unsent)
 
     def recv(self, bufsize: int, /) -> bytes:
-        """See `End`."""
+        """Return the next bytes; none if the other end is closed. Raises OSError."""
         while True:
             with self._state:
                 try:
@@ -126,11 +107,11 @@ class TlsEnd:
             self._fill()
 
     def shutdown(self, how: int, /) -> None:
-        """See `End`."""
+        """End what other threads send and receive. Raises OSError if it has ended."""
         self._socket.shutdown(how)
 
     def close(self) -> None:
-        """See `End`."""
+        """Close the connection."""
         self._socket.close()
 
     def _flush(self) -> None:
@@ -147,6 +128,10 @@ class TlsEnd:
                 self._received.write(found)
             else:
                 self._received.write_eof()
+
+
+End = socket.socket | TlsEnd
+"""One end of a connection."""
 
 
 def dial_worker(

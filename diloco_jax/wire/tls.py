@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import logging
 import os
 import socket
@@ -292,8 +293,6 @@ class Peers:
         it changes. None: there is no TLS, and nobody is known or revoked."""
         self._path = folder / REVOKED if folder is not None else None
         self._lock = threading.Lock()
-        self._known: dict[bytes, tuple[Principal, int]] = {}
-        """Principal and serial number by certificate."""
         self._revoked: frozenset[int] = frozenset()
         self._changed: tuple[int, ...] | None = None
         self._looked = float("-inf")
@@ -303,14 +302,7 @@ class Peers:
         SecurityError if it names nobody, Refused if it is revoked."""
         if self._path is None:
             return None
-        with self._lock:
-            found = self._known.get(pem)
-            if found is None:
-                found = _identity(pem)
-                if len(self._known) >= MOST_CERTIFICATES:
-                    self._known.clear()
-                self._known[pem] = found
-        caller, serial = found
+        caller, serial = _identity(pem)
         if self.is_revoked(serial):
             raise Refused(
                 REVOKED_CODE,
@@ -359,7 +351,9 @@ def principal_of(certificate: x509.Certificate) -> Principal | None:
     return found[0] if len(found) == 1 else None
 
 
+@functools.lru_cache(MOST_CERTIFICATES)
 def _identity(pem: bytes) -> tuple[Principal, int]:
+    """Return principal and serial number of a certificate."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
     except ValueError as error:

@@ -94,6 +94,7 @@ class Fed(BulkConnection):
         self._head = memoryview(bytearray(bulk.HEADER_BYTES))
         self.unread, self.said = memoryview(octets), bytearray()
 
+    @property
     def certificate(self) -> bytes:
         return self._who.encode()
 

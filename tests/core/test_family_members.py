@@ -85,8 +85,9 @@ def test_a_class_is_refused_with_its_line_and_the_remedy(tmp_path: Path) -> None
 CLAIMS = """\
 import jax.numpy as jnp
 
+from diloco_jax.core import families
+from diloco_jax.core.families import Elementwise, WeightedSum
 from diloco_jax.core.merging import Rda
-from diloco_jax.core.families import Elementwise, Fold, WeightedSum
 
 
 class Lengths(Rda):
@@ -99,7 +100,7 @@ class Blocks(Elementwise):
         return share * mean / (1 + jnp.max(jnp.abs(mean)))
 
 
-class Recovers(Fold):
+class Recovers(families.Whole):
     by_element = True
 
     def start(self, shape):
@@ -108,14 +109,8 @@ class Recovers(Fold):
     def recovered(self, state, change):
         return jnp.max(jnp.abs(change))
 
-    def init(self, shape):
-        return jnp.zeros(shape)
-
-    def add(self, sums, delta, weight, state):
-        return sums + weight * delta
-
-    def finish(self, sums, share, state):
-        return share * sums * state, state
+    def merge(self, deltas, weights, share, state):
+        return share * jnp.tensordot(weights, deltas, 1) * state, state
 
 
 class Sizes(WeightedSum):
@@ -136,7 +131,7 @@ lengths, blocks, recovers, sizes, whole = (
 
 
 @pytest.mark.parametrize(
-    ("name", "line"), [("lengths", 7), ("blocks", 11), ("recovers", 17)]
+    ("name", "line"), [("lengths", 8), ("blocks", 12), ("recovers", 18)]
 )
 def test_a_rule_that_is_wrong_of_going_element_by_element_is_refused(
     tmp_path: Path, name: str, line: int

@@ -5,14 +5,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import merges
 import numpy as np
 import pytest
-from merges import assert_same
+from merges import TOKENS, assert_same, merger
 
 from diloco_jax import compilation
 from diloco_jax.core.codecs import decode_uses, encode_uses, get_codec
-from diloco_jax.core.families import MERGE_RULES, Fold
-from diloco_jax.core.fragment_merge import FragmentMerge, FragmentState, MergeResult
+from diloco_jax.core.families import MERGE_RULES, Whole
+from diloco_jax.core.fragment_merge import FragmentState, MergeResult
 from diloco_jax.core.fragments import (
     Bands,
     Piece,
@@ -29,7 +30,6 @@ from diloco_jax.core.merging import (
     row_shares,
     rule_for,
 )
-from diloco_jax.core.outer import OuterSettings
 from diloco_jax.core.tiles import Passes, TileGrid
 
 EXPERTS = 6
@@ -128,7 +128,7 @@ BIAS = Piece(("tower", "bias"), -1, (48,), False, by_use=0.25, as_one=True)
 PIECES = (OTHER, TABLE, BIAS)
 SEEN = ((0, 5, 7), (0, 0, 0), (0, 3, 0))
 """Use of the bias by island, in three merges."""
-ISLANDS, TOKENS = 3, 1000
+ISLANDS = 3
 WEIGHTS = [1.0, 2.0, 3.0]
 
 
@@ -274,51 +274,23 @@ def _leaves(tree: object) -> list[np.ndarray]:
     return [x for x in jax.tree.leaves(tree) if x.ndim]
 
 
-def merge_of(
-    optimizer: str, codec: str, passes: Passes | None = None, guard: float = 1.1
-) -> FragmentMerge:
-    return FragmentMerge(
-        pieces=PIECES,
-        up=get_codec(codec),
-        down=get_codec(codec),
-        rule=MERGE_RULES.find("rda"),
-        settings=OuterSettings(
-            optimizer=optimizer, learning_rate=0.5, momentum=0.9, norm_guard=guard
-        ),
-        passes=passes,
-    )
+def counts_in(number: int, island: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the counts of table and bias in a delta."""
+    seen = np.array([SEEN[number - 1][island]], np.uint32)
+    return counts_of(10 * number + island, TABLE.shape[0]), seen
 
 
 def merged(
     optimizer: str, codec: str, passes: Passes | None = None, guard: float = 1.1
 ) -> list[tuple[MergeResult, np.ndarray]]:
     """Return three merges, the last one a flush, and which rows nobody used."""
-    merge = merge_of(optimizer, codec, passes, guard)
-    rng = np.random.default_rng(0)
-    state = merge.begin([rng.standard_normal(p.shape, np.float32) for p in PIECES])
-    found: list[tuple[MergeResult, np.ndarray]] = []
-    for number, seen in enumerate(SEEN):
-        payloads, counts = [], []
-        for island in range(ISLANDS):
-            counts.append(counts_of(10 * number + island, TABLE.shape[0]))
-            own = [rng.standard_normal(p.shape, np.float32) for p in PIECES]
-            uses = counts[-1], np.array([seen[island]], np.uint32)
-            arrays = [*map(merge.up.encode, own), *map(encode_uses, uses)]
-            payloads.append(merge.layout_up.pack(arrays))
-        made = merge.merge(
-            state,
-            payloads,
-            [merge.squares(payload) for payload in payloads],
-            WEIGHTS,
-            share=0.5,
-            final=number == 2,
-            last=(),
-            tokens=[TOKENS] * ISLANDS,
-        )
-        state = made.state
-        unused = ~np.any(counts, axis=0)
-        found.append((made._replace(payload=memoryview(bytes(made.payload))), unused))
-    return found
+    merge = merger("rda", optimizer, codec, passes, pieces=PIECES, guard=guard)
+    made = merges.merged(merge, flush=True, merges=len(SEEN), uses=counts_in)
+    used = [
+        np.any([counts_in(number, island)[0] for island in range(ISLANDS)], axis=0)
+        for number in range(1, len(SEEN) + 1)
+    ]
+    return [(result, ~rows) for result, rows in zip(made, used, strict=True)]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "lamb"])
@@ -343,23 +315,17 @@ def momenta(state: FragmentState) -> list[np.ndarray]:
 
 
 def test_the_state_of_a_rule_rests_where_nobody_used_the_piece() -> None:
-    class Steps(Fold):
+    class Steps(Whole):
         def start(self, shape):
             return jnp.zeros(())
 
         def recovered(self, state, change):
             return state + 1
 
-        def init(self, shape):
-            return jnp.zeros(shape)
+        def merge(self, deltas, weights, share, state):
+            return share * jnp.tensordot(weights, deltas, 1), state + 1
 
-        def add(self, sums, delta, weight, state):
-            return sums + weight * delta
-
-        def finish(self, sums, share, state):
-            return share * sums, state + 1
-
-    plain = merge_of("nesterov", "f32")
+    plain = merger(codec="f32", pieces=PIECES)
     merge = dataclasses.replace(plain, pieces=(OTHER, BIAS), rule=Steps())
     state = merge.begin([np.ones(p.shape, np.float32) for p in merge.pieces])
     own = [merge.up.encode(np.ones(p.shape, np.float32)) for p in merge.pieces]
@@ -383,7 +349,7 @@ def test_the_state_of_a_rule_rests_where_nobody_used_the_piece() -> None:
 def test_momentum_of_what_nobody_used_rests_in_a_publish_applied_again(route) -> None:
     (one, _), (two, unused), _ = merged("nesterov", "f32", guard=0.0)
     passes = compilation.passes_of("native") if route == "native" else None
-    merge = merge_of("nesterov", "f32", passes, guard=0.0)
+    merge = merger(codec="f32", passes=passes, pieces=PIECES, guard=0.0)
     assert sorted(two.unused) == [1, 2]
     again = merge.replay(one.state, two.payload, final=False, unused=two.unused)
     for piece, rows in ((1, unused), (2, np.ones(48, bool))):
@@ -397,7 +363,7 @@ def test_momentum_of_what_nobody_used_rests_in_a_publish_applied_again(route) ->
 
 
 def test_what_a_delta_says_of_use_is_summed_and_digested() -> None:
-    merge = dataclasses.replace(merge_of("sgd", "int8"), pieces=(OTHER, TABLE))
+    merge = merger(pieces=(OTHER, TABLE))
     arrays = [merge.up.encode(np.zeros(p.shape, np.float32)) for p in merge.pieces]
     counts = counts_of(0, 96)
     payload = merge.layout_up.pack([*arrays, encode_uses(counts)])

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
-from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +35,6 @@ from diloco_jax.core.merging import (
 
 SHAPE = (6, 5)
 NAMES = names(MERGE_RULES, "merge")
-FOLDS = [name for name in NAMES if MERGE_RULES.find(name).needs == "fold"]
 weights_of = st.lists(st.floats(0.01, 1e6), min_size=1, max_size=5)
 few = settings(max_examples=15, deadline=None)
 
@@ -275,39 +272,6 @@ def test_a_state_keeps_its_structure_and_survives_what_a_crash_does(rule) -> Non
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
     assert merging.state_bytes(rule, SHAPE) == sum(sizes)
-
-
-class Counted(Sequence):
-    """`Deltas` that know how many of them are alive at a time."""
-
-    def __init__(self, arrays: list[np.ndarray]) -> None:
-        self._arrays, self.alive, self.most = arrays, 0, 0
-        self.shape, self.grid = arrays[0].shape, tiles.TileGrid.of(arrays[0].shape)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        raise AssertionError("all are asked for at once")
-
-    def __getitem__(self, island: int) -> np.ndarray:
-        made = self._arrays[island].copy()
-        self.alive += 1
-        self.most = max(self.most, self.alive)
-        weakref.finalize(made, self._freed)
-        return made
-
-    def _freed(self) -> None:
-        self.alive -= 1
-
-
-@pytest.mark.parametrize("name", FOLDS, ids=brief)
-def test_a_fold_holds_no_more_deltas_the_more_islands_there_are(name: str) -> None:
-    rule = MERGE_RULES.find(name)
-    for islands in (3, 9):
-        deltas = Counted(drawn(3, islands))
-        merge_piece(rule, deltas, [1.0] * islands, 1.0, start(rule, SHAPE))
-        assert deltas.most <= 2
 
 
 # ---- weights ------------------------------------------------------------------------

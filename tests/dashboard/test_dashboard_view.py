@@ -7,7 +7,7 @@ import time
 
 import msgspec
 import pytest
-from made_runs import BEGIN, COMPILE_S, MadeRun, Outage
+from made_runs import BEGIN, COMPILE_S, TOKENS_PER_STEP, MadeRun, Outage
 
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import (
@@ -237,3 +237,10 @@ def test_events_are_found_by_their_words(short):
     most = find_events(short, "", BEGIN, BEGIN + 1000, 2)
     assert len(most["events"]) == 2
     assert most["more"]
+
+
+def test_the_time_left_follows_from_the_newest_speed_whatever_is_shown(short):
+    """Island 1 died at 100 s and is back: all three make a step a second."""
+    for window in ((0, 200), (90, 120), (-100, -50)):
+        speed = seen(short, *window)["tokens_per_s"]
+        assert speed == pytest.approx(3 * TOKENS_PER_STEP, rel=0.05)

@@ -255,10 +255,8 @@ def receiver(stack, client, mailbox):
 def source(version, *buffers, full=False):
     return FetchSource(
         version=version,
-        full=full,
         count=0 if full else len(buffers),
         buffers=buffers,
-        total=sum(map(len, buffers)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from wire_support import ISLAND, Clock, Recorder, deadlines
 
 from diloco_jax.wire import peers
+from diloco_jax.wire import tls as tls_files
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.peers import COORDINATOR, island
@@ -24,6 +26,18 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     make_certificates(folder, [], 1, islands=[ISLAND, "other"])
     return folder
+
+
+@pytest.fixture
+def copy(certificates: Path, tmp_path: Path) -> Path:
+    """Certificates of a test's own."""
+    return Path(shutil.copytree(certificates, tmp_path / "copy"))
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server looks at its list of revoked certificates at every call."""
+    monkeypatch.setattr(tls_files, "READ_AGAIN_S", 0.0)
 
 
 @pytest.fixture

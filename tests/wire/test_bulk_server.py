@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import shutil
 import socket
 import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +28,7 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.wire import addresses, bulk, bulk_server, peers, session, tls
+from diloco_jax.wire import addresses, bulk, bulk_server, peers, session
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import server as server_module
 from diloco_jax.wire.bulk import BulkConnection, UploadDone
@@ -383,14 +381,7 @@ FETCH = framed(fetch_request())
 
 
 @pytest.fixture
-def copy(certificates, tmp_path, monkeypatch) -> Path:
-    """Certificates of a coordinator that looks at once which are revoked."""
-    monkeypatch.setattr(tls, "READ_AGAIN_S", 0.0)
-    return Path(shutil.copytree(certificates, tmp_path / "copy"))
-
-
-@pytest.fixture
-def port(serve, handlers, copy):
+def port(serve, handlers, copy, at_once):
     """The address of a coordinator with a small share for each."""
     handlers.published = random_bytes(1000)
     _, address = serve(tls=TlsFiles.load(copy, COORDINATOR), **SMALL)

@@ -42,17 +42,6 @@ from diloco_jax.wire.tls import TlsFiles
 OTHER = island("other")
 
 
-@pytest.fixture
-def copy(certificates, tmp_path) -> Path:
-    return Path(shutil.copytree(certificates, tmp_path / "copy"))
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """A server looks at its list of revoked certificates at every call."""
-    monkeypatch.setattr(tls_files, "READ_AGAIN_S", 0.0)
-
-
 @pytest.mark.parametrize(
     "who", [COORDINATOR, worker(12), READER, OPERATOR, island("v6e.b-1_x")]
 )

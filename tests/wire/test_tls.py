@@ -32,11 +32,6 @@ def other(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def copy(certificates, tmp_path) -> Path:
-    return Path(shutil.copytree(certificates, tmp_path / "copy"))
-
-
 def test_certificates_are_good_enough_for_the_strictest(serve, tls):
     """As Python is from 3.13 on by default."""
     _, address = serve(tls=tls["coordinator"])

@@ -151,13 +151,8 @@ class Recorder(Handlers):
             raise VersionGone(f"want {request.want}, have {self.version}")
         middle = len(self.published) // 3
         view = memoryview(self.published)
-        return bulk.FetchSource(
-            version=self.version,
-            full=True,
-            count=0,
-            buffers=[view[:middle], view[middle:], *self.scattered],
-            total=len(view) + sum(part.nbytes for part in self.scattered),
-        )
+        buffers = [view[:middle], view[middle:], *self.scattered]
+        return bulk.FetchSource(version=self.version, count=0, buffers=buffers)
 
     def status(self) -> dict[str, Any]:
         return {"islands": {"a": {"state": "training"}}}

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.families import Fold, Shape
+from diloco_jax.core.families import Shape, Whole
 
 MOMENTUM = 0.9
 ALIGNED = 0.2
@@ -36,17 +36,8 @@ class Memory(NamedTuple):
     """f32[shape]."""
 
 
-class Sums(NamedTuple):
-    """Sums over the corrected deltas so far."""
-
-    total: jax.Array
-    """f32[shape]: sum w d."""
-    weight: jax.Array
-    """f32: sum w."""
-
-
-class Heloco(Fold):
-    """See `Fold`."""
+class Heloco(Whole):
+    """See `Whole`."""
 
     extra_copies = 1
 
@@ -54,22 +45,12 @@ class Heloco(Fold):
         """No momentum."""
         return Memory(jnp.zeros(shape, jnp.float32))
 
-    def init(self, shape: Shape) -> Sums:
-        """Zeros."""
-        return Sums(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))
-
-    def add(
-        self, sums: Sums, delta: jax.Array, weight: jax.Array, state: Memory
-    ) -> Sums:
-        """Adds w times the corrected delta."""
-        turned = corrected(delta, state.momentum)
-        return Sums(sums.total + weight * turned, sums.weight + weight)
-
-    def finish(
-        self, sums: Sums, share: jax.Array, state: Memory
+    def merge(
+        self, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: Memory
     ) -> tuple[jax.Array, Memory]:
-        """The mean, which the momentum follows."""
-        merged = sums.total / sums.weight * share
+        """The mean of the corrected deltas, which the momentum follows."""
+        turned = jax.vmap(corrected, (0, None))(deltas, state.momentum)
+        merged = jnp.tensordot(weights, turned, 1) / jnp.sum(weights) * share
         momentum = MOMENTUM * state.momentum + (1 - MOMENTUM) * merged
         return merged, Memory(momentum)
 

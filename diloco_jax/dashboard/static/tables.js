@@ -71,10 +71,7 @@ function what({ status, run, lanes, devices }) {
 
 function left(view, status) {
   const tokens = status.total_tokens - status.tokens;
-  const made = view.curves.computed.filter((value) => value !== null);
-  const recent = made.slice(-Math.max(1, made.length >> 2));
-  const speed = recent.reduce((sum, value) => sum + value, 0) / Math.max(1, recent.length);
-  return tokens >= 0 && speed > 0 ? duration(tokens / speed) : "–";
+  return tokens >= 0 && view.tokens_per_s > 0 ? duration(tokens / view.tokens_per_s) : "–";
 }
 
 function loss(status) {
