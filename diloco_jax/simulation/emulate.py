@@ -373,7 +373,19 @@ SHOW_EVERY_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """Result of an emulation."""
+    """Result of an emulation.
+
+    Example:
+      >>> from diloco_jax import Config, emulate, preset
+      >>> config = Config().replace("model", preset("tiny"))
+      >>> config = config.replace("islands.a.step_seconds", 1.0)
+      >>> config = config.replace("total_tokens", 16_384)
+      >>> found = emulate(config)
+      >>> found.summary["tokens_merged"], found.params["embedding"].dtype.name
+      (16384, 'float32')
+      >>> found.plot_loss().get_ylabel()
+      'loss, nats per token'
+    """
 
     config: Config
     """The config, resolved."""
@@ -441,13 +453,8 @@ def emulate(
       >>> config = Config().replace("model", preset("tiny"))
       >>> config = config.replace("islands.a.step_seconds", 1.0)
       >>> config = config.replace("total_tokens", 16_384)
-      >>> found = emulate(config)
-      >>> found.summary["eval_loss"] < 5.55  # nats; of a uniform guess
+      >>> emulate(config).summary["eval_loss"] < 5.55  # nats; of a uniform guess
       True
-      >>> found.summary["tokens_merged"], found.params["embedding"].dtype.name
-      (16384, 'float32')
-      >>> found.plot_loss().get_ylabel()
-      'loss, nats per token'
 
     Raises:
       ConfigError: naming field, values and remedy.
