@@ -159,10 +159,9 @@ def lying(lie: str, seed: int) -> Iterator[None]:
     def receive(merging: Any, key: DeltaKey, encoded: Any) -> Received:
         if lie == HONEST or int(key.island[1:]) >= LIARS:
             return honest(merging, key, encoded)
-        merging._tell_arrived(key)
         values = np.frombuffer(encoded.layout.pack(encoded.pieces), np.float32)
         payload = lied(values, lie, rng).view(np.uint8)
-        squares = merging._store.squares(key.fragment, payload)
+        squares = merging.store.squares(key.fragment, payload)
         if not is_fit(squares):
             return Received((payload, squares), "non_finite")
         return Received((payload, squares), norm=length(squares))

@@ -288,6 +288,12 @@ def plot_losses(
     if over not in (columns := {"tokens": "tokens", "seconds": "time"}):
         raise ConfigError(f"over = {over!r}; choose from {', '.join(columns)}")
     column, ends = columns[over], {}
+    if not isinstance(histories, Mapping) or not histories:
+        raise ConfigError(
+            f"histories is {'an empty' if histories == {} else 'a'} "
+            f"{type(histories).__name__}; give a dict of at least one History by "
+            f"label, as in {{'mine': found.history}}"
+        )
     each = {
         label: [given] if isinstance(given, History) else given
         for label, given in histories.items()

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
 import jax
@@ -167,6 +167,8 @@ class EncodedDelta(NamedTuple):
     pieces: tuple[jax.Array, ...]
 
 
+NOTED = ("loss", "skipped", "tokens")
+"""Metrics of a step that are kept."""
 Packed = tuple[npt.NDArray[np.uint8], Squares]
 """A delta's payload, and how long each piece is."""
 
@@ -203,7 +205,40 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
 _trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
 
 
-class TrainedBody:
+class NotedBody:
+    """A body that notes in its diary what its island does, and computes nothing.
+
+    bytes_up: bytes of an encoded delta, by fragment.
+    """
+
+    def __init__(self, clock: Clock, diary: Diary, bytes_up: Sequence[int]) -> None:
+        self.diary = diary
+        self._clock, self._bytes_up = clock, bytes_up
+
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> Restored | None:
+        self.diary.bytes_join += sum(part.nbytes for part in fetched.values())
+        return None
+
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
+        self.diary.bytes_down += fetched.nbytes
+        return Arrival(fragment=fragment, version=fetched.version)
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        now = self._clock.now
+        self.diary.rows.append([now, math.nan, learning_rate, math.nan, 0.0, 0.0])
+
+    def take(self, fragment: int) -> Any:
+        self.diary.takes.append([fragment, self._clock.now, math.nan])
+        self.diary.bytes_up += self._bytes_up[fragment]
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        fragment, number = arrival.fragment, arrival.version.number
+        self.diary.adoptions.append((fragment, number, self._clock.now))
+
+    def judge(self, fragment: int, outcome: TakeOutcome) -> None: ...
+
+
+class TrainedBody(NotedBody):
     """Model copy of an incarnation (see `island.Body`), and its diary.
 
     kept: the moments and residuals that it begins with; None = fresh ones.
@@ -221,55 +256,50 @@ class TrainedBody:
     ) -> None:
         self._plan, self._trainer, self._kept = build_plan(run, model), trainer, kept
         self._exchange, _ = build_exchange(run, model, trainer)
-        self._reader, self._clock, self._diary = reader, clock, diary
+        self._reader = reader
         self._replica: Replica
+        layouts = self._exchange.layouts_up
+        super().__init__(clock, diary, [layout.total_bytes for layout in layouts])
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> Restored | None:
-        anchors = {}
-        for fragment, part in fetched.items():
-            self._diary.bytes_join += part.nbytes
-            anchors[fragment] = self._anchor(fragment, part.data)
+        super().begin(fetched)
+        anchors = {f: self._anchor(f, part.data) for f, part in fetched.items()}
         trainer, exchange, begun = self._trainer, self._exchange, self._kept
         if begun is not None:
-            begun, self._kept = (
-                placed(begun, trainer, exchange, exchange.put_anchor),
-                None,
-            )
+            begun = placed(begun, trainer, exchange, exchange.put_anchor)
+            self._kept = None
         self._replica = join(self._plan, trainer, exchange, anchors, begun)
         return begun
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         published: SharedFetch = fetched.data
-        version = fetched.version
         if published.source.full:
-            self._diary.bytes_join += fetched.nbytes
+            self.diary.bytes_join += fetched.nbytes
             anchor = self._anchor(fragment, published)
-            return Arrival(fragment=fragment, version=version, anchor=anchor)
-        self._diary.bytes_down += fetched.nbytes
+            return Arrival(fragment=fragment, version=fetched.version, anchor=anchor)
+        arrival = super().arrival(fragment, fetched)
         put = functools.partial(self._exchange.put_publish, fragment)
         placed, mesh = published.placed, self._trainer.mesh
         if mesh not in placed:
             placed[mesh] = tuple(map(put, published.source.buffers))
-        return Arrival(fragment=fragment, version=version, publishes=placed[mesh])
+        return dataclasses.replace(arrival, publishes=placed[mesh])
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        super().train(positions, learning_rate)
+        rows = self.diary.rows
         metrics = self._replica.step(self._reader.batch(positions), learning_rate)
-        found = (metrics[name] for name in ("loss", "skipped", "tokens"))
-        rows = self._diary.rows
-        rows.append([self._clock.now, math.nan, learning_rate, *found])
+        rows[-1][3:] = (metrics[name] for name in NOTED)
         if len(rows) > 1:
             # One step late: the devices have the new step to do meanwhile.
             rows[-2] = list(map(float, rows[-2]))
 
     def take(self, fragment: int) -> EncodedDelta:
+        super().take(fragment)
         layout = self._exchange.layouts_up[fragment]
-        self._diary.takes.append([fragment, self._clock.now, math.nan])
-        self._diary.bytes_up += layout.total_bytes
         return EncodedDelta(layout, self._replica.take(fragment))
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        adopted = (arrival.fragment, arrival.version.number, self._clock.now)
-        self._diary.adoptions.append(adopted)
+        super().adopt(arrival, keep=keep)
         self._replica.adopt(arrival, keep=keep)
 
     def judge(self, fragment: int, outcome: TakeOutcome) -> None:
@@ -281,21 +311,12 @@ class TrainedBody:
 
 
 class StoreMerging:
-    """The coordinator's `Store` (see `coordinator.Merging`).
+    """The coordinator's `Store` (see `coordinator.Merging`)."""
 
-    arrived: called with every delta. committed: called with every merge once it is
-    current.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        arrived: Callable[[DeltaKey], None],
-        committed: Callable[[Merge, MergeResult], None],
-    ) -> None:
-        self._store = store
-        self._tell_arrived, self._tell_committed = arrived, committed
-        self._computed: dict[int, tuple[Merge, MergeResult]] = {}
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.computed: dict[int, tuple[Merge, MergeResult, str]] = {}
+        """Merges that are not current yet, with the digests of their publishes."""
         self._fetched: dict[int, dict[Version | None, VirtualFetch]] = (
             collections.defaultdict(dict)
         )
@@ -303,17 +324,16 @@ class StoreMerging:
         """
 
     def receive(self, key: DeltaKey, encoded: EncodedDelta) -> Received:
-        self._tell_arrived(key)
         payload = np.frombuffer(encoded.layout.pack(encoded.pieces), np.uint8)
-        squares = self._store.squares(key.fragment, payload)
+        squares = self.store.squares(key.fragment, payload)
         if not is_fit(squares):
             return Received((payload, squares), NON_FINITE)
-        uses = self._store.uses(key.fragment, payload)
+        uses = self.store.uses(key.fragment, payload)
         return Received((payload, squares), "", length(squares), *uses)
 
     def compute(self, merge: Merge, deltas: Sequence[Packed]) -> Prepared:
         payloads, squares = zip(*deltas, strict=True)
-        merged = self._store.merge(
+        merged = self.store.merge(
             merge.fragment,
             merge.contributions,
             payloads,
@@ -321,21 +341,19 @@ class StoreMerging:
             share=merge.share,
             final=merge.final,
         )
-        self._computed[merge.fragment] = merge, merged
-        return Prepared(
-            digest=digest_of(merged.payload), payload_bytes=len(merged.payload)
-        )
+        digest = digest_of(merged.payload)
+        self.computed[merge.fragment] = merge, merged, digest
+        return Prepared(digest=digest, payload_bytes=len(merged.payload))
 
     def commit(self, fragment: int, version: Version) -> None:
-        merge, merged = self._computed.pop(fragment)
-        self._store.commit(fragment, version, merged)
+        _, merged, _ = self.computed.pop(fragment)
+        self.store.commit(fragment, version, merged)
         self._fetched[fragment].clear()
-        self._tell_committed(merge, merged)
 
     def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         fetched = self._fetched[fragment]
         if have not in fetched:
-            source = self._store.fetch(fragment, want, have)
+            source = self.store.fetch(fragment, want, have)
             fetched[have] = VirtualFetch(
                 source.version, source.total, SharedFetch(source, {})
             )

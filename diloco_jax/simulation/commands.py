@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,9 +28,6 @@ from diloco_jax.process import setup_logging
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.goodput import GoodputResult
-
-ConfigT = TypeVar("ConfigT")
-OutputT = TypeVar("OutputT", bound="Output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +189,8 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate bandwidth`."""
     from diloco_jax.simulation import bandwidth
 
-    config, output = _parse(
-        "bandwidth", arguments, bandwidth.BandwidthConfig(), Output()
-    )
+    default = bandwidth.BandwidthConfig()
+    config, output = _parse("bandwidth", arguments, default, Output())
     result = bandwidth.simulate_bandwidth(config)
     formulas = result.formulas()
     more = {"speedup": result.speedup, "formulas": formulas}
@@ -209,15 +205,10 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 
-def _parse(
-    kind: str, arguments: Sequence[str], config: ConfigT, output: OutputT
-) -> tuple[ConfigT, OutputT]:
-    """Read the fields of `config` and `output` as options."""
-    prog = f"diloco simulate {kind}"
-    parsed, shown = parse(
-        [config, output], arguments, prog, paragraph(type(config).__doc__)
-    )
-    return parsed, shown
+def _parse(kind: str, arguments: Sequence[str], *given: Any) -> Any:
+    """Read the fields of a config and of `Output` as options."""
+    about = paragraph(type(given[0]).__doc__)
+    return parse(given, arguments, f"diloco simulate {kind}", about)
 
 
 def _bar(title: str) -> AbstractContextManager[Callable[[float], None]]:

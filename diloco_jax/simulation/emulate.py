@@ -5,9 +5,9 @@ These are missing: wire, threads, disks (an island that returns begins with fres
 moments), and islands' own validation (`placement.evaluate_every_steps`). Equal inputs
 give equal bits. A pause among the faults makes one step longer; the island's reports go
 on meanwhile. A coordinator that is killed or paused is away, and each time comes back
-from its records, with Theta as it was. `Attendance` starts islands, lets them fail and
-leave. An emulation may go on from a `ForkPoint`, as the recorded run would after a stop
-there.
+from its records, with Theta as it was. `EmulatedWorld` starts islands, lets them fail
+and leave. An emulation may go on from a `ForkPoint`, as the recorded run would after a
+stop there.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import Params
 from diloco_jax.data.loading import Data, GlobalIndex, load_data
 from diloco_jax.data.reader import BatchReader, ValidationBatches
 from diloco_jax.data.source import Fields, Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.files import digest_of, write_json
+from diloco_jax.files import write_json
 from diloco_jax.island.device.exchange import Restored
 from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan, inner_note
@@ -56,6 +55,7 @@ from diloco_jax.protocol.messages import DeltaKey, Version, lookahead_of
 from diloco_jax.protocol.records import Durable
 from diloco_jax.simulation.bodies import (
     Diary,
+    EncodedDelta,
     StoreMerging,
     TrainedBody,
     collect,
@@ -63,8 +63,8 @@ from diloco_jax.simulation.bodies import (
     trainer_of,
 )
 from diloco_jax.simulation.clock import durations
-from diloco_jax.simulation.coordinator import Merging, VirtualCoordinator, World
-from diloco_jax.simulation.emulation_options import EmulationOptions
+from diloco_jax.simulation.coordinator import Merging, Received, World
+from diloco_jax.simulation.emulation_options import EmulationOptions, options_of
 from diloco_jax.simulation.island import Body, IslandSpec
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
@@ -72,76 +72,187 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+RUN_ID = "emulated"
 LIVES_IN_VAIN = 1000
 """Failures of machines in a row, of all islands together, without progress between
 them. After this number the run would go on for ever.
 """
 
 
-class Attendance:
-    """Starts and ends of islands, as config and options say.
+class EmulatedWorld(World):
+    """All islands of a config in virtual time: they come and go, and their coordinator
+    fails, as config and options say; and what is noted of them meanwhile.
 
     A kill of `placement.faults` is a crash. `diloco run` restarts the island after at
     most `placement.restarts` crashes in a row; after one more it gives the island up. A
     random failure is one of the machine: when the machine is back, its launcher counts
     anew.
 
-    bytes_up: bytes of an encoded delta, by fragment.
+    sizes, bytes_up: parameters, and bytes of an encoded delta, by fragment.
+    merging, make_body, before: as for `World`.
     """
 
     def __init__(
         self,
         config: Config,
         options: EmulationOptions,
-        world: World,
+        sizes: tuple[int, ...],
         bytes_up: tuple[int, ...],
+        merging: Merging,
+        make_body: Callable[[str], Body],
+        before: tuple[Sequence[Durable], float] = ((), 0.0),
     ) -> None:
+        self.alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
         self.diaries: dict[str, list[Diary]] = {n: [] for n in sorted(config.islands)}
         """Diaries of all incarnations, by island."""
-        self._config, self._options, self._world = config, options, world
-        self._clock, self._bytes_up = world.clock, bytes_up
+        self.merges: list[tuple[Any, ...]] = []
+        """Rows of the history."""
+        self._settings, self._options, self._bytes_up = config, options, bytes_up
+        self._evaluate_at_tokens = options.evaluate_every_tokens
         self._crashes: Counter[str] = Counter()
         """Crashes in a row since the island's machine was last started."""
         self._in_vain = self._progress_tokens = 0
-        self._faults = parse_faults(config.placement.faults, config.islands).faults
-        before, policy = world.coordinator.state, world.coordinator.config
-        sums = Tally().of(policy, before)
+        placement = config.placement
+        self._faults = parse_faults(placement.faults, config.islands).faults
+        chance = np.random.default_rng(options.chance_seed)
+        seconds = durations(options.merge_seconds, options.merge_spread, chance)
+        super().__init__(
+            config.run,
+            policy_config(config.run, placement, RUN_ID, sizes),
+            merging,
+            report_s=placement.deadlines.report_s,
+            line_speed=options.line,
+            make_body=make_body,
+            alert=self.alerts.append,
+            merge_seconds=lambda merge: next(seconds),
+            outages={
+                f.step: options.down_seconds if f.pause_s is None else f.pause_s
+                for f in self._faults
+                if f.who == COORDINATOR
+            },
+            before=before,
+        )
+        state, policy = self.coordinator.state, self.coordinator.config
+        sums = Tally().of(policy, state)
         self._before = {
             name: sums[name].totals(policy, island.computed_tokens)
-            for name, island in before.islands.items()
+            for name, island in state.islands.items()
         }
         """Tokens of each island before the emulation began."""
-        now, always = world.clock.now, (0.0, math.inf)
-        self._stays = {
-            name: (now + start, now + stop)
-            for name in self.diaries
-            for start, stop in (options.joins.get(name, always),)
-        }
-        for name, (start, stop) in self._stays.items():
-            self._clock.at(start, functools.partial(self._start, name))
+        self._leave_at = dict.fromkeys(self.diaries, math.inf)
+        for name in self.diaries:
+            start, stop = options.joins.get(name, (0.0, math.inf))
+            self._leave_at[name] = self.began_s + stop
+            self.clock.at(self.began_s + start, functools.partial(self._enter, name))
             if stop < math.inf:
-                self._clock.at(stop, functools.partial(self._leave, name))
+                leave = functools.partial(self._leave, name)
+                self.clock.at(self._leave_at[name], leave)
 
-    def update(self) -> None:
-        """Bring the diaries of live incarnations up to date."""
-        for name, diaries in self.diaries.items():
-            for diary in diaries[-1:]:
-                if diary.ended is None:
-                    diary.steps = self._world.islands[name].steps
-
-    def close(self) -> None:
-        """Close all diaries at the end of the run."""
+    def run_to_end(self) -> None:
+        """Run until every token is merged or lost. Raises ConfigError if no island is
+        left before."""
+        self.run()
+        if not self.coordinator.finished:
+            why, remedy = "joins", "let an island stay to the end"
+            if given_up := self._given_up:
+                restarts = self._settings.placement.restarts
+                why = f"placement.restarts = {restarts} is less than the kills of "
+                why, remedy = why + ", ".join(given_up), "raise it, take faults out"
+            raise ConfigError(
+                f"{why}: at {self.clock.now:g} s no island is left, and the run has "
+                f"{self.coordinator.state.progress_tokens} of its "
+                f"{self._settings.run.total_tokens} tokens; {remedy}, or lower "
+                f"total_tokens"
+            )
         for name in self.diaries:
             self._close(name, "finished")
 
-    def roster(self) -> Roster:
+    def delivered(self, key: DeltaKey) -> None:
+        """Note that a delta has arrived."""
+        first, *_ = diaries = self.diaries[key.island]
+        diary = diaries[key.incarnation - first.incarnation]
+        diary.delivered(key.fragment, self.clock.now)
+
+    def merged(self, merge: Merge, *found: Any) -> bool:
+        """Note a merge that is current now; tell if its parameters are to be evaluated.
+        found: length, digest and measures, the end of its row of the history."""
+        tokens = self.coordinator.state.progress_tokens
+        every = self._options.evaluate_every_tokens
+        parts: Counter[str] = Counter()
+        for c in merge.contributions:
+            parts[c.island] += c.tokens
+        self.merges.append(
+            (
+                self.clock.now,
+                tokens,
+                merge.fragment,
+                merge.version.number,
+                merge.final,
+                [parts[name] for name in self.diaries],
+                merge.share,
+                *found,
+            )
+        )
+        if not every or tokens < self._evaluate_at_tokens:
+            return False
+        self._evaluate_at_tokens = tokens - tokens % every + every
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """Return the status of the run, as in `diloco status`."""
+        return summary.status(
+            self.coordinator.config,
+            self.coordinator.state,
+            self._roster(),
+            seconds=self.clock.now,
+            alerts=list(self.alerts),
+            now=self.clock.now,
+        )
+
+    def result(
+        self,
+        judge: Judge,
+        params: Params,
+        merges: Sequence[tuple[Any, ...]],
+        evaluations: Sequence[tuple[float, int, float]],
+        **more: Any,
+    ) -> Emulation:
+        """Return the result of a run that is over, with these parameters and rows of
+        the history. more: fields of the summary."""
+        coordinator, roster = self.coordinator, self._roster()
+        if self._options.evaluate_every_tokens and merges:
+            # The last merges, of the flush, come after the last tokens.
+            last = (*merges[-1][:2], judge.loss(params))
+            if evaluations[-1:] != [last]:
+                evaluations = [*evaluations, last]
+        found = summary.summary(
+            coordinator.config,
+            coordinator.state,
+            roster,
+            wall_seconds=self.clock.now - self.began_s,
+            alerts=[*self.alerts, *summary.missing(self._settings, roster)],
+            now=self.clock.now,
+        )
+        return Emulation(
+            config=self._settings,
+            history=collect(self.diaries, merges, evaluations),
+            summary={
+                **found,
+                **summary.rows_by_source(self._settings.run.data, coordinator.state),
+                **judge.evaluation(params),
+                **more,
+            },
+            params=params,
+        )
+
+    def _roster(self) -> Roster:
         """Return the roster that a coordinator would hold by now."""
-        self.update()
+        self._update()
         roster = Roster()
         roster.before = self._before
         for name, diaries in self.diaries.items():
             for diary in diaries:
-                now = self._clock.now if diary.ended is None else diary.ended
+                now = self.clock.now if diary.ended is None else diary.ended
                 roster.hello(diary, diary.began)
                 roster.report(name, diary.measures(), (), now)
                 roster.members[name].adopted = {f: v for f, v, _ in diary.adoptions}
@@ -151,24 +262,24 @@ class Attendance:
         return roster
 
     @property
-    def given_up(self) -> list[str]:
+    def _given_up(self) -> list[str]:
         """Islands with more crashes in a row than restarts."""
-        restarts = self._config.placement.restarts
+        restarts = self._settings.placement.restarts
         return [name for name in self.diaries if self._crashes[name] > restarts]
 
     # ---- what happens ---------------------------------------------------------------
 
-    def _start(self, name: str) -> None:
-        if self._world.coordinator.finished or self._clock.now >= self._stays[name][1]:
+    def _enter(self, name: str) -> None:
+        if self.coordinator.finished or self.clock.now >= self._leave_at[name]:
             return
-        options, island = self._options, self._config.islands[name]
-        incarnation = self._world.next_incarnation(name)
+        options, island = self._options, self._settings.islands[name]
+        incarnation = self.next_incarnation(name)
         self.diaries[name].append(
             Diary(
                 island=name,
                 incarnation=incarnation,
-                tokens_per_step=island.batch_size * self._config.run.sequence_length,
-                began=self._clock.now,
+                tokens_per_step=island.batch_size * self._settings.run.sequence_length,
+                began=self.clock.now,
                 compile_seconds=options.join_seconds,
             )
         )
@@ -177,10 +288,10 @@ class Attendance:
         )
         if options.failure_every_seconds:
             lasts_s = chance.exponential(options.failure_every_seconds)
-            fail = functools.partial(self._kill, name, incarnation, crash=False)
-            self._clock.after(lasts_s, fail)
+            fail = functools.partial(self._strike, name, incarnation, crash=False)
+            self.clock.after(lasts_s, fail)
         seconds = durations(island.step_seconds, options.step_spread, chance)
-        self._world.start(
+        self.start(
             IslandSpec(
                 name=name,
                 batch_size=island.batch_size,
@@ -199,58 +310,64 @@ class Attendance:
         pauses = [f.pause_s for f in faults if f.step == step and f.pause_s is not None]
         seconds = next(usual) + sum(pauses)
         if any(f.step == step + 1 and f.kills for f in faults):
-            kill = functools.partial(self._kill, name, diary.incarnation, crash=True)
-            self._clock.after(seconds, kill)
+            kill = functools.partial(self._strike, name, diary.incarnation, crash=True)
+            self.clock.after(seconds, kill)
         diary.rows[-1][1] = seconds
         return seconds
 
-    def _kill(self, name: str, incarnation: int, *, crash: bool) -> None:
+    def _strike(self, name: str, incarnation: int, *, crash: bool) -> None:
         """Kill this incarnation if it still runs: its process ends, or its machine is
         taken away. See `cluster.processes` for how often a process comes back."""
-        island = self._world.islands[name]
+        island = self.islands[name]
         if island.incarnation != incarnation or island.ended is not None:
             return
-        self._world.kill(name)
+        self.kill(name)
         self._close(name, "died")
-        lasted_s = self._clock.now - self.diaries[name][-1].began
+        lasted_s = self.clock.now - self.diaries[name][-1].began
         crashes = crashes_in_a_row(self._crashes[name], lasted_s) if crash else 0
         self._crashes[name] = crashes
-        if name not in self.given_up:
-            again = functools.partial(self._start, name)
-            self._clock.after(self._options.down_seconds, again)
+        if name not in self._given_up:
+            again = functools.partial(self._enter, name)
+            self.clock.after(self._options.down_seconds, again)
         if not crash:
             self._require_progress()
 
     def _require_progress(self) -> None:
-        tokens = self._world.coordinator.state.progress_tokens
+        tokens = self.coordinator.state.progress_tokens
         self._in_vain = self._in_vain + 1 if tokens == self._progress_tokens else 0
         self._progress_tokens = tokens
         if self._in_vain >= LIVES_IN_VAIN:
             raise ConfigError(
                 f"failure_every_seconds = {self._options.failure_every_seconds:g}: the "
                 f"last {LIVES_IN_VAIN} lives of islands brought no progress, and at "
-                f"{self._clock.now:g} s the run has {tokens} of its "
-                f"{self._config.run.total_tokens} tokens; raise it well above the "
+                f"{self.clock.now:g} s the run has {tokens} of its "
+                f"{self._settings.run.total_tokens} tokens; raise it well above the "
                 f"seconds of a join and of sync.steps_per_cycle steps"
             )
 
     def _leave(self, name: str) -> None:
-        island = self._world.islands[name]
+        island = self.islands[name]
         if island.ended is None:
             island.leave("stopped")
             self._close(name, "left")
 
+    def _update(self) -> None:
+        """Bring the diaries of live incarnations up to date."""
+        for name, diaries in self.diaries.items():
+            for diary in diaries[-1:]:
+                if diary.ended is None:
+                    diary.steps = self.islands[name].steps
+
     def _close(self, name: str, why: str) -> None:
-        self.update()
+        self._update()
         for diary in self.diaries[name][-1:]:
             if diary.ended is None:
-                diary.ended, diary.end = self._clock.now, why
+                diary.ended, diary.end = self.clock.now, why
 
 
 Show = Callable[[dict[str, Any]], None]
 """Callback for the status of the run, about once a second, as in `diloco status`."""
 
-RUN_ID = "emulated"
 SHOW_EVERY_S = 1.0
 
 
@@ -287,18 +404,11 @@ class Emulation:
         return self.history.plot_loss(final=final, title=title, axes=axes)
 
     def _repr_html_(self) -> str:
-        names = ("eval_loss", "tokens_merged", "tokens_lost", "merges", "goodput")
-        numbers = {
-            **self.summary,
-            "tokens_lost": sum(self.summary["tokens_lost"].values()),
-        }
-        rows = {
-            name: f"{number:,}" if isinstance(number, int) else f"{number:.5g}"
-            for name, number in ((name, numbers[name]) for name in names)
-        }
-        return as_html(
-            {**rows, "virtual seconds": f"{self.summary['wall_seconds']:,.1f}"}
-        )
+        found, shown = self.summary, {}
+        for name in ("eval_loss", "tokens_merged", "tokens_lost", "merges", "goodput"):
+            number = sum(found[name].values()) if name == "tokens_lost" else found[name]
+            shown[name] = f"{number:,}" if isinstance(number, int) else f"{number:.5g}"
+        return as_html({**shown, "virtual seconds": f"{found['wall_seconds']:,.1f}"})
 
     def write(self, workdir: Path) -> None:
         """Write `history/*.csv` and `summary.json`."""
@@ -349,7 +459,7 @@ def emulate(
     Raises:
       ConfigError: naming field, values and remedy.
     """
-    options = options or EmulationOptions()
+    options = options_of(options)
     check(config, options)
     show = show or (lambda status: None)
     return _Emulator(resolve(config), options, show, since).run()
@@ -442,7 +552,7 @@ def _settle() -> None:
             array.block_until_ready()
 
 
-class _Emulator:
+class _Emulator(StoreMerging):
     """One emulation; `run` runs it."""
 
     def __init__(
@@ -457,130 +567,71 @@ class _Emulator:
             data = data.skipping(options.skip_rows)
             config = config.replace("data.arrays", data.arrays)
         run, placement = config.run, config.placement
-        self._config, self._options, self._show = config, options, show
-        self._since = since
+        require_repeatable(placement, "emulation")
+        self._config, self._show, self._since = config, show, since
         self._judge = Judge(config, data)
         self._readers = readers(config, data, self._judge.trainer.fields, options)
         model = self._judge.model
         plan = build_plan(run, model)
-        deadlines = placement.deadlines
         passes = compilation.passes_of(placement.merge_route)
-        require_repeatable(placement, "emulation")
         first = None if since else first_pieces(run, model)
-        self._store = Store(run, plan, first, deadlines.pin_s, passes)
+        store = Store(run, plan, first, placement.deadlines.pin_s, passes)
+        super().__init__(store)
         for fragment, (version, arrays) in enumerate(since.fragments if since else ()):
             tiles = zip(plan.fragments[fragment], arrays["anchor"], strict=True)
             values = [piece.grid.from_tiles(np.asarray(own)) for piece, own in tiles]
-            whole = {**self._store.first(fragment, values), **arrays}
-            self._store.load(fragment, whole, version)
-        self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
-        self._world = world_of(
+            store.load(fragment, {**store.first(fragment, values), **arrays}, version)
+        self._world = EmulatedWorld(
             config,
             options,
             plan.sizes,
-            StoreMerging(self._store, self._arrived, self._committed),
+            tuple(layout.total_bytes for layout in store.layouts_up),
+            self,
             self._make_body,
-            self._alerts.append,
             (since.log, since.seconds) if since else ((), 0.0),
         )
-        self._clock = self._world.clock
-        bytes_up = tuple(layout.total_bytes for layout in self._store.layouts_up)
-        self._attendance = Attendance(config, options, self._world, bytes_up)
-        self._merges: list[tuple[Any, ...]] = []
         self._evaluations: list[tuple[float, int, float]] = []
-        self._evaluate_at_tokens = options.evaluate_every_tokens
         self._next_show_s = 0.0
 
     def run(self) -> Emulation:
         """Run until every token is merged or lost."""
-        self._world.run()
-        coordinator, now = self._coordinator, self._clock.now
-        if not coordinator.finished:
-            why, remedy = "joins", "let an island stay to the end"
-            if given_up := self._attendance.given_up:
-                restarts = self._config.placement.restarts
-                why = f"placement.restarts = {restarts} is less than the kills of "
-                why, remedy = why + ", ".join(given_up), "raise it, take faults out"
-            raise ConfigError(
-                f"{why}: at {now:g} s no island is left, and the run has "
-                f"{coordinator.state.progress_tokens} of its "
-                f"{self._config.run.total_tokens} tokens; {remedy}, or lower "
-                f"total_tokens"
-            )
-        self._attendance.close()
-        self._show({**self._status(), "phase": "evaluating"})
-        params = self._store.params()
-        if self._options.evaluate_every_tokens and self._merges:
-            # The last merges, of the flush, come after the last tokens.
-            add_last(self._evaluations, self._merges[-1], self._judge.loss(params))
-        return emulation(
-            self._config,
-            self._world,
-            self._attendance,
-            self._alerts,
-            collect(self._attendance.diaries, self._merges, self._evaluations),
+        self._world.run_to_end()
+        self._show({**self._world.status(), "phase": "evaluating"})
+        return self._world.result(
             self._judge,
-            params,
+            self.store.params(),
+            self._world.merges,
+            self._evaluations,
             **({} if self._since is None else {"forked": self._since.about}),
         )
 
-    @property
-    def _coordinator(self) -> VirtualCoordinator:
-        """The present life of the coordinator."""
-        return self._world.coordinator
-
     def _make_body(self, name: str) -> TrainedBody:
-        run, (*before, diary) = self._config.run, self._attendance.diaries[name]
+        run, (*before, diary) = self._config.run, self._world.diaries[name]
         model, trainer = trainer_of(run, self._config.islands[name])
         reader, kept = self._readers[name], None
         if self._since is not None and not before:
             kept = self._since.islands.get(name)
-        return TrainedBody(run, model, trainer, reader, self._clock, diary, kept)
+        return TrainedBody(run, model, trainer, reader, self._world.clock, diary, kept)
 
     # ---- what is told ---------------------------------------------------------------
 
-    def _arrived(self, key: DeltaKey) -> None:
-        first, *_ = diaries = self._attendance.diaries[key.island]
-        diary = diaries[key.incarnation - first.incarnation]
-        diary.delivered(key.fragment, self._clock.now)
+    def receive(self, key: DeltaKey, encoded: EncodedDelta) -> Received:
+        self._world.delivered(key)
+        return super().receive(key, encoded)
 
-    def _committed(self, merge: Merge, merged: MergeResult) -> None:
-        now, tokens = self._clock.now, self._coordinator.state.progress_tokens
-        parts: Counter[str] = Counter()
-        for c in merge.contributions:
-            parts[c.island] += c.tokens
-        self._merges.append(
-            (
-                now,
-                tokens,
-                merge.fragment,
-                merge.version.number,
-                merge.final,
-                [parts.get(name, 0) for name in self._attendance.diaries],
-                merge.share,
-                merged.norm,
-                digest_of(merged.payload),
-                *(math.nan if m is None else m for m in merged.measures),
+    def commit(self, fragment: int, version: Version) -> None:
+        merge, merged, digest = self.computed[fragment]
+        super().commit(fragment, version)
+        world = self._world
+        measures = (math.nan if m is None else m for m in merged.measures)
+        if world.merged(merge, merged.norm, digest, *measures):
+            now, tokens, *_ = world.merges[-1]
+            self._evaluations.append(
+                (now, tokens, self._judge.loss(self.store.params()))
             )
-        )
-        every = self._options.evaluate_every_tokens
-        if every and tokens >= self._evaluate_at_tokens:
-            self._evaluate_at_tokens = tokens - tokens % every + every
-            loss = self._judge.loss(self._store.params())
-            self._evaluations.append((now, tokens, loss))
         if time.monotonic() >= self._next_show_s:
-            self._show(self._status())
+            self._show(world.status())
             self._next_show_s = time.monotonic() + SHOW_EVERY_S
-
-    def _status(self) -> dict[str, Any]:
-        return summary.status(
-            self._coordinator.config,
-            self._coordinator.state,
-            self._attendance.roster(),
-            seconds=self._clock.now,
-            alerts=list(self._alerts),
-            now=self._clock.now,
-        )
 
 
 class Judge:
@@ -620,87 +671,9 @@ def readers(
     """Return the rows of each island by position, in batches: of all data, or of a part
     of its own."""
     names, seed = sorted(config.islands), config.run.seed
-    rows: dict[str, Rows]
+    rows: list[Rows] = [data.index(seed)] * len(names)
     if options.unlike_shards:
-        parts = zip(names, data.parts(len(names)), strict=True)
-        rows = {name: GlobalIndex(part, seed) for name, part in parts}
-    else:
-        rows = dict.fromkeys(names, data.index(seed))
+        rows = [GlobalIndex(part, seed) for part in data.parts(len(names))]
     length = config.run.sequence_length
-    return {name: BatchReader(own, fields, length) for name, own in rows.items()}
-
-
-def world_of(
-    config: Config,
-    options: EmulationOptions,
-    sizes: tuple[int, ...],
-    merging: Merging,
-    make_body: Callable[[str], Body],
-    alert: Callable[[str], None],
-    before: tuple[Sequence[Durable], float] = ((), 0.0),
-) -> World:
-    """Return the world of an emulation, before an island starts. sizes: parameters by
-    fragment; see `World` for the others."""
-    placement = config.placement
-    chance = np.random.default_rng(options.chance_seed)
-    seconds = durations(options.merge_seconds, options.merge_spread, chance)
-    return World(
-        config.run,
-        policy_config(config.run, placement, RUN_ID, sizes),
-        merging,
-        report_s=placement.deadlines.report_s,
-        line_speed=options.line,
-        make_body=make_body,
-        alert=alert,
-        merge_seconds=lambda merge: next(seconds),
-        outages={
-            fault.step: options.down_seconds if fault.pause_s is None else fault.pause_s
-            for fault in parse_faults(placement.faults, config.islands).faults
-            if fault.who == COORDINATOR
-        },
-        before=before,
-    )
-
-
-def add_last(
-    evaluations: list[tuple[float, int, float]], merge: Sequence[Any], loss: float
-) -> None:
-    """Add the loss after the last merge of a run, if it is not there yet. merge: its
-    row, which begins with time and tokens."""
-    now, tokens, *_ = merge
-    if evaluations[-1:] != [(now, tokens, loss)]:
-        evaluations.append((now, tokens, loss))
-
-
-def emulation(
-    config: Config,
-    world: World,
-    attendance: Attendance,
-    alerts: Sequence[str],
-    history: History,
-    judge: Judge,
-    params: Params,
-    **more: Any,
-) -> Emulation:
-    """Return the result of a run that is over, with these parameters. more: fields of
-    the summary."""
-    coordinator, now, roster = world.coordinator, world.clock.now, attendance.roster()
-    result = summary.summary(
-        coordinator.config,
-        coordinator.state,
-        roster,
-        wall_seconds=now - world.began_s,
-        alerts=[*alerts, *summary.missing(config, roster)],
-        now=now,
-    )
-    return Emulation(
-        config=config,
-        history=history,
-        summary={
-            **result,
-            **summary.rows_by_source(config.run.data, coordinator.state),
-            **judge.evaluation(params),
-            **more,
-        },
-        params=params,
-    )
+    each = zip(names, rows, strict=True)
+    return {name: BatchReader(own, fields, length) for name, own in each}

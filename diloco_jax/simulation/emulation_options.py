@@ -152,6 +152,18 @@ class EmulationOptions:
                 )
 
 
+def options_of(given: Any) -> EmulationOptions:
+    """Return the options of a call, None being the default ones. Raises ConfigError."""
+    if given is None:
+        return EmulationOptions()
+    if not isinstance(given, EmulationOptions):
+        raise ConfigError(
+            f"options = {given!r}; give an EmulationOptions with the settings that "
+            f"differ, as in EmulationOptions(merge_seconds=0.5)"
+        )
+    return given
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions(EmulationOptions):
     """The options of `diloco emulate`."""

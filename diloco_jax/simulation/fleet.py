@@ -171,11 +171,6 @@ def segments(
             working += 1
 
 
-def undisturbed() -> Iterator[Segment]:
-    """Yield the life of an island that is never interrupted."""
-    yield Segment(0.0, math.inf, 1.0)
-
-
 class Capacity:
     """Chip time of an island, used up step by step, forward in time."""
 
@@ -389,8 +384,6 @@ class FleetIsland(NamedTuple):
     """Seconds of each step on all chips."""
     life: Iterator[Segment]
     """Life of the island's chips, on the fleet's clock."""
-    lookahead: int = 0
-    """See `IslandSpec`."""
 
 
 class FleetOutcome(NamedTuple):
@@ -436,7 +429,6 @@ def run_fleet(
             step_seconds=lambda _: step(name),
             join_seconds=exchange.join_seconds,
             bytes_up=bytes_up,
-            lookahead=machines[name].lookahead,
         )
         world.start(spec)
 

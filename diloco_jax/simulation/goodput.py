@@ -352,9 +352,8 @@ def points(
     ways: list[tuple[Method, int, int]] = [
         ("rigid", groups, 1),
         ("elastic", groups, 1),
+        *(("decoupled", n, config.quorum) for n in islands if n >= config.quorum),
     ]
-    enough = (count for count in islands if count >= config.quorum)
-    ways += [("decoupled", count, config.quorum) for count in enough]
     found = [
         dataclasses.replace(
             config, method=method, islands=count, quorum=quorum, chips=total

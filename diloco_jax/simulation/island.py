@@ -435,39 +435,35 @@ class VirtualIsland:
         while len(self._given) > KEPT:
             del self._given[next(iter(self._given))]
 
-    def _ask(self, line: Line, fetch: Fetch, donors: Sequence[Donor]) -> None:
-        """Ask these donors, one after the other; then the coordinator."""
-        assert fetch.sources is not None
-        if donors:
-            until = self._clock.now + fetch.sources.within_s
-            self._ask_one(line, fetch, donors, until)
-        else:
-            self._from_service(line, fetch)
-
-    def _ask_one(
-        self, line: Line, fetch: Fetch, donors: Sequence[Donor], until: float
+    def _ask(
+        self, line: Line, fetch: Fetch, donors: Sequence[Donor], until: float = 0.0
     ) -> None:
+        """Ask these donors, one after the other, and the first of them until that time,
+        or as long as a donor is asked; then the coordinator."""
         if self.ended is not None or not line.open:
+            return
+        if not donors:
+            self._from_service(line, fetch)
             return
         assert fetch.sources is not None
         assert self._fetching is not None
+        assert self._coordinator is not None
         donor, now = donors[0].island, self._clock.now
+        until = until or now + fetch.sources.within_s
         other = self.neighbour(donor)
         found = other.gives(fetch) if other is not None else None
-        right = found is not None and found.data[0].hex() == fetch.sources.stripes[""]
         again_s = min(ASK_AGAIN_S, until - now)
         past = found is None and other is not None and other.is_past(fetch)
         late = gave_up_late(fetch.sources, fetch.sources.within_s - (until - now))
-        if found is not None and right:
-            given = found  # For the type checker: it is called later.
-            self._clock.after(GIVEN_S, lambda: self._was_given(line, fetch, given))
+        if found is not None and found.data[0].hex() == fetch.sources.stripes[""]:
+            given = functools.partial(self._was_given, line, fetch, found)
+            self._clock.after(GIVEN_S, given)
         elif past and not late:
             self._ask(line, fetch, donors[1:])
         elif found is None and not past and again_s > 0:
-            again = functools.partial(self._ask_one, line, fetch, donors, until)
+            again = functools.partial(self._ask, line, fetch, donors, until)
             self._clock.after(again_s, again)
         else:
-            assert self._coordinator is not None
             rests_s = DONOR_RESTS * self._coordinator.config.lease_s
             self._fetching.rest(donor, now + rests_s)
             self._say(DonorFailed(island=donor))

@@ -19,12 +19,12 @@ Shapes: `S` seeds, `M` islands.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,10 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator.holding.store import merges_of
-from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.core.fragment_merge import MergeMeasures
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.loading import load_data
@@ -50,21 +49,16 @@ from diloco_jax.models.build import build_plan
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.boundary import TakeOutcome
 from diloco_jax.protocol.messages import DeltaKey, Prepared, Version
-from diloco_jax.simulation.bodies import Diary, collect, trainer_of
-from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.bodies import Diary, NotedBody, trainer_of
 from diloco_jax.simulation.coordinator import NoArrays, Received
 from diloco_jax.simulation.emulate import (
-    Attendance,
+    EmulatedWorld,
     Emulation,
     Judge,
-    add_last,
     check,
-    emulation,
     readers,
-    world_of,
 )
-from diloco_jax.simulation.emulation_options import EmulationOptions
-from diloco_jax.simulation.island import VirtualFetch
+from diloco_jax.simulation.emulation_options import EmulationOptions, options_of
 from diloco_jax.simulation.mapped import (
     MappedExchange,
     MappedMerges,
@@ -75,9 +69,19 @@ from diloco_jax.simulation.mapped import (
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
 REMEDY = "the laboratory is for equal islands in lockstep: use emulate"
+ALONE = (
+    *("mesh_data", "mesh_fsdp", "mesh_expert", "mesh_tensor", "hosts"),
+    *("anchor_memory", "topology"),
+)
+"""Fields of an island that must be the default, as an island on one device has them."""
+SETTLED = ("step_spread", "failure_every_seconds", "joins", "skip_rows")
+"""Fields of the options that must be the default."""
 MOST_STEPS = 32
 """Steps of one program, whose batches are on the device together."""
 SHOW_EVERY_S = 1.0
+NOT_MEASURED = (math.nan,) * len(MergeMeasures._fields)
+STATE = 2
+"""Format of the state on disk."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +137,7 @@ def run(
     Raises:
       ConfigError: naming field, value and remedy.
     """
-    options = options or EmulationOptions()
+    options = options_of(options)
     check(config, options)
     config = resolve(config)
     require_equal(config, options)
@@ -159,30 +163,18 @@ def require_equal(config: Config, options: EmulationOptions) -> None:
                     f"islands.{name}.{field.name} = {there!r}, and that of {first} is "
                     f"{here!r}; {REMEDY}"
                 )
-    wanted: list[tuple[str, Any, Any]] = [
-        (f"islands.{first}.{name}", getattr(own, name), usual)
-        for name, usual in (
-            *(
-                ("mesh_data", 1),
-                ("mesh_fsdp", 1),
-                ("mesh_expert", 1),
-                ("mesh_tensor", 1),
-                ("hosts", 1),
-            ),
-            *(("anchor_memory", "device"), ("topology", "")),
-        )
-    ]
-    wanted.append(("placement.faults", tuple(config.placement.faults), ()))
-    wanted += [
-        (name, getattr(options, name), getattr(EmulationOptions(), name))
-        for name in ("step_spread", "failure_every_seconds", "joins", "skip_rows")
-    ]
-    for name, value, usual in wanted:
-        if value != usual:
-            raise ConfigError(
-                f"{name} = {value!r}, and a laboratory has {usual!r} there alone; "
-                f"{REMEDY}"
-            )
+    for prefix, given, usual, names in (
+        (f"islands.{first}.", own, IslandConfig(), ALONE),
+        ("placement.", config.placement, Placement(), ("faults",)),
+        ("", options, EmulationOptions(), SETTLED),
+    ):
+        for name in names:
+            value, only = getattr(given, name), getattr(usual, name)
+            if value != only:
+                raise ConfigError(
+                    f"{prefix}{name} = {value!r}, and a laboratory has {only!r} there "
+                    f"alone; {REMEDY}"
+                )
 
 
 class _Laboratory:
@@ -198,7 +190,7 @@ class _Laboratory:
         run, self._names = config.run, sorted(config.islands)
         require_repeatable(config.placement, "a laboratory")
         self._config, self._options = config, options
-        self._seeds, self._show = seeds, show
+        self._seeds, self._indices, self._show = seeds, range(len(seeds)), show
         self._configs = [config.replace("seed", seed) for seed in seeds]
         data = load_data(run)
         self._judge = Judge(config, data)
@@ -227,8 +219,9 @@ class _Laboratory:
         self._waiting: list[Act] = []
         """Steps that are still to be made."""
         self._metrics: list[Any] = []
-        """f32[steps, 3, S, M]: loss, skipped, and the weights of the predictions."""
+        """f32[steps, 3, S, M]: those of `NOTED`."""
         self._evaluations: list[tuple[float, int, list[float]]] = []
+        """Virtual seconds, tokens, and the loss of each seed."""
 
     # ---- the run --------------------------------------------------------------------
 
@@ -248,9 +241,10 @@ class _Laboratory:
                 continue
             self._train()
             self._do(act)
-            if act.kind != "commit":
+            if act.kind != "merge":
                 continue
-            merges, tokens = len(self._merges.norms), act.own[1]
+            merges = len(self._merges.norms)
+            tokens = self._tape.world.merges[merges - 1][1]
             if compiled is None and merges >= first + fragments:
                 jax.block_until_ready(self._islands.params)  # type: ignore[no-untyped-call]
                 compiled = time.monotonic(), tokens
@@ -263,7 +257,7 @@ class _Laboratory:
         jax.block_until_ready(self._islands.params)  # type: ignore[no-untyped-call]
         total = self._config.run.total_tokens
         rate = self._rate(total, compiled)
-        runs = tuple(self._result(index) for index in range(len(self._seeds)))
+        runs = tuple(map(self._result, self._indices))
         seconds = time.monotonic() - began
         return Findings(runs=runs, seconds=seconds, tokens_per_second=rate)
 
@@ -276,8 +270,7 @@ class _Laboratory:
     def _line(
         self, merges: int, tokens: int, compiled: tuple[float, int] | None
     ) -> str:
-        of = sum(act.kind == "commit" for act in self._tape.acts)
-        total = self._config.run.total_tokens
+        of, total = len(self._tape.world.merges), self._config.run.total_tokens
         line = f"merge {merges:,} of {of:,}, {tokens / total:.0%} of the tokens"
         rate = self._rate(tokens, compiled)
         if rate > 0:
@@ -303,10 +296,10 @@ class _Laboratory:
             case "judge":
                 islands.judge(fragment, act.detail)
             case "merge":
-                merges.compute(act.own)
-            case "commit":
-                merges.commit(act.detail)
-                self._evaluate(*act.own)
+                merges.merge(act.detail)
+            case "evaluate":
+                losses = [self._judge.loss(merges.params(s)) for s in self._indices]
+                self._evaluations.append((*act.detail, losses))
 
     # ---- the islands ----------------------------------------------------------------
 
@@ -340,76 +333,47 @@ class _Laboratory:
             for name, array in each[0].items()
         }
 
-    def _evaluate(self, now: float, tokens: int) -> None:
-        every = self._options.evaluate_every_tokens
-        last = self._evaluations[-1][1] // every if every and self._evaluations else 0
-        if every and tokens // every > last:
-            seeds = range(len(self._seeds))
-            losses = [self._judge.loss(self._merges.params(seed)) for seed in seeds]
-            self._evaluations.append((now, tokens, losses))
-
     # ---- results --------------------------------------------------------------------
 
     def _result(self, seed: int) -> Emulation:
         """Return the result of a seed, by its index."""
-        tape, attendance = self._tape, self._tape.attendance
+        world = self._tape.world
         metrics = np.concatenate([np.asarray(found) for found in self._metrics])
-        for island, diaries in enumerate(attendance.diaries.values()):
+        for island, diaries in enumerate(world.diaries.values()):
             for row, found in zip(
                 diaries[0].rows, metrics[:, :, seed, island], strict=True
             ):
                 row[3:] = found.tolist()
-        commits = [act for act in tape.acts if act.kind == "commit"]
         merges = [
-            (
-                *act.own,
-                act.fragment,
-                act.detail.version.number,
-                act.detail.final,
-                [c.tokens for c in act.detail.contributions],
-                act.detail.share,
-                norms[seed],
-                "",
-                *[math.nan] * len(MergeMeasures._fields),
-            )
-            for act, norms in zip(commits, self._merges.norms, strict=True)
+            (*row, norms[seed], "", *NOT_MEASURED)
+            for row, norms in zip(world.merges, self._merges.norms, strict=True)
         ]
         evaluations = [(now, at, own[seed]) for now, at, own in self._evaluations]
         params = self._merges.params(seed)
-        if self._options.evaluate_every_tokens and merges:
-            add_last(evaluations, merges[-1], self._judge.loss(params))
-        return emulation(
-            self._configs[seed],
-            tape.world,
-            attendance,
-            tape.alerts,
-            collect(attendance.diaries, merges, evaluations),
-            self._judge,
-            params,
-        )
+        found = world.result(self._judge, params, merges, evaluations)
+        return dataclasses.replace(found, config=self._configs[seed])
 
     # ---- its state on disk ----------------------------------------------------------
 
     def _save(self, path: Path, done: int) -> None:
         """Write everything that changes. done: number of acts that are done."""
         self._metrics = [np.concatenate([np.asarray(own) for own in self._metrics])]
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self._arrays())]
+        leaves, tree = jax.tree.flatten(self._state())
+        leaves = [np.asarray(leaf) for leaf in leaves]
         header = {
             "of": self._digest(),
             "done": done,
-            "arrays": [(leaf.dtype.name, leaf.shape) for leaf in leaves],
             "evaluations": self._evaluations,
-            "held": [[x is not None for x in row] for row in self._exchange.arrays()],
-            "merges": self._merges.facts(),
+            "arrays": [(leaf.dtype.name, leaf.shape) for leaf in leaves],
+            "state": jax.tree.unflatten(tree, range(len(leaves))),
         }
         write_sealed(path, header, leaves)
 
     def _restore(self, path: Path) -> int:
         """Go on with what `_save` wrote; return the number of acts that are done."""
-        flat = np.empty(0, np.uint8)
+        leaves: list[npt.NDArray[Any]] = []
 
         def room(header: dict[str, Any]) -> npt.NDArray[np.uint8]:
-            nonlocal flat
             if header.get("of") != self._digest():
                 raise ConfigError(
                     f"save = {path} is of another run ({header.get('of')}, this is "
@@ -418,37 +382,29 @@ class _Laboratory:
                 )
             sizes = [np.dtype(d).itemsize * math.prod(s) for d, s in header["arrays"]]
             flat = np.empty(sum(sizes), np.uint8)
+            cuts = np.split(flat, np.cumsum(sizes[:-1]))
+            for cut, (dtype, shape) in zip(cuts, header["arrays"], strict=True):
+                leaves.append(cut.view(dtype).reshape(shape))
             return flat
 
         header, _ = read_sealed(path, room)
-        leaves, start = [], 0
-        for dtype, shape in header["arrays"]:
-            stop = start + np.dtype(dtype).itemsize * math.prod(shape)
-            leaves.append(flat[start:stop].view(dtype).reshape(shape))
-            start = stop
-        like = {
-            **self._arrays(),
-            "metrics": [0],
-            "held": [[0 if x else None for x in row] for row in header["held"]],
-            "merges": self._merges.like(header["merges"]),
-        }
-        found = jax.tree.unflatten(jax.tree.structure(like), leaves)
-        self._islands.params = placed(found["params"])
-        self._moments, self._metrics = placed(found["moments"]), found["metrics"]
+        found = jax.tree.map(leaves.__getitem__, header["state"])
+        self._islands.params = placed(found["params"], self._islands.params)
+        self._moments = placed(found["moments"], self._moments)
+        self._metrics, self._evaluations = found["metrics"], header["evaluations"]
         self._exchange.restore(found["held"])
-        self._merges.restore(header["merges"], found["merges"])
-        self._evaluations = header["evaluations"]
+        self._merges.restore(found["merges"])
         done: int = header["done"]
         return done
 
-    def _arrays(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Return all arrays that change."""
         return {
             "params": self._islands.params,
             "moments": self._moments,
             "metrics": self._metrics,
             "held": self._exchange.arrays(),
-            "merges": self._merges.arrays(),
+            "merges": self._merges.state(),
         }
 
     def _digest(self) -> str:
@@ -457,6 +413,7 @@ class _Laboratory:
             dataclasses.asdict(self._config),
             dataclasses.asdict(self._options),
             self._seeds,
+            STATE,
             metadata.version("diloco-jax"),
         )
         text = json.dumps(of, sort_keys=True, default=str)
@@ -465,7 +422,7 @@ class _Laboratory:
 
 # ---- the recording --------------------------------------------------------------
 
-Kind = Literal["train", "take", "adopt", "judge", "merge", "commit"]
+Kind = Literal["train", "take", "adopt", "judge", "merge", "evaluate"]
 
 
 class Act(NamedTuple):
@@ -474,48 +431,36 @@ class Act(NamedTuple):
     kind: Kind
     fragment: int = -1
     detail: Any = None
-    """Version and `keep` of an adoption, outcome of a judgement."""
+    """Version and `keep` of an adoption, outcome of a judgement, order of a merge,
+    virtual seconds and tokens of an evaluation."""
     own: Any = None
-    """Of a step: positions, int [M, B], and learning rates, float [M]. Of a merge: the
-    order. Of a commit: (virtual seconds, tokens)."""
+    """Of a step: positions, int [M, B], and learning rates, float [M]."""
 
 
-class TapedBody:
-    """A body that notes what an island does, and computes nothing."""
+class TapedBody(NotedBody):
+    """A body that notes for a tape, too, what its island does."""
 
-    def __init__(self, tape: Lockstep, diary: Diary, clock: Clock) -> None:
-        self._tape, self._diary, self._clock = tape, diary, clock
-
-    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
-        self._diary.bytes_join += sum(part.nbytes for part in fetched.values())
-
-    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
-        self._diary.bytes_down += fetched.nbytes
-        return Arrival(fragment=fragment, version=fetched.version)
+    def __init__(self, tape: Lockstep, diary: Diary) -> None:
+        super().__init__(tape.world.clock, diary, tape.bytes_up)
+        self._note = functools.partial(tape.note, diary.island)
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        self._diary.rows.append(
-            [self._clock.now, math.nan, learning_rate, math.nan, 0.0, 0.0]
-        )
+        super().train(positions, learning_rate)
         self._note(Act("train", own=(positions, learning_rate)))
 
     def take(self, fragment: int) -> int:
         """Return the number of the take."""
-        self._diary.takes.append([fragment, self._clock.now, math.nan])
-        self._diary.bytes_up += self._tape.bytes_up[fragment]
+        super().take(fragment)
         self._note(Act("take", fragment))
-        return len(self._diary.takes)
+        return len(self.diary.takes)
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        fragment, number = arrival.fragment, arrival.version.number
-        self._diary.adoptions.append((fragment, number, self._clock.now))
-        self._note(Act("adopt", fragment, (number, keep)))
+        super().adopt(arrival, keep=keep)
+        number = arrival.version.number
+        self._note(Act("adopt", arrival.fragment, (number, keep)))
 
     def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         self._note(Act("judge", fragment, outcome))
-
-    def _note(self, act: Act) -> None:
-        self._tape.note(self._diary.island, act)
 
 
 class Lockstep(NoArrays):
@@ -533,79 +478,70 @@ class Lockstep(NoArrays):
             tuple(merge.layout_down.total_bytes for merge in layouts),
             tuple(4 * size for size in plan.sizes),
         )
-        self._names = sorted(config.islands)
-        self._noted: dict[str, list[tuple[int, Act]]] = {n: [] for n in self._names}
-        self._coordinators: list[tuple[int, Act]] = []
-        self._count = 0
+        self.acts: list[Act] = []
+        self._noted: dict[str, list[Act]] = {n: [] for n in sorted(config.islands)}
         self._computed: dict[int, Merge] = {}
-        self.alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
-        self.world = world_of(
-            config, options, plan.sizes, self, self._make_body, self.alerts.append
+        self.world = EmulatedWorld(
+            config, options, plan.sizes, self.bytes_up, self, self._make_body
         )
-        self.attendance = Attendance(config, options, self.world, self.bytes_up)
-        self.world.run()
-        self.attendance.close()
-        self.acts = self._in_order()
+        self.world.run_to_end()
+        if len(set(map(len, self._noted.values()))) > 1:
+            self._shared(min(map(len, self._noted.values())))
 
     def note(self, island: str, act: Act) -> None:
-        """Note what an island does."""
-        self._count += 1
-        self._noted[island].append((self._count, act))
+        """Note what an island does. It stands where the last island does it: behind
+        whatever it needs, and before whatever needs all of it."""
+        noted = self._noted
+        noted[island].append(act)
+        number = len(noted[island]) - 1
+        if all(len(acts) > number for acts in noted.values()):
+            self.acts.append(self._shared(number))
+
+    def _shared(self, number: int) -> Act:
+        """Return the act of this number of all islands as one."""
+        here = {
+            name: own[number] if number < len(own) else None
+            for name, own in self._noted.items()
+        }
+        (first, act), *others = here.items()
+        said = act and act[:3]
+        for name, other in others:
+            if (also := other and other[:3]) != said:
+                raise ConfigError(
+                    f"act {number} of islands.{first} is {said}, that of "
+                    f"islands.{name} is {also}; {REMEDY}"
+                )
+        assert act is not None
+        if act.kind == "train":
+            own = [each.own for each in here.values() if each is not None]
+            positions, rates = zip(*own, strict=True)
+            act = act._replace(own=(np.stack(positions), np.array(rates)))
+        return act
+
+    def _make_body(self, name: str) -> TapedBody:
+        return TapedBody(self, self.world.diaries[name][-1])
 
     # ---- as the coordinator's arrays ------------------------------------------------
 
     def receive(self, key: DeltaKey, encoded: int) -> Received:
-        diary = self.attendance.diaries[key.island][key.incarnation - 1]
-        diary.delivered(key.fragment, self.world.clock.now)
+        self.world.delivered(key)
         return Received(encoded)
 
     def compute(self, merge: Merge, deltas: Sequence[int]) -> Prepared:
-        names = [c.island for c in merge.contributions]
-        if names != self._names or len(set(deltas)) > 1:
+        names, islands = [c.island for c in merge.contributions], list(self._noted)
+        if names != islands or len(set(deltas)) > 1:
             raise ConfigError(
                 f"at {self.world.clock.now:g} s fragment {merge.fragment} is merged "
                 f"from deltas of {', '.join(names)}, and the islands are "
-                f"{', '.join(self._names)} (sync.quorum and sync.grace say who is "
+                f"{', '.join(islands)} (sync.quorum and sync.grace say who is "
                 f"waited for); {REMEDY}"
             )
         self._computed[merge.fragment] = merge
-        self._note_own(Act("merge", merge.fragment, own=merge))
         return super().compute(merge, deltas)
 
     def commit(self, fragment: int, version: Version) -> None:
         merge = self._computed.pop(fragment)
-        tokens = self.world.coordinator.state.progress_tokens
-        when = (self.world.clock.now, tokens)
-        self._note_own(Act("commit", fragment, merge, when))
-
-    def _note_own(self, act: Act) -> None:
-        self._count += 1
-        self._coordinators.append((self._count, act))
-
-    def _make_body(self, name: str) -> TapedBody:
-        return TapedBody(self, self.attendance.diaries[name][-1], self.world.clock)
-
-    # ---- one list -------------------------------------------------------------------
-
-    def _in_order(self) -> list[Act]:
-        """Return what all did. What islands do stands where the last of them does it:
-        behind whatever it needs, and before whatever needs all of it."""
-        first, *others = self._names
-        found = list(self._coordinators)
-        rows = [self._noted[name] for name in self._names]
-        for number in range(max(map(len, rows))):
-            here = [row[number][1] if number < len(row) else None for row in rows]
-            said = [act and act[:3] for act in here]
-            for name, other in zip(others, said[1:], strict=True):
-                if other != said[0]:
-                    raise ConfigError(
-                        f"act {number} of islands.{first} is {said[0]}, that of "
-                        f"islands.{name} is {other}; {REMEDY}"
-                    )
-            acts = [act for act in here if act is not None]
-            act = acts[0]
-            if act.kind == "train":
-                positions, rates = zip(*(each.own for each in acts), strict=True)
-                act = act._replace(own=(np.stack(positions), np.array(rates)))
-            found.append((max(row[number][0] for row in rows), act))
-        return [act for _, act in sorted(found, key=lambda item: item[0])]
+        evaluates = self.world.merged(merge)
+        self.acts.append(Act("merge", fragment, merge))
+        if evaluates:
+            self.acts.append(Act("evaluate", detail=self.world.merges[-1][:2]))

@@ -32,6 +32,7 @@ from diloco_jax.island.device.exchange import ByPiece, Exchange
 from diloco_jax.island.device.programs import PiecePrograms
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.protocol.holding import Merge
+from diloco_jax.simulation.bodies import NOTED
 
 HELD = ("anchor", "base", "residual", "before")
 """What an exchange holds of each piece."""
@@ -122,10 +123,6 @@ def compiled_steps(trainer: Trainer) -> Any:
     return jax.jit(steps, donate_argnums=0)
 
 
-NOTED = ("loss", "skipped", "tokens")
-"""Metrics of a step that are kept."""
-
-
 class Taken(NamedTuple):
     """Deltas of a take, by piece."""
 
@@ -133,17 +130,6 @@ class Taken(NamedTuple):
     """f32[S, M, n, e]."""
     squares: list[Any]
     """`_halved` of them: nobody waits for them before the merge."""
-
-
-class Summed(NamedTuple):
-    """A merge that is computed up to the length of its sum."""
-
-    totals: list[jax.Array]
-    """f32[S, n, e] by piece."""
-    squares: list[Any]
-    """`_halved` of them."""
-    rules: list[Any]
-    """Next states of the merge rule, by piece."""
 
 
 class MappedMerges:
@@ -174,8 +160,6 @@ class MappedMerges:
         """Arrays with a leading axis S."""
         self.taken: dict[int, Taken] = {}
         """Last take, by fragment."""
-        self.summed: dict[int, Summed] = {}
-        """Merges under way, by fragment."""
         self.published: dict[int, dict[int, ByPiece]] = {
             fragment: {} for fragment in range(len(plan.fragments))
         }
@@ -205,23 +189,52 @@ class MappedMerges:
         ]
         return params_of(self._plan, thetas)
 
-    def compute(self, order: Merge) -> None:
-        """Sum the deltas, as the rule has it."""
+    def merge(self, order: Merge) -> None:
+        """Sum the deltas as the rule has it, take the outer step and publish."""
         fragment, merge = order.fragment, self._merges[order.fragment]
-        shares, squares = self._shares(order), self._squares(fragment)
-        kept = self.fragments[fragment].rules
+        before, seeds = self.fragments[fragment], range(len(self._seeds))
+        weights = self._weights(order.contributions, order.final)
+        shares = [weight / math.fsum(weights) for weight in weights]
+        of = [rule_for(piece, merge.rule, final=order.final) for piece in merge.pieces]
+        squares = self._squares(fragment)
         totals, rules = [], []
-        for index, piece in enumerate(merge.pieces):
-            rule = rule_for(piece, merge.rule, final=order.final)
+        for index, rule in enumerate(of):
             numbers = [
                 rule.factors(shares, own[index]) if rule.needs == "sum" else shares
                 for own in squares
             ]
-            total, after = self._total(order, index, rule, numbers, kept[index])
+            kept = before.rules[index]
+            total, after = self._total(order, index, rule, numbers, kept)
             totals.append(total)
-            rules.append(kept[index] if order.final else after)
-        halved = list(map(_halved, totals))
-        self.summed[fragment] = Summed(totals, halved, rules)
+            rules.append(kept if order.final else after)
+        found = list(map(_halved, totals))
+        factors = np.ones((len(of), len(seeds)), np.float32)
+        lengths = np.zeros(factors.shape)
+        for index, rule in enumerate(of):
+            for seed, square in enumerate(_sums(found[index], (len(seeds),)).tolist()):
+                factor = order.share
+                if rule.needs == "sum":
+                    scale = rule.scale(shares, squares[seed][index], square)
+                    if scale is None:
+                        rows = [shares] * len(seeds)
+                        mean, _ = self._total(order, index, MEAN, rows, ())
+                        totals[index] = totals[index].at[seed].set(mean[seed])
+                        square = float(_sums(_halved(mean[seed]), ()))
+                    else:
+                        factor *= scale
+                factors[index, seed] = factor
+                lengths[index, seed] = abs(factor) * math.sqrt(square)
+        norms = [math.hypot(*own) for own in lengths.T]
+        theta, anchor, outer, encoded = _finished(
+            (merge.settings, merge.down, tuple(p.grid for p in merge.pieces)),
+            order.final,
+            (before.theta, before.anchor, before.outer, tuple(totals)),
+            tuple(factors),
+            np.array(norms, np.float32),
+        )
+        self.fragments[fragment] = FragmentState(theta, anchor, outer, tuple(rules))
+        self.published[fragment][order.version.number] = encoded
+        self.norms.append(norms)
 
     def _total(
         self, order: Merge, index: int, rule: Any, numbers: Any, state: Any
@@ -232,10 +245,6 @@ class MappedMerges:
         given = np.array(numbers, np.float32), np.float32(order.share)
         found: tuple[jax.Array, Any] = _total(rule, grid, deltas, *given, state)
         return found
-
-    def _shares(self, order: Merge) -> list[float]:
-        weights = self._weights(order.contributions, order.final)
-        return [weight / math.fsum(weights) for weight in weights]
 
     def _squares(self, fragment: int) -> list[list[list[float]]]:
         """Return |d|^2 by seed, piece and island; ConfigError if a run might refuse a
@@ -259,93 +268,29 @@ class MappedMerges:
                     )
         return by_seed
 
-    def commit(self, order: Merge) -> None:
-        """Scale the sum, take the outer step and publish."""
-        fragment, merge = order.fragment, self._merges[order.fragment]
-        summed, shares = self.summed.pop(fragment), self._shares(order)
-        squares = self._squares(fragment)
-        factors = np.ones((len(merge.pieces), len(self._seeds)), np.float32)
-        lengths = np.zeros(factors.shape)
-        for index, piece in enumerate(merge.pieces):
-            rule = rule_for(piece, merge.rule, final=order.final)
-            found = _sums(summed.squares[index], (len(self._seeds),)).tolist()
-            for seed, square in enumerate(found):
-                factor = 1.0
-                if rule.needs == "sum":
-                    scale = rule.scale(shares, squares[seed][index], square)
-                    factor = 1.0 if scale is None else scale
-                    if scale is None:
-                        rows = [shares] * len(self._seeds)
-                        mean, _ = self._total(order, index, MEAN, rows, ())
-                        total = summed.totals[index].at[seed].set(mean[seed])
-                        summed.totals[index] = total
-                        square = float(_sums(_halved(mean[seed]), ()))
-                    factor *= order.share
-                factors[index, seed] = factor
-                lengths[index, seed] = abs(factor) * math.sqrt(square)
-        norms = [math.hypot(*own) for own in lengths.T]
-        before = self.fragments[fragment]
-        theta, anchor, outer, encoded = _finished(
-            (merge.settings, merge.down, tuple(p.grid for p in merge.pieces)),
-            order.final,
-            (before.theta, before.anchor, before.outer, tuple(summed.totals)),
-            tuple(factors),
-            np.array(norms, np.float32),
-        )
-        self.fragments[fragment] = FragmentState(
-            theta, anchor, outer, tuple(summed.rules)
-        )
-        self.published[fragment][order.version.number] = encoded
-        self.norms.append(norms)
-
     # ---- to be kept -----------------------------------------------------------------
 
-    def arrays(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return all arrays that change."""
         return {
             "fragments": self.fragments,
-            "taken": {f: tuple(own) for f, own in self.taken.items()},
-            "summed": {f: tuple(own) for f, own in self.summed.items()},
+            "taken": self.taken,
             "published": self.published,
+            "norms": np.array(self.norms),
         }
 
-    def facts(self) -> dict[str, Any]:
-        """Return everything else, for JSON."""
-        return {
-            "taken": list(self.taken),
-            "summed": list(self.summed),
-            "published": [(f, list(own)) for f, own in self.published.items()],
-            "norms": self.norms,
+    def restore(self, found: dict[str, Any]) -> None:
+        """Go on with what `state` returned: sequences may be lists, and keys texts.
+        Sums of squares stay in f64 on the host."""
+        self.norms = found["norms"].tolist()
+        self.fragments = placed(found["fragments"], self.fragments)
+        self.published = {
+            int(f): {int(v): tuple(map(placed, own)) for v, own in versions.items()}
+            for f, versions in found["published"].items()
         }
-
-    def like(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return what `arrays` returned beside these facts, with other leaves."""
-        own = [[0] * len(merge.pieces) for merge in self._merges]
-        return {
-            "fragments": self.fragments,
-            "taken": {f: (own[f], own[f]) for f in facts["taken"]},
-            "summed": {
-                f: (own[f], own[f], list(self.fragments[f].rules))
-                for f in facts["summed"]
-            },
-            "published": {
-                f: {v: tuple(own[f]) for v in versions}
-                for f, versions in facts["published"]
-            },
-        }
-
-    def restore(self, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Go on with these; sums of squares stay in f64 on the host."""
-        self.norms = facts["norms"]
-        self.fragments = placed(arrays["fragments"])
-        self.published = placed(arrays["published"])
         self.taken = {
-            f: Taken(placed(deltas), squares)
-            for f, (deltas, squares) in arrays["taken"].items()
-        }
-        self.summed = {
-            f: Summed(placed(totals), squares, placed(rules))
-            for f, (totals, squares, rules) in arrays["summed"].items()
+            int(f): Taken(placed(deltas), squares)
+            for f, (deltas, squares) in found["taken"].items()
         }
 
 
@@ -395,6 +340,9 @@ def _sums(halved: Any, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
     return np.array([math.fsum(row) for row in tiles]).reshape(shape)
 
 
-def placed(tree: Any) -> Any:
-    """Return copies of host arrays on the device."""
+def placed(tree: Any, like: Any = None) -> Any:
+    """Return copies of host arrays on the device; with the structure of `like`, if it
+    is given."""
+    if like is not None:
+        tree = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
     return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)

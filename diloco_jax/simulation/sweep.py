@@ -19,7 +19,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.observability.history import Over, plot_losses
 from diloco_jax.observability.terminal import bar
 from diloco_jax.simulation.emulate import Emulation, check, emulate
-from diloco_jax.simulation.emulation_options import EmulationOptions
+from diloco_jax.simulation.emulation_options import EmulationOptions, options_of
 
 if TYPE_CHECKING:
     import pandas
@@ -113,7 +113,14 @@ def sweep(
     Raises:
       ConfigError: naming the setting, field, values and remedy; before any run.
     """
-    options = options or EmulationOptions()
+    options = options_of(options)
+    if not isinstance(settings, Mapping) or not all(
+        isinstance(fields, Mapping) for fields in settings.values()
+    ):
+        raise ConfigError(
+            f"settings = {settings!r}; give a dict with the fields of each label, as "
+            f"in {{'K = 2': {{}}, 'K = 1': {{'sync.quorum': 1}}}}"
+        )
     if not isinstance(seeds, Iterable):
         raise ConfigError(f"seeds = {seeds!r}; give each of them, as in range(3)")
     seeds = tuple(seeds)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from digests import write_text
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    words = np.random.default_rng(0)
-    for index in range(20):
-        line = " ".join(str(n) for n in words.integers(0, 99, 200))
-        (folder / f"{index}.txt").write_text(line)
-    return str(folder)
+    return write_text(tmp_path_factory.mktemp("text"))

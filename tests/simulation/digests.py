@@ -1,12 +1,11 @@
 """Digests of seeded emulations: the same bits before and after a change of the code.
 
-    python tests/simulation/digests.py            prints those of this machine
-    python tests/simulation/digests.py --record   keeps them in digests.json
-    python tests/simulation/digests.py --beside   compares with the table's first commit
+    python tests/simulation/digests.py            prints those of the working tree
+    python tests/simulation/digests.py --beside   compares with the first commit
 
-They hold for one kind of processor, its cores, the versions of Python, numpy and jax,
-and the flags of XLA (`machine_key`). Elsewhere the first commit that has this file runs
-beside the working tree, with its own scenes, which have the same names.
+Bits depend on the processor, its cores, the versions of Python, numpy and jax, and the
+flags of XLA. So the first commit that has this file runs beside the working tree, with
+its own scenes, which have the same names.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,35 +22,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TABLE = Path(__file__).with_suffix(".json")
 BESIDE_S = 600.0
+BASE = ""
+"""Commit whose bits hold, after one that changed them on purpose; "": the first one."""
 ADOPT = ("keep", "rebase", "overwrite", "blend")
 CODECS = ("f32", "bf16", "int8", "int4")
 MERGES = ("rda", "mean", "trimmed_mean", "clipped_mean")
 WEIGHTINGS = ("tokens", "tokens_times_rate", "uniform")
 
 Digests = dict[str, dict[str, str]]
-
-
-def machine_key() -> str:
-    """Return all of a machine on which the bits depend."""
-    import jax
-    import numpy as np
-
-    from diloco_jax import machine
-
-    named = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    instructions = hashlib.sha256(machine.instructions().encode()).hexdigest()[:8]
-    flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())) or "none"
-    return (
-        f"{named[0] if named else platform.machine()}, instructions {instructions}, "
-        f"cores {os.cpu_count()}, Python {platform.python_version()}, "
-        f"numpy {np.__version__}, jax {jax.__version__}, XLA_FLAGS {flags}"
-    )
 
 
 def scenes(text: str) -> dict[str, tuple[Any, Any]]:
@@ -148,14 +126,11 @@ def all_digests() -> Digests:
         return {name: digests_of(*scene) for name, scene in made.items()}
 
 
-def known() -> dict[str, Digests]:
-    """Return the digests that are kept, by machine."""
-    kept: dict[str, Digests] = json.loads(TABLE.read_text())
-    return kept
-
-
 def first_commit() -> str:
-    """Return the first commit that has this file; "" outside of a whole clone."""
+    """Return `BASE`, or the first commit that has this file; "" outside of a whole
+    clone."""
+    if BASE:
+        return BASE
     line = [
         "git",
         "log",
@@ -202,18 +177,12 @@ def differences(before: Digests, after: Digests) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print, keep or compare."""
+    """Print or compare."""
     if arguments == ["--beside"]:
         told = differences(of_first_commit(first_commit()), all_digests())
         print("\n".join(told) or "the same bits")
         return 1 if told else 0
-    found = all_digests()
-    if arguments == ["--record"]:
-        kept = known() if TABLE.exists() else {}
-        table = json.dumps({**kept, machine_key(): found}, indent=1, sort_keys=True)
-        TABLE.write_text(table + "\n")
-        return 0
-    print(json.dumps(found))
+    print(json.dumps(all_digests()))
     return 0
 
 

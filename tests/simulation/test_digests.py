@@ -1,4 +1,4 @@
-"""Seeded emulations give the bits that they gave when their table began."""
+"""Seeded emulations give the bits that they gave when their scenes were written."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,6 @@ from digests import (
     differences,
     digests_of,
     first_commit,
-    known,
-    machine_key,
     of_first_commit,
     scenes,
     write_text,
@@ -17,23 +15,18 @@ from digests import (
 from diloco_jax.core.fragment_merge import FragmentMerge
 
 
-def test_the_bits_are_those_of_before():
-    """Where this machine is not in the table, the first commit runs beside this one."""
-    before = known().get(machine_key())
-    if before is None:
-        commit = first_commit()
-        if not commit:
-            pytest.fail(
-                f"digests.json has no {machine_key()!r}, and there is no clone with "
-                f"the commit to compare with; fetch all of its history"
-            )
-        before = of_first_commit(commit)
-    assert differences(before, all_digests()) == []
+@pytest.fixture(scope="module")
+def now():
+    return all_digests()
 
 
-def test_one_ulp_of_a_number_of_the_merges_is_seen(tmp_path, monkeypatch):
-    scene = scenes(write_text(tmp_path))["adopt keep"]
-    before = digests_of(*scene)
+def test_the_bits_are_those_of_before(now):
+    commit = first_commit()
+    assert commit, "there is no clone with the commit to compare with; fetch all of it"
+    assert differences(of_first_commit(commit), now) == []
+
+
+def test_one_ulp_of_a_number_of_the_merges_is_seen(now, tmp_path, monkeypatch):
     merge = FragmentMerge.merge
 
     def nudged(self, *arguments, **options):
@@ -43,15 +36,15 @@ def test_one_ulp_of_a_number_of_the_merges_is_seen(tmp_path, monkeypatch):
         return merged._replace(state=merged.state._replace(theta=tuple(theta)))
 
     monkeypatch.setattr(FragmentMerge, "merge", nudged)
-    after = digests_of(*scene)
+    before = now["adopt keep"]
+    after = digests_of(*scenes(write_text(tmp_path))["adopt keep"])
     assert before["count"] == after["count"]
     assert before["params"] != after["params"]
 
 
-def test_every_rule_and_codec_has_bits_of_its_own():
-    for found in known().values():
-        for kind in ("adopt", "merge", "codec up", "codec down", "weighting"):
-            of_kind = [
-                d["params"] for name, d in found.items() if name.startswith(kind)
-            ]
-            assert len(set(of_kind)) == len(of_kind) > 2, kind
+@pytest.mark.parametrize(
+    "kind", ["adopt", "merge", "codec up", "codec down", "weighting"]
+)
+def test_every_rule_and_codec_has_bits_of_its_own(now, kind):
+    of_kind = [d["params"] for name, d in now.items() if name.startswith(kind)]
+    assert len(set(of_kind)) == len(of_kind) > 2

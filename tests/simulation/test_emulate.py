@@ -16,7 +16,7 @@ from interruption import until_it_is_raised
 from oracle_support import expected_history
 from tiny import MODEL, SEQUENCE_LENGTH
 
-from diloco_jax import EmulationOptions, cli, emulate
+from diloco_jax import EmulationOptions, cli, emulate, sweep
 from diloco_jax.config import (
     ConfigError,
     DataConfig,
@@ -25,6 +25,7 @@ from diloco_jax.config import (
 from diloco_jax.data.loading import Data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
+from diloco_jax.simulation import laboratory
 from diloco_jax.simulation.bodies import TrainedBody
 from diloco_jax.simulation.clock import LineSpeed
 
@@ -47,7 +48,7 @@ def test_lockstep_gives_the_oracles_bits(sync, seconds, text, monkeypatch) -> No
     train = TrainedBody.train
 
     def note(body, drawn, learning_rate):
-        positions[body._diary.island] += drawn.tolist()
+        positions[body.diary.island] += drawn.tolist()
         train(body, drawn, learning_rate)
 
     monkeypatch.setattr(TrainedBody, "train", note)
@@ -101,6 +102,10 @@ def test_unlike_shards_are_parts_of_the_text(unlike, tmp_path, monkeypatch) -> N
     assert len(seen) == 2
     halves = [{ord("x"), ord("y")} <= tokens for tokens in seen.values()]
     assert halves.count(True) == (1 if unlike else 2)
+
+
+def sweep_once(config, **arguments):
+    return sweep(config, {"a": {}}, **arguments)
 
 
 class Packed:
@@ -262,6 +267,13 @@ def test_history_says_who_computed_sent_and_adopted_when(text) -> None:
 def test_unfit_options_are_named(change, message, text) -> None:
     with pytest.raises(ConfigError, match=message):
         emulate(make_config(text), options=EmulationOptions(**change))
+
+
+@pytest.mark.parametrize("call", [emulate, laboratory.run, sweep_once])
+@pytest.mark.parametrize("options", [{}, {"merge_seconds": 1.0}])
+def test_options_of_another_class_are_named(options, call, text) -> None:
+    with pytest.raises(ConfigError, match=r"options = {.*; give an EmulationOptions"):
+        call(make_config(text), options=options)
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,14 @@ def test_failures_without_progress_between_them_end_it(text, monkeypatch) -> Non
 def test_alerts_are_as_many_as_a_runs_and_name_absent_islands(
     text, monkeypatch
 ) -> None:
-    class Alerting(World):
-        def run(self, until: float = float("inf")) -> None:
-            for number in range(25):
-                self.coordinator.carry_out(Alert(text=f"{number}"))
-            super().run(until)
+    run = World.run
 
-    monkeypatch.setattr("diloco_jax.simulation.emulate.World", Alerting)
+    def alerting(world: World) -> None:
+        for number in range(25):
+            world.coordinator.carry_out(Alert(text=f"{number}"))
+        run(world)
+
+    monkeypatch.setattr(World, "run", alerting)
     options = EmulationOptions(joins={"b": (1000.0, 2000.0)})
     found = emulate(make_config(text, quorum=1), options=options).summary["alerts"]
     assert found == [

@@ -15,10 +15,10 @@ from diloco_jax.simulation.fleet import (
     elastic,
     rigid,
     segments,
-    undisturbed,
 )
 
 DAY_S = 86_400.0
+UNDISTURBED = [Segment(0.0, math.inf, 1.0)]
 
 
 class ScriptedChance:
@@ -76,7 +76,7 @@ def test_an_interruption_stops_the_island_and_costs_a_slice(waits, slices, expec
 
 def test_no_interruptions_come_if_there_is_no_mean_time_between_them():
     rng = np.random.default_rng(0)
-    assert list(segments(1e6, FailureModel(mtbi_years=0), rng)) == list(undisturbed())
+    assert list(segments(1e6, FailureModel(mtbi_years=0), rng)) == UNDISTURBED
 
 
 def test_interruptions_come_at_the_rate_of_the_working_chips():
@@ -115,7 +115,7 @@ def test_a_step_takes_longer_by_stops_and_missing_slices():
 
 
 def test_consecutive_steps_are_one_interval_of_activity():
-    capacity = Capacity(undisturbed())
+    capacity = Capacity(iter(UNDISTURBED))
     now = 0.0
     for _ in range(1000):
         now, _ = capacity.use(now, 0.1)

@@ -1,6 +1,7 @@
 """Islands with lives of their own under the real policy."""
 
 import itertools
+import math
 
 import pytest
 
@@ -12,13 +13,13 @@ from diloco_jax.simulation.fleet import (
     FleetOutcome,
     Segment,
     run_fleet,
-    undisturbed,
 )
 
 EXCHANGE = ExchangeTerms(
     cycle=4, fragments=4, params=1000, latency_seconds=0.01, merge_seconds=0.1
 )
 HOUR_S = 3600.0
+UNDISTURBED = [Segment(0.0, math.inf, 1.0)]
 
 
 def run(*lives, seconds=(10.0, 10.0), grace=0.8, progress=lambda share: None):
@@ -36,7 +37,7 @@ def steps(fleet: FleetOutcome) -> list[float]:
 
 def test_undisturbed_islands_merge_everything_they_compute():
     shares = []
-    fleet = run(undisturbed(), undisturbed(), progress=shares.append)
+    fleet = run(UNDISTURBED, UNDISTURBED, progress=shares.append)
     islands = list(fleet.islands.values())
     assert fleet.totals.merged == fleet.totals.computed > 2 * 359 * TOKENS_PER_STEP
     assert measures.goodput(islands) == pytest.approx(1.0)
@@ -50,7 +51,7 @@ def test_undisturbed_islands_merge_everything_they_compute():
 
 def test_of_the_flush_only_tokens_count():
     """The time counts from the first step on, up to the end of what is under way."""
-    fleet = run(undisturbed(), undisturbed(), seconds=(10.0, 16.0), grace=0.0)
+    fleet = run(UNDISTURBED, UNDISTURBED, seconds=(10.0, 16.0), grace=0.0)
     assert fleet.totals.in_flight == 0
     assert fleet.seconds == pytest.approx(HOUR_S)
     assert fleet.merges <= 360
@@ -61,7 +62,7 @@ def test_of_the_flush_only_tokens_count():
 
 def test_a_stop_is_a_long_step_of_the_same_incarnation():
     stop = [Segment(0, 600, 1), Segment(600, 1200, 0), Segment(1200, 1e9, 1)]
-    fleet = run(stop, undisturbed())
+    fleet = run(stop, UNDISTURBED)
     stopped, _ = fleet.islands.values()
     assert steps(fleet) == [301, 361]
     assert stopped.merged_tokens == stopped.computed_tokens
@@ -69,16 +70,9 @@ def test_a_stop_is_a_long_step_of_the_same_incarnation():
     assert fleet.totals.lost == {}
 
 
-def test_missing_slices_slow_an_island_down_by_their_share():
-    fleet = run([Segment(0, 1e9, 0.5)], undisturbed())
-    assert steps(fleet) == [181, 361]
-    slow, _ = fleet.islands.values()
-    assert measures.compute_goodput([slow]) == pytest.approx(0.5)
-
-
 def test_an_island_that_is_lost_loses_what_is_not_merged_and_comes_back():
     lost = [Segment(0, 605, 1), Segment(605, 1200, 0, True), Segment(1200, 1e9, 1)]
-    fleet = run(lost, undisturbed())
+    fleet = run(lost, UNDISTURBED)
     victim, _ = fleet.islands.values()
     # A join later than the start takes its seconds; the step under way is gone.
     away = 1200 + EXCHANGE.join_seconds - 605

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from emulate_support import check_books, make_config, record, with_placement
-from test_replay_island import Here
+from test_replay import Here
 
 from diloco_jax import EmulationOptions, before_jax, cli, emulate, load_params
 from diloco_jax.data.loading import load_data

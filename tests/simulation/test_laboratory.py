@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from emulate_support import make_config, with_placement
+from emulate_support import make_config
 
 from diloco_jax import ConfigError, EmulationOptions, emulate
 from diloco_jax.config import IslandConfig
@@ -23,6 +23,10 @@ def equal_islands(text, **changes):
     config = make_config(text, **changes)
     alike = IslandConfig(batch_size=3, step_seconds=1.0)
     return dataclasses.replace(config, islands=dict.fromkeys("ab", alike))
+
+
+def with_options(**options):
+    return {"options": EmulationOptions(**options)}
 
 
 @pytest.fixture(scope="module")
@@ -117,49 +121,28 @@ def test_it_goes_on_after_an_interruption_with_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "asked", "message"),
     [
         (
             {"islands.b.batch_size": 4},
+            {},
             r"islands.b.batch_size = 4, and that of a is 3; .*use emulate",
         ),
-        ({"islands.b.step_seconds": 2.0}, "islands.b.step_seconds = 2.0"),
-        ({"islands.a.hosts": 2, "islands.b.hosts": 2}, "islands.a.hosts = 2"),
-        ({"sync.quorum": 1, "sync.grace": 0.0}, r"sync.quorum and sync.grace"),
+        ({"islands.b.step_seconds": 2.0}, {}, "islands.b.step_seconds = 2.0"),
+        ({"islands.a.hosts": 2, "islands.b.hosts": 2}, {}, "islands.a.hosts = 2"),
+        ({"sync.quorum": 1, "sync.grace": 0.0}, {}, r"sync.quorum and sync.grace"),
+        ({"placement.faults": ("a@3:kill",)}, {}, r"faults = \('a@3:kill',\)"),
+        ({"sync.delta_bound": 0.9}, {}, r"seed 0: a delta of islands\.[ab] for frag"),
+        ({}, {"seeds": (1, 1)}, r"seeds = \[1, 1\]"),
+        ({}, {"save_every_merges": 0}, "save_every_merges = 0"),
+        ({}, with_options(step_spread=0.1), "step_spread = 0.1, and a laboratory has"),
+        ({}, with_options(failure_every_seconds=9.0), "failure_every_seconds = 9.0"),
+        ({}, with_options(joins={"a": (1.0, 9.0)}), "joins = "),
     ],
 )
-def test_it_refuses_what_only_emulate_has(text, change, message):
-    config = equal_islands(text)
-    for name, value in change.items():
-        config = config.replace(name, value)
+def test_it_refuses_what_only_emulate_has_and_senseless_calls(
+    text, change, asked, message
+):
+    config = equal_islands(text).replace(change)
     with pytest.raises(ConfigError, match=message):
-        laboratory.run(config, options=OPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step_spread": 0.1}, "step_spread = 0.1, and a laboratory has 0.0"),
-        ({"failure_every_seconds": 9.0}, "failure_every_seconds = 9.0"),
-        ({"joins": {"a": (1.0, 9.0)}}, "joins = "),
-    ],
-)
-def test_it_refuses_chance_in_time(text, options, message):
-    with pytest.raises(ConfigError, match=message):
-        laboratory.run(equal_islands(text), options=EmulationOptions(**options))
-
-
-def test_it_refuses_faults_and_senseless_calls(text):
-    config = equal_islands(text)
-    with pytest.raises(ConfigError, match=r"placement.faults = \('a@3:kill',\)"):
-        laboratory.run(with_placement(config, faults=("a@3:kill",)))
-    with pytest.raises(ConfigError, match=r"seeds = \[1, 1\]"):
-        laboratory.run(config, seeds=(1, 1))
-    with pytest.raises(ConfigError, match="save_every_merges = 0"):
-        laboratory.run(config, save_every_merges=0)
-
-
-def test_a_delta_that_a_run_may_refuse_ends_it(text):
-    config = equal_islands(text).replace("sync.delta_bound", 0.9)
-    with pytest.raises(ConfigError, match=r"seed 0: a delta of islands\.[ab] for frag"):
-        laboratory.run(config, options=OPTIONS)
+        laboratory.run(config, **{"options": OPTIONS, **asked})

@@ -1,130 +1,204 @@
-"""Replay compares bits only where they must be the same."""
+"""An emulated run, written to a tape, is repeated from it: every merge has its bits,
+where bits must be the same."""
 
 import contextlib
 import dataclasses
+import io
 from multiprocessing import Pipe
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+from emulate_support import make_config, record, with_placement
+from msgspec.structs import replace
 from rich.console import Console
 
-from diloco_jax import before_jax, compilation, files, load_params
-from diloco_jax.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    IslandConfig,
-    ModelConfig,
-    OuterConfig,
-    RunConfig,
-    SyncConfig,
-)
-from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.data.corpus import load_corpus
-from diloco_jax.models import transformer
-from diloco_jax.protocol.messages import Contribution, Record, Version
-from diloco_jax.protocol.records import Merged
+from diloco_jax import EmulationOptions, before_jax, compilation, files, load_params
+from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.coordinator.journal import FragmentBack, Recovered
+from diloco_jax.evaluation import run as evaluate
+from diloco_jax.models.build import build
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.replay import replay, worker
 from diloco_jax.simulation.replay.recording import (
     SAME_BITS,
-    Life,
-    RecordedMerge,
+    Between,
     Recording,
-    Recovery,
+    RepeatError,
     TapedRecord,
     Who,
+    read_recording,
 )
+from diloco_jax.weights.first import first_params
 
+RULES = ("keep", "rebase", "overwrite")
+FAULTS = ("b@5:kill", "coordinator@6:kill")
+OPTIONS = EmulationOptions(merge_seconds=0.5, step_spread=0.3, down_seconds=3.0)
 WHO = Who("a", 1)
-RUN = RunConfig(
-    model=ModelConfig(
-        d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16
-    ),
-    outer=OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0),
-    sync=SyncConfig(fragments=1),
-    sequence_length=16,
-)
 
 
-class Worker(contextlib.nullcontext):
-    """One that is never asked for anything."""
+class Here(contextlib.nullcontext):
+    """A worker that is this process; calls and answers go through bytes."""
 
     def __init__(self, run, recorded):
         super().__init__(self)
         self.environment = before_jax.describe_environment()
+        self._copies = worker.Copies(run)
+
+    def ask(self, *call):
+        who, method, *arguments = worker.unpack(worker.pack(call))
+        answer = self._copies.carry_out(Who(*who), method, arguments)
+        return worker.unpack(worker.pack(answer))
+
+    send = ask
+
+
+@pytest.fixture(scope="module")
+def recordings(text, tmp_path_factory) -> dict[str, Recording]:
+    """Takes are merged, opened again, dropped and reset; versions are adopted in
+    chains, and beside pending takes; an island and the coordinator come back."""
+    found = {}
+    for rule in RULES:
+        config = make_config(text, quorum=1, grace=0.0, adopt=rule, steps=60)
+        config = config.replace("islands.b.step_seconds", 2.5)
+        config = with_placement(config, faults=FAULTS, merge_route="xla")
+        workdir = tmp_path_factory.mktemp(rule)
+        record(config, OPTIONS, workdir, unfit=4)
+        found[rule] = read_recording(workdir)
+    return found
 
 
 @pytest.fixture
-def recording(tmp_path, monkeypatch):
-    """Recording of a run with one merge, on this machine."""
-    monkeypatch.setattr(replay, "Worker", Worker)
-    (tmp_path / "text").write_text("a few words " * 20)
-    paths = (str(tmp_path / "text"),)
-    data = DataConfig(paths=paths, digest=load_corpus(paths, 0.02).digest)
-    run = dataclasses.replace(RUN, data=data)
-    model = transformer.build(run.model)
-    here = before_jax.describe_environment()
-    took = Record(seq=2, kind="took", step=1, fragment=0, tick=1)
-    begins = Record(seq=1, kind="adopted", step=0, fragment=0)
-    life = Life(
-        who=WHO,
-        config=IslandConfig(batch_size=1),
-        environment=here,
-        total_tokens=run.total_tokens,
-        records=[TapedRecord(4, begins), TapedRecord(5, took)],
-    )
-    part = Contribution(
-        island="a", incarnation=1, tick=1, start=0, end=1, tokens=16, base=Version()
-    )
-    made = Merged(
-        fragment=0,
-        version=Version(1, 1),
-        tick=1,
-        final=False,
-        contributions=(part,),
-        share=1.0,
-        verdicts={},
-        digest="",
-        payload_bytes=0,
-    )
-    return Recording(
-        workdir=tmp_path,
-        config=Config(run=run),
-        plan_digest=plan_fragments(model.shapes(), model.axes, 1).digest(),
-        coordinators=({**here, "merge_route": "xla"},),
-        merges=(RecordedMerge(6, 1, made),),
-        merges_on_tape=1,
-        between=(),
-        lives={WHO: life},
-    )
+def recording(recordings) -> Recording:
+    return recordings["keep"]
 
 
-def test_all_is_well_here(recording):
-    with replay.Replay(recording) as repeated, pytest.raises(AttributeError):
-        next(repeated.merges())  # it gets as far as commanding its worker
+def with_life(recording: Recording, **changes) -> Recording:
+    """The recording with other facts of an incarnation."""
+    life = dataclasses.replace(recording.lives[WHO], **changes)
+    return dataclasses.replace(recording, lives={**recording.lives, WHO: life})
 
 
-@pytest.mark.parametrize("route", ["xla", "native"])
-def test_replay_merges_by_the_route_of_the_tape(recording, route):
-    there = {**recording.coordinators[0], "merge_route": route}
-    recording = dataclasses.replace(recording, coordinators=(there,))
-    with replay.Replay(recording) as repeated:
-        assert repeated._store.describe()["merge_route"] == route
-
-
-def test_each_life_of_the_coordinator_has_its_route(recording):
-    first = recording.coordinators[0]
-    recording = dataclasses.replace(
+def with_coordinators(recording: Recording, first: dict, second: dict) -> Recording:
+    """The recording with other facts of both lives of the coordinator."""
+    (merges, back), *others = recording.between
+    back = replace(back, environment={**back.environment, **second})
+    return dataclasses.replace(
         recording,
-        coordinators=(first, {**first, "merge_route": "native"}),
-        between=(Recovery(0),),
+        environment={**recording.environment, **first},
+        between=(Between(merges, back), *others),
     )
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(replay, "Worker", Here)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_merge_has_the_same_bits(recordings, rule):
+    recording = recordings[rule]
+    assert len(recording.merges) > 20
+    fragments = len(recording.between) - 1
+    kinds = [Recovered, *[FragmentBack] * fragments]
+    assert [type(event.record) for event in recording.between] == kinds
+    assert fragments == recording.config.run.sync.fragments
+    assert Who("b", 2) in recording.lives
     with replay.Replay(recording) as repeated:
-        assert repeated._store.describe()["merge_route"] == "xla"
-        repeated._follow(recording.between[0])
-        assert repeated._store.describe()["merge_route"] == "native"
+        for merge, found in repeated.merges():
+            assert found.publish == merge.made.digest, merge
+    assert repeated.steps > 50
+
+
+def test_the_first_merge_that_differs_is_named_and_what_was_before_it_saved(
+    recording, tmp_path
+):
+    saved = tmp_path / "saved"
+    merges = list(recording.merges)
+    fourth = merges[3]
+    merges[3] = fourth._replace(made=replace(fourth.made, digest="feed"))
+    changed = dataclasses.replace(recording, merges=tuple(merges))
+    outcome = replay.run(changed, Console(file=io.StringIO()), saved)
+    assert (outcome.merges, outcome.identical) == (3, False)
+    found = outcome.first_mismatch
+    assert (found["merge"], found["line"]) == (4, fourth.line)
+    assert found["digest_on_tape"] == "feed" != found["digest"]
+    assert f"merge 4 (line {fourth.line}" in str(outcome)
+    with (
+        mock.patch.object(Recording, "unheard", lambda _, merge: f"{merge.number}th"),
+        pytest.raises(RepeatError, match=r"merge 4 .*: 4th, so .* \(--until 3\)"),
+    ):
+        replay.run(changed, Console(file=io.StringIO()))
+    early = evaluate(recording.config, saved)
+    assert (early["eval_merges"], early["eval_loss"] > 0) == (3, True)
+    assert 0 < early["eval_tokens"] < recording.config.run.total_tokens
+
+
+def test_all_kinds_of_records_were_repeated(recordings):
+    taped = [
+        record
+        for recording in recordings.values()
+        for life in recording.lives.values()
+        for _, record in life.records
+    ]
+    kinds = {record.kind for record in taped}
+    assert {"reopened", "dropped", "reset", "progress", "granted"} <= kinds
+    assert any(record.kind == "adopted" and record.tick >= 0 for record in taped)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "bad"),
+    [
+        ("granted", {"stop": 5}, "did step 1 without data.* 5 sequences"),
+        ("took", {"start": 1}, "start=1.*start=0"),
+        ("took", {"version": Version(1, 1)}, "number=1.*number=0"),
+        ("adopted", {"version": Version(1, 1)}, r"version \(1, 1\) of fragment 0 befo"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_named(recording, kind, change, bad):
+    changed = list(recording.lives[WHO].records)
+    number, (line, taped) = next(
+        (n, each) for n, each in enumerate(changed) if each.record.kind == kind
+    )
+    changed[number] = TapedRecord(line, replace(taped, **change))
+    with (
+        replay.Replay(with_life(recording, records=changed)) as repeated,
+        pytest.raises(TapeError, match=f"line .*{bad}"),
+    ):
+        list(repeated.merges())
+
+
+def test_each_use_on_the_tape_is_served_once(recording):
+    used, first = replay.UsedVersions(recording), Version(1, 0)
+    value = np.zeros(3, np.float32)
+    used.keep(("anchor", 0, first), (value,))
+    with pytest.raises(KeyError):
+        used.anchor(0, Version(1, 1))
+    served = 0
+    with contextlib.suppress(KeyError):
+        while used.anchor(0, first) == value.tobytes():
+            served += 1
+    lives = recording.lives.values()
+    assert served == sum(life.begins()[0] == first for life in lives) > 0
+
+
+# ---- where it cannot be -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "routes", [("xla", "xla"), ("native", "xla"), ("xla", "native")]
+)
+def test_each_life_of_the_coordinator_merges_by_its_route(recording, routes):
+    facts = [{"merge_route": route} for route in routes]
+    changed, found = with_coordinators(recording, *facts), []
+    with replay.Replay(changed) as repeated:
+        found.append(repeated._store.describe()["merge_route"])
+        repeated._follow(changed.between[0])
+        found.append(repeated._store.describe()["merge_route"])
+    assert tuple(found) == routes
 
 
 @pytest.mark.parametrize("route", ["native", "of tomorrow"])
@@ -133,20 +207,19 @@ def test_a_route_that_is_not_to_be_had_is_refused(recording, route, monkeypatch)
         raise compilation.NativeError("no C compiler")
 
     monkeypatch.setattr(compilation, "_passes", absent)
-    there = {**recording.coordinators[0], "merge_route": route}
-    recording = dataclasses.replace(recording, coordinators=(there,))
+    changed = with_coordinators(recording, {"merge_route": route}, {})
     with pytest.raises(ConfigError, match=f"by the route '{route}', here it .*\"xla\""):
-        replay.Replay(recording)
+        replay.Replay(changed)
 
 
 @pytest.mark.parametrize("fact", SAME_BITS)
 def test_another_machine_is_refused(recording, fact):
-    there = {**recording.coordinators[0], fact: "another"}
+    another = {fact: "another"}
     with pytest.raises(ConfigError, match=f"coordinator had {fact} = 'another', here"):
-        replay.Replay(dataclasses.replace(recording, coordinators=(there,)))
-    recording.lives[WHO].environment |= {fact: "another"}
+        replay.Replay(with_coordinators(recording, {}, another))
+    environment = {**recording.lives[WHO].environment, **another}
     with (
-        replay.Replay(recording) as repeated,
+        replay.Replay(with_life(recording, environment=environment)) as repeated,
         pytest.raises(ConfigError, match=f"incarnation 1 had {fact} = 'another', here"),
     ):
         next(repeated.merges())
@@ -161,10 +234,13 @@ def test_another_machine_is_refused(recording, fact):
 )
 def test_what_is_not_here_is_refused(recording, environment, config, message):
     life = recording.lives[WHO]
-    life.environment |= environment
-    life.config = dataclasses.replace(life.config, **config)
+    changed = with_life(
+        recording,
+        environment={**life.environment, **environment},
+        config=dataclasses.replace(life.config, **config),
+    )
     with (
-        replay.Replay(recording) as repeated,
+        replay.Replay(changed) as repeated,
         pytest.raises(ConfigError, match=f"incarnation 1 {message}"),
     ):
         next(repeated.merges())
@@ -191,17 +267,16 @@ def test_what_is_saved_is_there_whole_or_not_at_all(recording, tmp_path, monkeyp
         monkeypatch.setattr(files, "write_sealed", save)
         repeated.save(folder, 0)
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
-    saved, begun = (
-        load_params(folder),
-        jax.jit(transformer.build(RUN.model).init)(jax.random.key(0)),
-    )
+    run = recording.config.run
+    saved, begun = load_params(folder), first_params(run, build(run))
     assert jax.tree.all(jax.tree.map(np.array_equal, saved, begun))
 
 
 def test_other_text_is_refused(recording, tmp_path):
     (tmp_path / "text").write_text("other words " * 20)
+    config = recording.config.replace("data.paths", (str(tmp_path / "text"),))
     with pytest.raises(ConfigError, match=r"data\.digest = .*--data\.paths"):
-        replay.Replay(recording)
+        replay.Replay(dataclasses.replace(recording, config=config))
 
 
 def test_other_fragments_are_refused(recording):

@@ -96,6 +96,9 @@ def test_what_cannot_be_drawn_says_why(found):
     for wrong in (found, found.runs["K = 1"][0], found.runs["K = 1"]):
         with pytest.raises(ConfigError, match=r"'mine' is no History.*found\.history"):
             plot_losses({"mine": wrong})
+    for wrong, said in (([history], "a list"), ({}, "an empty dict")):
+        with pytest.raises(ConfigError, match=rf"histories is {said}; give a dict"):
+            plot_losses(wrong)
     with pytest.raises(ConfigError, match="over = 'steps'; choose from tokens, sec"):
         found.plot_loss(over="steps")
     assert plot_losses({"v5p": recorded}, over="seconds").get_xlabel() == "seconds"
@@ -110,6 +113,12 @@ def test_what_cannot_be_drawn_says_why(found):
         ({}, [0], "settings has 0 entries"),
         ({"a": {}}, [], "seeds has 0"),
         ({"a": {}}, 3, r"seeds = 3; give each of them, as in range\(3\)"),
+        (
+            [{}, {"sync.quorum": 1}],
+            [0],
+            r"settings = \[.*; give a dict with the fields",
+        ),
+        ({"a": ["sync.quorum"]}, [0], r"settings = {'a': .*as in {'K = 2': {}, 'K"),
     ],
 )
 def test_a_wrong_sweep_is_refused_before_any_run(text, settings, seeds, message):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from emulate_support import check_books, make_config, record, with_placement
 from msgspec.structs import replace
-from test_replay_island import FAULTS, OPTIONS, Here
+from test_replay import FAULTS, OPTIONS, Here
 
 from diloco_jax import Config, ConfigError, emulate
 from diloco_jax.models.build import build

@@ -76,24 +76,6 @@ def test_a_step_takes_its_seconds_and_never_waits_for_the_network() -> None:
     assert world.islands["a"].steps in (98, 99)
 
 
-def test_a_kill_costs_unmerged_steps_and_the_island_comes_back() -> None:
-    world = make_world(200 * PER_STEP)
-    world.start(spec("a"))
-    world.start(spec("b"))
-    world.clock.at(50.5, lambda: world.kill("b"))
-    world.clock.at(60.0, lambda: world.start(spec("b")))
-    world.run(1000)
-    assert world.coordinator.finished
-    end = totals(world)
-    assert end.computed == end.merged + sum(end.lost.values())
-    # Its open steps: at most those of a cycle and of the overlap, in every fragment.
-    assert 0 < end.lost["died"] <= 6 * PER_STEP
-    assert world.islands["b"].incarnation == 2
-    # Both lives count: the first one had some 47 steps.
-    account = world.coordinator.state.fragments[0].accounts["b"]
-    assert account.merged_tokens > 60 * PER_STEP
-
-
 @pytest.mark.parametrize("seconds", [1.0, 1.1])
 def test_an_island_whose_hosts_agree_first_is_merged_with_the_others(
     seconds: float,

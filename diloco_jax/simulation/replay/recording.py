@@ -8,6 +8,7 @@ crashed may have lost lines, and a tape may end early.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -89,36 +90,13 @@ class RecordedMerge(NamedTuple):
     computed it."""
 
 
-class Recovery(NamedTuple):
-    """Return of the coordinator after `merges` merges."""
+class Between(NamedTuple):
+    """Another change of the coordinator's state, after `merges` merges: it came back;
+    or a fragment did, from a snapshot and its later publishes; or a fragment that a
+    worker had lost began a term, with the anchor of an earlier version."""
 
     merges: int
-
-
-class Restoration(NamedTuple):
-    """Return of a fragment, from a snapshot and its later publishes, after `merges`
-    merges. Others may have been merged since the coordinator's return."""
-
-    merges: int
-    restored: journal.FragmentBack
-
-    def logged(self, merges: Sequence[RecordedMerge]) -> list[records.Merged]:
-        """Return the fragment's merges whose publishes came after the snapshot, in
-        order."""
-        fragment, start = self.restored.fragment, self.restored.snapshot
-        return [
-            made
-            for made in (merge.made for merge in merges[: self.merges])
-            if made.fragment == fragment and made.version > start
-        ]
-
-
-class BegunTerm(NamedTuple):
-    """After `merges` merges, a fragment that a worker had lost began a term: with the
-    anchor of an earlier version."""
-
-    merges: int
-    begun: records.TermBegun
+    record: journal.Recovered | journal.FragmentBack | records.TermBegun
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -133,6 +111,8 @@ class Life:
     records: list[TapedRecord] = dataclasses.field(default_factory=list)
     saves: set[int] = dataclasses.field(default_factory=set)
     """Steps after which a later incarnation needs the moments of this one."""
+    heard_steps: float = math.inf
+    """Steps of which the coordinator had heard when it ended."""
 
     def begins(self) -> list[Version]:
         """Return the versions that it began with, by fragment: its first records."""
@@ -185,16 +165,46 @@ class Recording:
     workdir: Path
     config: Config
     plan_digest: str
-    coordinators: tuple[Environment, ...]
-    """Environments of the first coordinator and of each that came back."""
+    environment: Environment
+    """Environment of the first coordinator."""
     merges: tuple[RecordedMerge, ...]
     merges_on_tape: int
-    between: tuple[Recovery | Restoration | BegunTerm, ...]
-    """Other changes of the coordinator's state, in order."""
+    between: tuple[Between, ...]
     lives: Mapping[Who, Life]
     """Incarnations in these merges, each up to its last take in them."""
     log: tuple[records.Durable, ...] = ()
     """Durable records up to the last of these merges."""
+
+    @property
+    def coordinators(self) -> list[Environment]:
+        """Environments of the first coordinator and of each that came back."""
+        found = [each.record for each in self.between]
+        back = [r.environment for r in found if isinstance(r, journal.Recovered)]
+        return [self.environment, *back]
+
+    def logged(self, back: Between) -> list[records.Merged]:
+        """Return the merges whose publishes came after the snapshot from which a
+        fragment is back, in order."""
+        assert isinstance(back.record, journal.FragmentBack)
+        fragment, start = back.record.fragment, back.record.snapshot
+        made = (merge.made for merge in self.merges[: back.merges])
+        return [m for m in made if m.fragment == fragment and m.version > start]
+
+    def unheard(self, merge: RecordedMerge) -> str:
+        """Tell of an island in this merge that began with moments of steps of which
+        the coordinator never heard: their origin is on no tape. "": there is none."""
+        for part in merge.made.contributions:
+            life = self.lives[Who(part.island, part.incarnation)]
+            while (restored := life.restored()) is not None:
+                source = self.lives[restored.who]
+                if restored.steps > source.heard_steps:
+                    return (
+                        f"{life.who} began with the moments of step {restored.steps} "
+                        f"of incarnation {source.who.incarnation}, and the coordinator "
+                        f"had heard of {source.heard_steps} of its steps"
+                    )
+                life = source
+        return ""
 
     def refuse_other_versions(self) -> None:
         """Raise ConfigError if a process of the run had other versions than this one.
@@ -212,7 +222,7 @@ class Recording:
         """Make this process compute like the coordinator's did; call before importing
         jax.
         """
-        like = environment_like(self.coordinators[0])
+        like = environment_like(self.environment)
         os.environ.update({**coordinator_environment(), **like})
 
 
@@ -290,9 +300,8 @@ class _Reader:
         """Durable records, with their lines."""
         self._begun: journal.Begun
         self._total_tokens = 0
-        self._coordinators: list[Environment] = []
         self._merges: list[RecordedMerge] = []
-        self._between: list[Recovery | Restoration | BegunTerm] = []
+        self._between: list[Between] = []
         self._versions: dict[int, list[Version]] = {}
         """All versions that a fragment has had since the first, in order."""
         self._lives: dict[Who, Life] = {}
@@ -340,6 +349,10 @@ class _Reader:
                     environment=hello.environment,
                     total_tokens=self._total_tokens,
                 )
+            case "left":
+                left = from_tape(record, records.Left)
+                who = Who(left.island, left.incarnation)
+                self._life(who).heard_steps = left.steps
             case "island":
                 self._told(from_tape(record, records.Fact))
             case "merged":
@@ -349,12 +362,9 @@ class _Reader:
             case "digested":
                 self._digested(from_tape(record, journal.Digested))
             case "recovered":
-                back = from_tape(record, journal.Recovered)
-                self._coordinators.append(back.environment)
-                self._between.append(Recovery(len(self._merges)))
+                self._changed(from_tape(record, journal.Recovered))
             case "restored":
-                restored = from_tape(record, journal.FragmentBack)
-                self._between.append(Restoration(len(self._merges), restored))
+                self._changed(from_tape(record, journal.FragmentBack))
             case "finished":
                 self._finished = True
             case "extended":
@@ -380,16 +390,14 @@ class _Reader:
                 f"{count} repeats the merges that it has"
             )
         merges = tuple(self._merges[:until])
-        between = tuple(e for e in self._between if e.merges < len(merges))
-        lives = 1 + sum(isinstance(event, Recovery) for event in between)
         return Recording(
             workdir=self._path.parent,
             config=self._config,
             plan_digest=self._begun.plan,
-            coordinators=tuple(self._coordinators[:lives]),
+            environment=self._begun.environment,
             merges=merges,
             merges_on_tape=count,
-            between=between,
+            between=tuple(e for e in self._between if e.merges < len(merges)),
             lives=self._needed(merges),
             log=tuple(record for line, record in self._log if line <= merges[-1].line),
         )
@@ -406,7 +414,6 @@ class _Reader:
             )
         self._begun = begun = from_tape(record, journal.Begun)
         self._total_tokens = begun.total_tokens
-        self._coordinators.append(begun.environment)
         # The run may have been extended since.
         run = dataclasses.replace(self._config.run, total_tokens=begun.total_tokens)
         if begun.fingerprint != (fingerprint := run.fingerprint()):
@@ -446,7 +453,12 @@ class _Reader:
                 f"missing"
             )
         known.append(begun.version)
-        self._between.append(BegunTerm(len(self._merges), begun))
+        self._changed(begun)
+
+    def _changed(
+        self, record: journal.Recovered | journal.FragmentBack | records.TermBegun
+    ) -> None:
+        self._between.append(Between(len(self._merges), record))
 
     def _digested(self, noted: journal.Digested) -> None:
         for index, merge in enumerate(reversed(self._merges), start=1):

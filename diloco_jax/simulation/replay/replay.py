@@ -33,7 +33,7 @@ from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.journal import Environment
+from diloco_jax.coordinator.journal import Environment, FragmentBack, Recovered
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragment_merge import Arrays, MergeResult
@@ -51,7 +51,6 @@ from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.island import boundary
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import (
-    FIRST_VERSION,
     RecordKind,
     Span,
     TakeRequest,
@@ -59,13 +58,13 @@ from diloco_jax.protocol.messages import (
     Verdict,
     Version,
 )
+from diloco_jax.protocol.records import Merged, TermBegun
 from diloco_jax.simulation.replay.recording import (
-    BegunTerm,
+    Between,
     Life,
     RecordedMerge,
     Recording,
-    Recovery,
-    Restoration,
+    RepeatError,
     Who,
     environment_like,
     refuse_other_bits,
@@ -148,10 +147,9 @@ class Replay(contextlib.ExitStack):
         super().__init__()
         self.steps = 0
         """Inner steps done."""
+        here = before_jax.describe_environment()
         for recorded in recording.coordinators:
-            refuse_other_bits(
-                "the coordinator", recorded, before_jax.describe_environment()
-            )
+            refuse_other_bits("the coordinator", recorded, here)
         compilation.use_cache(compilation.of_user())
         self._recording = recording
         self._run = run = recording.config.run
@@ -160,12 +158,12 @@ class Replay(contextlib.ExitStack):
         rows, fields = load_data(run).index(run.seed), model.fields(run.data.arrays)
         self._reader = BatchReader(rows, fields, run.sequence_length)
         self._store = _new_store(recording)
-        # One per life of the coordinator; all, so that none is refused half-way.
-        self._passes = [passes_like(c) for c in recording.coordinators]
-        self._store.use_passes(self._passes.pop(0))
-        self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
+        # All lives of the coordinator, so that none is refused half-way.
+        first, *_ = [passes_like(recorded) for recorded in recording.coordinators]
+        self._store.use_passes(first)
+        self._fragments = range(len(self._store.plan.fragments))
         self._used = UsedVersions(recording)
-        for fragment in range(len(self._versions)):
+        for fragment in self._fragments:
             self._keep(fragment)
         self._workers: dict[str, Worker] = {}
         self._islands: dict[Who, ReplayedIsland] = {}
@@ -216,12 +214,19 @@ class Replay(contextlib.ExitStack):
 
     def compare(self, console: Console) -> tuple[int, dict[str, Any] | None]:
         """Repeat merges up to the first that differs, with a progress bar; return the
-        number of equal ones, and what differs. Raises TapeError."""
+        number of equal ones, and what differs. Raises TapeError; RepeatError if an
+        island has moments whose origin is on no tape."""
         merges, total = 0, len(self._recording.merges)
         with bar(console, f"{total:,} merges") as report:
             try:
                 for merge, found in self.merges():
                     on_tape = Digests(merge.made.digest, merge.parameters)
+                    if found != on_tape and (why := self._recording.unheard(merge)):
+                        raise RepeatError(
+                            f"merge {merge.number} (line {merge.line}) has other bits "
+                            f"here: {why}, so what that incarnation did last is on no "
+                            f"tape; repeat the merges before it (--until {merges})"
+                        )
                     if found != on_tape:
                         return merges, _mismatch(merge, on_tape, found)
                     merges = merge.number
@@ -233,12 +238,12 @@ class Replay(contextlib.ExitStack):
 
     def fragments(self) -> list[tuple[Version, dict[str, list[Any]]]]:
         """Return the version of every fragment, and its arrays."""
-        return [self._store.current(f) for f in range(len(self._versions))]
+        return [self._store.current(f) for f in self._fragments]
 
     def state(self, who: Who) -> Restored:
         """Return what a later incarnation may begin with: of one that is kept."""
         ask, steps = self._islands[who].ask, self._islands[who].steps
-        some = range(len(self._versions)) if self._run.sync.error_feedback else ()
+        some = self._fragments if self._run.sync.error_feedback else ()
         residuals = {f: ask("residual", f) for f in some}
         return Restored(who.incarnation, steps, ask("moments"), residuals)
 
@@ -264,10 +269,10 @@ class Replay(contextlib.ExitStack):
         write_config_json(config, folder / run_files.CONFIG)
         snapshots = checkpoint.snapshots_folder(placement, folder)
         snapshots.mkdir(parents=True)
-        for fragment, version in enumerate(self._versions):
+        for fragment, (version, arrays) in enumerate(self.fragments()):
             path = fragment_path(snapshots, fragment, version)
             path.parent.mkdir()
-            files.write_sealed(path, {}, flat(self._store.arrays(fragment)))
+            files.write_sealed(path, {}, flat(arrays))
         tokens = sum(  # Weighted by fragment size.
             plan.sizes[merge.made.fragment] * part.tokens
             for merge in self._recording.merges[:number]
@@ -326,7 +331,6 @@ class Replay(contextlib.ExitStack):
     def _commit(self, merge: RecordedMerge, merged: MergeResult) -> None:
         fragment, version = merge.made.fragment, merge.made.version
         self._store.commit(fragment, version, merged)
-        self._versions[fragment] = version
         self._used.keep(("publish", fragment, version), merged.payload)
         for part in merge.made.contributions:
             who = Who(part.island, part.incarnation)
@@ -336,40 +340,35 @@ class Replay(contextlib.ExitStack):
 
     def _keep(self, fragment: int) -> None:
         """Keep the fragment as it is now, as far as the tape needs it."""
-        version = self._versions[fragment]
-        anchor: Use = ("anchor", fragment, version)
-        snapshot: Use = ("snapshot", fragment, version)
-        if self._used.needs(anchor) or self._used.needs(snapshot):
-            arrays = self._store.arrays(fragment)
-            self._used.keep(anchor, tuple(arrays["anchor"]))
-            self._used.keep(snapshot, arrays)
+        version, arrays = self._store.current(fragment)
+        self._used.keep(("anchor", fragment, version), tuple(arrays["anchor"]))
+        self._used.keep(("snapshot", fragment, version), arrays)
 
-    def _follow(self, event: Recovery | Restoration | BegunTerm) -> None:
-        match event:
-            case Recovery():
-                self._store.use_passes(self._passes.pop(0))
-            case Restoration():
-                self._restore(event)
-            case BegunTerm():
-                self._begin_term(event)
+    def _follow(self, event: Between) -> None:
+        match event.record:
+            case Recovered(environment=environment):
+                self._store.use_passes(passes_like(environment))
+            case FragmentBack() as back:
+                self._restore(back, self._recording.logged(event))
+            case TermBegun() as begun:
+                self._begin_term(begun)
 
-    def _begin_term(self, event: BegunTerm) -> None:
+    def _begin_term(self, begun: TermBegun) -> None:
         """Begin a term of a fragment with an earlier anchor, like `LostFragments`."""
-        fragment, version = event.begun.fragment, event.begun.version
-        anchor = self._used.anchor(fragment, event.begun.replaced)
+        fragment, version = begun.fragment, begun.version
+        anchor = self._used.anchor(fragment, begun.replaced)
         layout = layouts_of(self._store.plan.fragments)[fragment]
         arrays = self._store.first(fragment, values_of(layout, anchor))
         self._store.load(fragment, arrays, version)
-        self._versions[fragment] = version
         self._keep(fragment)
 
-    def _restore(self, back: Restoration) -> None:
+    def _restore(self, back: FragmentBack, logged: list[Merged]) -> None:
         """Load a fragment from a snapshot and apply its later publishes, like
         `fragment_snapshots.restored`."""
-        fragment, start = back.restored.fragment, back.restored.snapshot
+        fragment, start = back.fragment, back.snapshot
         snapshot = self._used.take(("snapshot", fragment, start))
         self._store.load(fragment, snapshot, start)
-        for made in back.logged(self._recording.merges):
+        for made in logged:
             payload = self._used.take(("publish", fragment, made.version))
             self._store.replay(fragment, made.version, payload, final=made.final)
         self._keep(fragment)  # A later snapshot may be of this very state.
@@ -436,13 +435,9 @@ class UsedVersions:
         self._uses = Counter(_uses(recording))
         self._held: dict[Use, Any] = {}
 
-    def needs(self, use: Use) -> bool:
-        """Tell whether the tape has this use, and it is still to come."""
-        return bool(self._uses[use])
-
     def keep(self, use: Use, value: Any) -> None:
-        """Keep the value as long as the tape needs it."""
-        if self.needs(use):
+        """Keep the value if the tape has this use, and it is still to come."""
+        if self._uses[use]:
             self._held[use] = value
 
     def take(self, use: Use) -> Any:
@@ -478,12 +473,13 @@ def _uses(recording: Recording) -> Iterator[Use]:
                     yield "anchor", fragment, want
                 have[fragment] = want
     for event in recording.between:
-        if isinstance(event, BegunTerm):
-            yield "anchor", event.begun.fragment, event.begun.replaced
-        elif isinstance(event, Restoration):
-            yield "snapshot", event.restored.fragment, event.restored.snapshot
-            for made in event.logged(recording.merges):
-                yield "publish", made.fragment, made.version
+        match event.record:
+            case TermBegun() as begun:
+                yield "anchor", begun.fragment, begun.replaced
+            case FragmentBack() as back:
+                yield "snapshot", back.fragment, back.snapshot
+                for made in recording.logged(event):
+                    yield "publish", made.fragment, made.version
 
 
 def _between(have: Version, want: Version) -> Iterator[Version]:
