@@ -38,7 +38,6 @@ from diloco_jax.observability.history import History, of_rows, outage_rows
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.boundary import TakeOutcome
 from diloco_jax.protocol.messages import (
-    NON_FINITE,
     DeltaKey,
     Measures,
     Prepared,
@@ -327,7 +326,7 @@ class StoreMerging:
         payload = np.frombuffer(encoded.layout.pack(encoded.pieces), np.uint8)
         squares = self.store.squares(key.fragment, payload)
         if not is_fit(squares):
-            return Received((payload, squares), NON_FINITE)
+            return Received((payload, squares), "non_finite")
         uses = self.store.uses(key.fragment, payload)
         return Received((payload, squares), "", length(squares), *uses)
 
