@@ -394,6 +394,15 @@ class Measurements(
             elif found is not None:
                 yield name, found
 
+    def marked(self, remark: str) -> Measurements:
+        """Return the same values with a remark at the end of each origin."""
+        fields: dict[str, ByName | OneValue] = {}
+        for name, found in self.values():
+            field, _, key = name.partition(".")
+            one = msgspec.structs.replace(found, origin=f"{found.origin}{remark}")
+            fields[field] = {**fields.get(field, {}), key: one} if key else one
+        return Measurements(**fields)
+
     def lines(self) -> Iterator[str]:
         """Yield a line for people for each value, and where it is from."""
         for name, found in self.values():
