@@ -2,8 +2,8 @@
 
 The installed packages: all that are required, in versions that go together. What the
 operating system gives a run: ports, clock, disk, memory. What is around a run and not
-of it: variables, folders, limits, names. The devices that jax finds, in a process of
-its own, since a TPU that another process holds may never answer.
+of it: folders, limits, names, tools of the cloud. The devices that jax finds, in a
+process of its own, since a TPU that another process holds may never answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 from packaging.requirements import Requirement
 
-from diloco_jax import before_jax, files, machine, process
+from diloco_jax import before_jax, files, machine
 from diloco_jax.config.fields import setting
 from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_FAILED, ConfigError
@@ -316,6 +316,33 @@ def check_locks(folder: Path) -> Answer | None:
     return None
 
 
+TOOLS = {
+    "gcloud": (("version",), "diloco launch"),
+    "kubectl": (("version", "--client"), "diloco launch --on gke"),
+    "sky": (("--version",), "diloco launch --on sky"),
+    "docker": (("--version",), "building the image of a launch"),
+}
+"""Programs that some commands call, with the words that ask for their version, and what
+needs them."""
+TOLD_WITHIN_S = 20.0
+
+
+def check_tool(tool: str) -> Answer:
+    """Look for a program, and ask for its version."""
+    words, needs = TOOLS[tool]
+    if not shutil.which(tool):
+        return Level.OK, f"not found; {needs} needs it", ""
+    try:
+        command = [tool, *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TOLD_WITHIN_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return Level.NOTE, f"{error}", f"install it anew: {needs} needs it"
+    version = (done.stdout.strip().splitlines() or ["tells no version"])[0]
+    return Level.OK, f"{version}, for {needs}", ""
+
+
 CHECKS: dict[str, Check] = {
     "packages": check_packages,
     "jax": check_jax,
@@ -335,13 +362,9 @@ CHECKS: dict[str, Check] = {
         "Python has modules of these names, and the current folder, too",
         "rename those files, or work in another folder",
     ),
-    "variables": lambda _: unusual(
-        (f"{n}={v}" for n, v in process.variables_set_right.items()),
-        "commands of diloco do not heed them",
-        "unset them, if that surprises",
-    ),
     "threads": lambda _: machine.require_threads(2),
     "locks": check_locks,
+    **{tool: lambda _, tool=tool: check_tool(tool) for tool in TOOLS},
     "devices": check_devices,
 }
 
