@@ -4,7 +4,6 @@ an engine in the cloud, against fake commands."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import math
@@ -309,8 +308,7 @@ def test_the_stop_loss_ends_what_makes_and_stops_and_nothing_that_deletes(
 
 
 def test_what_is_there_already_is_neither_taken_nor_deleted(config, cloud):
-    named = dataclasses.replace(config.launch, name="two-rehearsal")
-    there = dataclasses.replace(config, launch=named)
+    there = config.replace("launch.name", "two-rehearsal")
     options = LaunchOptions(on="gke", yes=True, unplanned=True)
     assert launch(there, "two.py", options) == 0
     own = config.replace("placement.workdir", f"{config.placement.workdir}-b")
@@ -396,10 +394,7 @@ def test_a_workdir_has_one_rehearsal(config, cloud):
 def test_the_page_is_there_for_programs(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     recorded(tmp_path / "there")
-    config = dataclasses.replace(
-        PLANNED,
-        placement=dataclasses.replace(PLANNED.placement, workdir=str(tmp_path / "w")),
-    )
+    config = PLANNED.replace("workdir", str(tmp_path / "w"))
     options = RehearseOptions(records=str(tmp_path / "there"), json=True)
     rehearse.run(config, "two.py", options, Console(file=io.StringIO()))
     told = json.loads(capsys.readouterr().out)

@@ -1,10 +1,10 @@
 """Environment variables reach the processes, and those that must not are refused."""
 
-import dataclasses
 import re
 from importlib import resources
 
 import pytest
+from gke_support import changed
 
 from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
@@ -26,11 +26,6 @@ SECRETS = {"HF_TOKEN": "hub-token", "v5p:WANDB_API_KEY": "wandb"}
 @pytest.fixture
 def given(config):
     return changed(config, environment=GIVEN, secrets=SECRETS)
-
-
-def changed(config, **settings):
-    launch = dataclasses.replace(config.launch, **settings)
-    return dataclasses.replace(config, launch=launch)
 
 
 def test_a_part_has_everybodys_variables_and_its_own(given):
