@@ -32,7 +32,7 @@ from diloco_jax import before_jax, files, machine
 from diloco_jax.config.fields import setting
 from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_FAILED, ConfigError
-from diloco_jax.hardware.tpus import generation_here
+from diloco_jax.hardware.tpus import GIB, generation_here
 from diloco_jax.wire import addresses
 
 
@@ -161,7 +161,6 @@ def check_devices(folder: Path) -> Answer:
     return Level.OK, found, ""
 
 
-GIB = 1 << 30
 TRIAL_BYTES = 64 << 20
 """Bytes that the trial of the disk writes."""
 SLOW_DISK = 100e6

@@ -41,13 +41,12 @@ from diloco_jax.config import Config
 from diloco_jax.config.fields import LARGEST
 from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.hardware.tpus import GENERATIONS
+from diloco_jax.hardware.tpus import GENERATIONS, GIB
 
 if TYPE_CHECKING:
     from diloco_jax.compilation import Route
 
 
-GIB = 1 << 30
 MIB = 1 << 20
 
 
