@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import functools
 import json
 import os
 import platform
@@ -326,7 +327,7 @@ needs them."""
 TOLD_WITHIN_S = 20.0
 
 
-def check_tool(tool: str) -> Answer:
+def check_tool(tool: str, folder: Path) -> Answer:
     """Look for a program, and ask for its version."""
     words, needs = TOOLS[tool]
     if not shutil.which(tool):
@@ -363,7 +364,7 @@ CHECKS: dict[str, Check] = {
     ),
     "threads": lambda _: machine.require_threads(2),
     "locks": check_locks,
-    **{tool: lambda _, tool=tool: check_tool(tool) for tool in TOOLS},
+    **{tool: functools.partial(check_tool, tool) for tool in TOOLS},
     "devices": check_devices,
 }
 

@@ -33,7 +33,7 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -395,12 +395,18 @@ class Measurements(
 
     def marked(self, remark: str) -> Measurements:
         """Return the same values with a remark at the end of each origin."""
-        fields: dict[str, ByName | OneValue] = {}
-        for name, found in self.values():
-            field, _, key = name.partition(".")
-            one = msgspec.structs.replace(found, origin=f"{found.origin}{remark}")
-            fields[field] = {**fields.get(field, {}), key: one} if key else one
-        return Measurements(**fields)
+
+        def one(found: MeasuredValue) -> MeasuredValue:
+            return msgspec.structs.replace(found, origin=f"{found.origin}{remark}")
+
+        made: dict[str, Any] = {}
+        for name in self.__struct_fields__:
+            found = getattr(self, name)
+            if isinstance(found, dict):
+                made[name] = {key: one(value) for key, value in found.items()}
+            elif found is not None:
+                made[name] = one(found)
+        return Measurements(**made)
 
     def lines(self) -> Iterator[str]:
         """Yield a line for people for each value, and where it is from."""
