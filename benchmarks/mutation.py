@@ -245,20 +245,17 @@ class Trial:
         if session.testsfailed:  # Not all are.
             return True
         self._session = session
-        seconds: dict[str, float] = json.loads(
-            (ROOT / "tests" / "seconds.json").read_bytes()
-        )
+        took_s: collections.Counter[str] = collections.Counter()
+        with contextlib.suppress(FileNotFoundError):
+            for line in (ROOT / "build/tests/durations.txt").read_text().splitlines():
+                seconds, _, test = line.split(maxsplit=2)
+                took_s[test.partition("::")[0].rpartition(".")[2]] += float(seconds)
         by_file: dict[Path, list[pytest.Item]] = {}
         for item in session.items:
             by_file.setdefault(item.path, []).append(item)
-        # Those that take long come last.
-        self._tests = {
-            path: by_file[path]
-            for path in sorted(
-                by_file,
-                key=lambda path: seconds.get(str(path.relative_to(ROOT)), 0.0),
-            )
-        }
+        # Those that took long when all tests ran come last.
+        paths = sorted(by_file, key=lambda path: took_s[path.stem])
+        self._tests = {path: by_file[path] for path in paths}
         self._texts = {path: path.read_text() for path in by_file}
         gc.collect()
         gc.freeze()

@@ -39,7 +39,6 @@ from diloco_jax.process import (
     end_process,
     end_when_asked,
     hold_streams,
-    set_variables_right,
 )
 
 Words = Mapping[str, tuple[str, ...]]
@@ -190,7 +189,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no command {name!r}{suggest(name, list(COMMANDS))}; there are {known}",
             EXIT_CONFIG,
         )
-    set_variables_right()
     try:
         machine.require_threads(THREADED.get(name, 0))
     except ConfigError as error:

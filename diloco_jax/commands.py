@@ -15,16 +15,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diloco_jax import run_files
-from diloco_jax.config import Config
+from diloco_jax import before_jax, machine, process, run_files
+from diloco_jax.config import Config, loading
 from diloco_jax.config.config import require_worth
 from diloco_jax.config.fields import NOT_NEGATIVE, setting
-from diloco_jax.config.options import TRUST_CODE, WorkdirOptions, parse
+from diloco_jax.config.options import (
+    ANY_ISLAND,
+    COMPLETES,
+    HELP,
+    TRUST_CODE,
+    WorkdirOptions,
+    parse,
+    parse_with_config,
+)
 from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.files import absolute, expand
-from diloco_jax.process import gc_pause
-from diloco_jax.wire.addresses import parse_address
-from diloco_jax.workdir import add_to_summary, holds_run, read_config, require_folder
+from diloco_jax.hardware.tpus import generation_here
+from diloco_jax.wire.addresses import parse_address, require_loopback, require_tls
+from diloco_jax.workdir import (
+    add_to_summary,
+    holds_run,
+    make_workdir,
+    read_config,
+    require_folder,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,9 +84,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
-    from diloco_jax.machine import fit_threads
-
-    fit_threads()
+    machine.fit_threads()
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
     require_one_workdir(arguments, config.placement.workdir, options.resume)
@@ -82,14 +94,12 @@ def run_command(arguments: Sequence[str]) -> int:
             f"with one; leave one of them out"
         )
     config = _started_from(config, options.init, trust_code=options.trust_code)
-    from rich.console import Console
-
     from diloco_jax.cluster.run import run
 
     code, summary = run(
         config,
         path,
-        Console(stderr=True, markup=False),
+        _console(),
         baseline=options.baseline,
         resume=options.resume,
         dashboard=options.dashboard,
@@ -138,14 +148,11 @@ def require_one_workdir(arguments: Sequence[str], workdir: str, resume: str) -> 
 def chaos_command(arguments: Sequence[str]) -> int:
     """Run `diloco chaos CONFIG or WORKDIR`: a local run whose processes and links are
     struck; that of a workdir goes on already."""
-    from rich.console import Console
-
     from diloco_jax.chaos.schedule import ChaosOptions
 
-    console = Console(stderr=True, markup=False)
+    console = _console()
     if arguments and Path(arguments[0]).is_dir():
         from diloco_jax.chaos.command import strike_running
-        from diloco_jax.config.options import parse
 
         about = "Strike a run of this machine that goes on, from now on."
         workdir = Path(absolute(arguments[0]))
@@ -174,19 +181,15 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         config, options.init.removeprefix(DRAWN), trust_code=options.trust_code
     )
     workdir = _workdir(config)
-    from diloco_jax.before_jax import require_flags
-    from diloco_jax.machine import fit_threads
-
     # Before anything imports jax.
-    fit_threads()
-    require_flags()
-    with gc_pause():
+    machine.fit_threads()
+    before_jax.require_flags()
+    with process.gc_pause():
         from diloco_jax.config.resolving import resolve
         from diloco_jax.coordinator import going_on
         from diloco_jax.coordinator.main import run
-        from diloco_jax.process import setup_logging
 
-    setup_logging()
+    process.setup_logging()
     options.check_run()
     if options.run_id:
         going_on.require_run(workdir, options.run_id)
@@ -212,17 +215,13 @@ def worker_command(arguments: Sequence[str]) -> int:
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
-    from diloco_jax.before_jax import require_flags
-    from diloco_jax.machine import fit_threads
-
     # Before anything imports jax.
-    fit_threads()
-    require_flags()
-    with gc_pause():
+    machine.fit_threads()
+    before_jax.require_flags()
+    with process.gc_pause():
         from diloco_jax.coordinator.worker import run
-        from diloco_jax.process import setup_logging
 
-    setup_logging()
+    process.setup_logging()
     code: int = run(config, options.index, workdir, bind)
     return code
 
@@ -295,30 +294,24 @@ def island_command(arguments: Sequence[str]) -> int:
     _, config, options = _config_and_options("island", arguments, IslandOptions())
     workdir = _workdir(config)
     options.check(config)
-    from diloco_jax.before_jax import prepare_island
-    from diloco_jax.machine import one_arena
-    from diloco_jax.wire.addresses import require_loopback, require_tls
-
     require_loopback(options.coordinator)
     certificates, insecure = config.placement.certificates, config.placement.insecure
     require_tls(options.coordinator, tls=bool(certificates), insecure=insecure)
     # Before anything imports jax, or starts a thread.
-    one_arena()
-    prepare_island(config.island(options.name))
-    with gc_pause():
+    machine.one_arena()
+    before_jax.prepare_island(config.island(options.name))
+    with process.gc_pause():
         from diloco_jax.config.resolving import resolve
         from diloco_jax.island.main import run, with_model_of_run
         from diloco_jax.island.world import WorldAddress
-        from diloco_jax.process import setup_logging
 
     incarnation = options.incarnation
     if not incarnation:
         from diloco_jax.cluster.processes import next_attempt
-        from diloco_jax.workdir import make_workdir
 
         make_workdir(workdir)
         incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
-    setup_logging()
+    process.setup_logging()
     config = with_model_of_run(config, options.name, options.coordinator)
     code: int = run(
         resolve(config, copied=True),
@@ -338,23 +331,15 @@ def emulate_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.emulation_options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
-    from diloco_jax.before_jax import (
-        prepare_environment,
-        set_libtpu_flags,
-        skip_absent_tpu,
-    )
-    from diloco_jax.hardware.tpus import generation_here
-
     # Before anything imports jax.
-    skip_absent_tpu()
-    prepare_environment(max(island.devices for island in config.islands.values()))
-    set_libtpu_flags(generation_here(), os.environ)
-    from rich.console import Console
-
+    before_jax.skip_absent_tpu()
+    devices = max(island.devices for island in config.islands.values())
+    before_jax.prepare_environment(devices)
+    before_jax.set_libtpu_flags(generation_here(), os.environ)
     from diloco_jax.simulation.emulate import run
 
     config = _started_from(config, options.init, trust_code=options.trust_code)
-    summary = run(config, path, Console(stderr=True, markup=False), options)
+    summary = run(config, path, _console(), options)
     if options.json:
         print(json.dumps(summary))
     return 0
@@ -363,11 +348,8 @@ def emulate_command(arguments: Sequence[str]) -> int:
 def fork_command(arguments: Sequence[str]) -> int:
     """Run `diloco fork WORKDIR --at MERGE`: a recorded run up to that merge, and on
     under other settings in virtual time."""
-    from diloco_jax.before_jax import skip_absent_tpu
-
     # Before anything imports jax.
-    skip_absent_tpu()
-    from diloco_jax.process import setup_logging
+    before_jax.skip_absent_tpu()
     from diloco_jax.simulation import fork
 
     trust = "--trust-code" in arguments
@@ -378,7 +360,7 @@ def fork_command(arguments: Sequence[str]) -> int:
         ("WORKDIR", lambda path: fork.as_recorded(Path(path), trust_code=trust)),
     )
     # Faults of the recorded run are no news.
-    setup_logging("ERROR")
+    process.setup_logging("ERROR")
     recorded = fork.as_recorded(Path(path), trust_code=trust)
     code, result = fork.run(Path(absolute(path)), recorded, config, options)
     if options.json:
@@ -400,12 +382,10 @@ def rehearse_command(arguments: Sequence[str]) -> int:
 
     given = RehearseOptions()
     path, config, options = _config_and_options("rehearse", arguments, given)
-    from rich.console import Console
-
     # It imports jax, which no help needs.
     from diloco_jax.launch.rehearse import run
 
-    return run(config, path, options, Console(stderr=True, markup=False))
+    return run(config, path, options, _console())
 
 
 def plan_command(arguments: Sequence[str]) -> int:
@@ -427,15 +407,7 @@ def _config_and_options(
 ) -> tuple[str, Config, T]:
     """Read CONFIG, the first argument, and the options; help needs no CONFIG. source:
     what stands in its place, and what reads it."""
-    from diloco_jax.config.loading import named_configs, read_config
-    from diloco_jax.config.options import (
-        ANY_ISLAND,
-        COMPLETES,
-        HELP,
-        parse_with_config,
-    )
-
-    what, read = source or ("CONFIG", read_config)
+    what, read = source or ("CONFIG", loading.read_config)
     prog = f"diloco {command} {what}"
     launches = command in ("launch", "rehearse")
     if arguments and arguments[0] in (*HELP, COMPLETES):
@@ -444,7 +416,7 @@ def _config_and_options(
     if not arguments or arguments[0].startswith("-"):
         remedy = (
             f"the path to a .py file or to a run's config.json, or one of the names "
-            f"{', '.join(named_configs())}"
+            f"{', '.join(loading.named_configs())}"
         )
         raise ConfigError(
             f"{what} comes first: {prog} [options]"
@@ -469,6 +441,13 @@ def _started_from(config: Config, source: str, *, trust_code: bool = False) -> C
     from diloco_jax.weights.first import started_from
 
     return started_from(config, source, trust_code=trust_code).validate()
+
+
+def _console() -> Console:
+    """Return where people are told; no help needs it."""
+    from rich.console import Console
+
+    return Console(stderr=True, markup=False)
 
 
 def _workdir(config: Config) -> Path:
@@ -518,22 +497,15 @@ def eval_command(arguments: Sequence[str]) -> int:
     config = read_config(
         options.workdir, options.paths or None, trust_code=options.trust_code
     )
-    from diloco_jax.before_jax import skip_absent_tpu
-    from diloco_jax.machine import fit_threads
-
     # Before anything imports jax.
-    skip_absent_tpu()
-    fit_threads()
-    from diloco_jax.process import setup_logging
-
-    setup_logging()
+    before_jax.skip_absent_tpu()
+    machine.fit_threads()
+    process.setup_logging()
     if options.tasks and options.lm_eval:
         raise ConfigError("--tasks and --lm-eval are both given; give one at a time")
-    from rich.console import Console
-
     tasks = _eval_tasks if options.tasks else _eval_loss
     evaluate = _eval_lm_eval if options.lm_eval else tasks
-    result, text = evaluate(options, config, Console(stderr=True))
+    result, text = evaluate(options, config, _console())
     if options.cycle:
         result["eval_cycle"] = options.cycle
     else:

@@ -2,8 +2,8 @@
 
 The installed packages: all that are required, in versions that go together. What the
 operating system gives a run: ports, clock, disk, memory. What is around a run and not
-of it: variables, folders, limits, names. The devices that jax finds, in a process of
-its own, since a TPU that another process holds may never answer.
+of it: folders, limits, names, tools of the cloud. The devices that jax finds, in a
+process of its own, since a TPU that another process holds may never answer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import functools
 import json
 import os
 import platform
@@ -28,11 +29,11 @@ from pathlib import Path
 import msgspec
 from packaging.requirements import Requirement
 
-from diloco_jax import before_jax, files, machine, process
+from diloco_jax import before_jax, files, machine
 from diloco_jax.config.fields import setting
 from diloco_jax.config.options import parse
 from diloco_jax.errors import EXIT_FAILED, ConfigError
-from diloco_jax.hardware.tpus import generation_here
+from diloco_jax.hardware.tpus import GIB, generation_here
 from diloco_jax.wire import addresses
 
 
@@ -161,7 +162,6 @@ def check_devices(folder: Path) -> Answer:
     return Level.OK, found, ""
 
 
-GIB = 1 << 30
 TRIAL_BYTES = 64 << 20
 """Bytes that the trial of the disk writes."""
 SLOW_DISK = 100e6
@@ -316,6 +316,33 @@ def check_locks(folder: Path) -> Answer | None:
     return None
 
 
+TOOLS = {
+    "gcloud": (("version",), "diloco launch"),
+    "kubectl": (("version", "--client"), "diloco launch --on gke"),
+    "sky": (("--version",), "diloco launch --on sky"),
+    "docker": (("--version",), "building the image of a launch"),
+}
+"""Programs that some commands call, with the words that ask for their version, and what
+needs them."""
+TOLD_WITHIN_S = 20.0
+
+
+def check_tool(tool: str, folder: Path) -> Answer:
+    """Look for a program, and ask for its version."""
+    words, needs = TOOLS[tool]
+    if not shutil.which(tool):
+        return Level.OK, f"not found; {needs} needs it", ""
+    try:
+        command = [tool, *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TOLD_WITHIN_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return Level.NOTE, f"{error}", f"install it anew: {needs} needs it"
+    version = (done.stdout.strip().splitlines() or ["tells no version"])[0]
+    return Level.OK, f"{version}, for {needs}", ""
+
+
 CHECKS: dict[str, Check] = {
     "packages": check_packages,
     "jax": check_jax,
@@ -335,13 +362,9 @@ CHECKS: dict[str, Check] = {
         "Python has modules of these names, and the current folder, too",
         "rename those files, or work in another folder",
     ),
-    "variables": lambda _: unusual(
-        (f"{n}={v}" for n, v in process.variables_set_right.items()),
-        "commands of diloco do not heed them",
-        "unset them, if that surprises",
-    ),
     "threads": lambda _: machine.require_threads(2),
     "locks": check_locks,
+    **{tool: functools.partial(check_tool, tool) for tool in TOOLS},
     "devices": check_devices,
 }
 

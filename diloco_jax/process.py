@@ -2,7 +2,6 @@
 
 Standard streams may be closed, or their reader may go away while a command runs: a run
 does not depend on who reads what it says, its logs, tape and summary have it all.
-Variables of the user's shell that commands cannot do with are set right at start.
 
 Ctrl-C, SIGTERM and SIGHUP are a count to wait on, or an orderly end of a command.
 Either way a second request ends the work at once. A process whose threads may be in
@@ -24,14 +23,12 @@ import io
 import logging
 import operator
 import os
-import re
 import select
 import signal
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, Self, TextIO, cast
 
@@ -82,42 +79,6 @@ class _Lasting(io.FileIO):
             return super().write(octets)
         except self._unheard:
             return memoryview(octets).nbytes
-
-
-WARNINGS_VARIABLE = "PYTHONWARNINGS"
-ERROR_ACTION = re.compile(r"(^|,)\s*e[^:,]*")
-"""The action by which Python makes errors of warnings."""
-TERMINAL_SIZE = re.compile(r"0*([1-9]\d|[1-9]\d\d)|\D*")
-"""A terminal's size. Rich takes any number at its word: it prints nothing in 0 columns,
-and rules of a million characters in a million."""
-NOT_STRICT = re.compile("(?!strict|disallow)")
-"""Strict, optax's own optimizers do not compile, and a batch or delta that comes or
-goes is a transfer."""
-RIGHT_VALUES: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(("COLUMNS", "LINES"), TERMINAL_SIZE.fullmatch),
-    "JAX_NUMPY_DTYPE_PROMOTION": NOT_STRICT.match,
-    "JAX_TRANSFER_GUARD": NOT_STRICT.match,
-    "JAX_TRANSFER_GUARD_HOST_TO_DEVICE": NOT_STRICT.match,
-    "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE": NOT_STRICT.match,
-    "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": NOT_STRICT.match,
-    WARNINGS_VARIABLE: lambda value: not ERROR_ACTION.search(value),
-}
-variables_set_right: dict[str, str] = {}
-"""The variables that this process found otherwise, with the values that it found."""
-
-
-def set_variables_right(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Take out what would end or silence this process and its children, and have
-    warnings printed that were to be errors: other packages warn as they are imported.
-    Call it before anything imports jax."""
-    for name, right in RIGHT_VALUES.items():
-        if name in environment and not right(environment[name]):
-            variables_set_right[name] = environment.pop(name)
-            if name == WARNINGS_VARIABLE:
-                environment[name] = ERROR_ACTION.sub(
-                    r"\1default", variables_set_right[name]
-                )
-                warnings.simplefilter("default")
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@
 #
 #   bash launch/test.sh tests/core -x
 #   bash launch/test.sh -m "not dist"
-#   bash launch/test.sh --fast       the cheapest files: 150 CPU seconds (tests/fast.py)
-#   bash launch/test.sh --measure    writes anew which these are: tests/seconds.json
+#   bash launch/test.sh --fast       what needs no model: two CPU minutes of tests
 #
 # The seconds of every test that ran are left in build/tests/: a JUnit file a phase, and
 # one list of them all, the longest first, in durations.txt.
@@ -48,9 +47,12 @@ for flag in --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=fal
   if { XLA_FLAGS=$flag python -c "$asks"; } 2>/dev/null; then quick+="$flag "; fi
 done
 most=(env XLA_FLAGS="$quick${XLA_FLAGS:-}" pytest "${share[@]}")
-case "${1:-}" in
-  --fast | --measure) exec "${most[@]}" "$@" ;;
-esac
+if [ "${1:-}" = --fast ]; then
+  exec "${most[@]}" tests/{chaos,cluster,config,coordinator,core,hardware,launch} \
+    tests/{observability,planning,protocol,wire} \
+    -m "not (dist or timing or optimized or tpu_compile or notebook or nightly)" \
+    "${@:2}"
+fi
 trap 'python tests/durations.py "$seconds"' EXIT
 if [ $# -gt 0 ]; then
   pytest --junitxml "$seconds/asked.xml" "$@"

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import fast
 import hypothesis
 import pytest
 
@@ -34,16 +33,6 @@ hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("patient")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--fast` and `--measure` (`fast.py`)."""
-    fast.add_options(parser)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Do what they ask for."""
-    fast.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

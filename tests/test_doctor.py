@@ -14,7 +14,7 @@ from importlib import metadata
 
 import pytest
 
-from diloco_jax import before_jax, cli, doctor, files, process
+from diloco_jax import before_jax, cli, doctor, files
 from diloco_jax.doctor import CHECKS, Finding, Level, examine, look
 
 OK, NOTE, PROBLEM = Level.OK, Level.NOTE, Level.PROBLEM
@@ -188,11 +188,6 @@ def shadow(monkeypatch, folder):
     return "random"
 
 
-def strict(monkeypatch, folder):
-    monkeypatch.setattr(process, "variables_set_right", {"COLUMNS": "0"})
-    return "COLUMNS=0"
-
-
 def few_threads(monkeypatch, folder):
     monkeypatch.setattr(threading.Thread, "start", unstartable)
     return "threads could be started"
@@ -201,6 +196,22 @@ def few_threads(monkeypatch, folder):
 def no_locks(monkeypatch, folder):
     monkeypatch.setattr(files.fcntl, "flock", unlockable)
     return "No locks available"
+
+
+def broken_tool(monkeypatch, folder):
+    (folder / "sky").write_text("#!/bin/sh\nexit 7\n")
+    (folder / "sky").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    return "returned non-zero exit status 7"
+
+
+def test_it_tells_which_tools_of_the_cloud_are_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text('#!/bin/sh\n[ "$1 $2" = "version --client" ] && echo v1.33\n')
+    kubectl.chmod(0o755)
+    assert look("kubectl", tmp_path).found == "v1.33, for diloco launch --on gke"
+    assert look("sky", tmp_path).found == "not found; diloco launch --on sky needs it"
 
 
 @pytest.mark.parametrize(
@@ -227,9 +238,9 @@ def no_locks(monkeypatch, folder):
         ("name", loopback, NOTE, "/etc/hosts"),
         ("name", nameless, NOTE, "/etc/hosts"),
         ("modules", shadow, NOTE, "rename"),
-        ("variables", strict, NOTE, "unset them"),
         ("threads", few_threads, PROBLEM, "ulimit -u"),
         ("locks", no_locks, PROBLEM, "local disk"),
+        ("sky", broken_tool, NOTE, "diloco launch --on sky needs it"),
     ],
 )
 def test_it_names_what_is_wrong_and_the_remedy(

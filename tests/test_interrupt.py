@@ -183,10 +183,7 @@ def test_a_second_request_ends_the_process_at_once(code):
     assert (done.returncode, done.stderr) == (1, told)
 
 
-@pytest.mark.parametrize("name", [n for n in cli.COMMANDS if n not in cli.MEMBERS])
-def test_a_request_to_end_that_is_discarded_once_ends_every_command(
-    name, monkeypatch, capsys
-):
+def test_a_request_to_end_that_is_discarded_once_ends_a_command(monkeypatch, capsys):
     """As a callback of the garbage collector discards it, of which jax has one."""
     called = []
 
@@ -204,8 +201,8 @@ def test_a_request_to_end_that_is_discarded_once_ends_every_command(
         finally:
             gc.callbacks.remove(callback)
 
-    monkeypatch.setitem(cli.COMMANDS, name, (command, *cli.COMMANDS[name][1:]))
-    assert cli.main([name]) == 1
+    monkeypatch.setitem(cli.COMMANDS, "plan", (command, "", ""))
+    assert cli.main(["plan"]) == 1
     assert capsys.readouterr().err == "error: interrupted\n"
 
 

@@ -1,6 +1,5 @@
-"""A process: its streams, closed or without a reader; variables of the shell that would
-end or silence it; its start without the garbage collector; its own exit code with
-threads in C++; crashes in a row."""
+"""A process: its streams, closed or without a reader; its start without the garbage
+collector; its own exit code with threads in C++; crashes in a row."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -21,12 +19,7 @@ import pytest
 
 from diloco_jax import cli, process
 from diloco_jax.errors import EXIT_FAILED
-from diloco_jax.process import (
-    STEADY_S,
-    crashes_in_a_row,
-    gc_pause,
-    set_variables_right,
-)
+from diloco_jax.process import STEADY_S, crashes_in_a_row, gc_pause
 
 OPENED = """
 import os, subprocess, sys
@@ -123,54 +116,6 @@ def test_a_run_ends_with_its_own_code_though_nobody_reads(name, code) -> None:
     done = subprocess.run(command, stdout=writes, stderr=writes, timeout=60)
     os.close(writes)
     assert done.returncode == code
-
-
-@pytest.fixture(autouse=True)
-def found(monkeypatch):
-    monkeypatch.setattr(process, "variables_set_right", {})
-    with warnings.catch_warnings():
-        yield
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        *(({name: size}, {}) for name in ("COLUMNS", "LINES") for size in ("0", "1e6")),
-        ({"COLUMNS": "7"}, {}),
-        ({"LINES": "1000000"}, {}),
-        ({"COLUMNS": "212", "LINES": ""}, {"COLUMNS": "212", "LINES": ""}),
-        ({"JAX_NUMPY_DTYPE_PROMOTION": "strict"}, {}),
-        ({"JAX_TRANSFER_GUARD": "disallow"}, {}),
-        ({"JAX_TRANSFER_GUARD_HOST_TO_DEVICE": "disallow_explicit"}, {}),
-        *(
-            (usual, usual)
-            for usual in (
-                {"JAX_NUMPY_DTYPE_PROMOTION": "standard"},
-                {"JAX_TRANSFER_GUARD": "log"},
-                {"JAX_NUMPY_RANK_PROMOTION": "raise"},
-                {"PYTHONWARNINGS": "default,once::UserWarning"},
-            )
-        ),
-        # Packages warn as they are imported.
-        *(
-            ({"PYTHONWARNINGS": strict}, {"PYTHONWARNINGS": kept})
-            for strict, kept in (
-                ("e", "default"),
-                ("ignore::UserWarning,error", "ignore::UserWarning,default"),
-                ("error::DeprecationWarning", "default::DeprecationWarning"),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_what_would_end_or_silence_a_command_is_not_heeded(given, kept):
-    set_variables_right(environment := dict(given))
-    assert environment == kept
-    changed = {name: v for name, v in given.items() if kept.get(name) != v}
-    assert process.variables_set_right == changed
-    if changed.get("PYTHONWARNINGS"):
-        with pytest.warns(DeprecationWarning, match="own"):
-            warnings.warn("a package's own", DeprecationWarning, stacklevel=1)
 
 
 @pytest.fixture(autouse=True)

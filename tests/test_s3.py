@@ -91,9 +91,7 @@ def test_a_run_starts_from_weights_there_and_leaves_its_snapshots(
 
 
 def test_what_is_not_there_is_named(bucket, config):
-    plain = dataclasses.replace(
-        config, run=dataclasses.replace(config.run, model=tiny.MODEL)
-    )
+    plain = config.replace("model", tiny.MODEL)
     with pytest.raises(ConfigError, match="s3://bucket/none is no source of weights"):
         started_from(plain, "hf:s3://bucket/none")
 

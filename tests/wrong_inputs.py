@@ -48,19 +48,14 @@ FILES = {
     "half/a.jsonl": '{"text": "a"}\n{"text"\n',
     "bytes/a.txt": "a\0b",
     "bare.py": "",
-    "number.py": "config = 3",
     "three.py": "def config(): return 3",
     "divides.py": "def config():\n  return 1 / 0",
     "imports.py": "\nimport nonsense_xyz",
     "syntax.py": "\ndef config(:",
     "exits.py": "raise SystemExit(0)",
     "misspelt.py": MISSPELT,
-    "string.py": TWO.replace("RunConfig(", 'RunConfig(seed="2", '),
-    "listed.py": TWO.replace('{"v6e"', '[{"v6e"').replace("6)}", "6)}]"),
     "nothing.py": TWO.replace('{"v6e"', '{} and {"v6e"'),
     "recorded/config.json": RECORDED,
-    "slash.py": TWO.replace('"v5p_a"', '"v5p/a"'),
-    "taken.py": TWO.replace('"v5p_a"', '"coordinator"'),
 }
 
 
@@ -91,26 +86,19 @@ COMMANDS = [
     wrong("status", "Missing from diloco status", "HOST:PORT or WORKDIR"),
     wrong("status empty --jsn", "options: --jsn", "Perhaps you meant", "--json"),
     wrong("eval", "Missing from diloco eval", "WORKDIR"),
-    wrong("export empty", "Missing from diloco export", "DIR"),
-    wrong("replay", "Missing from diloco replay", "WORKDIR"),
-    wrong("manifest", "Missing from diloco manifest", "PATH"),
-    wrong("dashboard", "Missing from diloco dashboard", "WORKDIR"),
     wrong("dashboard h:7000", "h:7000 holds no run", "run.json", "give the workdir"),
     wrong("simulate godput", "no simulation 'godput'", "mean 'goodput'", "there are"),
     wrong("data", "diloco data prepare OUT SOURCES... is what there is"),
     wrong("data mix", "data prepare OUT SOURCES... is what there is", "found 'mix'"),
     wrong("completion csh", "choice 'csh'", "('bash', 'zsh', 'fish')", lacks="field"),
-    wrong("doctor --jsn", "options: --jsn", "Perhaps you meant", "--json"),
 ]
 
 CONFIG_FILES = [
     wrong("run tow.py", *NO_FILE),
-    wrong("emulate tow.py", *NO_FILE),
     wrong("run quikstart", "config file 'quikstart'", "did you mean 'quickstart'"),
     wrong("run note.txt", "'note.txt' is neither a .py file", "configs/*.py"),
     wrong("run empty", "no config file 'empty'", ".py file", "quickstart"),
     wrong("run bare.py", "bare.py defines no function config()", "add `def config()"),
-    wrong("run number.py", "number.py defines no function config()", "add `def"),
     wrong("run three.py", "config() of three.py returned int", "config.Config"),
     wrong("run divides.py", "divides.py failed in line 2: ZeroDivisionError"),
     wrong("run imports.py", "imports.py cannot be executed in line 2", "nonsense_xyz"),
@@ -121,11 +109,7 @@ CONFIG_FILES = [
         "misspelt.py failed in line 5: RunConfig has no field 'total_token'",
         "did you mean 'total_tokens'",
     ),
-    wrong("run string.py", "seed = '2': Expected `int`, got `str`"),
-    wrong("run listed.py", "islands = [", "must be a dict of IslandConfig by name"),
     wrong("run nothing.py", "islands is empty", "name at least one island"),
-    wrong("run slash.py", "island name 'v5p/a' has characters outside", "rename it"),
-    wrong("run taken.py", "is called 'coordinator'", "coordinator's name", "rename it"),
     wrong(
         "run foreign/config.json",
         "foreign/config.json has an unknown field x",
@@ -144,29 +128,18 @@ VALUES = [
         "--sync.quorum",
     ),
     wrong("run two.py --total-tokens many", "--total-tokens: many is not a whole"),
-    wrong("run two.py --total-tokens 1.5", "--total-tokens: 1.5 is not a whole number"),
-    wrong("run two.py --total-tokens inf", "--total-tokens: inf is not a whole number"),
     wrong("run two.py --total-tokens", "'--total-tokens'", "Expected 1 values"),
     wrong("run two.py --total-tokens 0", "total_tokens = 0; it must be at least 1"),
-    wrong("run two.py --seed=-1", "seed = -1", "at least 0, at most 4,294,967,295"),
     wrong(
         "run two.py --sync.quorum 3",
         "sync.quorum = 3",
         "2 islands (v6e, v5p_a)",
         "lower sync.quorum or add islands",
     ),
-    wrong("run two.py --sync.quorum 0", "sync.quorum = 0; it must be at least 1"),
-    wrong("run two.py --sync.fragments 0", "sync.fragments = 0", "at least 1"),
-    wrong("run two.py --sync.grace 1", "sync.grace = 1.0; it must be", "below 1"),
     wrong(
         "run two.py --sync.grace-window aliek",
         "'aliek' for argument '--sync.grace-window'",
         "('alike', 'overlap')",
-    ),
-    wrong(
-        "run two.py --sync.fragment-by layr",
-        "'layr' for argument '--sync.fragment-by'",
-        "('size', 'layer', 'tensor')",
     ),
     wrong(
         "run two.py --sync.codec-up int3",
@@ -181,27 +154,10 @@ VALUES = [
         "set sync.codec_up = 'int4'",
     ),
     wrong(
-        "run two.py --sync.codec-down gzip",
-        "sync.codec_down = 'gzip'",
-        "choose from f32, bf16, int8, int4, int2",
-    ),
-    wrong(
         "run two.py --sync.merge men",
         "sync.merge = 'men'",
         "did you mean 'mean'",
         "choose from rda, mean, clipped_mean, trimmed_mean",
-    ),
-    wrong(
-        "run two.py --sync.adopt kep",
-        "sync.adopt = 'kep'",
-        "did you mean 'keep'",
-        "choose from keep, rebase, overwrite, blend",
-    ),
-    wrong(
-        "run two.py --sync.weighting tokns",
-        "sync.weighting = 'tokns'",
-        "did you mean 'tokens'",
-        "choose from tokens, tokens_times_rate, uniform",
     ),
     wrong(
         "run two.py --sync.merge nofile.py:f",
@@ -213,19 +169,11 @@ VALUES = [
         "outer.optimizer = 'nestrov'",
         "choose sgd, nesterov",
     ),
-    wrong("run two.py --outer.momentum 1", "outer.momentum = 1.0", "below 1"),
-    wrong("run two.py --inner.learning-rate nan", "learning_rate = nan", "finite"),
-    wrong("run two.py --model.vocab-size 0", "model.vocab_size = 0", "at least 1"),
     wrong(
         "run two.py --model.num-kv-heads 4",
         "model.num_heads = 6",
         "model.num_kv_heads = 4",
         "choose a multiple",
-    ),
-    wrong(
-        "run two.py --data.validation-fraction 1",
-        "data.validation_fraction = 1.0",
-        "below 1",
     ),
     wrong(
         "run two.py --data.digest x",
@@ -250,14 +198,12 @@ ISLANDS = [
         "Perhaps you meant",
         "--islands.v6e.batch-size",
     ),
-    wrong("run two.py --islands.v6e.batch-size 0", "v6e.batch_size = 0", "at least 1"),
     wrong(
         "run two.py --islands.v6e.mesh-fsdp 3",
         "islands.v6e.batch_size = 8",
         "1 * 3 * 1 * 1 = 3",
         "choose a multiple of 3",
     ),
-    wrong("run two.py --islands.v6e.mesh-tensor 0", "mesh_tensor = 0", "at least 1"),
     wrong(
         "run two.py --islands.v6e.mesh-expert 2",
         "islands.v6e.mesh_expert = 2 does not divide",
@@ -282,12 +228,6 @@ ISLANDS = [
         "multiple of 128",
         "'dot_product'",
     ),
-    wrong(
-        "run two.py --islands.v6e.remat som",
-        "'som' for argument '--islands.v6e.remat'",
-        "'full'",
-    ),
-    wrong("run two.py --islands.v6e.loss-chunk=-1", "loss_chunk = -1", "at least 0"),
     wrong(
         "island two.py --workdir w --name v6e",
         "--coordinator is missing",
@@ -328,13 +268,6 @@ ISLANDS = [
     ),
     wrong(
         "island two.py --workdir w --name v6e --coordinator h:1 --islands.v6e.hosts 2"
-        " --islands.v6e.mesh-data 2 --host-index 2",
-        "--host-index 2",
-        "hosts = 2",
-        "one from 0 to 1",
-    ),
-    wrong(
-        "island two.py --workdir w --name v6e --coordinator h:1 --islands.v6e.hosts 2"
         " --islands.v6e.mesh-data 2 --world nonsense",
         "--world: address 'nonsense'",
         *ADDRESS,
@@ -356,11 +289,7 @@ PLACEMENT = [
     ),
     wrong("run two.py --workdir note.txt", "workdir", "note.txt", "another --workdir"),
     wrong("run two.py --workdir foreign", "foreign holds another", "another --workdir"),
-    wrong("run two.py --checkpoints-kept 0", "checkpoints_kept = 0", "at least 1"),
-    wrong("run two.py --checkpoint-every-s=-1", "every_s = -1.0", "at least 0"),
-    wrong("run two.py --time-budget-s 0", "time_budget_s = 0.0", "above 0"),
     wrong("run two.py --bind nonsense", "placement.bind: address 'nonsense'", *ADDRESS),
-    wrong("run two.py --bind h:99999", "placement.bind: address 'h:99999'", *ADDRESS),
     wrong(
         "run two.py --advertise h:0",
         "placement.advertise = 'h:0'",
@@ -385,12 +314,6 @@ PLACEMENT = [
         "at most as many, or more sync.fragments",
     ),
     wrong(
-        "run two.py --workers 2 --worker-addresses a:1",
-        "placement.worker_addresses has 1",
-        "placement.workers = 2",
-        "one address for each",
-    ),
-    wrong(
         "coordinator two.py --workdir w --init --workers 2",
         "placement.workers = 2",
         "placement.worker_addresses is empty",
@@ -401,19 +324,12 @@ PLACEMENT = [
         "placement.worker_addresses is empty",
         "name there where each worker runs",
     ),
-    wrong("run two.py --admit ../x", "island name '../x'", "rename it"),
     wrong("coordinator two.py", "--workdir is missing", "give the folder"),
     wrong(
         "coordinator two.py --workdir w --init --bind 0.0.0.0:7000",
         "address 0.0.0.0:7000 is not loopback",
         "`diloco certs`",
         "--insecure",
-    ),
-    wrong(
-        "coordinator two.py --workdir note.txt --init",
-        "cannot make workdir",
-        "note.txt",
-        "another --workdir",
     ),
 ]
 
@@ -429,11 +345,6 @@ FAULTS = [
         "known are v6e, v5p_a, coordinator",
     ),
     wrong(
-        "emulate two.py --faults v7@3:kill",
-        "placement.faults has 'v7@3:kill'",
-        "known are v6e, v5p_a, coordinator",
-    ),
-    wrong(
         "run two.py --faults v6e@0:kill",
         "placement.faults has v6e@0",
         "counted from 1",
@@ -444,12 +355,6 @@ FAULTS = [
         "placement.faults has v6e/2@3",
         "v6e has 1 host",
         "choose a host below 1",
-    ),
-    wrong("run two.py --faults v6e@3:slow0.5", "has 'v6e@3:slow0.5'", "slowFACTOR"),
-    wrong(
-        "run two.py --faults coordinator@3:slow2",
-        "'coordinator' makes no steps",
-        "name an island",
     ),
     wrong(
         "chaos two.py --strikes v7@3s:kill",
@@ -495,7 +400,6 @@ WEIGHTS = [
         "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M",
         "--init hf:SmolLM2-135M",
     ),
-    wrong("emulate two.py --init hf:nosuch", "nosuch/config.json", "folder of a model"),
     wrong("export nosuch out", "'nosuch' is neither a folder nor", "give a run's"),
     wrong("export empty out", "no empty/config.json", "give the workdir of a run"),
     wrong("export empty out --dtype int7", "'int7'", "'--dtype'", "'float32'"),
@@ -512,7 +416,6 @@ RUNS = [
     wrong("run --resume", "--resume takes the workdir"),
     wrong("run --resume nosuch", "--resume nosuch", "no such folder", "the workdir"),
     wrong("run --resume empty", "--resume empty: no run is there", "diloco run CONFIG"),
-    wrong("run --resume foreign", "--resume foreign: no run is there", "diloco run"),
     wrong(
         "run two.py --resume empty --workdir other",
         "--workdir other with --resume empty",
@@ -520,33 +423,15 @@ RUNS = [
     ),
     wrong("status nowhere", *NO_FOLDER),
     wrong("dashboard nowhere", "nowhere holds no run", "give the workdir of a run"),
-    wrong("admit v6e --coordinator nowhere", *NO_FOLDER),
-    wrong("release v6e --coordinator nowhere", *NO_FOLDER),
     wrong("status h:x", "address 'h:x'", *ADDRESS),
-    wrong("status h:99999", "address 'h:99999'", *ADDRESS),
     wrong("status 10.0.0.1:7", *NOT_LOOPBACK),
     wrong("status 127.0.0.1:1", "127.0.0.1:1: nothing listens", "check", code=1),
-    wrong(
-        "admit v6e --coordinator 127.0.0.1:1",
-        "127.0.0.1:1: nothing listens there",
-        "check",
-        code=1,
-    ),
     wrong("status empty", "empty has neither coordinator.address", "no run was star"),
-    wrong("dashboard empty", "empty holds no run", "give the workdir of a run"),
     wrong("admit x", "--coordinator is missing", "HOST:PORT", "workdir"),
     wrong("admit ../x --coordinator h:1", "island name '../x'", "rename it"),
-    wrong("release v6e", "--coordinator is missing", "HOST:PORT", "workdir"),
     wrong("eval empty", "no empty/config.json", "give the workdir of a run"),
-    wrong("eval nosuch", "no nosuch/config.json", "give the workdir of a run"),
     wrong(
         "eval foreign",
-        "foreign/config.json has an unknown field x",
-        lacks="that no run is there: the remedy is to edit what is no run's file",
-    ),
-    wrong("replay empty", "no empty/config.json", "give the workdir of a run"),
-    wrong(
-        "replay foreign",
         "foreign/config.json has an unknown field x",
         lacks="that no run is there: the remedy is to edit what is no run's file",
     ),
@@ -564,23 +449,17 @@ STUDIES = [
         "recorded DIR --cycle",
         "--init hf:DIR",
     ),
-    wrong(
-        "fork recorded --at 3 --inner.optimizer lion",
-        "inner.optimizer: 'lion' in the fork, 'adamw' in the run",
-    ),
     wrong("fork recorded --at 3 --skip-merges 2 5", "at = 3, skip_merges = 2 5"),
     wrong("fork recorded --at 3 --without b", "no island 'b'", "it has a"),
     wrong("emulate two.py --step-spread 2", "step_spread = 2.0", "at most 1"),
     wrong("emulate two.py --line.latency-s=-1", "latency_s = -1.0", "at least 0"),
     wrong("emulate two.py --evaluate-every-tokens=-1", "tokens = -1", "at least 0"),
-    wrong("emulate two.py --line.up-bytes-per-s 0", "up_bytes_per_s = 0", "above 0"),
     wrong(
         "emulate two.py --joins v7 0 1",
         "joins has 'v7'",
         "there are v6e, v5p_a",
     ),
     wrong("emulate two.py --joins v6e 2 1", "joins.v6e = 2 to 1", "0 <= from < to"),
-    wrong("simulate goodput --chips 0", "chips = 0; it must be at least 1"),
     wrong("simulate goodput --hours=-1", "hours = -1.0; it must be above 0"),
     wrong("simulate goodput --method elstic", "'elstic'", "'--method'", "'elastic'"),
     wrong(
@@ -609,12 +488,6 @@ PLANS = [
         "generation of v4, v5e, v5p, v6e, tpu7x",
     ),
     wrong(
-        "plan cloud.py --arithmetic --islands.v5p.mesh-fsdp 4",
-        "islands.v5p: its mesh has 4 devices",
-        "v5p:2x2x2 has 8 chips",
-        "choose mesh_* whose product is 8",
-    ),
-    wrong(
         "plan cloud.py --arithmetic --price v9=4",
         "price = 'v9=4'",
         "a name of v4, v5e, v5p, v6e, tpu7x, coordinator, traffic",
@@ -623,10 +496,6 @@ PLANS = [
         "plan cloud.py --arithmetic --price v5p=dear",
         "price = 'v5p=dear'",
         "a number of at least 0",
-    ),
-    wrong(
-        "plan cloud.py --arithmetic --link-gbit-per-s 0",
-        "link_gbit_per_s = 0.0; it must be above 0",
     ),
     wrong("rehearse two.py --max-price 5", "--max-price 5", "needs --price"),
     wrong("rehearse two.py --share 2", "share = 2", "at most 1"),
@@ -645,12 +514,6 @@ PLANS = [
         "launch.zones.v6e, launch.zones.v5p_a must be set",
         "--launch.project",
     ),
-    wrong("launch cloud.py --on gke --dry-run --launch.cluster=", "launch.cluster mus"),
-    wrong(
-        "launch cloud.py --on gke --dry-run --launch.project p",
-        "launch.project = 'p' is no project id",
-        "`gcloud projects list`",
-    ),
     wrong(
         "launch cloud.py --on gke --dry-run --only v5",
         "--only v5: no such part",
@@ -658,22 +521,10 @@ PLANS = [
         "it has coordinator, v5p, v6e",
     ),
     wrong(
-        "launch cloud.py --on gke --dry-run --launch.zones.v5p us-central1-b",
-        "launch.zones.v5p = 'us-central1-b' is outside launch.location",
-    ),
-    wrong(
         "launch cloud.py --on gke --dry-run --launch.zones v5p=mars-1a",
         "options: --launch.zones",
         "Perhaps you meant",
         "--launch.zones.v5p",
-    ),
-    wrong(
-        "launch cloud.py --on gke --dry-run --islands.v5p.topology v5p:2x2x3",
-        "'v5p:2x2x3' does not exist",
-    ),
-    wrong("launch cloud.py --on gke --action nope", "'nope'", "'--action'", "'create'"),
-    wrong(
-        "launch cloud.py --on gke --launch.max-hours=-1", "max_hours = -1.0", "least"
     ),
     wrong(
         "launch cloud.py --on gke",
@@ -701,7 +552,6 @@ TEXT = [
     wrong("data prepare out bytes", "bytes/a.txt is not text", "NUL byte at offset 1"),
     wrong("data prepare gs://b/x text", "OUT: gs://b/x is a bucket", "give a folder"),
     wrong("data prepare out s3://b/in", "SOURCES: s3://b/in is a bucket", "mount it"),
-    wrong("data prepare out text --sequence-length 0", "sequence_length = 0", "least"),
     wrong("data prepare out text --text-field ''", "--text-field is empty", "give the"),
     wrong("data prepare out text --turn a", "--turn", "'a' has 0 places", "chatml"),
     wrong(

@@ -135,11 +135,42 @@ FIRST_RETRY_S = 0.5
 of the two, whatever the budget is."""
 
 
+class _OfBudget:
+    """A deadline that is so many times the budget, or such a part of it."""
+
+    def __init__(self, times: int = 1, part: int = 1) -> None:
+        self._times, self._part = times, part
+
+    def __get__(self, deadlines: Deadlines, owner: type | None = None) -> float:
+        return self._times * deadlines.budget_s / self._part
+
+
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
     """Deadlines in seconds. A peer counts as gone after a silence of `budget_s`."""
 
     budget_s: float
+
+    report_s = _OfBudget(part=10)
+    """Longest time between two signs of life of an island."""
+    lease_s = _OfBudget()
+    """Silence after which an island's lease is over."""
+    connect_s = _OfBudget(part=2)
+    """Time for one attempt to connect, hello and welcome included."""
+    idle_s = _OfBudget()
+    """Time without a single byte after which a transfer is broken off."""
+    rest_s = _OfBudget(3)
+    """Time after which a connection that no transfer needed is closed."""
+    retry_max_s = _OfBudget(part=10)
+    """Longest pause between attempts."""
+    another_key_s = _OfBudget(3)
+    """Time for which an island whose key was revoked waits for another one."""
+    stop_s = _OfBudget()
+    """Time after which a process that was asked to end is killed."""
+    flush_s = _OfBudget(3)
+    """Time for which the flush at the end of a run waits for deltas."""
+    pin_s = _OfBudget(6)
+    """Time within which one fetch must end."""
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
@@ -148,39 +179,9 @@ class Deadlines:
             )
 
     @property
-    def report_s(self) -> float:
-        """Longest time between two signs of life of an island."""
-        return self.budget_s / 10
-
-    @property
-    def lease_s(self) -> float:
-        """Silence after which an island's lease is over."""
-        return self.budget_s
-
-    @property
-    def connect_s(self) -> float:
-        """Time for one attempt to connect, hello and welcome included."""
-        return self.budget_s / 2
-
-    @property
-    def idle_s(self) -> float:
-        """Time without a single byte after which a transfer is broken off."""
-        return self.budget_s
-
-    @property
-    def rest_s(self) -> float:
-        """Time after which a connection that no transfer needed is closed."""
-        return 3 * self.budget_s
-
-    @property
     def retry_min_s(self) -> float:
         """First pause before an attempt is repeated."""
         return min(FIRST_RETRY_S, self.budget_s / 100)
-
-    @property
-    def retry_max_s(self) -> float:
-        """Longest pause between attempts."""
-        return self.budget_s / 10
 
     @property
     def retries_s(self) -> tuple[float, float]:
@@ -193,26 +194,6 @@ class Deadlines:
         longest pause, and as long again to get through. Anchors that were being fetched
         are kept for as long."""
         return 2 * self.retry_max_s
-
-    @property
-    def another_key_s(self) -> float:
-        """Time for which an island whose key was revoked waits for another one."""
-        return 3 * self.budget_s
-
-    @property
-    def stop_s(self) -> float:
-        """Time after which a process that was asked to end is killed."""
-        return self.budget_s
-
-    @property
-    def flush_s(self) -> float:
-        """Time for which the flush at the end of a run waits for deltas."""
-        return 3 * self.budget_s
-
-    @property
-    def pin_s(self) -> float:
-        """Time within which one fetch must end."""
-        return 6 * self.budget_s
 
     def join_s(self, octets: int) -> float:
         """Time within which a join that fetches so many bytes is done."""

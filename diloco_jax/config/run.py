@@ -645,13 +645,8 @@ class RunConfig:
 
     def fingerprint(self) -> str:
         """Return 16 hex digits over every field that is not local to a machine."""
-        return fingerprint(self)
-
-
-def fingerprint(config: Any) -> str:
-    """Return 16 hex digits over every field that is not local to a machine."""
-    text = json.dumps(shared_fields(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = json.dumps(shared_fields(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def shared_fields(config: Any) -> dict[str, Any]:

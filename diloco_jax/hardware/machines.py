@@ -33,7 +33,7 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,13 +41,12 @@ from diloco_jax.config import Config
 from diloco_jax.config.fields import LARGEST
 from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.hardware.tpus import GENERATIONS
+from diloco_jax.hardware.tpus import GENERATIONS, GIB
 
 if TYPE_CHECKING:
     from diloco_jax.compilation import Route
 
 
-GIB = 1 << 30
 MIB = 1 << 20
 
 
@@ -393,6 +392,21 @@ class Measurements(
                 yield from ((f"{name}.{key}", value) for key, value in found.items())
             elif found is not None:
                 yield name, found
+
+    def marked(self, remark: str) -> Measurements:
+        """Return the same values with a remark at the end of each origin."""
+
+        def one(found: MeasuredValue) -> MeasuredValue:
+            return msgspec.structs.replace(found, origin=f"{found.origin}{remark}")
+
+        made: dict[str, Any] = {}
+        for name in self.__struct_fields__:
+            found = getattr(self, name)
+            if isinstance(found, dict):
+                made[name] = {key: one(value) for key, value in found.items()}
+            elif found is not None:
+                made[name] = one(found)
+        return Measurements(**made)
 
     def lines(self) -> Iterator[str]:
         """Yield a line for people for each value, and where it is from."""

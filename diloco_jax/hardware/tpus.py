@@ -62,9 +62,7 @@ class Generation:
     """Bytes of a chip's HBM that a program may use."""
     hbm_bytes_per_s: float
     ici_bytes_per_s: float
-    """Bytes per second of all links of a chip, one direction."""
-    links: int
-    """Links of a chip to neighbours, two per axis."""
+    """Bytes per second of all links of a chip, two per axis, in one direction."""
     wraps_from: int
     """An axis is a ring if its length is a multiple of this, in chips, else a line."""
     wraps_together: bool
@@ -97,7 +95,6 @@ GENERATIONS = {
         hbm_bytes=int(30.75 * GIB),
         hbm_bytes_per_s=1200e9,
         ici_bytes_per_s=270e9,
-        links=6,
         wraps_from=4,
         wraps_together=True,
         device_kinds=("TPU v4",),
@@ -121,7 +118,6 @@ GENERATIONS = {
         hbm_bytes=int(15.75 * GIB),
         hbm_bytes_per_s=819e9,
         ici_bytes_per_s=200e9,
-        links=4,
         wraps_from=16,
         wraps_together=False,
         device_kinds=("TPU v5 lite", "TPU v5e"),
@@ -141,7 +137,6 @@ GENERATIONS = {
         hbm_bytes=int(95.74 * GIB),
         hbm_bytes_per_s=2765e9,
         ici_bytes_per_s=600e9,
-        links=6,
         wraps_from=4,
         wraps_together=True,
         device_kinds=("TPU v5", "TPU v5p"),
@@ -168,7 +163,6 @@ GENERATIONS = {
         hbm_bytes=int(31.25 * GIB),
         hbm_bytes_per_s=1638e9,
         ici_bytes_per_s=400e9,
-        links=4,
         wraps_from=16,
         wraps_together=False,
         device_kinds=("TPU v6 lite", "TPU v6e"),
@@ -190,7 +184,6 @@ GENERATIONS = {
         hbm_bytes=2 * int(94.75 * GIB),
         hbm_bytes_per_s=7380e9,
         ici_bytes_per_s=600e9,
-        links=6,
         wraps_from=4,
         wraps_together=True,
         device_kinds=("TPU7x",),
@@ -388,7 +381,7 @@ def ici_bytes_per_s(found: Slice) -> float:
         0 if axis == 1 else 2 if ring else 1
         for axis, ring in zip(axes, rings, strict=True)
     )
-    return chip.ici_bytes_per_s * used / chip.links / chip.devices_per_chip
+    return chip.ici_bytes_per_s * used / (2 * len(axes)) / chip.devices_per_chip
 
 
 GOOGLE_VENDOR = "0x1ae0"

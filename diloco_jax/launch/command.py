@@ -20,7 +20,6 @@ from diloco_jax.launch.spec import (
     COORDINATOR,
     Backend,
     LaunchSpec,
-    flag_notes,
     make_spec,
     resource_name,
 )
@@ -149,10 +148,12 @@ class RehearseOptions:
     )
 
 
-def run(config: Config, path: str, options: LaunchOptions) -> int:
+def run(
+    config: Config, path: str, options: LaunchOptions, *, until: float = math.inf
+) -> int:
     """Carry out the action of the options; return the exit code.
 
-    Raises ConfigError or SecurityError before anything is run.
+    until: see `Submitter`. Raises ConfigError or SecurityError before anything is run.
     """
     prices = parse_prices(options.price)
     on, action = _backend_of(options), options.action
@@ -165,11 +166,11 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     certificates = _certificates(config, path)
     if action in ("create", "run") and not options.dry_run:
         prepare_certificates(certificates, BACKENDS[on].hosts(spec), spec)
-    submitter = submitter_of(config, path, options)
+    submitter = submitter_of(config, path, options, until=until)
     deployment = submitter.deployment
     notes = planned
     if action in ("create", "run"):
-        notes += [*flag_notes(config), *_notes(spec, on), *_costs(config, prices)]
+        notes += [*_notes(spec, on), *_costs(config, prices)]
     for line in notes:
         _show(line)
     if action in ("create", "run", "results"):
@@ -202,7 +203,9 @@ def _certificates(config: Config, path: str) -> Path:
     return Path(absolute(own)) if own else folder_of(config, path) / "certificates"
 
 
-def submitter_of(config: Config, path: str, options: LaunchOptions) -> Submitter:
+def submitter_of(
+    config: Config, path: str, options: LaunchOptions, *, until: float = math.inf
+) -> Submitter:
     """Return what acts on the launch of this config. Raises ConfigError."""
     on = _backend_of(options)
     spec = make_spec(config, path, on, options.init)
@@ -216,6 +219,7 @@ def submitter_of(config: Config, path: str, options: LaunchOptions) -> Submitter
         show=print if options.dry_run else _show,
         confirm=_asker(options.yes),
         dry_run=options.dry_run,
+        until=until,
     )
 
 

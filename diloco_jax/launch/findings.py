@@ -52,6 +52,8 @@ LEAST_MEMORY = 0.95
 """Share of a chip's memory that its runtime leaves to programs at least."""
 EPSILONS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 NOT_TRIED = "not tried"
+ON_CPUS = ", islands on CPUs"
+"""End of the origin of what a twin measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,10 @@ class Comparison:
         with contextlib.suppress(OSError, msgspec.DecodeError):
             raw = (workdir / run_files.MEASURED).read_bytes()
             self._own = msgspec.json.decode(raw, type=Measurements)
+        platforms = {self._environment(name).get("platform") for name in config.islands}
+        if "cpu" in platforms:
+            self._origin += ON_CPUS
+            self._own = self._own.marked(ON_CPUS)
         until = min((s["time"] for s in struck), default=math.inf)
         lines: list[Line] = []
         with contextlib.suppress(FileNotFoundError):
@@ -310,16 +316,15 @@ class Comparison:
     # ---- its link -------------------------------------------------------------------
 
     def _round_trip(self, name: str) -> Tried:
-        row = Tried(what="round trip", cause="latency", island=name)
-        row = dataclasses.replace(row, assumed=f"below {FAR_S:g} s")
+        wanted = f"below {FAR_S:g} s"
+        row = Tried(what="round trip", cause="latency", island=name, assumed=wanted)
         if (seconds := self._trials[name].get("round_trip_seconds")) is None:
             return row
         wrong = "farther than two regions: raise sync.overlap_steps, or look for a VPN"
         return row.found(f"{seconds:.3g} s", wrong if seconds > FAR_S else "")
 
     def _failed(self, name: str) -> Tried:
-        row = Tried(what="broken transfers", cause="loss", island=name)
-        row = dataclasses.replace(row, assumed="none")
+        row = Tried(what="broken transfers", cause="loss", island=name, assumed="none")
         if (quiet := self._quiet.get(name)) is None:
             return row
         failed = int(quiet.last["transfers_failed"])
@@ -392,16 +397,17 @@ class Comparison:
 
     def _kills(self) -> Iterator[Tried]:
         """Yield what a kill of an island cost, and one of the coordinator."""
-        rows = {
-            False: Tried(
-                what="a kill, and a return", cause="return", assumed="merged again"
-            ),
-            True: Tried(what="a restart of the coordinator", cause="restart"),
-        }
         held = self._config.placement.outage_budget_s
         if self._plan:
             held = self._plan.run.outage.held_seconds
-        rows[True] = dataclasses.replace(rows[True], assumed=f"within {held:.0f} s")
+        kinds = {
+            False: ("a kill, and a return", "return", "merged again"),
+            True: ("a restart of the coordinator", "restart", f"within {held:.0f} s"),
+        }
+        rows = {
+            led: Tried(what=what, cause=cause, assumed=wanted)
+            for led, (what, cause, wanted) in kinds.items()
+        }
         for outcome in self._outcomes:
             led = outcome.who == COORDINATOR
             text = f"{outcome.who} back {_s(outcome.back_s)}, merged "

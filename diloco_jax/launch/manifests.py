@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from diloco_jax.config.placement import variables_of
-from diloco_jax.hardware.machines import GIB, machine_of
-from diloco_jax.hardware.tpus import HOST_MACHINES
+from diloco_jax.hardware.machines import machine_of
+from diloco_jax.hardware.tpus import GIB, HOST_MACHINES
 from diloco_jax.launch.spec import (
     CERTIFICATES,
     CONFIG_FOLDER,

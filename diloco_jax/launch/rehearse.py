@@ -42,6 +42,7 @@ from diloco_jax.launch import command
 from diloco_jax.launch.command import RehearseOptions
 from diloco_jax.launch.findings import NOT_TRIED, Comparison, Tried, as_markdown
 from diloco_jax.launch.submit import CommandError
+from diloco_jax.launch.tpu_vm import DISK
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar, say
 from diloco_jax.planning.options import (
@@ -63,6 +64,9 @@ QUIET_CYCLES, QUIET_S = 3, 8.0
 of metrics a second."""
 LOOK_S, LOOK_AWAY_S = 0.5, 15.0
 """Seconds between two looks at a run here, and at one of a launch."""
+REACH_S = 900.0
+"""Seconds without an answer after which a coordinator counts as out of reach: by then
+its machine, an ordinary one, has come, and has pulled its image."""
 DELETIONS = 3
 """Attempts to delete a launch: a lost connection, or a Ctrl-C, may break one off."""
 NOTHING = "nothing"
@@ -111,7 +115,7 @@ def run(
         )
     make_workdir(workdir)
     say(console, costs)
-    named = f"{path} --launch.name {_name(config, path)}"
+    named = f"{path} --launch.name {_name(config, path)} --workdir {workdir}"
     over, drive, left = "", None, "nothing was started"
     records = Path(absolute(options.records or str(workdir)))
     if options.on == "tpu_vm":
@@ -228,7 +232,7 @@ def _stop_loss(config: Config, options: RehearseOptions) -> tuple[float, str]:
     ends = f"it ends after {limit_s / 60:.3g} minutes"
     if options.on is None:
         return limit_s, f"processes of this machine, nothing is paid; {ends}"
-    ends += "; what creates, stops or deletes machines then is awaited"
+    ends += "; what deletes machines then is awaited"
     if not per_hour:
         return limit_s, f"price per hour: unknown, give --price; {ends}"
     most = f"at most {each_s * limit_s:.2f} by then"
@@ -300,8 +304,9 @@ LISTS = (
     "deletes it"
 )
 BY_HAND = (
-    "diloco launch CONFIG --on tpu_vm --rehearse; later: diloco rehearse ONCE_MORE "
-    "--records COPY_OF_THE_RUN"
+    f"diloco launch CONFIG --on tpu_vm --rehearse; later: gcloud compute ssh "
+    f"COORDINATOR --command='sudo tar -C {DISK} -c run' | tar -x; "
+    f"diloco rehearse ONCE_MORE --records run"
 )
 """Lines for TPU VMs."""
 AGAIN = "sudo docker kill diloco"
@@ -319,7 +324,7 @@ class Here:
     """Processes of this machine, of a `diloco run` of their own."""
 
     look_s = LOOK_S
-    unheard = ""
+    unheard, until = "", math.inf
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
@@ -362,6 +367,8 @@ class Launched:
         self._made = self._heard = False
         self.unheard = ""
         """Why the last status was not to be had; empty if it was."""
+        self.until = math.inf
+        """Time of the monotonic clock after which only `end` does anything."""
 
     def begin(self) -> None:
         """Create everything, after asking. Raises RehearsalOverError if that fails, and
@@ -389,7 +396,7 @@ class Launched:
             found = self._submitter("status").status()
             self._heard = True
         except CommandError as error:
-            self.unheard = f"; the last look at it failed: {error}"
+            self.unheard = f"the last look at it failed: {error}"
         return found
 
     def strike(self, who: str) -> None:
@@ -401,6 +408,7 @@ class Launched:
         """Stop it, copy its records where the engine can, delete all of it; return
         where the records are, and the engine's list of what is left. The disk stays
         if the records are still on it alone."""
+        self.until = math.inf  # Whatever has come is given back.
         folder = command.folder_of(self._config, self._path) / "results"
         if not self._made:
             return folder, f"{NOTHING}, since nothing was made"
@@ -448,7 +456,7 @@ class Launched:
     def _act(self, action: Any, **how: Any) -> None:
         how = {"action": action, "yes": True, **how}
         options = dataclasses.replace(self._options, **how)
-        if command.run(self._config, self._path, options):
+        if command.run(self._config, self._path, options, until=self.until):
             raise RehearsalOverError(f"`diloco launch --action {action}` failed")
 
 
@@ -462,7 +470,6 @@ class Drive:
         self, engine: Here | Launched, config: Config, console: Console
     ) -> None:
         self.engine, self._config, self._console = engine, config, console
-        self._until = math.inf
         self.struck: list[dict[str, Any]] = []
         """Kills so far, as lines of `chaos.jsonl`."""
 
@@ -470,7 +477,7 @@ class Drive:
         """Do all parts. Raises RehearsalOverError once the time is over, and what the
         engine raises."""
         sync, names = self._config.run.sync, tuple(self._config.islands)
-        self._until = time.monotonic() + limit_s
+        self.engine.until = time.monotonic() + limit_s
 
         def steps(status: dict[str, Any], name: str) -> int:
             own = status["islands"].get(name, {})
@@ -518,8 +525,20 @@ class Drive:
 
     def _wait(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Return the first status of which that holds."""
+        heard, told = time.monotonic(), False
         while not ((status := self.engine.status()).get("islands") and holds(status)):
-            if time.monotonic() >= self._until:
-                raise RehearsalOverError(f"its time was over{self.engine.unheard}")
+            now, why = time.monotonic(), self.engine.unheard
+            if not why:
+                heard = now
+            elif not told:
+                told = True
+                text = f"the coordinator does not answer, {REACH_S / 60:g} minutes are"
+                say(self._console, f"{text} waited for it; {why}")
+            if now - heard >= REACH_S:
+                silent = f"no coordinator answered for {REACH_S / 60:g} minutes"
+                raise RehearsalOverError(f"{silent}; {why}")
+            if now >= self.engine.until:
+                over = ("its time was over", why)
+                raise RehearsalOverError("; ".join(filter(None, over)))
             time.sleep(self.engine.look_s)
         return status

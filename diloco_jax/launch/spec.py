@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Literal, get_args
 
-from diloco_jax import before_jax, run_files
-from diloco_jax.before_jax import FLAG_LISTS, HOST_DEVICES, MULTI_SLICE
+from diloco_jax import run_files
+from diloco_jax.before_jax import MULTI_SLICE
 from diloco_jax.compilation import of_launch
 from diloco_jax.config import (
     Config,
@@ -639,22 +639,6 @@ def check_variables(config: Config) -> None:
             )
 
 
-def flag_notes(config: Config) -> list[str]:
-    """Return a note for every flag that a launch sets against the table of its
-    islands' generations (`before_jax.py`)."""
-    notes = []
-    for name, island in config.islands.items():
-        given = variables_of(config.launch, name).plain.get(
-            before_jax.LIBTPU_VARIABLE, ""
-        )
-        generation = before_jax.generation_of(island.topology)
-        tried = f"{generation}, {'.'.join(map(str, before_jax.TRIED))}"
-        flags = before_jax.LIBTPU_FLAGS.get(generation, ())
-        clashes = before_jax.flag_clashes(given, flags, tried) if flags else []
-        notes += [f"note: island {name}: {clash}" for clash in clashes]
-    return notes
-
-
 def _check_name(field: str, name: str) -> None:
     if not NAME.fullmatch(name):
         raise ConfigError(
@@ -680,21 +664,4 @@ def _check_value(field: str, name: str, value: str) -> None:
         raise ConfigError(
             f"{field} looks like a credential, and scripts, manifests and config.json "
             f"would show it; put it into a secret, and its name into launch.secrets"
-        )
-    if name not in FLAG_LISTS:
-        return
-    values: dict[str, str] = {}
-    for flag in value.split():
-        if not flag.startswith("--"):
-            raise ConfigError(
-                f"{field} has {flag!r}, which is no flag: --NAME or --NAME=VALUE, with "
-                f"spaces between"
-            )
-        before = values.setdefault(flag.split("=")[0], flag)
-        if before != flag:
-            raise ConfigError(f"{field} has {before} and {flag}; leave out one")
-    if HOST_DEVICES in values:
-        raise ConfigError(
-            f"{field} has {values[HOST_DEVICES]}, and an island's devices are those of "
-            f"its mesh (islands.NAME.mesh_*); leave it out"
         )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -128,7 +130,8 @@ class Submitter:
 
     only: owners that the action is limited to; empty = all. show: prints a line.
     confirm: asks the user whether to go on. dry_run: show the command lines and run
-    nothing, as if nothing existed yet.
+    nothing, as if nothing existed yet. until: time of the monotonic clock after which
+    no command that changes anything begins or goes on.
     """
 
     def __init__(
@@ -139,9 +142,11 @@ class Submitter:
         show: Callable[[str], None],
         confirm: Callable[[str], bool],
         dry_run: bool = False,
+        until: float = math.inf,
     ) -> None:
         self.deployment, self._only = deployment, only
         self._show, self._confirm, self._dry_run = show, confirm, dry_run
+        self._until = until
 
     def create(self) -> None:
         """Make every resource that is missing, and make useless ones anew."""
@@ -256,6 +261,11 @@ class Submitter:
         with bar(Console(stderr=True), f"{len(commands)} commands") as report:
             for done, command in enumerate(commands, start=1):
                 self._show(f"$ {command.line}")
+                left_s = self._until - time.monotonic()
+                if left_s <= 0:
+                    raise CommandError(f"{command.line}\nwas not begun: time is over")
+                deadline_s = min(command.deadline_s, left_s)
+                command = dataclasses.replace(command, deadline_s=deadline_s)
                 if said := _call(command).rstrip():
                     self._show(said)
                 report(done / len(commands))

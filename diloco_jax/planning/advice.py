@@ -34,10 +34,8 @@ from diloco_jax.planning.checks import (
     needs_of,
     shown,
 )
-from diloco_jax.planning.compiling import Hbm, IslandPlan, open_fragments
+from diloco_jax.planning.compiling import Hbm, IslandPlan
 
-UNBALANCED = 1.15
-"""Ratio of the longest step to the shortest from which advice is given."""
 NEAR = 4
 """First, numbers of fragments within 1 / NEAR of the present one are tried."""
 MOST = 2
@@ -45,11 +43,6 @@ MOST = 2
 are no larger than the largest one now."""
 BY_ELEMENT = "mean"
 """The merge rule that leaves no tensor whole: it cuts every large one into bands."""
-
-
-LIGHTER = {"f32": "bf16", "bf16": "int8", "int8": "int4"}
-"""The codec with fewer bytes that is proposed in place of another one: none has more
-loss than was measured (`LOSSES`)."""
 
 
 def advise(terms: Terms, compiled: Mapping[str, IslandPlan]) -> list[Remedy]:
@@ -61,8 +54,7 @@ def advise(terms: Terms, compiled: Mapping[str, IslandPlan]) -> list[Remedy]:
     if unfit := [name for name, island in compiled.items() if not island.fits]:
         return [_lacking(terms, name, compiled[name]) for name in unfit]
     found = [_bound(terms, name, island) for name, island in compiled.items()]
-    found += [_unbalanced(terms) if compiled else None, _uneven(terms)]
-    found += [_late(terms, compiled) if compiled else None]
+    found += [_uneven(terms), _late(terms) if compiled else None]
     return [advice for advice in found if advice]
 
 
@@ -126,26 +118,6 @@ def _bound(terms: Terms, name: str, compiled: IslandPlan) -> Remedy | None:
     return Remedy(check="batch", text=text, change=change)
 
 
-def _unbalanced(terms: Terms) -> Remedy | None:
-    """Propose the batch with which steps of different length would be equal."""
-    times, islands = terms.step_seconds, terms.config.islands
-    slow, fast = max(times, key=times.__getitem__), min(times, key=times.__getitem__)
-    ratio = times[slow] / times[fast]
-    if ratio <= UNBALANCED or islands[slow].step_seconds >= times[slow]:
-        return None
-    for name, factor in ((slow, 1 / ratio), (fast, ratio)):
-        own = islands[name]
-        batch = round(own.batch_size * factor / own.batch_multiple) * own.batch_multiple
-        if batch not in (0, own.batch_size):
-            change = {f"islands.{name}.batch_size": batch}
-            text = (
-                f"a step of {slow} takes {times[slow]:.3g} s, one of {fast} "
-                f"{times[fast]:.3g} s: try {shown(change)}"
-            )
-            return Remedy(check="balance", text=text, change=change)
-    return None
-
-
 # ---- tried by arithmetic ------------------------------------------------------------
 
 
@@ -201,30 +173,23 @@ def _cuts(sync: SyncConfig, fewest: int) -> Iterator[Change]:
         yield {"sync.merge": BY_ELEMENT}
 
 
-def _late(terms: Terms, compiled: Mapping[str, IslandPlan]) -> Remedy | None:
-    """Propose more time, or fewer bytes, for a largest fragment that is adopted late:
-    the first change that is enough."""
-    now, before = needs_of(terms), failing(terms).keys()
-    over, peak, link, name = _peak(terms, now)
-    if over <= 1 or "link" in before:
+def _late(terms: Terms) -> Remedy | None:
+    """Propose more overlap for a largest fragment that is adopted late. Takes of that
+    time need HBM; which codecs would do is told apart (`settings_that_fit`)."""
+    over, peak, link, name = _peak(terms, needs_of(terms))
+    if over <= 1 or "link" in failing(terms):
         return None
+    sync, change = terms.config.run.sync, Change()
+    overlap = math.floor(max(1, sync.overlap_steps) * over) + 1
+    said = "take codecs or a cycle of those that the links carry"
+    if overlap < sync.steps_per_cycle:
+        change = {"sync.overlap_steps": overlap}
+        said = f"try {shown(change)}, or {said}"
     text = (
         f"islands.{name} needs {peak:.3g} Gbit/s while the largest fragment is under "
-        f"way, which is adopted late where its link has less; it has {link:g}"
+        f"way, which is adopted late where its link has less; it has {link:g}: {said}"
     )
-    sync = terms.config.run.sync
-    for change in _lighter(sync, over):
-        then = terms.changed(change)
-        more = open_fragments(then.config.run.sync) / open_fragments(sync) - 1
-        fits = all(
-            i.hbm.pinned_host or i.hbm.used + more * i.hbm.open_takes <= i.hbm.available
-            for i in compiled.values()
-        )
-        still_over, after, *_ = _peak(then, needs_of(then))
-        if fits and still_over <= 1 and failing(then).keys() <= before:
-            text += f": set {shown(change)}; then it needs {after:.3g}"
-            return Remedy(check="late", text=text, change=change)
-    return None
+    return Remedy(check="late", text=text, change=change)
 
 
 def _peak(terms: Terms, needs: Needs) -> tuple[float, float, float, str]:
@@ -238,17 +203,6 @@ def _peak(terms: Terms, needs: Needs) -> tuple[float, float, float, str]:
         ),
         key=lambda found: found[0],
     )
-
-
-def _lighter(sync: SyncConfig, factor: float) -> Iterator[Change]:
-    overlap = math.floor(max(1, sync.overlap_steps) * factor) + 1
-    if overlap < sync.steps_per_cycle:
-        yield {"sync.overlap_steps": overlap}
-    else:
-        yield {"sync.overlap_steps": overlap, "sync.steps_per_cycle": overlap + 1}
-    for field in ("codec_down", "codec_up"):
-        if lighter := LIGHTER.get(getattr(sync, field)):
-            yield {f"sync.{field}": lighter}
 
 
 # ---- what a link carries ------------------------------------------------------------

@@ -35,6 +35,7 @@ from diloco_jax.hardware.machines import (
     machine_of,
     smallest_machine,
 )
+from diloco_jax.island.region import KEPT
 from diloco_jax.planning.coordinator import (
     CoordinatorPlan,
     OutagePlan,
@@ -76,6 +77,8 @@ class IslandNetwork:
     down: Rates
     join_seconds: float
     """Seconds in which the link carries all anchors in f32."""
+    kept_bytes: int
+    """Bytes of publishes that each host keeps for others of its region, at most."""
 
 
 Change = dict[str, Any]
@@ -194,10 +197,11 @@ def needs_of(terms: Terms) -> Needs:
         terms.rates,
         cycles=config.merges_per_fragment(),
         copies=len(one_of_each(config, terms.hosts)),
+        read_bytes_per_s=terms.disk_read_bytes_per_s,
     )
 
     up = payload_bytes(sync.codec_up, terms.fragments, up=True)
-    down = payload_bytes(sync.codec_down, terms.fragments)
+    down, regions = payload_bytes(sync.codec_down, terms.fragments), config.regions()
 
     def rates_of(sizes: list[int], own_seconds: float) -> Rates:
         mean = _gbit(sum(sizes)) / cycle_s
@@ -217,7 +221,6 @@ def needs_of(terms: Terms) -> Needs:
             cycle_seconds=cycle_s,
             link_gbit_per_s=terms.link_up,
             write_bytes_per_s=terms.disk_bytes_per_s,
-            read_bytes_per_s=terms.disk_read_bytes_per_s,
             measured_restart_s=restart.value if restart else None,
         ),
         networks={
@@ -225,6 +228,9 @@ def needs_of(terms: Terms) -> Needs:
                 up=rates_of(up, seconds),
                 down=rates_of(down, seconds),
                 join_seconds=_gbit(4 * terms.fragments.total) / terms.link_down,
+                kept_bytes=(name in regions)
+                * KEPT
+                * -(-max(down) // terms.hosts[name]),
             )
             for name, seconds in terms.step_seconds.items()
         },

@@ -72,13 +72,11 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
         console.print(note, highlight=False, soft_wrap=True)
     try:
         with ExitStack() as shown:
+            compiled, versions = None, {}
             if options.arithmetic:
                 shown.enter_context(console.status("checking links and coordinator"))
-                bars = {}
             else:
                 bars = {n: shown.enter_context(bar(console, n)) for n in config.islands}
-            compiled, versions = None, {}
-            if not options.arithmetic:
                 made: Any = compile_islands(config, lambda n, done: bars[n](done))
                 compiled = msgspec.convert(made, dict[str, IslandPlan])
                 packages = ("diloco-jax", "jax", "libtpu")
@@ -127,10 +125,12 @@ def render(plan: Plan, console: Console) -> None:
         for title, names in groups.items():
             island = plan.islands[names[0]]
             up, down = island.network.up, island.network.down
+            kept = island.network.kept_bytes
             lines.append(
                 f"{title}: step {island.step_seconds:.4g} s {bound}, Gbit/s up "
                 f"{_rates(up.mean, up.peak)}, down {_rates(down.mean, down.peak)}, "
                 f"join {island.network.join_seconds:.0f} s"
+                f"{f', each host keeps {_size(kept)} for its region' if kept else ''}"
             )
     lines += _expected(plan, groups)
     about = _coordinator(run.coordinator, run.outage.restart_seconds)
@@ -274,6 +274,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
         lambda i, _: _rates(i.network.down.mean, i.network.down.peak),
     ),
     ("seconds of a join", lambda i, _: f"{i.network.join_seconds:.0f}"),
+    ("kept for its region, per host", lambda i, _: _size(i.network.kept_bytes)),
     ("per step: times, sent, asynchronous", lambda *_: ""),
 )
 

@@ -360,15 +360,11 @@ class CoordinatorPlan:
     merges: MergePlan
     disk: DiskPlan
     """As if one machine had all."""
-    replayed: float
-    """Parameters that recovery decodes: those of each publish since the snapshot."""
-    replayed_bytes: float
-    replay_core_seconds: float
-    """Core seconds per 1e9 parameters that recovery decodes and adds."""
-    read_core_seconds: float
-    """Core seconds per GB that it reads and checks."""
-    restoring_cores: int
-    """Cores of the machines that do so."""
+    restart_seconds: float
+    """Seconds from the death of the process until all fragments are back. The first
+    ones are merged after `PROCESS_S`, and little more. Every fragment's newest snapshot
+    is read once, then its publishes since, half a round of them on average. Workers
+    read from disks of their own, side by side."""
 
     @property
     def busy_cores(self) -> float:
@@ -403,24 +399,6 @@ class CoordinatorPlan:
         sizes = [worker.params for worker in self.workers]
         return max(sizes) / sum(sizes) if sizes else 1.0
 
-    def restart_seconds(self, disk_bytes_per_s: float) -> float:
-        """Return the seconds from the death of the process until all fragments are
-        back. The first ones are merged after `PROCESS_S`, and little more.
-
-        Every fragment's newest snapshot is read once, then its publishes since. They
-        are half a round old on average, since fragments are written in turns. Workers
-        read from disks of their own, side by side.
-        """
-        state, share = self.theta + self.anchors + self.outer_state, self.share_served
-        return PROCESS_S + state_seconds(
-            share * (state + self.replayed_bytes),
-            disk_bytes_per_s,
-            share * self.replayed,
-            self.replay_core_seconds,
-            self.read_core_seconds,
-            self.restoring_cores,
-        )
-
 
 def plan_coordinator(
     run: RunConfig,
@@ -434,12 +412,14 @@ def plan_coordinator(
     *,
     cycles: float,
     copies: int | None = None,
+    read_bytes_per_s: float | None = None,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
-    copies: of each publish that it sends; None: one to each island.
+    copies: of each publish that it sends; None: one to each island. read_bytes_per_s:
+    of the disk; None: as fast as it writes.
     """
     copies = islands if copies is None else copies
     sizes = state_sizes(run, plan)
@@ -499,6 +479,7 @@ def plan_coordinator(
         lead = disk_of(plan.total, len(plan.fragments), "lead")
         disks = (lead, *(disk_of(w.params, w.fragments, "worker") for w in dealt))
     replayed = disk.round_seconds / 2 / cycle_seconds + 1
+    share = max((w.params for w in dealt), default=plan.total) / plan.total
     return CoordinatorPlan(
         **parts,
         memory=memory,
@@ -510,11 +491,15 @@ def plan_coordinator(
         disks=disks,
         merges=merges,
         disk=disk,
-        replayed=replayed * plan.total,
-        replayed_bytes=replayed * sizes.publish,
-        replay_core_seconds=rate_of(rates.replay_core_seconds, run.sync.codec_down),
-        read_core_seconds=rates.read_core_seconds,
-        restoring_cores=cores,
+        restart_seconds=PROCESS_S
+        + state_seconds(
+            share * (sizes.state + replayed * sizes.publish),
+            read_bytes_per_s or disk_bytes_per_s,
+            share * replayed * plan.total,
+            rate_of(rates.replay_core_seconds, run.sync.codec_down),
+            rates.read_core_seconds,
+            cores,
+        ),
     )
 
 
@@ -656,7 +641,6 @@ def plan_outage(
     cycle_seconds: float,
     link_gbit_per_s: float,
     write_bytes_per_s: float,
-    read_bytes_per_s: float,
     measured_restart_s: float | None = None,
 ) -> OutagePlan:
     """Return what an outage costs: arithmetic from sizes and rates.
@@ -673,7 +657,7 @@ def plan_outage(
     gbit_per_s = min(gbit_per_s, machine.egress_gbit_per_s or math.inf)
     spilled = max(0, ballots - config.placement.merge_buffer_bytes)
     written = anchors + coordinator.theta + coordinator.outer_state + spilled
-    restart_s = measured_restart_s or coordinator.restart_seconds(read_bytes_per_s)
+    restart_s = measured_restart_s or coordinator.restart_seconds
     return OutagePlan(
         restart_seconds=restart_s,
         held_seconds=outage_seconds(config, fragments.total),

@@ -175,7 +175,7 @@ class RunPlan:
     measured: Measurements
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """Plan of all islands and of the run."""
 
@@ -188,6 +188,15 @@ class Plan:
     run: RunPlan
     advice: list[Remedy]
     """Single changes, each by itself."""
+
+    def __repr__(self) -> str:
+        days = "no end" if self.run.days is None else f"{self.run.days:.3g} days"
+        refused = ", ".join(refusal.check for refusal in self.run.refusals)
+        return (
+            f"<Plan of {self.config} on {', '.join(self.islands)}: "
+            f"{'fits' if self.fits else 'does not fit'}, refused: {refused or 'none'}; "
+            f"expected {self.run.tokens_per_day:.4g} tokens per day, {days}>"
+        )
 
     @property
     def compiled(self) -> dict[str, IslandPlan]:
@@ -410,7 +419,6 @@ def expected_goodput(
     fetch of the parameters, and what its fragments computed since their last takes:
     half a cycle of its steps. Steps are the expected ones.
     """
-    assumptions.validate()
     lost, between, kept = {}, {}, 0.0
     for name, island in islands.items():
         unsent = config.run.sync.steps_per_cycle * island.expected_step_seconds / 2

@@ -36,10 +36,7 @@ def test_every_field_has_its_help_once():
 
 def test_text_with_quotes_and_a_tuple_of_one_come_back(tmp_path):
     island = IslandConfig(stands_for='it\'s a "v6e" \\ 16')
-    config = Config(islands={"it's": island})
-    config = dataclasses.replace(
-        config, placement=dataclasses.replace(config.placement, faults=("it's@1:kill",))
-    )
+    config = Config(islands={"it's": island}).replace("faults", ("it's@1:kill",))
     file = tmp_path / "mine.py"
     file.write_text(render(config, "Mine."))
     assert read_config(file) == config
@@ -54,13 +51,6 @@ def test_it_begins_like_another_config_and_leaves_files_alone(tmp_path, capsys):
     assert cli.main(["init", str(file)]) == 2
     assert "give another name" in capsys.readouterr().err
     assert file.read_text() == before
-
-
-def test_a_file_of_another_kind_and_an_unknown_config_are_refused(tmp_path, capsys):
-    assert cli.main(["init", str(tmp_path / "mine.yaml")]) == 2
-    assert cli.main(["init", str(tmp_path / "mine.py"), "--like", "quickstrat"]) == 2
-    assert "did you mean 'quickstart'" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_of_that_name_goes_before_the_package_and_names_are_told(

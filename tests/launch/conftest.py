@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 from pathlib import Path
 
 import pytest
 from fake_cloud import Cloud
+from gke_support import changed
 
 from diloco_jax.config import Config, IslandConfig, LaunchConfig
 from diloco_jax.launch.command import LaunchOptions, run
@@ -41,8 +41,7 @@ def config(tmp_path: Path) -> Config:
         location="us-east5",
     )
     made = Config(islands=islands, launch=launch).validate()
-    placement = dataclasses.replace(made.placement, workdir=str(tmp_path / "run"))
-    return dataclasses.replace(made, placement=placement)
+    return made.replace("workdir", str(tmp_path / "run"))
 
 
 @pytest.fixture
@@ -52,21 +51,9 @@ def launch(config: Config):
     def launch(
         on, action="create", *, only=(), disk=False, price="", workers=1, **settings
     ):
-        changed = dataclasses.replace(
-            config,
-            launch=dataclasses.replace(config.launch, **settings),
-            placement=dataclasses.replace(config.placement, workers=workers),
-        )
-        options = LaunchOptions(
-            on=on,
-            action=action,
-            yes=True,
-            only=only,
-            disk=disk,
-            price=price,
-            unplanned=True,
-        )
-        return run(changed, "configs/two.py", options)
+        given = {"only": only, "disk": disk, "price": price, "unplanned": True}
+        options = LaunchOptions(on=on, action=action, yes=True, **given)
+        return run(changed(config, workers, **settings), "configs/two.py", options)
 
     return launch
 

@@ -1,7 +1,5 @@
 """A launch on GKE, as plain values."""
 
-import dataclasses
-
 import yaml
 
 from diloco_jax.launch.gke import deployment
@@ -12,11 +10,8 @@ NOW = 1_800_000_000
 
 def changed(config, workers=1, **settings):
     """The config with another number of workers, and other settings of its launch."""
-    return dataclasses.replace(
-        config,
-        launch=dataclasses.replace(config.launch, **settings),
-        placement=dataclasses.replace(config.placement, workers=workers),
-    )
+    fields = {f"launch.{name}": value for name, value in settings.items()}
+    return config.replace({"workers": workers, **fields})
 
 
 def rendered(config, now=NOW, source="", **settings):

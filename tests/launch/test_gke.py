@@ -4,7 +4,6 @@ and what their pods run, with a `diloco` that tells what it is told.
 Shapes are in `tests/golden/launch`.
 """
 
-import dataclasses
 import re
 import signal
 import time
@@ -112,8 +111,7 @@ def test_jobsets_keep_the_rules_that_no_schema_holds(config, settings):
 
 
 def test_preemptions_are_no_crashes_and_refusals_are_final(config):
-    placement = dataclasses.replace(config.placement, fruitless_starts=7)
-    made = rendered(dataclasses.replace(config, placement=placement))
+    made = rendered(config.replace("fruitless_starts", 7))
     jobset = made["JobSet", "two-v5p"]
     policy = jobset["spec"]["failurePolicy"]
     hopeless, preempted = policy["rules"]
@@ -308,10 +306,8 @@ def test_a_tpu7x_is_placed_by_a_policy_where_it_has_several_hosts(config):
 
 def island(config, topology, devices):
     """The config with another slice for its first island."""
-    own = dataclasses.replace(
-        config.islands["v5p"], topology=topology, mesh_fsdp=devices, batch_size=devices
-    )
-    return dataclasses.replace(config, islands={**config.islands, "v5p": own})
+    fields = {"topology": topology, "mesh_fsdp": devices, "batch_size": devices}
+    return config.replace({f"islands.v5p.{name}": v for name, v in fields.items()})
 
 
 def created(config, topology, devices):

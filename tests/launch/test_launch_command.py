@@ -1,6 +1,5 @@
 """`diloco launch` as people meet it: dry runs, questions, refusals."""
 
-import dataclasses
 import datetime
 import io
 import re
@@ -193,8 +192,7 @@ def test_certificates_of_ones_own_get_the_coordinators_name(cloud, config, tmp_p
     folder = tmp_path / "own"
     make_certificates(folder, ["somewhere.else"], days=60)
     authority = (folder / "ca.pem").read_bytes()
-    placement = dataclasses.replace(config.placement, certificates=str(folder))
-    config = dataclasses.replace(config, placement=placement)
+    config = config.replace("certificates", str(folder))
     options = LaunchOptions(on="tpu_vm", yes=True)
     assert run(config, "two.py", options) == 0
     pem = (folder / "coordinator.pem").read_bytes()

@@ -4,11 +4,11 @@ an engine in the cloud, against fake commands."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,8 @@ def test_the_plan_gets_what_was_measured(tmp_path):
     judged = judge(tmp_path, struck)
     judged.findings()
     found = judged.measurements()
+    origins = {value.origin for _, value in found.values()}
+    assert origins == {"test, islands on CPUs", "run, islands on CPUs"}
     assert found.step_seconds["a"].value == 2.0
     assert found.link_down_gbit_per_s.value == pytest.approx(0.004, rel=0.01)
     assert found.disk_write_bytes_per_s.value == 4 * MB
@@ -207,7 +209,7 @@ def test_what_was_not_tried_says_so(tmp_path):
         (
             {"on": "gke", "price": "v6e=3,v5p=3,coordinator=0", "max_price": 6.0},
             300.0,
-            "at most 6.00 by then; it ends after 5 minutes; what creates",
+            "at most 6.00 by then; it ends after 5 minutes; what deletes",
         ),
     ],
 )
@@ -226,17 +228,30 @@ def rehearsed(config, options) -> tuple[int, str]:
 def test_tpu_vms_get_lines_to_type(config, cloud):
     code, page = rehearsed(config, RehearseOptions(on="tpu_vm"))
     assert code == 1
-    named = "two.py --launch.name two-rehearsal --on tpu_vm"
-    assert f"diloco launch {named} --rehearse; later: diloco rehearse two.py" in page
+    workdir = config.placement.workdir
+    named = f"two.py --launch.name two-rehearsal --workdir {workdir} --on tpu_vm"
+    assert f"diloco launch {named} --rehearse; later: gcloud compute ssh" in page
+    assert "tar -C /mnt/disks/diloco -c run' / tar -x; diloco rehearse two.py" in page
     assert f"diloco launch {named} --action delete" in page
     assert "a kill, and a return | merged again | not tried | type `gcloud" in page
     assert "What is left: nobody can know" in page
     assert not cloud.things, "nothing was bought"
 
 
-def test_a_launch_is_made_under_another_name_and_deleted(config, cloud, monkeypatch):
-    monkeypatch.setattr(rehearse.Launched, "look_s", 0.01)
-    options = RehearseOptions(on="gke", yes=True, max_minutes=0.001)
+@pytest.fixture
+def over(monkeypatch):
+    """The time is over at the first look at the run."""
+    look = rehearse.Launched.status
+
+    def last_look(launched):
+        launched.until = 0.0
+        return look(launched)
+
+    monkeypatch.setattr(rehearse.Launched, "status", last_look)
+
+
+def test_a_launch_is_made_under_another_name_and_deleted(config, cloud, over):
+    options = RehearseOptions(on="gke", yes=True)
     code, page = rehearsed(config, options)
     assert code == 1
     assert "its time was over" in page
@@ -247,19 +262,53 @@ def test_a_launch_is_made_under_another_name_and_deleted(config, cloud, monkeypa
     assert "What is left: nothing, by the engine's list" in page
 
 
-def test_a_look_that_failed_is_told(config, monkeypatch):
-    def away(*given):
-        raise CommandError("no answer at two.internal")
+def test_a_coordinator_out_of_reach_is_told_at_once_and_awaited_for_a_while(
+    config, cloud, monkeypatch
+):
+    monkeypatch.setattr(rehearse.Launched, "look_s", 0.01)
+    monkeypatch.setattr(rehearse, "REACH_S", 0.1)
+    cloud.fail("kubectl exec", 1, "no route to two-coordinator")
+    shown = Console(file=io.StringIO(), width=1000)
+    options = RehearseOptions(on="gke", yes=True)
+    assert rehearse.run(config, "two.py", options, shown) == 1
+    told = shown.file.getvalue().partition("does not answer")[2]
+    assert "no route to two-coordinator" in told
+    page = (Path(config.placement.workdir) / rehearse.PAGE).read_text()
+    assert re.search("no coordinator answered for .*no route to", page, re.DOTALL)
+    assert "What is left: nothing, by the engine's list" in page
 
-    monkeypatch.setattr(rehearse.command, "submitter_of", away)
-    engine = rehearse.Launched(config, "two.py", LaunchOptions(on="sky"))
-    assert engine.status() == {}
-    assert "no answer at two.internal" in engine.unheard
+
+@pytest.mark.parametrize("late", ["node-pools create", "kubectl delete"])
+def test_the_stop_loss_ends_what_makes_and_stops_and_nothing_that_deletes(
+    config, cloud, monkeypatch, late
+):
+    """A command that goes on for too long, during a creation or a kill."""
+    call, deadlines = cloud.call, []
+
+    def slow(arguments, **given):
+        deadlines.append(given["timeout"])
+        if late in (line := " ".join(arguments)) and given["timeout"] < 60:
+            raise subprocess.TimeoutExpired(line, given["timeout"])
+        return call(arguments, **given)
+
+    monkeypatch.setattr("diloco_jax.launch.submit.subprocess.run", slow)
+    monkeypatch.setattr(rehearse.Launched, "look_s", 0.01)
+    monkeypatch.setattr(rehearse, "QUIET_S", 0.0)
+    training = {"state": "training", "steps": 10**6, "incarnation": 1}
+    status = {"islands": dict.fromkeys(config.islands, training), "merges": 1}
+    monkeypatch.setattr(Submitter, "status", lambda _: status)
+    monkeypatch.setattr(rehearse, "QUIET_CYCLES", 0)
+    code, page = rehearsed(config, RehearseOptions(on="gke", yes=True, max_minutes=0.9))
+    assert code == 1
+    assert (
+        f"`diloco launch --action {'create' if 'create' in late else 'stop'}`" in page
+    )
+    assert "What is left: nothing, by the engine's list" in page
+    assert max(deadlines) > 60
 
 
 def test_what_is_there_already_is_neither_taken_nor_deleted(config, cloud):
-    named = dataclasses.replace(config.launch, name="two-rehearsal")
-    there = dataclasses.replace(config, launch=named)
+    there = config.replace("launch.name", "two-rehearsal")
     options = LaunchOptions(on="gke", yes=True, unplanned=True)
     assert launch(there, "two.py", options) == 0
     own = config.replace("placement.workdir", f"{config.placement.workdir}-b")
@@ -304,8 +353,9 @@ def test_what_was_bought_is_given_back_whatever_happens(
     assert not [thing for thing in cloud.things if "two-rehearsal" in str(thing)]
 
 
-def test_records_that_were_not_copied_stay_on_the_disk(config, cloud, monkeypatch):
-    monkeypatch.setattr(rehearse.Launched, "look_s", 0.01)
+def test_records_that_were_not_copied_stay_on_the_disk(
+    config, cloud, over, monkeypatch
+):
     act = command._act
 
     def no_results(submitter, options):
@@ -317,7 +367,7 @@ def test_records_that_were_not_copied_stay_on_the_disk(config, cloud, monkeypatc
     monkeypatch.setattr(
         Submitter, "status", lambda _: {"phase": "running", "islands": {}}
     )
-    options = RehearseOptions(on="gke", yes=True, max_minutes=0.001)
+    options = RehearseOptions(on="gke", yes=True)
     code, page = rehearsed(config, options)
     assert code == 1
     assert re.search(r"What is left: .*persistentvolumeclaim.*--disk` deletes it", page)
@@ -344,10 +394,7 @@ def test_a_workdir_has_one_rehearsal(config, cloud):
 def test_the_page_is_there_for_programs(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     recorded(tmp_path / "there")
-    config = dataclasses.replace(
-        PLANNED,
-        placement=dataclasses.replace(PLANNED.placement, workdir=str(tmp_path / "w")),
-    )
+    config = PLANNED.replace("workdir", str(tmp_path / "w"))
     options = RehearseOptions(records=str(tmp_path / "there"), json=True)
     rehearse.run(config, "two.py", options, Console(file=io.StringIO()))
     told = json.loads(capsys.readouterr().out)

@@ -135,14 +135,15 @@ def test_the_seconds_of_every_test_become_one_list(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("option", ["--fast", "--measure"])
-def test_test_shares_the_cores_for_what_is_cheap(installed, option):
-    started = bash(installed, "launch/test.sh", option, "-x")
-    checks = started.stdout.splitlines()
-    assert checks[:4] == CHECKED
-    assert checks[4].startswith("pytest --numprocesses ")
-    assert checks[4].endswith(f" {option} -x")
-    assert len(checks) == 5
+def test_test_shares_the_cores_for_what_is_cheap(installed):
+    started = bash(installed, "launch/test.sh", "--fast", "-x")
+    *checks, fast = started.stdout.splitlines()
+    assert checks == CHECKED
+    assert fast.startswith("pytest --numprocesses ")
+    assert fast.endswith(" or nightly) -x")
+    folders = re.findall(r" (tests/\S+)", fast)
+    assert "tests/core" in folders
+    assert all((ROOT / folder).is_dir() for folder in folders)
 
 
 @pytest.mark.parametrize("script", ["local.sh", "test.sh"])

@@ -2,7 +2,6 @@
 loads the jobs, reads the command lines, and its optimizer chooses machines, from a
 catalog of this test's. `.ci/sky` runs that, in an environment with SkyPilot."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gke_support import changed
 
 from diloco_jax.launch.manifests import yaml_text
 from diloco_jax.launch.sky import deployment
@@ -20,8 +20,7 @@ PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
 
 
 def tasks(config, **settings):
-    launch = dataclasses.replace(config.launch, **{**PLACE, **settings})
-    spec = make_spec(dataclasses.replace(config, launch=launch), "two.py", "sky")
+    spec = make_spec(changed(config, **PLACE, **settings), "two.py", "sky")
     files = deployment(spec, "certificates", "folder", NOW).files
     return {name: yaml.safe_load(text) for name, text in files.items()}
 
@@ -88,8 +87,8 @@ def test_sky_loads_and_optimizes_every_job(config, tmp_path):
 @needs_sky
 @pytest.mark.parametrize("inside", [False, True])
 def test_sky_reads_every_command_line(config, tmp_path, inside):
-    launch = dataclasses.replace(config.launch, **PLACE, internal_ips=inside)
-    spec = make_spec(dataclasses.replace(config, launch=launch), "two.py", "sky")
+    placed = changed(config, **PLACE, internal_ips=inside)
+    spec = make_spec(placed, "two.py", "sky")
     made = deployment(spec, "certificates", str(tmp_path), NOW)
     place({name: None for name in made.files if name.endswith(".yaml")}, tmp_path)
     jobs = [resource for resource in made.resources if resource.job]

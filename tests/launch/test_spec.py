@@ -89,9 +89,7 @@ def with_island(config, name="v5p", **fields):
 
 
 def with_run(config, section, **fields):
-    part = dataclasses.replace(getattr(config.run, section), **fields)
-    run = dataclasses.replace(config.run, **{section: part})
-    return dataclasses.replace(config, run=run)
+    return config.replace({f"{section}.{name}": v for name, v in fields.items()})
 
 
 @pytest.mark.parametrize(("on", "settings", "said"), REFUSED)
@@ -162,18 +160,14 @@ def test_workers_are_told_their_addresses(config):
         "two-worker-0.default.svc:7077",
         "two-worker-1.default.svc:7077",
     ]
-    placement = dataclasses.replace(
-        config.placement, workers=2, worker_addresses=("a:1", "b:1")
-    )
+    placed = config.replace({"workers": 2, "worker_addresses": ("a:1", "b:1")})
     with pytest.raises(ConfigError, match="a launch places workers itself"):
-        make_spec(dataclasses.replace(config, placement=placement), "two.py", "gke")
+        make_spec(placed, "two.py", "gke")
 
 
 def test_machines_read_the_config_without_what_is_of_this_machine(config, tmp_path):
-    placement = dataclasses.replace(
-        config.placement, certificates="here", advertise="here:1", time_budget_s=7.0
-    )
-    config = dataclasses.replace(config, placement=placement)
+    here = {"certificates": "here", "advertise": "here:1", "time_budget_s": 7.0}
+    config = config.replace(here)
     spec = make_spec(config, "two.py", "tpu_vm")
     path = tmp_path / "config.json"
     path.write_text(spec.config_json)
@@ -255,8 +249,8 @@ def test_weights_are_read_where_the_coordinator_is(config):
 
 def test_islands_of_a_launch_share_a_cache_and_others_have_their_own(config):
     """An entry is code. The coordinator's arguments name no cache at all."""
-    placement = dataclasses.replace(config.placement, checkpoints="gs://b/run")
-    config = dataclasses.replace(config, placement=placement)
+    config = config.replace("checkpoints", "gs://b/run")
+    placement = config.placement
     spec = make_spec(changed(config), "two.py", "gke")
     shared = "gs://b/run/islands/_jax-cache/_shared"
     for island in spec.islands:

@@ -1,16 +1,15 @@
 """Environment variables reach the processes, and those that must not are refused."""
 
-import dataclasses
 import re
 from importlib import resources
 
 import pytest
+from gke_support import changed
 
 from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
 from diloco_jax.config.placement import variables_of
-from diloco_jax.launch.command import LaunchOptions, run
-from diloco_jax.launch.spec import OF_THE_LAUNCH, flag_notes, make_spec
+from diloco_jax.launch.spec import OF_THE_LAUNCH, make_spec
 from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm
 from diloco_jax.planning.compiling import environment_of, flags_of
 
@@ -27,11 +26,6 @@ SECRETS = {"HF_TOKEN": "hub-token", "v5p:WANDB_API_KEY": "wandb"}
 @pytest.fixture
 def given(config):
     return changed(config, environment=GIVEN, secrets=SECRETS)
-
-
-def changed(config, **settings):
-    launch = dataclasses.replace(config.launch, **settings)
-    return dataclasses.replace(config, launch=launch)
 
 
 def test_a_part_has_everybodys_variables_and_its_own(given):
@@ -58,15 +52,6 @@ def test_a_part_has_everybodys_variables_and_its_own(given):
         ({"environment": {"HF_TOKEN": "hf_123"}}, "looks like a credential, .*secrets"),
         ({"environment": {"v5p:A_KEY": "x"}}, "environment v5p:A_KEY looks like a"),
         ({"environment": {"A": "1\n2"}}, "more than one line"),
-        ({"environment": {"XLA_FLAGS": "--a b"}}, "XLA_FLAGS has 'b', which is no fl"),
-        (
-            {"environment": {"LIBTPU_INIT_ARGS": "--a=1 --a=2"}},
-            "has --a=1 and --a=2; leave out one",
-        ),
-        (
-            {"environment": {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}},
-            r"count=8, and an island's devices are those of its mesh",
-        ),
         ({"secrets": {"HF_TOKEN": "hf value"}}, "HF_TOKEN: its value cannot be"),
         ({"secrets": {"ROOT": "name"}}, "ROOT, which `diloco launch` sets itself"),
         (
@@ -87,20 +72,6 @@ def test_no_secret_can_overwrite_a_setting_of_the_script():
     names = set(re.findall(r"\$\{?#?([A-Z][A-Z_]+)|\b([A-Z][A-Z_]+)=", script))
     found = {one or other for one, other in names}
     assert found - {"ERR", "BASH"} <= OF_THE_LAUNCH
-
-
-def test_a_flag_against_the_table_is_named_with_both_values(given, capsys):
-    notes = flag_notes(given)
-    assert notes == [
-        "note: island v6e.b: LIBTPU_INIT_ARGS has "
-        f"{OFF}, and the table for v6e, 0.0.42 has {OFF.replace('false', 'true')}: "
-        "the variable counts; leave the flag out to have the table's"
-    ]
-    run(given, "two.py", LaunchOptions(on="gke", dry_run=True))
-    said = capsys.readouterr().err
-    assert notes[0] in said
-    run(given, "two.py", LaunchOptions(on="gke", dry_run=True, action="logs"))
-    assert "note:" not in capsys.readouterr().err
 
 
 def test_flags_of_the_table_and_of_the_launch_are_merged():

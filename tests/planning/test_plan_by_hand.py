@@ -77,14 +77,17 @@ def test_every_shipped_config_is_here():
 
 @pytest.fixture(scope="module", params=sorted(n for n in PLANNED if PLANNED[n]))
 def case(request):
+    """A config, its plan, and the sizes of its fragments."""
     config = load_config(CONFIGS / f"{request.param}.py")
-    world = Assumptions(link_gbit_per_s=LINK)
-    plan = plan_run("x.py", config, fragments_of(config), world)
-    return resolve_outer(config), plan
+    world, fragments = Assumptions(link_gbit_per_s=LINK), fragments_of(config)
+    prices = {i.topology.partition(":")[0]: 1.0 for i in config.islands.values()}
+    prices |= {"coordinator": 2.0, "traffic": 0.02}
+    plan = plan_run("x.py", config, fragments, world, prices=prices)
+    return resolve_outer(config), plan, fragments.sizes
 
 
 def test_speeds_and_links(case):
-    config, plan = case
+    config, plan, _ = case
     sync, params = config.run.sync, plan.run.params
     model = config.run.model
     # An embedding that is not that of the logits has no product, and norms have none.
@@ -115,15 +118,16 @@ def state_of(config, params):
 
 
 def test_memory(case):
-    config, plan = case
+    config, plan, sizes = case
     sync, placement, params = config.run.sync, config.placement, plan.run.params
     cores, _ = MACHINES[config.launch.coordinator_machine]
     islands, workers = len(config.islands), placement.workers
     state = state_of(config, params)
-    largest = state * share_of_largest(config)
+    share = max(sizes) / sum(sizes)
+    largest = state * share
     merges = min(4, max(1, cores // 4))
     deltas = 2 * islands * params * BYTES[sync.codec_up]
-    anchors = 2 * islands * 4 * params * share_of_largest(config)
+    anchors = 2 * islands * 4 * params * share
     needed = (
         state
         + workers * (1 + merges) * largest
@@ -135,15 +139,10 @@ def test_memory(case):
     assert plan.run.coordinator.memory == pytest.approx(needed, rel=0.03)
 
 
-def share_of_largest(config):
-    fragments = fragments_of(config)
-    return max(fragments.sizes) / sum(fragments.sizes)
-
-
-def share_of_largest_worker(config):
+def share_of_largest_worker(workers, sizes):
     """The largest fragment first, each to the worker that has least."""
-    held = [0] * config.placement.workers
-    for size in sorted(fragments_of(config).sizes, reverse=True):
+    held = [0] * workers
+    for size in sorted(sizes, reverse=True):
         held[held.index(min(held))] += size
     return max(held) / sum(held)
 
@@ -155,7 +154,7 @@ def disk_rate(config):
 
 
 def test_disk(case):
-    config, plan = case
+    config, plan, sizes = case
     sync, placement, params = config.run.sync, config.placement, plan.run.params
     cycle, state = plan.run.cycle_seconds, state_of(config, params)
     islands, publish = len(config.islands), params * BYTES[sync.codec_down]
@@ -170,14 +169,14 @@ def test_disk(case):
     lines = cycles * sync.fragments * (1700 + 860 * islands)
     lines += cycles * cycle * islands * 850
     log = (placement.snapshots_kept - 0.5) * rounds * publish
-    snapshots = state * (placement.snapshots_kept + share_of_largest(config))
+    snapshots = state * (placement.snapshots_kept + max(sizes) / sum(sizes))
     assert disk.expected == pytest.approx(snapshots + log + lines, rel=0.02)
     wrote = publish / cycle + state / round_s
     assert disk.bytes_per_s == pytest.approx(wrote, rel=0.02)
 
 
 def test_restart(case):
-    config, plan = case
+    config, plan, sizes = case
     params, codec = plan.run.params, config.run.sync.codec_down
     state, rate = state_of(config, params), disk_rate(config)
     round_s = max(config.placement.snapshot_every_s, 4 * state / rate)
@@ -188,14 +187,14 @@ def test_restart(case):
     native = config.placement.merge_route == "native" and codec == "int8"
     decode = publishes * params * (1.1 if native else 5.7)
     cores, _ = MACHINES[config.launch.coordinator_machine]
-    share = share_of_largest_worker(config)
+    share = share_of_largest_worker(config.placement.workers, sizes)
     computed = share * (decode + read * 1.6) / 1e9 / cores
     seconds = 30 + 1.25 * max(share * read / rate, computed)
     assert plan.run.outage.restart_seconds == pytest.approx(seconds, rel=0.02)
 
 
 def test_days_and_traffic(case):
-    config, plan = case
+    config, plan, _ = case
     sync, length = config.run.sync, config.run.sequence_length
     expected = steps(config, 0.5)
     rate = sum(i.batch_size * length / expected[n] for n, i in config.islands.items())
@@ -203,11 +202,7 @@ def test_days_and_traffic(case):
     assert 0 <= lost < 0.6
     days = config.run.total_tokens / (rate * (1 - lost)) / 86400
     assert plan.run.days == pytest.approx(days, rel=1e-3)
-    prices = {i.topology.partition(":")[0]: 1.0 for i in config.islands.values()}
-    prices |= {"coordinator": 2.0, "traffic": 0.02}
-    world = Assumptions(link_gbit_per_s=LINK)
-    fragments = fragments_of(config)
-    price = plan_run("x.py", config, fragments, world, prices=prices).run.price
+    price = plan.run.price
     home = config.launch.coordinator_zone.rpartition("-")[0]
     zones = config.launch.zones
     far = [n for n in config.islands if home not in ("", zones[n].rpartition("-")[0])]
@@ -227,7 +222,7 @@ def test_days_and_traffic(case):
 
 
 def test_shipped_plans_pass_every_check(case):
-    _, plan = case
+    _, plan, _ = case
     assert plan.run.refusals == []
     assert plan.fits
     hosts = sum(island.hosts for island in plan.islands.values())

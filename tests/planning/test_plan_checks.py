@@ -1,6 +1,7 @@
 """Plans refuse what would not run, with a change that the same arithmetic accepts."""
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import re
@@ -31,6 +32,7 @@ from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
+@functools.cache
 def terms_of(name, link=5.0):
     config = resolve_outer(load_config(CONFIGS / f"{name}.py"))
     return Terms(

@@ -25,15 +25,12 @@ def toy(tmp_path_factory):
     """With int4 deltas; and one island again, cut along two axes, with anchors in host
     memory."""
     config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
-    sync = dataclasses.replace(config.run.sync, codec_up="int4")
     cut = dataclasses.replace(
         config.islands["v6e"], mesh_fsdp=2, mesh_tensor=2, anchor_memory="pinned_host"
     )
     path = tmp_path_factory.mktemp("plan") / "three.json"
-    config = dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, sync=sync),
-        islands={**config.islands, CUT_NAMES[0]: cut},
+    config = config.replace(
+        {"sync.codec_up": "int4", "islands": {**config.islands, CUT_NAMES[0]: cut}}
     )
     write_config_json(config, path)
     code, found = plan(path)
@@ -145,11 +142,9 @@ def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):
     (tmp_path / "rules.py").write_text(rule[1])
     config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
     named = f"{tmp_path / 'rules.py'}:sign_consensus"
-    sync = dataclasses.replace(config.run.sync, merge=named)
-    islands = {"v6e": config.islands["v6e"]}
-    run = dataclasses.replace(config.run, sync=sync)
+    alone = {"v6e": config.islands["v6e"]}
     path = tmp_path / "theirs.json"
-    write_config_json(dataclasses.replace(config, run=run, islands=islands), path)
+    write_config_json(config.replace({"sync.merge": named, "islands": alone}), path)
     code, found = plan(path)
     assert code == 0
     assert found["islands"]["v6e"]["compiled"]["fits"]

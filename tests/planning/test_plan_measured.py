@@ -1,6 +1,5 @@
 """Two speeds of a plan, values that were measured, and what a link's settings cost."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -194,7 +193,6 @@ def test_every_loss_stands_on_its_page():
         assert loss.difference in page, loss
         assert loss.codec in CODECS.table
     assert "int2" not in advice.TRIED_CODECS
-    assert "int2" not in {*advice.LIGHTER, *advice.LIGHTER.values()}
 
 
 def test_settings_that_fit_are_told_by_bytes_with_their_loss_and_its_size():
@@ -222,18 +220,3 @@ def test_a_link_that_carries_nothing_has_no_settings():
     config = load_config(ROOT / "configs" / "four_regions.py")
     narrow = Assumptions(link_gbit_per_s=0.1)
     assert plan_run("x.py", config, fragments_of(config), narrow).run.settings == []
-
-
-def test_settings_do_not_lead_beyond_the_measured_codecs():
-    """A late fragment is not answered by int2."""
-    config = dataclasses.replace(
-        CONFIG,
-        run=dataclasses.replace(
-            CONFIG.run,
-            sync=dataclasses.replace(
-                CONFIG.run.sync, codec_up="int4", codec_down="int4"
-            ),
-        ),
-    )
-    changes = list(advice._lighter(config.run.sync, 3.0))
-    assert [set(change) for change in changes] == [{"sync.overlap_steps"}]

@@ -1,6 +1,5 @@
 """Merges cost what their rule costs, and a plan refuses a cycle that they outlast."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -47,9 +46,7 @@ FIRST = First()
 @pytest.fixture(scope="module")
 def terms():
     """12 B parameters and 64 islands, by the route "native"."""
-    config = resolve_outer(load_config(MIXED))
-    by_native = dataclasses.replace(config.placement, merge_route="native")
-    config = dataclasses.replace(config, placement=by_native)
+    config = resolve_outer(load_config(MIXED)).replace("merge_route", "native")
     names = [f"island-{i:02}" for i in range(64)]
     return Terms(
         config=config,

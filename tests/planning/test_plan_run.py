@@ -27,6 +27,7 @@ from diloco_jax.wire.bulk import chunks
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 """One second of each island's chips."""
+REGIONS = ("islands.big.region", "islands.small.region")
 CALM = Assumptions(mtbi_years=0.0, link_gbit_per_s=1000.0, share=(1.0,))
 
 
@@ -107,13 +108,18 @@ def test_an_island_with_more_chips_is_interrupted_more_often(calm):
 
 
 def test_emulated_step_times_count_where_they_are_longer():
-    islands = {
-        **CONFIG.islands,
-        "small": dataclasses.replace(CONFIG.islands["small"], step_seconds=4.0),
-    }
-    plan = planned(dataclasses.replace(CONFIG, islands=islands))
+    plan = planned(CONFIG.replace("islands.small.step_seconds", 4.0))
     assert plan.islands["small"].step_seconds == 4.0
     assert plan.islands["big"].step_seconds == pytest.approx(1.0)
+
+
+def test_a_host_keeps_four_publishes_of_its_part_for_its_region(calm):
+    assert calm.islands["big"].network.kept_bytes == 0
+    plan = planned(CONFIG.replace(dict.fromkeys(REGIONS, "here")))
+    largest = max(payload_bytes(CONFIG.run.sync.codec_down, fragments_of(CONFIG)))
+    kept = {name: island.network.kept_bytes for name, island in plan.islands.items()}
+    assert kept == {"big": 4 * math.ceil(largest / 4), "small": 4 * largest}
+    assert repr(plan).startswith("<Plan of x.py on big, small: fits, refused: none; ex")
 
 
 def test_takes_and_adoptions_hold_up_the_steps():
@@ -148,9 +154,7 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
     parts = dataclasses.asdict(heavy)
     for name in (
         *("memory", "wire_cores", "merge_cores", "disk_cores", "cores"),
-        *("workers", "merges", "disk", "disks"),
-        *("replayed", "replayed_bytes", "replay_core_seconds"),
-        *("read_core_seconds", "restoring_cores"),
+        *("workers", "merges", "disk", "disks", "restart_seconds"),
     ):
         del parts[name]
     assert heavy.memory == sum(parts.values())
