@@ -374,10 +374,10 @@ class FragmentMerge:
             return Uses()
         pairs = zip(counts, counted, strict=True)
         most = max(decode_uses(own).sum() / per_token for own, per_token in pairs)
-        # A use may be a part of a token: what is rounded is no use more.
-        return Uses(
-            min(math.ceil(round(float(most), 6)), MOST_USES), digest_arrays(counts)
-        )
+        # A use may be a part of a token: what is rounded, a few units in the last place
+        # of a large count, is no use more.
+        whole = math.ceil(round(float(most) * (1 - 2**-50), 6))
+        return Uses(min(whole, MOST_USES), digest_arrays(counts))
 
     def merge(
         self,

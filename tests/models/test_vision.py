@@ -23,8 +23,8 @@ from diloco_jax.config import (
     VisionConfig,
 )
 from diloco_jax.coordinator.holding.store import merges_of
-from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import get_piece
+from diloco_jax.core.codecs import encode_uses, get_codec
+from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.island.device.build import build_exchange, join
 from diloco_jax.island.joined import JoinedHost
 from diloco_jax.models import transformer, vision
@@ -229,6 +229,24 @@ def test_who_had_no_pictures_weighs_nothing_in_the_tower():
     for piece, *of in zip(plan.pieces, both, alone, none, begun.theta, strict=True):
         seen = piece.path[0] in vision.PARTS
         assert np.array_equal(of[0], of[1]) == np.array_equal(of[2], of[3]) == seen
+
+
+def test_what_a_float_rounds_is_no_use_more():
+    """Two pictures in each row of 49 tokens, and some 26e9 of these."""
+    (use,) = {*vision.uses(TINY, most=2, length=49).values()}
+    plan = plan_fragments(
+        {"w": (4, 4)},
+        {"w": ("embed", "mlp")},
+        1,
+        by_use={"w": use.per_token},
+        as_one=["w"],
+    )
+    outer = OuterConfig(optimizer="sgd", learning_rate=1.0)
+    (merge,) = merges_of(RunConfig(outer=outer), plan)
+    delta, count = bytearray(merge.layout_up.total_bytes), 1021 << 20
+    (counts,) = merge.layout_up.unpack(delta)[1:]
+    counts[...] = encode_uses(jnp.array([count], jnp.uint32))
+    assert merge.uses(delta).most == count * 49 // 2
 
 
 def test_a_train_loop_of_a_users_own_counts_no_pictures():
