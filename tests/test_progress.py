@@ -100,7 +100,7 @@ ELSEWHERE = {
     "fork": "as replay, then as emulate",
     "island": "it is a service; its start is in its log",
     "worker": "as island",
-    "manifest": "tests/data/test_text.py",
+    "manifest": "tests/data/test_manifest.py",
     "dashboard": "the page says how much is read",
     "simulate bandwidth": "formulas",
     **dict.fromkeys(

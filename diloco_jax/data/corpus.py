@@ -20,7 +20,6 @@ from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
 from diloco_jax.data.documents import (
     SourceKind,
-    SourcePath,
     TokenRow,
     Tokens,
     encoded,
@@ -28,7 +27,6 @@ from diloco_jax.data.documents import (
     inventory,
     read_file,
 )
-from diloco_jax.data.manifest import ReadProgress
 from diloco_jax.data.source import TOKENS, WEIGHTS, Fields, Row, cut
 from diloco_jax.data.tokenizers import SEPARATOR, VOCAB_SIZE, open_tokenizer
 
@@ -36,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = 16
 """Chunks of a corpus that a start checks, and at least one of each file."""
-TOLD_FROM = 1 << 30
-"""Bytes of small files from which their reading is told, since every start reads them.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,41 +94,23 @@ def load_corpus(
                 f"data.paths: {tokenised[0]} has tokens, and {path} is text; give "
                 f"files of one kind"
             )
-    return _load(used, not tokenised, validation_fraction, samples)
-
-
-def _load(
-    files: Sequence[SourcePath],
-    of_bytes: bool,
-    validation_fraction: float,
-    samples: int | None,
-) -> Corpus:
+    of_bytes = not tokenised
     documents: dict[str, np.ndarray] = {}
     digest, largest = hashlib.sha256(), 0
-    small = [size for file in files if (size := _small(file))]
-    with ReadProgress(
-        f"reading {len(small):,} files of text, as every start does: files below "
-        f"{manifest.MAPPED_FROM >> 20} MB get no manifest, so join them into "
-        f"larger ones",
-        sum(small),
-        told_from=TOLD_FROM,
-    ) as progress:
-        for name, path, kind in files:
-            name_bytes, file = encoded(name, path), read_file(path, kind, samples)
-            size, largest = len(file.values), max(largest, file.largest)
-            if not of_bytes:
-                digest.update(name_bytes + b":" + file.digested)
-            elif size:
-                digest.update(f"{len(name_bytes)}:{name}:{size}:".encode())
-                digest.update(file.digested)
-            if size:
-                documents[name] = file.values
-            if of_bytes and not isinstance(file.values, np.memmap):
-                progress.advance(size)
+    for name, path, kind in used:
+        name_bytes, file = encoded(name, path), read_file(path, kind, samples)
+        size, largest = len(file.values), max(largest, file.largest)
+        if not of_bytes:
+            digest.update(name_bytes + b":" + file.digested)
+        elif size:
+            digest.update(f"{len(name_bytes)}:{name}:{size}:".encode())
+            digest.update(file.digested)
+        if size:
+            documents[name] = file.values
     if not documents:
         raise ConfigError(
             f"data.paths: no {'text' if of_bytes else 'tokens'} in "
-            f"{', '.join(name for name, *_ in files)}; name files or folders that hold "
+            f"{', '.join(file.name for file in used)}; name files or folders that hold "
             f"some"
         )
     train, validation = _split(documents, validation_fraction, of_bytes)
@@ -146,13 +123,6 @@ def _load(
         largest,
         of_bytes,
     )
-
-
-def _small(file: SourcePath) -> int:
-    """Return the bytes of a text that every start reads, 0 of any other file."""
-    size = file.path.stat().st_size
-    is_read = file.kind is SourceKind.TEXT and size < manifest.MAPPED_FROM
-    return size if is_read else 0
 
 
 def load_checked_corpus(data: DataConfig, *, copied: bool = False) -> Corpus:

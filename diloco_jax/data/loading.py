@@ -13,15 +13,29 @@ and each (s, e, r) has one position.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
-from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.config import ConfigError, DataConfig, RunConfig
 from diloco_jax.core.members import load, said
 from diloco_jax.data.corpus import ValidationWindows, Windows, load_checked_corpus
 from diloco_jax.data.pictures import RowPictures
-from diloco_jax.data.prepared import are_prepared, open_folders, tokenizer_of
+from diloco_jax.data.prepared import (
+    SAMPLES,
+    TRAIN,
+    VALIDATION,
+    Contents,
+    DataFolder,
+    PreparedRows,
+    are_prepared,
+    read_manifest,
+    require_whole,
+    tokenizer_of,
+)
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import (
     Fields,
@@ -34,8 +48,14 @@ from diloco_jax.data.source import (
     Together,
     cut,
     require_row,
+    slots_of,
 )
-from diloco_jax.data.tokenizers import open_tokenizer, require_tokenizer
+from diloco_jax.data.tokenizers import (
+    open_tokenizer,
+    require_digest,
+    require_tokenizer,
+)
+from diloco_jax.protocol.messages import MAX_SOURCES
 
 SEED_STEP, SEEDS = 0x9E3779B1, 1 << 32
 """Distance between the seeds of two sources, and the number of seeds."""
@@ -48,14 +68,9 @@ class GlobalIndex:
         # It takes as long as jax to import, and the coordinator draws no rows.
         import grain
 
-        self._source = source
+        self._source, self.fields = source, source.fields
         rows = grain.MapDataset.range(len(source)).seed(seed)
         self._order = rows.shuffle().repeat()
-
-    @property
-    def fields(self) -> Fields:
-        """Arrays of every row by name."""
-        return self._source.fields
 
     def number(self, position: int) -> int:
         """Return the number of a position's row."""
@@ -192,26 +207,125 @@ def _corpus(run: RunConfig, copied: bool) -> Data:
 
 
 def _prepared(run: RunConfig) -> Data:
-    """Return the rows of prepared folders."""
-    found = open_folders(run)
-    train: Sequence[Source] = found.train
-    validation: Sequence[Source] = found.validation
-    if found.weights:
-        train = [Numbered(source, n) for n, source in enumerate(train)]
-        validation = [Numbered(source, n) for n, source in enumerate(validation)]
+    """Return the rows of prepared folders: read their manifests, compare sizes and a
+    few chunks of their files. Raise ConfigError if they are not the run's."""
+    data = run.data
+    paths = [str(DataFolder(path)) for path in data.paths]
+    if doubled := {path for path in paths if paths.count(path) > 1}:
+        raise ConfigError(
+            f"data.paths names {min(doubled)} {paths.count(min(doubled))} times; give "
+            f"it once, and the sum of its weights in data.weights"
+        )
+    found = [read_manifest(path) for path in paths]
+    for path, prepared in zip(paths, found, strict=True):
+        if prepared.sequence_length != run.sequence_length:
+            raise ConfigError(
+                f"sequence_length = {run.sequence_length}, but the rows of {path} have "
+                f"{prepared.sequence_length} predicted tokens; set it to "
+                f"{prepared.sequence_length}, or prepare the data again with "
+                f"--sequence-length {run.sequence_length}"
+            )
+        require_digest(
+            prepared.tokenizer.digest,
+            found[0].tokenizer.digest,
+            path,
+            f"that of {paths[0]}",
+        )
+    weights = _weights(data, [prepared.train.counts.rows for prepared in found])
+    digest = _digest(found, weights)
+    if data.digest and data.digest != digest:
+        raise ConfigError(
+            f"data.digest = {data.digest} in the run's config, but the data here "
+            f"({', '.join(data.paths)}) has {digest}; give the run's folders "
+            f"(--data.paths), in its order and with its data.weights"
+        )
+    for path, prepared in zip(paths, found, strict=True):
+        require_whole(path, prepared, max(1, SAMPLES // len(paths)))
+    counts = [prepared.validation.counts for prepared in found]
+    pictures = _pictures(data, paths, found)
+
+    def rows(split: str) -> list[Source]:
+        pairs = zip(paths, found, strict=True)
+        made = [PreparedRows(p, f, getattr(f, split), pictures) for p, f in pairs]
+        if not weights:
+            return list(made)
+        return [Numbered(source, number) for number, source in enumerate(made)]
+
+    train, validation = rows(TRAIN), rows(VALIDATION)
     return Data(
         train=Together(train),
         validation=Together(validation),
-        digest=found.digest,
-        largest=found.largest,
-        bytes_per_token=found.bytes_per_token,
-        mixed=tuple(train) if found.weights else (),
-        held_out=dict(zip(run.data.paths, validation, strict=True))
-        if found.weights
-        else {},
-        weights=found.weights,
-        pictures=found.pictures,
+        digest=digest,
+        largest=max(max(f.train.largest, f.validation.largest) for f in found),
+        bytes_per_token=sum(c.text_bytes for c in counts)
+        / sum(c.predicted for c in counts),
+        mixed=tuple(train) if weights else (),
+        weights=weights,
+        held_out=dict(zip(data.paths, validation, strict=True)) if weights else {},
+        pictures=pictures,
     )
+
+
+def _pictures(
+    data: DataConfig, paths: Sequence[str], found: Sequence[Contents]
+) -> RowPictures | None:
+    """Return the pictures of all folders together, None if no folder has any. Raise
+    ConfigError for folders of unlike placeholders, and rows of more than the run's
+    most."""
+    having = [(p, f.pictures) for p, f in zip(paths, found, strict=True) if f.pictures]
+    if not having:
+        return None
+    (first, most), *_ = having
+    for path, pictures in having:
+        ours = pictures.tokens, pictures.token
+        if ours != (theirs := (most.tokens, most.token)):
+            raise ConfigError(
+                f"data.paths: a picture of {path} has {ours[0]} placeholders of token "
+                f"{ours[1]}, one of {first} {theirs[0]} of {theirs[1]}; prepare both "
+                f"with the same --picture-tokens and tokenizer"
+            )
+        if 0 < data.pictures < pictures.most:
+            raise ConfigError(
+                f"data.pictures = {data.pictures}, and a row of {path} has "
+                f"{pictures.most} pictures; raise it, or prepare the folder again with "
+                f"--pictures-per-row {data.pictures}"
+            )
+    largest = max(pictures.most for _, pictures in having)
+    return msgspec.structs.replace(most, most=data.pictures or largest)
+
+
+def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
+    """Return the shares of several folders, by their rows if none are given."""
+    weights = data.weights or tuple(map(float, rows))
+    if len(weights) != len(rows):
+        raise ConfigError(
+            f"data.weights has {len(weights)} numbers, data.paths {len(rows)} folders; "
+            f"give one number for each folder"
+        )
+    if len(rows) > MAX_SOURCES:
+        raise ConfigError(
+            f"data.paths has {len(rows)} folders, and a mixture has at most "
+            f"{MAX_SOURCES}; prepare several together"
+        )
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(
+            f"data.weights = {weights}; each has to be above 0, and finite"
+        )
+    try:
+        slots_of(weights)
+    except ValueError as error:
+        raise ConfigError(
+            f"data.weights: {error}; raise it, or leave its folder out"
+        ) from error
+    return weights if len(rows) > 1 else ()
+
+
+def _digest(found: Sequence[Contents], weights: Sequence[float]) -> str:
+    """Return the digest of one folder, or of several and their shares."""
+    if not weights:
+        return found[0].digest
+    parts = [prepared.digest for prepared in found]
+    return hashlib.sha256(f"{parts}:{slots_of(weights)}".encode()).hexdigest()[:16]
 
 
 def _own(run: RunConfig) -> Data:

@@ -11,16 +11,12 @@ making a manifest, whose progress is shown.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import random
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -33,50 +29,12 @@ from diloco_jax.observability.terminal import bar
 logger = logging.getLogger(__name__)
 
 
-class ReadProgress:
-    """A context manager that tells how much of `total` bytes is read, unless that is
-    less than `told_from`. Any thread may call `advance`."""
-
-    def __init__(self, what: str, total: int, *, told_from: int) -> None:
-        """what: the beginning of every line, which also names the remedy."""
-        self._what, self._total = what, total
-        self._told = total >= told_from
-        self._lock = threading.Lock()
-        self._done = 0
-        self._shown = contextlib.ExitStack()
-
-    def __enter__(self) -> ReadProgress:
-        if self._told:
-            # Seen without logging, too: a command may read before it has set that up.
-            logger.warning("%s (%.1f GB)", self._what, self._total / 1e9)
-            doing = bar(Console(stderr=True), "reading")
-            self._report = self._shown.enter_context(doing)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._shown.close()
-
-    def advance(self, nbytes: int) -> None:
-        """Note that so many more bytes are read."""
-        if not self._told:
-            return
-        with self._lock:
-            self._done += nbytes
-            self._report(self._done / self._total)
-
-
 SUFFIX = ".manifest"
 MAPPED_FROM = 1 << 24
 """Bytes from which a file is mapped. Mapped files stay open, and those are limited."""
 TOLD_FROM = 1 << 30
 """Bytes from which a reading is told."""
 CHUNK_BYTES = 1 << 22
-LOCK_POLL_S = 1.0
-LOCK_WAIT_S = 600.0
-"""Longest wait for another process that makes a manifest, beside what its reading takes
-at `SLOWEST_BYTES_PER_S`."""
-SLOWEST_BYTES_PER_S = 5e7
-"""Rate below which that reading counts as stuck."""
 Check = Callable[[Path, np.ndarray, slice], int]
 """Returns the largest value of a part of a file's row; raises ConfigError, naming the
 file, for values that may not be there."""
@@ -130,12 +88,7 @@ def described(
     if found is not None and samples is not None:
         require_same(path, found, row, samples)
         return found
-    with _alone(path):
-        # Who had it before may have made the manifest.
-        found = find(path)
-        if found is not None and is_unchanged(path, found):
-            return found
-        return make(path, row, check)
+    return make(path, row, check)
 
 
 def make(path: Path, row: np.ndarray, check: Check) -> Manifest:
@@ -179,15 +132,11 @@ def is_unchanged(path: Path, manifest: Manifest) -> bool:
 
 
 def require_same(
-    path: Path,
-    manifest: Manifest,
-    tokens: np.ndarray,
-    samples: int,
-    draw: Callable[[range, int], list[int]] = random.sample,
+    path: Path, manifest: Manifest, tokens: np.ndarray, samples: int
 ) -> None:
     """Raise ConfigError, with both values, if the file differs from its manifest.
 
-    Compares the size, the type, and the digests of `samples` chunks drawn by `draw`.
+    Compares the size, the type, and the digests of `samples` chunks drawn at random.
     """
     seen = {
         "size": path.stat().st_size,
@@ -198,68 +147,37 @@ def require_same(
         if here != getattr(manifest, name):
             raise _stale(path, name, here, getattr(manifest, name))
     parts = _parts(tokens)
-    for number in draw(range(len(parts)), min(samples, len(parts))):
+    for number in random.sample(range(len(parts)), min(samples, len(parts))):
         digest = _digest(tokens[parts[number]])
         if digest != manifest.chunks[number]:
             at = f"digest of tokens {parts[number].start} to {parts[number].stop}"
             raise _stale(path, at, digest, manifest.chunks[number])
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process at a time read a file for its manifest, also on other machines
-    that share it, where the file system has locks for readers. A process that ends,
-    however it does, frees its lock. Raise ConfigError if one holds it for too long."""
-    told, began = False, time.monotonic()
-    within_s = LOCK_WAIT_S + path.stat().st_size / SLOWEST_BYTES_PER_S
-    with path.open("rb") as file:
-        while not _is_locked(file):
-            waited_s = time.monotonic() - began
-            if waited_s >= within_s:
-                raise ConfigError(
-                    f"data.paths: another process has been reading {path} for its "
-                    f"manifest for {waited_s:.0f} s, and {within_s:.0f} s are enough "
-                    f"for its size; end that process, on whatever machine it is, or "
-                    f"make the manifest before the run with `diloco manifest {path}`"
-                )
-            if not told:
-                logger.warning(
-                    "waiting for another process that reads %s, for %.0f s at most",
-                    path,
-                    within_s,
-                )
-            told = True
-            time.sleep(LOCK_POLL_S)
-        yield
-
-
-def _is_locked(file: BinaryIO) -> bool:
-    """Lock a file, where its file system has locks; tell if another process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        logger.debug("%s cannot be locked: %s", file.name, error)
-    return True
-
-
 def _facts(path: Path, row: np.ndarray, check: Check) -> Manifest:
-    status = path.stat()
-    progress = ReadProgress(
-        f"reading {path} once, for its manifest; `diloco manifest {path}` does it "
-        f"before a run, or before the file is copied",
-        row.nbytes,
-        told_from=TOLD_FROM,
-    )
+    status, parts = path.stat(), _parts(row)
 
     def read(part: slice) -> tuple[str, int]:
-        found = _digest(row[part]), check(path, row, part)
-        progress.advance(row[part].nbytes)
-        return found
+        return _digest(row[part]), check(path, row, part)
 
-    with progress, ThreadPoolExecutor(machine.cores()) as pool:
-        chunks = list(pool.map(read, _parts(row)))
+    chunks = list[tuple[str, int]]()
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(machine.cores()))
+        report = None
+        if row.nbytes >= TOLD_FROM:
+            # Seen without logging, too: a command may read before it has set that up.
+            logger.warning(
+                "reading %s once, for its manifest; `diloco manifest %s` does it "
+                "before a run, or before the file is copied (%.1f GB)",
+                path,
+                path,
+                row.nbytes / 1e9,
+            )
+            report = stack.enter_context(bar(Console(stderr=True), "reading"))
+        for chunk in pool.map(read, parts):
+            chunks.append(chunk)
+            if report is not None:
+                report(len(chunks) / len(parts))
     return Manifest(
         size=status.st_size,
         changed_ns=status.st_mtime_ns,

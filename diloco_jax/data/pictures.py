@@ -147,8 +147,6 @@ MOST_PIXELS = 1 << 26
 """Pixels of a picture: 67 million, decoded in 0.3 GB of memory, of WebP in 1.0 GB."""
 LARGE_PIXELS, LARGE_AT_ONCE = 1 << 24, threading.BoundedSemaphore(2)
 """Pictures of more pixels, and how many of them a process decodes at a time."""
-BAND_PIXELS = 1 << 20
-"""Pixels that are converted at a time, and a line at least."""
 MOST_BYTES = 1 << 27
 """Bytes of a picture's file."""
 MOST_PICTURES, MOST_BYTES_TOGETHER = 1 << 10, 1 << 30
@@ -327,8 +325,9 @@ def decoded(data: bytes, side: int) -> np.ndarray:
             kept.enter_context(LARGE_AT_ONCE)
         # A JPEG comes out at a half, a quarter, ... where that is twice the square yet.
         image.draft("RGB", (2 * side, 2 * side))
-        small, box = _reduced(image, side)
-        found = small.resize((side, side), Image.Resampling.LANCZOS, box)
+        found = _rgb(image).resize(
+            (side, side), Image.Resampling.LANCZOS, reducing_gap=3.0
+        )
         with contextlib.suppress(Exception):  # A picture stands as it is without EXIF.
             turn = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
             found = found if turn is None else found.transpose(Image.Transpose(turn))
@@ -357,29 +356,6 @@ def _opened(data: bytes) -> Iterator[Image]:
         raise PictureError(f"it cannot be read as a picture: {what}") from error
 
 
-def _reduced(
-    image: Image, side: int
-) -> tuple[Image, tuple[float, float, float, float]]:
-    """Return a picture as RGB, and where it lies in that: made smaller by whole numbers
-    that leave three times the side, as a resize with `reducing_gap=3.0` does first.
-
-    Only a band of it is converted at a time: copies of a large picture are larger.
-    """
-    from PIL import Image
-
-    width, height = image.size
-    across, down = (int(length / side / 3.0) or 1 for length in (width, height))
-    if across == down == 1:
-        return _rgb(image), (0, 0, width, height)
-    image.load()
-    small = Image.new("RGB", (-(-width // across), -(-height // down)))
-    lines = max(BAND_PIXELS // width // down, 1) * down
-    for top in range(0, height, lines):
-        band = image.crop((0, top, width, min(top + lines, height)))
-        small.paste(_rgb(band).reduce((across, down)), (0, top // down))
-    return small, (0, 0, width / across, height / down)
-
-
 def _rgb(image: Image) -> Image:
     """Return a picture of any mode as RGB."""
     from PIL import Image
@@ -394,4 +370,4 @@ def _rgb(image: Image) -> Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -333,11 +333,10 @@ def _require_both_sides(scratch: Path, prepared: Contents) -> None:
 
 
 def _together(splits: Sequence[Split]) -> Split:
-    noted = [split.largest for split in splits]
     return Split(
         counts=sum((split.counts for split in splits), Counts()),
         shards=tuple(shard for split in splits for shard in split.shards),
-        largest=max(noted) if min(noted) >= 0 else -1,
+        largest=max(split.largest for split in splits),
         pictures=sum(split.pictures for split in splits),
         with_pictures=sum(split.with_pictures for split in splits),
         most_pictures=max(split.most_pictures for split in splits),

@@ -18,33 +18,29 @@ follow, in order, each after its number of bytes, uint32.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
-import math
 import random
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 from etils.epath import Path as BucketPath
 
 from diloco_jax import files
-from diloco_jax.config import DataConfig, ModelConfig, RunConfig
+from diloco_jax.config import DataConfig
 from diloco_jax.data.pictures import RowPictures
-from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Fields, Row, slots_of
+from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Fields, Row
 from diloco_jax.data.tokenizers import BESIDE, open_tokenizer, require_digest
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import is_bucket
-from diloco_jax.protocol.messages import MAX_SOURCES
 
 SCHEME = "gs://"
 ASKERS = 16
@@ -267,8 +263,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     counts: Counts
     shards: tuple[Shard, ...]
-    largest: int = -1
-    """Highest token of the rows; -1, and left out, where an older version made them."""
+    largest: int
+    """Highest token of the rows."""
     pictures: int = 0
     with_pictures: int = 0
     """Rows that have some."""
@@ -295,7 +291,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             said += (
                 f", {self.pictures:,} pictures in {self.with_pictures:,} rows, "
                 f"{self.most_pictures} in one at most, {self.picture_bytes:,} bytes, "
-                f"{self.largest_picture:,} the largest ({kinds or 'kinds not noted'})"
+                f"{self.largest_picture:,} the largest ({kinds})"
             )
         if found.left_out:
             said += f", {found.left_out:,} with nothing to learn left out"
@@ -318,14 +314,14 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in the folder; empty for bytes."""
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """A file of the sources. `digest`: of its documents."""
 
     name: str
     size: int
     digest: str
-    kind: str = ""
-    """A `SourceKind`; folders of before it was noted have none."""
+    kind: str
+    """A `SourceKind`."""
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -385,13 +381,10 @@ def read_manifest(folder: str | Path) -> Contents:
 
 
 def require_whole(
-    folder: str | Path,
-    prepared: Contents,
-    samples: int = SAMPLES,
-    draw: Callable[[range, int], list[int]] = random.sample,
+    folder: str | Path, prepared: Contents, samples: int = SAMPLES
 ) -> None:
     """Raise ConfigError, with both values, if files are not the manifest's: compare all
-    sizes, and `samples` chunks that are drawn."""
+    sizes, and `samples` chunks that are drawn at random."""
     shards = (*prepared.train.shards, *prepared.validation.shards)
     there = DataFolder(folder)
     sizes = there.sizes([shard.name for shard in shards])
@@ -401,7 +394,7 @@ def require_whole(
     places = [
         (shard, number) for shard in shards for number in range(len(shard.chunks))
     ]
-    for at in draw(range(len(places)), min(samples, len(places))):
+    for at in random.sample(range(len(places)), min(samples, len(places))):
         shard, number = places[at]
         start = number * CHUNK_BYTES
         chunk = there.read(shard.name, start, min(start + CHUNK_BYTES, shard.size))
@@ -438,6 +431,12 @@ READER = "readahead_buffer_size:0"
 """A row is read alone: what lies behind it belongs to other steps."""
 
 
+def _opened(folder: DataFolder, shards: Sequence[Shard], number: int) -> Any:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    return ArrayRecordReader(folder.path(shards[number].name), READER)
+
+
 class PreparedRows:
     """The rows of one split; a `source.Source`. Several threads may read at once."""
 
@@ -456,8 +455,9 @@ class PreparedRows:
         self._ends = np.array(
             list(itertools.accumulate(shard.rows for shard in split.shards)), np.int64
         )
-        self._open: collections.OrderedDict[int, Any] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        # The one unused for longest is dropped; it closes once its last read ends.
+        opened = functools.partial(_opened, self._folder, self._shards)
+        self._reader = functools.lru_cache(MOST_OPEN)(opened)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -480,42 +480,6 @@ class PreparedRows:
                 f"row {within} of {self._folder.path(shard.name)} cannot be read "
                 f"({error}); copy the folder again"
             ) from error
-
-    def _reader(self, number: int) -> Any:
-        """Return the open file of a shard; open it if need be.
-
-        Beyond `MOST_OPEN` files the one unused for longest is dropped; it closes once
-        its last read ends.
-        """
-        with self._lock:
-            found = self._open.get(number)
-        if found is None:
-            from array_record.python.array_record_module import ArrayRecordReader
-
-            # Not under the lock: a bucket takes its time.
-            path = self._folder.path(self._shards[number].name)
-            found = ArrayRecordReader(path, READER)
-        with self._lock:
-            found = self._open.setdefault(number, found)
-            self._open.move_to_end(number)
-            while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
-            return found
-
-
-class Folders(NamedTuple):
-    """Prepared folders, in the order of `data.paths`."""
-
-    train: tuple[PreparedRows, ...]
-    validation: tuple[PreparedRows, ...]
-    weights: tuple[float, ...]
-    """Shares of several folders; none for one."""
-    digest: str
-    largest: int
-    """Highest token of the rows."""
-    bytes_per_token: float
-    pictures: RowPictures | None
-    """Pictures of the rows; None if no folder has any."""
 
 
 def are_prepared(data: DataConfig) -> bool:
@@ -543,87 +507,6 @@ def are_prepared(data: DataConfig) -> bool:
     return bool(found)
 
 
-def open_folders(run: RunConfig) -> Folders:
-    """Open the prepared folders of a run: read their manifests, compare sizes and a few
-    chunks of their files. Raise ConfigError if they are not the run's."""
-    data = run.data
-    paths = [str(DataFolder(path)) for path in data.paths]
-    if doubled := {path for path in paths if paths.count(path) > 1}:
-        raise ConfigError(
-            f"data.paths names {min(doubled)} {paths.count(min(doubled))} times; give "
-            f"it once, and the sum of its weights in data.weights"
-        )
-    found = [read_manifest(path) for path in paths]
-    for path, prepared in zip(paths, found, strict=True):
-        if prepared.sequence_length != run.sequence_length:
-            raise ConfigError(
-                f"sequence_length = {run.sequence_length}, but the rows of {path} have "
-                f"{prepared.sequence_length} predicted tokens; set it to "
-                f"{prepared.sequence_length}, or prepare the data again with "
-                f"--sequence-length {run.sequence_length}"
-            )
-        require_digest(
-            prepared.tokenizer.digest,
-            found[0].tokenizer.digest,
-            path,
-            f"that of {paths[0]}",
-        )
-    weights = _weights(data, [prepared.train.counts.rows for prepared in found])
-    digest = _digest(found, weights)
-    if data.digest and data.digest != digest:
-        raise ConfigError(
-            f"data.digest = {data.digest} in the run's config, but the data here "
-            f"({', '.join(data.paths)}) has {digest}; give the run's folders "
-            f"(--data.paths), in its order and with its data.weights"
-        )
-    for path, prepared in zip(paths, found, strict=True):
-        require_whole(path, prepared, max(1, SAMPLES // len(paths)))
-    counts = [prepared.validation.counts for prepared in found]
-    pictures = _pictures(data, paths, found)
-
-    def rows(split: str) -> tuple[PreparedRows, ...]:
-        pairs = zip(paths, found, strict=True)
-        return tuple(PreparedRows(p, f, getattr(f, split), pictures) for p, f in pairs)
-
-    return Folders(
-        rows(TRAIN),
-        rows(VALIDATION),
-        weights,
-        digest,
-        max(_largest(p, f, run.model) for p, f in zip(paths, found, strict=True)),
-        sum(c.text_bytes for c in counts) / sum(c.predicted for c in counts),
-        pictures,
-    )
-
-
-def _pictures(
-    data: DataConfig, paths: Sequence[str], found: Sequence[Contents]
-) -> RowPictures | None:
-    """Return the pictures of all folders together, None if no folder has any. Raise
-    ConfigError for folders of unlike placeholders, and rows of more than the run's
-    most."""
-    having = [(p, f.pictures) for p, f in zip(paths, found, strict=True) if f.pictures]
-    if not having:
-        return None
-    (first, most), *_ = having
-    for path, pictures in having:
-        ours = pictures.tokens, pictures.token
-        if ours != (theirs := (most.tokens, most.token)):
-            raise ConfigError(
-                f"data.paths: a picture of {path} has {ours[0]} placeholders of token "
-                f"{ours[1]}, one of {first} {theirs[0]} of {theirs[1]}; prepare both "
-                f"with the same --picture-tokens and tokenizer"
-            )
-        if 0 < data.pictures < pictures.most:
-            raise ConfigError(
-                f"data.pictures = {data.pictures}, and a row of {path} has "
-                f"{pictures.most} pictures; raise it, or prepare the folder again with "
-                f"--pictures-per-row {data.pictures}"
-            )
-    largest = max(pictures.most for _, pictures in having)
-    return msgspec.structs.replace(most, most=data.pictures or largest)
-
-
 def tokenizer_of(data: DataConfig) -> str | None:
     """Return the path of the data's tokenizer; "" for bytes, None if it is not known.
 
@@ -638,53 +521,3 @@ def tokenizer_of(data: DataConfig) -> str | None:
         given = open_tokenizer(data.tokenizer)
         require_digest(tokens.digest, given.digest, str(folder), given.name)
     return str(folder.at_hand(tokens.file)) if tokens.file else ""
-
-
-def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
-    """Return the shares of several folders, by their rows if none are given."""
-    weights = data.weights or tuple(map(float, rows))
-    if len(weights) != len(rows):
-        raise ConfigError(
-            f"data.weights has {len(weights)} numbers, data.paths {len(rows)} folders; "
-            f"give one number for each folder"
-        )
-    if len(rows) > MAX_SOURCES:
-        raise ConfigError(
-            f"data.paths has {len(rows)} folders, and a mixture has at most "
-            f"{MAX_SOURCES}; prepare several together"
-        )
-    if not all(0 < weight < math.inf for weight in weights):
-        raise ConfigError(
-            f"data.weights = {weights}; each has to be above 0, and finite"
-        )
-    try:
-        slots_of(weights)
-    except ValueError as error:
-        raise ConfigError(
-            f"data.weights: {error}; raise it, or leave its folder out"
-        ) from error
-    return weights if len(rows) > 1 else ()
-
-
-def _largest(path: str, prepared: Contents, model: ModelConfig) -> int:
-    """Return the highest token of a folder's rows. Where it is not noted, it is that of
-    the tokenizer; raise ConfigError if the bundled model has no row for that."""
-    noted = [split.largest for split in (prepared.train, prepared.validation)]
-    if min(noted) >= 0:
-        return max(noted)
-    tokens = prepared.tokenizer.vocab_size
-    if tokens > model.vocab_size and not model.factory:
-        raise ConfigError(
-            f"model.vocab_size = {model.vocab_size}, but the tokenizer of {path} has "
-            f"{tokens} tokens, and the folder, of an older version, does not say which "
-            f"its rows have; make it again with `diloco data prepare`"
-        )
-    return tokens - 1
-
-
-def _digest(found: Sequence[Contents], weights: Sequence[float]) -> str:
-    """Return the digest of one folder, or of several and their shares."""
-    if not weights:
-        return found[0].digest
-    parts = [prepared.digest for prepared in found]
-    return hashlib.sha256(f"{parts}:{slots_of(weights)}".encode()).hexdigest()[:16]

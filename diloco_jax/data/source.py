@@ -113,11 +113,7 @@ class RowRange:
 
     def __init__(self, source: Source, start: int, stop: int) -> None:
         self._source, self._start, self._stop = source, start, stop
-
-    @property
-    def fields(self) -> Fields:
-        """Arrays of every row by name."""
-        return self._source.fields
+        self.fields: Fields = source.fields
 
     def __len__(self) -> int:
         return self._stop - self._start

@@ -183,7 +183,9 @@ class Bytes(Tokenizer):
     end = SEPARATOR
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [encode_bytes(text).astype(np.int32) for text in texts]
+        return [
+            np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts
+        ]
 
     def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
         return [
@@ -198,25 +200,12 @@ class Bytes(Tokenizer):
         return None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return decode_bytes(
-            np.array([t for t in tokens if 0 <= t < VOCAB_SIZE], np.uint8)
-        )
+        data = bytes(t for t in tokens if 0 <= t < VOCAB_SIZE)
+        return data.replace(bytes([SEPARATOR]), b"\n").decode(errors="replace")
 
     def word(self, token: int) -> str:
         """Return the byte as Python writes it; a higher token has none."""
         return repr(bytes([token])) if 0 <= token < VOCAB_SIZE else ""
-
-
-def encode_bytes(text: str) -> np.ndarray:
-    """Return the text's UTF-8 as uint8 [bytes]."""
-    return np.frombuffer(text.encode(), np.uint8)
-
-
-def decode_bytes(tokens: np.ndarray) -> str:
-    """Return the text of integer [n] tokens; separators become line ends, broken
-    characters a replacement mark."""
-    data = np.asarray(tokens).astype(np.uint8)
-    return bytes(np.where(data == SEPARATOR, ord("\n"), data)).decode(errors="replace")
 
 
 PROBE = "a"

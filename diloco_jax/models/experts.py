@@ -258,12 +258,10 @@ def balance_loss(use: Routed) -> jax.Array:
 
     use: of all layers, [L, E].
     """
-    loads, odds = (part / jnp.maximum(_summed(part), 1.0) for part in use)
+    loads, odds = (
+        part / jnp.maximum(jnp.sum(part, axis=1, keepdims=True), 1.0) for part in use
+    )
     return use.tokens.shape[1] * jnp.mean(jnp.sum(loads * odds, axis=1))
-
-
-def _summed(of_experts: jax.Array) -> jax.Array:
-    return jnp.sum(of_experts, axis=1, keepdims=True)
 
 
 def _permuted(rows: jax.Array, order: jax.Array) -> jax.Array:

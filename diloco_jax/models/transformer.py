@@ -559,11 +559,6 @@ def _validate(config: ModelConfig) -> None:
             f"model.vocab_size = {config.vocab_size}; tokens are bytes, so it must be "
             f"at least {VOCAB_SIZE}"
         )
-    for field in ("d_model", "num_layers", "num_heads", "mlp_dim"):
-        if getattr(config, field) < 1:
-            raise ConfigError(
-                f"model.{field} = {getattr(config, field)}; it must be at least 1"
-            )
     if config.head_dim < 2 or config.head_dim % 2:
         raise ConfigError(
             f"model.head_dim = {config.head_dim}; rotary positions need an even "

@@ -22,7 +22,7 @@ from diloco_jax.config.fields import (
     positional,
     setting,
 )
-from diloco_jax.config.loading import require_trust_flag
+from diloco_jax.config.loading import from_builtins, require_trust_flag
 from diloco_jax.config.options import TRUST_CODE, parse
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.files import absolute, expand
@@ -128,7 +128,7 @@ def _export_live(
 ) -> tuple[tuple[int, str], int]:
     """Return what `export` does, and the number of the cycle."""
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights.export import LiveRun, require_target
+    from diloco_jax.weights.export import gather, require_target
     from diloco_jax.wire.client import Client
     from diloco_jax.wire.peers import OPERATOR
     from diloco_jax.wire.tls import TlsFiles
@@ -143,8 +143,8 @@ def _export_live(
         insecure=options.insecure,
     )
     try:
-        run = LiveRun(client, placement.deadlines.budget_s)
-        config = run.config()
+        patience_s = placement.deadlines.budget_s
+        config = from_builtins(client.config(patience_s), client.address)
         whose = f"the config of {options.run}"
         require_trust_flag(config.run, whose, trust_code=options.trust_code)
         # Beside the export: a disk that has room for one has room for the other.
@@ -152,9 +152,7 @@ def _export_live(
             prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
         ) as made:
             with bar(console, "gathering") as report:
-                cycle = run.gather(
-                    options.cycle, Path(made), lambda what, share: report(share)
-                )
+                cycle = gather(client, patience_s, options.cycle, Path(made), report)
             written = _write(options, console, config, Path(made), target, cycle)
     finally:
         client.close()

@@ -23,7 +23,6 @@ import numpy as np
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, RunConfig
-from diloco_jax.config.loading import from_builtins
 from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.core.fragments import LAYERS, Piece, from_pieces
 from diloco_jax.data.tokenizers import find_tokenizer, open_tokenizer
@@ -260,57 +259,23 @@ def _filled(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 POLL_S = 0.5
 Answer = TypeVar("Answer")
 
-GatherReport = Callable[[str, float], None]
-"""Called with what is being done, and the share that is done."""
 
+def gather(
+    client: Client, patience_s: float, cycle: int, workdir: Path, report: Report
+) -> int:
+    """Have a run that goes on keep a cycle, and copy its files as a workdir would have
+    them. Return its number.
 
-class LiveRun:
-    """A run that is served at HOST:PORT."""
+    No merge of the run waits for this. It takes as long as the run's islands need for
+    the cycle, without a deadline while the coordinator answers. Raises Refused for a
+    cycle that cannot be kept.
 
-    def __init__(self, client: Client, deadlines_s: float) -> None:
-        """deadlines_s: seconds within which the coordinator answers, or, if it is away,
-        comes back."""
-        self._client, self._patience_s = client, deadlines_s
+    Args:
+      patience_s: within which the coordinator answers, or, if it is away, comes back.
+      cycle: 0 = the next one that can be kept.
+    """
 
-    def config(self) -> Config:
-        """Return the run's config."""
-        answer = self._client.config(self._patience_s)
-        return from_builtins(answer, self._client.address)
-
-    def gather(self, cycle: int, workdir: Path, report: GatherReport) -> int:
-        """Have a cycle kept, and copy its files as a workdir would have them. Return
-        its number.
-
-        No merge of the run waits for this. It takes as long as the run's islands need
-        for the cycle, without a deadline while the coordinator answers. cycle: 0 = the
-        next one that can be kept. Raises Refused for a cycle that cannot be kept.
-        """
-        while True:
-            keep = functools.partial(self._client.keep, cycle, self._patience_s)
-            answer = self._patiently(keep)
-            cycle, files = int(answer["cycle"]), list(map(str, answer["files"]))
-            if files:
-                break
-            report(f"cycle {cycle} is being kept", float(answer["share"]))
-            time.sleep(POLL_S)
-        folder = fragment_snapshots.cycle_path(workdir / run_files.KEPT, cycle)
-        for done, name in enumerate(files):
-            report(f"cycle {cycle} comes", done / len(files))
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ConfigError(f"{self._client.address} names a file {name!r}")
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._patiently(functools.partial(self._copy, cycle, name, path))
-        return cycle
-
-    def _copy(self, cycle: int, name: str, path: Path) -> None:
-        with path.open("wb") as file:
-            for part in self._client.kept(cycle, name):
-                file.write(part)
-
-    def _patiently(self, ask: Callable[[], Answer]) -> Answer:
-        """Return an answer; ask again where the coordinator is away, until that has
-        gone on for the patience."""
+    def patiently(ask: Callable[[], Answer]) -> Answer:
         broke_off: float | None = None
         while True:
             try:
@@ -318,6 +283,28 @@ class LiveRun:
             except (Busy, ConnectionLost):
                 now = time.monotonic()
                 broke_off = now if broke_off is None else broke_off
-                if now - broke_off > self._patience_s:
+                if now - broke_off > patience_s:
                     raise
                 time.sleep(POLL_S)
+
+    def copy(name: str, path: Path) -> None:
+        with path.open("wb") as file:
+            for part in client.kept(cycle, name):
+                file.write(part)
+
+    while True:
+        answer = patiently(functools.partial(client.keep, cycle, patience_s))
+        cycle, files = int(answer["cycle"]), list(map(str, answer["files"]))
+        if files:
+            break
+        report(float(answer["share"]))
+        time.sleep(POLL_S)
+    folder = fragment_snapshots.cycle_path(workdir / run_files.KEPT, cycle)
+    for done, name in enumerate(files):
+        report(done / len(files))
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigError(f"{client.address} names a file {name!r}")
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        patiently(functools.partial(copy, name, path))
+    return cycle

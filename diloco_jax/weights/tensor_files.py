@@ -24,6 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from diloco_jax.config import ModelConfig
+from diloco_jax.data import tokenizers
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import how_to_mend, parse_json
 from diloco_jax.models import transformer
@@ -259,18 +260,9 @@ GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
 BESIDE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    PREPROCESSOR,
-    PROCESSOR,
-    GENERATION,
+    *(tokenizers.JSON_NAME, tokenizers.PIECES_NAME, *tokenizers.BESIDE),
+    *("vocab.json", "merges.txt", "chat_template.json"),
+    *(PREPROCESSOR, PROCESSOR, GENERATION),
 )
 """Files beside a model's weights that an export hands on."""
 SHARD_BYTES = 5 << 30

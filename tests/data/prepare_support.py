@@ -1,6 +1,5 @@
 """Prepared folders for tests: how one is made, of what, and what its rows say."""
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -54,12 +53,12 @@ def documents_of(*sources):
 
 
 def write_lines(path: Path, objects, opened=open):
+    path.parent.mkdir(exist_ok=True)
     with opened(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(found) + "\n" for found in objects)
 
 
 def many(tmp_path, count=400):
-    (tmp_path / "in").mkdir(exist_ok=True)
     for number in range(4):
         objects = [
             {"text": f"{number}/{i} " + "word " * (i % 50)} for i in range(count)
@@ -71,8 +70,3 @@ def copy_of(path: Path):
     """Change the time of a file, as a copy does."""
     then = path.stat().st_mtime_ns + 5 * 10**9
     os.utime(path, ns=(then, then))
-
-
-def with_data(config, **changes):
-    data = dataclasses.replace(config.run.data, **changes)
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))

@@ -18,7 +18,7 @@ from diloco_jax.data.corpus import (
 from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.data.reader import ValidationBatches
 from diloco_jax.data.source import TOKENS, RowRange
-from diloco_jax.data.tokenizers import decode_bytes, encode_bytes
+from diloco_jax.data.tokenizers import Bytes
 
 
 def write(folder, names, text="text of {}"):
@@ -151,9 +151,10 @@ def test_a_path_that_is_no_text_is_refused_by_name(tmp_path, content, message):
 
 def test_tokens_are_bytes():
     text = "def f():\n    return 'gr\u00fcn'\n"
-    assert encode_bytes(text).tolist() == list(text.encode())
-    assert decode_bytes(encode_bytes(text)) == text
-    assert decode_bytes(np.array([97, 0, 98, 0xFF])) == "a\nb\ufffd"
+    (tokens,) = Bytes().encode([text])
+    assert tokens.tolist() == list(text.encode())
+    assert Bytes().decode(tokens) == text
+    assert Bytes().decode([97, 0, 98, 0xFF]) == "a\nb\ufffd"
 
 
 FIELDS = {"tokens": TOKENS}

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from prepare_support import made, recipe, with_data, write_lines
+from prepare_support import made, recipe, write_lines
 from pyarrow import parquet
 
 from diloco_jax import cli, emulate
@@ -171,33 +171,6 @@ def test_as_many_pixels_as_are_allowed_are_decoded(monkeypatch):
         decoded(file_of(plain(size=(20, 13))), SIDE)
 
 
-def modes():
-    values = np.random.default_rng(0).integers(0, 256, (301, 407, 4)).astype(np.uint8)
-    image = Image.fromarray(values)
-    yield file_of(image)
-    yield file_of(image.convert("LA"))
-    yield file_of(image.convert("RGB").quantize(9), transparency=1)
-    yield file_of(image.convert("CMYK"), "TIFF")
-    yield file_of(Image.fromarray(values[..., 0].astype(np.uint16) << 8))
-
-
-@pytest.mark.parametrize("data", modes())
-def test_a_large_picture_is_converted_in_bands(data, monkeypatch):
-    """To the bit it is what Pillow makes of the whole one."""
-    with Image.open(io.BytesIO(data)) as image:
-        whole = pictures._rgb(image).resize((SIDE, SIDE), 1, reducing_gap=3.0)
-    sizes, convert = [], pictures._rgb
-
-    def seen(image):
-        sizes.append(image.width * image.height)
-        return convert(image)
-
-    monkeypatch.setattr(pictures, "BAND_PIXELS", 20_000, raising=False)
-    monkeypatch.setattr(pictures, "_rgb", seen)
-    np.testing.assert_array_equal(decoded(data, SIDE), whole)
-    assert max(sizes) <= 20_000
-
-
 def test_few_large_pictures_are_decoded_at_a_time(monkeypatch):
     entered = []
 
@@ -343,7 +316,6 @@ def test_workers_and_kills_change_no_row(folder, tmp_path):
 
 def test_copies_of_a_text_with_unlike_pictures_are_apart(tmp_path):
     """Else each question of a kind would be on one side, with all its answers."""
-    (tmp_path / "in").mkdir()
     rows = [{"text": "which colour?", "image": in_base64(png(n))} for n in range(40)]
     write_lines(tmp_path / "in" / "a.jsonl", rows)
     prepared, *_ = made(tmp_path, with_pictures())
@@ -352,7 +324,6 @@ def test_copies_of_a_text_with_unlike_pictures_are_apart(tmp_path):
 
 
 def test_text_alone_is_what_it_was_with_and_without(tmp_path):
-    (tmp_path / "in").mkdir()
     write_lines(tmp_path / "in" / "a.jsonl", [{"text": f"{n} " * n} for n in range(50)])
     plain_ones, *_ = made(tmp_path, recipe(length=LENGTH), out="a")
     taken, *_ = made(tmp_path, with_pictures(), out="b")
@@ -489,7 +460,6 @@ def test_a_chat_asks_about_its_picture(template, parts, tmp_path):
         (tmp_path / "words" / "chat_template.jinja").write_text(CHAT)
     tokenizer = open_tokenizer(path)
     said = [{"type": "image", "text": None}, {"type": "text", "text": "what?"}]
-    (tmp_path / "in").mkdir()
     rows = [asked(n, **({"content": said} if parts else {})) for n in range(12)]
     write_lines(tmp_path / "in" / "a.jsonl", rows)
     prepared, train, _ = made(tmp_path, with_pictures(tokenizer, length=96))
@@ -732,7 +702,6 @@ def test_a_picture_that_was_spoilt_later_is_named_by_its_row():
 def mixture(folder, tmp_path_factory):
     """Three folders: the pictures, text alone, and pictures of more placeholders."""
     root = tmp_path_factory.mktemp("mixture")
-    (root / "in").mkdir()
     write_lines(root / "in" / "a.jsonl", [{"text": f"text {n}"} for n in range(90)])
     made(root, recipe(length=LENGTH), out="text")
     rows = [{"text": f"text {n}", "image": in_base64(png(n))} for n in range(20)]
@@ -782,14 +751,13 @@ def test_a_run_may_have_room_for_more_pictures(folder):
     config = resolve(config_of(folder[0], pictures=20))
     assert config.run.data.pictures == 20
     assert reader_of(config).batch(np.arange(2))["pictures"].shape[:2] == (2, 20)
-    less = with_data(config, pictures=0)
+    less = config.replace("data.pictures", 0)
     with pytest.raises(ConfigError, match=r"data.pictures = 0, and the data has pic"):
         build(less.run)
 
 
 def test_an_emulation_reads_pictures_and_its_books_are_exact(tmp_path):
     """The letter cannot be told from the question: whoever is blind guesses."""
-    (tmp_path / "in").mkdir()
     names = {"r": (230, 20, 20), "g": (20, 220, 20), "b": (20, 20, 230)}
     rows = [
         {
@@ -818,7 +786,6 @@ def test_an_emulation_reads_pictures_and_its_books_are_exact(tmp_path):
 
 
 def test_the_command_says_how_many_pictures_there_are(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
     rows = [{"text": f"row {n}", "image": in_base64(png(n))} for n in range(30)]
     write_lines(tmp_path / "in" / "a.jsonl", rows)
     Path(tmp_path / "in" / "a.png").write_bytes(png(0))

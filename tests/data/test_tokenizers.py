@@ -12,7 +12,7 @@ import make_tokenizers
 import numpy as np
 import pytest
 import tiny
-from prepare_support import documents_of, made, recipe, with_data, write_lines
+from prepare_support import documents_of, made, recipe, write_lines
 
 from diloco_jax import files
 from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
@@ -176,25 +176,20 @@ def config(tokenizers, tmp_path):
 def test_the_digest_of_the_data_tells_its_tokenizer(config, tokenizers):
     resolved = resolve(config)
     assert resolve(config).run.data.digest == resolved.run.data.digest
-    none = resolve(with_data(config, tokenizer="")).run.data.digest
-    other = with_data(config, tokenizer=str(tokenizers["pieces"]))
-    other = dataclasses.replace(
-        other,
-        run=dataclasses.replace(
-            other.run, model=dataclasses.replace(other.run.model, vocab_size=1024)
-        ),
-    )
+    none = resolve(config.replace("data.tokenizer", "")).run.data.digest
+    other = config.replace("data.tokenizer", str(tokenizers["pieces"]))
+    other = other.replace("model.vocab_size", 1024)
     digests = {resolved.run.data.digest, none, resolve(other).run.data.digest}
     assert len(digests) == 3
     digest = resolved.run.data.digest
     with pytest.raises(ConfigError, match=f"data.digest = {digest} .* has.* {none}"):
-        load_checked_corpus(with_data(resolved, tokenizer="").run.data)
+        load_checked_corpus(resolved.replace("data.tokenizer", "").run.data)
 
 
 def test_a_table_needs_rows_for_the_tokens_of_the_data_alone(config, tmp_path):
     def run(rows, **model):
-        model = dataclasses.replace(config.run.model, vocab_size=rows, **model)
-        return dataclasses.replace(config.run, model=model)
+        named = {f"model.{name}": value for name, value in model.items()}
+        return config.replace({"model.vocab_size": rows, **named}).run
 
     np.save(tmp_path / "tokens.npy", np.arange(501))
     data = load_data(config.run)
@@ -210,7 +205,7 @@ def test_a_table_needs_rows_for_the_tokens_of_the_data_alone(config, tmp_path):
 
 def test_text_and_tokens_of_another_tokenizer_are_refused(config, tmp_path):
     (tmp_path / "a.txt").write_text("text\n" * 99)
-    text = with_data(config, paths=(str(tmp_path / "a.txt"),))
+    text = config.replace("data.paths", (str(tmp_path / "a.txt"),))
     with pytest.raises(ConfigError, match="every byte is a token; make its tokens"):
         resolve(text)
     np.save(tmp_path / "tokens.npy", np.arange(600))
@@ -221,13 +216,7 @@ def test_text_and_tokens_of_another_tokenizer_are_refused(config, tmp_path):
 def test_weights_bring_their_own_tokenizer(config, tokenizers, tmp_path):
     weights = tmp_path / "weights"
     weights.mkdir()
-    started = dataclasses.replace(
-        config,
-        run=dataclasses.replace(
-            config.run,
-            model=dataclasses.replace(config.run.model, weights=f"hf:{weights}"),
-        ),
-    )
+    started = config.replace("model.weights", f"hf:{weights}")
     resolve(started)
     shutil.copy(tokenizers["json"], weights)
     resolve(started)
@@ -387,7 +376,6 @@ def test_a_truncated_model_is_named(model, tmp_path):
 
 
 def test_a_prepared_folder_keeps_what_its_tokens_need(beside, tmp_path):
-    (tmp_path / "in").mkdir()
     lines = [{"text": f"import {n}<|x|>"} for n in range(40)]
     write_lines(tmp_path / "in" / "a.jsonl", lines)
     config = decoder() | {"add_bos_token": False, "eos_token": "<|x|>"}

@@ -102,9 +102,8 @@ def test_a_model_of_ones_own_leaves_as_its_arrays(config, tmp_path, capsys):
         "def model(run, island, layout):\n"
         "    return build(dataclasses.replace(run.model, factory=''))\n"
     )
-    model = dataclasses.replace(tiny.UNLIKE, factory=f"{module}:model")
-    run = dataclasses.replace(config.run, model=model)
-    workdir = begun(dataclasses.replace(config, run=run), "", tmp_path / "run")
+    own = config.replace("model.factory", f"{module}:model")
+    workdir = begun(own, "", tmp_path / "run")
     out = tmp_path / "out"
     trusted = [str(workdir), str(out), "--trust-code"]
     assert cli.main(["export", *trusted]) == 0
@@ -160,8 +159,7 @@ def clock(monkeypatch):
 
 
 def gather(served: Served, folder: Path) -> int:
-    run = export.LiveRun(cast(Any, served), BUDGET_S)
-    return run.gather(0, folder, lambda what, share: None)
+    return export.gather(cast(Any, served), BUDGET_S, 0, folder, lambda share: None)
 
 
 def test_a_file_that_breaks_off_is_begun_again(clock, tmp_path):

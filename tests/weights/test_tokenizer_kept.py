@@ -77,8 +77,8 @@ def test_the_end_of_an_answer_ends_a_text(beside, want, tmp_path, monkeypatch):
         turn="chatml",
         ends=(7,),
         tokenizer=Tokens(digest="", vocab_size=9, start=(), end=1, file=""),
-        train=Split(counts=None, shards=()),
-        validation=Split(counts=None, shards=()),
+        train=Split(counts=None, shards=(), largest=0),
+        validation=Split(counts=None, shards=(), largest=0),
         sources=(),
     )
     monkeypatch.setattr(
