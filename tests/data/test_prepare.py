@@ -3,10 +3,6 @@
 import gzip
 import itertools
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import make_tokenizers
@@ -18,7 +14,7 @@ from hypothesis import strategies as st
 from prepare_support import LENGTH, documents_of, made, many, recipe, write_lines
 from pyarrow import parquet
 
-from diloco_jax.data import prepare_sources
+from diloco_jax.data import prepare, prepare_sources
 from diloco_jax.data.corpus import is_validation, place
 from diloco_jax.data.examples import Reader, Tokenised
 from diloco_jax.data.prepare import pack
@@ -220,18 +216,11 @@ def test_turns_are_as_their_models_write_them():
     def said(turn):
         return Reader(turn=turn).read({"messages": CHAT[:2]})
 
-    gemma = said("gemma3")
-    assert "".join(span.text for span in gemma.spans) == (
-        "<start_of_turn>user\nWhat is 2 + 2?<end_of_turn>\n"
-        "<start_of_turn>model\nFour.<end_of_turn>\n"
-    )
-    assert not gemma.ends
+    assert not said("gemma3").ends
     llama = "".join(span.text for span in said("llama3").spans)
     assert llama.startswith("<|start_header_id|>user<|end_header_id|>\n\nWhat is")
     own = said("[{role}: {content}]")
     assert "".join(s.text for s in own.spans if s.learned) == "Four.]"
-    with pytest.raises(ValueError, match=r"has 0 places \{role\}.*chatml"):
-        Reader(turn="{content}")
 
 
 @given(st.lists(st.integers(0, 90), max_size=40), st.integers(1, 5))
@@ -257,7 +246,6 @@ def test_rows_without_a_text_are_left_out_and_counted(tmp_path):
         {"text": ""},
         {"prompt": "a", "completion": None},
     ]
-    (tmp_path / "in").mkdir()
     write_lines(tmp_path / "in" / "a.jsonl", [*objects, *nulls])
     names = ("text", "prompt", "completion", "messages")
     columns = {name: [o.get(name) for o in [*objects, *nulls]] for name in names}
@@ -271,7 +259,6 @@ def test_rows_without_a_text_are_left_out_and_counted(tmp_path):
 @pytest.mark.parametrize(("fraction", "sides"), [(1e-6, (11, 1)), (0.999999, (1, 11))])
 @pytest.mark.parametrize("part_bytes", [100, 1 << 20])
 def test_few_documents_are_on_both_sides(fraction, sides, part_bytes, tmp_path):
-    (tmp_path / "in").mkdir()
     write_lines(
         tmp_path / "in" / "a.jsonl", [{"text": f"document {n}"} for n in range(12)]
     )
@@ -326,47 +313,27 @@ def test_any_number_of_workers_makes_the_same_files(tmp_path, tokenizers, monkey
     assert one.digest == two.digest
 
 
-@pytest.mark.dist
-def test_a_killed_command_goes_on_where_it_was(tmp_path):
-    many(tmp_path, 1000)
-    program = (
-        "import sys, time; from diloco_jax import cli; "
-        "from diloco_jax.data import prepare; "
-        # It is killed before its end, however late that is.
-        "finish = prepare._finish; held = sys.argv.pop(1) == 'held'; "
-        "prepare._finish = lambda *a: time.sleep(600) if held else finish(*a); "
-        "prepare.PART_BYTES = 1; "
-        "prepare.prepare.__kwdefaults__['part_bytes'] = 60_000; "
-        "sys.exit(cli.main(sys.argv[1:]))"
-    )
-    source, out = str(tmp_path / "in"), tmp_path / "out"
-    line = ["data", "prepare", str(out), source, "--sequence-length", "64"]
-    command = [sys.executable, "-c", program, "", *line, "--workers", "2"]
-    process = subprocess.Popen([*command[:3], "held", *command[4:]])
-    parts = tmp_path / "out.partial" / "parts"
-    deadline = time.monotonic() + 60
-    while len(list(parts.glob("*.json"))) < 2:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not out.exists()
-    before = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.json")}
-    torn = tmp_path / "out.partial" / "train-00099.arrayrecord.1.tmp"
+def test_a_command_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Parts that are done stay; what another process left half written goes."""
+    many(tmp_path)
+    made(tmp_path, out="whole", part_bytes=20_000)
+    write_part, folder = prepare.write_part, tmp_path / "out.partial"
+
+    def killed(at, number, *rest):
+        if number == 3:
+            raise KeyboardInterrupt
+        write_part(at, number, *rest)
+
+    with monkeypatch.context() as inside:
+        inside.setattr(prepare, "write_part", killed)
+        with pytest.raises(KeyboardInterrupt):
+            made(tmp_path, part_bytes=20_000)
+    torn = folder / "train-00099.arrayrecord.1.tmp"
     torn.write_bytes(b"half")
-    kept = {
-        path.name: path.stat().st_ino
-        for path in (tmp_path / "out.partial").glob("*.arrayrecord")
-        if f"{path.name.split('-')[1].split('.')[0]}.json" in before
-    }
-    assert subprocess.run(command, timeout=120, check=False).returncode == 0
-    assert not torn.exists()
+    kept = {path.name: path.stat().st_ino for path in folder.glob("*.arrayrecord")}
+    assert len(list((folder / "parts").glob("*.json"))) == 3
+    made(tmp_path, part_bytes=20_000)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
     for name, inode in kept.items():
-        assert (out / name).stat().st_ino == inode
-    again, whole = tmp_path / "again", content(out)
-    command[command.index(str(out))] = str(again)
-    assert subprocess.run(command, timeout=120, check=False).returncode == 0
-    assert content(again) == whole
-    assert not list(out.rglob("*.tmp"))
-    assert not (out / "parts").exists()
+        assert (tmp_path / "out" / name).stat().st_ino == inode
+    assert not folder.exists()

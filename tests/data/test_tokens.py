@@ -1,30 +1,22 @@
 """Token files: contents that are read, and files that are refused."""
 
-import dataclasses
 import errno
 import io
 
 import numpy as np
 import pytest
-import tiny
 
-from diloco_jax import emulate
 from diloco_jax.config import (
     Config,
     ConfigError,
     DataConfig,
     IslandConfig,
     RunConfig,
-    SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
-from diloco_jax.data.corpus import (
-    ValidationWindows,
-    Windows,
-    is_validation,
-    load_corpus,
-)
+from diloco_jax.data.corpus import is_validation, load_corpus
 from diloco_jax.data.documents import TokenRow
+from diloco_jax.data.loading import load_data
 
 
 def save(folder, lengths, dtype=np.uint16):
@@ -63,12 +55,6 @@ def test_every_token_is_on_one_side(tmp_path):
     assert sorted(both) == list(range(60 * 50))
 
 
-def test_of_one_file_the_end_is_held_out(tmp_path):
-    corpus = load_corpus(save(tmp_path, [1000]), 0.02)
-    np.testing.assert_array_equal(corpus.train[:], np.arange(980))
-    np.testing.assert_array_equal(corpus.validation[:], np.arange(980, 1000))
-
-
 def test_the_digest_is_of_names_and_tokens(tmp_path):
     def digest(folder, **changes):
         (tmp_path / folder).mkdir()
@@ -78,16 +64,6 @@ def test_the_digest_is_of_names_and_tokens(tmp_path):
     assert digest("b", lengths=[10, 20]) == first
     others = {digest("c", lengths=[20, 10]), digest("d", lengths=[30])}
     assert len({first, *others}) == 3
-
-
-def test_windows_and_batches_are_of_the_tokens(tmp_path):
-    corpus = load_corpus(save(tmp_path, [40, 23, 40]), 0.02)
-    windows = Windows(corpus.train, 4)
-    batch = np.stack([windows[row]["tokens"] for row in range(len(windows))])
-    assert (batch.dtype, batch.shape) == (np.int32, (len(windows), 5))
-    assert set(batch.ravel()) <= set(range(103))
-    first = ValidationWindows(corpus.validation, 4)[0]["tokens"]
-    np.testing.assert_array_equal(first[:3], corpus.validation[:3])
 
 
 def test_too_little_for_both_sides_is_refused(tmp_path):
@@ -155,27 +131,6 @@ def test_text_beside_tokens_is_refused(tmp_path):
         load_corpus((str(tmp_path),), 0.1)
 
 
-def test_a_model_without_a_place_for_a_token_is_refused(tmp_path):
-    data = DataConfig(paths=save(tmp_path, [1000]))
-    run = RunConfig(data=data, sequence_length=16)
-    config = Config(run=run, islands={"a": IslandConfig()})
-    with pytest.raises(ConfigError, match=r"vocab_size = 256, .* up to 999; set it to"):
-        resolve(config)
-    model = dataclasses.replace(run.model, vocab_size=1000)
-    run = dataclasses.replace(run, model=model)
-    assert resolve(dataclasses.replace(config, run=run)).run.data.digest
-
-
 def test_a_loss_of_tokens_has_no_bits_per_byte(tmp_path):
-    np.save(tmp_path / "0.npy", np.arange(5000, dtype=np.uint16) % 200)
-    run = RunConfig(
-        model=tiny.MODEL,
-        data=DataConfig(paths=(str(tmp_path),)),
-        sync=SyncConfig(fragments=2),
-        sequence_length=tiny.SEQUENCE_LENGTH,
-        total_tokens=5000,
-    )
-    islands = {"a": IslandConfig(batch_size=4, step_seconds=1.0)}
-    summary = emulate(Config(run=run, islands=islands)).summary
-    assert 0 < summary["eval_loss"] < np.log(256)
-    assert summary["eval_bits_per_byte"] is None
+    data = DataConfig(paths=save(tmp_path, [1000]))
+    assert load_data(RunConfig(data=data, sequence_length=16)).bytes_per_token is None

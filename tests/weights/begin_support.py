@@ -1,11 +1,21 @@
 """Runs that begin from files, and the folders of families they begin from."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from diloco_jax.config import Config
+from diloco_jax import checkpoint
+from diloco_jax.config import Config, RunConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
-from diloco_jax.weights.first import started_from
+from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
+from diloco_jax.coordinator.holding.store import Store
+from diloco_jax.core.fragments import FragmentPlan, get_piece
+from diloco_jax.models.build import build, build_plan
+from diloco_jax.protocol.holding import KeepFragment
+from diloco_jax.protocol.messages import Version
+from diloco_jax.weights.first import first_pieces, started_from
+from diloco_jax.workdir import read_config
 
 FAMILIES = Path(__file__).parents[1] / "models" / "families"
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
@@ -22,3 +32,31 @@ def begun(config: Config, source: str, workdir: Path) -> Path:
     finally:
         coordinator.close()
     return workdir
+
+
+def with_learnt(workdir: Path, params: Any, monkeypatch: Any) -> RunConfig:
+    """The run of a workdir, of which an export then finds these parameters."""
+    run = read_config(workdir).run
+    pieces = [(p, get_piece(params, p)) for p in build_plan(run, build(run)).pieces]
+    newest = "diloco_jax.weights.export.newest_pieces"
+    monkeypatch.setattr(newest, lambda *given: iter(pieces))
+    return run
+
+
+def keep_cycle(
+    workdir: Path, cycle: int, change: Callable[[Any], Any] = lambda array: array
+) -> FragmentPlan:
+    """Keep a cycle of a run that has begun, of 2 merges and 96 tokens, with each array
+    of its parameters changed."""
+    run = read_config(workdir).run
+    plan = build_plan(run, build(run))
+    store = Store(run, plan, first_pieces(run, build(run)), 0.0)
+    cycles = KeptCycles(workdir, 2, checkpoint.whose(run, "r", plan), plan.sizes)
+    for fragment in range(len(plan.fragments)):
+        keep = KeepFragment(
+            cycle=cycle, fragment=fragment, version=Version(1, 2), merges=2, tokens=96
+        )
+        theta = [change(array) for array in store.arrays(fragment)["theta"]]
+        cycles.keep(keep, lambda theta=theta: theta, lambda cycle, trouble: None)
+    cycles.close(60.0)
+    return plan

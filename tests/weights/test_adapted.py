@@ -1,9 +1,11 @@
-"""Adapters of frozen weights: what they compute, what trains, and what is refused."""
+"""Adapters of frozen weights: what they compute, what trains, and what is refused. They
+are merged with the weights that they were trained on, or with none."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -13,9 +15,9 @@ import pytest
 import tiny
 from begin_support import FAMILIES, NAMES
 from begin_support import begun as begun_run
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from diloco_jax import cli, emulate
+from diloco_jax import cli
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -36,6 +38,7 @@ from diloco_jax.weights.adapted import ADAPTER_CONFIG, ADAPTER_TENSORS, write_ad
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import first_params, started_from
 from diloco_jax.weights.tasks import open_model
+from diloco_jax.workdir import read_config
 
 RANK, ALPHA = 3, 6.0
 
@@ -222,24 +225,58 @@ def test_a_run_without_adapters_has_nothing_to_merge(tmp_path):
         export(Config(run=run), tmp_path, tmp_path / "out", merged=True)
 
 
-def test_adapters_are_merged_over_islands(tmp_path):
-    """Two unequal islands; what is sent is the adapters alone."""
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat, and the dog on the log.\n" * 400)
-    run = run_of("smollm2", total_tokens=4_000)
-    run = dataclasses.replace(
-        run,
-        data=DataConfig(paths=(str(text),)),
-        model=dataclasses.replace(run.model, frozen_digest=""),
-    )
-    config = Config(
-        run=run,
-        islands={
-            "fast": IslandConfig(batch_size=4, step_seconds=0.1),
-            "slow": IslandConfig(batch_size=2, step_seconds=0.2),
-        },
-    )
-    found = emulate(config)
-    assert set(found.params) == {"layers"}
-    assert found.summary["merges"] > 4
-    assert found.summary["eval_loss"] < found.history.steps["loss"][0] - 0.1
+@pytest.fixture
+def adapting(tmp_path):
+    """A run that adapts a folder of its own."""
+    base = tmp_path / "base"
+    shutil.copytree(FAMILIES / "smollm2", base)
+    run = run_of("smollm2")
+    model = dataclasses.replace(run.model, weights=f"hf:{base}")
+    run = resolve(Config(run=dataclasses.replace(run, model=model))).run
+    return run, base, moved(first_params(run, build(run)), 1)
+
+
+def changed(base):
+    found = load_file(base / tensor_files.SINGLE)
+    found["model.norm.weight"] = -found["model.norm.weight"]
+    save_file(found, base / tensor_files.SINGLE)
+
+
+@pytest.mark.parametrize("read", ["merged", "merged_leaves"])
+def test_a_base_that_changed_is_merged_with_nothing(read, adapting):
+    run, base, adapters = adapting
+    whole = adapted.merged(run, adapters)
+    changed(base)
+    with pytest.raises(ConfigError, match=rf"{run.model.frozen_digest} .* have \w+"):
+        list(getattr(adapted, read)(run, adapters))
+    changed(base)  # Back again.
+    again = adapted.merged(run, adapters)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+
+
+def test_a_run_that_noted_no_digest_is_not_compared(adapting):
+    run, base, adapters = adapting
+    model = dataclasses.replace(run.model, frozen_digest="")
+    changed(base)
+    adapted.merged(dataclasses.replace(run, model=model), adapters)
+
+
+def test_commands_that_merge_say_that_the_base_is_another(config, tmp_path, capsys):
+    base = tmp_path / "base"
+    shutil.copytree(FAMILIES / "smollm2", base)
+    adapting = config.replace({"model.lora_rank": 2, "model.lora_alpha": 4.0})
+    workdir = begun_run(adapting, f"hf:{base}", tmp_path / "run")
+    digest = read_config(workdir).run.model.frozen_digest
+    changed(base)
+    out = tmp_path / "out"
+    task = tmp_path / "t.json"
+    task.write_text('[{"question": "a", "choices": ["b", "c"], "answer": "b"}]')
+    for command in (
+        ["export", str(workdir), str(out), "--merged"],
+        ["generate", str(workdir), "--prompt", "a"],
+        ["eval", str(workdir), "--tasks", str(task)],
+    ):
+        assert cli.main(command) == 2
+        assert f"model.frozen_digest = {digest}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+    assert export(read_config(workdir), workdir, out)[0]  # The adapters alone.

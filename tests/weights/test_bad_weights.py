@@ -82,11 +82,7 @@ def change(folder: Path, **settings) -> None:
         ),
     ],
 )
-def test_bad_weights_are_named_before_a_run_begins(
-    spoil, message, config, tmp_path, capsys
-):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
+def test_bad_weights_are_named_before_a_run_begins(spoil, message, config, source):
     spoil(source)
     with pytest.raises(ConfigError, match=message):
         started_from(config, f"hf:{source}")
@@ -108,6 +104,12 @@ def test_a_file_that_is_not_the_one_it_should_be_is_named(
         tensor_files.read_json(
             tmp_path / name
         ) if ".json" in name else tensor_files.read_tensors(tmp_path)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A copy of a family's folder, to be spoilt."""
+    return shutil.copytree(FAMILIES / "qwen3", tmp_path / "source")
 
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
@@ -137,9 +139,7 @@ ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
         ({"model_type": "gemma3", "text_config": 3}, r"text_config = 3, but a gemma3"),
     ],
 )
-def test_a_value_of_a_wrong_type_is_named(settings, shown, config, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
+def test_a_value_of_a_wrong_type_is_named(settings, shown, config, source):
     change(source, **settings)
     with pytest.raises(ConfigError, match=shown):
         started_from(config, f"hf:{source}")
@@ -148,9 +148,7 @@ def test_a_value_of_a_wrong_type_is_named(settings, shown, config, tmp_path):
 @pytest.mark.parametrize(
     "index", ["{}", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}']
 )
-def test_an_index_that_names_no_files_is_refused(index, config, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
+def test_an_index_that_names_no_files_is_refused(index, config, source):
     gone(source)
     (source / tensor_files.INDEX).write_text(index)
     with pytest.raises(ConfigError, match=r"index.json: weight_map names no files"):
@@ -181,10 +179,8 @@ def test_a_snapshot_that_is_cut_short_says_what_to_do(config, tmp_path, capsys):
     ],
 )
 def test_a_place_or_file_that_does_not_do_is_named(
-    command, said, config, tmp_path, capsys
+    command, said, config, tmp_path, capsys, source
 ):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
     (source / "generation_config.json").write_text('{"eos_token_id": "x"}')
     run = str(begun(config, "", tmp_path / "run")) if "RUN" in command else ""
     places = {
@@ -196,9 +192,7 @@ def test_a_place_or_file_that_does_not_do_is_named(
     assert said in capsys.readouterr().err
 
 
-def test_weights_that_go_bad_later_begin_no_run(config, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
+def test_weights_that_go_bad_later_begin_no_run(config, tmp_path, source):
     ready = resolve(started_from(config, f"hf:{source}").validate())
     truncated(source)
     with pytest.raises(ConfigError, match="no whole safetensors file"):

@@ -3,27 +3,22 @@
 import dataclasses
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
-from begin_support import FAMILIES, NAMES, QUICKSTART, begun
+from begin_support import FAMILIES, NAMES, QUICKSTART, begun, keep_cycle
 from safetensors.numpy import load_file, save_file
 
-from diloco_jax import checkpoint, cli
-from diloco_jax.config import Config, ConfigError, SyncConfig
-from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
-from diloco_jax.coordinator.holding.store import Store
+from diloco_jax import cli
+from diloco_jax.config import ConfigError
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.protocol.holding import KeepFragment
-from diloco_jax.protocol.messages import Version
 from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.export import export
-from diloco_jax.weights.first import fill, first_params, first_pieces, started_from
+from diloco_jax.weights.first import fill, first_params, started_from
 from diloco_jax.workdir import read_config
 
 
@@ -47,8 +42,7 @@ def test_what_a_run_starts_from_is_what_it_gives_back(
 ):
     """Bit for bit, through a coordinator's snapshot, and a second time; with many
     fragments most matrices are in bands."""
-    sync = SyncConfig(fragments=fragments, merge="mean")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, sync=sync))
+    config = config.replace({"sync.fragments": fragments, "sync.merge": "mean"})
     source = FAMILIES / name
     workdir = begun(config, f"hf:{source}", tmp_path / "run")
     run = read_config(workdir).run
@@ -69,8 +63,7 @@ def test_what_a_run_starts_from_is_what_it_gives_back(
 
 def test_a_run_goes_on_from_another_runs_parameters(config, tmp_path):
     first = begun(config, f"hf:{FAMILIES / 'gemma3'}", tmp_path / "first")
-    more = dataclasses.replace(config.run.sync, fragments=5)
-    other = dataclasses.replace(config, run=dataclasses.replace(config.run, sync=more))
+    other = config.replace("sync.fragments", 5)
     second = begun(other, f"run:{first}", tmp_path / "second")
     theirs, ours = load_params(first), load_params(second)
     assert_same(flat(ours), flat(theirs))
@@ -175,19 +168,7 @@ def test_a_kept_cycle_leaves_as_a_snapshot_of_the_same_versions_does(config, tmp
     shutil.copytree(FAMILIES / "gemma3", source)
     (source / "tokenizer.json").write_text("{}")
     workdir = begun(config, f"hf:{source}", tmp_path / "run")
-    run = read_config(workdir).run
-    plan = build_plan(run, build(run))
-    store = Store(run, plan, first_pieces(run, build(run)), 0.0)
-    ended = threading.Event()
-    cycles = KeptCycles(workdir, 2, checkpoint.whose(run, "r", plan), plan.sizes)
-    for fragment in range(len(plan.fragments)):
-        keep = KeepFragment(
-            cycle=7, fragment=fragment, version=Version(), merges=0, tokens=0
-        )
-        theta = store.arrays(fragment)["theta"]
-        cycles.keep(keep, lambda theta=theta: theta, lambda cycle, trouble: ended.set())
-    assert ended.wait(60)
-    cycles.close(60.0)
+    keep_cycle(workdir, 7)
     export(read_config(workdir), workdir, tmp_path / "snapshot")
     export(read_config(workdir), workdir, tmp_path / "kept", cycle=7)
     names = sorted(path.name for path in (tmp_path / "kept").iterdir())
@@ -198,11 +179,9 @@ def test_a_kept_cycle_leaves_as_a_snapshot_of_the_same_versions_does(config, tmp
         assert kept == (tmp_path / "snapshot" / name).read_bytes()
     with pytest.raises(ConfigError, match=r"--cycle 8: .* kept are 7"):
         export(read_config(workdir), workdir, tmp_path / "none", cycle=8)
-    other = dataclasses.replace(run, sync=SyncConfig(fragments=5))
+    other = read_config(workdir).replace("sync.fragments", 5)
     with pytest.raises(ConfigError, match="does not fit"):
-        export(
-            Config(run=other, islands=config.islands), workdir, tmp_path / "o", cycle=7
-        )
+        export(other, workdir, tmp_path / "o", cycle=7)
     assert not (tmp_path / "none").exists()
     assert not (tmp_path / "o").exists()
 

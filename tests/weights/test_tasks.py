@@ -11,20 +11,14 @@ import make_tokenizers
 import numpy as np
 import pytest
 import reference_forward as reference
+from begin_support import keep_cycle
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError, ModelConfig
-from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
-from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
-from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.generation import make_decode
-from diloco_jax.protocol.holding import KeepFragment
-from diloco_jax.protocol.messages import Version
 from diloco_jax.weights import tasks
-from diloco_jax.weights.first import first_params
 from diloco_jax.weights.tasks import Answers, TextModel, open_model, read_task, score
-from diloco_jax.workdir import read_config
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
@@ -45,34 +39,33 @@ def drawn(count: int) -> list[dict]:
     return items
 
 
-def by_hand(exported, items) -> tuple[list[bool], list[bool]]:
+def by_hand(log_p, items) -> tuple[list[bool], list[bool]]:
     """Which items are right, by the likelihood and by that per byte, in float64."""
     plain, per_byte = [], []
     for item in items:
-        question, found, each = item["question"], [], []
-        for choice in item["choices"]:
-            space = "" if not question or question.endswith("\n") else " "
-            text = list((question + space + choice).encode())
-            logits = reference.logits(*exported, np.array(text))
-            log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            first = max(1, len(question.encode()))
-            found.append(sum(log_p[t - 1, text[t]] for t in range(first, len(text))))
-            each.append(found[-1] / len(choice.encode()))
-        answer = item["answer"]
-        if isinstance(answer, str):
-            answer = item["choices"].index(answer)
-        plain.append(int(np.argmax(found)) == answer)
-        per_byte.append(int(np.argmax(each)) == answer)
+        question, choices, answer = item["question"], item["choices"], item["answer"]
+        space = "" if not question or question.endswith("\n") else " "
+        found = [
+            answered_by_hand(log_p, question, space + choice, len(question))[0]
+            for choice in choices
+        ]
+        each = [
+            log / len(choice.encode())
+            for log, choice in zip(found, choices, strict=True)
+        ]
+        right = choices.index(answer) if isinstance(answer, str) else answer
+        plain.append(int(np.argmax(found)) == right)
+        per_byte.append(int(np.argmax(each)) == right)
     return plain, per_byte
 
 
-def test_the_score_is_a_count_by_hand(workdir, exported, tmp_path, capsys):
+def test_the_score_is_a_count_by_hand(workdir, log_p, tmp_path, capsys):
     items = drawn(60)
     path = tmp_path / "drawn.json"
     path.write_text(json.dumps(items))
     assert cli.main(["eval", str(workdir), "--tasks", str(path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["eval_tasks"].values()
-    plain, per_byte = by_hand(exported, items)
+    plain, per_byte = by_hand(log_p, items)
     assert plain != per_byte
     for name, right in (("accuracy", plain), ("accuracy_per_byte", per_byte)):
         assert found[name] == sum(right) / 60
@@ -99,17 +92,7 @@ def test_people_are_told_of_every_task(workdir, tmp_path, capsys):
 def test_a_kept_cycle_has_its_own_score_and_loss(workdir, tmp_path, capsys):
     """All zeros think every token equally likely, and the first choice is taken. The
     drawn parameters prefer one of two, whichever comes first."""
-    run = read_config(workdir).run
-    plan = build_plan(run, build(run))
-    store = Store(run, plan, first_params(run, build(run)), 0.0)
-    cycles = KeptCycles(workdir, 2, {"plan": plan.digest()}, plan.sizes)
-    for fragment in range(len(plan.fragments)):
-        keep = KeepFragment(
-            cycle=4, fragment=fragment, version=Version(1, 2), merges=2, tokens=96
-        )
-        zeros = [np.zeros_like(a) for a in store.arrays(fragment)["theta"]]
-        cycles.keep(keep, lambda zeros=zeros: zeros, lambda cycle, trouble: None)
-    cycles.close(60.0)
+    plan = keep_cycle(workdir, 4, np.zeros_like)
     pairs = (["x", "y"], ["y", "x"])
     items = [{"question": "q", "choices": pair, "answer": 0} for pair in pairs]
     (tmp_path / "t.json").write_text(json.dumps(items))
@@ -336,9 +319,6 @@ def test_bytes_of_a_command_line_are_refused_by_the_options_name(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-
-
 LENGTH = 12
 
 
@@ -359,10 +339,11 @@ def log_p(exported):
     return found
 
 
-def answered_by_hand(log_p, context: str, continuation: str) -> tuple[float, bool]:
-    """Likelihood and greediness of a continuation that fits."""
+def answered_by_hand(log_p, context, continuation, before=0) -> tuple[float, bool]:
+    """Likelihood and greediness of a continuation that fits, of what is after the first
+    bytes, which are the context without the spaces at its end if none are given."""
     text = list((context + continuation).encode())
-    of_next, first = log_p(text), max(1, len(context.rstrip().encode()))
+    of_next, first = log_p(text), max(1, before or len(context.rstrip().encode()))
     scored = range(first, len(text))
     return (
         sum(of_next[t - 1, text[t]] for t in scored),
