@@ -239,9 +239,10 @@ def test_what_a_float_rounds_is_no_use_more():
         {"w": ("embed", "mlp")},
         1,
         by_use={"w": use.per_token},
-        as_one="w",
+        as_one=["w"],
     )
-    (merge,) = merges_of(RunConfig(), plan)
+    outer = OuterConfig(optimizer="sgd", learning_rate=1.0)
+    (merge,) = merges_of(RunConfig(outer=outer), plan)
     delta, count = bytearray(merge.layout_up.total_bytes), 1021 << 20
     (counts,) = merge.layout_up.unpack(delta)[1:]
     counts[...] = encode_uses(jnp.array([count], jnp.uint32))
