@@ -235,6 +235,7 @@ VALUES = [
     ),
     wrong("run two.py --data.paths nosuch", "data.paths", "nosuch does not", "name a"),
     wrong("run two.py --data.paths empty", "data.paths", "empty is empty", "name a"),
+    wrong("run two.py --data.paths bytes", "is not text: a NUL byte", "leave it out"),
     wrong(
         "run two.py --sequence-length 500",
         "491 bytes",
@@ -366,6 +367,12 @@ PLACEMENT = [
         "placement.advertise = 'h:0'",
         "no island can dial",
         "give the port",
+    ),
+    wrong("run two.py --advertise x", "placement.advertise: address 'x'", *ADDRESS),
+    wrong(
+        "run two.py --certificates none",
+        "none/ca.pem (No such file",
+        "`diloco certs`",
     ),
     wrong(
         "run two.py --metrics-bind nonsense",
@@ -513,6 +520,8 @@ RUNS = [
     wrong("run --resume nosuch", "--resume nosuch", "no such folder", "the workdir"),
     wrong("run --resume empty", "--resume empty: no run is there", "diloco run CONFIG"),
     wrong("run --resume foreign", "--resume foreign: no run is there", "diloco run"),
+    wrong("run two.py --resume empty", "empty holds no run"),
+    wrong("run two.py --resume nosuch", "nosuch", "there is no such folder"),
     wrong(
         "run two.py --resume empty --workdir other",
         "--workdir other with --resume empty",
