@@ -398,6 +398,12 @@ PLACEMENT = [
         "one address for each",
     ),
     wrong(
+        "run two.py --workers 2 --worker-addresses a:1 b:1",
+        "placement.workers = 2",
+        "starts all of a run on this machine",
+        "start `diloco worker`",
+    ),
+    wrong(
         "coordinator two.py --workdir w --init --workers 2",
         "placement.workers = 2",
         "placement.worker_addresses is empty",
