@@ -4,14 +4,13 @@ starts and starts again, adapters come from the coordinator, and both leave toge
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import support
 import tape_checks
+from runtime_support import replayed
 from safetensors.numpy import load_file
 from tiny import MODEL, SEQUENCE_LENGTH
 
@@ -84,15 +83,7 @@ def test_an_island_that_starts_again_goes_on_with_the_same_weights(run):
 
 
 def test_it_is_repeated_bit_for_bit_and_leaves_whole(run, tmp_path):
-    replayed = subprocess.run(
-        [*support.DILOCO, "replay", str(run.workdir), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert replayed.returncode == 0, replayed.stderr[-3000:]
-    assert json.loads(replayed.stdout)["identical"]
+    replayed(run.workdir)
     assert (
         cli.main(["export", str(run.workdir), str(tmp_path / "out"), "--merged"]) == 0
     )

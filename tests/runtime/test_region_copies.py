@@ -6,9 +6,15 @@ What a donor costs that dies or lies is shown in virtual time (`test_bad_donors.
 from __future__ import annotations
 
 import dataclasses
-import time
 
-from runtime_support import PATIENCE_S, client, coordinator, make_config, with_run
+from runtime_support import (
+    PATIENCE_S,
+    await_that,
+    client,
+    coordinator,
+    make_config,
+    with_run,
+)
 from training_support import trained
 
 from diloco_jax import run_files
@@ -36,10 +42,8 @@ def test_the_coordinator_sends_each_publish_once(text, tmp_path):
 
         def sent(least: int) -> tuple[float, int]:
             """Bytes of publishes and merges, once there are so many merges."""
-            deadline = time.monotonic() + PATIENCE_S
-            while (status := observer.status(PATIENCE_S))["merges"] < least:
-                assert time.monotonic() < deadline, status
-                time.sleep(0.1)
+            await_that(lambda: observer.status(PATIENCE_S)["merges"] >= least)
+            status = observer.status(PATIENCE_S)
             nbytes = sum(i["bytes_down"] for i in status["islands"].values())
             return nbytes, status["merges"]
 
