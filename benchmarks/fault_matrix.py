@@ -64,7 +64,6 @@ from diloco_jax.config import (
 from diloco_jax.files import json_number
 from diloco_jax.models.presets import preset
 from diloco_jax.observability.tape import read_lines, read_tape
-from diloco_jax.protocol.messages import STOPPED
 from diloco_jax.workdir import read_summary
 
 CYCLE_STEPS, STEP_SECONDS = 12, 0.2
@@ -331,7 +330,7 @@ def loss_problems(
 
 def lost_of(island: dict[str, Any]) -> dict[str, int]:
     """Return the lost tokens by reason, but for those that were open at the end."""
-    return {why: n for why, n in island["tokens_lost"].items() if why != STOPPED}
+    return {why: n for why, n in island["tokens_lost"].items() if why != "stopped"}
 
 
 def merged_after(tape: list[dict[str, Any]], name: str, time: float) -> bool:

@@ -245,7 +245,7 @@ class Trial:
         if session.testsfailed:  # Not all are.
             return True
         self._session = session
-        took_s: collections.Counter[str] = collections.Counter()
+        took_s: dict[str, float] = collections.defaultdict(float)
         with contextlib.suppress(FileNotFoundError):
             for line in (ROOT / "build/tests/durations.txt").read_text().splitlines():
                 seconds, _, test = line.split(maxsplit=2)

@@ -48,6 +48,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.files import write_json
 from diloco_jax.launch import rehearse
+from diloco_jax.launch.command import RehearseOptions
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
 
@@ -186,7 +187,7 @@ def rehearsed(name: str, folder: Path, fleet: Config) -> dict[str, Any]:
     own = fleet.replace("workdir", str(folder / "rehearsal"))
     if planted.faults:
         own = own.replace("faults", planted.faults)
-    options = rehearse.RehearseOptions(
+    options = RehearseOptions(
         max_minutes=MOST_S / 60,
         measured=str(measured),
         link_gbit_per_s=LINK_GBIT_PER_S,
@@ -254,7 +255,8 @@ def off(row: dict[str, Any]) -> float | None:
     if row["planted"] not in TRUTH:
         return None
     field, truth = TRUTH[row["planted"]]
-    return abs((row["plan"][field] or 0.0) / truth - 1)
+    found: float = row["plan"][field] or 0.0
+    return abs(found / truth - 1)
 
 
 def main() -> int:

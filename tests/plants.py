@@ -44,99 +44,87 @@ from diloco_jax.protocol.records import Left, Merged, Removed
 from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.disk import Disk
 
+Broken = Callable[..., Any]
+"""Is called in place of a function, with that function and then with its arguments."""
+
 
 class Plant(NamedTuple):
-    """`owner.name` becomes `broken(original)`, which `invariant` must notice."""
+    """`owner.name` is replaced by `broken`, which `invariant` must notice."""
 
     invariant: str
     owner: Any
     name: str
-    broken: Callable[[Any], Any]
-
-
-Broken = Callable[[Any], Any]
-"""Makes a broken function of a function."""
+    broken: Broken
 
 
 def _always(value: Any) -> Broken:
-    return lambda function: lambda *arguments, **options: value
+    return lambda original, *arguments, **options: value
 
 
 def _argument(index: int) -> Broken:
     """Change nothing: give an argument back as it is."""
-    return lambda function: lambda *arguments, **options: arguments[index]
+    return lambda original, *arguments, **options: arguments[index]
 
 
-def _forgets_the_last_merge(recover: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(config: Any, snapshot: Any, records: Any, now: float) -> Any:
-        merges = [i for i, r in enumerate(records) if isinstance(r, Merged)]
-        kept = [r for i, r in enumerate(records) if i not in merges[-1:]]
-        return recover(config, snapshot, kept, now)
-
-    return broken
-
-
-def _reads_no_log(recover: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda config, snapshot, records, now: recover(config, snapshot, (), now)
+def _forgets_the_last_merge(
+    recover: Any, config: Any, snapshot: Any, records: Any, now: float
+) -> Any:
+    merges = [i for i, r in enumerate(records) if isinstance(r, Merged)]
+    kept = [r for i, r in enumerate(records) if i not in merges[-1:]]
+    return recover(config, snapshot, kept, now)
 
 
-def _keeps_what_a_worker_had(recover: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(config: Any, snapshot: Any, records: Any, now: float) -> Any:
-        after = recover(config, snapshot, records, now)
-        for before in snapshot.fragments:
-            fragment = after.fragments[before.index]
-            for name, account in before.accounts.items():
-                kept = replace(fragment.accounts[name], take=account.take)
-                fragment = with_account(fragment, name, kept)
-            after = with_fragment(after, fragment)
-        return after
-
-    return broken
+def _reads_no_log(
+    recover: Any, config: Any, snapshot: Any, records: Any, now: float
+) -> Any:
+    return recover(config, snapshot, (), now)
 
 
-def _keeps_the_take(book: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(before: Any, c: Any, merged: int) -> Any:
-        after = book(before, c, merged)
-        take = before.accounts[c.island].take
-        account = replace(after.accounts[c.island], take=take)
-        accounts = {**after.accounts, c.island: account}
-        return replace(after, accounts=accounts)
-
-    return broken
-
-
-def _keeps_what_is_merged(adopt: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(books: Any, fragment: int, version: Any, step: int) -> Any:
-        taken = books.must_wait(fragment)
-        adoption = adopt(books, fragment, version, step)
-        return "kept" if taken and adoption == "adopted" else adoption
-
-    return broken
+def _keeps_what_a_worker_had(
+    recover: Any, config: Any, snapshot: Any, records: Any, now: float
+) -> Any:
+    after = recover(config, snapshot, records, now)
+    for before in snapshot.fragments:
+        fragment = after.fragments[before.index]
+        for name, account in before.accounts.items():
+            kept = replace(fragment.accounts[name], take=account.take)
+            fragment = with_account(fragment, name, kept)
+        after = with_fragment(after, fragment)
+    return after
 
 
-def _loses_a_step(known: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(turn: Any, f: Any, name: str, held: Any) -> Any:
-        end = max(held.start, held.end - 1)
-        return known(turn, f, name, replace(held, end=end))
+def _keeps_the_take(book: Any, before: Any, c: Any, merged: int) -> Any:
+    after = book(before, c, merged)
+    take = before.accounts[c.island].take
+    account = replace(after.accounts[c.island], take=take)
+    return replace(after, accounts={**after.accounts, c.island: account})
 
-    return broken
+
+def _keeps_what_is_merged(
+    adopt: Any, books: Any, fragment: int, version: Any, step: int
+) -> Any:
+    taken = books.must_wait(fragment)
+    adoption = adopt(books, fragment, version, step)
+    return "kept" if taken and adoption == "adopted" else adoption
+
+
+def _loses_a_step(known: Any, turn: Any, f: Any, name: str, held: Any) -> Any:
+    end = max(held.start, held.end - 1)
+    return known(turn, f, name, replace(held, end=end))
 
 
 def _changes_effects(change: Callable[[Any, Any], Any]) -> Broken:
     """Change each effect of a function, given what it was called with; None: it has
     none."""
 
-    def planted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def broken(turn: Any, *arguments: Any) -> Any:
-            before = len(turn.effects)
-            found = function(turn, *arguments)
-            effects = [change(e, (turn, *arguments)) for e in turn.effects[before:]]
-            turn.effects[before:] = [e for e in effects if e is not None]
-            return found
+    def broken(function: Any, turn: Any, *arguments: Any) -> Any:
+        before = len(turn.effects)
+        found = function(turn, *arguments)
+        effects = [change(e, (turn, *arguments)) for e in turn.effects[before:]]
+        turn.effects[before:] = [e for e in effects if e is not None]
+        return found
 
-        return broken
-
-    return planted
+    return broken
 
 
 def _tapes_no(kind: str) -> Broken:
@@ -154,38 +142,28 @@ def _tells_what_it_counts_now(effect: Any, called: Any) -> Any:
     return replace(effect, message=replace(effect.message, tokens=tokens))
 
 
-def _lets_the_removed_stay(remove: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(turn: Any, name: str) -> None:
-        turn.state = members.with_admitted(turn.state, name, admitted=False)
-        turn.persist(Removed(island=name))
-
-    return broken
+def _lets_the_removed_stay(remove: Any, turn: Any, name: str) -> None:
+    turn.state = members.with_admitted(turn.state, name, admitted=False)
+    turn.persist(Removed(island=name))
 
 
-def _draws_backwards(draw: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(positions: Any, count: int) -> Any:
-        drawn = draw(positions, count)
-        return None if drawn is None else drawn[::-1]
-
-    return broken
+def _draws_backwards(draw: Any, positions: Any, count: int) -> Any:
+    drawn = draw(positions, count)
+    return None if drawn is None else drawn[::-1]
 
 
-def _needs_one_less(settle: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(turn: Any, *arguments: Any, **options: Any) -> Any:
-        config = turn.config
-        turn.config = replace(config, quorum=max(1, config.quorum - 1))
-        settled = settle(turn, *arguments, **options)
-        turn.config = config
-        return settled
-
-    return broken
+def _needs_one_less(settle: Any, turn: Any, *arguments: Any, **options: Any) -> Any:
+    config = turn.config
+    turn.config = replace(config, quorum=max(1, config.quorum - 1))
+    settled = settle(turn, *arguments, **options)
+    turn.config = config
+    return settled
 
 
-def _lets_everyone_in(refusal: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*arguments: Any) -> Any:
+def _refuses_nobody_as(code: str) -> Broken:
+    def broken(refusal: Any, *arguments: Any) -> Any:
         refuse = refusal(*arguments)
-        fenced = refuse is not None and refuse.code == "fenced"
-        return None if fenced else refuse
+        return None if refuse is not None and refuse.code == code else refuse
 
     return broken
 
@@ -196,23 +174,17 @@ def _hides_what_they_leave(effect: Any, called: Any) -> Any:
     return effect
 
 
-def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(before: Any, c: Any, merged: int) -> Any:
-        return book(before, replace(c, tokens=2 * c.tokens), merged)
-
-    return broken
+def _counts_twice(book: Any, before: Any, c: Any, merged: int) -> Any:
+    return book(before, replace(c, tokens=2 * c.tokens), merged)
 
 
-def _frees_all_data(release: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, name, kept: release(state, name, ())
+def _frees_all_data(release: Any, state: Any, name: str, kept: Any) -> Any:
+    return release(state, name, ())
 
 
-def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*arguments: Any) -> Any:
-        state, effects = step(*arguments)
-        return state, sorted(effects, key=lambda effect: isinstance(effect, Persist))
-
-    return broken
+def _writes_last(step: Any, *arguments: Any) -> Any:
+    state, effects = step(*arguments)
+    return state, sorted(effects, key=lambda effect: isinstance(effect, Persist))
 
 
 def _leaves_a_gap(effect: Any, called: Any) -> Any:
@@ -222,90 +194,63 @@ def _leaves_a_gap(effect: Any, called: Any) -> Any:
     return replace(effect, message=message)
 
 
-def _allows_one_version_more(is_in_time: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda config, base, current: is_in_time(
-        replace(config, max_staleness=config.max_staleness + 1), base, current
-    )
+def _allows_one_version_more(
+    is_in_time: Any, config: Any, base: Any, current: Any
+) -> Any:
+    more = replace(config, max_staleness=config.max_staleness + 1)
+    return is_in_time(more, base, current)
 
 
-def _forgets_what_was_left_behind(pending: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(state: Any, name: str, incarnation: int) -> Any:
-        fragments = tuple(replace(f, left_behind=()) for f in state.fragments)
-        return pending(replace(state, fragments=fragments), name, incarnation)
-
-    return broken
-
-
-def _frees_all_that_departed(free: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(state: Any) -> Any:
-        for ended in state.departed:
-            state = leases._forget(state, ended)
-        return state
-
-    return broken
+def _forgets_what_was_left_behind(
+    pending: Any, state: Any, name: str, incarnation: int
+) -> Any:
+    fragments = tuple(replace(f, left_behind=()) for f in state.fragments)
+    return pending(replace(state, fragments=fragments), name, incarnation)
 
 
-def _lets_a_second_process_in(refusal: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*arguments: Any) -> Any:
-        refuse = refusal(*arguments)
-        in_use = refuse is not None and refuse.code == "name_in_use"
-        return None if in_use else refuse
-
-    return broken
+def _frees_all_that_departed(free: Any, state: Any) -> Any:
+    for ended in state.departed:
+        state = leases._forget(state, ended)
+    return state
 
 
-def _begins_with_all_data(first_state: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*arguments: Any) -> Any:
-        return replace(first_state(*arguments), next_position=0)
-
-    return broken
+def _begins_with_all_data(first_state: Any, *arguments: Any) -> Any:
+    return replace(first_state(*arguments), next_position=0)
 
 
-def _says_prepared(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(coordinator: Any, merge: Any, prepared: Any) -> Any:
-        if not coordinator.dead:
-            coordinator._written(merge, prepared)
-            coordinator.hear(
-                MergePrepared(
-                    fragment=merge.fragment, version=merge.version, prepared=prepared
-                )
-            )
-
-    return broken
+def _gives_all_steps_one_rate(stepped: Any, books: Any, rate: float) -> Any:
+    return stepped(books, 1.0)
 
 
-def _forgets_all(forget: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(disk: Any, fragment: int, through: Any) -> Any:
-        forget(disk, fragment, disk.saved(fragment)[-1])
-
-    return broken
-
-
-def _counts_what_was_prepared(restore: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(disk: Any, committed: Any) -> Any:
-        found = enumerate(committed)
-        return restore(disk, [max([*disk.published(f), v]) for f, v in found])
-
-    return broken
+def _says_prepared(prepare: Any, coordinator: Any, merge: Any, prepared: Any) -> None:
+    if not coordinator.dead:
+        coordinator._written(merge, prepared)
+        fragment, version = merge.fragment, merge.version
+        coordinator.hear(
+            MergePrepared(fragment=fragment, version=version, prepared=prepared)
+        )
 
 
-def _finds_what_is_lost(restore: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(disk: Any, committed: Any) -> Any:
-        merging, _ = restore(disk, committed)
-        return merging, set()
-
-    return broken
+def _forgets_all(forget: Any, disk: Any, fragment: int, through: Any) -> None:
+    forget(disk, fragment, disk.saved(fragment)[-1])
 
 
-def _leaves_the_last_publish_out(restore: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(disk: Any, committed: Any) -> Any:
-        behind = [
-            max([*disk.saved(f)[:1], Version(v.term, v.number - 1)])
-            for f, v in enumerate(committed)
-        ]
-        return restore(disk, behind)
+def _counts_what_was_prepared(restore: Any, disk: Any, committed: Any) -> Any:
+    found = enumerate(committed)
+    return restore(disk, [max([*disk.published(f), v]) for f, v in found])
 
-    return broken
+
+def _finds_what_is_lost(restore: Any, disk: Any, committed: Any) -> Any:
+    merging, _ = restore(disk, committed)
+    return merging, set()
+
+
+def _leaves_the_last_publish_out(restore: Any, disk: Any, committed: Any) -> Any:
+    behind = [
+        max([*disk.saved(f)[:1], Version(v.term, v.number - 1)])
+        for f, v in enumerate(committed)
+    ]
+    return restore(disk, behind)
 
 
 PLANTS = {
@@ -348,7 +293,9 @@ PLANTS = {
     "adoptions_are_not_on_the_tape": Plant(
         "recorded", decide, "_record", _tapes_no("adopted")
     ),
-    "fenced_ones_come_in": Plant("fenced", members, "entry_refusal", _lets_everyone_in),
+    "fenced_ones_come_in": Plant(
+        "fenced", members, "entry_refusal", _refuses_nobody_as("fenced")
+    ),
     "the_dead_merge_unsaid": Plant(
         "fenced", members, "end", _changes_effects(_hides_what_they_leave)
     ),
@@ -365,14 +312,14 @@ PLANTS = {
         "data", leases, "free_departed", _frees_all_that_departed
     ),
     "two_processes_share_an_incarnation": Plant(
-        "durable", members, "entry_refusal", _lets_a_second_process_in
+        "durable", members, "entry_refusal", _refuses_nobody_as("name_in_use")
     ),
     "long_deltas_are_merged": Plant("bounds", takes, "refuse_long", _argument(1)),
     "any_rates_are_believed": Plant(
         "bounds", schedule.Fleet, "highest_rate", _always(math.inf)
     ),
     "all_steps_have_one_rate": Plant(
-        "honest", Books, "stepped", lambda stepped: lambda books, _: stepped(books, 1.0)
+        "honest", Books, "stepped", _gives_all_steps_one_rate
     ),
     "quarantined_deltas_are_merged": Plant(
         "quarantine", takes, "refuse_quarantined", _always(None)
@@ -396,7 +343,7 @@ PLANTS = {
     ),
     "the_end_is_slept_through": Plant("last_steps", ending, "awake", _always(None)),
     "the_end_waits_for_what_hangs": Plant(
-        "last_steps", ending, "OPEN_BY", lambda share: 1.0
+        "last_steps", ending, "OPEN_BY", _always(1.0)
     ),
     "takes_are_asked_for_once": Plant(
         "liveness", members, "without_take", _argument(1)
@@ -428,7 +375,12 @@ PLANTS = {
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Break the code by this fault as long as the context lasts."""
-    plant = PLANTS[name]
-    broken = plant.broken(getattr(plant.owner, plant.name))
-    with mock.patch.object(plant.owner, plant.name, broken):
+    _, owner, of, broken = PLANTS[name]
+    original = getattr(owner, of)
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        return broken(original, *arguments, **options)
+
+    value = replaced if callable(original) else broken(original)
+    with mock.patch.object(owner, of, value):
         yield

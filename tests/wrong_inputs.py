@@ -183,6 +183,7 @@ VALUES = [
     ),
     wrong("run two.py --data.paths nosuch", "data.paths", "nosuch does not", "name a"),
     wrong("run two.py --data.paths empty", "data.paths", "empty is empty", "name a"),
+    wrong("run two.py --data.paths bytes", "is not text: a NUL byte", "leave it out"),
     wrong(
         "run two.py --sequence-length 500",
         "491 bytes",
@@ -296,6 +297,12 @@ PLACEMENT = [
         "no island can dial",
         "give the port",
     ),
+    wrong("run two.py --advertise x", "placement.advertise: address 'x'", *ADDRESS),
+    wrong(
+        "run two.py --certificates none",
+        "none/ca.pem (No such file",
+        "`diloco certs`",
+    ),
     wrong(
         "run two.py --metrics-bind nonsense",
         "placement.metrics_bind: address 'nonsense'",
@@ -312,6 +319,18 @@ PLACEMENT = [
         "placement.workers = 30",
         "24 fragments",
         "at most as many, or more sync.fragments",
+    ),
+    wrong(
+        "run two.py --workers 2 --worker-addresses a:1",
+        "placement.worker_addresses has 1",
+        "placement.workers = 2",
+        "one address for each",
+    ),
+    wrong(
+        "run two.py --workers 2 --worker-addresses a:1 b:1",
+        "placement.workers = 2",
+        "starts all of a run on this machine",
+        "start `diloco worker`",
     ),
     wrong(
         "coordinator two.py --workdir w --init --workers 2",
@@ -416,6 +435,9 @@ RUNS = [
     wrong("run --resume", "--resume takes the workdir"),
     wrong("run --resume nosuch", "--resume nosuch", "no such folder", "the workdir"),
     wrong("run --resume empty", "--resume empty: no run is there", "diloco run CONFIG"),
+    wrong("run --resume foreign", "--resume foreign: no run is there", "diloco run"),
+    wrong("run two.py --resume empty", "empty holds no run"),
+    wrong("run two.py --resume nosuch", "nosuch", "there is no such folder"),
     wrong(
         "run two.py --resume empty --workdir other",
         "--workdir other with --resume empty",

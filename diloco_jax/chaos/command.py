@@ -48,7 +48,7 @@ def run(
     """Run the config under its strikes; return the exit code and the report ({} if the
     run did not begin). moment, look_s: see `Striker`. Raises what `cluster.run.run`
     raises."""
-    strikes, faults = scheduled(config, options)
+    strikes, faults = of_options(options, tuple(config.islands))
     planned = [*map(str, strikes), *faults]
     struck = with_restarts(with_faults(config, faults), strikes)
     if options.save_schedule:
@@ -89,35 +89,22 @@ def run(
     return code, {**findings, "workdir": str(workdir)}
 
 
-def scheduled(
-    config: Config, options: ChaosOptions
-) -> tuple[tuple[Strike, ...], tuple[str, ...]]:
-    """Return the strikes of the options, and faults at a step; ConfigError if they
-    cannot be carried out."""
-    return of_options(options, tuple(config.islands))
-
-
 def with_faults(config: Config, faults: tuple[str, ...]) -> Config:
     """Return the config with these faults too."""
-    return _placed(config, faults=config.placement.faults + faults).validate()
+    return config.replace("faults", config.placement.faults + faults).validate()
 
 
 def with_restarts(config: Config, strikes: tuple[Strike, ...]) -> Config:
     """Return the config with a restart for each kill: they are in a row."""
     faults = parse_faults(config.placement.faults, config.islands).faults
     kills = sum(s.kind == "kill" for s in strikes) + sum(f.kills for f in faults)
-    return _placed(config, restarts=config.placement.restarts + kills)
+    return config.replace("restarts", config.placement.restarts + kills)
 
 
 def twin_of(config: Config, workdir: Path) -> Config:
     """Return the config of a run in a folder beside the workdir, without faults."""
     beside = workdir.with_name(f"{workdir.name}-twin")
-    return _placed(config, faults=(), workdir=str(beside))
-
-
-def _placed(config: Config, **changes: Any) -> Config:
-    placement = dataclasses.replace(config.placement, **changes)
-    return dataclasses.replace(config, placement=placement)
+    return config.replace({"faults": (), "workdir": str(beside)})
 
 
 def report(
@@ -183,7 +170,7 @@ def strike_running(
             f"no process of the run in {workdir} goes on on this machine; start it, or "
             f"give a config, which diloco chaos runs itself"
         )
-    strikes, faults = scheduled(config, options)
+    strikes, faults = of_options(options, tuple(config.islands))
     _require_possible(strikes, faults, options)
     planned = [*map(str, strikes)]
     if options.save_schedule:

@@ -48,7 +48,7 @@ from diloco_jax.cluster.processes import (
 )
 from diloco_jax.cluster.status import read_status
 from diloco_jax.compilation import VARIABLE, of_run, of_user
-from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.config import require_files
 from diloco_jax.errors import EXIT_CONFIG
 from diloco_jax.files import absolute, write_json
@@ -122,11 +122,6 @@ def eval_command(workdir: Path) -> list[str]:
     return [*DILOCO, "eval", str(workdir), "--json"]
 
 
-def dashboard_command(workdir: Path, port: int) -> list[str]:
-    """Return the `diloco dashboard` command for a run of this machine."""
-    return [*DILOCO, "dashboard", str(workdir), "--port", str(port)]
-
-
 def coordinator_environment() -> dict[str, str]:
     """Return the coordinator's additions to this process's environment. Without a home,
     it has the cache of the run."""
@@ -171,16 +166,6 @@ class ClusterError(Exception):
         self.exit_code = exit_code
 
 
-def require_here(placement: Placement) -> None:
-    """Raise ConfigError if a part of the run is on another machine."""
-    if placement.workers > 1:
-        raise ConfigError(
-            f"placement.workers = {placement.workers}, which run at addresses of their "
-            f"own: this starts all of a run on this machine; leave them out, or start "
-            f"`diloco worker`, `diloco coordinator` and `diloco island` yourself"
-        )
-
-
 class Cluster:
     """Coordinator and islands. Call everything from the main thread."""
 
@@ -192,9 +177,7 @@ class Cluster:
         resume: bool = False,
         route: Route = straight,
     ):
-        """resume: the workdir holds a run that was stopped. Raises ConfigError if not
-        all of the run is to be on this machine."""
-        require_here(config.placement)
+        """resume: the workdir holds a run that was stopped."""
         self._route = route
         self.config = config
         self.workdir = workdir
@@ -380,7 +363,7 @@ def dashboard(workdir: Path, console: Console) -> Iterator[None]:
     log = workdir / run_files.LOGS / "dashboard.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        command = dashboard_command(workdir, port)
+        command = [*DILOCO, "dashboard", str(workdir), "--port", str(port)]
         child = start_child(command, {}, output, output)
     console.print(f"dashboard: http://localhost:{port}", highlight=False)
     try:

@@ -15,7 +15,6 @@ import logging
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from rich.text import Text
 from diloco_jax import files, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import cluster
-from diloco_jax.cluster.cluster import Cluster, Route, require_here, straight
+from diloco_jax.cluster.cluster import Cluster, Route, straight
 from diloco_jax.cluster.processes import (
     are_own,
     kill_group,
@@ -36,7 +35,14 @@ from diloco_jax.cluster.processes import (
     with_keys,
 )
 from diloco_jax.cluster.status import asking
-from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    Placement,
+    RunConfig,
+    differences,
+    shared_fields,
+)
 from diloco_jax.config.config import require_worth
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
@@ -44,7 +50,7 @@ from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.journal import Recovered
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
-from diloco_jax.files import is_bucket, write_json
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import newest_record, tells_of_the_end
 from diloco_jax.observability.terminal import (
     Dashboard,
@@ -104,15 +110,12 @@ class Beginning:
     def create(self) -> Config:
         """Write `config.json`; return its contents, the config with absolute paths.
 
-        Raises ConfigError, and changes nothing, if a run is there already. Removes the
-        files of an earlier start of this run that was killed before the run began."""
-        if _came_to_nothing(self.workdir, self._config):
-            _require_no_coordinator(self.workdir)
-            self._remove(self._before)
-            self._before = set(self.workdir.iterdir())
+        Raises ConfigError, and changes nothing, if a run is there already, or what is
+        left of a start that was killed."""
         if any((self.workdir / file).exists() for file in SIGNS_OF_A_RUN):
+            _require_no_coordinator(self.workdir)
             or_go_on = ""
-            if workdirs.holds_run(self.workdir):
+            if workdirs.has_begun(self.workdir):
                 go_on = f"diloco run --resume {self.workdir}"
                 or_go_on = f", or go on with that run: {go_on}"
             raise ConfigError(
@@ -126,14 +129,7 @@ class Beginning:
         """Remove everything of the run after a failed start.
 
         keep_logs: keep the logs, which tell why. Other programs' files stay."""
-        self._remove(set(self.workdir.iterdir()) - self._before, keep_logs=keep_logs)
-        if not self._existed:
-            with contextlib.suppress(OSError):  # It is not empty.
-                self.workdir.rmdir()
-
-    def _remove(self, paths: Iterable[Path], *, keep_logs: bool = False) -> None:
-        """Remove those of the paths that are files and folders of runs."""
-        for path in paths:
+        for path in set(self.workdir.iterdir()) - self._before:
             name = path.name
             if name == run_files.LOGS and keep_logs:
                 continue
@@ -144,6 +140,9 @@ class Beginning:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+        if not self._existed:
+            with contextlib.suppress(OSError):  # It is not empty.
+                self.workdir.rmdir()
 
 
 def _new_folder(config_path: str) -> Path:
@@ -159,24 +158,6 @@ def _new_folder(config_path: str) -> Path:
     return folder
 
 
-def _came_to_nothing(workdir: Path, config: Config) -> bool:
-    """Return True if this very run was started there but has neither log nor snapshot,
-    so that its files are useless."""
-    if workdirs.has_begun(workdir) or (workdir / run_files.SUMMARY).exists():
-        return False
-    try:
-        workdirs.require_format(workdir)
-        there = read_config_json(workdir / run_files.CONFIG)
-    except ConfigError:
-        return False
-    folder = there.placement.checkpoints or str(workdir / run_files.CHECKPOINTS)
-    # A bucket is not looked into. A snapshot gets its name when complete, and that of
-    # the state comes last.
-    if is_bucket(folder) or any(Path(folder).glob("*/state-*.snapshot")):
-        return False
-    return not differences(shared_fields(there.run), shared_fields(config.run))
-
-
 def _described(workdir: Path, config: Config) -> str:
     """Describe the run that is there, compared with the one that was to begin there."""
     try:
@@ -187,7 +168,11 @@ def _described(workdir: Path, config: Config) -> str:
     lines = differences(shared_fields(there), shared_fields(config.run), where)
     if lines:
         return f"another run, with {'; '.join(lines)}"
-    return "this run" if workdirs.holds_run(workdir) else "another run of this config"
+    if workdirs.has_begun(workdir):
+        return "this run"
+    if (workdir / run_files.SUMMARY).exists():
+        return "another run of this config"
+    return "what a killed start of this config left (you may remove it)"
 
 
 def _require_no_coordinator(workdir: Path) -> None:
@@ -328,8 +313,7 @@ def run(
     ClusterError if the run cannot start.
     """
     config.validate()
-    require_here(config.placement)
-    addresses.require_loopback(config.placement.bind)
+    _require_here(config.placement)
     _check_security(config, resume)
     with private_files(), contextlib.ExitStack() as whole:
         if resume:
@@ -349,6 +333,18 @@ def run(
         shown = cluster.dashboard(workdir, console)
         with shown if dashboard else contextlib.nullcontext():
             return _run(config, workdir, console, begun, route, baseline=baseline)
+
+
+def _require_here(placement: Placement) -> None:
+    """Raise ConfigError if a part of the run is on another machine, or this machine
+    cannot reach itself."""
+    if placement.workers > 1:
+        raise ConfigError(
+            f"placement.workers = {placement.workers}, which run at addresses of their "
+            f"own: this starts all of a run on this machine; leave them out, or start "
+            f"`diloco worker`, `diloco coordinator` and `diloco island` yourself"
+        )
+    addresses.require_loopback(placement.bind)
 
 
 def _require_loss(config: Config) -> None:

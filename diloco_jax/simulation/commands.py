@@ -175,9 +175,7 @@ def faults_command(arguments: Sequence[str]) -> int:
     report = play.FaultsReport()
     try:
         with _bar("faults") as progress:
-            report = play.check_faults(
-                config, progress, lambda v: _tell(str(v)), report
-            )
+            play.check(config.given(), progress, lambda v: _tell(str(v)), report)
     except KeyboardInterrupt:
         _show(output.json, report.json(), str(report))
         raise

@@ -3,24 +3,20 @@
 import dataclasses
 import io
 import signal
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 
 from diloco_jax import run_files
 from diloco_jax.chaos.command import (
-    scheduled,
     strike_running,
     twin_of,
     with_faults,
     with_restarts,
 )
-from diloco_jax.chaos.schedule import ChaosOptions, write_schedule
+from diloco_jax.chaos.schedule import ChaosOptions, of_options, write_schedule
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.files import write_json
 from diloco_jax.observability.tape import Tape
 
 CUT = ChaosOptions(strikes=("a@5s:partition3",))
@@ -32,38 +28,42 @@ def config():
     return Config(run=RunConfig(), islands=islands, placement=placement)
 
 
+def scheduled(options):
+    return of_options(options, ("a", "b"))
+
+
 def test_strikes_go_before_a_random_schedule():
-    found, _ = scheduled(config(), CUT)
+    found, _ = scheduled(CUT)
     assert [str(s) for s in found] == ["a@5s:partition3"]
     options = ChaosOptions(schedule_seed=4, every_s=10.0, for_s=50.0)
-    found, _ = scheduled(config(), options)
+    found, _ = scheduled(options)
     assert len(found) == 5
     other = dataclasses.replace(options, schedule_seed=5)
-    assert found != scheduled(config(), other)[0]
+    assert found != scheduled(other)[0]
 
 
 def test_a_file_has_strikes_by_time_and_faults_by_step(tmp_path):
     path = tmp_path / "schedule"
     path.write_text("# a site is lost\n\na+b@9s:kill\n  a#2@40:kill\n")
     options = ChaosOptions(strikes=("a@5s:stop1", "b@7:pause2"), schedule=str(path))
-    strikes, faults = scheduled(config(), options)
+    strikes, faults = scheduled(options)
     assert [str(s) for s in strikes] == ["a@5s:stop1", "a+b@9s:kill"]
     assert faults == ("b@7:pause2", "a#2@40:kill")
     struck = with_restarts(with_faults(config(), faults), strikes)
     assert struck.placement.faults == faults
     assert struck.placement.restarts == 2 + 2, "one for each kill"
     alone = ChaosOptions(strikes=("b@7:pause2",))
-    assert scheduled(config(), alone) == ((), ("b@7:pause2",)), "nothing is drawn"
+    assert scheduled(alone) == ((), ("b@7:pause2",)), "nothing is drawn"
 
 
 def test_a_file_without_strikes_and_one_that_is_not_there_are_named(tmp_path):
     path = tmp_path / "schedule"
     options = ChaosOptions(schedule=str(path))
     with pytest.raises(ConfigError, match=r"schedule = .*cannot be read"):
-        scheduled(config(), options)
+        scheduled(options)
     path.write_text("# nothing\n")
     with pytest.raises(ConfigError, match="has no strike"):
-        scheduled(config(), options)
+        scheduled(options)
     with pytest.raises(ConfigError, match=r"save_schedule = .*cannot be written"):
         write_schedule(["a@5s:kill"], tmp_path / "no" / "schedule")
 
@@ -83,21 +83,15 @@ def test_the_twin_has_a_folder_of_its_own_and_no_faults(tmp_path):
 
 
 @pytest.fixture
-def going_on(tmp_path):
-    """A workdir, and processes of its islands, which only sleep."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    made = {n: subprocess.Popen(command, start_new_session=True) for n in ("a", "b")}
-    write_json({n: [c.pid] for n, c in made.items()}, tmp_path / run_files.PROCESSES)
+def going_on(tmp_path, children):
+    """A workdir with a tape, and processes of its islands."""
     write_config_json(config(), tmp_path / run_files.CONFIG)
     tape = Tape(tmp_path / run_files.TAPE)
     merged = {"fragment": 0, "version": [1, 1], "final": False, "verdicts": {}}
     merged |= {"contributions": [], "share": 1.0, "digest": ""}
     tape.append({"kind": "merged", "time": 1.0, **merged})
     tape.close()
-    yield tmp_path, made
-    for child in made.values():
-        child.kill()
-        child.wait()
+    return tmp_path, children
 
 
 def strike(workdir, **options):

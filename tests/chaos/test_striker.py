@@ -13,23 +13,10 @@ from diloco_jax.chaos import strike
 from diloco_jax.chaos.schedule import parse_strikes
 from diloco_jax.chaos.strike import Striker, _acts
 from diloco_jax.cluster.processes import signal_group
-from diloco_jax.files import write_json
 from diloco_jax.observability.tape import JsonLines, Tape
 
 PATIENCE_S = 30.0
 ISLANDS = ("a", "b")
-
-
-@pytest.fixture
-def children(tmp_path):
-    """Processes of both islands, as `diloco run` notes them."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    made = {n: subprocess.Popen(command, start_new_session=True) for n in ISLANDS}
-    write_json({n: [c.pid] for n, c in made.items()}, tmp_path / run_files.PROCESSES)
-    yield made
-    for child in made.values():
-        child.kill()
-        child.wait()
 
 
 def begin(tmp_path, *texts):

@@ -94,50 +94,30 @@ def test_what_others_put_into_the_workdir_stays(config, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"logs", "notes.txt", "data.tmp"}
 
 
-def killed(config, *, log=False, snapshot="state-000000.snapshot.ab.tmp"):
-    """Leave the files of a start that was killed."""
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ((), r"what a killed start of this config left \(you may remove it\); give"),
+        (("summary.json",), r"another run of this config; give another --workdir$"),
+        (("log",), r"this run; give another --workdir, or .*: diloco run --resume"),
+    ],
+)
+def test_what_a_killed_start_or_a_run_left_is_told_and_stays(
+    config, tmp_path, left, said
+):
     with Beginning(config, "configs/x.py") as beginning:
         start(beginning)
-        workdir = beginning.workdir
-    workdirs.begin_run(config, workdir)
-    (workdir / "tape.jsonl").touch()
-    (workdir / "coordinator.lock").touch()
-    (workdir / "checkpoints" / "coordinator" / snapshot).mkdir(parents=True)
-    if log:
-        (workdir / "log").mkdir()
-
-
-def test_a_start_that_was_killed_before_the_run_began_is_made_again(config, tmp_path):
-    killed(config)
-    (tmp_path / "run" / "notes.txt").touch()
+    workdirs.begin_run(config, beginning.workdir)
+    for name in left:
+        (beginning.workdir / name).mkdir()
+    (beginning.workdir / "coordinator.lock").touch()
+    before = set(tmp_path.rglob("*"))
     with Beginning(config, "configs/x.py") as beginning:
-        made = beginning.create()
-        left = {path.name for path in beginning.workdir.iterdir()}
-        assert left == {"notes.txt", "config.json"}
-        assert read_config_json(beginning.workdir / "config.json") == made
-        (beginning.workdir / "tape.jsonl").touch()
-        beginning.undo()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
-
-
-@pytest.mark.parametrize("left", [{"log": True}, {"snapshot": "state-000000.snapshot"}])
-def test_a_run_that_has_begun_stays(config, tmp_path, left):
-    killed(config, **left)
-    before = set(tmp_path.rglob("*"))
-    refused = pytest.raises(ConfigError, match=r"this run; .*diloco run --resume")
-    with Beginning(config, "configs/x.py") as beginning, refused:
-        beginning.create()
-    assert set(tmp_path.rglob("*")) == before
-
-
-def test_what_a_coordinator_is_about_to_begin_stays(config, tmp_path):
-    killed(config)
-    before = set(tmp_path.rglob("*"))
-    refused = pytest.raises(ConfigError, match="is in use by a coordinator")
-    with (
-        workdirs.held(tmp_path / "run" / "coordinator.lock", "a coordinator"),
-        Beginning(config, "configs/x.py") as beginning,
-        refused,
-    ):
-        beginning.create()
+        with pytest.raises(ConfigError, match=said):
+            beginning.create()
+        with (
+            workdirs.held(beginning.workdir / "coordinator.lock", "a coordinator"),
+            pytest.raises(ConfigError, match="is in use by a coordinator"),
+        ):
+            beginning.create()
     assert set(tmp_path.rglob("*")) == before

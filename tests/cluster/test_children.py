@@ -68,9 +68,9 @@ def test_every_python_of_ours_leaves_the_current_folder_out() -> None:
     assert {option for _, option in found} <= {'"-P"', '"-IS"'}
 
 
-@pytest.mark.parametrize("name", ["random", "queue", "secrets"])
-def test_a_file_of_the_current_folder_replaces_no_module(tmp_path, name) -> None:
-    (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the folder')")
+def test_a_file_of_the_current_folder_replaces_no_module(tmp_path) -> None:
+    for name in ("random", "queue", "secrets"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the folder')")
     done = subprocess.run(
         [*DILOCO, "completion", "--help"],
         cwd=tmp_path,

@@ -6,7 +6,6 @@ import json
 import pytest
 from rich.console import Console
 
-from diloco_jax import cli
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.run import (
     ReplacedFiles,
@@ -60,16 +59,10 @@ def test_the_workdirs_config_stands_in_for_one_that_is_not_given(
     assert with_config(given) == meant
 
 
-@pytest.mark.parametrize("option", ["--workdir", "--placement.workdir"])
-def test_another_workdir_than_that_of_the_run_is_refused(
-    option, workdir, tmp_path, capsys
-):
-    resume = ["run", "--resume", str(workdir)]
-    assert cli.main([*resume, option, str(tmp_path / "W9")]) == 2
-    assert (
-        f"W9 with --resume {workdir}: a run goes on in its" in capsys.readouterr().err
-    )
-    require_one_workdir([option], f"{workdir}/../{workdir.name}", str(workdir))
+def test_another_workdir_than_that_of_the_run_is_refused(workdir):
+    with pytest.raises(ConfigError, match=f"W9 with --resume {workdir}: a run goes on"):
+        require_one_workdir(["--placement.workdir"], "W9", str(workdir))
+    require_one_workdir(["--workdir"], f"{workdir}/../{workdir.name}", str(workdir))
     require_one_workdir(["c.py"], "of a configs file", str(workdir))
 
 

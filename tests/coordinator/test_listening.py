@@ -123,6 +123,8 @@ def test_the_lead_that_was_started_last_is_obeyed_also_after_a_restart(
     with pytest.raises(Refused, match=r"holds fragments of run r .*lead's run is s"):
         lead(run_id="s", start=99).restored()
     lead(term=2, start=1).restored()
+    with pytest.raises(Refused, match=r"start 1 of term 2 .* start 99 of term 1: an"):
+        lead(start=99).restored()
     facts = facts_of(tmp_path / "there", 0)
     assert (facts["run_id"], facts["term"], facts["start"]) == ("r", 2, 1)
 

@@ -7,10 +7,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from runtime_support import PATIENCE_S
+from runtime_support import PATIENCE_S, await_that
 
 from diloco_jax.cluster.cluster import free_port
 from diloco_jax.observability.tape import read_tape
@@ -43,11 +42,12 @@ class Example:
         command += ["--placement.bind", f"127.0.0.1:{self.port}", *options]
         with (self.folder / "coordinator.log").open("ab") as log:
             served = self._start(command, log)
-        deadline = time.monotonic() + PATIENCE_S
-        while not (self.workdir / "coordinator.address").exists():
+
+        def is_up() -> bool:
             assert served.poll() is None, "the coordinator ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+            return (self.workdir / "coordinator.address").exists()
+
+        await_that(is_up)
         return served
 
     def kill(self, served: subprocess.Popen) -> None:
@@ -84,10 +84,10 @@ class Example:
 
     def until(self, condition) -> None:
         """Wait until the condition holds of the tape, once there is one."""
-        deadline, tape = time.monotonic() + TIMEOUT_S, self.workdir / "tape.jsonl"
-        while not (tape.exists() and condition(list(read_tape(tape)))):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        tape = self.workdir / "tape.jsonl"
+        await_that(
+            lambda: tape.exists() and condition(list(read_tape(tape))), TIMEOUT_S
+        )
 
 
 def merges_of(tape, island: str, incarnation: int) -> int:

@@ -23,17 +23,23 @@ TIMEOUT_S = 240.0
 
 @contextlib.contextmanager
 def hosts(
-    config: Config, names: Iterable[str], address: str, folder: Path, how: str
+    config: Config,
+    names: Iterable[str],
+    address: str,
+    folder: Path,
+    how: str,
+    host_1: Config | None = None,
 ) -> Iterator[dict[str, subprocess.Popen]]:
     """Every host of these islands as `host_process.py`, NAME.INDEX; until the block
-    ends."""
-    path = folder / "config.json"
-    write_config_json(config, path)
+    ends. host_1: what host 1 takes for the config."""
+    for index, told in enumerate((config, host_1 or config)):
+        write_config_json(told, folder / f"{index}.json")
     children = {}
     try:
         for name in names:
             world = f"127.0.0.1:{free_port()}"
             for index in range(config.islands[name].hosts):
+                path = folder / f"{index}.json"
                 arguments = [path, name, address, folder, world, index, how]
                 with (folder / f"{name}.{index}.log").open("wb") as log:
                     children[f"{name}.{index}"] = subprocess.Popen(

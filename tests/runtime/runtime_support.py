@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +16,7 @@ from typing import Any, Self, TypeVar
 from scripted import ScriptedDecisions
 from tiny import MODEL, SEQUENCE_LENGTH
 
+from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -263,16 +267,26 @@ def answer(
     island.transfers.upload(start, bytes(size))
 
 
+def await_that(
+    happened: Callable[[], object],
+    patience_s: float = PATIENCE_S,
+    said: Callable[[], object] = lambda: "it does not happen",
+) -> None:
+    """Returns once it has happened. said: what is told if it does not in time."""
+    deadline = time.monotonic() + patience_s
+    while not happened():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.02)
+
+
 def await_state(
     service: Coordinator,
     happened: Callable[[State], bool],
     patience_s: float = PATIENCE_S,
 ) -> None:
     """Returns once the policy's state is so."""
-    deadline = time.monotonic() + patience_s
-    while not happened(state := service.lead.state):
-        assert time.monotonic() < deadline, state
-        time.sleep(0.01)
+    lead = service.lead
+    await_that(lambda: happened(lead.state), patience_s, lambda: lead.state)
 
 
 def await_message(stream: ControlStream, kind: type[Found]) -> Found:
@@ -319,7 +333,53 @@ class Stall:
 
 def await_gone(pids: Iterable[int]) -> None:
     """Until none of these processes is left, which were killed."""
-    deadline = time.monotonic() + PATIENCE_S
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.02)
+    here = [Path(f"/proc/{pid}") for pid in pids]
+    await_that(lambda: not any(path.exists() for path in here), said=lambda: here)
+
+
+@contextlib.contextmanager
+def started(
+    command: Iterable[object], log: Path, cwd: Path | None = None, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, killed when the block ends if it has not ended by itself."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [*map(str, command)],
+            cwd=cwd,
+            env=os.environ | environment,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+COMMAND_S = 240.0
+"""Seconds for a command that ends by itself."""
+
+
+def diloco(
+    *arguments: object, code: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A command's process that has ended, with this code."""
+    done = subprocess.run(
+        [*DILOCO, *map(str, arguments)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_S,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done
+
+
+def replayed(workdir: Path) -> dict[str, Any]:
+    """What replay tells of a run all of whose merges it repeats bit for bit."""
+    outcome: dict[str, Any] = json.loads(diloco("replay", workdir, "--json").stdout)
+    assert outcome["identical"]
+    assert outcome["merges"] == outcome["merges_on_tape"]
+    return outcome

@@ -4,17 +4,17 @@ starts and starts again, adapters come from the coordinator, and both leave toge
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import support
 import tape_checks
+from runtime_support import replayed
 from safetensors.numpy import load_file
 from tiny import MODEL, SEQUENCE_LENGTH
 
+from diloco_jax import cli
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -83,10 +83,10 @@ def test_an_island_that_starts_again_goes_on_with_the_same_weights(run):
 
 
 def test_it_is_repeated_bit_for_bit_and_leaves_whole(run, tmp_path):
-    replayed = diloco("replay", run.workdir, "--json")
-    assert replayed.returncode == 0, replayed.stderr[-3000:]
-    assert json.loads(replayed.stdout)["identical"]
-    assert diloco("export", run.workdir, tmp_path / "out", "--merged").returncode == 0
+    replayed(run.workdir)
+    assert (
+        cli.main(["export", str(run.workdir), str(tmp_path / "out"), "--merged"]) == 0
+    )
     whole = load_file(tmp_path / "out" / "model.safetensors")
     before = load_file(FAMILIES / "smollm2" / "model.safetensors")
     changed = {n for n, a in before.items() if not np.array_equal(a, whole[n])}
@@ -98,13 +98,3 @@ def leaves(tree) -> list:
     if isinstance(tree, dict):
         return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
     return [tree]
-
-
-def diloco(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*support.DILOCO, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )

@@ -1,6 +1,6 @@
 """A run whose rows and checkpoints are in a bucket, as machines that share no disk have
-them: a server here speaks Google Cloud Storage's protocol, and everything else is what
-runs elsewhere."""
+them, and one that begins with weights there: a server here speaks Google Cloud
+Storage's protocol, and everything else is what runs elsewhere."""
 
 from __future__ import annotations
 
@@ -12,18 +12,31 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import urllib.request
 from pathlib import Path
+from urllib.parse import quote
 
+import jax
 import make_tokenizers
+import numpy as np
 import pytest
 import support
 import tape_checks
-from bucket_support import TIMEOUT_S, Bucket, bucket
-from runtime_support import PATIENCE_S, await_gone
+from runtime_support import (
+    PATIENCE_S,
+    await_gone,
+    await_that,
+    diloco,
+    make_config,
+    placed,
+    started,
+    with_run,
+)
+from test_compilation import compile_something
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import cli, run_files
+from diloco_jax.cluster.cluster import DILOCO, free_port
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -36,12 +49,89 @@ from diloco_jax.config import (
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.tokenizers import open_tokenizer
+from diloco_jax.evaluation import load_params
+from diloco_jax.models.build import build
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.weights.first import first_params, started_from
 
 pytestmark = pytest.mark.dist
 
-__all__ = ["bucket"]
+TIMEOUT_S = 600.0
+"""Where a machine is busy, one checkpoint in this bucket takes half a minute."""
+SERVER = Path(__file__).parent / "bucket_server.py"
+
+
+class Bucket:
+    """`gs://bucket`, and the environment in which it is found."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.environment = {
+            "STORAGE_EMULATOR_HOST": url,
+            "TENSORSTORE_GCS_HTTP_URL": url,
+            "CLOUD_STORAGE_EMULATOR_ENDPOINT": url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+            "GOOGLE_CLOUD_PROJECT": "any",
+            "NO_GCE_CHECK": "true",
+            # It is asked by a protocol that this server does not speak.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+
+    def names(self) -> list[str]:
+        """Return the names of all objects."""
+        with urllib.request.urlopen(
+            f"{self._url}/storage/v1/b/bucket/o", timeout=PATIENCE_S
+        ) as got:
+            return [item["name"] for item in json.load(got).get("items", [])]
+
+    def put(self, folder: Path, name: str) -> None:
+        """Copy the files of a local folder that are not empty into the bucket's."""
+        files = (p for p in folder.rglob("*") if p.is_file())
+        for path in sorted(p for p in files if p.stat().st_size):
+            target = quote(f"{name}/{path.relative_to(folder)}", safe="")
+            request = urllib.request.Request(
+                f"{self._url}/upload/storage/v1/b/bucket/o"
+                f"?uploadType=media&name={target}",
+                data=path.read_bytes(),
+                headers={"Content-Type": "application/octet-stream"},
+            )
+            urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        url = f"{self._url}/storage/v1/b/bucket/o/{quote(name, safe='')}"
+        request = urllib.request.Request(url, method="DELETE")
+        urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+
+    def complete(self, folder: str) -> set[int]:
+        """Numbers of the checkpoints that are complete in one, or of the coordinator's
+        snapshots of the state."""
+        own = [Path(n).name for n in self.names() if n.startswith(f"{folder}/state-")]
+        if own:
+            return {int(name.split(".")[0].split("-")[1]) for name in own}
+        ends = [n for n in self.names() if n.endswith("/commit_success.txt")]
+        paths = [Path(name).relative_to(folder) for name in ends if folder in name]
+        return {int(path.parts[0]) for path in paths if len(path.parts) == 2}
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    port = free_port()
+    command = [sys.executable, SERVER, port, 4 * TIMEOUT_S]
+    log = tmp_path_factory.mktemp("server") / "log"
+    found = Bucket(f"http://127.0.0.1:{port}")
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            found.names()
+            return True
+        return False
+
+    with started(command, log):
+        await_that(answers, TIMEOUT_S)
+        yield found
+
 
 FOLDER = "runs/one"
 PARTS = [f"{FOLDER}/{part}" for part in ("islands/pair", "islands/solo", "coordinator")]
@@ -104,30 +194,17 @@ def resumed(bucket: Bucket, root: Path, tmp_path_factory) -> Path:
     there = [f"gs://bucket/rows/{name}" for name in NAMES]
     write_config_json(config_of(*there).validate(), folder / "two.json")
     workdir = folder / "run"
-    with started(
-        bucket, folder, str(folder / "two.json"), "--workdir", str(workdir)
-    ) as (first):
+    with begun(bucket, folder, "run", "two.json", "--workdir", workdir) as first:
         await_true(folder, first, lambda: all(bucket.complete(part) for part in PARTS))
         pids = json.loads((workdir / run_files.PROCESSES).read_bytes()).values()
         first.send_signal(signal.SIGKILL)
         first.wait(TIMEOUT_S)
     await_gone([pid for hosts in pids for pid in hosts])
-    with started(bucket, folder, "--resume", str(workdir)) as second:
+    with begun(bucket, folder, "run", "--resume", workdir) as second:
         await_true(folder, second, lambda: len(restored(workdir)) == 2)
         second.send_signal(signal.SIGINT)
         second.wait(TIMEOUT_S)
     return workdir
-
-
-def in_bucket(bucket: Bucket, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*support.DILOCO, *map(str, arguments)],
-        env={**os.environ, **bucket.environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
 
 
 def restored(workdir: Path) -> dict[str, int]:
@@ -140,30 +217,18 @@ def restored(workdir: Path) -> dict[str, int]:
     }
 
 
-@contextlib.contextmanager
-def started(bucket: Bucket, folder: Path, *options: str):
-    """`diloco run`, killed at the end if it is still there."""
-    with (folder / "log").open("ab") as log:
-        process = subprocess.Popen(
-            [*support.DILOCO, "run", *options],
-            cwd=folder,
-            env={**os.environ, **bucket.environment},
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(TIMEOUT_S)
+def begun(bucket: Bucket, folder: Path, *command: object):
+    """A `diloco` command, killed at the end of the block if it is still there."""
+    environment = {**bucket.environment, "TMPDIR": str(folder)}
+    return started([*DILOCO, *command], folder / "log", folder, **environment)
 
 
 def await_true(folder: Path, process: subprocess.Popen, happened) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not happened():
+    def goes_on() -> bool:
         assert process.poll() is None, (folder / "log").read_text()[-3000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+        return happened()
+
+    await_that(goes_on, TIMEOUT_S)
 
 
 def test_the_run_goes_on_from_what_is_in_the_bucket(resumed):
@@ -180,8 +245,7 @@ def test_nothing_of_it_is_on_this_machine(resumed, bucket):
 
 
 def test_loss_and_parameters_are_read_from_the_bucket(resumed, bucket):
-    done = in_bucket(bucket, "eval", resumed, "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = diloco("eval", resumed, "--json", **bucket.environment)
     summary = json.loads((resumed / "summary.json").read_bytes())
     found = json.loads(done.stdout)
     assert found["eval_merges"] == summary["merges"] > 0
@@ -244,13 +308,13 @@ with ThreadPoolExecutor(8) as pool:
 """
 
 
-REFUSED = """
-import sys
-from diloco_jax import cli
-workdir, *configs = sys.argv[1:]
-for config in configs:
-    assert cli.main(["run", config, "--workdir", workdir]) == 2, config
-"""
+def test_programs_in_a_bucket_are_read_from_there(bucket, monkeypatch):
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    folder = "gs://bucket/islands/_jax-cache/_shared"
+    compile_something(folder, "1 programs compiled, 0 read from the cache")
+    compile_something(folder, "0 programs compiled, 1 read from the cache")
+    assert len([name for name in bucket.names() if "_jax-cache/_shared/" in name]) == 1
 
 
 def test_several_threads_read_at_once(resumed, bucket, root):
@@ -268,34 +332,122 @@ def test_several_threads_read_at_once(resumed, bucket, root):
     )
 
 
-def test_what_is_not_there_is_named(bucket, root, tmp_path):
+# ---- weights in it -------------------------------------------------------------------
+
+
+WEIGHTS = Path(__file__).parents[1] / "models" / "families" / "qwen3"
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def plain(text) -> Config:
+    """A config of another model than that of the weights."""
+    config = make_config(text, fragments=2, steps_per_cycle=2, quorum=1)
+    config = with_run(config, total_tokens=STEPS * SEQUENCE_LENGTH)
+    islands = {"a": IslandConfig(batch_size=1, step_seconds=0.3)}
+    config = dataclasses.replace(config, islands=islands)
+    return placed(config, time_budget_s=60.0, checkpoint_every_s=0.0).validate()
+
+
+@contextlib.contextmanager
+def serving(bucket: Bucket, folder: Path, source: str = ""):
+    """A coordinator that is to begin a run from this source; it and its address."""
+    run, init = folder / "run", ("--init", source) if source else ()
+    where = ("coordinator", folder / "config.json", "--workdir", run, *init)
+    with begun(bucket, folder, *where) as process:
+        address = run / run_files.ADDRESS
+        await_true(folder, process, address.exists)
+        yield process, address.read_text()
+        process.terminate()
+        process.wait(TIMEOUT_S)
+
+
+def same(ours, theirs) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_islands_get_the_model_of_the_coordinators_weights(plain, bucket, tmp_path):
+    """The coordinator is started twice, the second time with the first config alone;
+    the island never names the weights."""
+    bucket.put(WEIGHTS, "weights")
+    write_config_json(plain, tmp_path / "config.json")
+    run = tmp_path / "run"
+    with serving(bucket, tmp_path, "hf:gs://bucket/weights"):
+        pass
+    begun = started_from(plain, f"hf:{WEIGHTS}").run
+    assert begun.model.qk_norm
+    assert not plain.run.model.qk_norm
+    same(load_params(run), first_params(begun, build(begun)))
+    assert read_config_json(run / "config.json").run.model == (
+        dataclasses.replace(begun.model, weights="hf:gs://bucket/weights")
+    )
+    assert (run / "source" / "config.json").is_file()
+    assert not list(tmp_path.rglob("source.*.tmp"))
+    with serving(bucket, tmp_path) as (coordinator, address):
+        island = ("island", tmp_path / "config.json", "--name", "a")
+        where = ("--coordinator", address, "--workdir", tmp_path / "island")
+        done = diloco(*island, *where, **bucket.environment)
+        assert "the model is that of hf:gs://bucket/weights" in done.stderr
+        assert coordinator.wait(TIMEOUT_S) == 0
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert summary["phase"] == "done"
+    assert summary["tokens_merged"] > 0
+    # A run in a bucket is a source, too.
+    bucket.put(run, "run")
+    again = tmp_path / "again"
+    again.mkdir()
+    write_config_json(plain, again / "config.json")
+    with serving(bucket, again, "run:gs://bucket/run"):
+        pass
+    same(load_params(again / "run"), load_params(run))
+    assert (again / "run" / "source" / "config.json").is_file()
+
+
+# ---- what is not there ---------------------------------------------------------------
+
+
+REFUSED = """
+import json, sys
+from diloco_jax import cli
+for command in json.loads(sys.argv[1]):
+    assert cli.main(command) == 2, command
+"""
+
+
+def test_what_is_not_there_is_named(bucket, root, plain, tmp_path):
     bucket.put(root / "letters", "broken/letters")
     (shard, *_) = [n for n in bucket.names() if n.startswith("broken/letters/train")]
     bucket.delete(shard)
-    shown = {
+    rows = {
         "gs://bucket/none": "gs://bucket/none is no prepared folder (it has no",
         "gs://nowhere/none": "gs://nowhere/none",
         "s3://bucket/rows": "is a bucket, and rows are read of gs://",
         "gs://bucket/broken/letters": f"{shard} is not the file of prepared.json: ",
     }
-    paths = []
-    for number, path in enumerate(shown):
+    where, commands, shown = ["--workdir", str(tmp_path / "run")], [], [*rows.items()]
+    for number, path in enumerate(rows):
         config = config_of(path)
         data = dataclasses.replace(config.run.data, weights=())
-        run = dataclasses.replace(config.run, data=data)
-        paths.append(tmp_path / f"{number}.json")
-        write_config_json(dataclasses.replace(config, run=run), paths[-1])
+        file = tmp_path / f"{number}.json"
+        write_config_json(with_run(config, data=data), file)
+        commands.append(["run", str(file), *where])
+    write_config_json(plain, tmp_path / "config.json")
+    for kind in ("hf", "run"):
+        coordinator = ["coordinator", str(tmp_path / "config.json"), *where]
+        commands.append([*coordinator, "--init", f"{kind}:gs://bucket/none"])
+        shown.append(("gs://bucket/none", "is no source of weights"))
     done = subprocess.run(
-        [sys.executable, "-c", REFUSED, str(tmp_path / "run"), *map(str, paths)],
+        [sys.executable, "-c", REFUSED, json.dumps(commands)],
         env={**os.environ, **bucket.environment},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=True,
     )
-    said = done.stderr.replace("\n", " ").split("error: ")[1:]
+    said = " ".join(done.stderr.split()).split("error: ")[1:]
     assert len(said) == len(shown), done.stderr
-    for one, (path, words) in zip(said, shown.items(), strict=True):
+    for one, (path, words) in zip(said, shown, strict=True):
         assert path in one
         assert words in one
     assert not (tmp_path / "run").exists()

@@ -9,11 +9,17 @@ import os
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from runtime_support import PATIENCE_S, client, coordinator, make_config, placed
+from runtime_support import (
+    PATIENCE_S,
+    await_that,
+    client,
+    coordinator,
+    make_config,
+    placed,
+)
 
 from diloco_jax import run_files
 from diloco_jax.chaos import strike
@@ -36,13 +42,6 @@ def small_disk():
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
     folder.rmdir()
-
-
-def await_that(holds, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
@@ -82,7 +81,7 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
         def steps():
             return [host.mailbox.status().steps for host in hosts]
 
-        await_that(lambda: merges() >= 2, "no merge")
+        await_that(lambda: merges() >= 2)
         assert strike.fill(small_disk)
         assert os.statvfs(small_disk).f_bavail == 0
 
@@ -90,7 +89,7 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
             alerts = observer.status(PATIENCE_S)["alerts"]
             return [text for text in alerts if "waits for space in" in text]
 
-        await_that(waits, "nothing waits")
+        await_that(waits)
         assert "placement.outage_budget_s" in waits()[0]
         # None is under way any more, so none is missed by the count.
         before, merged = steps(), merges()
@@ -98,15 +97,15 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
         def trained():
             return [now - then for now, then in zip(steps(), before, strict=True)]
 
-        await_that(lambda: min(trained()) >= 5, "islands wait for the disk")
+        await_that(lambda: min(trained()) >= 5)
         assert merges() == merged, "a merge without its record"
         assert not endings
         strike.free(small_disk)
-        await_that(lambda: merges() > merged, "no merge after the wait")
+        await_that(lambda: merges() > merged)
         for thread in threads:
             thread.join(2 * PATIENCE_S)
         assert {name: e.exit_code for name, e in endings.items()} == {"a": 0, "b": 0}
-        await_that(lambda: service.lead.finished, "the run is not over")
+        await_that(lambda: service.lead.finished)
     summary = json.loads((workdir / run_files.SUMMARY).read_text())
     assert summary["tokens_computed"] == (
         summary["tokens_merged"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from runtime_support import (
     PATIENCE_S,
     await_message,
     await_state,
+    await_that,
     client,
     hello,
     make_config,
@@ -67,10 +67,8 @@ class Starting:
     @property
     def address(self) -> str:
         """Where it listens, once it does."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not hasattr(self.service, "address"):
-            assert time.monotonic() < deadline, self.error
-            time.sleep(0.01)
+        there = lambda: hasattr(self.service, "address")  # noqa: E731
+        await_that(there, said=lambda: self.error)
         return self.service.address
 
     @property
@@ -327,44 +325,6 @@ def test_anchors_of_bands_make_their_tensors_again(text, tmp_path):
             at_a.transfers.upload(start, payload)
         found = made.started().holder.store.params()
     jax.tree.map(np.testing.assert_array_equal, found, params)
-
-
-@pytest.mark.parametrize(
-    ("other", "why", "knows"),
-    [
-        ({"fingerprint": "x"}, f"is in run {RUN_ID} with another config.*x there", ""),
-        (
-            {"run_id": "x"},
-            f"is in run x, and .* gathers anchors of run {RUN_ID}",
-            RUN_ID,
-        ),
-    ],
-)
-def test_an_island_of_another_config_or_run_ends_no_gathering(
-    config, tmp_path, monkeypatch, other, why, knows
-):
-    """With --run-id it knows which run it is to go on with."""
-    monkeypatch.setattr(Coordinator, "gathers", knows)
-    with (
-        starting(config, tmp_path / "run") as made,
-        client(made.address) as at_a,
-        client(made.address) as at_b,
-    ):
-        with pytest.raises(Busy, match=why):
-            at_b.open_control(offer(config, "b", 9, 9, **other))
-        _, said = at_b.status(PATIENCE_S)["alerts"]
-        assert re.search(why, said)
-        a = offer(config, "a", 3, 5)
-        to_a = at_a.open_control(a)
-        assert to_a.welcome.term == 0
-        b = offer(config, "b", 2, 4, incarnation=2)
-        to_b = at_b.open_control(b)
-        assert len(at_b.status(PATIENCE_S)["alerts"]) == 1, "it fits now"
-        Answering(config, at_b, b, to_b)
-        Answering(config, at_a, a, to_a)
-        made.started()
-    (term,) = read_tape(tmp_path / "run" / "tape.jsonl")
-    assert (term["term"], term["from"]) == (2, ["a", "a"])
 
 
 def test_if_no_islands_config_fits_the_coordinators_may_be_wrong(config, tmp_path):

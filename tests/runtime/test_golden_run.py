@@ -11,7 +11,6 @@ import dataclasses
 import json
 import re
 import socket
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from runtime_support import (
     PATIENCE_S,
     await_message,
     await_state,
+    await_that,
     client,
     coordinator,
     hello,
@@ -138,11 +138,8 @@ def merge(service: Coordinator, islands: Any, number: int) -> None:
 
 def last_status(who: Client, merges: int) -> dict[str, Any]:
     """The status that has these merges; a new one is made about once a second."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (status := who.status(PATIENCE_S))["merges"] < merges:
-        assert time.monotonic() < deadline, status
-        time.sleep(0.05)
-    return status
+    await_that(lambda: who.status(PATIENCE_S)["merges"] >= merges)
+    return who.status(PATIENCE_S)
 
 
 def report(name: str, steps: int, *records: Record) -> messages.Report:

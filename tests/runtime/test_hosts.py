@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import support
-import tape_checks
 from hosts_support import (
-    HOST,
     TIMEOUT_S,
     fetched_bytes,
     hosts,
     patient_config,
     run_processes,
 )
-from runtime_support import (
-    answer,
-    await_message,
-    await_state,
-    client,
-    coordinator,
-    hello,
-    placed,
-    report,
-    run_scripted,
-    with_run,
-)
+from runtime_support import PATIENCE_S, coordinator, placed, run_scripted, with_run
 from tiny import SEQUENCE_LENGTH
 
-from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.config.loading import write_config_json
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.models import transformer
 from diloco_jax.models.build import build_plan
 from diloco_jax.observability.metrics import read_metrics
-from diloco_jax.observability.tape import read_tape
-from diloco_jax.protocol import messages
+from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.server import Server
 
 pytestmark = pytest.mark.dist
 
@@ -114,19 +96,18 @@ def test_meshes_and_hosts_change_nothing_but_rounding(text, tmp_path):
 ISLANDS = {
     "bands": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=4),
     "copies": IslandConfig(batch_size=4, hosts=2, mesh_data=2),
-    "one": IslandConfig(batch_size=4),
 }
-"""Hosts that cut every piece inside its tiles, some of which are bands of one tile;
-hosts that all have all parameters; and one device."""
+"""Hosts that cut every piece inside its tiles, some of which are bands of one tile; and
+hosts that all have all parameters."""
 
 
 def test_every_byte_crosses_the_link_of_an_island_once(text, tmp_path):
     """Its bytes are those of each fragment's payload, with some around each host's
     part."""
-    sync = {"fragments": 8, "steps_per_cycle": 8, "quorum": 3}
+    sync = {"fragments": 8, "steps_per_cycle": 8, "quorum": 2}
     config = patient_config(text, codec_up="int8", codec_down="int8")
     sync = dataclasses.replace(config.run.sync, **sync)
-    config = with_run(config, sync=sync, total_tokens=3 * 4 * 18 * SEQUENCE_LENGTH)
+    config = with_run(config, sync=sync, total_tokens=2 * 4 * 18 * SEQUENCE_LENGTH)
     config = dataclasses.replace(config, islands=ISLANDS).validate()
     plan = build_plan(config.run, transformer.build(config.run.model))
     assert any(piece.bands for piece in plan.pieces)
@@ -163,105 +144,58 @@ def check_traffic(config: Config, folder: Path) -> None:
     assert sums["bytes_up"] == pytest.approx(islands["c"]["bytes_up"], rel=0.15)
 
 
-def test_hosts_with_different_configs_are_told_apart(text, tmp_path):
-    config = patient_config(text)
+# ---- hosts that cannot go on ---------------------------------------------------------
+
+
+@pytest.fixture
+def two(text) -> Config:
+    """A config of which an island has two hosts."""
     pair = IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2)
-    config = dataclasses.replace(config, islands={"pair": pair, "b": IslandConfig()})
-    other = dataclasses.replace(
-        config,
-        islands={**config.islands, "pair": dataclasses.replace(pair, remat="full")},
+    islands = {"pair": pair, "b": IslandConfig()}
+    return dataclasses.replace(patient_config(text), islands=islands).validate()
+
+
+def said(folder: Path, index: int) -> str:
+    return (folder / f"pair.{index}.log").read_text()
+
+
+def test_hosts_with_different_configs_are_told_apart(two, tmp_path):
+    pair = dataclasses.replace(two.islands["pair"], remat="full")
+    other = dataclasses.replace(two, islands={**two.islands, "pair": pair})
+    with (
+        coordinator(two, tmp_path / "run") as service,
+        hosts(two, ["pair"], service.address, tmp_path, "1", host_1=other) as children,
+    ):
+        assert children["pair.1"].wait(TIMEOUT_S) == 2, said(tmp_path, 1)
+    told = said(tmp_path, 1)
+    assert "host 1 of island 'pair' has another config or model than host 0" in told
+    assert "remat: 'full' here, 'none' there" in told
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """The address of a coordinator that lets nobody in."""
+
+    def refuse(hello, session):
+        raise Refused("config", "nobody is let in")
+
+    handlers = SimpleNamespace(connect=refuse, disconnect=lambda session: None)
+    server = Server(
+        "127.0.0.1:0",
+        handlers,
+        tls=None,
+        deadlines=Deadlines(PATIENCE_S),
+        max_islands=2,
+        max_hosts=2,
+        bulk_channels=1,
     )
-    world, children = f"127.0.0.1:{free_port()}", []
-    with coordinator(config.validate(), tmp_path / "run") as service:
-        for index, told in enumerate((config, other)):
-            path = tmp_path / f"{index}.json"
-            write_config_json(told.validate(), path)
-            arguments = [path, "pair", service.address, tmp_path, world, index, "1"]
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, str(HOST), *map(str, arguments)],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        output, _ = children[1].communicate(timeout=TIMEOUT_S)
-        children[0].kill()
-        children[0].communicate(timeout=TIMEOUT_S)
-    assert children[1].returncode == 2, output
-    assert "host 1 of island 'pair' has another config or model than host 0" in output
-    assert "remat: 'full' here, 'none' there" in output
+    yield server.start()
+    server.stop(0.1)
 
 
-def test_an_island_of_two_hosts_leaves_what_is_open_when_one_has_notice(text, tmp_path):
-    config = placed(patient_config(text, cycles=1000), notice_s=2 * TIMEOUT_S)
-    pair = IslandConfig(batch_size=4, hosts=2, mesh_fsdp=4, step_seconds=0.1)
-    others = {name: IslandConfig(batch_size=4) for name in "bc"}
-    config = dataclasses.replace(config, islands={"pair": pair} | others).validate()
-
-    def trains(state) -> bool:
-        return "pair" in state.islands and state.islands["pair"].phase == "training"
-
-    def went_on(state) -> bool:
-        """It has sent a delta, and made steps since."""
-        take = state.fragments[0].accounts["pair"].take
-        here = take is not None and take.ready
-        return here and take.end < state.islands["pair"].steps
-
-    with contextlib.ExitStack() as stack:
-        service = stack.enter_context(coordinator(config, tmp_path / "run"))
-        children = stack.enter_context(
-            hosts(config, ["pair"], service.address, tmp_path, how="7")
-        )
-        await_state(service, trains, TIMEOUT_S)
-        network = stack.enter_context(client(service.address))
-        hellos = {name: hello(config, name) for name in others}
-        streams = {name: network.open_control(h) for name, h in hellos.items()}
-        for steps in (1, 3):
-            for stream in streams.values():
-                stream.send(report(steps))
-        await_state(service, went_on)
-
-        told_at = time.monotonic()
-        children["pair.1"].send_signal(signal.SIGTERM)
-        await_state(service, lambda state: state.islands["pair"].phase != "training")
-        for child in children.values():
-            child.send_signal(signal.SIGTERM)
-        for name, child in children.items():
-            code = child.wait(TIMEOUT_S)
-            assert code == 1, (tmp_path / f"{name}.log").read_text()[-3000:]
-        assert time.monotonic() - told_at < config.placement.notice_s
-
-        # They answer only now, so what is merged with them was left behind.
-        for fragment, steps in enumerate((3, 5)):
-            for stream in streams.values():
-                stream.send(report(steps))
-            for name, stream in streams.items():
-                take = await_message(stream, messages.TakeRequest)
-                assert take.fragment == fragment
-                who, seq = hellos[name], fragment + 1
-                answer(service, network, who, stream, take, seq=seq, steps=steps)
-            await_state(service, lambda state, f=fragment: state.fragments[f].merges)
-        for stream in streams.values():
-            stream.send(messages.Goodbye(reason="stopped", text="done"))
-        await_state(
-            service,
-            lambda state: all(i.status == "gone" for i in state.islands.values()),
-        )
-    tape = list(read_tape(tmp_path / "run" / "tape.jsonl"))
-    summary = json.loads((tmp_path / "run" / "summary.json").read_bytes())
-    sizes = support.fragment_sizes(config)
-    assert tape_checks.ledger_problems(summary, tape, sizes) == []
-    assert tape_checks.version_problems(tape) == []
-    left = next(r for r in tape if r["kind"] == "left")
-    assert (left["island"], left["reason"]) == ("pair", "preempted")
-    assert left["said"] == "preempted (host 1: SIGTERM)"
-    first, second = left["left_behind"]
-    assert (first["fragment"], second["fragment"]) == (0, 1)
-    assert first["end"] < second["end"] == left["steps"]
-    after = (left["steps"] - first["end"]) * pair.batch_size * SEQUENCE_LENGTH
-    assert left["lost_tokens_by_fragment"] == [after, 0], "after an earlier take"
-    merged = [r["contributions"][-1] for r in tape if r["kind"] == "merged"]
-    assert [(p["island"], p["tick"], p["end"]) for p in merged] == [
-        ("pair", kept["tick"], kept["end"]) for kept in (first, second)
-    ]
+def test_all_hosts_end_with_the_code_of_the_first(two, tmp_path, refusing):
+    with hosts(two, ["pair"], refusing, tmp_path, "1") as children:
+        codes = [child.wait(TIMEOUT_S) for child in children.values()]
+    outputs = [said(tmp_path, index) for index in range(2)]
+    assert codes == [3, 3], outputs
+    assert all("ends: nobody is let in (config)" in output for output in outputs)

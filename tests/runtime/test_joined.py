@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
+import runpy
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -15,13 +16,13 @@ import numpy as np
 import pytest
 import support
 import tape_checks
-from broken_line import Line
 from example_support import TIMEOUT_S, Example, merges_of
 from oracle_support import expected_history
 from runtime_support import (
     PATIENCE_S,
     Stall,
     await_state,
+    await_that,
     coordinator,
     make_config,
     placed,
@@ -32,6 +33,7 @@ from test_oracle import CYCLES, positions_by_island
 
 import diloco_jax
 from diloco_jax import IslandEndedError, cli
+from diloco_jax.chaos.relay import Relay
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.data.loading import load_data
@@ -89,28 +91,12 @@ SAYS = """
 """
 
 
-def await_status(example, condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition(found := read_status(str(example.workdir), Placement())):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return found
-
-
 def sizes_of(example, *seeds):
     """The sums of the absolute values of the page's parameters."""
-    code = (
-        f"import jax, run, numpy as np\nfor seed in {seeds}:\n"
-        "    leaves = jax.tree.leaves(run.parameters(jax.random.key(seed)))\n"
-        "    print(sum(float(np.abs(leaf).sum()) for leaf in leaves))"
-    )
-    said = subprocess.check_output(
-        [sys.executable, "-c", code],
-        cwd=example.folder,
-        env=example.environment,
-        timeout=TIMEOUT_S,
-    )
-    return map(float, said.split())
+    page = runpy.run_path(str(example.folder / "run.py"))
+    for seed in seeds:
+        leaves = jax.tree.leaves(page["parameters"](jax.random.key(seed)))
+        yield sum(float(np.abs(leaf).sum()) for leaf in leaves)
 
 
 def test_the_loops_of_the_page_begin_a_run_and_survive_kills(tmp_path, capsys):
@@ -127,7 +113,9 @@ def test_the_loops_of_the_page_begin_a_run_and_survive_kills(tmp_path, capsys):
         slow = example.keep("slow", 1, 0.25)
         fast = example.loop("own.py", "fast", 1, 0.1)
         processes += [slow, fast]
-        shown = await_status(example, lambda s: s["islands"])
+        status = functools.partial(read_status, str(example.workdir), Placement())
+        await_that(lambda: status()["islands"], TIMEOUT_S)
+        shown = status()
         assert shown["phase"] == "gathering"
         assert "island 'fast', of which 0 of 3" in shown["alerts"][0]
         assert "slow" not in shown["islands"]
@@ -187,7 +175,7 @@ def test_a_loop_trains_on_while_its_line_is_cut_and_loses_nothing(text, tmp_path
     config = with_run(config, total_tokens=250 * tokens)
     with (
         coordinator(config, tmp_path) as service,
-        Line(service.address) as line,
+        contextlib.closing(Relay(service.address)) as line,
         joined(config, service, address=line.address) as island,
         Stall() as stall,
     ):
@@ -196,11 +184,11 @@ def test_a_loop_trains_on_while_its_line_is_cut_and_loses_nothing(text, tmp_path
             params = jax.tree.map(lambda x: x + 0.01 * island.learning_rate, params)
             time.sleep(0.02)
             if island.step == 40:
-                line.cut()
+                line.set(up=False, down=False)
                 await_state(service, lambda s: s.islands["b"].status == "absent")
             if island.step == 100:
                 assert service.lead.state.islands["b"].status == "absent"
-                line.mend()
+                line.set()
             began = time.monotonic()
             params = island.boundary(params)
             if 40 <= island.step <= 100:
@@ -235,10 +223,7 @@ def joined(config, service, *, address="", **changes):
 
 def await_gone(service):
     """Wait until the coordinator has heard that island b left."""
-    deadline = time.monotonic() + PATIENCE_S
-    while service.lead.state.islands["b"].status != "gone":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    await_state(service, lambda s: s.islands["b"].status == "gone")
 
 
 @pytest.fixture
@@ -271,7 +256,7 @@ def test_a_loop_that_leaves_within_a_step_loses_what_was_not_taken(alone, tmp_pa
             for _ in range(5):
                 params = island.boundary(step(params))
             params = step(params)  # No boundary follows.
-        await_state(service, lambda s: s.islands["b"].status == "gone")
+        await_gone(service)
     summary = json.loads((tmp_path / "summary.json").read_bytes())["islands"]["b"]
     tokens = 5 * 2 * alone.run.sequence_length
     lost = sum(summary["tokens_lost"].values())
@@ -295,9 +280,8 @@ def test_final_has_the_last_merge_however_late_it_comes(text, tmp_path):
         fetch = fetcher.fetch
 
         def late(wanted):
-            deadline = time.monotonic() + 1
-            while not mailbox.finished and time.monotonic() < deadline:
-                time.sleep(0.01)
+            with contextlib.suppress(AssertionError):
+                await_that(lambda: mailbox.finished, 1.0)
             return fetch(wanted)
 
         fetcher.fetch = late
@@ -381,7 +365,7 @@ def test_a_loop_with_data_of_its_own_is_told_apart(alone, tmp_path):
     with coordinator(alone, tmp_path) as service:
         with joined(alone, service, own_data=True) as island:
             island.boundary(island.params)
-        await_state(service, lambda s: s.islands["b"].status == "gone")
+        await_gone(service)
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     assert summary["islands"]["b"]["data"] == "own"
     tape = list(read_tape(tmp_path / "tape.jsonl"))

@@ -5,34 +5,44 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
-from example_support import TIMEOUT_S, write_files
-from page_steps import FACTORY, NAME, joined_loop, step_in_replica
-from runtime_support import (
-    PATIENCE_S,
-    coordinator,
-    make_config,
-    placed,
-    run_scripted,
-    with_run,
-)
+from example_support import write_files
+from runtime_support import make_config, run_scripted, with_run
 
-from diloco_jax.cluster.cluster import free_port
-from diloco_jax.config import IslandConfig
-from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.device.exchange import Replica
-from diloco_jax.observability.tape import read_tape
+from diloco_jax.island.device.like import LikeLeaves
+from diloco_jax.models.model import named
 
 pytestmark = pytest.mark.dist
 
 CYCLES = 2
-PAGE_STEPS = Path(__file__).with_name("page_steps.py")
+FACTORY = """
+import jax
+import jax.numpy as jnp
+import {page} as page
+
+from diloco_jax.models.model import Model, named
+
+shapes = jax.eval_shape(page.parameters, jax.random.key(0))
+structure = jax.tree.structure(shapes)
+names = named(jax.tree.unflatten(structure, range(structure.num_leaves)))
+
+
+def loss(params, batch):
+    rows = batch["tokens"]
+    numbers, leaves = jax.tree.leaves(names), jax.tree.leaves(params)
+    by_number = [leaf for _, leaf in sorted(zip(numbers, leaves, strict=True))]
+    loss = page.loss_of(jax.tree.unflatten(structure, by_number), rows)
+    return loss, {{"loss": loss, "tokens": jnp.float32(rows[:, 1:].size)}}
+
+
+def model(run, island, layout):
+    axes = jax.tree.map(lambda x: ("embed", *(None,) * (x.ndim - 1)), named(shapes))
+    return Model(lambda key: named(page.parameters(key)), loss, axes)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -57,39 +67,12 @@ def test_a_step_gives_the_same_bits_in_both_loops(
         run_scripted(config, tmp_path / "own"),
         run_scripted(config, tmp_path / "joined", own, like),
     ]
-    check_same(tapes)
-
-
-def test_so_it_does_where_two_hosts_have_half_of_each_matrix(pages, text, tmp_path):
-    config = config_of(importlib.import_module("run"), text, tmp_path)
-    sync = dataclasses.replace(config.run.sync, quorum=1)
-    pair = IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2)
-    config = with_run(dataclasses.replace(config, islands={NAME: pair}), sync=sync)
-    config, tapes = placed(config, time_budget_s=PATIENCE_S).validate(), []
-    write_config_json(config, path := tmp_path / "config.json")
-    for how in ("own", "joined"):
-        world, folder = f"127.0.0.1:{free_port()}", tmp_path / how
-        with coordinator(config, folder) as service:
-            common = [sys.executable, PAGE_STEPS, path, service.address]
-            common += [folder / NAME, world]
-            processes = [
-                subprocess.Popen(
-                    [*map(str, (*common, n, how, pages))],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "JAX_PLATFORMS": "cpu"},
-                )
-                for n in range(2)
-            ]
-            try:
-                said = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]
-                assert [p.returncode for p in processes] == [0, 0], said
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
-        tapes.append(list(read_tape(folder / "tape.jsonl")))
-    check_same(tapes)
+    own, joined = (
+        [r["digest"] for r in tape if r["kind"] == "merged" and not r["final"]]
+        for tape in tapes
+    )
+    assert own == joined
+    assert len(set(own)) == len(own) >= CYCLES * 2
 
 
 def config_of(page, text, folder):
@@ -101,10 +84,46 @@ def config_of(page, text, folder):
     return with_run(config, model=model).validate()
 
 
-def check_same(tapes):
-    own, joined = (
-        [r["digest"] for r in tape if r["kind"] == "merged" and not r["final"]]
-        for tape in tapes
-    )
-    assert own == joined
-    assert len(set(own)) == len(own) >= CYCLES * 2
+class PageSteps:
+    """The page's steps of one island. The rows follow from its batch and the number of
+    the step: which positions it is leased depends on when the others ask."""
+
+    def __init__(self, page, batch_size, params):
+        self._step = jax.jit(page.step, donate_argnums=(0, 1))
+        self._moments = jax.jit(page.optimizer.init)(params)
+        self._numbers = np.random.default_rng(batch_size)
+        self._shape = (batch_size, page.LENGTH + 1)
+
+    def __call__(self, params, rate):
+        rows = self._numbers.integers(0, 256, self._shape).astype(np.int32)
+        params, self._moments, loss = self._step(params, self._moments, rows, rate)
+        return params, loss
+
+
+def joined_loop(page):
+    def train(island, config):
+        loop = island.loop
+        batch_size = config.islands[island.name].batch_size
+        steps = PageSteps(page, batch_size, loop.hand_over())
+        while (ending := loop.until_step()) is None:
+            rate, _ = loop.begin_step()
+            loop.stepped(*steps(loop.hand_over(), rate))
+        return ending
+
+    return train
+
+
+def step_in_replica(page, like):
+    """The page's step, in place of the one that the product's loop makes."""
+    leaves, made = LikeLeaves(like), {}
+
+    def step(self, batch, rate):
+        params = leaves.as_tree(self.params)
+        if self not in made:
+            rows = batch["tokens"].shape[0]
+            made[self] = PageSteps(page, rows, params)
+        params, loss = made[self](params, rate)
+        self.params = named(params)
+        return {"loss": loss, "tokens": 0.0, "skipped": False}
+
+    return step

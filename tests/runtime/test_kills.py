@@ -4,10 +4,8 @@ harmed."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import one_truth
 import pytest
 import support
 import tape_checks
-from runtime_support import Stall
+from runtime_support import Stall, replayed
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax.config import (
@@ -171,12 +169,6 @@ def workdir(run, folder, tmp_path) -> Path:
     return tmp_path
 
 
-def replay(workdir: Path, *options: str) -> tuple[int, str, str]:
-    command = [*support.DILOCO, "replay", str(workdir), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_the_killed_island_goes_on_with_its_moments(run):
     told = [r for r in run.tape if r["kind"] == "island"]
     restored = {
@@ -209,8 +201,4 @@ def test_replay_gives_the_bits_of_every_merge(run, workdir):
     assert prepared["discarded"] >= 1
     assert sum(version[1] for version in prepared["versions"]) == KILL_PREPARED - 1
     write_tape(workdir, run.tape)
-    code, printed, errors = replay(workdir, "--json")
-    assert code == 0, errors
-    outcome = json.loads(printed)
-    assert outcome["identical"]
-    assert outcome["merges"] == outcome["merges_on_tape"] == run.summary["merges"]
+    assert replayed(workdir)["merges"] == run.summary["merges"]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from msgspec.structs import replace
-from runtime_support import PATIENCE_S, coordinator, make_config, placed
+from runtime_support import PATIENCE_S, await_that, coordinator, make_config, placed
 
 from diloco_jax import run_files
 from diloco_jax.coordinator.main import Coordinator
@@ -91,10 +91,8 @@ def test_the_summary_of_a_run_that_is_cut_off_comes_before_a_snapshot(
 ):
     ending = threading.Thread(target=service.conclude)
     ending.start()
-    deadline = time.monotonic() + PATIENCE_S
     path = tmp_path / "run" / "summary.json"
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    await_that(path.exists)
     assert json.loads(path.read_text())["phase"] == "stopped"
     assert ending.is_alive(), "the snapshot has not ended"
     ends.set()

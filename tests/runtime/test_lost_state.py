@@ -9,18 +9,14 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import support
 import tape_checks
-from runtime_support import Stall, placed
+from runtime_support import Stall, await_that, placed, started
 from training_support import CYCLE_STEPS, lasting
 
 from diloco_jax.cluster import cluster
@@ -52,34 +48,20 @@ class Survived(NamedTuple):
     log: str
 
 
-@contextlib.contextmanager
-def process(command: list[str], log: Path, **environment: str) -> Iterator[Any]:
-    """Killed when the block ends, if it has not ended by itself."""
-    with log.open("ab") as output:
-        started = subprocess.Popen(
-            command, stdout=output, stderr=output, env=os.environ | environment
-        )
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.wait()
-
-
 def await_training(address: str) -> None:
     """Returns once every island has made a cycle's steps, and merges are made."""
-    deadline = time.monotonic() + TIMEOUT_S
     client = Client(address, tls=None, deadlines=Deadlines(BUDGET_S), bulk_channels=1)
+
+    def trains() -> bool:
+        with contextlib.suppress(WireError):
+            status = client.status(1.0)
+            steps = [island["steps"] for island in status["islands"].values()]
+            trained = len(steps) == 2 and min(steps) > CYCLE_STEPS
+            return trained and status["merges"] >= MERGES_BEFORE
+        return False
+
     with contextlib.closing(client):
-        while time.monotonic() < deadline:
-            with contextlib.suppress(WireError):
-                status = client.status(1.0)
-                steps = [island["steps"] for island in status["islands"].values()]
-                trained = len(steps) == 2 and min(steps) > CYCLE_STEPS
-                if trained and status["merges"] >= MERGES_BEFORE:
-                    return
-            time.sleep(0.1)
-    raise AssertionError(f"islands have not trained within {TIMEOUT_S} s")
+        await_that(trains, TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +92,10 @@ def survived(text, tmp_path_factory, stall) -> Survived:
     at_coordinator = cluster.coordinator_environment()
     at_island = cluster.island_environment()
     with stall, contextlib.ExitStack() as running:
-        first = running.enter_context(
-            process([*serve, "--init"], log, **at_coordinator)
-        )
+        command = [*serve, "--init"]
+        first = running.enter_context(started(command, log, **at_coordinator))
         trained = [
-            running.enter_context(process(train, folder / f"{name}.log", **at_island))
+            running.enter_context(started(train, folder / f"{name}.log", **at_island))
             for name, island in config.islands.items()
             for train in cluster.island_commands(
                 islands_folder, name, island.hosts, address, 1
@@ -126,7 +107,7 @@ def survived(text, tmp_path_factory, stall) -> Survived:
         run_id = json.loads((state / "run.json").read_bytes())["run_id"]
         before = list(read_tape(state / "tape.jsonl"))
         shutil.rmtree(state)
-        second = running.enter_context(process(serve, log, **at_coordinator))
+        second = running.enter_context(started(serve, log, **at_coordinator))
         assert second.wait(TIMEOUT_S) == 0, log.read_text()
         assert [host.wait(TIMEOUT_S) for host in trained] == [0, 0, 0]
     return Survived(

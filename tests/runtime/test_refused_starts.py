@@ -1,4 +1,5 @@
-"""A coordinator or a run that must not start says why, and writes nothing."""
+"""A coordinator that must not start says why, and writes nothing. What a command line
+or a config says wrong is in the table of `tests/wrong_inputs.py`."""
 
 from __future__ import annotations
 
@@ -194,84 +195,3 @@ def test_init_does_not_begin_twice_a_run_that_nobody_joined(config, tmp_path):
     assert alerts == [f"island {n} never made a step: see its log" for n in "ba"]
     message = refused_start(config, tmp_path, init=True)
     assert re.search(r"holds run \w{16} already; choose another --workdir", message)
-
-
-# ---- a run that must not start ---------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        (
-            ["--sync.quorum", "3"],
-            ["sync.quorum = 3", "2 islands (b, a)", "lower sync.quorum or add islands"],
-        ),
-        (
-            ["--islands.a.mesh-data", "3"],
-            ["islands.a.batch_size = 4", "3 * 1 * 1 * 1 = 3", "choose a multiple of 3"],
-        ),
-        (
-            ["--data.digest", "", "--data.paths", "FOLDER/none"],
-            ["FOLDER/none does not exist", "name a text file or a folder"],
-        ),
-        (
-            ["--data.digest", "", "--data.paths", "FOLDER/empty"],
-            ["FOLDER/empty is empty", "name a file or folder with text"],
-        ),
-        (
-            ["--data.digest", "", "--data.paths", "FOLDER/photo"],
-            ["FOLDER/photo is not text: a NUL byte at offset 2", "leave it out"],
-        ),
-        (
-            ["--sequence-length", "1000000"],
-            ["sequence_length = 1000000", "bytes, but one window", "or lower"],
-        ),
-        (
-            ["--outer.momentum", "1.5"],
-            ["outer.momentum = 1.5; it must be at least 0, below 1"],
-        ),
-        (
-            ["--islands.a.attention", "splash"],
-            ["islands.a.attention = 'splash'", "a multiple of 128"],
-        ),
-        (
-            ["--advertise", "nonsense"],
-            ["placement.advertise: address 'nonsense' is not HOST:PORT"],
-        ),
-        (
-            ["--bind", "10.0.0.1:7077"],
-            ["10.0.0.1:7077 is not loopback", "`diloco certs`", "--insecure"],
-        ),
-        (
-            ["--certificates", "FOLDER/none"],
-            ["FOLDER/none/ca.pem (No such file", "`diloco certs`"],
-        ),
-        (
-            ["--workdir", "FOLDER/used"],
-            [
-                "FOLDER/used holds another run, with ",
-                "seed: 7 in that run, ",
-                "another --workdir",
-            ],
-        ),
-    ],
-    ids=lambda value: "" if "FOLDER" in value[0] else value[0],
-)
-def test_a_bad_config_ends_with_code_2_and_writes_nothing(
-    config, tmp_path, capsys, options, shown
-):
-    (tmp_path / "used").mkdir()
-    write_config_json(with_run(config, seed=7), tmp_path / "used/config.json")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "photo").write_bytes(b"ab\0\xff")
-    path = tmp_path / "two.json"
-    write_config_json(config, path)
-    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    options = [option.replace("FOLDER", str(tmp_path)) for option in options]
-    code = cli.main(["run", str(path), "--workdir", str(tmp_path / "run"), *options])
-    assert code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    for text in shown:
-        assert text.replace("FOLDER", str(tmp_path)) in captured.err
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before

@@ -1,4 +1,4 @@
-"""Rehearsals of three real islands with a deviation in each, by `diloco run`'s own
+"""A rehearsal of three real islands with a deviation on each, by `diloco run`'s own
 processes. The other deviations, and the clean runs, are in benchmarks/rehearse.py."""
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ def fleet(monkeypatch):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["throttled step", "wrong step", "slow data"])
-def test_a_planted_deviation_is_found_and_blamed(name, fleet, tmp_path):
-    found = benchmark.rehearsed(name, tmp_path, fleet)
+def test_planted_deviations_are_found_and_blamed(fleet, tmp_path, monkeypatch):
+    """Each island has one of its own: its steps, its data, its arithmetic."""
+    single = [
+        benchmark.PLANTED[n] for n in ("throttled step", "slow data", "wrong step")
+    ]
+    faults = tuple(fault for planted in single for fault in planted.faults)
+    together = benchmark.Planted("", (), faults)
+    monkeypatch.setitem(benchmark.PLANTED, "all", together)
+    found = benchmark.rehearsed("all", tmp_path, fleet)
     assert found["over"] == "", "both kills, and the end in order"
-    assert found["right"], found["deviates"]
-    truth = {"throttled step": ("step a", 4 * STEP_S), "slow data": ("step b", 0.4)}
-    if name in truth:
-        field, seconds = truth[name]
+    assert found["deviates"] == sorted((p.cause, *p.islands) for p in single)
+    for field, seconds in (("step a", 4 * STEP_S), ("step b", STEP_S + 0.3)):
         assert found["plan"][field] == pytest.approx(seconds, rel=benchmark.WITHIN)
     page = (tmp_path / "rehearsal" / rehearse.PAGE).read_text()
     assert "What is left: nothing of the launcher's" in page

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import support
-from bucket_support import TIMEOUT_S, bucket
 from jax._src import compilation_cache
-from runtime_support import PATIENCE_S, coordinator, make_config, placed
-from test_compilation import compile_something
+from runtime_support import (
+    PATIENCE_S,
+    await_that,
+    coordinator,
+    make_config,
+    placed,
+    started,
+)
 
 from diloco_jax import compilation
 from diloco_jax.config.loading import write_config_json
@@ -24,7 +27,7 @@ from diloco_jax.island.main import TrainingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.island.boundary import Ending
 
-__all__ = ["bucket"]
+TIMEOUT_S = 240.0
 
 
 class Waits(TrainingHost):
@@ -63,24 +66,20 @@ def live(folder: Path, address: str, incarnation: int) -> tuple[int, int]:
     command = [*support.DILOCO, "island", str(folder / "config.json"), "--name", "a"]
     command += ["--coordinator", address, "--workdir", str(folder / f"{incarnation}")]
     command += ["--incarnation", f"{incarnation}", "--cache", str(folder / "cache")]
-    log, deadline = folder / f"{incarnation}.log", time.monotonic() + TIMEOUT_S
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        while "all programs are there" not in log.read_text() or not any(
+    log = folder / f"{incarnation}.log"
+
+    def is_complete() -> bool:
+        assert process.poll() is None, log.read_text()
+        return "all programs are there" in log.read_text() and any(
             (r["kind"], r.get("incarnation")) == ("island", incarnation)
             and r["record"]["kind"] == "adopted"
             for r in read_tape(folder / "run" / "tape.jsonl")
-        ):
-            said = log.read_text()
-            assert process.poll() is None, said
-            assert time.monotonic() < deadline, said
-            time.sleep(0.1)
+        )
+
+    with started(command, log) as process:
+        await_that(is_complete, TIMEOUT_S)
         process.terminate()
         process.wait(PATIENCE_S)
-    finally:
-        process.kill()
-        process.wait()
     ends = re.search(r"ends: .*; (\d+) programs compiled, (\d+) read", log.read_text())
     return int(ends[1]), int(ends[2])
 
@@ -107,13 +106,3 @@ def test_only_programs_that_cannot_be_read_are_compiled(text, tmp_path, monkeypa
             entry.write_bytes((b"", whole[: len(whole) // 2], other)[number % 3])
         assert live(tmp_path, service.address, 2) == found
         assert live(tmp_path, service.address, 3) == (0, sum(found))
-
-
-@pytest.mark.dist
-def test_programs_in_a_bucket_are_read_from_there(bucket, monkeypatch):
-    for name, value in bucket.environment.items():
-        monkeypatch.setenv(name, value)
-    folder = "gs://bucket/islands/_jax-cache/_shared"
-    compile_something(folder, "1 programs compiled, 0 read from the cache")
-    compile_something(folder, "0 programs compiled, 1 read from the cache")
-    assert len([name for name in bucket.names() if "_jax-cache/_shared/" in name]) == 1

@@ -233,32 +233,6 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
     assert [one.process.wait(PATIENCE_S) for one in processes] == [0, 0]
 
 
-def test_a_worker_elsewhere_obeys_the_newest_lead(alone, tmp_path):
-    """The lead before it ends, and an older one is refused with both numbers."""
-    config = with_workers(alone[0], tmp_path / "certificates")
-    write_config_json(config, tmp_path / "config.json")
-    with (
-        two_workers(tmp_path / "config.json", tmp_path) as processes,
-        leading(config, tmp_path / "lead") as before,
-    ):
-        before.restore(asked_for(FIRST, FIRST, first=True))
-        ask = Ask(before)
-        (tmp_path / "other").mkdir()
-        with leading(config, tmp_path / "other", term=2) as newer:
-            # Its worker's fragments are of term 1: those of term 2 are gathered.
-            restored = newer.restore(asked_for(FIRST, FIRST))
-            assert len(restored.fragments) == 2
-            ask.await_(ConnectionLost)
-            with (
-                leading(config, tmp_path / "lead") as older,
-                pytest.raises(
-                    Refused, match=r"start .* of term 2 .* of term 1: another"
-                ),
-            ):
-                older.restore(asked_for(FIRST, FIRST))
-        assert [one.process.poll() for one in processes] == [None, None]
-
-
 @contextlib.contextmanager
 def leading(config: Any, workdir: Path, term: int = 1) -> Iterator[WorkersHolder]:
     """A lead of these workers, until the end of the block."""

@@ -33,7 +33,6 @@ CYCLES = 3
 """Merges of every fragment, at least, in a schedule drawn from a seed."""
 UNBROKEN = "unbroken"
 """Invariant that no process ends by an exception."""
-COMMAND = "diloco simulate faults"
 
 
 class Played(NamedTuple):
@@ -103,14 +102,20 @@ def shortest(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
 class Violation:
     """A violation that a schedule found."""
 
-    seed: int | None
+    seed: int | None = None
     """None: the schedule was given."""
     invariant: str
     what: str
     shortest: Schedule | None = None
     """None if it was not shortened, since that was interrupted."""
-    command: str
-    """Command that repeats it, with the shortest schedule if there is one."""
+
+    @property
+    def command(self) -> str:
+        """Command that repeats it, with the shortest schedule if there is one."""
+        options = ["--seeds", "1", "--first-seed", str(self.seed)]
+        if self.shortest is not None:
+            options = ["--schedule", self.shortest.json()]
+        return f"diloco simulate faults {shlex.join(options)}"
 
     def __str__(self) -> str:
         where = "schedule" if self.seed is None else f"seed {self.seed}"
@@ -151,9 +156,10 @@ class FaultsReport:
 
     def json(self) -> dict[str, Any]:
         """Return the report as Python builtins."""
-        rate = self.schedules_per_minute
         values: dict[str, Any] = msgspec.to_builtins(self)
-        return {**values, "schedules_per_minute": rate}
+        for told, violation in zip(values["violations"], self.violations, strict=True):
+            told["command"] = violation.command
+        return {**values, "schedules_per_minute": self.schedules_per_minute}
 
     def __str__(self) -> str:
         """Describe it for people, at the end or at an interruption."""
@@ -172,49 +178,45 @@ class FaultsReport:
 
 
 def check(
-    seeds: Sequence[int],
+    given: Sequence[int] | Schedule,
     progress: Progress = lambda share: None,
-    *,
     found: Found = lambda violation: None,
     report: FaultsReport | None = None,
 ) -> FaultsReport:
-    """Play the schedules of these seeds; shorten those that violate an invariant.
+    """Play the schedules of these seeds, and shorten those that violate an invariant;
+    or play one schedule as it is.
 
     report: filled and returned; it holds the violations found so far if this is
     interrupted.
     """
     report = report or FaultsReport()
+    if isinstance(given, Schedule):
+        with _quiet():
+            wrong = _count(report, functools.partial(play, given)).wrong
+        if wrong is not None:
+            found(_note(report, wrong, shortest=given))
+        return report
     with _quiet():
-        for index, seed in enumerate(seeds):
+        for index, seed in enumerate(given):
             report.next_seed = seed
             played = _count(report, functools.partial(play_seed, seed))
             report.next_seed = seed + 1
             if played.wrong is not None:
-                again = _command("--seeds", "1", "--first-seed", str(seed))
-                violation = _note(report, played.wrong, again, seed)
+                violation = _note(report, played.wrong, seed=seed)
                 try:
                     fails = functools.partial(_violates, violation.invariant)
-                    violation.shortest = short = shortest(played.world.schedule, fails)
-                    violation.command = _command("--schedule", short.json())
+                    violation.shortest = shortest(played.world.schedule, fails)
                 finally:  # Without a shortest schedule if this is interrupted.
                     found(violation)
-            progress((index + 1) / len(seeds))
+            progress((index + 1) / len(given))
     report.next_seed = None
     return report
 
 
-def check_schedule(
-    schedule: Schedule, *, found: Found = lambda violation: None
-) -> FaultsReport:
-    """Play one schedule as it is."""
-    report = FaultsReport()
-    with _quiet():
-        wrong = _count(report, lambda: play(schedule)).wrong
-    if wrong is not None:
-        violation = _note(report, wrong, _command("--schedule", schedule.json()))
-        violation.shortest = schedule
-        found(violation)
-    return report
+def _note(report: FaultsReport, wrong: ViolationError, **facts: Any) -> Violation:
+    violation = Violation(invariant=wrong.invariant, what=wrong.what, **facts)
+    report.violations.append(violation)
+    return violation
 
 
 def _count(report: FaultsReport, playing: Callable[[], Played]) -> Played:
@@ -233,23 +235,9 @@ def _count(report: FaultsReport, playing: Callable[[], Played]) -> Played:
     return played
 
 
-def _note(
-    report: FaultsReport, wrong: ViolationError, command: str, seed: int | None = None
-) -> Violation:
-    violation = Violation(
-        seed=seed, invariant=wrong.invariant, what=wrong.what, command=command
-    )
-    report.violations.append(violation)
-    return violation
-
-
 def _violates(invariant: str, schedule: Schedule) -> bool:
     wrong = play(schedule).wrong
     return wrong is not None and wrong.invariant == invariant
-
-
-def _command(*arguments: str) -> str:
-    return f"{COMMAND} {shlex.join(arguments)}"
 
 
 @contextmanager
@@ -297,16 +285,9 @@ class FaultsConfig:
                     f"that one schedule; leave out one of them"
                 )
 
-
-def check_faults(
-    config: FaultsConfig, progress: Progress, found: Found, report: FaultsReport
-) -> FaultsReport:
-    """Play the schedules that the config asks for. Raises ConfigError if it cannot.
-
-    report: filled and returned, see `play.check`.
-    """
-    config.validate()
-    if config.schedule:
-        return check_schedule(from_json(config.schedule), found=found)
-    seeds = range(config.first_seed, config.first_seed + config.seeds)
-    return check(seeds, progress, found=found, report=report)
+    def given(self) -> Sequence[int] | Schedule:
+        """Return what `check` is to play. Raises ConfigError."""
+        self.validate()
+        if self.schedule:
+            return from_json(self.schedule)
+        return range(self.first_seed, self.first_seed + self.seeds)

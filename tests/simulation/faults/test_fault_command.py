@@ -146,6 +146,8 @@ def test_a_violation_is_told_as_soon_as_it_is_found(
                 ({"islands": {"a": {"step_s": 0}}}, "step_s = 0"),
                 ({"islands": {"a": {"batch_size": 0}}}, "batch_size = 0"),
                 ({"quorum": 2}, "quorum 2 and 1 islands"),
+                ({"fault": []}, "unknown field `fault`"),
+                ({"faults": [{"kind": "flood", "at_s": 1}]}, "flood"),
                 ({"faults": [{**LEAVE, "away_s": -9}]}, "away_s = -9"),
                 ({"faults": [{**LEAVE, "island": "x"}]}, "faults of islands ['x']"),
                 ({"total_tokens": 10**11}, "total_tokens = 100000000000 takes"),

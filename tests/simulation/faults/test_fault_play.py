@@ -1,14 +1,11 @@
 """Random schedules of faults: what must hold, holds; and enough happens in each."""
 
-import json
 from collections import Counter
 
-import pytest
 from msgspec.structs import replace
 from plants import planted
 
-from diloco_jax.config import ConfigError
-from diloco_jax.simulation.faults.draw import FAULTS, draw
+from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.faults import APART, LIKELY
 from diloco_jax.simulation.faults.play import (
     CYCLES,
@@ -35,14 +32,6 @@ def test_what_must_hold_holds() -> None:
     assert report.extensions > 0
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_enough_happens_in_every_schedule(seed: int) -> None:
-    world = play_seed(seed).world
-    assert len(world.islands) >= 3
-    assert min(world.merges) >= CYCLES
-    assert world.struck.total() >= FAULTS
-
-
 def test_a_schedule_plays_the_same_every_time() -> None:
     def history(seed: int) -> tuple[object, ...]:
         world = play(draw(seed)).world
@@ -64,29 +53,10 @@ def test_schedules_differ() -> None:
     }
 
 
-# ---- schedules are data: written as JSON, read back, refused when they are none ----
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_json_brings_a_schedule_back(seed: int) -> None:
-    schedule = draw(seed)
-    assert from_json(schedule.json()) == schedule
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"quorum": 7}, "quorum 7 and . islands"),
-        ({"fault": []}, "unknown field `fault`"),
-        ({"faults": [{"kind": "flood", "at_s": 1}]}, "flood"),
-        ({"faults": [{"kind": "unfit", "at_s": 1, "island": "z"}]}, r"\['z'\]"),
-    ],
-)
-def test_what_is_no_schedule_is_refused(
-    change: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        from_json(json.dumps({**json.loads(draw(1).json()), **change}))
+def test_json_brings_a_schedule_back() -> None:
+    for schedule in map(draw, SEEDS):
+        assert len(schedule.islands) >= 3
+        assert from_json(schedule.json()) == schedule
 
 
 # ---- a schedule that fails becomes shorter, as long as it still fails ----
