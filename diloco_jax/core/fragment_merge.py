@@ -6,11 +6,11 @@ the deltas, and with the length of the sum it takes the outer step and encodes t
 publish. Its results are new arrays; the state that it was given stays as it was.
 
 Measures are the agreement of the deltas, of a mixture's islands that of their routers
-and of what these chose, and the length of the step. They cost no pass
-over a fragment and no copy of it. Lengths and, where the rule has it, |sum w unit(d)|^2
-come from the merge itself. All else is computed from a fixed 1/64 of the tiles, at
-least one per piece; where odd extents make tiles that are too large for that, from a
-fixed part of their elements.
+and of what these chose, and the length of the step. They cost no pass over a fragment
+and no copy of it. Lengths and, where the rule has it, |sum w unit(d)|^2 come from the
+merge itself. All else is computed from a fixed 1/64 of the tiles, at least one per
+piece; where odd extents make tiles that are too large for that, from a fixed part of
+their elements.
 """
 
 from __future__ import annotations
@@ -359,8 +359,7 @@ class FragmentMerge:
             return Uses()
         sums = [decode_uses(own).sum() for own in counts]
         most = float(max(map(operator.truediv, sums, per_token)))
-        # A use may be a part of a token: what is rounded, a few units in the last place
-        # of a large count, is no use more.
+        # A use may be a part of a token: what is rounded of it is no use more.
         whole = math.ceil(round(most * (1 - 2**-50), 6))
         return Uses(min(whole, MOST_USES), digest_arrays(counts))
 
