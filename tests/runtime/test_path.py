@@ -37,6 +37,8 @@ OUTAGE_BUDGET_S = 4.0
 """Short, so that data is granted while the island only trains: its first grant lasts
 for 128 steps, each later one for some seconds. Meanwhile the coordinator looks at its
 machine, too, as it does every few seconds."""
+SNAPSHOT_EVERY_S = 4.0
+"""Short, so that the state's first snapshots are written then, too."""
 LARGE = 50
 """Elements of a tuple whose types are not looked at."""
 
@@ -98,7 +100,9 @@ def test_a_delta_goes_through_few_files(text, tmp_path, calls):
     config = make_config(text, steps_per_cycle=STEPS_PER_CYCLE, quorum=1)
     config = dataclasses.replace(config, islands={"a": config.islands["a"]})
     config = with_run(config, total_tokens=8000 * SEQUENCE_LENGTH)
-    config = placed(config, outage_budget_s=OUTAGE_BUDGET_S)
+    config = placed(
+        config, outage_budget_s=OUTAGE_BUDGET_S, snapshot_every_s=SNAPSHOT_EVERY_S
+    )
     with coordinator(config, tmp_path / "run") as service:
         island = TrainingHost(config, "a", service.address, tmp_path / "a")
         island.start()
