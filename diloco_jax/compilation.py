@@ -53,7 +53,7 @@ _OF_WRITES = (
 
 def of_user() -> Path | None:
     """Return the cache that a user's commands share on this machine; None if the user
-    has no home."""
+    has no home, or one that belongs to somebody else."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else _ours()
 
@@ -134,9 +134,16 @@ def counted() -> str:
 
 
 def cache_home() -> Path:
-    """Return the folder of everything that a user's commands share on this machine;
-    raise FileNotFoundError if the user has no home."""
-    return of_home("XDG_CACHE_HOME", "~/.cache") / "diloco_jax"
+    """Return the folder of all that a user's commands share on this machine, code among
+    it; raise FileNotFoundError if the user has no home, PermissionError if it is
+    another user's, as under a `sudo` that keeps HOME."""
+    home = of_home("XDG_CACHE_HOME", "~/.cache") / "diloco_jax"
+    if owners := _other_owners(str(home)):
+        raise PermissionError(
+            f"{home} or its folder belongs to user {' and '.join(map(str, owners))}, "
+            f"and this is user {os.getuid()}. Set HOME or XDG_CACHE_HOME."
+        )
+    return home
 
 
 class _Counter:
@@ -210,7 +217,7 @@ def _have_every_host_write() -> None:
 
 def _ours() -> Path | None:
     """Return the cache's folder where the environment names none."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         return cache_home() / "jax"
     return None
 
@@ -218,8 +225,10 @@ def _ours() -> Path | None:
 def _other_owners(root: str) -> set[int]:
     """Return the users that a cache of this machine, or the folder in which it lies,
     belongs to, but for this one and the superuser."""
-    there = (p for p in (Path(root), Path(root).parent) if p.exists())
-    owners = set() if is_bucket(root) else {folder.stat().st_uid for folder in there}
+    owners: set[int] = set()
+    for folder in () if is_bucket(root) else (Path(root), Path(root).parent):
+        with contextlib.suppress(OSError):  # It is not there, or nobody's to read.
+            owners.add(folder.stat().st_uid)
     return owners - {os.getuid(), 0}
 
 

@@ -97,6 +97,26 @@ def test_a_cache_of_another_user_is_not_read(tmp_path, monkeypatch, caplog, whos
     assert "belongs to user 4711" in caplog.text
 
 
+def test_a_home_of_another_user_has_no_code_for_this_one(tmp_path, monkeypatch):
+    """As under a `sudo` that keeps HOME: neither programs nor the native merge."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compilation.of_user() == tmp_path / "diloco_jax" / "jax"
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    monkeypatch.setattr(Path, "stat", lambda path: SimpleNamespace(st_uid=4712))
+    assert compilation.of_user() is None
+    with pytest.raises(PermissionError, match=r"user 4712, .* 4711.*XDG_CACHE_HOME"):
+        compilation.cache_home()
+
+
+def test_a_cache_that_cannot_be_reached_has_no_owner(monkeypatch, tmp_path):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert compilation._other_owners(str(tmp_path)) == set()
+
+
 def names(folder):
     return {path.name.removesuffix("-cache") for path in folder.iterdir()}
 
