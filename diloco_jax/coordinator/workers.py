@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ from diloco_jax.wire.errors import (
     SecurityError,
     WireError,
 )
-from diloco_jax.wire.peers import Backoff, IdleWatch, RateLimitedLog
+from diloco_jax.wire.peers import Backoff, IdleWatch
 from diloco_jax.wire.peers import worker as worker_principal
 from diloco_jax.wire.tls import Renewed, TlsFiles
 from diloco_jax.wire.transfers import Connections, Transfers
@@ -93,6 +94,8 @@ logger = logging.getLogger(__name__)
 START_S = 60.0
 """Longest wait for the first word of a worker's process, in seconds: it imports jax, on
 a machine that others use as well."""
+TOLD_EVERY_S = 30.0
+"""Seconds between two lines of the log about a worker that is missing at a start."""
 ME = "coordinator"
 """The caller's name in the lead's fetches; its certificate says who it is."""
 
@@ -218,7 +221,7 @@ class LedWorker:
         patience_s = self._placement.outage_budget_s
         until = time.monotonic() + patience_s
         pauses = Backoff(*self._placement.deadlines.retries_s)
-        lines = RateLimitedLog(at_once=1)
+        told = -math.inf
         try:
             while not self._ending.is_set():
                 try:
@@ -232,13 +235,14 @@ class LedWorker:
                     if self.address or left_s <= 0:
                         self._end_with(error)
                         return
-                    lines.log(
-                        logger,
-                        logging.WARNING,
-                        self.name,
-                        f"{self.name} is missing: {error}; the start waits for it, "
-                        f"{left_s:.0f} s more",
-                    )
+                    if time.monotonic() - told >= TOLD_EVERY_S:
+                        told = time.monotonic()
+                        logger.warning(
+                            "%s is missing: %s; the start waits for it, %.0f s more",
+                            self.name,
+                            error,
+                            left_s,
+                        )
                 self._ending.wait(pauses.next_s())
         finally:
             if not self._saved.done():

@@ -127,6 +127,29 @@ def test_one_that_is_missing_is_dialled_and_told(dialled, caplog):
     assert one.worker.alive.alerts == ("low on disk",)
 
 
+@pytest.mark.parametrize(("every_s", "lines"), [(0.0, 2), (30.0, 1)])
+def test_one_that_stays_missing_is_told_again(
+    dialled, caplog, monkeypatch, every_s, lines
+):
+    monkeypatch.setattr(workers, "TOLD_EVERY_S", every_s)
+
+    def breaks(end: socket.socket) -> None:
+        read_frame(end)
+
+    def fails(end: socket.socket) -> None:
+        read_frame(end)
+        write_frame(end, WorkerFailed(text="no memory"))
+
+    one = dialled(breaks, fails, serves)
+    assert one.worker.restored() == RESTORED
+    assert caplog.text.count("is missing") == lines
+    assert ("no memory" in caplog.text) == (lines == 2)
+
+
+def test_two_lines_tell_of_one_that_is_missing_for_the_whole_patience():
+    assert Placement().outage_budget_s > workers.TOLD_EVERY_S
+
+
 def test_one_that_does_not_come_in_time_fails_the_start(dialled):
     one = dialled(outage_budget_s=0.3)
     with pytest.raises(ConnectionLost, match="at host:7070 did not come up: host:7070"):

@@ -210,6 +210,15 @@ def test_a_machine_that_runs_out_of_memory_or_disk_is_told(world):
     assert "0 MB are free" in again
 
 
+def test_memory_that_comes_back_when_it_is_asked_for_is_nothing_to_tell(world):
+    world.left = (4 * GB, 100 * GB)
+    world.dog._machine = world.dog._machine._replace(
+        give_back=lambda: setattr(world, "left", (50 * GB, 100 * GB))
+    )
+    assert world.pass_s(60) == []
+    assert world.left == (50 * GB, 100 * GB)
+
+
 def test_a_disk_without_room_for_the_next_round_is_told_long_before_it_is_full(world):
     """A state of 144 GB needs more than one that is small."""
     world.needed, world.free = 157 * GB, 157 * GB

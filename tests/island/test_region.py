@@ -117,7 +117,7 @@ def test_a_donor_that_is_dead_or_slow_is_left_in_time(regions):
     assert time.monotonic() - began < 4 * 1.0
 
 
-@pytest.mark.parametrize(("within_s", "failed"), [(3.0, []), (1.0, ["a"])])
+@pytest.mark.parametrize(("within_s", "failed"), [(10.0, []), (1.0, ["a"])])
 def test_one_that_gives_a_publish_up_has_failed_if_that_comes_late(
     regions, within_s, failed
 ):

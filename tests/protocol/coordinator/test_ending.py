@@ -571,7 +571,8 @@ def test_silence_that_is_noticed_in_time_is_the_islands() -> None:
     d = stopping("a", "b", **ONE)
     d.now = d.state.islands["b"].lease_until - 1
     stop(d, "a")
-    assert [e["island"] for e in notes(d.wait(2), "absent")] == ["b"]
+    (absent,) = notes(d.wait(2), "absent")
+    assert (absent["island"], absent["why"]) == ("b", "silent")
 
 
 def test_after_a_crash_the_end_awaits_islands_of_which_no_merge_tells() -> None:

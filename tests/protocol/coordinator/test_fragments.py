@@ -208,11 +208,17 @@ def test_twice_as_slow_is_half_as_many_tokens_per_second() -> None:
     assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 6)
 
 
-def test_who_misses_many_merges_in_a_row_is_told_of_and_not_counted_on() -> None:
+@pytest.mark.parametrize("then", ["", "c.away"])
+def test_who_misses_many_merges_in_a_row_is_told_of_and_not_counted_on(
+    then: str,
+) -> None:
+    """One alert names the island; none calls it alive once it is away."""
     d = turns_driver()
     d.goodbye("b")
     shares = []
     for steps in range(2, 2 * MISSED_MERGES + 6, 2):
+        if len(shares) == MISSED_MERGES:
+            d.play(then)
         d.report("a", steps)
         shares.append(share_of(d.take("a", 0, steps)))
         d.computed(0)

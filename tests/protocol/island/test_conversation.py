@@ -13,6 +13,7 @@ from diloco_jax.protocol.island.conversation import (
     HostFetch,
     Wanted,
     agreed,
+    gave_up_late,
     goes_back,
 )
 from diloco_jax.protocol.island.reporting import Status
@@ -398,6 +399,11 @@ def test_hosts_adopt_together_or_fetch_again(parts, outcome):
 def sources(*names):
     donors = tuple(Donor(island=name, addresses=(f"{name}:1",)) for name in names)
     return Sources(donors=donors, within_s=1.0, stripes={"": "d"})
+
+
+@pytest.mark.parametrize(("waited_s", "late"), [(0.5, False), (0.501, True)])
+def test_a_donor_that_gives_a_publish_up_in_the_second_half_was_late(waited_s, late):
+    assert gave_up_late(sources("a"), waited_s) == late
 
 
 def asked(fetch):
