@@ -255,9 +255,16 @@ class Host(abc.ABC, Generic[L]):
 
     def programs_left(self, count: int) -> None:
         """Tell how many programs are still to be compiled or read from the cache.
-        Raises ConnectionLost if the island is to end before that."""
+
+        Raises ConnectionLost if the island is to end before that, and this is its only
+        host: several end together, after they have met. One that is to have the run's
+        result still starts once the run is over.
+        """
         self._tell_left(programs_left=count)
-        if (ending := self.mailbox.ending) is not None:
+        ending = self.mailbox.ending
+        if ending is None or self.hosts.others:
+            return
+        if not (self.awaits_last and ending.reason == "finished"):
             raise ConnectionLost(f"the island ends while it compiles: {ending.text}")
 
     def _tell_left(self, **left: int) -> None:

@@ -39,7 +39,7 @@ from diloco_jax.models.model import Axes, Model, plain_axes
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.messages import Span, Version
 from diloco_jax.wire.bulk import Identity
-from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.errors import Refused, WireError
 
 
 class IslandEndedError(RuntimeError):
@@ -143,18 +143,19 @@ class JoinedIsland:
     def __enter__(self) -> Self:
         """Join; return when the first step can be made.
 
-        Raises IslandEndedError if the coordinator refuses the island, HostsError if
-        another process of this world does not come, and any error of the wire.
+        Raises IslandEndedError if the coordinator refuses the island, or ends it before
+        it has joined; HostsError if another process of this world does not come; and
+        any error of the wire.
         """
         try:
             self._meet()
             self._host.start()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-            refused = ending_of(error) if isinstance(error, Refused) else None
-            self._close(refused or Ending(EXIT_FAILED, text))
-            if refused is not None:
-                raise IslandEndedError(refused.text) from None  # It says the same.
+            ended = self._ended_by(error)
+            self._close(ended or Ending(EXIT_FAILED, text))
+            if ended is not None:
+                raise IslandEndedError(ended.text) from None  # It says the same.
             raise
         self._prepare()
         self._params = self._loop.hand_over()
@@ -260,6 +261,15 @@ class JoinedIsland:
         params, beside = self._loop.hand_over(), self._loop.hand_over_beside()
         self._loop.lend()
         return (params, beside) if alongside else params
+
+    def _ended_by(self, error: BaseException) -> Ending | None:
+        """Return how the coordinator ended the island, if that is why it did not start:
+        by an answer, or on the control stream while it was joining."""
+        if isinstance(error, Refused):
+            return ending_of(error)
+        if isinstance(error, WireError | HostsError | TimeoutError):
+            return self._host.mailbox.ending
+        return None
 
     def _meet(self) -> None:
         field = "placement.hosts_budget_s"

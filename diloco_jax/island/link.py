@@ -332,7 +332,7 @@ class Link(NetworkThreads):
                 connection.stream.send(failed[0])
                 del failed[0]
         finally:  # The next stream is told of the others.
-            self._mailbox.donors_failed(donor.island for donor in failed)
+            self._mailbox.tell_failed(donor.island for donor in failed)
         for report in said.reports(status, unsent):
             connection.stream.send(report)
             said.sent(report, time.monotonic())

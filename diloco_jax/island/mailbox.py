@@ -163,11 +163,17 @@ class Mailbox:
     def donors_failed(self, names: Iterable[str]) -> None:
         """Note islands of the region that failed this one: the coordinator is to hear
         of it, and they are asked no more for a while, where this host decides."""
-        for name in names:
-            with self._changed:
-                self._conversation.donor_failed(name)
-            if (rest := self.errands.get(DonorFailed)) is not None:
+        names = tuple(names)
+        self.tell_failed(names)
+        if (rest := self.errands.get(DonorFailed)) is not None:
+            for name in names:
                 rest(name)
+
+    def tell_failed(self, names: Iterable[str]) -> None:
+        """Have the coordinator hear that these islands failed this one."""
+        with self._changed:
+            for name in names:
+                self._conversation.donor_failed(name)
 
     def failed_donors(self) -> tuple[DonorFailed, ...]:
         """Return what is to be said of them, once."""

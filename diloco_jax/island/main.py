@@ -213,8 +213,10 @@ def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
 
 
 def end_starting(host: Host[Any]) -> None:
-    """End a host that was asked to end and still starts after a while: a compiler may
-    be at one program for minutes."""
+    """End a host without others that was asked to end and still starts after a while: a
+    compiler may be at one program for minutes."""
+    if host.hosts.others:
+        return
     stop_s = host.deadlines.stop_s
     time.sleep(stop_s / 2)
     if host.starts and (ending := host.mailbox.ending) is not None:

@@ -3,6 +3,7 @@ compiled beside the train loop ends nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from types import SimpleNamespace
@@ -111,26 +112,41 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
 PATIENCE_S = 60.0
 
 
-def test_a_host_that_is_asked_to_end_compiles_no_other_program():
+@pytest.mark.parametrize("hosts", [ALONE, Hosts(None, 0, 2), Hosts(None, 1, 2)])
+def test_a_host_without_others_compiles_no_other_program_once_asked_to_end(hosts):
     class Ends(Program):
         def compile(self):
             super().compile()
             mailbox.end(0, "asked to end by SIGTERM", "stopped")
 
     mailbox, programs = Mailbox(), [Ends(), Program()]
-    host = SimpleNamespace(mailbox=mailbox, _tell_left=lambda **left: None)
+    host = SimpleNamespace(
+        mailbox=mailbox,
+        hosts=hosts,
+        awaits_last=False,
+        _tell_left=lambda **left: None,
+    )
     left = functools.partial(Host.programs_left, host)
-    with pytest.raises(ConnectionLost, match="while it compiles: asked to end by"):
+    with (
+        contextlib.nullcontext()
+        if hosts.others
+        else pytest.raises(ConnectionLost, match="while it compiles: asked to end by")
+    ):
         compile_programs(programs, 2, left)
-    assert [p.compiled.is_set() for p in programs] == [True, False]
+    assert [p.compiled.is_set() for p in programs] == [True, bool(hosts.others)]
 
 
 @pytest.mark.parametrize(
-    ("starts", "asked", "ends"),
-    [(True, True, True), (True, False, False), (False, True, False)],
+    ("starts", "asked", "hosts", "ends"),
+    [
+        (True, True, ALONE, True),
+        (True, False, ALONE, False),
+        (False, True, ALONE, False),
+        (True, True, Hosts(None, 0, 2), False),
+    ],
 )
 def test_one_program_of_minutes_does_not_keep_a_host_that_is_to_end(
-    monkeypatch, starts, asked, ends
+    monkeypatch, starts, asked, hosts, ends
 ):
     mailbox, ended = Mailbox(), []
     if asked:
@@ -138,7 +154,11 @@ def test_one_program_of_minutes_does_not_keep_a_host_that_is_to_end(
     monkeypatch.setattr(main, "end_hanging", lambda *given: ended.append(given))
     monkeypatch.setattr(main.time, "sleep", lambda seconds: None)
     host = SimpleNamespace(
-        starts=starts, stop="stop", mailbox=mailbox, deadlines=Deadlines(8.0)
+        starts=starts,
+        stop="stop",
+        mailbox=mailbox,
+        hosts=hosts,
+        deadlines=Deadlines(8.0),
     )
     main.end_starting(host)
     assert ended == [("stop", mailbox.ending, 2.0)] * ends

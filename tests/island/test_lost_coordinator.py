@@ -318,6 +318,8 @@ def test_a_failed_donor_is_told_of_until_a_stream_has_it(mailbox):
         return SimpleNamespace(welcome=welcome, send=send)
 
     link = Link(SimpleNamespace(open_control=open_control), hello, mailbox, DEADLINES)
+    rested = []
+    mailbox.errands = {messages.DonorFailed: rested.append}
     mailbox.donors_failed(["b", "c"])
     link.connect(WAIT_S)
     with pytest.raises(ConnectionLost):
@@ -327,6 +329,7 @@ def test_a_failed_donor_is_told_of_until_a_stream_has_it(mailbox):
         link._send_reports(link._connection)
     told = [m for m in said if isinstance(m, messages.DonorFailed)]
     assert [failed.island for failed in told] == ["b", "c"]
+    assert rested == ["b", "c"], "once, however late it is told"
 
 
 def test_an_anchor_goes_to_its_worker_of_which_the_welcome_did_not_know(

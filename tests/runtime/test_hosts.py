@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,19 @@ from hosts_support import (
     patient_config,
     run_processes,
 )
-from runtime_support import PATIENCE_S, coordinator, placed, run_scripted, with_run
+from runtime_support import (
+    PATIENCE_S,
+    answer,
+    await_message,
+    await_state,
+    client,
+    coordinator,
+    hello,
+    placed,
+    report,
+    run_scripted,
+    with_run,
+)
 from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, IslandConfig
@@ -27,6 +40,8 @@ from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.models import transformer
 from diloco_jax.models.build import build_plan
 from diloco_jax.observability.metrics import read_metrics
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.protocol import messages
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.server import Server
 
@@ -199,3 +214,54 @@ def test_all_hosts_end_with_the_code_of_the_first(two, tmp_path, refusing):
     outputs = [said(tmp_path, index) for index in range(2)]
     assert codes == [3, 3], outputs
     assert all("ends: nobody is let in (config)" in output for output in outputs)
+
+
+def test_an_island_of_two_hosts_leaves_what_is_open_when_one_has_notice(two, tmp_path):
+    config = placed(two, notice_s=2 * TIMEOUT_S)
+    config = with_run(config, total_tokens=1 << 20)
+    pair = dataclasses.replace(two.islands["pair"], step_seconds=0.1)
+    others = dict.fromkeys("bc", IslandConfig())
+    islands = {"pair": pair, **others}
+    config = dataclasses.replace(config, islands=islands).validate()
+
+    def trains(state) -> bool:
+        return "pair" in state.islands and state.islands["pair"].phase == "training"
+
+    def arrived(state) -> bool:
+        take = state.fragments[0].accounts["pair"].take
+        return take is not None and take.ready
+
+    with (
+        coordinator(config, tmp_path / "run") as service,
+        hosts(config, ["pair"], service.address, tmp_path, "7") as children,
+        client(service.address) as network,
+    ):
+        await_state(service, trains, TIMEOUT_S)
+        hellos = [hello(config, name) for name in others]
+        streams = [network.open_control(said) for said in hellos]
+        for steps in (1, 3):
+            for stream in streams:
+                stream.send(report(steps))
+        await_state(service, arrived)
+        children["pair.1"].send_signal(signal.SIGTERM)
+        for name, child in children.items():
+            assert child.wait(TIMEOUT_S) == 1, (tmp_path / f"{name}.log").read_text()
+        # They answer only now, so what is merged with them was left behind.
+        for fragment, steps in enumerate((3, 5)):
+            for stream in streams:
+                stream.send(report(steps))
+            for own, stream in zip(hellos, streams, strict=True):
+                take = await_message(stream, messages.TakeRequest)
+                assert take.fragment == fragment
+                seq = fragment + 1
+                answer(service, network, own, stream, take, seq=seq, steps=steps)
+            await_state(service, lambda state, f=fragment: state.fragments[f].merges)
+    tape = list(read_tape(tmp_path / "run" / "tape.jsonl"))
+    (left,) = [r for r in tape if r["kind"] == "left"]
+    assert (left["island"], left["reason"]) == ("pair", "preempted")
+    assert left["said"] == "preempted (host 1: SIGTERM)"
+    merged = [r["contributions"][-1] for r in tape if r["kind"] == "merged"]
+    assert [(p["island"], p["tick"], p["end"]) for p in merged] == [
+        ("pair", kept["tick"], kept["end"]) for kept in left["left_behind"]
+    ]
+    assert left["left_behind"][-1]["end"] == left["steps"]

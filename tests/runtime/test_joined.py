@@ -38,12 +38,13 @@ from diloco_jax.cluster.status import read_status
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader
-from diloco_jax.island.device.build import build_trainer
+from diloco_jax.island.device.build import build_trainer, compile_programs
 from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.link import ending_of
 from diloco_jax.island.world import Hosts
 from diloco_jax.models.build import build
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.wire.errors import ConnectionLost
+from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.workdir import read_config
 
 pytestmark = pytest.mark.dist
@@ -359,6 +360,30 @@ def test_what_does_not_fit_is_named(alone, tmp_path, monkeypatch):
                 island.boundary(grown)
             with pytest.raises(ValueError, match="give it the parameters alone"):
                 island.boundary((island.params, 1))
+
+
+@pytest.mark.parametrize("code", ["removed", "finished"])
+def test_an_end_that_comes_while_it_compiles_is_told(
+    code, alone, tmp_path, monkeypatch
+):
+    def compiles(*given):
+        await_that(lambda: not mailbox.tell_left()["fragments_left"])
+        mailbox.end(*ending_of(Refused(code, "by an operator")))
+        compile_programs(*given)
+
+    monkeypatch.setattr("diloco_jax.island.joined.compile_programs", compiles)
+    with coordinator(alone, tmp_path) as service:
+        island = joined(alone, service)
+        mailbox = island._host.mailbox
+        if code == "finished":
+            with island:
+                assert island.over
+        else:
+            with pytest.raises(IslandEndedError, match="by an operator"), island:
+                pass
+        await_gone(service)
+    (left,) = [r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "left"]
+    assert left["reason"] == ("finished" if code == "finished" else "refused")
 
 
 def test_a_loop_with_data_of_its_own_is_told_apart(alone, tmp_path):
