@@ -144,7 +144,7 @@ BEGINNINGS = {
 }
 """How files of these kinds begin, most of them."""
 MOST_PIXELS = 1 << 26
-"""Pixels of a picture: 67 million, decoded in 0.3 GB of memory, of WebP in 1.0 GB."""
+"""Pixels of a picture: 67 million, decoded in 0.2 to 1.6 GB (docs/data.md, Memory)."""
 LARGE_PIXELS, LARGE_AT_ONCE = 1 << 24, threading.BoundedSemaphore(2)
 """Pictures of more pixels, and how many of them a process decodes at a time."""
 MOST_BYTES = 1 << 27

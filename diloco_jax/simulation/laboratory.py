@@ -170,7 +170,9 @@ def require_equal(config: Config, options: EmulationOptions) -> None:
     ):
         for name in names:
             value, only = getattr(given, name), getattr(usual, name)
-            if value != only:
+            # A sequence may be a list in Python.
+            same = tuple(value) == only if isinstance(value, list) else value == only
+            if not same:
                 raise ConfigError(
                     f"{prefix}{name} = {value!r}, and a laboratory has {only!r} there "
                     f"alone; {REMEDY}"
@@ -398,10 +400,11 @@ class _Laboratory:
         return done
 
     def _state(self) -> dict[str, Any]:
-        """Return all arrays that change."""
+        """Return all arrays that change, in dicts and lists: what is of a kind of
+        someone's own, as leaves."""
         return {
-            "params": self._islands.params,
-            "moments": self._moments,
+            "params": jax.tree.leaves(self._islands.params),
+            "moments": jax.tree.leaves(self._moments),
             "metrics": self._metrics,
             "held": self._exchange.arrays(),
             "merges": self._merges.state(),

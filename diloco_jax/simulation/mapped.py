@@ -212,8 +212,9 @@ class MappedMerges:
         lengths = np.zeros(factors.shape)
         for index, rule in enumerate(of):
             for seed, square in enumerate(_sums(found[index], (len(seeds),)).tolist()):
-                factor = order.share
+                factor = 1.0  # Other rules have counted the share themselves.
                 if rule.needs == "sum":
+                    factor = order.share
                     scale = rule.scale(shares, squares[seed][index], square)
                     if scale is None:
                         rows = [shares] * len(seeds)
@@ -271,9 +272,10 @@ class MappedMerges:
     # ---- to be kept -----------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return all arrays that change."""
+        """Return all arrays that change; of the fragments their leaves, since a rule's
+        state may be of a kind of its own."""
         return {
-            "fragments": self.fragments,
+            "fragments": jax.tree.leaves(self.fragments),
             "taken": self.taken,
             "published": self.published,
             "norms": np.array(self.norms),

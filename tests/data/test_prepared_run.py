@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -170,7 +171,9 @@ def test_a_table_needs_rows_for_the_tokens_of_a_folder_alone(in_tokens):
 # ---- what is refused -------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_with_both_values(folders, in_tokens, root):
+def test_what_does_not_fit_is_refused_with_both_values(
+    folders, in_tokens, root, tmp_path
+):
     config = config_of(folders[0])
     with pytest.raises(ConfigError, match=r"sequence_length = 32, but .* have 16"):
         resolve(config.replace("sequence_length", 32))
@@ -183,6 +186,12 @@ def test_what_does_not_fit_is_refused_with_both_values(folders, in_tokens, root)
     bytes_given = config_of(folders[0], vocab_size=512, tokenizer=str(in_tokens[0]))
     with pytest.raises(ConfigError, match=r"is of the tokenizer bytes, but .* is"):
         resolve(bytes_given)
+    shutil.copy(in_tokens[0], tmp_path)
+    with_weights = config_of(folders[0], vocab_size=512).replace(
+        "model.weights", f"hf:{tmp_path}"
+    )
+    with pytest.raises(ConfigError, match="the data is of the tokenizer bytes, but"):
+        resolve(with_weights)
     same = config_of(in_tokens[1], vocab_size=512, tokenizer=str(in_tokens[0]))
     assert resolve(same).run.data.digest
     (root / "plain.txt").write_text("text " * 99)

@@ -129,6 +129,10 @@ def all_digests() -> Digests:
 def first_commit() -> str:
     """Return `BASE`, or the first commit that has this file; "" outside of a whole
     clone."""
+    line = ["git", "rev-parse", "--is-shallow-repository"]
+    found = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.stdout.strip() != "false":
+        return ""
     if BASE:
         return BASE
     line = [

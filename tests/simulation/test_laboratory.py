@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from emulate_support import make_config
@@ -14,6 +15,7 @@ from emulate_support import make_config
 from diloco_jax import ConfigError, EmulationOptions, emulate
 from diloco_jax.config import IslandConfig
 from diloco_jax.simulation import laboratory
+from diloco_jax.simulation.mapped import MappedMerges
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = EmulationOptions(merge_seconds=1.5, evaluate_every_tokens=400)
@@ -118,6 +120,74 @@ def test_it_goes_on_after_an_interruption_with_the_same_bits(
             assert one.history.frame(table).equals(other.history.frame(table))
     with pytest.raises(ConfigError, match=r"save = .*state is of another run"):
         run(seeds=(0, 3))
+
+
+RULE = """
+import dataclasses
+import jax
+import jax.numpy as jnp
+from diloco_jax.core.families import Whole
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Memory:
+    merged: jax.Array
+
+class Slow(Whole):
+    def start(self, shape):
+        return Memory(jnp.zeros(shape, jnp.float32))
+
+    def merge(self, deltas, weights, share, state):
+        mean = jnp.tensordot(weights, deltas, 1) / jnp.sum(weights)
+        return share * (mean + 0.1 * state.merged), Memory(mean)
+
+slow = Slow()
+"""
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A merge rule whose state is a class of its own."""
+    path = tmp_path / "slow.py"
+    path.write_text(RULE)
+    return f"{path}:slow"
+
+
+def test_a_state_of_a_class_of_its_own_is_saved(text, slow, tmp_path):
+    config = equal_islands(text, merge=slow)
+
+    asked = {"options": OPTIONS, "save": tmp_path / "state", "save_every_merges": 3}
+    whole = laboratory.run(config, **asked).runs[0]
+    again = laboratory.run(config, **asked).runs[0]  # From the last state on.
+    for here, there in zip(leaves(whole), leaves(again), strict=True):
+        np.testing.assert_array_equal(here, there)
+
+
+@pytest.mark.parametrize("rule", ["mean", "trimmed_mean", "slow"])
+def test_a_share_counts_once(text, rule, slow, monkeypatch):
+    merge, norms = MappedMerges.merge, []
+
+    def twice(self, order):
+        before = self.fragments[:]
+        for share in (1.0, 0.5):
+            self.fragments[:] = before
+            merge(self, msgspec.structs.replace(order, share=share))
+        norms.extend(own for (own,) in self.norms)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MappedMerges, "merge", twice)
+    config = equal_islands(text, merge=slow if rule == "slow" else rule)
+    with pytest.raises(KeyboardInterrupt):
+        laboratory.run(config, options=OPTIONS)
+    assert norms[0] > 0
+    assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-5)
+
+
+def test_no_faults_may_be_a_list(text):
+    config = equal_islands(text)
+    placement = dataclasses.replace(config.placement, faults=[])
+    alike = dataclasses.replace(config, placement=placement)
+    laboratory.require_equal(alike, OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,10 @@ def test_moments_after_an_island_s_last_word_are_named(workdir, steps, named):
     what = "island a, incarnation 2 began with the moments of step 6 of incarnation 1"
     said = f"{what}, and the coordinator had heard of 5 of its steps"
     assert found == (said if named else "")
+    # With equal bits before, these moments are not why.
+    again = recording.merges[0]._replace(number=2)
+    later = dataclasses.replace(recording, merges=(recording.merges[0], again))
+    assert later.unheard(again) == ""
 
 
 def test_moments_of_nobody_are_named(workdir):

@@ -21,7 +21,7 @@ import support
 import tape_checks
 from begin_support import begun, with_learnt
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from diloco_jax import cli, emulate
 from diloco_jax.config import (
@@ -164,6 +164,19 @@ def test_what_is_not_trained_leaves_as_it_came(train, rows, tmp_path, monkeypatc
         moved = jax.tree.map(lambda a, b: bool((a != b).any()), own, before[name])
         part = name if name in ("tower", "connector") else "decoder"
         assert any(jax.tree.leaves(moved)) == (part in train)
+
+
+def test_a_frozen_part_that_has_changed_is_refused(rows, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(FOLDER, source)
+    config = started_from(config_of(rows, train=("decoder",)), f"hf:{source}")
+    workdir = begun(config, "", tmp_path / "run")
+    found = load_file(source / tensor_files.SINGLE)
+    changed = "model.connector.modality_projection.proj.weight"
+    save_file({**found, changed: found[changed] + 1}, source / tensor_files.SINGLE)
+    with pytest.raises(ConfigError, match="frozen_digest"):
+        export(read_config(workdir), workdir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,17 @@ class Heloco(Whole):
         self, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: Memory
     ) -> tuple[jax.Array, Memory]:
         """The mean of the corrected deltas, which the momentum follows."""
-        turned = jax.vmap(corrected, (0, None))(deltas, state.momentum)
-        merged = jnp.tensordot(weights, turned, 1) / jnp.sum(weights) * share
+
+        def added(
+            total: jax.Array, given: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, None]:
+            delta, weight = given
+            return total + weight * corrected(delta, state.momentum), None
+
+        # One by one, so that no second copy of all deltas is needed.
+        zeros = jnp.zeros_like(state.momentum)
+        total, _ = jax.lax.scan(added, zeros, (deltas, weights))
+        merged = total / jnp.sum(weights) * share
         momentum = MOMENTUM * state.momentum + (1 - MOMENTUM) * merged
         return merged, Memory(momentum)
 

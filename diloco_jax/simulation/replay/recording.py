@@ -192,10 +192,16 @@ class Recording:
 
     def unheard(self, merge: RecordedMerge) -> str:
         """Tell of an island in this merge that began with moments of steps of which
-        the coordinator never heard: their origin is on no tape. "": there is none."""
+        the coordinator never heard: their origin is on no tape. "": there is none, or
+        an earlier merge has a delta of that incarnation, too."""
+        earlier = {
+            Who(part.island, part.incarnation)
+            for other in self.merges[: merge.number - 1]
+            for part in other.made.contributions
+        }
         for part in merge.made.contributions:
             life = self.lives[Who(part.island, part.incarnation)]
-            while (restored := life.restored()) is not None:
+            while life.who not in earlier and (restored := life.restored()) is not None:
                 source = self.lives[restored.who]
                 if restored.steps > source.heard_steps:
                     return (

@@ -64,7 +64,6 @@ from diloco_jax.simulation.replay.recording import (
     Life,
     RecordedMerge,
     Recording,
-    RepeatError,
     Who,
     environment_like,
     refuse_other_bits,
@@ -93,6 +92,14 @@ class Outcome:
     steps: int
     """Inner steps of all islands."""
     seconds: float
+    unheard: str = ""
+    """Of the merge that differs: `Recording.unheard`."""
+
+    def json(self) -> dict[str, Any]:
+        """Return the fields above `unheard`, which is a part of the text alone."""
+        fields = dataclasses.asdict(self)
+        del fields["unheard"]
+        return fields
 
     def __str__(self) -> str:
         done = f"{self.merges} of {self.merges_on_tape} merges"
@@ -100,12 +107,16 @@ class Outcome:
         wrong = self.first_mismatch
         if wrong is None:
             return f"{done} repeated, all with the same bits ({effort})"
+        why = self.unheard and (
+            f"; or it differs since {self.unheard}, so that what that incarnation did "
+            f"last is on no tape"
+        )
         return (
             f"{done} repeated with the same bits ({effort}); merge {wrong['merge']} "
             f"(line {wrong['line']}: fragment {wrong['fragment']}, version "
             f"{tuple(wrong['version'])}) has digest {wrong['digest_on_tape']} on the "
             f"tape, {wrong['digest']} here: the tape, the text or the program was "
-            f"altered before it"
+            f"altered before it{why}"
         )
 
 
@@ -133,6 +144,7 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
         merges_on_tape=recording.merges_on_tape,
         identical=mismatch is None,
         first_mismatch=mismatch,
+        unheard=recording.unheard(recording.merges[merges]) if mismatch else "",
         steps=replay.steps,
         seconds=time.monotonic() - began,
     )
@@ -214,19 +226,12 @@ class Replay(contextlib.ExitStack):
 
     def compare(self, console: Console) -> tuple[int, dict[str, Any] | None]:
         """Repeat merges up to the first that differs, with a progress bar; return the
-        number of equal ones, and what differs. Raises TapeError; RepeatError if an
-        island has moments whose origin is on no tape."""
+        number of equal ones, and what differs. Raises TapeError."""
         merges, total = 0, len(self._recording.merges)
         with bar(console, f"{total:,} merges") as report:
             try:
                 for merge, found in self.merges():
                     on_tape = Digests(merge.made.digest, merge.parameters)
-                    if found != on_tape and (why := self._recording.unheard(merge)):
-                        raise RepeatError(
-                            f"merge {merge.number} (line {merge.line}) has other bits "
-                            f"here: {why}, so what that incarnation did last is on no "
-                            f"tape; repeat the merges before it (--until {merges})"
-                        )
                     if found != on_tape:
                         return merges, _mismatch(merge, on_tape, found)
                     merges = merge.number
