@@ -115,7 +115,7 @@ class Beginning:
         if any((self.workdir / file).exists() for file in SIGNS_OF_A_RUN):
             _require_no_coordinator(self.workdir)
             or_go_on = ""
-            if workdirs.has_begun(self.workdir):
+            if _can_go_on(self.workdir):
                 go_on = f"diloco run --resume {self.workdir}"
                 or_go_on = f", or go on with that run: {go_on}"
             raise ConfigError(
@@ -168,11 +168,30 @@ def _described(workdir: Path, config: Config) -> str:
     lines = differences(shared_fields(there), shared_fields(config.run), where)
     if lines:
         return f"another run, with {'; '.join(lines)}"
-    if workdirs.has_begun(workdir):
+    if _can_go_on(workdir):
         return "this run"
-    if (workdir / run_files.SUMMARY).exists():
+    # A replay or a fork leaves parameters without facts of a run, an emulation a tape.
+    left = (run_files.CHECKPOINTS, run_files.TAPE, run_files.LOG)
+    made = not workdirs.holds_run(workdir) and any((workdir / n).exists() for n in left)
+    if made or (workdir / run_files.SUMMARY).exists():
         return "another run of this config"
     return "what a killed start of this config left (you may remove it)"
+
+
+def _can_go_on(workdir: Path) -> bool:
+    """Return whether there is a run with a log, or with a complete snapshot. A bucket
+    is not looked into: it may have one."""
+    if not workdirs.holds_run(workdir):
+        return False
+    if workdirs.has_begun(workdir):
+        return True
+    try:
+        there = read_config_json(workdir / run_files.CONFIG).placement
+    except ConfigError:
+        return False
+    folder = there.checkpoints or str(workdir / run_files.CHECKPOINTS)
+    # A snapshot gets its name when it is complete, and that of the state comes last.
+    return files.is_bucket(folder) or any(Path(folder).glob("*/state-*.snapshot"))
 
 
 def _require_no_coordinator(workdir: Path) -> None:

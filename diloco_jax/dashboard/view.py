@@ -61,8 +61,9 @@ FEW_TRAIN = 0.25
 """Share of all islands' seconds that are of training, below which MFU is left out."""
 ALERTS_SHOWN = 20
 MERGED_LOSSES_SHOWN = 240
-RECENT, RECENT_S = 0.25, 600.0
-"""Part of the run, and most seconds of it, whose speed says when it will be over."""
+RECENT, RECENT_S, RECENT_BINS = 0.25, 600.0, 4
+"""Part of the run, and most seconds of it, whose speed says when it will be over. It
+has some whole bins, which are longer in a run of weeks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,10 +116,12 @@ def view(
 
 def _recent_speed(timeline: Timeline) -> float:
     """Return the tokens that all islands have computed a second of late, whatever the
-    window is."""
-    begin, newest = timeline.grid.begin or 0.0, timeline.newest
-    seconds = min(RECENT_S, RECENT * (newest - begin))
-    tokens = timeline.grid.totals(("tokens",), newest - seconds, newest).sum()
+    window is. The bin that is under way is left out: its tokens are not all there."""
+    begin, width_s = timeline.grid.begin or 0.0, timeline.grid.width_s
+    whole = math.floor((timeline.newest - begin) / width_s) * width_s
+    recent = max(min(RECENT_S, RECENT * whole), RECENT_BINS * width_s)
+    seconds, stop = min(whole, recent), begin + whole
+    tokens = timeline.grid.totals(("tokens",), stop - seconds, stop).sum()
     return float(tokens / seconds) if seconds > 0 else 0.0
 
 

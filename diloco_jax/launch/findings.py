@@ -475,6 +475,7 @@ def as_markdown(rows: Sequence[Tried]) -> str:
     """Return the rows as a table."""
     lines = ["| | assumed | measured | what follows |", "|---|---|---|---|"]
     for row in rows:
-        cells = (str(row), row.assumed, row.measured, row.follows)
-        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+        texts = (str(row), row.assumed, row.measured, row.follows)
+        cells = [text.replace("|", r"\|") for text in texts]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

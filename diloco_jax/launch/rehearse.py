@@ -12,6 +12,7 @@ driven from here: the page has the lines to type, and `--records` reads what the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -66,9 +67,11 @@ LOOK_S, LOOK_AWAY_S = 0.5, 15.0
 """Seconds between two looks at a run here, and at one of a launch."""
 REACH_S = 900.0
 """Seconds without an answer after which a coordinator counts as out of reach: by then
-its machine, an ordinary one, has come, and has pulled its image."""
-DELETIONS = 3
-"""Attempts to delete a launch: a lost connection, or a Ctrl-C, may break one off."""
+its machine, an ordinary one, has come, and has pulled its image. The first answer may
+take longer, see `Drive`."""
+PAUSES_S = (5.0, 15.0, 60.0, 120.0, 300.0)
+"""Seconds between the attempts to delete a launch: a lost connection, or a Ctrl-C, may
+break one off, and GKE deletes nothing while a creation goes on in the cloud."""
 NOTHING = "nothing"
 """Beginning of what is left, if nothing is."""
 LAUNCH = "launch"
@@ -131,7 +134,7 @@ def run(
                 on=options.on, yes=options.yes, price=options.price, unplanned=True
             )
             engine = Launched(ours, path, given)
-        drive = Drive(engine, ours, console)
+        drive = Drive(engine, ours, console, plan)
         try:
             drive.run(limit_s)
         except (RehearsalOverError, CommandError, LocalClusterError) as error:
@@ -305,10 +308,10 @@ LISTS = (
 )
 BY_HAND = (
     f"diloco launch CONFIG --on tpu_vm --rehearse; later: gcloud compute ssh "
-    f"COORDINATOR --command='sudo tar -C {DISK} -c run' | tar -x; "
+    f"COORDINATOR --command='sudo tar -C {DISK} -c run' > run.tar; tar -xf run.tar; "
     f"diloco rehearse ONCE_MORE --records run"
 )
-"""Lines for TPU VMs."""
+"""Lines for TPU VMs. They have no pipe, which ends a cell of the page's table."""
 AGAIN = "sudo docker kill diloco"
 KILL = {
     "return": f"gcloud compute tpus tpu-vm ssh SLICE --command='{AGAIN}'",
@@ -415,9 +418,17 @@ class Launched:
         gke = self._options.on == "gke"
         self._ends("stop")
         disk = gke and (not self._heard or self._ends("results"))
-        for _ in range(DELETIONS):
-            if self._ends("delete", disk=disk):
+        for pause_s in (*PAUSES_S, None):
+            if self._ends("delete", disk=disk) or pause_s is None:
                 break
+            logger.warning(
+                "not all of it was deleted: what the cloud is still at, such as a "
+                "creation that was broken off, is awaited; the next attempt is in %g "
+                "s, or at once by Ctrl-C",
+                pause_s,
+            )
+            with contextlib.suppress(KeyboardInterrupt):  # The next one comes at once.
+                time.sleep(pause_s)
         try:
             left = "; ".join(self._submitter("status").left())
         except CommandError as error:
@@ -467,9 +478,17 @@ class Drive:
     """Leads a run through its parts."""
 
     def __init__(
-        self, engine: Here | Launched, config: Config, console: Console
+        self,
+        engine: Here | Launched,
+        config: Config,
+        console: Console,
+        plan: Plan | None,
     ) -> None:
         self.engine, self._config, self._console = engine, config, console
+        self._heard, self._reach_s = False, math.inf
+        if plan:  # A coordinator has no address before it has written what it drew.
+            first = plan.run.first_start
+            self._reach_s = REACH_S + first.draw_seconds + first.write_seconds
         self.struck: list[dict[str, Any]] = []
         """Kills so far, as lines of `chaos.jsonl`."""
 
@@ -526,19 +545,23 @@ class Drive:
     def _wait(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Return the first status of which that holds."""
         heard, told = time.monotonic(), False
+        reach_s = REACH_S if self._heard else self._reach_s
         while not ((status := self.engine.status()).get("islands") and holds(status)):
             now, why = time.monotonic(), self.engine.unheard
             if not why:
-                heard = now
+                heard, reach_s, self._heard = now, REACH_S, True
             elif not told:
                 told = True
-                text = f"the coordinator does not answer, {REACH_S / 60:g} minutes are"
-                say(self._console, f"{text} waited for it; {why}")
-            if now - heard >= REACH_S:
-                silent = f"no coordinator answered for {REACH_S / 60:g} minutes"
+                text = "the coordinator does not answer, and is awaited"
+                if math.isfinite(reach_s):
+                    text += f" for {reach_s / 60:.3g} minutes"
+                say(self._console, f"{text}; {why}")
+            if now - heard >= reach_s:
+                silent = f"no coordinator answered for {reach_s / 60:.3g} minutes"
                 raise RehearsalOverError(f"{silent}; {why}")
             if now >= self.engine.until:
                 over = ("its time was over", why)
                 raise RehearsalOverError("; ".join(filter(None, over)))
             time.sleep(self.engine.look_s)
+        self._heard = True
         return status

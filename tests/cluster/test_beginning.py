@@ -94,22 +94,34 @@ def test_what_others_put_into_the_workdir_stays(config, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"logs", "notes.txt", "data.tmp"}
 
 
+KILLED = r"what a killed start of this config left \(you may remove it\); give"
+ANOTHER = r"another run of this config; give another --workdir$"
+GOES_ON = r"this run; give another --workdir, or .*: diloco run --resume"
+SNAPSHOT = "checkpoints/coordinator/state-1.snapshot"
+
+
 @pytest.mark.parametrize(
-    ("left", "said"),
+    ("facts", "left", "said"),
     [
-        ((), r"what a killed start of this config left \(you may remove it\); give"),
-        (("summary.json",), r"another run of this config; give another --workdir$"),
-        (("log",), r"this run; give another --workdir, or .*: diloco run --resume"),
+        (True, (), KILLED),
+        (False, (), KILLED),
+        (True, (f"{SNAPSHOT}.tmp",), KILLED),
+        (True, ("summary.json",), ANOTHER),
+        (False, (SNAPSHOT,), ANOTHER),  # Of a replay that saved it, or of a fork.
+        (False, ("tape.jsonl",), ANOTHER),  # Of an emulation.
+        (True, ("log",), GOES_ON),
+        (True, (SNAPSHOT,), GOES_ON),
     ],
 )
 def test_what_a_killed_start_or_a_run_left_is_told_and_stays(
-    config, tmp_path, left, said
+    config, tmp_path, facts, left, said
 ):
     with Beginning(config, "configs/x.py") as beginning:
         start(beginning)
-    workdirs.begin_run(config, beginning.workdir)
+    if facts:
+        workdirs.begin_run(config, beginning.workdir)
     for name in left:
-        (beginning.workdir / name).mkdir()
+        (beginning.workdir / name).mkdir(parents=True)
     (beginning.workdir / "coordinator.lock").touch()
     before = set(tmp_path.rglob("*"))
     with Beginning(config, "configs/x.py") as beginning:

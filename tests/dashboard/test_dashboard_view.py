@@ -244,3 +244,18 @@ def test_the_time_left_follows_from_the_newest_speed_whatever_is_shown(short):
     for window in ((0, 200), (90, 120), (-100, -50)):
         speed = seen(short, *window)["tokens_per_s"]
         assert speed == pytest.approx(3 * TOKENS_PER_STEP, rel=0.05)
+
+
+@pytest.mark.parametrize("days", [0.001, 1, 60])
+def test_the_newest_speed_of_a_steady_run_is_that_speed(days):
+    """Wherever the newest bin, which is half an hour after 60 days, is broken off."""
+    timeline = Timeline()
+    row = timeline.grid.new_row()
+    timeline.newest = BEGIN
+    for later_s in (86_400 * days, *[60] * 40):
+        before = timeline.newest
+        timeline.newest += later_s
+        at = (before, timeline.newest)
+        timeline.grid.spread("tokens", row, *at, TOKENS_PER_STEP * later_s)
+        speed = seen(timeline, 0, 60)["tokens_per_s"]
+        assert speed == pytest.approx(TOKENS_PER_STEP, rel=1e-3)

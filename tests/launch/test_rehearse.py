@@ -9,7 +9,9 @@ import json
 import math
 import re
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,7 +233,7 @@ def test_tpu_vms_get_lines_to_type(config, cloud):
     workdir = config.placement.workdir
     named = f"two.py --launch.name two-rehearsal --workdir {workdir} --on tpu_vm"
     assert f"diloco launch {named} --rehearse; later: gcloud compute ssh" in page
-    assert "tar -C /mnt/disks/diloco -c run' / tar -x; diloco rehearse two.py" in page
+    assert "-c run' > run.tar; tar -xf run.tar; diloco rehearse two.py" in page
     assert f"diloco launch {named} --action delete" in page
     assert "a kill, and a return | merged again | not tried | type `gcloud" in page
     assert "What is left: nobody can know" in page
@@ -276,6 +278,57 @@ def test_a_coordinator_out_of_reach_is_told_at_once_and_awaited_for_a_while(
     page = (Path(config.placement.workdir) / rehearse.PAGE).read_text()
     assert re.search("no coordinator answered for .*no route to", page, re.DOTALL)
     assert "What is left: nothing, by the engine's list" in page
+
+
+class Clocked:
+    """An engine, and its clock. Nobody answers before `first_s`, nor after `last_s`."""
+
+    look_s, until, unheard = 15.0, 1e6, ""
+
+    def __init__(self, first_s: float, last_s: float) -> None:
+        self.first_s, self.last_s, self.now_s = first_s, last_s, 0.0
+
+    def status(self) -> dict[str, Any]:
+        heard = self.first_s <= self.now_s <= self.last_s
+        self.unheard = "" if heard else "no route"
+        return {"islands": {"a": {}}} if heard else {}
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize(
+    ("first_start", "first_s", "given_up_s"),
+    [
+        ((670.0, 500.0), 2055.0, None),
+        ((670.0, 500.0), 2085.0, 2070.0),
+        ((0.0, 0.0), 915.0, 900.0),
+        (None, 1e5, None),  # There is no plan, so nobody knows.
+    ],
+)
+def test_a_coordinator_is_awaited_for_as_long_as_it_draws_and_writes(
+    first_start, first_s, given_up_s, monkeypatch
+):
+    plan = None
+    if first_start:
+        drawn, written = first_start
+        first = SimpleNamespace(draw_seconds=drawn, write_seconds=written)
+        plan = SimpleNamespace(run=SimpleNamespace(first_start=first))
+    engine = Clocked(first_s, last_s=first_s + 60)
+    monkeypatch.setattr(rehearse, "time", engine)
+    drive = rehearse.Drive(engine, PLANNED, Console(file=io.StringIO()), plan)
+    silent = pytest.raises(rehearse.RehearsalOverError, match=r"no coordinator .*route")
+    if given_up_s is None:
+        drive._wait(lambda _: True)
+        engine.last_s = engine.now_s - 1  # It does not answer again.
+        assert engine.now_s == pytest.approx(first_s, abs=engine.look_s)
+        given_up_s = engine.last_s + rehearse.REACH_S  # Once it was heard.
+    with silent:
+        drive._wait(lambda _: False)
+    assert engine.now_s == pytest.approx(given_up_s, abs=engine.look_s)
 
 
 @pytest.mark.parametrize("late", ["node-pools create", "kubectl delete"])
@@ -344,6 +397,7 @@ def test_what_was_bought_is_given_back_whatever_happens(
             raise KeyboardInterrupt
         act(submitter, options)
 
+    monkeypatch.setattr(rehearse, "PAUSES_S", (0.0,))
     monkeypatch.setattr(rehearse.Launched, "status", fail)
     monkeypatch.setattr(command, "_act", act_or_break)
     with contextlib.suppress(KeyError):
@@ -351,6 +405,33 @@ def test_what_was_bought_is_given_back_whatever_happens(
         assert "What is left: nothing, by the engine's list" in page
     assert broken
     assert not [thing for thing in cloud.things if "two-rehearsal" in str(thing)]
+
+
+def test_a_deletion_is_tried_again_until_the_creation_in_the_cloud_is_over(
+    config, cloud, over, monkeypatch, caplog
+):
+    act, refused = command._act, []
+
+    def busy(submitter, options):
+        if options.action == "delete" and len(refused) < 2:
+            refused.append(options)
+            raise CommandError("the cluster runs an operation; please try again")
+        act(submitter, options)
+
+    pauses = []
+    clock = SimpleNamespace(**{n: getattr(time, n) for n in ("monotonic", "strftime")})
+    clock.sleep = pauses.append
+    monkeypatch.setattr(rehearse, "time", clock)
+    monkeypatch.setattr(command, "_act", busy)
+    _, page = rehearsed(config, RehearseOptions(on="gke", yes=True))
+    assert pauses == list(rehearse.PAUSES_S[:2])
+    assert "a creation that was broken off, is awaited; the next" in caplog.text
+    assert "What is left: nothing, by the engine's list" in page
+
+
+def test_a_cell_of_the_page_may_have_a_pipe():
+    row = findings.Tried(what="step", cause="step", follows="type `a | b`")
+    assert r"| type `a \| b` |" in findings.as_markdown([row])
 
 
 def test_records_that_were_not_copied_stay_on_the_disk(

@@ -1,4 +1,4 @@
-"""`diloco admit` and `diloco release` of a coordinator that is killed."""
+"""`diloco admit` and `diloco release` of a coordinator's process that is killed."""
 
 from __future__ import annotations
 
@@ -7,31 +7,43 @@ from pathlib import Path
 import msgspec
 import pytest
 from runtime_support import (
+    COMMAND_S,
     PATIENCE_S,
+    await_that,
     client,
     coordinator,
     hello,
     make_config,
     placed,
+    started,
 )
 
-from diloco_jax import cli
+from diloco_jax import cli, run_files
+from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import Config
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.protocol import messages
 from diloco_jax.wire import peers
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.tls import TlsFiles
 
+pytestmark = pytest.mark.dist
 
-def comes(address: str, folder: Path, config: Config, incarnation: int) -> str:
-    """Say hello as island c; return the code of the refusal, or "welcome"."""
-    tls = TlsFiles.load(folder / "certificates", peers.island("c"))
-    stranger = msgspec.structs.replace(
-        hello(config), island="c", session=f"c{incarnation}", incarnation=incarnation
-    )
+
+def comes(
+    address: str, folder: Path, config: Config, incarnation: int, name: str = "c"
+) -> str:
+    """Say hello as an island; return the code of the refusal, or "welcome"."""
+    tls = TlsFiles.load(folder / "certificates", peers.island(name))
+    who = {
+        "island": name,
+        "incarnation": incarnation,
+        "session": f"{name}{incarnation}",
+    }
     with client(address, tls=tls) as island:
         try:
+            stranger = msgspec.structs.replace(hello(config), **who)
             stream = island.open_control(stranger)
         except Refused as refused:
             return refused.code
@@ -42,30 +54,37 @@ def comes(address: str, folder: Path, config: Config, incarnation: int) -> str:
 def test_an_operator_admits_and_removes_an_island_of_a_run_that_goes_on(
     text, tmp_path, capsys
 ):
+    """After a SIGKILL d, which was admitted, is in; c, which was removed, stays out."""
     certificates = tmp_path / "certificates"
-    make_certificates(certificates, [], 1, islands=["a", "b", "c"])
+    make_certificates(certificates, [], 1, islands=["a", "b", "c", "d"])
     config = placed(
         make_config(text), certificates=str(certificates), time_budget_s=PATIENCE_S
     )
-    run = tmp_path / "run"
+    write_config_json(config, path := tmp_path / "config.json")
+    run, log = tmp_path / "run", tmp_path / "log"
+    at = run / run_files.ADDRESS
 
-    def call(command: str, *options: str) -> int:
-        return cli.main([command, "c", "--coordinator", str(run), *options])
+    def call(command: str, name: str = "c", *options: str) -> int:
+        return cli.main([command, name, "--coordinator", str(run), *options])
 
-    with coordinator(config, run, killed=True) as service:
-        address = service.address
+    serve = (*DILOCO, "coordinator", path, "--workdir", run, "--bind", "127.0.0.1:0")
+    with started([*serve, "--init"], log, JAX_PLATFORMS="cpu"):
+        await_that(at.exists, COMMAND_S, said=lambda: log.read_text()[-3000:])
+        address = at.read_text()
         assert comes(address, tmp_path, config, 1) == "unknown_island"
-        assert call("admit", "--certificates", str(tmp_path / "none")) == 2
+        assert call("admit", "c", "--certificates", str(tmp_path / "none")) == 2
         assert call("admit") == 0
         assert "besides those of the config: c" in capsys.readouterr().err
         assert comes(address, tmp_path, config, 1) == "welcome"
         assert call("release") == 0
-        assert cli.main(["release", "x", "--coordinator", str(run)]) == 3
+        assert call("release", "x") == 3
+        assert call("admit", "d") == 0
+        assert call("admit", "c", "--remove") == 0
+        assert comes(address, tmp_path, config, 2) == "unknown_island"
     with coordinator(config, run, init=False, killed=True) as service:
         address = service.address
-        assert comes(address, tmp_path, config, 2) == "welcome"
-        assert call("admit", "--remove") == 0
         assert comes(address, tmp_path, config, 3) == "unknown_island"
+        assert comes(address, tmp_path, config, 1, "d") == "welcome"
     with pytest.raises(SystemExit):
-        call("admit", "--nonsense")
+        call("admit", "c", "--nonsense")
     assert call("admit") == 1, "no coordinator is up"

@@ -115,8 +115,8 @@ def test_the_loops_of_the_page_begin_a_run_and_survive_kills(tmp_path, capsys):
         fast = example.loop("own.py", "fast", 1, 0.1)
         processes += [slow, fast]
         status = functools.partial(read_status, str(example.workdir), Placement())
-        await_that(lambda: status()["islands"], TIMEOUT_S)
-        shown = status()
+        shown = {"islands": {}}
+        await_that(lambda: shown.update(status()) or shown["islands"], TIMEOUT_S)
         assert shown["phase"] == "gathering"
         assert "island 'fast', of which 0 of 3" in shown["alerts"][0]
         assert "slow" not in shown["islands"]
