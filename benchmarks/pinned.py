@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -66,11 +66,12 @@ class PinnedRun:
         core: int | None = None,
         incarnation: int = 1,
         environment: Mapping[str, str] = MappingProxyType({}),
+        program: Sequence[str] = support.DILOCO,
     ) -> None:
         """Start an island, on that core alone if one is given; the folder of its
         checkpoints and compiled programs stays with its name. environment: more of it,
-        for this process."""
-        command = [*support.DILOCO, "island", str(self._path), "--name", name]
+        for this process. program: the begin of its command."""
+        command = [*program, "island", str(self._path), "--name", name]
         command += ["--coordinator", self.address, "--incarnation", str(incarnation)]
         command += ["--workdir", str(self._workdir_of / name)]
         pin = [] if core is None else ["taskset", "--cpu-list", str(core)]
