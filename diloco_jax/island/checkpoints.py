@@ -8,6 +8,9 @@ steps, so they are restored unchanged. A residual
 is what a merged take left unsaid. It is restored where no take and no merge came after
 it, and is zero elsewhere, since a later take has sent it already.
 
+A checkpoint also has the records that no coordinator had acknowledged. The returned
+island passes them on: replay needs all that led to the moments.
+
 At a boundary the arrays are only copied to host memory; a thread writes the copies.
 Every host of the island writes the shards that it holds, so all must reach the same
 boundary, which host 0 decides (`hosts.py`).
@@ -23,7 +26,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +41,7 @@ from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.world import Hosts
 from diloco_jax.models.model import named
-from diloco_jax.protocol.messages import Version
+from diloco_jax.protocol.messages import Record, Version, to_pass_on
 from diloco_jax.wire.bulk import Identity
 
 logger = logging.getLogger(__name__)
@@ -162,6 +165,7 @@ class Checkpoints:
             steps=found["steps"],
             moments=jax.tree.unflatten(structure, _copied(moments)),
             residuals=residuals,
+            unheard=found.get("unheard", ()),
         )
 
     def due(self) -> bool:
@@ -182,13 +186,15 @@ class Checkpoints:
         steps: int,
         versions: Sequence[Version],
         outstanding: Sequence[int],
+        unheard: Iterable[Record] = (),
         final: bool = False,
     ) -> None:
         """Write the state after so many steps, on a thread. This returns before
         anything is written; the arguments may be donated at once.
 
         trees: see `Replica.trees`. outstanding: fragments with a take that may still be
-        merged. final: the incarnation ends with it, and `close` is to wait for it.
+        merged. unheard: records that are not acknowledged. final: the incarnation ends
+        with it, and `close` is to wait for it.
         """
         self._final = final
         if not self._every_s:
@@ -205,6 +211,7 @@ class Checkpoints:
             "steps": steps,
             "versions": [list(version) for version in versions],
             "outstanding": list(outstanding),
+            "unheard": list(to_pass_on(self._whose["incarnation"], unheard)),
         }
         writing = threading.Thread(
             target=self._write,

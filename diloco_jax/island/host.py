@@ -383,7 +383,8 @@ class Host(abc.ABC, Generic[L]):
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         if restored is not None:
-            books.restored(restored.incarnation, restored.steps, restored.residuals)
+            incarnation, steps, _, residuals, unheard = restored
+            books.restored(incarnation, steps, residuals, unheard)
         goal = goal_of(run, self.island.batch_size)
         # What the island gives must arrive before it has any data.
         given_s = self._join_s if self.gives else 0.0

@@ -318,11 +318,14 @@ class Loop(Stepping):
 
     def _save(self, *, final: bool = False) -> None:
         if self.checkpoints is not None:
+            self._post()  # The records of this boundary are unheard, too.
+            _, unheard = self.mailbox.report(0)
             self.checkpoints.save(
                 self.replica.trees(),
                 steps=self.done,
                 versions=self.boundary.books.versions(),
                 outstanding=self.in_doubt(),
+                unheard=unheard,
                 final=final,
             )
 

@@ -13,7 +13,7 @@ travel separately.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
@@ -154,7 +154,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     positions. `progress` (value): the other islands' tokens behind the learning rate;
     negative if those islands lost more in an earlier term than they have computed
     since. `restored`: the incarnation begins with the moments that incarnation `start`
-    had after `value` steps, and with its residual of the fragment if one is given.
+    had after `value` steps, and with its residual of the fragment if one is given; or
+    it passes on an `unheard` record from before them.
     """
 
     seq: Count
@@ -168,6 +169,18 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     value: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
     rate_sum: Rate = 0.0
     """Sum of the learning rates of a take's steps; 0: unknown."""
+    unheard: Fields | msgspec.UnsetType = msgspec.UNSET
+    """Record of an earlier `incarnation` that was not acknowledged; for replay."""
+
+
+def to_pass_on(incarnation: int, records: Iterable[Record]) -> Iterator[Fields]:
+    """Yield an incarnation's records, each as a later one's `unheard`; before them, as
+    they are, those that it passes on itself."""
+    for record in records:
+        if record.unheard:
+            yield record.unheard
+            record = msgspec.structs.replace(record, unheard=msgspec.UNSET)
+        yield {"incarnation": incarnation, **msgspec.to_builtins(record)}
 
 
 class Outstanding(msgspec.Struct, frozen=True, kw_only=True):

@@ -115,7 +115,7 @@ def replay_command(arguments: Sequence[str]) -> int:
     except TapeError as error:
         raise ConfigError(str(error)) from error
     if options.json:
-        print(json.dumps(outcome.json()))
+        print(json.dumps(dataclasses.asdict(outcome)))
     print(outcome, file=sys.stderr)
     return EXIT_DONE if outcome.identical else EXIT_FAILED
 

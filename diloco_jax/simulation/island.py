@@ -527,7 +527,8 @@ class VirtualIsland:
         books = Books(versions, ADOPT_RULES.find(self._run.sync.adopt))
         books.begin()
         if restored is not None:
-            books.restored(restored.incarnation, restored.steps, restored.residuals)
+            incarnation, steps, _, residuals, unheard = restored
+            books.restored(incarnation, steps, residuals, unheard)
             self._pace = Pace(self._run, self._goal, warm=True)
         self.boundary = Boundary(
             books,

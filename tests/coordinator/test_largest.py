@@ -22,6 +22,7 @@ CHECKED = {
     ("Hello", "island_config"),
     ("Hello", "environment"),
     ("Record", "value"),
+    ("Record", "unheard"),
     ("Measures", "loss"),
     ("Measures", "losses_by_source"),
     ("Measures", "adoption_loss"),

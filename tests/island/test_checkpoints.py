@@ -39,7 +39,7 @@ from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.world import ALONE, Hosts
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
-from diloco_jax.protocol.messages import FIRST_VERSION, Version
+from diloco_jax.protocol.messages import FIRST_VERSION, Record, Version
 from diloco_jax.wire.bulk import Identity
 
 PATIENCE_S = 60.0
@@ -104,6 +104,7 @@ class Life:
             steps=steps,
             versions=versions,
             outstanding=outstanding,
+            unheard=[Record(seq=8, kind="progress", step=steps, value=-5)],
             final=True,
         )
 
@@ -158,6 +159,8 @@ def test_moments_come_back_and_parameters_are_the_coordinators(
     second = Life(config, parts, tmp_path, 2)
     restored = second.join([FIRST, FIRST])
     assert (restored.incarnation, restored.steps) == (1, 3)
+    (unheard,) = restored.unheard
+    assert (unheard["incarnation"], unheard["seq"], unheard["value"]) == (1, 8, -5)
     assert alike(second.host("moments"), first.saved["moments"])
     assert not alike(second.host("params"), first.saved["params"])
     assert alike(second.host("params"), second.begins)

@@ -216,14 +216,16 @@ def test_an_island_that_is_about_to_leave_makes_no_steps_but_takes(loop):
 
     def put(fragment, tick, encoded):
         network.sent.append((fragment, tick))
-        mailbox.end(1, "preempted (SIGTERM)", "preempted")
+        if tick == 7:
+            mailbox.end(1, "preempted (SIGTERM)", "preempted")
 
     loop.checkpoints, network.put = Checkpoints(), put
-    network.at = {3: mailbox.leave}
+    network.at = {3: lambda: (says.take(mailbox, 0, 1), mailbox.leave())}
     assert loop.run() == (1, "preempted (SIGTERM)", "preempted")
     assert (mailbox.status().phase, mailbox.status().steps) == ("stopped", 3)
-    assert network.sent == [(1, 7)]
+    assert network.sent == [(0, 1), (1, 7)]
     first = saved[0]
+    assert [record.tick for record in first["unheard"]] == [1]
     assert (first["steps"], first["final"]) == (3, True)
     assert first["outstanding"] == [0, 1], "all may be taken after it"
 

@@ -121,6 +121,9 @@ NOTED = {
 }
 
 
+PASSED_ON = {**FACT, "kind": "restored", "unheard": {"incarnation": 1, **FACT}}
+
+
 def test_every_kind_is_here():
     assert {type(records.from_log(line)) for line in DURABLE} == set(
         records.Durable.__args__
@@ -137,6 +140,15 @@ def test_the_log_reads_back(line):
 def test_the_tape_reads_back(kind, line):
     """Its lines have a time, too."""
     assert as_written(records.from_tape({**line, "time": 1.5}, kind)) == line
+
+
+def test_what_an_incarnation_passes_on_comes_before_its_own():
+    line = {"kind": "island", **WHO, "record": PASSED_ON}
+    fact = records.from_tape(line, records.Fact)
+    assert as_written(fact) == line
+    first, own = as_written(tuple(messages.to_pass_on(2, [fact.record])))
+    assert first == PASSED_ON["unheard"]
+    assert own == {**FACT, "kind": "restored", "incarnation": 2}
 
 
 @pytest.mark.parametrize(

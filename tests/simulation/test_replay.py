@@ -6,7 +6,6 @@ import dataclasses
 import io
 from multiprocessing import Pipe
 from pathlib import Path
-from unittest import mock
 
 import jax
 import numpy as np
@@ -19,9 +18,12 @@ from diloco_jax import EmulationOptions, before_jax, compilation, files, load_pa
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator.journal import FragmentBack, Recovered
 from diloco_jax.evaluation import run as evaluate
+from diloco_jax.island.device.exchange import Restored
 from diloco_jax.models.build import build
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.messages import Version
+from diloco_jax.protocol.messages import Version, to_pass_on
+from diloco_jax.simulation.emulate import _Emulator
+from diloco_jax.simulation.island import VirtualIsland
 from diloco_jax.simulation.replay import replay, worker
 from diloco_jax.simulation.replay.recording import (
     SAME_BITS,
@@ -127,14 +129,55 @@ def test_the_first_merge_that_differs_is_named_and_what_was_before_it_saved(
     assert found["digest_on_tape"] == "feed" != found["digest"]
     assert f"merge 4 (line {fourth.line}" in str(outcome)
     assert str(outcome).endswith("was altered before it")
-    with mock.patch.object(Recording, "unheard", lambda _, merge: f"{merge.number}th"):
-        noted = replay.run(changed, Console(file=io.StringIO()))
-    assert "was altered before it; or it differs since 4th, so" in str(noted)
-    known = {"seconds": 0.0}
-    assert {**noted.json(), **known} == {**outcome.json(), **known}
     early = evaluate(recording.config, saved)
     assert (early["eval_merges"], early["eval_loss"] > 0) == (3, True)
     assert 0 < early["eval_tokens"] < recording.config.run.total_tokens
+
+
+def test_moments_that_follow_from_what_nobody_heard_are_repeated(
+    text, tmp_path, monkeypatch
+):
+    """b is cut off as a version has arrived, adopts it, makes another step, saves a
+    checkpoint and dies; it comes back with it."""
+    saved: list[Restored] = []
+    make, deliver = _Emulator._make_body, VirtualIsland._deliver
+    boundary = VirtualIsland._at_boundary
+
+    def made(emulator, name):
+        body = make(emulator, name)
+        body.world = emulator._world
+        if name == "b" and saved:
+            body._kept = saved[0]
+        return body
+
+    def cut_off(island):
+        deliver(island)
+        if (island.name, island.steps > 5, saved) == ("b", True, []):
+            island.disconnect()
+
+    def saves(island):
+        boundary(island)
+        unheard = island._conversation.unsent(0)
+        adopted = [r.step for r in unheard if r.kind == "adopted"]
+        alone = (island.name, island.line, saved) == ("b", None, [])
+        if alone and min(adopted, default=island.steps) < island.steps:
+            moments = map(np.array, island._body._replica.trees()["moments"])
+            passed_on = tuple(to_pass_on(1, unheard))
+            saved.append(Restored(1, island.steps, list(moments), {}, passed_on))
+            world = island._body.world
+            world.clock.after(0.0, lambda: world._strike("b", 1, crash=True))
+
+    monkeypatch.setattr(_Emulator, "_make_body", made)
+    monkeypatch.setattr(VirtualIsland, "_deliver", cut_off)
+    monkeypatch.setattr(VirtualIsland, "_at_boundary", saves)
+    config = make_config(text, quorum=1, grace=0.0, steps=40)
+    config = config.replace("islands.b.step_seconds", 2.5)
+    record(with_placement(config, merge_route="xla"), OPTIONS, tmp_path)
+    recording = read_recording(tmp_path)
+    restored = recording.lives[Who("b", 2)].restored()
+    assert (restored.who, restored.steps) == (Who("b", 1), saved[0].steps)
+    assert "adopted" in [record["kind"] for record in restored.unheard]
+    assert replay.run(recording, Console(file=io.StringIO())).identical
 
 
 def test_all_kinds_of_records_were_repeated(recordings):

@@ -20,7 +20,6 @@ from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.journal import Recovered
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol import records
 from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.replay.recording import Who, read_recording
 
@@ -178,31 +177,29 @@ def restored(start, value):
 def test_an_incarnation_whose_moments_are_needed_is_kept_so_far(workdir):
     write(workdir, restored(start=1, value=6))
     lives = read_recording(workdir).lives
-    assert lives[Who("a", 2)].restored() == (Who("a", 1), 6, (1,))
+    assert lives[Who("a", 2)].restored() == (Who("a", 1), 6, (1,), ())
     assert lives[Who("a", 1)].saves == {6}
     assert [w.record.seq for w in lives[Who("a", 1)].records] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("steps", "named"), [(5, True), (6, False)])
-def test_moments_after_an_island_s_last_word_are_named(workdir, steps, named):
-    """It died while no coordinator was there to hear of its last steps."""
-    *tape, merge, end = restored(start=1, value=6)
-    left = records.Left(
-        **{"island": "a", "incarnation": 1, "steps": steps},
-        **{"reason": "died", "said": ""},
-        **{"settled_steps_by_fragment": (), "in_merges": ()},
-        **{"lost_tokens_by_fragment": (), "left_behind": ()},
-    )
-    write(workdir, [*tape, records.line(left), merge, end])
-    recording = read_recording(workdir)
-    found = recording.unheard(recording.merges[0])
-    what = "island a, incarnation 2 began with the moments of step 6 of incarnation 1"
-    said = f"{what}, and the coordinator had heard of 5 of its steps"
-    assert found == (said if named else "")
-    # With equal bits before, these moments are not why.
-    again = recording.merges[0]._replace(number=2)
-    later = dataclasses.replace(recording, merges=(recording.merges[0], again))
-    assert later.unheard(again) == ""
+def unheard(seq, incarnation=1):
+    """A tape whose second incarnation passes a record on, after 4 that were heard."""
+    *tape, took, merge, end = restored(start=1, value=6)
+    told = of_island(seq, "adopted", 5, fragment=0, version=[1, 1])["record"]
+    told |= {"incarnation": incarnation}
+    passed_on = of_island(5, "restored", 0, incarnation=2, start=1, unheard=told)
+    took["record"] |= {"seq": 6}
+    return [*tape[:7], *tape[8:], passed_on, took, merge, end]
+
+
+@pytest.mark.parametrize(("seq", "known"), [(4, 4), (5, 5)])
+def test_what_was_passed_on_follows_what_was_heard(workdir, seq, known):
+    write(workdir, unheard(seq))
+    lives = read_recording(workdir).lives
+    found = [w.record.seq for w in lives[Who("a", 1)].records]
+    assert found == list(range(1, known + 1))
+    _, _, fragments, passed_on = lives[Who("a", 2)].restored()
+    assert (fragments, [record["seq"] for record in passed_on]) == ((1,), [seq])
 
 
 def test_moments_of_nobody_are_named(workdir):
@@ -227,6 +224,9 @@ def test_moments_of_nobody_are_named(workdir):
         (without(FIRST_MERGE), r"line 20:.*\(1, 2\) after \(1, 0\)"),
         (altered(6, lambda r: r["record"].pop("seq")), "line 7: not a record 'island'"),
         (altered(FIRST_MERGE, lambda r: r.pop("digest")), "line 8:.*digest"),
+        (unheard(6), "line 14: record 6 of .* 1 follows number 4"),
+        (unheard(5, incarnation=7), "line 14: island a, incarnation 7 has not joined"),
+        (unheard(5, incarnation="1"), "line 14: not a record 'island'"),
         ([*TAPE[:7], DIGESTED, *TAPE[7:]], r"line 8: .*\(1, 1\), but no merge"),
         (altered(1, lambda r: r["config"].update(hosts="x")), "line 3: not a record"),
     ],

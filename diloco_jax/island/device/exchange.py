@@ -68,6 +68,7 @@ from diloco_jax.island.device.step import Trainer, TrainState, UseCounts
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Params
 from diloco_jax.protocol.island.boundary import TakeOutcome
+from diloco_jax.protocol.messages import Fields
 
 SMALL = 2**16
 """Elements of the largest tensor that is stacked. An adoption makes such a leaf anew
@@ -605,6 +606,8 @@ class Restored(NamedTuple):
     """State of the inner optimizer."""
     residuals: dict[int, Any]
     """Residuals by fragment, as they are held; in a host's memory, as an anchor."""
+    unheard: Sequence[Fields] = ()
+    """See `Record.unheard`."""
 
 
 class WatchedModel:

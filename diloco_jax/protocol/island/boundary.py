@@ -42,6 +42,7 @@ from diloco_jax.protocol.messages import (
     FIRST_VERSION,
     AnchorRequest,
     EndReason,
+    Fields,
     Measures,
     Outstanding,
     Record,
@@ -250,14 +251,22 @@ class Books:
         """Note the others' tokens on which the learning rate is based from now on."""
         self._record("progress", step, value=others_tokens)
 
-    def restored(self, incarnation: int, steps: int, fragments: Iterable[int]) -> None:
+    def restored(
+        self,
+        incarnation: int,
+        steps: int,
+        fragments: Iterable[int],
+        unheard: Iterable[Fields],
+    ) -> None:
         """Note that the incarnation begins with an earlier one's moments after `steps`
-        steps, and with its residuals of these fragments."""
-        self._record("restored", 0, start=incarnation, value=steps)
+        steps, and with its residuals of these fragments. unheard: records up to there
+        that it passes on."""
+        source = {"start": incarnation, "value": steps}
+        self._record("restored", 0, **source)
         for fragment in fragments:
-            self._record(
-                "restored", 0, fragment=fragment, start=incarnation, value=steps
-            )
+            self._record("restored", 0, fragment=fragment, **source)
+        for record in unheard:
+            self._record("restored", 0, unheard=record, **source)
 
     def drain(self) -> tuple[Record, ...]:
         """Return the records since the last call, oldest first."""

@@ -8,7 +8,6 @@ crashed may have lost lines, and a tape may end early.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from diloco_jax.coordinator import journal
 from diloco_jax.coordinator.journal import Environment
 from diloco_jax.observability.tape import Report, TapeError, brief, read_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.messages import FIRST_VERSION, Record, Version
+from diloco_jax.protocol.messages import FIRST_VERSION, Fields, Record, Version
 from diloco_jax.protocol.records import from_tape
 from diloco_jax.workdir import read_config
 
@@ -70,6 +69,8 @@ class RestoredFrom(NamedTuple):
     who: Who
     steps: int
     fragments: tuple[int, ...]
+    unheard: tuple[Fields, ...]
+    """See `Record.unheard`."""
 
 
 class TapedRecord(NamedTuple):
@@ -111,8 +112,6 @@ class Life:
     records: list[TapedRecord] = dataclasses.field(default_factory=list)
     saves: set[int] = dataclasses.field(default_factory=set)
     """Steps after which a later incarnation needs the moments of this one."""
-    heard_steps: float = math.inf
-    """Steps of which the coordinator had heard when it ended."""
 
     def begins(self) -> list[Version]:
         """Return the versions that it began with, by fragment: its first records."""
@@ -132,9 +131,11 @@ class Life:
         lines = [r for _, r in self.records if r.kind == "restored"]
         if not lines:
             return None
-        source = Who(self.who.island, lines[0].start)
         return RestoredFrom(
-            source, lines[0].value, tuple(r.fragment for r in lines[1:])
+            Who(self.who.island, lines[0].start),
+            lines[0].value,
+            tuple(r.fragment for r in lines if r.fragment >= 0),
+            tuple(r.unheard for r in lines if r.unheard),
         )
 
     def cut(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:
@@ -189,28 +190,6 @@ class Recording:
         fragment, start = back.record.fragment, back.record.snapshot
         made = (merge.made for merge in self.merges[: back.merges])
         return [m for m in made if m.fragment == fragment and m.version > start]
-
-    def unheard(self, merge: RecordedMerge) -> str:
-        """Tell of an island in this merge that began with moments of steps of which
-        the coordinator never heard: their origin is on no tape. "": there is none, or
-        an earlier merge has a delta of that incarnation, too."""
-        earlier = {
-            Who(part.island, part.incarnation)
-            for other in self.merges[: merge.number - 1]
-            for part in other.made.contributions
-        }
-        for part in merge.made.contributions:
-            life = self.lives[Who(part.island, part.incarnation)]
-            while life.who not in earlier and (restored := life.restored()) is not None:
-                source = self.lives[restored.who]
-                if restored.steps > source.heard_steps:
-                    return (
-                        f"{life.who} began with the moments of step {restored.steps} "
-                        f"of incarnation {source.who.incarnation}, and the coordinator "
-                        f"had heard of {source.heard_steps} of its steps"
-                    )
-                life = source
-        return ""
 
     def refuse_other_versions(self) -> None:
         """Raise ConfigError if a process of the run had other versions than this one.
@@ -355,10 +334,6 @@ class _Reader:
                     environment=hello.environment,
                     total_tokens=self._total_tokens,
                 )
-            case "left":
-                left = from_tape(record, records.Left)
-                who = Who(left.island, left.incarnation)
-                self._life(who).heard_steps = left.steps
             case "island":
                 self._told(from_tape(record, records.Fact))
             case "merged":
@@ -429,7 +404,13 @@ class _Reader:
             )
 
     def _told(self, line: records.Fact) -> None:
-        life, record = self._life(Who(line.island, line.incarnation)), line.record
+        self._note(Who(line.island, line.incarnation), line.record)
+        if unheard := line.record.unheard:
+            who = Who(line.island, msgspec.convert(unheard["incarnation"], int))
+            self._note(who, msgspec.convert(unheard, Record))
+
+    def _note(self, who: Who, record: Record) -> None:
+        life = self._life(who)
         known = life.records
         if record.seq > len(known) + 1:
             raise self._wrong(

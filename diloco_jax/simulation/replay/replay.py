@@ -92,14 +92,6 @@ class Outcome:
     steps: int
     """Inner steps of all islands."""
     seconds: float
-    unheard: str = ""
-    """Of the merge that differs: `Recording.unheard`."""
-
-    def json(self) -> dict[str, Any]:
-        """Return the fields above `unheard`, which is a part of the text alone."""
-        fields = dataclasses.asdict(self)
-        del fields["unheard"]
-        return fields
 
     def __str__(self) -> str:
         done = f"{self.merges} of {self.merges_on_tape} merges"
@@ -107,16 +99,12 @@ class Outcome:
         wrong = self.first_mismatch
         if wrong is None:
             return f"{done} repeated, all with the same bits ({effort})"
-        why = self.unheard and (
-            f"; or it differs since {self.unheard}, so that what that incarnation did "
-            f"last is on no tape"
-        )
         return (
             f"{done} repeated with the same bits ({effort}); merge {wrong['merge']} "
             f"(line {wrong['line']}: fragment {wrong['fragment']}, version "
             f"{tuple(wrong['version'])}) has digest {wrong['digest_on_tape']} on the "
             f"tape, {wrong['digest']} here: the tape, the text or the program was "
-            f"altered before it{why}"
+            f"altered before it"
         )
 
 
@@ -144,7 +132,6 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
         merges_on_tape=recording.merges_on_tape,
         identical=mismatch is None,
         first_mismatch=mismatch,
-        unheard=recording.unheard(recording.merges[merges]) if mismatch else "",
         steps=replay.steps,
         seconds=time.monotonic() - began,
     )
@@ -524,8 +511,8 @@ class ReplayedIsland:
         restored = life.restored()
         if restored is not None:
             assert source is not None
-            who, steps, fragments = restored
-            self._books.restored(who.incarnation, steps, fragments)
+            who, steps, fragments, unheard = restored
+            self._books.restored(who.incarnation, steps, fragments, unheard)
             moments = source.moments(steps)
             residuals = {f: source.ask("residual", f) for f in fragments}
         self._next = len(self._books.drain())
