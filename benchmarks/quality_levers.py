@@ -175,6 +175,9 @@ def levers(size: Size) -> Iterator[Row]:
         ("H = P = 8, int2", 8, TWO_BITS, BOTH[:1]),
         (f"{DEFAULTS}, tau 1", 24, short, BOTH[:1]),
         ("H = P = 4, int8", 4, {}, BOTH[1:]),
+        ("H = P = 4, int8, tau 1", 4, short, BOTH),
+        ("H = P = 4, int4, tau 1", 4, FOUR_BITS | short, BOTH[:1]),
+        ("H = P = 8, int8, tau 1", 8, short, BOTH[:1]),
         ("H = P = 2, int8", 2, {}, BOTH),
         ("H = P = 1, int8", 1, {}, BOTH[1:]),
     ):

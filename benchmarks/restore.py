@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -226,12 +227,12 @@ def asked_of(folder: Path) -> RestoreFragments:
 @contextlib.contextmanager
 def timed(found: dict[str, Any]) -> Iterator[None]:
     """Note the seconds of a block: elapsed, and of the processor in either mode."""
-    began, before = time.monotonic(), os.times()
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
     yield
-    after = os.times()
+    after = resource.getrusage(resource.RUSAGE_SELF)
     found["wall_s"] = time.monotonic() - began
-    found["cpu_s"] = after.user - before.user
-    found["system_s"] = after.system - before.system
+    found["cpu_s"] = after.ru_utime - before.ru_utime
+    found["system_s"] = after.ru_stime - before.ru_stime
 
 
 def prepare(folder: Path, parameters: int) -> dict[str, Any]:
@@ -270,14 +271,9 @@ def read_alone(folder: Path, parameters: int) -> dict[str, Any]:
                 pass
 
     paths = sorted(files_of(folder), key=lambda path: path.parent.name)
-    with timed(found), ThreadPoolExecutor(at_once()) as pool:
+    with timed(found), ThreadPoolExecutor(RESTORES_AT_ONCE) as pool:
         list(pool.map(read, paths))
     return found
-
-
-def at_once() -> int:
-    """Return how many fragments are restored at a time here."""
-    return min(RESTORES_AT_ONCE, machine.cores())
 
 
 def compute_alone(folder: Path, parameters: int) -> dict[str, Any]:

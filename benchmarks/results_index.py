@@ -19,15 +19,22 @@ import support
 FIGURE = support.RESULTS.parent / "figures" / "limits.py"
 INDEX, PERFORMANCE = "index.md", "performance.md"
 LONGEST = 60
-"""Characters of a bound's name."""
+"""Characters of a bound's name in the figure."""
+TITLES = (
+    "## What does not hold",
+    "## What too few runs have been made for",
+    "## The tightest of each that holds",
+)
+NEEDED = "are needed)"
+"""Last words of a bound that only more runs can meet."""
 INTRODUCTION = """
 # Performance: measures against their goals
 
 Each benchmark holds what it measures to bounds. Here are all that do not hold, the
-worst first, and below them the tightest of each benchmark that does. The command of a
-row is `python -m benchmarks.NAME`; its page has the method, the limit of the machine
-where there is one, all tables, load and versions. A row is as old as its date: the code
-has changed since.
+worst first, then those that too few runs have been made for, and the tightest of each
+benchmark that does hold. The command of a row is `python -m benchmarks.NAME`; its page
+has the method, the limit of the machine where there is one, all tables, load and
+versions. A row is as old as its date: the code has changed since.
 
 ![Bounds against their limits](../figures/limits.svg)
 """
@@ -99,15 +106,15 @@ def row_of(page: Path) -> dict[str, Any]:
 
 def performance(raw: Path) -> str:
     """Return the page of the bounds that do not hold, and of the tightest others."""
-    broken: list[dict[str, Any]] = []
-    tightest: list[dict[str, Any]] = []
+    found: dict[str, list[dict[str, Any]]] = {title: [] for title in TITLES}
+    broken, too_few, tightest = found.values()
     for path in sorted(raw.glob("*.json")):
         for bound in telling(bounds_of(path)):
             row = {**row_of_bound(path, bound), "used": bound.used}
-            (tightest if bound.holds else broken).append(row)
+            failed = too_few if bound.what.endswith(NEEDED) else broken
+            (tightest if bound.holds else failed).append(row)
     parts = [support.wrapped(INTRODUCTION.strip())]
-    titles = "## What does not hold", "## The tightest of each that holds"
-    for title, rows in zip(titles, (broken, tightest), strict=True):
+    for title, rows in found.items():
         rows.sort(key=lambda row: -row.pop("used"))
         parts += [title, support.markdown_table(rows)]
     return "\n\n".join(parts) + "\n"
@@ -120,7 +127,7 @@ def row_of_bound(path: Path, bound: Bound) -> dict[str, Any]:
     linked = path.with_suffix(".md").exists()
     return {
         "benchmark": f"[{name}](raw/{name}.md)" if linked else name,
-        "measure": bound.short,
+        "measure": bound.what,
         "goal": bound.limit,
         "seen": bound.measured,
         "date": facts.get("date", "").partition(" ")[0],

@@ -366,14 +366,20 @@ def _require_digest(path: Folder | Path, found: bytes, written: bytes) -> None:
 
 def _read_into(file: BinaryIO, block: memoryview) -> int:
     """Fill a block; return the bytes that were there. Files of buckets may give fewer
-    bytes at a time than they are asked for."""
+    bytes at a time than they are asked for, and some only bytes of their own."""
+    into = getattr(file, "readinto", None)
     filled = 0
     while filled < len(block):
-        found = file.read(len(block) - filled)
-        if not found:
+        rest = block[filled:]
+        if into is not None:
+            count = into(rest)
+        else:
+            found = file.read(len(rest))
+            count = len(found)
+            rest[:count] = found
+        if not count:
             break
-        block[filled : filled + len(found)] = found
-        filled += len(found)
+        filled += count
     return filled
 
 

@@ -219,9 +219,7 @@ class StoreHolder(FragmentHolder):
         self._back: dict[int, Future[str]] = {}
         """The digest of each fragment that was asked for, once it is back and the lead
         knows it."""
-        self._restorer = ThreadPoolExecutor(
-            min(RESTORES_AT_ONCE, machine.cores()), "diloco-restore"
-        )
+        self._restorer = ThreadPoolExecutor(RESTORES_AT_ONCE, "diloco-restore")
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self.lost = LostFragments(
             store,
