@@ -49,7 +49,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 
@@ -169,7 +169,7 @@ def large_config(layers: int, step_seconds: float, snapshot_every_s: float) -> C
 
 def plan_of(run: support.Run) -> CoordinatorPlan:
     """Return what was planned for the steps that the run made."""
-    config = resolve_outer(run.config)
+    config = resolve_open(run.config)
     pace = max(i["median_step_seconds"] for i in run.summary["islands"].values())
     return plan_coordinator(
         config.run,

@@ -16,7 +16,7 @@ from tiny import MODEL, SEQUENCE_LENGTH
 from diloco_jax import cli
 from diloco_jax.config.config import FIELDS
 from diloco_jax.config.loading import read_config
-from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.core.codecs import Codec, encode_with_feedback
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.planning.coordinator import plan_coordinator
@@ -126,7 +126,7 @@ def test_a_plan_counts_what_the_members_say(written) -> None:
     """Bytes of the codec, memory of the rule."""
     plans = {}
     for name in ("one_bit", "sign_consensus"):
-        config = resolve_outer(load_config(written(name)))
+        config = resolve_open(load_config(written(name)))
         fragments = fragments_of(config)
         plans[name] = plan_coordinator(
             config.run,

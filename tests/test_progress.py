@@ -18,7 +18,7 @@ from diloco_jax import cli
 from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.coordinator.holding.fragment_snapshots import load_first, make_store
 from diloco_jax.launch.submit import Command, Submitter
 from diloco_jax.models.build import build, build_plan
@@ -67,7 +67,7 @@ def launch(given: Given) -> None:
 
 
 def coordinator(given: Given) -> None:
-    config = resolve_outer(tiny())
+    config = resolve_open(tiny())
     model = build(config.run)
     store = make_store(config, build_plan(config.run, model))
     load_first(store, first_params(config.run, model), range(len(store.plan.fragments)))

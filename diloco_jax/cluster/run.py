@@ -46,6 +46,7 @@ from diloco_jax.config import (
 from diloco_jax.config.config import require_worth
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
+from diloco_jax.config.run import filled
 from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.journal import Recovered
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
@@ -304,7 +305,8 @@ def _filled(run: RunConfig, written: RunConfig) -> RunConfig:
     data = run.data
     if not data.digest:
         data = dataclasses.replace(data, digest=written.data.digest)
-    return dataclasses.replace(run, data=data, outer=run.outer.filled(written.outer))
+    sync, outer = filled(run.sync, written.sync), filled(run.outer, written.outer)
+    return dataclasses.replace(run, data=data, sync=sync, outer=outer)
 
 
 STATUS_EVERY_S = 1.0

@@ -233,11 +233,14 @@ class Config:
         known = collections.Counter(found.values())
         return {name: r for name, r in found.items() if r and known[r] > 1}
 
-    def merges_per_fragment(self) -> float:
-        """Return the merges each fragment will see if all islands are equally fast."""
+    def steps(self) -> float:
+        """Return the steps that each island makes if all are equally fast."""
         per_step = sum(i.batch_size for i in self.islands.values())
-        steps = self.run.total_tokens / (per_step * self.run.sequence_length)
-        return steps / self.run.sync.steps_per_cycle
+        return self.run.total_tokens / (per_step * self.run.sequence_length)
+
+    def merges_per_fragment(self) -> float:
+        """Return the merges each fragment will see then."""
+        return self.steps() / self.run.sync.cycle
 
 
 BUCKETS = ("gs://", "s3://")

@@ -1,7 +1,9 @@
-"""Choices made once, when a run is created: digest, outer optimizer, absolute paths.
+"""Choices made once, when a run is created: digest, cycle, outer optimizer, absolute
+paths.
 
-The outer optimizer of a run whose config leaves it open is chosen by merges per
-fragment. The measurements behind every number are in docs/design/outer_presets.md.
+A config that leaves them open gets its cycle and overlap by the run's steps, and its
+outer optimizer by merges per fragment. The measurements behind every number are in
+docs/design/outer_presets.md.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config, with_paths
 from diloco_jax.config.fields import own_code
-from diloco_jax.config.run import OuterConfig, RunConfig, read_init
+from diloco_jax.config.run import (
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+    filled,
+    is_open,
+    read_init,
+)
 from diloco_jax.files import absolute
 
 logger = logging.getLogger(__name__)
@@ -25,7 +34,7 @@ def resolve(
     config: Config, *, text_is_here: bool = False, copied: bool = False
 ) -> Config:
     """Fill in the fields that are decided once per run: the data's digest and arrays,
-    the digest of frozen weights and the outer optimizer. Make paths absolute.
+    the digest of frozen weights, cycle and outer optimizer. Make paths absolute.
 
     Fields that are set stay as they are, so resolving twice changes nothing. Reads the
     corpus if its digest is unknown or if it must be on this machine. Raises ConfigError
@@ -58,25 +67,30 @@ def resolve(
         if (frozen := build(run).frozen) is not None:
             model = dataclasses.replace(run.model, frozen_digest=frozen.digest())
             run = dataclasses.replace(run, model=model)
-    return resolve_outer(dataclasses.replace(config, run=run))
+    return resolve_open(dataclasses.replace(config, run=run))
 
 
-def resolve_outer(config: Config) -> Config:
-    """Fill in the open fields of the outer optimizer, by `preset`."""
-    outer = config.run.outer
-    if not outer.is_open:
-        return config
-    from diloco_jax.core.families import MERGE_RULES
+def resolve_open(config: Config) -> Config:
+    """Fill in the open fields of the cycle, by `cycle`, and of the outer optimizer, by
+    `preset`."""
+    run, from_weights = config.run, bool(config.run.model.weights)
+    if is_open(run.sync):
+        chosen = cycle(config.steps(), from_weights=from_weights)
+        if run.sync.steps_per_cycle is not None:
+            chosen = LONG
+        run = dataclasses.replace(run, sync=filled(run.sync, chosen))
+    if is_open(run.outer):
+        from diloco_jax.core.families import MERGE_RULES
 
-    chosen = preset(
-        from_weights=bool(config.run.model.weights),
-        merges_per_fragment=config.merges_per_fragment(),
-        steps_per_cycle=config.run.sync.steps_per_cycle,
-        islands=len(config.islands),
-        keeps_length=MERGE_RULES.find(config.run.sync.merge).keeps_length,
-        inner=config.run.inner.optimizer,
-    )
-    run = dataclasses.replace(config.run, outer=outer.filled(chosen))
+        outer = preset(
+            from_weights=from_weights,
+            merges_per_fragment=config.steps() / run.sync.cycle,
+            steps_per_cycle=run.sync.cycle,
+            islands=len(config.islands),
+            keeps_length=MERGE_RULES.find(run.sync.merge).keeps_length,
+            inner=run.inner.optimizer,
+        )
+        run = dataclasses.replace(run, outer=filled(run.outer, outer))
     return dataclasses.replace(config, run=run)
 
 
@@ -118,6 +132,32 @@ def _with_absolute_code(section: T) -> T:
     return replaced
 
 
+LONG = SyncConfig(steps_per_cycle=24, overlap_steps=2)
+"""Cycle and overlap of a long run, and of one that starts from trained weights, which
+moves little."""
+SHORTEST_CYCLE, OVERLAPPED_ONCE = 4, 12
+"""Steps of the shortest cycle that is chosen, and below which a second step of overlap
+costs more than it hides."""
+MERGES = 500.0
+"""Merges of each fragment that a run gets, if a cycle within these lengths gives them.
+"""
+
+
+def cycle(steps: float, *, from_weights: bool = False) -> SyncConfig:
+    """Choose cycle and overlap of a run: the shorter the run, the more is lost by what
+    islands do apart, and the fewer bytes a shorter cycle costs in all.
+
+    Args:
+      steps: of each island, if all are equally fast.
+      from_weights: the run starts from trained weights.
+    """
+    length = math.ceil(max(steps / MERGES, SHORTEST_CYCLE))
+    if from_weights or length >= LONG.cycle:
+        return LONG
+    overlap = 1 if length < OVERLAPPED_ONCE else LONG.overlap
+    return SyncConfig(steps_per_cycle=length, overlap_steps=overlap)
+
+
 SHORT = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
 """Preset for runs of few merges, in which momentum was no better, or worse."""
 
@@ -126,6 +166,9 @@ GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
 GENTLE_FROM_MERGES = 80.0
 GENTLE_FROM_MERGES_OF = {"muon": 160.0}
 """Merges from which momentum helps, for inner optimizers that need more of them."""
+GENTLE_FROM_STEPS, GENTLE_FROM_CYCLE = 1600.0, 4
+"""Steps from which it helps, however many merges they have, and the shortest cycle: in
+shorter ones successive deltas are too much alike."""
 
 PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
@@ -153,8 +196,11 @@ def preset(
       keeps_length: the merge rule's `keeps_length`.
       inner: name of the inner optimizer.
     """
-    if from_weights or merges_per_fragment < GENTLE_FROM_MERGES_OF.get(
-        inner, GENTLE_FROM_MERGES
+    if (
+        from_weights
+        or merges_per_fragment < GENTLE_FROM_MERGES_OF.get(inner, GENTLE_FROM_MERGES)
+        or merges_per_fragment * steps_per_cycle < GENTLE_FROM_STEPS
+        or steps_per_cycle < GENTLE_FROM_CYCLE
     ):
         return SHORT
     if (

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from diloco_jax.config.fields import (
     AT_LEAST_1,
@@ -361,10 +361,11 @@ class SyncConfig:
       diloco_jax.errors.ConfigError: no field 'sync.qorum' in this config (did...
     """
 
-    steps_per_cycle: int = setting(
-        24,
+    steps_per_cycle: int | None = setting(
+        None,
         AT_LEAST_1,
-        help="H: inner steps of the pacing island between two merges of one fragment.",
+        help="H: inner steps of the pacing island between two merges of one fragment; "
+        "None = 4 to 24 by the length of the run, when it is created.",
     )
     fragments: int = setting(
         24,
@@ -377,10 +378,11 @@ class SyncConfig:
         'large: a tensor of one layer ("size"), a whole layer, or a tensor with all '
         "its layers.",
     )
-    overlap_steps: int = setting(
-        2,
+    overlap_steps: int | None = setting(
+        None,
         NOT_NEGATIVE,
-        help="tau: steps an island may do between its take and the adoption.",
+        help="tau: steps an island may do between its take and the adoption; None = 2, "
+        "or 1 in a short cycle that was chosen.",
     )
     quorum: int = setting(
         1, AT_LEAST_1, help="K: deltas without which a fragment is not merged."
@@ -480,6 +482,18 @@ class SyncConfig:
         True, help="Add what the encoding of a delta lost to the island's next one."
     )
 
+    @property
+    def cycle(self) -> int:
+        """`steps_per_cycle` of a run that was created."""
+        assert self.steps_per_cycle is not None
+        return self.steps_per_cycle
+
+    @property
+    def overlap(self) -> int:
+        """`overlap_steps` of a run that was created."""
+        assert self.overlap_steps is not None
+        return self.overlap_steps
+
 
 Schedule = Literal["cosine", "constant"]
 
@@ -553,10 +567,6 @@ class InnerConfig:
         object.__setattr__(self, "arguments", tuple(dict(self.arguments).items()))
 
 
-OPEN = ("optimizer", "learning_rate", "momentum")
-"""Fields that may be left open; they are filled in when the run is created."""
-
-
 @explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterConfig:
@@ -597,17 +607,19 @@ class OuterConfig:
         "0 = never.",
     )
 
-    @property
-    def is_open(self) -> bool:
-        """Tell whether something is left to be filled in."""
-        return any(getattr(self, name) is None for name in OPEN)
 
-    def filled(self, chosen: OuterConfig) -> OuterConfig:
-        """Fill the fields that this one leaves open from `chosen`."""
-        missing = {
-            name: getattr(chosen, name) for name in OPEN if getattr(self, name) is None
-        }
-        return dataclasses.replace(self, **missing)
+Section = TypeVar("Section", SyncConfig, OuterConfig)
+
+
+def is_open(section: SyncConfig | OuterConfig) -> bool:
+    """Tell whether something is left to be filled in when the run is created."""
+    return any(value is None for value in vars(section).values())
+
+
+def filled(section: Section, chosen: Section) -> Section:
+    """Fill the fields that a section leaves open from `chosen`."""
+    own = {name: value for name, value in vars(section).items() if value is not None}
+    return dataclasses.replace(chosen, **own)
 
 
 SEED = Bound(0, 2**32 - 1)

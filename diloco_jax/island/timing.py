@@ -34,7 +34,7 @@ def goal_of(run: RunConfig, batch_size: int) -> Goal:
     return Goal(
         total_tokens=run.total_tokens,
         tokens_per_step=batch_size * run.sequence_length,
-        steps_per_cycle=run.sync.steps_per_cycle,
+        steps_per_cycle=run.sync.cycle,
     )
 
 

@@ -298,7 +298,7 @@ class Comparison:
         row = Tried(what="takes and adoptions of a cycle", cause="take", island=name)
         if (quiet := self._quiet.get(name)) is None:
             return row
-        steps = self._config.run.sync.steps_per_cycle
+        steps = self._config.run.sync.cycle
         stalled = quiet.per_step("stalled_seconds") - quiet.per_step("data_seconds")
         stalled = max(0.0, stalled)
         share = stalled / quiet.step_seconds

@@ -31,6 +31,7 @@ from diloco_jax.cluster.processes import noted, signal_group
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.config import require_worth
 from diloco_jax.config.fields import check_bounds
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.files import absolute, is_bucket, write_json, write_text
@@ -98,6 +99,7 @@ def run(
     options. Raises ConfigError before anything is started.
     """
     require_worth(config.run)
+    config = resolve_open(config)
     limit_s, costs = _stop_loss(config, options)
     assumed = NOTHING_MEASURED
     if options.measured:
@@ -509,7 +511,7 @@ class Drive:
             told(0.3)
             say(self._console, "all islands train: nothing is struck for a while")
             until = time.monotonic() + QUIET_S
-            enough = QUIET_CYCLES * sync.steps_per_cycle
+            enough = QUIET_CYCLES * sync.cycle
             least = {name: steps(status, name) + enough for name in names}
             status = self._wait(
                 lambda s: (
@@ -522,7 +524,7 @@ class Drive:
             name = min(names, key=lambda n: self._config.islands[n].batch_size)
             life = status["islands"][name]["incarnation"]
             self._strike(name)
-            again = sync.steps_per_cycle + sync.overlap_steps
+            again = sync.cycle + sync.overlap
             status = self._wait(
                 lambda s: (
                     steps(s, name) >= again and s["islands"][name]["incarnation"] > life

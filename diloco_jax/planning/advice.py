@@ -180,9 +180,9 @@ def _late(terms: Terms) -> Remedy | None:
     if over <= 1 or "link" in failing(terms):
         return None
     sync, change = terms.config.run.sync, Change()
-    overlap = math.floor(max(1, sync.overlap_steps) * over) + 1
+    overlap = math.floor(max(1, sync.overlap) * over) + 1
     said = "take codecs or a cycle of those that the links carry"
-    if overlap < sync.steps_per_cycle:
+    if overlap < sync.cycle:
         change = {"sync.overlap_steps": overlap}
         said = f"try {shown(change)}, or {said}"
     text = (
@@ -284,7 +284,7 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
     pairs = {(up, down) for up in TRIED_CODECS for down in TRIED_CODECS}
     for up, down in sorted({*pairs, (sync.codec_up, sync.codec_down)}):
         for part in TRIED_CYCLES:
-            cycle = math.ceil(sync.steps_per_cycle * part)
+            cycle = math.ceil(sync.cycle * part)
             wanted = {"codec_up": up, "codec_down": down, "steps_per_cycle": cycle}
             own = {field: getattr(sync, field) for field in wanted}
             change = {f"sync.{f}": v for f, v in wanted.items() if own[f] != v}

@@ -185,7 +185,7 @@ def needs_of(terms: Terms) -> Needs:
     """Do the arithmetic. Raises ConfigError."""
     config, sync = terms.config, terms.config.run.sync
     pace = schedule.pace(sync.quorum, list(terms.step_seconds.values()))
-    cycle_s, restart = sync.steps_per_cycle * pace, terms.measured.restart_seconds
+    cycle_s, restart = sync.cycle * pace, terms.measured.restart_seconds
     coordinator = plan_coordinator(
         config.run,
         config.placement,
@@ -206,7 +206,7 @@ def needs_of(terms: Terms) -> Needs:
     def rates_of(sizes: list[int], own_seconds: float) -> Rates:
         mean = _gbit(sum(sizes)) / cycle_s
         # Without overlap an island waits; a window of one step is a fair share.
-        window = max(1, sync.overlap_steps) * own_seconds / 2
+        window = max(1, sync.overlap) * own_seconds / 2
         return Rates(mean=mean, peak=max(mean, _gbit(max(sizes)) / window))
 
     return Needs(
@@ -547,7 +547,7 @@ def _places(terms: Terms) -> Check:
 
 
 def _steps(terms: Terms) -> int:
-    return terms.config.run.sync.steps_per_cycle
+    return terms.config.run.sync.cycle
 
 
 def _machine(terms: Terms) -> Machine:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from diloco_jax.config import Config
 from diloco_jax.config.config import require_worth
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.hardware.machines import (
     NOTHING_MEASURED,
@@ -51,6 +52,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     """
     options.validate()
     require_worth(config.run)
+    config = resolve_open(config)
     for name, island in config.islands.items():
         slice_of(name, island)
     machine_of(config.launch.coordinator_machine)

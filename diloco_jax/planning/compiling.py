@@ -188,7 +188,7 @@ def open_fragments(sync: SyncConfig) -> int:
     One fragment is taken every H / P steps and adopted tau steps later. An adoption
     that is late, because its merge waited for other islands, counts as a late take.
     """
-    under_way = math.ceil(sync.overlap_steps * sync.fragments / sync.steps_per_cycle)
+    under_way = math.ceil(sync.overlap * sync.fragments / sync.cycle)
     return min(max(1, under_way), sync.fragments)
 
 

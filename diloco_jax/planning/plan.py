@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.coordinator.settings import state_sizes
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
@@ -229,6 +229,7 @@ def plan_run(
     compiled: the islands by name; None: by arithmetic. versions: of the packages that
     compiled. prices: complete by `require_prices`.
     """
+    config = resolve_open(config)
     made, names = dict(compiled or {}), tuple(config.islands)
     for name in made.keys() & measured.device_memory_bytes.keys():
         made[name] = made[name].with_memory(measured.device_memory_bytes[name].value)
@@ -355,7 +356,7 @@ def terms_of(
 ) -> Terms:
     """Return the inputs of a plan whose islands' steps take so long."""
     return Terms(
-        config=resolve_outer(config),
+        config=resolve_open(config),
         fragments=fragments,
         hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
         step_seconds=step_seconds,
@@ -376,7 +377,7 @@ def step_seconds_of(
     )
     if compiled:
         at_share = compiled.flops.model / (share * found.flops_per_s)
-        exchange = compiled.exchange_seconds / run.sync.steps_per_cycle
+        exchange = compiled.exchange_seconds / run.sync.cycle
         bound = compiled.roofline.step_seconds + exchange
         return max(bound, at_share, island.step_seconds)
     if run.model.factory:
@@ -421,7 +422,7 @@ def expected_goodput(
     """
     lost, between, kept = {}, {}, 0.0
     for name, island in islands.items():
-        unsent = config.run.sync.steps_per_cycle * island.expected_step_seconds / 2
+        unsent = config.run.sync.cycle * island.expected_step_seconds / 2
         back = assumptions.return_minutes * 60 + island.network.join_seconds
         lost[name] = back + unsent
         years = assumptions.mtbi_years

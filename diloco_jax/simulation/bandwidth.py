@@ -23,6 +23,7 @@ import dataclasses
 from diloco_jax.config import SyncConfig
 from diloco_jax.config.config import check_member
 from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
+from diloco_jax.config.resolving import LONG
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
 from diloco_jax.simulation.fleet import (
@@ -56,7 +57,7 @@ class BandwidthConfig:
     sites: int = setting(8, AT_LEAST_1, help="Data centres, an island each.")
     step_seconds: float = setting(1.0, STEP_SECONDS, help="Seconds of a step.")
     cycle: int = setting(
-        SyncConfig.steps_per_cycle,
+        LONG.cycle,
         AT_LEAST_1,
         help="H: inner steps in which every fragment is exchanged once.",
     )
@@ -71,7 +72,7 @@ class BandwidthConfig:
         help="The largest fragment over the mean one; only the peak follows from it.",
     )
     overlap: float = setting(
-        SyncConfig.overlap_steps,
+        LONG.overlap,
         OVERLAP,
         help="tau: steps between a take and its adoption.",
     )

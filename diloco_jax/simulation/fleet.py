@@ -40,6 +40,7 @@ from diloco_jax.config.fields import (
     check_bounds,
     setting,
 )
+from diloco_jax.config.resolving import LONG
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
@@ -310,7 +311,7 @@ class ExchangeTerms:
     """Exchange between islands and coordinator: its content, frequency and speed."""
 
     cycle: int = setting(
-        SyncConfig.steps_per_cycle,
+        LONG.cycle,
         AT_LEAST_1,
         help="H: inner steps between two merges of a fragment.",
     )
@@ -320,7 +321,7 @@ class ExchangeTerms:
         help="P: fragments that the model is cut into.",
     )
     overlap: int = setting(
-        SyncConfig.overlap_steps,
+        LONG.overlap,
         NOT_NEGATIVE,
         help="tau: steps an island may do between its take and the adoption.",
     )

@@ -1,11 +1,12 @@
-"""The outer optimizer of a run whose config leaves it open."""
+"""Cycle and outer optimizer of a run whose config leaves them open."""
 
 from typing import Any
 
 import pytest
 
-from diloco_jax.config.resolving import preset
-from diloco_jax.config.run import OuterConfig
+from diloco_jax import Config
+from diloco_jax.config.resolving import cycle, preset, resolve_open
+from diloco_jax.config.run import OuterConfig, SyncConfig, filled, is_open
 
 LONG: dict[str, Any] = {
     "merges_per_fragment": 200.0,
@@ -18,10 +19,10 @@ LONG: dict[str, Any] = {
 
 def chosen(**run: Any) -> tuple[str | None, float | None, float | None]:
     """The preset fills the settings that an outer optimizer leaves open."""
-    filled = OuterConfig(warmup_merges=3).filled(preset(**run))
-    assert filled.warmup_merges == 3
-    assert not filled.is_open
-    return filled.optimizer, filled.learning_rate, filled.momentum
+    outer = filled(OuterConfig(warmup_merges=3), preset(**run))
+    assert outer.warmup_merges == 3
+    assert not is_open(outer)
+    return outer.optimizer, outer.learning_rate, outer.momentum
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,9 @@ def chosen(**run: Any) -> tuple[str | None, float | None, float | None]:
     [
         (79.9, 24, ("sgd", 1.0, 0.0)),
         (79.9, 500, ("sgd", 1.0, 0.0)),
+        (399.9, 4, ("sgd", 1.0, 0.0)),
+        (400.0, 4, ("nesterov", 0.4, 0.6)),
+        (1e6, 3, ("sgd", 1.0, 0.0)),
         (80.0, 24, ("nesterov", 0.4, 0.6)),
         (199.9, 24, ("nesterov", 0.4, 0.6)),
         (1e6, 23, ("nesterov", 0.4, 0.6)),
@@ -64,3 +68,32 @@ def test_with_muon_inside_momentum_needs_more_merges(
 ) -> None:
     run = {**LONG, "merges_per_fragment": merges, "inner": "muon"}
     assert chosen(**run) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        *((1, (4, 1)), (2_000, (4, 1)), (2_001, (5, 1)), (5_500, (11, 1))),
+        *((5_501, (12, 2)), (11_500, (23, 2)), (11_501, (24, 2)), (1e7, (24, 2))),
+    ],
+)
+def test_a_run_that_is_shorter_merges_more_often(
+    steps: float, expected: tuple[int, int]
+) -> None:
+    chosen = cycle(steps)
+    assert (chosen.cycle, chosen.overlap) == expected
+    # Trained weights move little, however short the run is.
+    assert cycle(steps, from_weights=True).cycle == 24
+
+
+def test_what_a_config_says_of_its_cycle_stays() -> None:
+    def resolved(**sync: int) -> SyncConfig:
+        config = Config().replace({"total_tokens": 128 * 8 * 1000})
+        config = config.replace({f"sync.{name}": value for name, value in sync.items()})
+        return resolve_open(config).run.sync
+
+    assert (resolved().cycle, resolved().overlap) == (4, 1)
+    # A cycle of one's own has the usual overlap.
+    assert resolved(steps_per_cycle=6).overlap == 2
+    assert resolved(overlap_steps=3) == SyncConfig(steps_per_cycle=4, overlap_steps=3)
+    assert not is_open(resolved())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 from coordinator_support import AXES, PIN_S, SHAPES, make_holder
 from engine_support import WAIT_S, Island, Piped, hello, report
 
-from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
+from diloco_jax.config import OuterConfig, RunConfig
+from diloco_jax.config.resolving import LONG
 from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import RecordLog
@@ -26,7 +28,7 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
 def run() -> RunConfig:
     return RunConfig(
         outer=OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
-        sync=SyncConfig(fragments=2, codec_up="int8", codec_down="int8"),
+        sync=dataclasses.replace(LONG, fragments=2),
     )
 
 

@@ -6,6 +6,7 @@ import msgspec
 from inbox_support import put, start
 
 from diloco_jax.config import Placement, RunConfig
+from diloco_jax.config.resolving import LONG
 from diloco_jax.coordinator.journal import read
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
@@ -97,7 +98,7 @@ def as_bytes(message, kind):
 def run_of(*names, **measures):
     """Config, state and roster of a run whose islands have made three steps since
     `AT`."""
-    config = policy_config(RunConfig(), Placement(), "r", (7, 3))
+    config = policy_config(RunConfig(sync=LONG), Placement(), "r", (7, 3))
     now, roster = initial(config), Roster()
     for name in names:
         said = hello(name, fingerprint=config.fingerprint)

@@ -57,7 +57,10 @@ class Run:
 
     def __init__(self, folder) -> None:
         sync = SyncConfig(
-            steps_per_cycle=STEPS_PER_CYCLE, fragments=FRAGMENTS, quorum=2
+            steps_per_cycle=STEPS_PER_CYCLE,
+            overlap_steps=2,
+            fragments=FRAGMENTS,
+            quorum=2,
         )
         run = RunConfig(sync=sync, sequence_length=10, total_tokens=1 << 60)
         placement = Placement(time_budget_s=50.0, outage_budget_s=20.0)

@@ -18,7 +18,7 @@ from coordinator_support import begun
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
-from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.coordinator import workers
 from diloco_jax.coordinator.worker import sign_of_life
 from diloco_jax.coordinator.workers import LedWorker, WorkersHolder
@@ -224,7 +224,7 @@ def test_a_line_that_broke_ends_also_the_lead_that_begins_after_it(tmp_path):
     run = RunConfig(model=MODEL, sequence_length=SEQUENCE_LENGTH)
     placement = Placement(workers=2, worker_addresses=("host:7070", "host:7072"))
     islands = {"a": IslandConfig()}
-    config = resolve_outer(Config(run=run, islands=islands, placement=placement))
+    config = resolve_open(Config(run=run, islands=islands, placement=placement))
     plan = build_plan(run, build(run))
     holder = WorkersHolder(config, tmp_path, "r", plan, cast(Any, None), 1)
     broke, told = ConnectionLost("it is gone"), []

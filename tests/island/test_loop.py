@@ -1,6 +1,8 @@
 """The loop on a tiny model, with the test in the network's place; its learning rate
 follows the run."""
 
+import dataclasses
+
 import coordinator_says as says
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from tiny import SEQUENCE_LENGTH as LENGTH
 
 from diloco_jax import config as configs
 from diloco_jax.config import InnerConfig, RunConfig
+from diloco_jax.config.resolving import LONG
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece, plan_fragments
@@ -40,7 +43,9 @@ def built():
             inner=configs.InnerConfig(
                 rewarm_steps=4, schedule="constant", warmup_fraction=0
             ),
-            sync=configs.SyncConfig(fragments=2, codec_up="f32", codec_down="f32"),
+            sync=dataclasses.replace(
+                LONG, fragments=2, codec_up="f32", codec_down="f32"
+            ),
             sequence_length=LENGTH,
             total_tokens=STEPS * BATCH * LENGTH,
         ),

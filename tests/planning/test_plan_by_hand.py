@@ -10,7 +10,7 @@ import pytest
 from config_support import load_config
 
 from diloco_jax.config import ConfigError
-from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
 
@@ -83,7 +83,7 @@ def case(request):
     prices = {i.topology.partition(":")[0]: 1.0 for i in config.islands.values()}
     prices |= {"coordinator": 2.0, "traffic": 0.02}
     plan = plan_run("x.py", config, fragments, world, prices=prices)
-    return resolve_outer(config), plan, fragments.sizes
+    return resolve_open(config), plan, fragments.sizes
 
 
 def test_speeds_and_links(case):

@@ -13,7 +13,7 @@ from config_support import load_config
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.placement import region_of
-from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning import checks
@@ -34,7 +34,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @functools.cache
 def terms_of(name, link=5.0):
-    config = resolve_outer(load_config(CONFIGS / f"{name}.py"))
+    config = resolve_open(load_config(CONFIGS / f"{name}.py"))
     return Terms(
         config=config,
         fragments=fragments_of(config),

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from diloco_jax import cli
 from diloco_jax.config import SyncConfig
-from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.hardware.machines import (
     CONSTANTS,
     NATIVE,
@@ -46,7 +46,7 @@ FIRST = First()
 @pytest.fixture(scope="module")
 def terms():
     """12 B parameters and 64 islands, by the route "native"."""
-    config = resolve_outer(load_config(MIXED)).replace("merge_route", "native")
+    config = resolve_open(load_config(MIXED)).replace("merge_route", "native")
     names = [f"island-{i:02}" for i in range(64)]
     return Terms(
         config=config,

@@ -3,6 +3,7 @@ the product's threads, by virtual time and by replay."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
+from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
 from diloco_jax.config.placement import Deadlines
+from diloco_jax.config.resolving import LONG
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Loop
@@ -46,7 +48,7 @@ ISLAND = IslandConfig(batch_size=2)
 RUN = RunConfig(
     sequence_length=16,
     total_tokens=STEPS * 2 * 16,
-    sync=SyncConfig(fragments=3),
+    sync=dataclasses.replace(LONG, fragments=3),
 )
 BEGIN = (Version(1, 3), Version(1, 1), Version(1, 2))
 NEWEST = Version(1, 4)

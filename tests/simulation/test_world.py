@@ -26,11 +26,11 @@ PER_STEP = BATCH * LENGTH
 
 
 def make_world(total_tokens: int, **sync) -> World:
-    settings = {"steps_per_cycle": 4, "fragments": 2, "grace": 0.0, **sync}
+    settings = {"steps_per_cycle": 4, "overlap_steps": 2, "fragments": 2, **sync}
     run = RunConfig(
         sequence_length=LENGTH,
         total_tokens=total_tokens,
-        sync=SyncConfig(**settings),
+        sync=SyncConfig(**{"grace": 0.0, **settings}),
     )
     config = policy_config(run, Placement(), "run", (30, 10))
     merging = NoArrays((100, 100), (400, 400))

@@ -28,7 +28,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.config.resolving import resolve, resolve_outer
+from diloco_jax.config.resolving import resolve, resolve_open
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models import transformer
@@ -147,9 +147,9 @@ def test_a_run_that_starts_from_weights_takes_no_outer_momentum():
     run = dataclasses.replace(
         run_of("smollm2"), total_tokens=10**9, outer=OuterConfig()
     )
-    assert resolve_outer(Config(run=run)).run.outer.momentum == 0.0
+    assert resolve_open(Config(run=run)).run.outer.momentum == 0.0
     plain = dataclasses.replace(run, model=tiny.UNLIKE)
-    assert resolve_outer(Config(run=plain)).run.outer.momentum > 0.0
+    assert resolve_open(Config(run=plain)).run.outer.momentum > 0.0
 
 
 def test_the_files_are_those_of_peft(tmp_path):
