@@ -128,10 +128,12 @@ class DataFolder:
 @functools.cache
 def _copied(folder: str, name: str) -> tempfile.TemporaryDirectory[str]:
     """Copy a tokenizer's files to this machine, for as long as the process lives."""
-    there, here = DataFolder(folder), tempfile.TemporaryDirectory()
-    for file in (name, *BESIDE):
-        if file == name or there.has(file):
-            Path(here.name, file).write_bytes(there.read(file))
+    there = DataFolder(folder)
+    names = (name, *(file for file in BESIDE if there.has(file)))
+    found = {file: there.read(file) for file in names}
+    here = tempfile.TemporaryDirectory()  # A bucket that fails leaves none.
+    for file, octets in found.items():
+        Path(here.name, file).write_bytes(octets)
     return here
 
 

@@ -45,10 +45,9 @@ from diloco_jax.island.hosts import (
     Moved,
     Orders,
     OrderThread,
-    Refusal,
     SharedDecisions,
 )
-from diloco_jax.island.link import Link
+from diloco_jax.island.link import Link, ending_of
 from diloco_jax.island.loop import Stepping
 from diloco_jax.island.mailbox import Decisions, LiveDecisions, Mailbox, NetworkThreads
 from diloco_jax.island.region import Region
@@ -79,7 +78,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import ConnectionLost, Refused
+from diloco_jax.wire.errors import ConnectionLost, Refused, WireError
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -187,7 +186,8 @@ class Host(abc.ABC, Generic[L]):
         self._network: list[NetworkThreads] = []
         """To be closed as it ends, first to last."""
         self._loop: L | None = None
-        self._refused = False
+        self._told = False
+        """True if all hosts know that the island ends before it trains."""
         self._tell_at = time.monotonic() + TELL_S
 
     @functools.cached_property
@@ -295,9 +295,9 @@ class Host(abc.ABC, Generic[L]):
 
         script: another source of decisions for host 0 than the live one.
 
-        Raises Refused, on every host if the coordinator refuses the island; HostsError
-        if host 0 says nothing in time; ConfigError if hosts have different configs; and
-        any error of the wire.
+        Raises Refused if the coordinator refuses the island; HostsError if host 0 says
+        nothing in time, or the mailbox's ending; ConfigError if hosts have different
+        configs; and any error of the wire.
         """
         config, placement = self.config, self.config.placement
         self._begin("connecting")
@@ -416,11 +416,15 @@ class Host(abc.ABC, Generic[L]):
         self._meet("compiled", self.config.placement.compile_budget_s, "compile")
 
     def _meet(self, what: str, timeout_s: float, field: str) -> None:
-        """Meet the other hosts. field: setting to raise if that takes too long."""
+        """Meet the other hosts. field: setting to raise if that takes too long.
+
+        Host 0 meets them although the island is to end: they end by a decision of its
+        loop, and its exit would abort those that still come.
+        """
         self.hosts.meet(
             what,
             timeout_s,
-            lambda: self.mailbox.ending is not None,
+            lambda: self.follows and self.mailbox.ending is not None,
             f"placement.{field}_budget_s",
         )
 
@@ -542,17 +546,20 @@ class Host(abc.ABC, Generic[L]):
 
     @contextlib.contextmanager
     def _telling(self, key: str) -> Iterator[None]:
-        """Tell the other hosts if the coordinator refuses the island, under the key
+        """Tell the other hosts if the island is refused, or asked to end, under the key
         that they wait for, so that they end as this host does."""
         try:
             yield
-        except Refused as refused:
-            refusal = Refusal(code=refused.code, message=refused.message)
-            hosts, stop_s = self.hosts, self.deadlines.stop_s
+        except WireError as error:
+            ending, hosts = self.mailbox.ending, self.hosts
+            if isinstance(error, Refused):
+                ending = ending_of(error)
             with contextlib.suppress(HostsError):
-                hosts.tell(key, msgspec.msgpack.encode(refusal))
-                heard = [hosts.hear(f"refused/{host}", stop_s) for host in hosts.others]
-                self._refused = None not in heard
+                if ending is not None:
+                    hosts.tell(key, msgspec.msgpack.encode(ending))
+                    stop_s = self.deadlines.stop_s
+                    told = [hosts.hear(f"told/{host}", stop_s) for host in hosts.others]
+                    self._told = None not in told
             raise
 
     def _resend(self, request: ResendRequest) -> None:
@@ -614,14 +621,15 @@ class Host(abc.ABC, Generic[L]):
             f"host 0 of island {self.name!r} did not say {key!r} within "
             f"{timeout_s:g} s; is the coordinator reachable from it?",
         )
-        said: Heard | Refusal = msgspec.msgpack.decode(heard, type=kind | Refusal)
-        if not isinstance(said, Refusal):
+        said: Heard | Ending = msgspec.msgpack.decode(heard, type=kind | Ending)
+        if not isinstance(said, Ending):
             return said
         with contextlib.suppress(HostsError):
             # Host 0 waits for this key, and then for this host to leave.
-            self.hosts.tell(f"refused/{self.hosts.index}", b"")
-            self._refused = True
-        raise Refused(said.code, said.message)
+            self.hosts.tell(f"told/{self.hosts.index}", b"")
+            self._told = True
+        self.mailbox.end(*said)
+        raise HostsError(said.text)
 
     # ---- the end ----------------------------------------------------------------
 
@@ -644,10 +652,10 @@ class Host(abc.ABC, Generic[L]):
 
     @property
     def ended_together(self) -> bool:
-        """True if all hosts ended together, see `Stepping`; also if the island was
-        refused and all hosts know."""
+        """True if all hosts ended together, see `Stepping`; also if all were told so
+        before it trained."""
         of_loop = self._loop is not None and self._loop.ended_together
-        return self._refused or of_loop
+        return self._told or of_loop
 
     def stop(self, ending: Ending) -> None:
         """Say goodbye, within `stop_s`; at once where the machine is taken away: the

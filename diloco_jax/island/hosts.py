@@ -5,7 +5,7 @@ LOOKAHEAD boundaries ahead, which is more than steps are dispatched ahead, so no
 waits for it. An adoption is decided only once every host has its part of the bytes:
 host 0 sends orders to fetch as soon as it hears of a version, and the hosts answer.
 
-Keys: `gives/HOST`, `begin`, `joined`, `refused/HOST`; `decision/N`, `passed/N/HOST`;
+Keys: `gives/HOST`, `begin`, `joined`, `told/HOST`; `decision/N`, `passed/N/HOST`;
 `order/N`, `answer/N/HOST`; `leave`, `left`; `compiled/HOST`, `restored/HOST`,
 `ready/HOST`, where `host.py` has them meet. Keys under `folder/` belong to
 `checkpoints.py`.
@@ -28,7 +28,7 @@ from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.conversation import Fetch, HostFetch, agreed
 from diloco_jax.protocol.island.reporting import Introduction
 from diloco_jax.protocol.messages import ResendRequest, Short, Version
-from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
+from diloco_jax.wire.errors import ConnectionLost, VersionGone, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,9 @@ BATCH = 32
 forgotten."""
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Facts that host 0 knows and the others need before they build anything."""
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that host 0 knows and the others need before they build anything; in its
+    place, or that of `JoinVersions`, they are told the island's `Ending`."""
 
     who: Introduction
     run_id: str
@@ -52,19 +53,10 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`Welcome.workers`."""
 
 
-class JoinVersions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JoinVersions(msgspec.Struct, frozen=True, kw_only=True):
     """Host 0 has its part of every fragment, at these versions."""
 
     versions: tuple[Version, ...]
-
-
-class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The coordinator's reason for refusing the island, which host 0 tells the others
-    in place of `Begin` or `JoinVersions`.
-    """
-
-    code: str
-    message: str
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -214,14 +206,12 @@ class Orders:
     def await_answers(self, number: int, arrival: Arrival | None) -> None:
         """Return when every host has done order `number`.
 
-        arrival: of this host; None if it has failed to get its part.
+        arrival: of this host; None if it has failed to get its part, and says why.
 
         Raises VersionGone or ConnectionLost as the hosts' parts are `agreed`, and
         HostsError if a host does not answer in time.
         """
         parts = {}
-        if arrival is not None:
-            parts[0] = HostFetch(outcome="done", chain=arrival.chain)
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
             missing = (
@@ -238,6 +228,9 @@ class Orders:
             for read in range(self._forgotten, number + 1):
                 self._hosts.forget(f"order/{read}")
             self._forgotten = max(self._forgotten, number + 1)
+        if arrival is None:
+            return
+        parts[0] = HostFetch(outcome="done", chain=arrival.chain)
         outcome = agreed(list(parts.values()))
         if outcome == "gone":
             got = {host: part.chain for host, part in parts.items()}
@@ -294,9 +287,7 @@ class OrderThread(NetworkThreads):
             arrival = self._fetch(fetch)
         except VersionGone:
             return HostFetch(outcome="gone")
-        except Refused:
-            raise
-        except WireError as error:
+        except WireError as error:  # Of a refusal host 0 hears, too.
             logger.debug("fragment %d not fetched: %s", fetch.fragment, error)
             return HostFetch(outcome="lost")
         self._mailbox.arrivals.drop_after(fetch.fragment, fetch.accepted)

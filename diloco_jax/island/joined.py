@@ -150,6 +150,7 @@ class JoinedIsland:
         try:
             self._meet()
             self._host.start()
+            self._prepare()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             ended = self._ended_by(error)
@@ -157,7 +158,6 @@ class JoinedIsland:
             if ended is not None:
                 raise IslandEndedError(ended.text) from None  # It says the same.
             raise
-        self._prepare()
         self._params = self._loop.hand_over()
         return self
 
@@ -267,7 +267,7 @@ class JoinedIsland:
         by an answer, or on the control stream while it was joining."""
         if isinstance(error, Refused):
             return ending_of(error)
-        if isinstance(error, WireError | HostsError | TimeoutError):
+        if isinstance(error, WireError | HostsError | TimeoutError | IslandEndedError):
             return self._host.mailbox.ending
         return None
 

@@ -29,6 +29,7 @@ from diloco_jax.data.reader import (
 )
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import Faults, parse_faults
+from diloco_jax.files import StorageAway
 from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import (
@@ -157,9 +158,9 @@ def run(
             host = TrainingHost(
                 config, name, address, workdir, incarnation, hosts, cache, serve
             )
-        except (ConfigError, SecurityError, HostsError) as error:
+        except (ConfigError, SecurityError, HostsError, StorageAway) as error:
             logger.error("island %s cannot start: %s", name, error)
-            failed = isinstance(error, HostsError)
+            failed = isinstance(error, HostsError | StorageAway)
             return end_alone(EXIT_FAILED if failed else EXIT_CONFIG)
         host.watched = hanging.begin
         hanging.hangs = lambda text: end_hanging(

@@ -1,10 +1,13 @@
 """Prepared folders are what their manifest says, and rows come back from them."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
+import fsspec
 import msgspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from prepare_support import made, many
 
 from diloco_jax import cli
@@ -12,10 +15,12 @@ from diloco_jax.config import ConfigError
 from diloco_jax.data.prepared import (
     CHUNK_BYTES,
     MANIFEST,
+    DataFolder,
     PreparedRows,
     read_manifest,
     require_whole,
 )
+from diloco_jax.files import StorageAway
 
 
 def test_files_are_those_of_the_manifest(texts, tmp_path):
@@ -103,3 +108,56 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path):
     gone = PreparedRows(tmp_path / "out", prepared, prepared.train)
     with pytest.raises(OSError, match=f"row 5 of .*{path.name} cannot be read"):
         gone[5]
+
+
+class Failing:
+    """A bucket that answers everything with an error."""
+
+    def __init__(self, error) -> None:
+        self._error = error
+
+    def __getattr__(self, name):
+        def fails(*given, **options):
+            raise self._error
+
+        return fails
+
+
+class AwayError(Exception):
+    code = 503
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda folder: (folder.has(MANIFEST), folder.has("none")),
+        lambda folder: folder.sizes([MANIFEST]),
+        lambda folder: (folder.read(MANIFEST), folder.read(MANIFEST, 3, 9)),
+        lambda folder: folder.at_hand(MANIFEST).read_bytes(),
+        lambda folder: require_whole(str(folder), read_manifest(str(folder))),
+    ],
+    ids=["has", "sizes", "read", "at_hand", "require_whole"],
+)
+def test_a_bucket_answers_as_a_folder_does_or_says_why_not(
+    asked, texts, tmp_path, monkeypatch
+):
+    """Rows themselves are read by a library with a protocol of its own: see
+    tests/runtime/test_bucket.py."""
+    made(tmp_path)
+    here, there = DataFolder(tmp_path / "out"), DataFolder(f"gs://bucket{tmp_path}")
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    bucket = MemoryFileSystem()
+    for path in (tmp_path / "out").iterdir():
+        bucket.pipe_file(there.path(path.name), path.read_bytes())
+    (tmp_path / "key").write_text(json.dumps({"client_email": "trainer@p.iam"}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key"))
+    answers = [Failing(PermissionError("403: no")), Failing(AwayError("busy"))]
+    answers += [bucket] * 99
+    monkeypatch.setattr(fsspec, "filesystem", lambda kind: answers.pop(0))
+    with pytest.raises(ConfigError) as refused:
+        asked(there)
+    account, role = f"{there} as trainer@p.iam: 403: no", "roles/storage.objectViewer"
+    assert f"{account}. Grant {role} on bucket bucket" in str(refused.value)
+    with pytest.raises(StorageAway, match=f"{there} does not answer: busy; start"):
+        asked(there)
+    assert asked(there) == asked(here)

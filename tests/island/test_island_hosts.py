@@ -17,17 +17,19 @@ from diloco_jax.island import hosts as hosts_module
 from diloco_jax.island import world as island_hosts
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts import (
+    JoinVersions,
     LeaveWatch,
     Moved,
     Orders,
     OrderThread,
 )
+from diloco_jax.island.link import ending_of
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.world import Hosts, HostsError
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Fetch
 from diloco_jax.protocol.messages import ResendRequest, Version
-from diloco_jax.wire.errors import VersionGone
+from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone
 
 PATIENCE_S = 30.0
 FIELD = "placement.compile_budget_s"
@@ -109,17 +111,22 @@ def test_host_0_hears_that_another_host_is_to_end(monkeypatch):
 class Asked:
     """What a host has where it is asked to end."""
 
-    def __init__(self, index, notice_s) -> None:
-        self.hosts, self.mailbox = Hosts(Store(), index, 2), Mailbox()
+    name, deadlines, _told = "pair", Deadlines(PATIENCE_S), False
+
+    def __init__(self, index, notice_s=0.0, store=None) -> None:
+        self.hosts, self.mailbox = Hosts(store or Store(), index, 2), Mailbox()
         self.follows, self._noticed = index > 0, threading.Lock()
         placement = SimpleNamespace(notice_s=notice_s)
         self.config = SimpleNamespace(placement=placement)
 
 
+STOPPED = Ending(0, "asked to end by SIGTERM", "stopped")
+
+
 @pytest.mark.parametrize(
     ("index", "notice_s", "told"),
     [
-        (0, 0.0, Ending(0, "asked to end by SIGTERM", "stopped")),
+        (0, 0.0, STOPPED),
         (0, 5.0, Ending(1, "preempted (SIGTERM)", "preempted")),
         (1, 5.0, b"host 1: SIGTERM"),
     ],
@@ -136,6 +143,42 @@ def test_host_0_decides_when_an_island_that_is_asked_to_end_does(index, notice_s
         asked.mailbox.wait(PATIENCE_S)
         asked.mailbox.decide()
     assert asked.mailbox.ending == told
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_host_0_meets_one_that_still_compiles_though_the_island_is_to_end(index):
+    """Of another host, an ending says that its own threads failed."""
+    host, looks = Asked(index), iter([None, None, b""])
+    host.hosts.hear = lambda *_: next(looks)
+    host.mailbox.end(*STOPPED)
+    with pytest.raises(HostsError) if index else contextlib.nullcontext():
+        Host._meet(host, "compiled", PATIENCE_S, "compile")
+    assert len(list(looks)) == 2 * index
+
+
+@pytest.mark.parametrize(
+    ("error", "ending", "told"),
+    [
+        (Refused("config", "nobody"), None, Ending(3, "nobody (config)", "refused")),
+        (Refused("finished", "over"), STOPPED, ending_of(Refused("finished", "over"))),
+        (ConnectionLost("away"), STOPPED, STOPPED),
+        (ConnectionLost("away"), None, None),
+    ],
+)
+def test_an_end_before_the_first_step_is_that_of_all_hosts(error, ending, told):
+    store = Store()
+    first, second = Asked(0, store=store), Asked(1, store=store)
+    if ending is not None:
+        first.mailbox.end(*ending)
+    with ThreadPoolExecutor(1) as pool:
+        wait_s = PATIENCE_S if told else 0.0
+        heard = pool.submit(Host._hear, second, "joined", JoinVersions, wait_s)
+        with pytest.raises(type(error)), Host._telling(first, "joined"):
+            raise error
+        with pytest.raises(HostsError):
+            heard.result(PATIENCE_S)
+    assert first._told == second._told == (told is not None)
+    assert second.mailbox.ending == told
 
 
 def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():
@@ -171,24 +214,37 @@ def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():
 
 
 @pytest.mark.parametrize(
-    ("other", "fits"), [({"publishes": ((),)}, True), ({"anchor": ()}, False)]
+    ("other", "own", "raised"),
+    [
+        ({"publishes": ((),)}, True, None),
+        ({"anchor": ()}, True, VersionGone),
+        (None, True, ConnectionLost),
+        (None, False, None),
+    ],
 )
-def test_hosts_that_got_an_anchor_and_publishes_fetch_again(other, fits):
+def test_hosts_that_did_not_get_the_same_fetch_again(other, own, raised):
+    """None: the coordinator refuses the other one. A host that did not get its own part
+    says itself why."""
     store, mailbox = Store(), Mailbox()
-    orders = Orders(Hosts(store, 0, 2), mailbox, PATIENCE_S)
-    want = Version(1, 2)
+    orders, want = Orders(Hosts(store, 0, 2), mailbox, PATIENCE_S), Version(1, 2)
+
+    def fetch(_):
+        if other is None:
+            raise Refused("fenced", "stop this process")
+        return Arrival(fragment=0, version=want, **other)
+
     thread = OrderThread(
         Hosts(store, 1, 2),
         Mailbox(),
-        lambda fetch: Arrival(fragment=0, version=want, **other),
+        fetch,
         lambda *_: None,
         lambda _: None,
         Deadlines(PATIENCE_S),
     )
     thread.start()
     number = orders.give(Fetch(0, want, Version(1, 1), Version(1, 1)))
-    with contextlib.nullcontext() if fits else pytest.raises(VersionGone):
-        orders.await_answers(number, here(0, want))
+    with contextlib.nullcontext() if raised is None else pytest.raises(raised):
+        orders.await_answers(number, here(0, want) if own else None)
     thread.close(PATIENCE_S)
 
 

@@ -1,9 +1,10 @@
 """One host of an island, watched: notes its parameters after every adoption, and at
 the end its traffic.
 
-CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|cut|SEED. With a seed, everything
-that this host does is late by random milliseconds, and host 1 compiles longest. "cut"
-is scripted, and the mesh cuts every piece that it can, inside its tiles too.
+CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|cut|ends|SEED. With a seed,
+everything that this host does is late by random milliseconds, and host 1 compiles
+longest. "cut" is scripted, and the mesh cuts every piece that it can, inside its tiles
+too. "ends" is a seed: the island is to end before host 0 waits for host 1 to compile.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main(
     else:
         be_late(random.Random(f"{how}/{index}"))
         end_last(int(index))
-        compile_last(Path(workdir) / name, int(index))
+        compile_last(Path(workdir) / name, int(index), ends=how == "ends")
     return island_main.run(
         config,
         name,
@@ -139,16 +140,17 @@ def end_last(index: int) -> None:
     island_main.leave_at_once = leaves
 
 
-def compile_last(mark: Path, index: int) -> None:
-    """Host 1 has not compiled before host 0 waits for it; host 0 fails if it executes
-    anything before that."""
+def compile_last(mark: Path, index: int, *, ends: bool) -> None:
+    """Host 1 has not compiled before host 0 has waited for it; host 0 fails if it
+    executes anything before that. ends: as for "ends"."""
     from diloco_jax.island import main as island_main
     from diloco_jax.island.device.step import Trainer
+    from diloco_jax.island.host import Host
     from diloco_jax.island.world import Hosts
 
     waits, compiled = mark.with_suffix(".0.waits"), mark.with_suffix(".1.compiled")
     compile_ahead = island_main.compile_ahead
-    meet, begin = Hosts.meet, Trainer.init_inner
+    meet, begin, own_meet = Hosts.meet, Trainer.init_inner, Host._meet
 
     def compiles(*args):
         compile_ahead(*args)
@@ -158,9 +160,19 @@ def compile_last(mark: Path, index: int) -> None:
             time.sleep(0.01)
         compiled.touch()
 
-    def meets(self, what, *args):
-        waits.touch()
-        meet(self, what, *args)
+    def meets(self, what, timeout_s, given_up, field):
+        def goes_on():
+            waits.touch()
+            return given_up()
+
+        meet(self, what, timeout_s, goes_on, field)
+
+    def meets_ended(self, *args):
+        deadline = time.monotonic() + PATIENCE_S
+        while self.mailbox.ending is None:
+            assert time.monotonic() < deadline, "nobody ends it"
+            time.sleep(0.01)
+        own_meet(self, *args)
 
     def begins(self, params):
         assert compiled.exists(), "host 0 does not wait until host 1 has compiled"
@@ -168,6 +180,8 @@ def compile_last(mark: Path, index: int) -> None:
 
     if index == 0:
         Hosts.meet, Trainer.init_inner = meets, begins
+        if ends:
+            Host._meet = meets_ended
     else:
         island_main.compile_ahead = compiles
 

@@ -10,6 +10,7 @@ import pytest
 from runtime_support import coordinator, make_config, placed
 
 from diloco_jax.errors import EXIT_CONFIG, EXIT_FAILED
+from diloco_jax.files import StorageAway
 from diloco_jax.island import main
 from diloco_jax.island.device.build import compile_programs
 
@@ -40,6 +41,17 @@ def test_a_compilation_that_fails_gives_the_slice_back_only_for_good(
     with coordinator(config, tmp_path / "run") as service:
         assert main.run(config, "a", service.address, tmp_path / "a", 1) == code
     assert said in caplog.text
+
+
+def test_data_in_a_bucket_that_is_away_may_be_there_the_next_time(
+    text, tmp_path, monkeypatch, caplog
+):
+    def away(run):
+        raise StorageAway("gs://bucket/rows does not answer")
+
+    monkeypatch.setattr(main, "load_data", away)
+    assert main.run(make_config(text), "a", "127.0.0.1:1", tmp_path, 1) == EXIT_FAILED
+    assert "cannot start: gs://bucket/rows does not answer" in caplog.text
 
 
 @pytest.fixture

@@ -216,6 +216,23 @@ def test_all_hosts_end_with_the_code_of_the_first(two, tmp_path, refusing):
     assert all("ends: nobody is let in (config)" in output for output in outputs)
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_hosts_end_together_though_one_of_them_still_compiles(two, tmp_path, code):
+    """One is asked to end; or the coordinator hears of another process of the name."""
+    with (
+        coordinator(two, tmp_path / "run") as service,
+        hosts(two, ["pair"], service.address, tmp_path, "ends") as children,
+        client(service.address) as network,
+    ):
+        await_state(service, lambda state: "pair" in state.islands, TIMEOUT_S)
+        if code:
+            network.open_control(hello(two, "pair", incarnation=2, lookahead=2))
+        else:
+            children["pair.0"].send_signal(signal.SIGTERM)
+        codes = [child.wait(TIMEOUT_S) for child in children.values()]
+        assert codes == [code, code], [said(tmp_path, index) for index in range(2)]
+
+
 def test_an_island_of_two_hosts_leaves_what_is_open_when_one_has_notice(two, tmp_path):
     config = placed(two, notice_s=2 * TIMEOUT_S)
     config = with_run(config, total_tokens=1 << 20)

@@ -38,7 +38,11 @@ from diloco_jax.cluster.status import read_status
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader
-from diloco_jax.island.device.build import build_trainer, compile_programs
+from diloco_jax.island.device.build import (
+    at_anchors,
+    build_trainer,
+    compile_programs,
+)
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.link import ending_of
 from diloco_jax.island.world import Hosts
@@ -362,16 +366,23 @@ def test_what_does_not_fit_is_named(alone, tmp_path, monkeypatch):
                 island.boundary((island.params, 1))
 
 
-@pytest.mark.parametrize("code", ["removed", "finished"])
-def test_an_end_that_comes_while_it_compiles_is_told(
-    code, alone, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("code", "part"),
+    [
+        ("removed", compile_programs),
+        ("removed", at_anchors),
+        ("finished", compile_programs),
+    ],
+)
+def test_an_end_that_comes_while_it_starts_is_told(
+    code, part, alone, tmp_path, monkeypatch
 ):
-    def compiles(*given):
+    def ends(*given):
         await_that(lambda: not mailbox.tell_left()["fragments_left"])
         mailbox.end(*ending_of(Refused(code, "by an operator")))
-        compile_programs(*given)
+        return part(*given)
 
-    monkeypatch.setattr("diloco_jax.island.joined.compile_programs", compiles)
+    monkeypatch.setattr(f"diloco_jax.island.joined.{part.__name__}", ends)
     with coordinator(alone, tmp_path) as service:
         island = joined(alone, service)
         mailbox = island._host.mailbox
