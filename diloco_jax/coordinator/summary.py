@@ -12,14 +12,10 @@ from __future__ import annotations
 import contextlib
 import http
 import logging
-import socket
-import socketserver
-import ssl
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +25,7 @@ import msgspec
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, DataConfig
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator.holding.holder import FragmentHolder
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
@@ -49,6 +46,8 @@ from diloco_jax.protocol.coordinator.ledger import Sums, Tally, Totals
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.wire import addresses
+from diloco_jax.wire.bulk import BulkConnection
+from diloco_jax.wire.bulk_server import Acceptor
 from diloco_jax.wire.peers import IdleWatch
 from diloco_jax.wire.tls import Peers, TlsFiles
 
@@ -443,6 +442,7 @@ class Announcer:
                 self.snapshot,
                 tls=tls,
                 insecure=placement.insecure,
+                deadlines=placement.deadlines,
             )
             exporter.start()
             self._open.callback(exporter.close)
@@ -511,9 +511,7 @@ class Announcer:
 
 PATH = "/metrics"
 REQUESTS_AT_ONCE = 4
-"""Connections that are answered at once; one beyond them is closed."""
-REQUEST_S = 10.0
-"""Longest time for one request, the handshake included."""
+"""Connections that are answered at once, of four times as many."""
 
 
 class Exporter:
@@ -526,45 +524,54 @@ class Exporter:
         *,
         tls: TlsFiles | None,
         insecure: bool,
+        deadlines: Deadlines,
     ) -> None:
         """Raise ConfigError if `bind` must not go without TLS, or cannot be bound.
 
         snapshot: returns the run as it was a moment ago; called on any thread."""
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
-        self._host, _ = addresses.parse_address(bind)
-        self._secured = tls is not None and not addresses.is_loopback(self._host)
-        numeric = addresses.resolve(bind)
-        try:
-            self._server = _Server(
-                addresses.parse_address(numeric), tls if self._secured else None
-            )
-        except OSError as error:
-            raise addresses.bind_error(numeric) from error
-        self._server.page = self._page
-        self._registry = _registry(snapshot)
-
-    @property
-    def url(self) -> str:
+        host, _ = addresses.parse_address(bind)
+        tls = None if addresses.is_loopback(host) else tls
+        listener = addresses.listen(addresses.resolve(bind))
+        self.is_local = addresses.is_loopback(listener.getsockname()[0])
+        """True if only this machine can ask."""
+        at = addresses.format_address(host, listener.getsockname()[1])
+        self.url = f"{'https' if tls is not None else 'http'}://{at}{PATH}"
         """The address at which the numbers are, with the port that was bound."""
-        scheme = "https" if self._secured else "http"
-        at = addresses.format_address(self._host, self._server.server_address[1])
-        return f"{scheme}://{at}{PATH}"
+        self._limit_s = deadlines.connect_s
+        self._peers = Peers(tls.folder if tls is not None else None)
+        self._watch = IdleWatch("diloco-metrics-watch")
+        self._acceptor = Acceptor(
+            "diloco-metrics",
+            listener,
+            tls,
+            self._answer,
+            deadlines,
+            most=4 * REQUESTS_AT_ONCE,
+            threads=REQUESTS_AT_ONCE,
+            idle_s=self._limit_s,
+        )
+        self._registry = _registry(snapshot)
 
     def start(self) -> None:
         """Answer from now on."""
-        thread = threading.Thread(
-            target=self._server.serve_forever, name="diloco-metrics", daemon=True
-        )
-        thread.start()
+        self._acceptor.start()
         logger.info("metrics for Prometheus are at %s", self.url)
 
     def close(self) -> None:
         """Answer no longer, and close the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._server.watch.close(1.0)
+        self._acceptor.stop()
+        self._watch.close(1.0)
 
-    def _page(self) -> bytes:
+    def _answer(self, connection: BulkConnection) -> None:
+        """Answer one request of a peer that may ask."""
+        with self._watch.guard(self._limit_s, connection.cut):
+            self._peers.identify(connection.certificate)
+            _Handler(connection.end, connection.peer, self)  # type: ignore[arg-type]
+            connection.part()
+
+    def page(self) -> bytes:
+        """Return all numbers, as Prometheus reads them."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry)
@@ -585,75 +592,8 @@ def _registry(snapshot: Callable[[], Snapshot]) -> Any:
     return registry
 
 
-class _Server(socketserver.ThreadingMixIn, HTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    page: Callable[[], bytes]
-
-    def __init__(self, address: tuple[str, int], tls: TlsFiles | None) -> None:
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        self._contexts = tls.server_contexts() if tls is not None else None
-        self._peers = Peers(tls.folder) if tls is not None else None
-        self._places = threading.Semaphore(REQUESTS_AT_ONCE)
-        super().__init__(address, _Handler)
-        self.watch = IdleWatch("diloco-metrics-watch")
-
-    @property
-    def local(self) -> bool:
-        """True if only this machine can ask."""
-        return addresses.is_loopback(str(self.server_address[0]))
-
-    def server_bind(self) -> None:
-        # HTTPServer's own asks the name service for this machine's name.
-        socketserver.TCPServer.server_bind(self)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own, if there is a place."""
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # The system is out of threads.
-            self._places.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, on that thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """Shake hands, if peers have to prove who they are, and answer."""
-        if self._contexts is None or self._peers is None:
-            with self.watch.guard(REQUEST_S, lambda: _cut(request)):
-                super().finish_request(request, client_address)
-            return
-        context = self._contexts()
-        with (
-            context.wrap_socket(
-                request, server_side=True, do_handshake_on_connect=False
-            ) as secured,
-            self.watch.guard(REQUEST_S, lambda: _cut(secured)),
-        ):
-            secured.do_handshake()
-            certificate = secured.getpeercert(binary_form=True) or b""
-            self._peers.identify(ssl.DER_cert_to_PEM_cert(certificate).encode())
-            super().finish_request(secured, client_address)
-            with contextlib.suppress(OSError):
-                secured.unwrap()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Tell the log, quietly: a peer that fails is not this process's trouble."""
-        logger.info("a request for metrics from %s failed", client_address[0])
-        logger.debug("it failed with", exc_info=True)
-
-
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: Exporter  # type: ignore[assignment]
     server_version, sys_version = "diloco", ""
 
     def do_GET(self) -> None:
@@ -661,7 +601,7 @@ class _Handler(BaseHTTPRequestHandler):
         from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
         host, kind = self.headers.get("host", ""), "text/plain"
-        if self.server.local and not _names_this_machine(host):
+        if self.server.is_local and not _names_this_machine(host):
             # A page of elsewhere whose name is made to lead here (DNS rebinding) asks
             # under its own name.
             text = f"ask for localhost or 127.0.0.1, not for {host[:80]!r}\n"
@@ -689,8 +629,3 @@ def _names_this_machine(host: str) -> bool:
     name, colon, port = host.rpartition(":")
     name = name if colon and port.isdigit() else host
     return addresses.is_loopback(name.removeprefix("[").removesuffix("]").lower())
-
-
-def _cut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)

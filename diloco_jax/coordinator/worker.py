@@ -16,8 +16,6 @@ import logging
 import os
 import queue
 import resource
-import socket
-import ssl
 import threading
 import time
 from pathlib import Path
@@ -61,11 +59,11 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import DeltaKey, Version
 from diloco_jax.wire import addresses, bulk, peers
-from diloco_jax.wire.bulk import prepare
-from diloco_jax.wire.bulk_server import BulkServer
-from diloco_jax.wire.duplex import End, TlsEnd, WorkerLine, read_frame, write_frame
+from diloco_jax.wire.bulk import BulkConnection
+from diloco_jax.wire.bulk_server import Acceptor, BulkServer
+from diloco_jax.wire.duplex import WorkerLine, for_two_threads, read_frame, write_frame
 from diloco_jax.wire.errors import Busy, Refused, SecurityError, VersionGone
-from diloco_jax.wire.peers import IdleWatch, RateLimitedLog, allow_connections
+from diloco_jax.wire.peers import IdleWatch, allow_connections
 from diloco_jax.wire.session import Handlers
 from diloco_jax.wire.tls import Peers, TlsFiles
 from diloco_jax.workdir import held, make_workdir
@@ -75,8 +73,6 @@ logger = logging.getLogger(__name__)
 FIRST_S = 86400.0
 """Longest wait for the first lead, in seconds: the coordinator may queue for a
 machine."""
-PAUSE_S = 0.05
-"""Pause after a connection that could not be accepted, in seconds."""
 CONNECTIONS = 16
 """Most connections at a time that have not said who they are."""
 HOUSEKEEPING_S = 0.5
@@ -124,8 +120,7 @@ class Listening:
         who = peers.worker(index)
         tls = TlsFiles.load_given(placement.certificates, who)
         addresses.require_tls(bind, tls=tls is not None, insecure=placement.insecure)
-        self._contexts = tls.server_contexts() if tls is not None else None
-        self._peers = Peers(tls.folder) if tls is not None else None
+        self._peers = Peers(tls.folder if tls is not None else None)
         self._open = contextlib.ExitStack()
         make_workdir(workdir)
         lock = held(workdir / run_files.LOCK, "a coordinator or a worker")
@@ -134,21 +129,29 @@ class Listening:
         numeric = addresses.resolve(bind)
         # Islands reach it at the next port, from its first lead on.
         self._bulk = addresses.bulk_address(numeric)
-        self._listener = addresses.listen(numeric)
-        self._places = threading.Semaphore(CONNECTIONS)
+        listener = addresses.listen(numeric)
         self._watch = IdleWatch("diloco-worker-watch")
         self._newest: WorkerLine | None = None
         self._came: queue.SimpleQueue[Came] = queue.SimpleQueue()
-        self._closing, self._lines = threading.Event(), RateLimitedLog(at_once=1)
         self.within_s = FIRST_S
         """Longest wait for a lead; later as the last one's config says."""
-        self.address = addresses.format_address(*self._listener.getsockname()[:2])
+        self.address = addresses.format_address(*listener.getsockname()[:2])
         """Where it listens."""
+        self._acceptor = Acceptor(
+            "diloco-worker",
+            listener,
+            tls,
+            self._admit,
+            self._deadlines,
+            most=CONNECTIONS,
+            threads=CONNECTIONS,
+            idle_s=self._deadlines.connect_s,
+        )
+        self._acceptor.start()
 
     def serve(self) -> bool:
         """Serve one lead after another until the run is over. Return False if none has
         come for too long."""
-        threading.Thread(target=self._accept, daemon=True).start()
         while True:
             try:
                 came = self._came.get(timeout=self.within_s)
@@ -171,76 +174,34 @@ class Listening:
 
     def close(self) -> None:
         """Stop listening."""
-        self._closing.set()
-        with contextlib.suppress(OSError):  # Wakes the thread.
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._acceptor.stop()
         self._watch.close(1.0)
         self._open.close()
 
     # ---- connections ----------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                connection, peer = self._listener.accept()
-            except OSError as error:
-                if not self._closing.wait(PAUSE_S):
-                    self._warn("a connection could not be accepted: %s", error)
-                continue
-            if not self._places.acquire(blocking=False):
-                connection.close()
-                continue
-            whose = addresses.format_address(peer[0], peer[1])
-            threading.Thread(
-                target=self._attend, args=(connection, whose), daemon=True
-            ).start()
-
-    def _attend(self, connection: socket.socket, peer: str) -> None:
-        """Let a lead in, or tell it why not."""
-        end: End = connection
-        obeyed = False
-        try:
-            with self._watch.guard(self._deadlines.connect_s, lambda: cut(connection)):
-                prepare(connection, self._deadlines)
-                connection.settimeout(self._deadlines.connect_s)
-                if self._contexts is not None:
-                    if _is_probe(connection):
-                        return
-                    end = TlsEnd(connection, self._contexts())
-                    end.shake_hands()
-                obeyed = self._admit(end, peer)
-        except OSError as error:
-            self._warn("the connection from %s broke: %s", peer, error)
-        except Exception:
-            logger.exception("the connection from %s failed", peer)
-        finally:
-            if not obeyed:
-                cut(end)
-                end.close()
-            self._places.release()
-
-    def _admit(self, end: End, peer: str) -> bool:
+    def _admit(self, connection: BulkConnection) -> None:
         """Read who leads; obey it, or say why not."""
-        try:
-            if isinstance(end, TlsEnd) and self._peers is not None:
-                pem = ssl.DER_cert_to_PEM_cert(end.certificate()).encode()
-                peers.require(self._peers.identify(pem), peers.COORDINATOR)
-            frame = read_frame(end)
-            if frame is None:
-                return False
-            begin = to_worker(frame)
-            if not isinstance(begin, BeginWorker):
-                raise Refused("protocol", f"a lead began with {type(begin).__name__}")
-            self._obey(end, begin, peer)
-        except (Refused, SecurityError, ConfigError, msgspec.DecodeError) as error:
-            self._warn("%s is refused: %s", peer, error)
-            code = error.code if isinstance(error, Refused) else "config"
-            write_frame(end, WorkerRefused(code=code, text=str(error)))
-            return False
-        return True
+        with self._watch.guard(self._deadlines.connect_s, connection.cut):
+            try:
+                who = self._peers.identify(connection.certificate)
+                peers.require(who, peers.COORDINATOR)
+                frame = read_frame(connection.end)
+                if frame is None:
+                    return
+                begin = to_worker(frame)
+                if not isinstance(begin, BeginWorker):
+                    wrong = f"a lead began with {type(begin).__name__}"
+                    raise Refused("protocol", wrong)
+                self._obey(connection, begin)
+            except (Refused, SecurityError, ConfigError, msgspec.DecodeError) as error:
+                self._acceptor.failed("a lead is refused", error, connection.peer)
+                code = error.code if isinstance(error, Refused) else "config"
+                refused = WorkerRefused(code=code, text=str(error))
+                write_frame(connection.end, refused)
+                connection.part()
 
-    def _obey(self, end: End, begin: BeginWorker, peer: str) -> None:
+    def _obey(self, connection: BulkConnection, begin: BeginWorker) -> None:
         """Leave the lead before for a newer one. Raises Refused for an older one, for
         another worker or run, and ConfigError for a config that is not fit here."""
         if begin.worker != self._index:
@@ -262,11 +223,15 @@ class Listening:
             # It shows that it lives from now on, though it may be minutes before it
             # does what the lead says.
             line = WorkerLine(
-                end, to_worker, sign_of_life, deadlines.report_s, 2 * deadlines.lease_s
+                for_two_threads(connection.detach()),
+                to_worker,
+                sign_of_life,
+                deadlines.report_s,
+                2 * deadlines.lease_s,
             )
             line.send(sign_of_life())
             before, self._newest = self._newest, line
-            self._came.put(Came(line, begin, config, peer))
+            self._came.put(Came(line, begin, config, connection.peer))
             if before is not None:
                 before.part()
 
@@ -294,26 +259,6 @@ class Listening:
             insecure=own.insecure,
         )
         return dataclasses.replace(config, placement=placement)
-
-    def _warn(self, text: str, *facts: object) -> None:
-        """Log what strangers can bring about, now and then."""
-        self._lines.log(logger, logging.WARNING, "strangers", text % facts)
-
-
-def cut(end: End) -> None:
-    """End what other threads send and receive."""
-    with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-
-
-def _is_probe(connection: socket.socket) -> bool:
-    """Tell whether the other end has hung up without a byte, as one does that asks only
-    whether this process listens: Kubernetes, every few seconds. With TLS a lead speaks
-    first. Raises OSError."""
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except ConnectionResetError:
-        return True
 
 
 # ---- what a worker keeps on its disk ------------------------------------------------

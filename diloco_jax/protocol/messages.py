@@ -285,7 +285,7 @@ MAX_RECORDS = 1000
 MAX_TEXT = 1000
 """Most characters of a text for people."""
 DONOR_RESTS = 60
-"""Leases for which an island that failed another of its region gives nothing."""
+"""Leases for which an island asks nothing of another of its region that failed it."""
 MOST_STEPS = 100
 """Most steps that an operator may have traced at once."""
 MAX_SOURCES = 1000
@@ -460,7 +460,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
 
 class DonorFailed(Message, frozen=True, kw_only=True, tag=True):
     """An island of the sender's region did not give what it was asked for, or gave
-    something else: no publish is to be had from it for `DONOR_RESTS` leases."""
+    something else. Two that say so count for all of it, for `DONOR_RESTS` leases."""
 
     island: Name
 

@@ -421,18 +421,19 @@ class BulkConnection:
         """
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
-    def part(self, message: Any) -> None:
-        """Say the last word, as far as the kernel takes it at once. `drain` then waits
-        for the peer to hang up.
+    def part(self, message: Any = None) -> None:
+        """Say the last word, as far as the kernel takes it at once; None: it is said.
+        `drain` then waits for the peer to hang up.
 
         If this end closed the connection earlier, the kernel would reset it, and the
         peer could lose that word.
         """
         self.between, self.parted = False, True
-        raw = encode(message)
         with contextlib.suppress(OSError):
             self._socket.settimeout(0.0)
-            self._socket.sendall(message_header(len(raw)) + raw)
+            if message is not None:
+                raw = encode(message)
+                self._socket.sendall(message_header(len(raw)) + raw)
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
 
@@ -446,6 +447,16 @@ class BulkConnection:
             return True
         except OSError:
             return False
+
+    @property
+    def end(self) -> socket.socket:
+        """The socket, for what is no bulk."""
+        return self._socket
+
+    def detach(self) -> socket.socket:
+        """Return the socket; it is the caller's from now on."""
+        taken, self._socket = self._socket, socket.socket()
+        return taken
 
     def fileno(self) -> int:
         """Return the socket's file descriptor, for selectors."""

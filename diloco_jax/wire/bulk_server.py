@@ -4,7 +4,8 @@ an island's, for fetches of others of its region.
 A connection without a transfer costs an open file and no thread: one thread holds all
 of them. So a peer that shakes hands slowly, stays silent, or does not read why it is
 refused, holds up nobody else. Connections are counted from the handshake to their end,
-and by certificate as soon as it is known.
+and by certificate as soon as it is known. A worker's port for its lead, and that for
+Prometheus, accept theirs in the same way.
 
 A transfer holds a thread and a slot until it is done. A peer that sends no request
 loses its slot after `connect_s`, and one that stops in the middle of a payload after
@@ -58,39 +59,48 @@ REFUSED_EACH = 4
 
 
 class Acceptor:
-    """Accept connections, shake hands, wait for requests on idle connections, and see
-    off those that have had their last answer."""
+    """Accept connections, shake hands, wait for requests on idle connections, have them
+    served, and see off those that have had their last answer."""
 
     def __init__(
         self,
+        name: str,
         listener: socket.socket,
-        context: Callable[[], ssl.SSLContext | None],
-        begin: Callable[[BulkConnection], None],
-        check: Callable[[BulkConnection], object],
+        tls: TlsFiles | None,
+        serve: Callable[[BulkConnection], None],
         deadlines: Deadlines,
+        *,
         most: int,
-        most_each: int,
+        threads: int,
+        most_each: int | None = None,
+        idle_s: float = math.inf,
+        check: Callable[[BulkConnection], object] = lambda _: None,
     ) -> None:
         """Make the acceptor; `start` starts its thread.
 
         Args:
-          context: returns the TLS context of the next connection; None = no TLS.
-          begin: serves a connection on which a request arrives; it returns at once.
-          check: raises WireError if the peer's certificate does not count.
+          name: of its threads.
+          listener: is closed at the end.
+          serve: serves a connection on which a request arrives, on one of `threads`.
           most: largest number of connections; beyond it the oldest one is closed that
             shakes hands, is seen off, or is idle.
           most_each: largest number with one certificate; those beyond are closed.
+          idle_s: time after which a connection without a request is closed.
+          check: raises WireError if the peer's certificate does not count.
         """
-        self._listener, self._context, self._begin = listener, context, begin
-        self._check, self._deadlines = check, deadlines
-        self._most, self._most_each = most, most_each
+        self._name, self._listener, self._serve = name, listener, serve
+        self._context = tls.server_contexts() if tls is not None else lambda: None
+        self._check, self._deadlines, self._idle_s = check, deadlines, idle_s
+        self._most, self._most_each = most, most_each or most
         self._awake, self._alarm = socket.socketpair()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._back: list[BulkConnection] = []
-        """Connections whose transfer is done."""
+        """Connections that were served."""
+        self._serving: set[BulkConnection] = set()
         self._stopping = False
+        self._pool = DaemonPool(threads, name)
         self._thread = threading.Thread(
-            target=self._run, name="diloco-bulk-acceptor", daemon=True
+            target=self._run, name=f"{name}-acceptor", daemon=True
         )
         self._selector = selectors.DefaultSelector()
         self._shaking: dict[BulkConnection, float] = {}
@@ -98,7 +108,7 @@ class Acceptor:
         self._leaving: dict[BulkConnection, float] = {}
         """Likewise, connections that have had their last answer."""
         self._idle: dict[BulkConnection, float] = {}
-        """Likewise, connections that may ask for something: they are not closed."""
+        """Likewise, connections that may ask for something."""
         self._known: set[BulkConnection] = set()
         """All that have shaken hands: idle, leaving, or served elsewhere."""
         self._own: Counter[bytes] = Counter()
@@ -108,21 +118,58 @@ class Acceptor:
         self._lines = RateLimitedLog(at_once=1)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Serve what comes, until `stop`."""
+        self._pool.submit(int)  # One thread stays, whatever the system refuses later.
         self._thread.start()
 
-    def stop(self) -> None:
-        """Close the listener and all connections without a transfer."""
-        with self._lock:
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Accept nothing more, and close what is not served; cut off what still is
+        after `grace_s`."""
+        deadline = time.monotonic() + grace_s
+        with self._changed:
             self._stopping = True
         self._ring()
         self._thread.join(self._deadlines.stop_s)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._serving, max(0.0, deadline - time.monotonic())
+            )
+            for connection in self._serving:
+                connection.cut()
+        self._pool.close(1.0)
 
-    def give_back(self, connection: BulkConnection) -> None:
-        """Take a connection whose transfer is done: wait for its next request, or see
-        it off; after `stop`, close it. Any thread may call this.
-        """
-        with self._lock:
+    def failed(self, what: str, why: object, peer: str = "") -> None:
+        """Log that a connection failed: one line a minute about strangers, who may be
+        many. Any thread may call this."""
+        text = ": ".join(filter(None, (self._name, what, peer, str(why))))
+        self._lines.log(logger, logging.WARNING, what, text)
+
+    def _begin(self, connection: BulkConnection) -> None:
+        """Serve what a connection asks for, on a thread of the pool."""
+        with self._changed:
+            self._serving.add(connection)
+        connection.between = False
+        try:
+            self._pool.submit(self._work, connection)
+        except RuntimeError:  # The pool is closed, or the system out of threads.
+            self._give_back(connection)
+
+    def _work(self, connection: BulkConnection) -> None:
+        try:
+            self._serve(connection)
+        except (OSError, WireError) as error:
+            self.failed("a connection failed", error, connection.peer)
+        except Exception:
+            logger.exception("%s failed on a connection", self._name)
+        finally:
+            self._give_back(connection)
+
+    def _give_back(self, connection: BulkConnection) -> None:
+        """Wait for the next request of a connection that was served, or see it off;
+        after `stop`, close it."""
+        with self._changed:
+            self._serving.discard(connection)
+            self._changed.notify_all()
             if not self._stopping:
                 self._back.append(connection)
                 self._ring()
@@ -145,7 +192,7 @@ class Acceptor:
                 try:
                     self._ready(key.fileobj)
                 except Exception:
-                    logger.exception("the bulk port failed on a connection")
+                    logger.exception("%s failed on a connection", self._name)
             self._close_late()
         self._selector.close()
         for one in ours:
@@ -155,7 +202,7 @@ class Acceptor:
                 connection.close()
 
     def _returned(self) -> list[BulkConnection]:
-        with self._lock:
+        with self._changed:
             back, self._back = self._back, []
         return back
 
@@ -187,14 +234,15 @@ class Acceptor:
             accepted, address = self._listener.accept()
         except OSError as error:
             if not isinstance(error, BlockingIOError):
-                self._failed("a connection could not be accepted", error)
+                self.failed("a connection could not be accepted", error)
                 if error.errno not in OUT_OF_FILES or not self._drop_oldest():
                     time.sleep(0.05)  # Those that end free some.
             return
+        peer = addresses.format_address(address[0], address[1])
         try:
             full = len(self._shaking) + len(self._known) >= self._most
             if full and not self._drop_oldest():
-                raise OSError(f"all {self._most} connections have transfers under way")
+                raise OSError(f"all {self._most} connections are served")
             prepare(accepted, self._deadlines)
             context = self._context()
             if context is not None:
@@ -206,9 +254,8 @@ class Acceptor:
             accepted.close()
             if not isinstance(error, OSError):
                 raise
-            self._failed("a connection broke off", error)
+            self.failed("a connection broke off", error, peer)
             return
-        peer = addresses.format_address(address[0], address[1])
         connection = BulkConnection(accepted, peer)
         self._wait(connection, self._shaking, self._deadlines.connect_s)
         self._shake_hands(connection)
@@ -217,7 +264,10 @@ class Acceptor:
         try:
             awaits = connection.shake_hands()
         except (OSError, ValueError) as error:
-            self._failed("a TLS handshake failed", error)
+            # Who hangs up without a word asks only whether this process listens, as
+            # Kubernetes does every few seconds.
+            if not isinstance(error, ssl.SSLEOFError | ConnectionResetError):
+                self.failed("a TLS handshake failed", error, connection.peer)
             self._take(connection)
             connection.close()
             return
@@ -233,15 +283,16 @@ class Acceptor:
         most = self._most_each if refused is None else REFUSED_EACH
         if owner and self._own[owner] >= most:
             connection.close()
-            why = refused or Busy(f"{connection.peer} has {most} already")
-            self._failed("a connection beyond its peer's share was closed", why)
+            why = refused or f"it has {most} already"
+            what = "a connection beyond its peer's share was closed"
+            self.failed(what, why, connection.peer)
             return
         self._known.add(connection)
         self._own[owner] += 1
         if refused is None:
             self._await_request(connection)
         else:
-            self._failed("a connection was refused", refused)
+            self.failed("a connection was refused", refused, connection.peer)
             self._see_off(connection, refused)
 
     def _refusal(self, connection: BulkConnection) -> WireError | None:
@@ -252,7 +303,7 @@ class Acceptor:
         return None
 
     def _await_request(self, connection: BulkConnection) -> None:
-        self._wait(connection, self._idle, math.inf)
+        self._wait(connection, self._idle, self._idle_s)
         if connection.pending():
             self._ready(connection)
 
@@ -293,16 +344,11 @@ class Acceptor:
                 del self._own[owner]
         connection.close()
 
-    def _failed(self, what: str, error: Exception) -> None:
-        """Log that a connection failed: one line a minute about strangers, who may be
-        many."""
-        self._lines.log(logger, logging.WARNING, what, f"{what}: {error}")
-
     def _close_late(self) -> None:
         now = time.monotonic()
-        for waiting in (self._shaking, self._leaving):
-            for connection in [c for c, end in waiting.items() if end <= now]:
-                self._close(connection)
+        for waiting in (self._shaking, self._leaving, self._idle):
+            while waiting and next(iter(waiting.values())) <= now:
+                self._close(next(iter(waiting)))
         if now >= self._checked + _POLL_S:
             self._checked = now
             self._end_refused()
@@ -353,7 +399,7 @@ class BulkServer:
         self.handlers = handlers
         """May be replaced at any time; transfers under way end with the old ones."""
         self._lines = log or RateLimitedLog()
-        self._contexts = tls.server_contexts() if tls is not None else lambda: None
+        self._tls = tls
         self._peers = Peers(tls.folder if tls is not None else None)
         self._deadlines = deadlines
         self._connect_s, self._idle_s = deadlines.connect_s, deadlines.idle_s
@@ -366,61 +412,28 @@ class BulkServer:
         """Most connections: twice what all hosts need, since a lost host may be back
         before its old ones are known to be dead."""
         self._watch = IdleWatch("diloco-bulk-watch")
-        self._pool = DaemonPool(self._slots.threads, "diloco-bulk")
         self._acceptor: Acceptor | None = None
-        self._changed = threading.Condition()
-        self._serving: set[BulkConnection] = set()
 
     def start(self, listener: socket.socket) -> None:
         """Serve what comes to a socket that listens, which is closed at the end."""
-        self._pool.submit(int)  # One thread stays, whatever the system refuses later.
         self._acceptor = Acceptor(
+            "diloco-bulk",
             listener,
-            self._contexts,
-            self._begin,
-            self._identify,
+            self._tls,
+            self.answer,
             self._deadlines,
-            self.connections,
-            2 * self._each,
+            most=self.connections,
+            threads=self._slots.threads,
+            most_each=2 * self._each,
+            check=self._identify,
         )
         self._acceptor.start()
 
     def stop(self, grace_s: float) -> None:
         """Accept nothing more; cut off transfers that still run after `grace_s`."""
-        deadline = time.monotonic() + grace_s
         if self._acceptor is not None:
-            self._acceptor.stop()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._serving, max(0.0, deadline - time.monotonic())
-            )
-            for connection in self._serving:
-                connection.cut()
-        self._pool.close(1.0)
+            self._acceptor.stop(grace_s)
         self._watch.close(1.0)
-
-    def _begin(self, connection: BulkConnection) -> None:
-        """Serve what a connection asks for, on a thread of the pool."""
-        with self._changed:
-            self._serving.add(connection)
-        connection.between = False
-        try:
-            self._pool.submit(self._serve, connection)
-        except RuntimeError:  # The pool is closed, or the system out of threads.
-            self._done(connection)
-
-    def _serve(self, connection: BulkConnection) -> None:
-        try:
-            self.answer(connection)
-        finally:
-            self._done(connection)
-
-    def _done(self, connection: BulkConnection) -> None:
-        with self._changed:
-            self._serving.discard(connection)
-            self._changed.notify_all()
-        assert self._acceptor is not None
-        self._acceptor.give_back(connection)
 
     def answer(self, connection: BulkConnection) -> None:
         """Receive one request and carry it out. If it fails, tell the peer why."""

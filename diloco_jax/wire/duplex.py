@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import select
 import socket
 import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from cryptography import x509
@@ -26,108 +27,71 @@ from diloco_jax.wire import peers
 from diloco_jax.wire.addresses import parse_address
 from diloco_jax.wire.bulk import prepare
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
-from diloco_jax.wire.tls import Renewed, TlsFiles, principal_of
+from diloco_jax.wire.tls import Renewed, principal_of
 
 logger = logging.getLogger(__name__)
 
 _PART_BYTES = 256 << 10
+Given = TypeVar("Given")
+Got = TypeVar("Got")
 
 
 class TlsEnd:
     """A TLS connection for two threads: one may send while another receives, and any
     may shut it down. It has a socket's methods.
 
-    OpenSSL's objects do not suit two threads at once. Here they see memory alone, under
-    a lock that nobody holds while the socket waits.
+    OpenSSL's objects do not suit two threads at once: they take turns, and nobody has a
+    turn while the socket waits.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        context: ssl.SSLContext,
-        server_hostname: str | None = None,
-    ) -> None:
-        """Wrap a connection; `shake_hands` comes next. server_hostname: the name that
-        the server's certificate must have; None: this is the server."""
-        self._socket = connection
-        self._received, self._unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(
-            self._received,
-            self._unsent,
-            server_side=server_hostname is None,
-            server_hostname=server_hostname,
-        )
-        self._state = threading.Lock()
-        self._order = threading.Lock()
-        """Held while bytes go to the socket, so that records keep their order."""
-
-    def shake_hands(self) -> None:
-        """Prove who is who. Raises OSError; ssl.SSLError if that fails."""
-        try:
-            while True:
-                try:
-                    return self._tls.do_handshake()
-                except ssl.SSLWantReadError:
-                    self._flush()
-                    self._fill()
-        finally:
-            with contextlib.suppress(OSError):
-                self._flush()  # The other end hears why.
-
-    def certificate(self) -> bytes:
-        """Return the certificate of the other end, DER."""
-        return self._tls.getpeercert(binary_form=True) or b""
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        """Take over a connection that has shaken hands."""
+        self._socket, self._timeout_s = connection, connection.gettimeout()
+        self._turn, self._descriptor = threading.Lock(), connection.fileno()
+        connection.setblocking(False)
 
     def settimeout(self, value: float | None, /) -> None:
         """Set the seconds after which sending and receiving raise TimeoutError."""
-        self._socket.settimeout(value)
+        self._timeout_s = value
 
     def sendall(self, data: bytes, /) -> None:
         """Send bytes. Raises OSError."""
         view = memoryview(data)
         while view:
-            with self._order:
-                with self._state:
-                    view = view[self._tls.write(view[:_PART_BYTES]) :]
-                    unsent = self._unsent.read()
-                self._socket.sendall(unsent)
+            view = view[self._taking_turns(self._socket.send, view[:_PART_BYTES]) :]
 
     def recv(self, bufsize: int, /) -> bytes:
         """Return the next bytes; none if the other end is closed. Raises OSError."""
-        while True:
-            with self._state:
-                try:
-                    return self._tls.read(bufsize)
-                except ssl.SSLWantReadError:
-                    answers = bool(self._unsent.pending)
-                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                    return b""
-            if answers:
-                self._flush()
-            self._fill()
+        return self._taking_turns(self._socket.recv, bufsize)
 
     def shutdown(self, how: int, /) -> None:
         """End what other threads send and receive. Raises OSError if it has ended."""
-        self._socket.shutdown(how)
+        # Not TLS's own, which does not suit two threads.
+        socket.socket.shutdown(self._socket, how)
 
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
 
-    def _flush(self) -> None:
-        with self._order:
-            with self._state:
-                unsent = self._unsent.read()
-            if unsent:
-                self._socket.sendall(unsent)
+    def _taking_turns(self, act: Callable[[Given], Got], given: Given) -> Got:
+        while True:
+            try:
+                with self._turn:
+                    return act(given)
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            ready = select.poll()
+            ready.register(self._descriptor, event)
+            if not ready.poll(self._timeout_s and 1000 * self._timeout_s):
+                raise TimeoutError("timed out")
 
-    def _fill(self) -> None:
-        found = self._socket.recv(_PART_BYTES)
-        with self._state:
-            if found:
-                self._received.write(found)
-            else:
-                self._received.write_eof()
+
+def for_two_threads(connection: socket.socket) -> End:
+    """Return an end of a connection on which one thread may send while another
+    receives."""
+    return TlsEnd(connection) if isinstance(connection, ssl.SSLSocket) else connection
 
 
 End = socket.socket | TlsEnd
@@ -159,26 +123,26 @@ def dial_worker(
     try:
         prepare(connection, deadlines)
         connection.settimeout(deadlines.connect_s)
-        if tls is None:
-            return connection
-        end = TlsEnd(connection, tls.current(), host)
-        _shake_hands(end, address, tls.files)
-        found = x509.load_der_x509_certificate(end.certificate())
-        whose, field = principal_of(found), "placement.worker_addresses"
-        if wrong := peers.mismatch(whose, field, peers.worker(worker)):
-            raise SecurityError(f"{address}: {wrong}")
-        return end
+        if tls is not None:
+            connection = secured = _secured(connection, address, host, tls)
+            found = x509.load_der_x509_certificate(secured.getpeercert(True) or b"")
+            whose, field = principal_of(found), "placement.worker_addresses"
+            if wrong := peers.mismatch(whose, field, peers.worker(worker)):
+                raise SecurityError(f"{address}: {wrong}")
+        return for_two_threads(connection)
     except BaseException:
         connection.close()
         raise
 
 
-def _shake_hands(end: TlsEnd, address: str, tls: TlsFiles) -> None:
+def _secured(
+    connection: socket.socket, address: str, host: str, tls: Renewed[ssl.SSLContext]
+) -> ssl.SSLSocket:
     try:
-        end.shake_hands()
+        return tls.current().wrap_socket(connection, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
         raise SecurityError(
-            f"{address}: the certificate there does not fit {tls.folder / 'ca.pem'} or "
+            f"{address}: the certificate there does not fit {tls.files.paths[0]} or "
             f"this address: {error.verify_message}; use certificates of one authority, "
             f"and add the address with `diloco certs --add --hosts`"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import ssl
@@ -11,6 +12,7 @@ import time
 import pytest
 from engine_support import AT, run_of
 
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.summary import Exporter
 from diloco_jax.errors import ConfigError
@@ -40,8 +42,9 @@ def serve():
     """Start an exporter; return it and its port."""
     started: list[Exporter] = []
 
-    def serve(bind="127.0.0.1:0", *, tls=None, insecure=False, of=snapshot):
-        exporter = Exporter(bind, of, tls=tls, insecure=insecure)
+    def serve(bind="127.0.0.1:0", *, tls=None, of=snapshot, budget_s=PATIENCE_S):
+        deadlines = Deadlines(budget_s)
+        exporter = Exporter(bind, of, tls=tls, insecure=False, deadlines=deadlines)
         exporter.start()
         started.append(exporter)
         return exporter, int(exporter.url.split(":")[2].split("/")[0])
@@ -49,6 +52,20 @@ def serve():
     yield serve
     for exporter in started:
         exporter.close()
+
+
+@pytest.fixture
+def dial():
+    """Connects to a port, and says a word."""
+    with contextlib.ExitStack() as stack:
+
+        def dialled(port, word=b""):
+            target = "127.0.0.1", port
+            made = stack.enter_context(socket.create_connection(target, PATIENCE_S))
+            made.sendall(word)
+            return made
+
+        yield dialled
 
 
 def get(port, path="/metrics", host=None, context=None):
@@ -101,18 +118,18 @@ def test_a_page_of_elsewhere_reads_nothing(serve, host, status):
     assert get(port, host=host)[0] == status
 
 
-def test_another_address_needs_certificates():
+def test_another_address_needs_certificates(serve):
     with pytest.raises(ConfigError, match="not loopback and no certificates"):
-        Exporter("0.0.0.0:0", snapshot, tls=None, insecure=False)
+        serve("0.0.0.0:0")
 
 
-def test_a_port_in_use_is_named():
+def test_a_port_in_use_is_named(serve):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
-            Exporter(f"127.0.0.1:{port}", snapshot, tls=None, insecure=False)
+            serve(f"127.0.0.1:{port}")
 
 
 def test_beyond_loopback_only_the_runs_own_get_an_answer(serve, tmp_path):
@@ -140,21 +157,23 @@ def test_beyond_loopback_only_the_runs_own_get_an_answer(serve, tmp_path):
     pytest.fail("a revoked certificate still gets an answer")
 
 
-def test_connections_that_say_nothing_are_bounded_and_given_up(serve, monkeypatch):
-    monkeypatch.setattr(summary, "REQUEST_S", 0.2)
-    _, port = serve()
-    silent = [
-        socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(20)
-    ]
-    try:
-        names = [t.name for t in threading.enumerate() if "process_request" in t.name]
-        assert len(names) <= summary.REQUESTS_AT_ONCE
-        for connection in silent:
+@pytest.mark.parametrize("word", [b"", b"GET"], ids=["nothing", "half a request"])
+def test_connections_that_say_nothing_are_bounded_and_given_up(serve, dial, word):
+    _, port = serve(budget_s=0.4)
+    silent = [dial(port, word) for _ in range(20)]
+    names = [t.name for t in threading.enumerate() if "diloco-metrics-" in t.name]
+    assert len(names) <= summary.REQUESTS_AT_ONCE + 2, "one accepts, and one watches"
+    for connection in silent:
+        with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b"", "it is closed"
-        assert_answers(port)
-    finally:
-        for connection in silent:
-            connection.close()
+    assert_answers(port)
+
+
+def test_connections_that_say_nothing_shut_nobody_out(serve, dial):
+    _, port = serve(budget_s=100 * PATIENCE_S)
+    silent = [dial(port) for _ in range(20)]
+    assert get(port)[0] == 200
+    assert silent[0].recv(1) == b"", "the oldest was closed"
 
 
 @pytest.mark.timing

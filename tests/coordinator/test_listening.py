@@ -28,8 +28,8 @@ from diloco_jax.protocol.holding import (
     WorkerServes,
 )
 from diloco_jax.protocol.messages import Version
-from diloco_jax.wire import peers
-from diloco_jax.wire.bulk import FetchRequest
+from diloco_jax.wire import addresses, peers
+from diloco_jax.wire.bulk import BulkConnection, FetchRequest
 from diloco_jax.wire.certificates import add, make_certificates
 from diloco_jax.wire.errors import Refused, SecurityError, VersionGone
 from diloco_jax.wire.tls import TlsFiles
@@ -132,7 +132,8 @@ def test_the_lead_that_was_started_last_is_obeyed_also_after_a_restart(
 def test_a_life_that_begins_forgets_no_newer_lead(config, serve, tmp_path, monkeypatch):
     """One comes while the file is being written for the life before it."""
     made, write, ends = serve(config), worker.write_json, socket.socketpair()
-    coming = threading.Thread(target=made._obey, args=(ends[0], begun(config), "peer"))
+    connection = BulkConnection(ends[0], "peer")
+    coming = threading.Thread(target=made._obey, args=(connection, begun(config)))
 
     def slowly(facts, path):
         if "life" in facts and coming.ident is None:
@@ -143,7 +144,7 @@ def test_a_life_that_begins_forgets_no_newer_lead(config, serve, tmp_path, monke
     monkeypatch.setattr(worker, "write_json", slowly)
     assert worker._next_life(tmp_path / "there", 0) == 1
     coming.join(PATIENCE_S)
-    for end in ends:
+    for end in (*ends, connection):
         end.close()
     facts = facts_of(tmp_path / "there", 0)
     assert (facts["life"], facts["start"]) == (1, 7)
@@ -161,7 +162,7 @@ def test_what_is_for_another_worker_or_cannot_be_read_is_refused(
 ):
     begin = replace(begun(config), **fields)
     with pytest.raises((Refused, ConfigError), match=why):
-        serve(config)._obey(None, begin, "peer")
+        serve(config)._obey(None, begin)
 
 
 def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
@@ -208,32 +209,48 @@ def test_two_processes_never_have_one_workdir(config, serve):
     serve(config, index=1, name="other")
 
 
-def test_strangers_that_say_nothing_hold_nobody_up(config, serve, monkeypatch):
-    monkeypatch.setattr(worker, "CONNECTIONS", 2)
+@pytest.mark.parametrize("says", [None, b"", b"\x08"], ids=["no TLS", "TLS", "a byte"])
+def test_strangers_that_say_nothing_hold_nobody_up(config, serve, says):
     made = serve(placed(config, time_budget_s=1.0))
     host, _, port = made.address.rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(2)]
-    for connection in silent:
-        connection.settimeout(PATIENCE_S)
+    files = TlsFiles.load(config.placement.certificates, peers.COORDINATOR)
+    with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+        if says is not None:
+            context = files.client_context()
+            connection = context.wrap_socket(connection, server_hostname=host)
+            connection.sendall(says)
         assert connection.recv(1) == b"", "it was given up"
         connection.close()
 
 
-def test_a_probe_of_kubernetes_is_not_told_and_a_stranger_is(
-    config, serve, caplog, monkeypatch
+def test_strangers_that_say_nothing_make_room_for_the_lead(
+    config, serve, lead, monkeypatch
 ):
+    monkeypatch.setattr(worker, "CONNECTIONS", 2)
+    made = serve(placed(config, time_budget_s=100 * PATIENCE_S))
+    host, _, port = made.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
+            for _ in range(4)
+        ]
+        lead().restored()
+        assert silent[0].recv(1) == b"", "the oldest was closed"
+
+
+def test_a_probe_of_kubernetes_is_not_told_and_a_stranger_is(config, serve, caplog):
     """The log has one line a minute about strangers, which probes would take."""
     made = serve(placed(config, time_budget_s=PATIENCE_S))
-    attend, ended = made._attend, queue.SimpleQueue[str]()
-    monkeypatch.setattr(
-        made, "_attend", lambda end, peer: (attend(end, peer), ended.put(peer))
-    )
     host, _, port = made.address.rpartition(":")
     for word, told in ((b"", 0), (b"GET / HTTP/1.1\r\n\r\n", 1)):
-        with socket.create_connection((host, int(port))) as connection:
+        with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+            peer = addresses.format_address(*connection.getsockname())
             connection.sendall(word)
-        peer = ended.get(timeout=PATIENCE_S)
-        assert caplog.text.count(f"the connection from {peer} ") == told
+            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(1 << 10):
+                    pass
+        assert caplog.text.count(f"a TLS handshake failed: {peer}: ") == told
 
 
 def test_code_that_the_workers_own_config_does_not_name_is_not_executed(config, serve):

@@ -29,22 +29,20 @@ def folder(tmp_path_factory):
 def served(folder):
     """The address of a server with the key of worker 0, and its next end."""
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(WAIT_S)
     ends = []
 
     def accept() -> TlsEnd:
         connection, _ = listener.accept()
         connection.settimeout(WAIT_S)
-        contexts = TlsFiles.load(folder, worker(0)).server_contexts()
-        end = TlsEnd(connection, contexts())
-        ends.append(end)
-        end.shake_hands()
-        return end
+        context = TlsFiles.load(folder, worker(0)).server_contexts()()
+        ends.append(context.wrap_socket(connection, server_side=True))
+        return TlsEnd(ends[0])
 
     with ThreadPoolExecutor(1) as pool:
         yield f"127.0.0.1:{listener.getsockname()[1]}", pool.submit(accept)
-        for end in ends:
-            end.close()
-        listener.close()
+    for end in (*ends, listener):
+        end.close()
 
 
 def of_lead(folder) -> Renewed:

@@ -177,8 +177,8 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     """Boundaries from a request to its take."""
     gives_at: tuple[str, ...] = ()
     """As in its hello."""
-    rests_until: float = 0.0
-    """Time until which it gives its region nothing, since it failed another island."""
+    complaints: dict[str, float] = {}
+    """Islands of its region that say it failed them; until when that counts."""
     records_through: int = 0
     quarantined: bool = False
     """True if none of its deltas may be merged."""
@@ -319,10 +319,11 @@ def donors(
 ) -> dict[str, tuple[Donor, ...]]:
     """Return which islands of each region give a publish to the others, by region.
 
-    Of the live ones of which nobody complained, rendezvous hashing orders those that
-    have an address: each publish has other donors, and while an island is away only its
-    own publishes move to others. A region with fewer than two live islands has none:
-    there is nobody to give anything to.
+    Of the live ones rendezvous hashing orders those that have an address: each publish
+    has other donors, and while an island is away only its own publishes move to others.
+    One that failed two live islands, or the only other one, gives nothing: an island
+    asks no more who failed it, and its word alone takes no donor from the others. A
+    region with fewer than two live islands has none: nobody is there to be given to.
 
     regions: as in `PolicyConfig`. what: name of the publish.
     """
@@ -330,18 +331,20 @@ def donors(
     def place(name: str) -> bytes:
         return hashlib.blake2b(f"{what}/{name}".encode(), digest_size=8).digest()
 
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[Island]] = {}
     for name in sorted(islands.standing.answering, key=place):
         if (region := regions.get(name)) is not None:
-            found.setdefault(region, []).append(name)
+            found.setdefault(region, []).append(islands[name])
     chosen = {}
-    for region, names in found.items():
+    for region, live in found.items():
+        enough = min(2, len(live) - 1)
         fit = [
-            Donor(island=name, addresses=islands[name].gives_at)
-            for name in names
-            if islands[name].gives_at and islands[name].rests_until <= now
+            Donor(island=one.name, addresses=one.gives_at)
+            for one in live
+            if one.gives_at
+            and sum(one.complaints.get(o.name, 0.0) > now for o in live) < enough
         ]
-        if fit and len(names) > 1:
+        if fit:
             chosen[region] = tuple(fit[:DONORS])
     return chosen
 

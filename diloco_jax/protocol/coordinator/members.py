@@ -378,7 +378,7 @@ def goodbye(turn: Turn, event: Said, said: Goodbye) -> None:
 
 
 def donor_failed(turn: Turn, event: Said, donor: str) -> None:
-    """Have an island rest that failed another one of its region."""
+    """Note that an island failed another one of its region; see `islands.donors`."""
     islands, regions = turn.state.islands, turn.config.regions
     sayer, accused = islands.get(event.island), islands.get(donor)
     region = regions.get(event.island)
@@ -386,7 +386,8 @@ def donor_failed(turn: Turn, event: Said, donor: str) -> None:
         turn.ignore("island", "replaced", "failed donor")
     elif accused is not None and region and regions.get(donor) == region:
         until = turn.now + DONOR_RESTS * turn.config.lease_s
-        turn.put(replace(accused, rests_until=until))
+        complaints = accused.complaints | {event.island: until}
+        turn.put(replace(accused, complaints=complaints))
 
 
 def expire(turn: Turn, late_s: float) -> None:

@@ -76,7 +76,7 @@ def recover(
             steps_at_tick=steps,
             records_through=0,
             streak=0,
-            rests_until=0.0,
+            complaints={},
             lease_until=now + config.lease_s,
             granted_at=now,
             grants_left=GRANTS_AT_ONCE,

@@ -121,17 +121,39 @@ def test_an_island_has_no_more_addresses_than_hosts():
     assert d.state.islands["new"].gives_at == many[:1]
 
 
-def test_an_island_that_failed_another_one_rests_for_a_while():
+def test_an_island_that_failed_two_others_rests_for_a_while():
     d = begun()
-    complain(d, of_whom="b", by="a")
+    for other in ("a", "c"):
+        complain(d, of_whom="b", by=other)
     assert sorted(names_of(merge(d, 2)["c"])) == ["a", "c"]
     d.crash()  # Whoever comes back knows nothing of it.
-    assert {i.rests_until for i in d.state.islands.values()} == {0.0}
+    assert not any(i.complaints for i in d.state.islands.values())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_one_island_alone_takes_no_donor_from_the_others(leaves):
+    """It complains of all, twice, and is one: each publish has the donors it had."""
+    whole, d = begun(), begun()
+    for accused in (*NEAR, *NEAR):
+        complain(d, accused, by="a")
+    for one in (whole, d) if leaves else ():
+        one.disconnect("a")  # Two are left, and its word is neither's.
+    for number in range(10):
+        assert merge(d, 2 + 2 * number) == merge(whole, 2 + 2 * number)
+
+
+def test_of_two_islands_one_is_enough():
+    d = begun()
+    complain(d, of_whom="y", by="x")
+    assert {tuple(names_of(merge(d, 2 * k)["x"])) for k in range(1, 9)} == {("x",)}
+    complain(d, of_whom="x", by="y")
+    assert merge(d, 18)["x"] is None
 
 
 def test_rests_end():
     d = begun(lease_s=1e4)
-    complain(d, of_whom="b", by="a")
+    for other in ("a", "c"):
+        complain(d, of_whom="b", by=other)
     d.now += DONOR_RESTS * 1e4 - 1
     for name in d.state.islands:
         d.report(name, 0)
@@ -144,12 +166,12 @@ def test_rests_end():
 def test_only_its_own_region_may_complain(accused, by):
     d = begun()
     complain(d, accused, by)
-    assert {i.rests_until for i in d.state.islands.values()} == {0.0}
+    assert not any(i.complaints for i in d.state.islands.values())
 
 
 def test_an_ended_session_may_not_complain():
     d = begun()
     message = DonorFailed(island="b")
     d.feed(Said(island="a", session="another", message=message))
-    assert d.state.islands["b"].rests_until == 0.0
+    assert not d.state.islands["b"].complaints
     assert [(i.message, i.expected) for i in d.ignored] == [("failed donor", True)]
