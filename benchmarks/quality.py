@@ -141,7 +141,8 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
         if row.plain:
             found = baseline.run(resolve(config))
         else:
-            found = quality_moments.run(config, row.moments_every, row.merges_power)
+            when = row.merges_power, row.merges_early
+            found = quality_moments.run(config, row.moments_every, *when)
         result = {"loss": _loss(found), "tokens": found["tokens"]}
     else:
         from diloco_jax import emulate
@@ -167,6 +168,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     more: tuple[int | float, ...] = ()
     more += (row.moments_every,) if row.moments_every else ()
     more += (row.merges_power,) if row.merges_power != 1 else ()
+    more += row.merges_early
     result |= provenance(row.config, row.options, row.plain, *more)
     return {"size": size, "row": name, "seed": seed, **result}
 

@@ -101,6 +101,8 @@ class Row:
     """Steps between two merges of moments, by `quality_moments.py`; 0: `emulate`."""
     merges_power: float = 1.0
     """There merge k of K comes after (k / K)^power of the steps."""
+    merges_early: tuple[int, ...] = ()
+    """Or every so many of the first so many steps, and the others evenly afterwards."""
     against: str = ""
     headline: bool = False
 
@@ -110,9 +112,10 @@ class Row:
 
     def same_run(self, other: Row) -> bool:
         """Return True if both rows are the same run under two names."""
+        merges = ("moments_every", "merges_power", "merges_early")
         return all(
             getattr(self, name) == getattr(other, name)
-            for name in ("config", "options", "plain", "moments_every", "merges_power")
+            for name in ("config", "options", "plain", *merges)
         )
 
 

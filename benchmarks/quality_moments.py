@@ -6,6 +6,7 @@ rarely as never it is synchronous DiLoCo that merges everything at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,12 +26,13 @@ from diloco_jax.simulation.laboratory import Lockstep
 from diloco_jax.weights.first import first_params
 
 
-def run(config: Config, moments_every: int, power: float) -> dict[str, Any]:
+def run(
+    config: Config, moments_every: int, power: float, early: Sequence[int] = ()
+) -> dict[str, Any]:
     """Train to the end on the rows and at the rates of an emulation of this config;
     return what `baseline.run` does of it.
 
-    Parameters are merged K times, every `sync.steps_per_cycle` steps and at the end;
-    merge k after (k / K)^power of the steps. Moments every `moments_every`.
+    Parameters are merged at `merge_steps`, moments every `moments_every`.
     """
     config = resolve(config)
     run, islands = config.run, len(config.islands)
@@ -40,11 +42,8 @@ def run(config: Config, moments_every: int, power: float) -> dict[str, Any]:
     )
     tape = Lockstep(config, EmulationOptions(), build_plan(run, model))
     acts = [act.own for act in tape.acts if act.kind == "train"]
-    steps, cycle = len(acts), run.sync.steps_per_cycle
-    merges = -(-steps // cycle)
-    at = {round(steps * (k / merges) ** power) for k in range(1, merges + 1)}
-    if power == 1:
-        at = {*range(0, steps, cycle), steps}
+    steps = len(acts)
+    at = merge_steps(steps, run.sync.steps_per_cycle, power, early)
 
     def spread(leaf: Any) -> Any:
         return jnp.broadcast_to(leaf, (islands, *leaf.shape)).copy()
@@ -77,3 +76,21 @@ def run(config: Config, moments_every: int, power: float) -> dict[str, Any]:
     params = trainer.place_params(jax.tree.map(lambda leaf: leaf[0], state.params))
     found = as_json(whole_validation(config, trainer, params))
     return {**found, "tokens": steps * acts[0][0].size * run.sequence_length}
+
+
+def merge_steps(
+    steps: int, cycle: int, power: float, early: Sequence[int] = ()
+) -> set[int]:
+    """Return the steps after which there is a merge: K of them, every `cycle` steps and
+    at the end; merge k after (k / K)^power of the steps; or, given (every, until) as
+    `early`, every so many steps until then, and the others evenly up to the end."""
+    merges = -(-steps // cycle)
+    if early:
+        every, until = early
+        first = set(range(every, until + 1, every))
+        left = merges - len(first)
+        after = (until + (steps - until) * k / left for k in range(1, left + 1))
+        return first | set(map(round, after))
+    if power == 1:
+        return {*range(cycle, steps, cycle), steps}
+    return {round(steps * (k / merges) ** power) for k in range(1, merges + 1)}

@@ -29,6 +29,7 @@ from quality_configs import (
     unequal,
 )
 from quality_levers import ladder, levers
+from quality_rules import rules
 from quality_schedules import batches, schedules, tokens
 from quality_trouble import trouble
 from quality_variants import GENTLE, PRESET, by_name
@@ -86,6 +87,7 @@ def rows(size: Size) -> Iterator[Row]:
         *trouble(size),
         *levers(size),
         *ladder(size),
+        *rules(size),
     ]
     found = [*headlines, *variants.presets(by_name([*headlines, *others]))]
     found += variants.defaults(by_name(found))

@@ -133,15 +133,15 @@ def members(found: Rows) -> Iterator[Row]:
     for name in (EQUAL, UNLIKE):
         for what, sync in (
             ("trimmed mean", {"merge": "trimmed_mean"}),
-            ("HeLoCo", {"merge": _member("merge/heloco")}),
-            ("IsoLoCo", {"merge": _member("merge/isoloco")}),
-            ("top-k up", {"codec_up": _member("codecs/topk")}),
+            ("HeLoCo", {"merge": member("merge/heloco")}),
+            ("IsoLoCo", {"merge": member("merge/isoloco")}),
+            ("top-k up", {"codec_up": member("codecs/topk")}),
         ):
             row = _changed(found[name], f"{name}, {what}", **sync)
             row = dataclasses.replace(row, group="members", headline=False)
             yield row.compared_with(name)
         row = found[name + PRESET]
-        outer = dataclasses.replace(GENTLE, optimizer=_member("outer/restarts"))
+        outer = dataclasses.replace(GENTLE, optimizer=member("outer/restarts"))
         run = dataclasses.replace(row.config.run, outer=outer)
         yield dataclasses.replace(
             row,
@@ -153,7 +153,7 @@ def members(found: Rows) -> Iterator[Row]:
         )
 
 
-def _member(path: str) -> str:
+def member(path: str) -> str:
     """Return the config's name of a member that lies with the benchmarks."""
     file = Path(__file__).parent / "members" / f"{path}.py"
     return f"{file}:{file.stem}"

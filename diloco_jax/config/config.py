@@ -34,6 +34,7 @@ from diloco_jax.config.run import ModelConfig, RunConfig
 from diloco_jax.core.families import (
     ADOPT_RULES,
     CODECS,
+    INNER_OPTIMIZERS,
     MERGE_RULES,
     OUTER_OPTIMIZERS,
     WEIGHTINGS,
@@ -53,6 +54,7 @@ FIELDS: dict[str, Family[Any]] = {
     "sync.codec_up": CODECS,
     "sync.codec_down": CODECS,
     "outer.optimizer": OUTER_OPTIMIZERS,
+    "inner.optimizer": INNER_OPTIMIZERS,
 }
 COSTLY = {
     ("int2", "adamw"): "+1.1 % ± 0.5 (3 pairs, 0.04 M parameters, H = 12)",

@@ -121,6 +121,7 @@ def with_absolute_paths(config: Config) -> Config:
         model=dataclasses.replace(_with_absolute_code(run.model), weights=weights),
         sync=_with_absolute_code(run.sync),
         outer=_with_absolute_code(run.outer),
+        inner=_with_absolute_code(run.inner),
     )
     return dataclasses.replace(config, run=run)
 

@@ -513,13 +513,14 @@ class InnerConfig:
 
     optimizer: str = setting(
         "adamw",
-        help='"adamw", "lion", "sgd", "muon", or another one by its name in optax or '
-        "optax.contrib.",
+        code=True,
+        help='"adamw", "lion", "sgd", "muon", one of optax or optax.contrib by its '
+        'name, or your own as "path/to/file.py:function" (docs/extending.md).',
     )
     arguments: tuple[tuple[str, bool | int | float | str], ...] = setting(
         (),
         metavar="[NAME VALUE ...]",
-        help="Further arguments of that optax function: pairs of name and value; in a "
+        help="Further arguments of that function: pairs of name and value; in a "
         "configs file also a mapping.",
     )
     learning_rate: float = setting(1e-3, NOT_NEGATIVE, help="Peak learning rate.")

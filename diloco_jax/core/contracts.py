@@ -6,6 +6,7 @@ of the package have tests instead.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
+from diloco_jax.core import inner
 from diloco_jax.core.changes import adopt
 from diloco_jax.core.families import (
     AdoptRule,
     Arrays,
+    InnerOptimizer,
     MergeRule,
     OuterOptimizer,
     TileCodec,
@@ -159,6 +162,15 @@ def _merged(
             made[piece.name] = merged.delta
             state = recovered(rule, merged.state, merged.delta)
     return np.stack([from_pieces(plan, made)[WHOLE] for made in found])
+
+
+def check_inner_optimizer(optimizer: InnerOptimizer) -> None:
+    """Raise an error that describes the fault of the optimizer, if it has one; those of
+    optax are tried with the run's arguments alone."""
+    if inner.RATE not in inspect.signature(optimizer).parameters:
+        raise ValueError(f"it takes no {inner.RATE}")
+    if not optimizer.__module__.startswith("optax."):
+        inner.try_steps(optimizer(learning_rate=1.0), 1.0)
 
 
 def check_outer_optimizer(optimizer: OuterOptimizer) -> None:

@@ -258,3 +258,25 @@ OUTER_OPTIMIZERS: Family[OuterOptimizer] = Family(
     checker="diloco_jax.core.contracts:check_outer_optimizer",
     otherwise="diloco_jax.core.outer:find_outer",
 )
+
+
+class InnerOptimizer(Protocol):
+    """A function that makes an optax optimizer of gradients, as those of optax do. Of
+    `b1`, `b2`, `mu_dtype`, and `weight_decay` with `mask`, it is given what it takes;
+    what else it takes has a default, or is in `inner.arguments`."""
+
+    def __call__(self, learning_rate: float) -> optax.GradientTransformation:
+        """Make the optimizer, whose updates are in proportion to the learning rate."""
+
+
+INNER_OPTIMIZERS: Family[InnerOptimizer] = Family(
+    kind="inner optimizer",
+    table={
+        "adamw": "optax:adamw",
+        "lion": "optax:lion",
+        "sgd": "optax:sgd",
+        "muon": "optax.contrib:muon",
+    },
+    checker="diloco_jax.core.contracts:check_inner_optimizer",
+    otherwise="diloco_jax.core.inner:find_inner",
+)

@@ -1,6 +1,6 @@
 """The inner step of an island: optimizer, learning rate, losses by source of a mixture.
 
-The optimizer is one of optax or optax.contrib, by its name there, at learning rate 1;
+The optimizer is a member of `INNER_OPTIMIZERS`, most are optax's, at learning rate 1;
 its updates are multiplied by the `learning_rate`, which follows the run. So
 an optimizer fits if its learning rate is only a factor of its updates, and if an update
 needs only gradients, state and parameters. `check_fit` tries both on small arrays.
@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from diloco_jax.core.families import INNER_OPTIMIZERS, InnerOptimizer
 from diloco_jax.core.fragments import LAYERS, VOCAB
-from diloco_jax.core.members import suggest
+from diloco_jax.core.members import Family, suggest
 
 Argument = bool | int | float | str
 Make = Callable[[Mapping[str, Any], float], optax.GradientTransformation]
@@ -58,9 +59,9 @@ RELATIVE, ABSOLUTE = 1e-2, 1e-4
 
 
 def find_in_optax(
-    name: str, remedy: str
+    name: str, family: Family[Any]
 ) -> Callable[..., optax.GradientTransformation]:
-    """Return optax's function of that name; ValueError with the nearest name and the
+    """Return optax's function of that name; ValueError with the nearest name and a
     remedy if optax has none that takes a learning rate."""
     for module in (optax, optax.contrib):
         exported: Any = getattr(module, name, None)
@@ -75,23 +76,29 @@ def find_in_optax(
     ]
     raise ValueError(
         f"{name!r} is no optimizer of optax or optax.contrib{suggest(name, known)}; "
-        f"{remedy}, or a function there that takes a {RATE}"
+        f"choose {', '.join(family.table)}, or name your own as 'path/to/file.py:name',"
+        f" or a function there that takes a {RATE}"
     )
+
+
+def find_inner(name: str) -> InnerOptimizer:
+    """Find an optimizer of optax; raise ValueError if it has none of that name."""
+    return find_in_optax(name, INNER_OPTIMIZERS)
 
 
 def settings_of(
     name: str, beta1: float, beta2: float, moment_dtype: str
 ) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any], str]:
-    """Return optax's optimizer of this name, those of our settings that it takes, and
-    the name of its mask of parameters that decay, if it applies the decay itself.
+    """Return the optimizer of this name, those of our settings that it takes, and the
+    name of its mask of parameters that decay, if it applies the decay itself.
 
     Raises:
       ValueError: an unknown name, or a moment dtype that the optimizer cannot set.
     """
     try:
-        function = find_in_optax(name, "choose 'adamw', 'lion', 'sgd', 'muon'")
+        function = INNER_OPTIMIZERS.find(name)
     except ValueError as error:
-        raise ValueError(f"inner.optimizer = {error}") from None
+        raise ValueError(f"inner.optimizer = {name!r}: {error}") from None
     takes = inspect.signature(function).parameters
     if moment_dtype != "float32" and "mu_dtype" not in takes:
         others = [p for p in takes if "dtype" in p]
@@ -151,8 +158,8 @@ def check_fit(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
     it does.
     """
     try:
-        scaled = _train(make(AXES, 1.0), SMALLER_RATE)
-        itself = _train(make(AXES, SMALLER_RATE), 1.0)
+        scaled = try_steps(make(AXES, 1.0), SMALLER_RATE)
+        itself = try_steps(make(AXES, SMALLER_RATE), 1.0)
     except Exception as error:
         raise _refused(name, arguments, error) from error
     for leaf, expected in zip(scaled, itself, strict=True):
@@ -164,8 +171,8 @@ def check_fit(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
             )
 
 
-def _train(optimizer: optax.GradientTransformation, scale: float) -> list[Any]:
-    """Return the parameters after some steps."""
+def try_steps(optimizer: optax.GradientTransformation, scale: float) -> list[Any]:
+    """Return small parameters after some steps."""
     rng = np.random.default_rng(0)
 
     def draw(*steps: int) -> dict[str, Any]:
@@ -197,6 +204,8 @@ def _is_optimizer(name: str, function: Any) -> bool:
 
 
 def _called(name: str) -> str:
+    if ":" in name:
+        return name.rpartition(":")[2]
     return f"optax.{name}" if hasattr(optax, name) else f"optax.contrib.{name}"
 
 
@@ -209,10 +218,6 @@ def _refused(
         f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
         f" correct inner.arguments, or choose another optimizer"
     )
-
-
-NAMES = ("adamw", "lion", "sgd", "muon")
-"""Optimizers known to fit, as long as they get no arguments."""
 
 
 def make_inner(
@@ -229,7 +234,7 @@ def make_inner(
     """Make the optimizer at learning rate 1; scale its updates by a rate.
 
     Args:
-      name: one in NAMES, or any in optax or optax.contrib that fits.
+      name: a member of the family. Those of its table fit if they get no arguments.
         "sgd" ignores the betas. "muon" orthogonalises the matrices (two axes after
         those of STACKS, none of them "vocab"), each of a stack for itself, with
         momentum beta1; all else goes through Adam with Nesterov momentum. Anything that
@@ -273,7 +278,7 @@ def make_inner(
         return optax.chain(optimizer, decay)
 
     optimizer = make(axes, 1.0)
-    if more or name not in NAMES:
+    if more or name not in INNER_OPTIMIZERS.table:
         check_fit(name, more, make)
     if clip_norm:
         return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)

@@ -83,10 +83,7 @@ def find_outer(name: str) -> OuterOptimizer:
     Raises:
       ValueError: optax has none of that name that takes a learning rate.
     """
-    known = ", ".join(OUTER_OPTIMIZERS.table)
-    function = inner.find_in_optax(
-        name, f"choose {known}, or name your own as 'path/to/file.py:name'"
-    )
+    function = inner.find_in_optax(name, OUTER_OPTIMIZERS)
     takes = inspect.signature(function).parameters
 
     def make(momentum: float) -> optax.GradientTransformation:

@@ -354,7 +354,7 @@ def _check_data(config: Config) -> None:
             f"copy it to a bucket beside the data, and name that as launch.data = "
             f"'gs://BUCKET/FOLDER'"
         )
-    for section in ("model", "data", "sync", "outer"):
+    for section in ("model", "data", "sync", "outer", "inner"):
         for name, value in own_code(getattr(config.run, section)).items():
             if Path(value.rpartition(":")[0]).exists():
                 raise ConfigError(

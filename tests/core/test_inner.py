@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from family_members import brief, names
 
+from diloco_jax.core.families import INNER_OPTIMIZERS
 from diloco_jax.core.inner import (
     by_source,
     learning_rate,
@@ -21,7 +23,7 @@ AXES = {
     "w": ("layers", "embed", "mlp"),
     "norm": ("layers", "embed"),
 }
-NAMES = ["adamw", "lion", "sgd", "muon"]
+NAMES = names(INNER_OPTIMIZERS, "inner")
 
 
 def params() -> dict[str, jax.Array]:
@@ -39,7 +41,7 @@ def updates(
     return jax.jit(tx.update)(grads, tx.init(tree), tree)[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES, ids=brief)
 def test_updates_go_down_at_rate_1_and_decay_spares_vectors(name: str) -> None:
     grads = jax.tree.map(lambda p: 0.01 * p, params())
     moved = updates(make_inner(name, axes=AXES), grads)
@@ -195,7 +197,7 @@ def test_our_settings_reach_it() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "what"),
     [
-        ("adamx", (), r"= 'adamx' is no .* you mean 'adamax'"),
+        ("adamx", (), r"'adamx' is no .* you mean 'adamax'"),
         ("clip", (), "'clip' is no optimizer of optax"),
         ("scale_by_adam", (), "is no optimizer of optax"),
         ("sgd", (("momentm", 0.9),), "momentm = 0.9, .* you mean 'momentum'"),
@@ -214,6 +216,24 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=what):
         make_inner(name, axes=AXES, arguments=arguments)
+
+
+def no_rate(beta: float) -> optax.GradientTransformation:
+    return optax.ema(beta)
+
+
+def turns(learning_rate: float) -> optax.GradientTransformation:
+    del learning_rate
+    return optax.stateless(lambda g, _: jax.tree.map(jnp.transpose, g))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("no_rate", "it takes no learning_rate"), ("turns", r"line \d+: \w+Error")],
+)
+def test_one_of_your_own_that_does_not_fit_is_refused(name: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        INNER_OPTIMIZERS.check(f"{__file__}:{name}")
 
 
 def test_a_dtype_that_it_gives_no_choice_of_is_refused() -> None:

@@ -92,6 +92,13 @@ def test_shares_add_up_to_the_gap(order):
     assert ladder(losses).count("(1)") == 3 * len(RUNGS) - 2 * 3
 
 
+@pytest.mark.parametrize(("power", "early"), [(1, ()), (2, ()), (1, (4, 56))])
+def test_merges_come_otherwise_and_are_as_many(power, early):
+    at = quality_moments.merge_steps(586, 24, power, early)
+    assert (len(at), max(at)) == (25, 586)
+    assert not early or set(range(4, 57, 4)) == {step for step in at if step <= 56}
+
+
 @pytest.mark.nightly
 def test_merging_moments_is_an_emulation_but_for_the_moments():
     size = dataclasses.replace(SHORT, tokens=4 * SHORT.sequences * SHORT.sequence)
