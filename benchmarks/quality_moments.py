@@ -89,8 +89,8 @@ def merge_steps(
         every, until = early
         first = set(range(every, until + 1, every))
         left = merges - len(first)
-        after = (until + (steps - until) * k / left for k in range(1, left + 1))
-        return first | set(map(round, after))
+        rest = (steps - until) / left
+        return first | {until + round(rest * k) for k in range(1, left + 1)}
     if power == 1:
         return {*range(cycle, steps, cycle), steps}
     return {round(steps * (k / merges) ** power) for k in range(1, merges + 1)}

@@ -24,6 +24,11 @@ every one of 12 0 |
 Decay / 8 (+0.5, three seeds), beta2 = 0.99 (+0.7, two) and AdEMAMix with a slow beta of
 0.98 at half the rate (+7.2, two) were known from runs that are not among the raw ones.
 
+Seen, 2026-11-30: slow momentum +6.6 and +15.4, 0.999 +7.9 (two pairs each; islands lose
+up to half a percent of their tokens to deltas that are refused as too long); early
+merges +1.6, +0.2 and +0.8 (two pairs), so a rarer merge later costs more than a denser
+start gives; MuLoCo +2.2 and +0.4, SNOO -0.3 (one pair). The other rows were not run.
+
 Command: `python benchmarks/quality.py --size "0.1m, short" --only "slow momentum"
 "early merges" "outer rules" "decay and beta2" --seeds 2`. Cost: 1 to 3 minutes of one
 core per run.
