@@ -22,6 +22,7 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.config.placement import Deadlines
+from diloco_jax.config.resolving import LONG
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import Tape
@@ -81,7 +82,7 @@ def config(tmp_path):
     digest = load_corpus(paths, 0.5).digest
     data = DataConfig(paths=paths, validation_fraction=0.5, digest=digest)
     return Config(
-        run=RunConfig(data=data, outer=outer),
+        run=RunConfig(data=data, outer=outer, sync=LONG),
         islands={"a": IslandConfig(), "b": IslandConfig()},
         placement=Placement(
             workdir=str(tmp_path / "run"), time_budget_s=60.0, restart_delay_s=0.01
