@@ -29,6 +29,7 @@ from runtime_support import client, make_config, placed, with_run
 from diloco_jax import LocalCluster, cli, run_files
 from diloco_jax.cluster.cluster import LocalClusterError, free_port
 from diloco_jax.config import IslandConfig
+from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator.summary import Exporter
 from diloco_jax.observability.exported import Readings, Snapshot
 from diloco_jax.wire import peers
@@ -265,6 +266,7 @@ def secured(folder: Path) -> Iterator[dict[str, Any]]:
         lambda: Snapshot("1", STATUS, Readings(), 0, 0, None),
         tls=TlsFiles.load(folder, peers.COORDINATOR),
         insecure=False,
+        deadlines=Deadlines(TIMEOUT_S),
     )
     exporter.start()
     port = urllib.parse.urlsplit(exporter.url).port
