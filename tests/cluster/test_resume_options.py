@@ -23,13 +23,14 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.config.loading import read_config_json
+from diloco_jax.config.resolving import LONG
 from diloco_jax.core.inner import learning_rate
 
 
 @pytest.fixture
 def config():
     outer = OuterConfig(optimizer="sgd", learning_rate=0.7, momentum=0.0)
-    run = RunConfig(data=DataConfig(digest="d1"), outer=outer)
+    run = RunConfig(data=DataConfig(digest="d1"), outer=outer, sync=LONG)
     return Config(run=run, islands={"a": IslandConfig(), "b": IslandConfig()})
 
 

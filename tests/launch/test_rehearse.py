@@ -19,6 +19,7 @@ from rich.console import Console
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.files import write_json
 from diloco_jax.hardware.machines import MeasuredValue, Measurements
 from diloco_jax.launch import command, findings, rehearse
@@ -31,8 +32,8 @@ from diloco_jax.observability.tape import JsonLines, Tape
 
 STEP_S, SECONDS, MB = 0.5, 20, 1e6
 NAMES = ("a", "b", "c")
-PLANNED = Config(
-    islands={name: IslandConfig(step_seconds=STEP_S) for name in NAMES}
+PLANNED = resolve_open(
+    Config(islands={name: IslandConfig(step_seconds=STEP_S) for name in NAMES})
 ).validate()
 HELD = MeasuredValue(value=16e9, origin="planned")
 ASSUMED = Measurements(
