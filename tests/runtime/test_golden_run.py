@@ -166,7 +166,9 @@ def report(name: str, steps: int, *records: Record) -> messages.Report:
 
 
 def known(service: Coordinator) -> dict[str, Any]:
-    """Facts that a later life must find."""
+    """Facts that a later life must find, once it has restored all fragments."""
+    for back in service.holder._back.values():
+        back.result(PATIENCE_S)
     state, config = service.lead.state, service.lead.config
     totals, store = ledger.run_totals(config, state), service.holder.store
     return {
