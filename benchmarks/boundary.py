@@ -17,8 +17,8 @@ Prediction: below 1 ms of processor time, since nothing is computed on the host 
 message is awaited. Small tensors are held in stacks (`island/device/exchange.py`), so
 one program takes a fragment and one adopts it, and two trees are looked at.
 
-Seen, 2026-11-30: 1.21 ms on a machine on which the tree of 2026-11-25, which had 0.96 on
-its own, takes 1.22 (medians of four runs in turns): the bound is one of seconds.
+Seen, 2026-11-30: 1.21 ms on a machine on which the tree of 2026-11-25, which had 0.96
+on its own, takes 1.22 (medians of four runs in turns): the bound is one of seconds.
 
 Command: `python benchmarks/boundary.py`. Cost: about 3 minutes on two cores.
 """

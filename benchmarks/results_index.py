@@ -20,6 +20,8 @@ FIGURE = support.RESULTS.parent / "figures" / "limits.py"
 INDEX, PERFORMANCE = "index.md", "performance.md"
 LONGEST = 60
 """Characters of a bound's name in the figure."""
+IN_A_ROW = 66
+"""The same on the page, whose rows have a width."""
 TITLES = (
     "## What does not hold",
     "## What too few runs have been made for",
@@ -52,10 +54,14 @@ class Bound(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Its name in at most `LONGEST` characters: both ends tell rows apart."""
-        if len(self.what) <= LONGEST:
+        """Its name for the figure."""
+        return self.within(LONGEST)
+
+    def within(self, most: int) -> str:
+        """Return its name in at most so many characters: both ends tell rows apart."""
+        if len(self.what) <= most:
             return self.what
-        return f"{self.what[: LONGEST // 2 - 2]} ... {self.what[3 - LONGEST // 2 :]}"
+        return f"{self.what[: most // 2 - 2]} ... {self.what[3 - most // 2 :]}"
 
 
 def main() -> int:
@@ -127,7 +133,7 @@ def row_of_bound(path: Path, bound: Bound) -> dict[str, Any]:
     linked = path.with_suffix(".md").exists()
     return {
         "benchmark": f"[{name}](raw/{name}.md)" if linked else name,
-        "measure": bound.what,
+        "measure": bound.within(IN_A_ROW),
         "goal": bound.limit,
         "seen": bound.measured,
         "date": facts.get("date", "").partition(" ")[0],

@@ -296,11 +296,11 @@ CONSTANTS = MachineRates(
     draw_core_seconds=22.0,
     wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-29",
 )
-"""Merges: the line through 2 to 16 deltas of docs/results/raw/merging.md, by the route
-that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC,
-2026-11-24 and 25, merges took about half as much. The Xeon's rates are taken: the
-machines of `MACHINES` have Xeons, a store of 1 B parameters took there what these say
-(docs/results/plan.md), and of two measurements the slower one promises
+"""Merges: the line through 2 to 16 deltas of docs/results/raw/merging_xeon.json, by the
+route that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC
+(docs/results/raw/merging.md) merges take half to two thirds as much. The Xeon's rates
+are taken: the machines of `MACHINES` have Xeons, a store of 1 B parameters took there
+what these say (docs/results/plan.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
 docs/results/raw/wire.md. Sealed files: written, 16 of 64 MiB in turn, on the Xeon,
 2026-11-26; read, `restore --parameters 100000000`, two cores of an AMD EPYC

@@ -166,7 +166,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         paths.append(str(folder / name))
     run = RunConfig(
         data=DataConfig(paths=tuple(paths), weights=WEIGHTS),
-        sync=SyncConfig(steps_per_cycle=6, fragments=FRAGMENTS, quorum=1),
+        sync=SyncConfig(
+            steps_per_cycle=6, overlap_steps=2, fragments=FRAGMENTS, quorum=1
+        ),
         sequence_length=LENGTH,
         total_tokens=ROWS * LENGTH,
     )
