@@ -109,7 +109,10 @@ class _Incarnation(NamedTuple):
 def make_world(islands: int, fragments: int, quorum: int) -> World:
     """Return a run of islands of about one speed."""
     sync = SyncConfig(
-        steps_per_cycle=STEPS_PER_CYCLE, fragments=fragments, quorum=quorum
+        steps_per_cycle=STEPS_PER_CYCLE,
+        overlap_steps=2,
+        fragments=fragments,
+        quorum=quorum,
     )
     run = RunConfig(sync=sync, sequence_length=1000, total_tokens=1 << 60)
     budget_s = 100.0

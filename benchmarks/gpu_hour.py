@@ -45,6 +45,7 @@ import support
 
 from diloco_jax import compilation
 from diloco_jax.config import Config, DataConfig, OuterConfig, SyncConfig
+from diloco_jax.config.resolving import LONG
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.files import write_json
 from diloco_jax.models.flops import analytic_flops
@@ -215,7 +216,7 @@ class Study:
 
         config = self._config(dataclasses.replace(cell, method="default", islands=8))
         cycles = 2 if self._options.rehearse else PROBE_CYCLES
-        steps = cycles * config.run.sync.steps_per_cycle
+        steps = cycles * config.run.sync.cycle
         short = config.replace("total_tokens", steps * _step_tokens(config))
         found = self._laboratory(short, None)
         flops = found.tokens_per_second * _token_flops(config)
@@ -279,7 +280,7 @@ class Study:
             seeds=SEEDS,
             options=options,
             save=state,
-            save_every_merges=max(1, steps * sync.fragments // sync.steps_per_cycle),
+            save_every_merges=max(1, steps * sync.fragments // sync.cycle),
             show=show,
         )
 
@@ -330,7 +331,7 @@ SYNC: dict[str, dict[str, Any]] = {
         "merge": "mean",
     },
     "default": {
-        "steps_per_cycle": SyncConfig.steps_per_cycle,
+        "steps_per_cycle": LONG.cycle,
         "fragments": SyncConfig.fragments,
     },
     "best": BEST,

@@ -67,6 +67,7 @@ from quality_report import difference
 
 from diloco_jax.chaos.schedule import Strike, parse_strikes
 from diloco_jax.config import Config
+from diloco_jax.config.resolving import LONG
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.simulation import emulate as emulation
 from diloco_jax.simulation.bodies import TrainedBody
@@ -316,7 +317,7 @@ def emulated(config: Config, seed: int, times: Times) -> dict[str, Any]:
     from diloco_jax import compilation, emulate
 
     compilation.use_cache(compilation.of_user())
-    overlap_s = config.run.sync.overlap_steps * soak.STEP_SECONDS
+    overlap_s = LONG.overlap * soak.STEP_SECONDS
     options = EmulationOptions(
         merge_seconds=overlap_s / 8,
         step_spread=STEP_SPREAD,

@@ -62,7 +62,7 @@ def checks(run: support.Run) -> list[support.Check]:
     """The bounds against what the run left."""
     islands, tape = run.summary["islands"], run.tape
     sizes = support.fragment_sizes(run.config)
-    cycle = run.config.run.sync.steps_per_cycle
+    cycle = run.config.run.sync.cycle
     idle = [name for name, island in islands.items() if not island["tokens_merged"]]
     found = [
         support.none_of("islands of which nothing was merged", idle),

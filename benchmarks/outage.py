@@ -36,6 +36,7 @@ from loss_under_faults import RATE
 from diloco_jax import run_files
 from diloco_jax.cluster.cluster import LocalCluster
 from diloco_jax.config import Config
+from diloco_jax.config.resolving import LONG
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.simulation.emulation_options import EmulationOptions
@@ -138,7 +139,7 @@ def emulated(seed: int, outage_s: float, away: bool) -> dict[str, Any]:
     merges = round(steps * soak.FRAGMENTS / soak.CYCLE_STEPS)
     faults = (f"{COORDINATOR}@{merges}:pause{outage_s:g}",) if away else ()
     config = config_of(outage_s, seed, faults)
-    overlap_s = config.run.sync.overlap_steps * STEP_SECONDS
+    overlap_s = LONG.overlap * STEP_SECONDS
     options = EmulationOptions(
         merge_seconds=overlap_s / 8, step_spread=0.1, chance_seed=seed
     )

@@ -43,7 +43,7 @@ def run(
     tape = Lockstep(config, EmulationOptions(), build_plan(run, model))
     acts = [act.own for act in tape.acts if act.kind == "train"]
     steps = len(acts)
-    at = merge_steps(steps, run.sync.steps_per_cycle, power, early)
+    at = merge_steps(steps, run.sync.cycle, power, early)
 
     def spread(leaf: Any) -> Any:
         return jnp.broadcast_to(leaf, (islands, *leaf.shape)).copy()

@@ -145,7 +145,7 @@ def measured(count: int, cycles: int, chosen: tuple[Link, ...]) -> list[dict[str
             run = decoupled(config, made, link.text)
             # Each member sends so much of the vector.
             sent = 2 * (count - 1) / count * parameters
-            outer = config.run.sync.steps_per_cycle
+            outer = config.run.sync.cycle
             rows.append(
                 {
                     "islands": count,
@@ -173,7 +173,7 @@ def reference() -> Config:
 def config_of(count: int, cycles: int) -> Config:
     """Return a run of so many cycles; 0: of a sixth of one."""
     sync = reference().run.sync
-    steps = cycles * sync.steps_per_cycle or sync.steps_per_cycle // 6
+    steps = cycles * sync.cycle or sync.cycle // 6
     island = IslandConfig(batch_size=1, step_seconds=STEP_S)
     return Config(
         run=RunConfig(

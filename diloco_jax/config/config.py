@@ -166,8 +166,8 @@ class Config:
       ...     islands={"v5p": IslandConfig(batch_size=4), "v6e": IslandConfig()}
       ... )
       >>> quick = config.replace("total_tokens", 50_000).validate()
-      >>> round(quick.merges_per_fragment(), 2)
-      1.36
+      >>> round(quick.steps(), 2)
+      32.55
     """
 
     run: RunConfig = RunConfig()

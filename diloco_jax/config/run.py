@@ -484,15 +484,22 @@ class SyncConfig:
 
     @property
     def cycle(self) -> int:
-        """`steps_per_cycle` of a run that was created."""
-        assert self.steps_per_cycle is not None
-        return self.steps_per_cycle
+        """`steps_per_cycle` of a run that was created. Raises ConfigError before."""
+        return self._decided("steps_per_cycle")
 
     @property
     def overlap(self) -> int:
-        """`overlap_steps` of a run that was created."""
-        assert self.overlap_steps is not None
-        return self.overlap_steps
+        """`overlap_steps` of a run that was created. Raises ConfigError before."""
+        return self._decided("overlap_steps")
+
+    def _decided(self, field: str) -> int:
+        value: int | None = getattr(self, field)
+        if value is None:
+            raise ConfigError(
+                f"sync.{field} = None: it is chosen when the run is created; set it, "
+                f"or take the config.json of a run"
+            )
+        return value
 
 
 Schedule = Literal["cosine", "constant"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax import Config
+from diloco_jax import Config, ConfigError
 from diloco_jax.config.resolving import cycle, preset, resolve_open
 from diloco_jax.config.run import OuterConfig, SyncConfig, filled, is_open
 
@@ -97,3 +97,5 @@ def test_what_a_config_says_of_its_cycle_stays() -> None:
     assert resolved(steps_per_cycle=6).overlap == 2
     assert resolved(overlap_steps=3) == SyncConfig(steps_per_cycle=4, overlap_steps=3)
     assert not is_open(resolved())
+    with pytest.raises(ConfigError, match=r"sync.steps_per_cycle = None: .*; set it"):
+        Config().merges_per_fragment()
