@@ -24,17 +24,17 @@ IN_A_ROW = 66
 """The same on the page, whose rows have a width."""
 TITLES = (
     "## What does not hold",
-    "## What too few runs have been made for",
+    "## Too few runs, whatever they show",
     "## The tightest of each that holds",
 )
 NEEDED = "are needed)"
-"""Last words of a bound that only more runs can meet."""
+"""Last words of a bound that does not hold before there are more runs."""
 INTRODUCTION = """
 # Performance: measures against their goals
 
 Each benchmark holds what it measures to bounds. Here are all that do not hold, the
-worst first, then those that too few runs have been made for, and the tightest of each
-benchmark that does hold. The command of a row is `python -m benchmarks.NAME`; its page
+worst first, then those of too few runs, and the tightest of each benchmark that does
+hold. The command of a row is `python -m benchmarks.NAME`; its page
 has the method, the limit of the machine where there is one, all tables, load and
 versions. A row is as old as its date: the code has changed since.
 

@@ -39,14 +39,17 @@ from diloco_jax.config import (
     Config,
     ConfigError,
     Placement,
-    RunConfig,
     differences,
     shared_fields,
 )
 from diloco_jax.config.config import require_worth
 from diloco_jax.config.loading import read_config_json, write_config_json
-from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
-from diloco_jax.config.run import filled
+from diloco_jax.config.resolving import (
+    resolve,
+    with_absolute_paths,
+    with_choices_of,
+    with_model_of,
+)
 from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.journal import Recovered
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
@@ -206,7 +209,7 @@ def _require_no_coordinator(workdir: Path) -> None:
 def resumed_config(config: Config, workdir: Path) -> Config:
     """Return the config with which the run in `workdir` goes on.
 
-    config: the user's config; the run fills what it leaves open (corpus, outer
+    config: the user's config; the run fills what it leaves open (corpus, cycle, outer
     optimizer). Raises ConfigError if the workdir holds no run, one of another config or
     format, or one that a coordinator serves just now.
     """
@@ -214,7 +217,10 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     facts = workdirs.read_facts(workdir)
     written = read_config_json(workdir / run_files.CONFIG).run
     placement = dataclasses.replace(config.placement, workdir=str(workdir))
-    run = _filled(with_model_of(written, config).run, written)
+    config = with_choices_of(written, with_model_of(written, config))
+    digest = config.run.data.digest or written.data.digest
+    data = dataclasses.replace(config.run.data, digest=digest)
+    run = dataclasses.replace(config.run, data=data)
     config = resolve(dataclasses.replace(config, run=run, placement=placement))
     total = config.run.total_tokens
     more = workdirs.with_more_tokens(written, total)
@@ -298,15 +304,6 @@ def tell_extended(config: Config, workdir: Path, console: Console) -> None:
         f"at {learning_rate(inner, 1.0):.3g}, goes on from "
         f"{learning_rate(inner, done / total):.3g}",
     )
-
-
-def _filled(run: RunConfig, written: RunConfig) -> RunConfig:
-    """Fill in the fields that `resolving.resolve` decided when the run began."""
-    data = run.data
-    if not data.digest:
-        data = dataclasses.replace(data, digest=written.data.digest)
-    sync, outer = filled(run.sync, written.sync), filled(run.outer, written.outer)
-    return dataclasses.replace(run, data=data, sync=sync, outer=outer)
 
 
 STATUS_EVERY_S = 1.0

@@ -75,9 +75,9 @@ def resolve_open(config: Config) -> Config:
     `preset`."""
     run, from_weights = config.run, bool(config.run.model.weights)
     if is_open(run.sync):
-        chosen = cycle(config.steps(), from_weights=from_weights)
-        if run.sync.steps_per_cycle is not None:
-            chosen = LONG
+        chosen, least = LONG, 2 * (run.sync.overlap_steps or 0)
+        if run.sync.steps_per_cycle is None:
+            chosen = cycle(config.steps(), least, from_weights=from_weights)
         run = dataclasses.replace(run, sync=filled(run.sync, chosen))
     if is_open(run.outer):
         from diloco_jax.core.families import MERGE_RULES
@@ -107,6 +107,15 @@ def with_model_of(run: RunConfig, config: Config) -> Config:
         "the model is that of %s, which the run started from", run.model.weights
     )
     changed = dataclasses.replace(config.run, model=run.model)
+    return dataclasses.replace(config, run=changed)
+
+
+def with_choices_of(run: RunConfig, config: Config) -> Config:
+    """Return the config with the cycle and the outer optimizer of a run that goes on,
+    where it leaves them open: other tokens or islands would choose others."""
+    own = config.run
+    sync, outer = filled(own.sync, run.sync), filled(own.outer, run.outer)
+    changed = dataclasses.replace(own, sync=sync, outer=outer)
     return dataclasses.replace(config, run=changed)
 
 
@@ -144,15 +153,16 @@ MERGES = 500.0
 """
 
 
-def cycle(steps: float, *, from_weights: bool = False) -> SyncConfig:
+def cycle(steps: float, least: int = 0, *, from_weights: bool = False) -> SyncConfig:
     """Choose cycle and overlap of a run: the shorter the run, the more is lost by what
     islands do apart, and the fewer bytes a shorter cycle costs in all.
 
     Args:
       steps: of each island, if all are equally fast.
+      least: steps that the cycle has in any case, since an overlap was given.
       from_weights: the run starts from trained weights.
     """
-    length = math.ceil(max(steps / MERGES, SHORTEST_CYCLE))
+    length = math.ceil(max(steps / MERGES, SHORTEST_CYCLE, least))
     if from_weights or length >= LONG.cycle:
         return LONG
     overlap = 1 if length < OVERLAPPED_ONCE else LONG.overlap
@@ -168,8 +178,8 @@ GENTLE_FROM_MERGES = 80.0
 GENTLE_FROM_MERGES_OF = {"muon": 160.0}
 """Merges from which momentum helps, for inner optimizers that need more of them."""
 GENTLE_FROM_STEPS, GENTLE_FROM_CYCLE = 1600.0, 4
-"""Steps from which it helps, however many merges they have, and the shortest cycle: in
-shorter ones successive deltas are too much alike."""
+"""Steps from which it helps, however many merges they have, and the shortest cycle in
+which it was measured."""
 
 PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))

@@ -15,7 +15,7 @@ from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.config.fields import setting
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.options import TRUST_CODE
-from diloco_jax.config.resolving import with_model_of
+from diloco_jax.config.resolving import with_choices_of, with_model_of
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.protocol.coordinator.state import RunExtended, RunResumed, State
 from diloco_jax.wire import addresses
@@ -60,7 +60,8 @@ def require_run(workdir: Path, run_id: str) -> None:
 
 
 def with_beginning_of(config: Config, workdir: Path) -> Config:
-    """Return the config with the first parameters of the run in this workdir.
+    """Return the config with the first parameters of the run in this workdir, and what
+    was chosen for it as it began.
 
     These are the model of the weights that the run started from
     (`resolving.with_model_of`), and the island that was to give them. A workdir without
@@ -73,7 +74,7 @@ def with_beginning_of(config: Config, workdir: Path) -> Config:
     first_from = written.placement.first_from
     placement = dataclasses.replace(config.placement, first_from=first_from)
     config = dataclasses.replace(config, placement=placement)
-    return with_model_of(written.run, config)
+    return with_choices_of(written.run, with_model_of(written.run, config))
 
 
 def extension(config: Config, workdir: Path, state: State) -> RunExtended | None:

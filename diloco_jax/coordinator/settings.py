@@ -67,6 +67,8 @@ def policy_config(
         "fingerprint": run.fingerprint(),
         "fragment_sizes": fragment_sizes,
         "rates": _rates(run.inner),
+        "steps_per_cycle": run.sync.cycle,
+        "overlap_steps": run.sync.overlap,
         **others,
     }
     named = {

@@ -512,6 +512,8 @@ class Announcer:
 PATH = "/metrics"
 REQUESTS_AT_ONCE = 4
 """Connections that are answered at once, of four times as many."""
+REQUESTS_EACH = 2
+"""Connections with one certificate."""
 
 
 class Exporter:
@@ -548,6 +550,7 @@ class Exporter:
             self._answer,
             deadlines,
             most=4 * REQUESTS_AT_ONCE,
+            most_each=REQUESTS_EACH,
             threads=REQUESTS_AT_ONCE,
             idle_s=self._limit_s,
         )

@@ -298,7 +298,7 @@ CONSTANTS = MachineRates(
 )
 """Merges: the line through 2 to 16 deltas of docs/results/raw/merging_xeon.json, by the
 route that needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC
-(docs/results/raw/merging.md) merges take half to two thirds as much. The Xeon's rates
+(docs/results/raw/merging.md) merges take 0.4 to 0.7 of it. The Xeon's rates
 are taken: the machines of `MACHINES` have Xeons, a store of 1 B parameters took there
 what these say (docs/results/plan.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in

@@ -419,14 +419,15 @@ class Host(abc.ABC, Generic[L]):
         """Meet the other hosts. field: setting to raise if that takes too long.
 
         Host 0 meets them although the island is to end: they end by a decision of its
-        loop, and its exit would abort those that still come.
+        loop, and its exit would abort those that still come. One that is preempted has
+        no time for that.
         """
-        self.hosts.meet(
-            what,
-            timeout_s,
-            lambda: self.follows and self.mailbox.ending is not None,
-            f"placement.{field}_budget_s",
-        )
+
+        def ends() -> bool:
+            ending = self.mailbox.ending
+            return ending is not None and (self.follows or ending.reason == "preempted")
+
+        self.hosts.meet(what, timeout_s, ends, f"placement.{field}_budget_s")
 
     def _decisions(self, script: Decisions | None, lookahead: int) -> Decisions:
         budget_s = self.deadlines.budget_s
@@ -557,8 +558,11 @@ class Host(abc.ABC, Generic[L]):
             with contextlib.suppress(HostsError):
                 if ending is not None:
                     hosts.tell(key, msgspec.msgpack.encode(ending))
-                    stop_s = self.deadlines.stop_s
-                    told = [hosts.hear(f"told/{host}", stop_s) for host in hosts.others]
+                    until = time.monotonic() + self.deadlines.stop_s
+                    told = [
+                        hosts.hear(f"told/{host}", max(0.0, until - time.monotonic()))
+                        for host in hosts.others
+                    ]
                     self._told = None not in told
             raise
 

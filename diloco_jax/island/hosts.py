@@ -28,7 +28,7 @@ from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.conversation import Fetch, HostFetch, agreed
 from diloco_jax.protocol.island.reporting import Introduction
 from diloco_jax.protocol.messages import ResendRequest, Short, Version
-from diloco_jax.wire.errors import ConnectionLost, VersionGone, WireError
+from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -287,8 +287,10 @@ class OrderThread(NetworkThreads):
             arrival = self._fetch(fetch)
         except VersionGone:
             return HostFetch(outcome="gone")
-        except WireError as error:  # Of a refusal host 0 hears, too.
-            logger.debug("fragment %d not fetched: %s", fetch.fragment, error)
+        except WireError as error:
+            # Of a refusal host 0 hears, too, unless only this host has an old key.
+            level = logging.WARNING if isinstance(error, Refused) else logging.DEBUG
+            logger.log(level, "fragment %d not fetched: %s", fetch.fragment, error)
             return HostFetch(outcome="lost")
         self._mailbox.arrivals.drop_after(fetch.fragment, fetch.accepted)
         self._mailbox.arrivals.put(arrival)

@@ -19,7 +19,8 @@ import jax
 from diloco_jax import before_jax, checkpoint, compilation, machine, run_files
 from diloco_jax.before_jax import prepare_island
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.resolving import with_model_of
+from diloco_jax.config.resolving import with_choices_of, with_model_of
+from diloco_jax.config.run import is_open
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import (
     Batch,
@@ -84,14 +85,18 @@ OF_STEPS = 3
 
 
 def with_model_of_run(config: Config, name: str, address: str) -> Config:
-    """Return the config with the run's model, which the coordinator knows.
+    """Return the config with the run's model, and with what was chosen for the run as
+    it began: the coordinator knows both.
 
     If the run started from weights, only the coordinator has read their config.json. A
-    config that names weights or a factory itself is returned unchanged.
+    config that names weights or a factory itself keeps its model.
     """
-    if config.run.model.weights or config.run.model.factory:
+    run = config.run
+    own = run.model.weights or run.model.factory
+    if own and not (is_open(run.sync) or is_open(run.outer)):
         return config
-    return with_model_of(ask_config(address, name, config.placement).run, config)
+    asked = ask_config(address, name, config.placement).run
+    return with_choices_of(asked, with_model_of(asked, config))
 
 
 def meet(config: Config, name: str, where: WorldAddress) -> Hosts:
@@ -138,7 +143,7 @@ def run(
     """Train island `name` until the run is over; return the process's exit code.
 
     Args:
-      config: resolved: outer optimizer and corpus digest are filled in.
+      config: resolved: cycle, outer optimizer and corpus digest are filled in.
       address: HOST:PORT of the coordinator.
       workdir: of this process.
       incarnation: number of the attempt of this island, from 1; that of host 0 counts.

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError, LaunchConfig, suggest
 from diloco_jax.config.fields import NOT_NEGATIVE, POSITIVE, setting
+from diloco_jax.config.resolving import LONG
+from diloco_jax.config.run import filled
 from diloco_jax.files import absolute
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.spec import (
@@ -160,7 +162,7 @@ def run(
     spec = make_spec(config, path, on, options.init)
     planned: list[str] = []
     if action == "create" and not options.unplanned:
-        planned = require_planned(config)
+        planned = require_planned(_begun(config, options.init))
     _check_owners(spec, options.only)
     folder = folder_of(config, path) / "launch"
     certificates = _certificates(config, path)
@@ -190,6 +192,14 @@ def run(
         for line in submitter.deletions():
             _show(line)
     return 0
+
+
+def _begun(config: Config, init: str) -> Config:
+    """Return the config with the cycle that a run from trained weights gets."""
+    if not init.startswith(("hf:", "run:")):
+        return config
+    run = dataclasses.replace(config.run, sync=filled(config.run.sync, LONG))
+    return dataclasses.replace(config, run=run)
 
 
 def folder_of(config: Config, path: str) -> Path:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from diloco_jax.config import ConfigError, IslandConfig, SyncConfig
+from diloco_jax.config.resolving import LONG
 from diloco_jax.core.fragments import EVEN, FragmentPlan
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.checks import (
@@ -282,8 +283,10 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
     found = list[LinkSetting]()
     sync, now = terms.config.run.sync, _bytes_per_step(needs_of(terms))
     pairs = {(up, down) for up in TRIED_CODECS for down in TRIED_CODECS}
+    # A short cycle may be as long as that of a long run, too.
+    parts = dict.fromkeys((*TRIED_CYCLES, LONG.cycle / min(sync.cycle, LONG.cycle)))
     for up, down in sorted({*pairs, (sync.codec_up, sync.codec_down)}):
-        for part in TRIED_CYCLES:
+        for part in parts:
             cycle = math.ceil(sync.cycle * part)
             wanted = {"codec_up": up, "codec_down": down, "steps_per_cycle": cycle}
             own = {field: getattr(sync, field) for field in wanted}
@@ -305,7 +308,7 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
                 up=needs.networks[name].up,
                 down=needs.networks[name].down,
                 memory=needs.coordinator.memory,
-                losses=tuple(_losses(up, down, part)),
+                losses=tuple(_losses(up, down, part, sync.cycle)),
             )
             if one.share <= 1 or one.losses:
                 found.append(one)
@@ -318,9 +321,12 @@ def _bytes_per_step(needs: Needs) -> float:
     return LINK_UTILISATION * gbit / 8 * GB
 
 
-def _losses(up: str, down: str, cycle: float) -> Iterator[str]:
-    for loss in LOSSES:
-        if up == down == loss.codec and cycle == loss.cycle:
+def _losses(up: str, down: str, part: float, cycle: int) -> Iterator[str]:
+    """Yield what was measured of a codec at this part of a cycle, of which parts were
+    measured in long ones alone."""
+    measured = [loss for loss in LOSSES if loss.cycle == 1.0 or cycle >= LONG.cycle]
+    for loss in measured:
+        if up == down == loss.codec and part == loss.cycle:
             yield f"loss {loss.difference} over {loss.over}, at {loss.size}"
 
 

@@ -416,7 +416,7 @@ def plan_coordinator(
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
-    run: a config with a resolved outer optimizer. cores: of the machine, on which the
+    run: of a resolved config. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
     copies: of each publish that it sends; None: one to each island. read_bytes_per_s:
     of the disk; None: as fast as it writes.

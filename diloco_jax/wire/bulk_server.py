@@ -264,9 +264,11 @@ class Acceptor:
         try:
             awaits = connection.shake_hands()
         except (OSError, ValueError) as error:
-            # Who hangs up without a word asks only whether this process listens, as
-            # Kubernetes does every few seconds.
-            if not isinstance(error, ssl.SSLEOFError | ConnectionResetError):
+            # Most who hang up ask only whether this process listens, as Kubernetes does
+            # every few seconds.
+            if isinstance(error, ssl.SSLEOFError | ConnectionResetError):
+                logger.debug("%s hung up in a TLS handshake", connection.peer)
+            else:
                 self.failed("a TLS handshake failed", error, connection.peer)
             self._take(connection)
             connection.close()
@@ -416,7 +418,7 @@ class BulkServer:
 
     def start(self, listener: socket.socket) -> None:
         """Serve what comes to a socket that listens, which is closed at the end."""
-        self._acceptor = Acceptor(
+        acceptor = Acceptor(
             "diloco-bulk",
             listener,
             self._tls,
@@ -427,7 +429,8 @@ class BulkServer:
             most_each=2 * self._each,
             check=self._identify,
         )
-        self._acceptor.start()
+        acceptor.start()
+        self._acceptor = acceptor
 
     def stop(self, grace_s: float) -> None:
         """Accept nothing more; cut off transfers that still run after `grace_s`."""

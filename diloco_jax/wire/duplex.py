@@ -71,7 +71,8 @@ class TlsEnd:
 
     def close(self) -> None:
         """Close the connection."""
-        self._socket.close()
+        with self._turn:  # Nobody reads or writes in what gets its number next.
+            self._socket.close()
 
     def _taking_turns(self, act: Callable[[Given], Got], given: Given) -> Got:
         while True:

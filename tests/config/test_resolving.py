@@ -95,7 +95,8 @@ def test_what_a_config_says_of_its_cycle_stays() -> None:
     assert (resolved().cycle, resolved().overlap) == (4, 1)
     # A cycle of one's own has the usual overlap.
     assert resolved(steps_per_cycle=6).overlap == 2
-    assert resolved(overlap_steps=3) == SyncConfig(steps_per_cycle=4, overlap_steps=3)
+    # A take is over before the next one of its fragment.
+    assert resolved(overlap_steps=3) == SyncConfig(steps_per_cycle=6, overlap_steps=3)
     assert not is_open(resolved())
     with pytest.raises(ConfigError, match=r"sync.steps_per_cycle = None: .*; set it"):
         Config().merges_per_fragment()

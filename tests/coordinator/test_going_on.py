@@ -9,10 +9,12 @@ import pytest
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, OuterConfig, RunConfig
 from diloco_jax.config.loading import read_config_json
+from diloco_jax.config.resolving import resolve_open
 from diloco_jax.coordinator.going_on import (
     DRAWN,
     CoordinatorOptions,
     extension,
+    with_beginning_of,
     with_source,
 )
 from diloco_jax.protocol.coordinator.state import RunExtended, State
@@ -36,6 +38,15 @@ def test_a_run_that_is_over_goes_on_and_its_config_says_so(workdir):
     assert read_config_json(workdir / "config.json") == of_tokens(2000)
     # As after a crash between the file and the record.
     assert extension(of_tokens(2000), workdir, OVER) == RunExtended()
+
+
+def test_more_tokens_choose_no_other_cycle(tmp_path):
+    """What was chosen as the run began stays, whatever its config would choose now."""
+    begun = resolve_open(of_tokens(2_500_000))
+    workdirs.begin_run(begun, tmp_path)
+    more = resolve_open(with_beginning_of(of_tokens(5_000_000), tmp_path))
+    assert more.run.sync == begun.run.sync
+    assert resolve_open(of_tokens(5_000_000)).run.sync != begun.run.sync
 
 
 def test_other_runs_are_not_extended(workdir):

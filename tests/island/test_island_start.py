@@ -13,6 +13,7 @@ from diloco_jax import before_jax
 from diloco_jax.before_jax import prepare_island
 from diloco_jax.config import Config, IslandConfig, ModelConfig, Placement, RunConfig
 from diloco_jax.config.placement import Deadlines
+from diloco_jax.config.resolving import LONG, SHORT
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island import link, main
 from diloco_jax.island.host import introduction
@@ -28,7 +29,8 @@ def of_model(model: ModelConfig, time_budget_s: float = 60.0) -> Config:
     placement = Placement(
         time_budget_s=time_budget_s, outage_budget_s=0.25, compile_budget_s=0.5
     )
-    return Config(run=RunConfig(model=model, seed=7), placement=placement)
+    run = RunConfig(model=model, seed=7, sync=LONG, outer=SHORT)
+    return Config(run=run, placement=placement)
 
 
 @contextmanager
@@ -71,6 +73,14 @@ def test_without_weights_the_config_is_the_islands_own():
 def test_who_names_weights_or_a_factory_asks_nobody(model):
     own = of_model(model)
     assert main.with_model_of_run(own, "a", "127.0.0.1:1") == own
+
+
+def test_what_was_chosen_as_the_run_began_is_taken_from_it():
+    """Its tokens and weights may say otherwise here."""
+    own = of_model(ModelConfig(factory="a.b:c")).replace("sync.steps_per_cycle", None)
+    with serving(of_model(MODEL)) as address:
+        told = main.with_model_of_run(own, "a", address)
+    assert told == own.replace("sync.steps_per_cycle", LONG.cycle)
 
 
 def test_a_coordinator_that_does_not_come_is_named(caplog):

@@ -202,6 +202,15 @@ def test_what_was_passed_on_follows_what_was_heard(workdir, seq, known):
     assert (fragments, [record["seq"] for record in passed_on]) == ((1,), [seq])
 
 
+def test_what_was_passed_on_by_one_that_died_unheard_leaves_its_place(workdir):
+    *tape, took, merge, end = unheard(5)
+    took["record"] |= {"seq": 7}
+    again = of_island(6, "restored", 0, incarnation=2, start=1, value=6)
+    write(workdir, [*tape, again, took, merge, end])
+    *_, passed_on = read_recording(workdir).lives[Who("a", 2)].restored()
+    assert [bool(record) for record in passed_on] == [True, False]
+
+
 def test_moments_of_nobody_are_named(workdir):
     write(workdir, restored(start=7, value=6))
     with pytest.raises(TapeError, match="incarnation 7 has not joined"):

@@ -256,7 +256,7 @@ class Books:
         incarnation: int,
         steps: int,
         fragments: Iterable[int],
-        unheard: Iterable[Fields],
+        unheard: Iterable[Fields | msgspec.UnsetType],
     ) -> None:
         """Note that the incarnation begins with an earlier one's moments after `steps`
         steps, and with its residuals of these fragments. unheard: records up to there

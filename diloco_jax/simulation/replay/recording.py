@@ -69,7 +69,7 @@ class RestoredFrom(NamedTuple):
     who: Who
     steps: int
     fragments: tuple[int, ...]
-    unheard: tuple[Fields, ...]
+    unheard: tuple[Fields | msgspec.UnsetType, ...]
     """See `Record.unheard`."""
 
 
@@ -135,7 +135,8 @@ class Life:
             Who(self.who.island, lines[0].start),
             lines[0].value,
             tuple(r.fragment for r in lines if r.fragment >= 0),
-            tuple(r.unheard for r in lines if r.unheard),
+            # Of one that was passed on itself only its place is left.
+            tuple(r.unheard for r in lines[1:] if r.fragment < 0),
         )
 
     def cut(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:
