@@ -263,7 +263,7 @@ OUTER_OPTIMIZERS: Family[OuterOptimizer] = Family(
 class InnerOptimizer(Protocol):
     """A function that makes an optax optimizer of gradients, as those of optax do. Of
     `b1`, `b2`, `mu_dtype`, and `weight_decay` with `mask`, it is given what it takes;
-    what else it takes has a default, or is in `inner.arguments`."""
+    what else it takes has a default, which `inner.arguments` may change."""
 
     def __call__(self, learning_rate: float) -> optax.GradientTransformation:
         """Make the optimizer, whose updates are in proportion to the learning rate."""

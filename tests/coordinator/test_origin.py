@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections import Counter
 
@@ -20,8 +21,8 @@ from diloco_jax.config import (
     OuterConfig,
     Placement,
     RunConfig,
-    SyncConfig,
 )
+from diloco_jax.config.resolving import LONG
 from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes, make_store
 from diloco_jax.coordinator.journal import DurableError, RecordLog
@@ -149,7 +150,7 @@ def test_what_the_log_has_is_the_state_and_comes_onto_the_tape(
     [
         RunConfig(
             outer=OuterConfig(optimizer=optimizer, learning_rate=0.7, momentum=0.9),
-            sync=SyncConfig(fragments=2),
+            sync=dataclasses.replace(LONG, fragments=2),
         )
         for optimizer in ("nesterov", "adam")
     ],
