@@ -23,6 +23,7 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.processes import next_attempt
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import LONG
 from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
@@ -56,7 +57,7 @@ from diloco_jax.wire.tls import TlsFiles
 
 NAMED = (ConfigError, SecurityError, TapeError)
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
-RUN = RunConfig()
+RUN = RunConfig(sync=LONG)
 MOST_BYTES = 16 << 20
 """Memory that one reading may take: a file says no size that is believed."""
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import jax
@@ -187,7 +188,7 @@ def config_of(*paths: object) -> Config:
 @pytest.fixture(scope="module")
 def resumed(bucket: Bucket, root: Path, tmp_path_factory) -> Path:
     """Workdir of a run whose processes are all killed; it goes on until both islands
-    are back, and is asked to end."""
+    are back and have read of both sources, and is asked to end."""
     for name in NAMES:
         bucket.put(root / name, f"rows/{name}")
     folder: Path = tmp_path_factory.mktemp("bucket")
@@ -201,10 +202,24 @@ def resumed(bucket: Bucket, root: Path, tmp_path_factory) -> Path:
         first.wait(TIMEOUT_S)
     await_gone([pid for hosts in pids for pid in hosts])
     with begun(bucket, folder, "run", "--resume", workdir) as second:
-        await_true(folder, second, lambda: len(restored(workdir)) == 2)
+        await_true(
+            folder,
+            second,
+            lambda: len(restored(workdir)) == 2 == len(losses_by_source(workdir)),
+        )
         second.send_signal(signal.SIGINT)
         second.wait(TIMEOUT_S)
     return workdir
+
+
+def losses_by_source(workdir: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each island that has read of every source."""
+    return {
+        line["island"]: line
+        for line in read_metrics(workdir)
+        if line["kind"] == "island"
+        and None not in (line["loss_by_source"] or {0: None}).values()
+    }
 
 
 def restored(workdir: Path) -> dict[str, int]:
@@ -274,12 +289,7 @@ def test_its_rows_are_those_of_a_disk(resumed, root):
 def test_islands_tell_their_loss_on_each_source(resumed):
     """Also the island of two hosts, each of which knows the sources of its own rows."""
     paths = read_config_json(resumed / "config.json").run.data.paths
-    last = {
-        line["island"]: line
-        for line in read_metrics(resumed)
-        if line["kind"] == "island"
-        and None not in (line["loss_by_source"] or {0: None}).values()
-    }
+    last = losses_by_source(resumed)
     assert last.keys() == {"pair", "solo"}
     for line in last.values():
         losses = line["loss_by_source"]
