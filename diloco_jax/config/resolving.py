@@ -15,19 +15,13 @@ from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config, with_paths
 from diloco_jax.config.fields import own_code
-from diloco_jax.config.run import (
-    OuterConfig,
-    RunConfig,
-    SyncConfig,
-    filled,
-    is_open,
-    read_init,
-)
+from diloco_jax.config.run import OuterConfig, RunConfig, SyncConfig, read_init
 from diloco_jax.files import absolute
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Any)
+Section = TypeVar("Section", SyncConfig, OuterConfig)
 
 
 def resolve(
@@ -92,6 +86,17 @@ def resolve_open(config: Config) -> Config:
         )
         run = dataclasses.replace(run, outer=filled(run.outer, outer))
     return dataclasses.replace(config, run=run)
+
+
+def is_open(section: SyncConfig | OuterConfig) -> bool:
+    """Tell whether something is left to be filled in when the run is created."""
+    return any(value is None for value in vars(section).values())
+
+
+def filled(section: Section, chosen: Section) -> Section:
+    """Fill the fields that a section leaves open from `chosen`."""
+    own = {name: value for name, value in vars(section).items() if value is not None}
+    return dataclasses.replace(chosen, **own)
 
 
 def with_model_of(run: RunConfig, config: Config) -> Config:

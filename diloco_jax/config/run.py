@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from diloco_jax.config.fields import (
     AT_LEAST_1,
@@ -614,20 +614,6 @@ class OuterConfig:
         help="A merged delta longer than this many times the running mean is cut; "
         "0 = never.",
     )
-
-
-Section = TypeVar("Section", SyncConfig, OuterConfig)
-
-
-def is_open(section: SyncConfig | OuterConfig) -> bool:
-    """Tell whether something is left to be filled in when the run is created."""
-    return any(value is None for value in vars(section).values())
-
-
-def filled(section: Section, chosen: Section) -> Section:
-    """Fill the fields that a section leaves open from `chosen`."""
-    own = {name: value for name, value in vars(section).items() if value is not None}
-    return dataclasses.replace(chosen, **own)
 
 
 SEED = Bound(0, 2**32 - 1)

@@ -19,8 +19,7 @@ import jax
 from diloco_jax import before_jax, checkpoint, compilation, machine, run_files
 from diloco_jax.before_jax import prepare_island
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.resolving import with_choices_of, with_model_of
-from diloco_jax.config.run import is_open
+from diloco_jax.config.resolving import is_open, with_choices_of, with_model_of
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import (
     Batch,

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError, LaunchConfig, suggest
 from diloco_jax.config.fields import NOT_NEGATIVE, POSITIVE, setting
-from diloco_jax.config.resolving import LONG
-from diloco_jax.config.run import filled
+from diloco_jax.config.resolving import LONG, filled
 from diloco_jax.files import absolute
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.spec import (

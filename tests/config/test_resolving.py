@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from diloco_jax import Config, ConfigError
-from diloco_jax.config.resolving import cycle, preset, resolve_open
-from diloco_jax.config.run import OuterConfig, SyncConfig, filled, is_open
+from diloco_jax.config.resolving import cycle, filled, is_open, preset, resolve_open
+from diloco_jax.config.run import OuterConfig, SyncConfig
 
 LONG: dict[str, Any] = {
     "merges_per_fragment": 200.0,
