@@ -17,9 +17,9 @@ MINUTES_S = 900.0
 @pytest.fixture
 def asked(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import dashboard_questions
+    import dashboard
 
-    return dashboard_questions
+    return dashboard
 
 
 BEGUN = 1000.0
@@ -41,25 +41,15 @@ ISLANDS = [["island", "tokens lost"], ["a #2", "512"], ["b", "1,024"]]
 LOST = {"a": 512, "b": 1024}
 
 
-def sides(asked, failures, lost=LOST):
-    return asked.truth_of(LIST, lost, BEGUN), asked.page_of(failures, ISLANDS)
-
-
-def agreed(asked, failures, lost=LOST) -> list[bool]:
-    truth, page = sides(asked, failures, lost)
-    return [one.is_answered(page) for one in asked.questions(truth, 0)]
-
-
-def disputed(asked, failures, lost=LOST) -> list[str]:
-    """Kinds of questions about every fault and island that are answered otherwise."""
-    truth, page = sides(asked, failures, lost)
-    every = [one for fault in truth.kills for one in asked.about(fault)]
-    every += asked.of_tokens(truth)
-    return [one.kind for one in every if not one.is_answered(page)]
+def disputed(asked, failures) -> list[str]:
+    """Kinds of questions that the page answers otherwise than the list."""
+    rows, islands = asked.read_page(failures, ISLANDS)
+    found = list(asked.answers(rows, islands, LIST, LOST, BEGUN))
+    assert len(found) == 9
+    return [one.kind for one in found if not one.agree]
 
 
 def test_a_page_that_says_it_all_answers_all(asked):
-    assert agreed(asked, FAILURES) == [True] * 10
     assert disputed(asked, FAILURES) == []
 
 
@@ -79,7 +69,7 @@ def test_every_fault_is_asked_for(asked, row, cell, text, kind):
 
 
 @pytest.mark.nightly
-def test_nine_of_ten_questions_about_a_run_under_chaos_are_answered():
+def test_questions_about_a_run_under_chaos_are_answered():
     find_chromium()  # Not only once the run is over.
     command = [sys.executable, "dashboard.py", "--quick", "--json"]
     done = subprocess.run(
