@@ -302,20 +302,17 @@ def native_step(
     kind = native_kind(settings)
     assert kind is not None
     kept, structure = jax.tree.flatten(state["optimizer"])
-    others = {name: own for name, own in state.items() if name != "optimizer"}
-    leaves, tree = jax.tree.flatten(others)
-    numbers = tuple(np.asarray(leaf).item() for leaf in leaves)
-    guard, rate, moved = _known_scalars(settings, tree, numbers, float(norm))
-    after = state.copy()
-    after.update(moved)
+    scalars = {name: own for name, own in state.items() if name != "optimizer"}
+    guard, rate, moved = jax.tree.map(np.asarray, _scalars(settings, scalars, norm))
+    after = {**state, **moved}
     # The sum of momentum and a delta that the guard scaled is rounded otherwise.
     guarded = kind == "nesterov" and settings.norm_guard > 0
     step = Step(
         kind="guarded_nesterov" if guarded else kind,
         factor=factor,
-        guard=guard,
+        guard=float(guard),
         momentum=settings.momentum,
-        rate=rate,
+        rate=float(rate),
     )
     if not kept:
         return NativeStep(step, after=after)
@@ -323,18 +320,6 @@ def native_step(
     new_trace = empty(trace.shape, np.float32)
     after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
     return NativeStep(step, trace, new_trace, after)
-
-
-@functools.lru_cache(maxsize=64)
-def _known_scalars(
-    settings: OuterSettings, tree: Any, numbers: tuple[float, ...], norm: float
-) -> tuple[float, float, Any]:
-    """Return `_scalars`, once for all pieces of a fragment."""
-    state = jax.tree.unflatten(
-        tree, [np.int32(n) if isinstance(n, int) else np.float32(n) for n in numbers]
-    )
-    guard, rate, moved = _scalars(settings, state, np.float32(norm))
-    return float(guard), float(rate), jax.tree.map(np.asarray, moved)
 
 
 @compiled(0)

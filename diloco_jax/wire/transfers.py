@@ -14,7 +14,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import socket
 import ssl
 import threading
 import time
@@ -25,24 +24,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from cryptography import x509
 from msgspec.structs import replace
 
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol.messages import Version
-from diloco_jax.wire import addresses, bulk, errors, peers, tls
+from diloco_jax.wire import bulk, errors
 from diloco_jax.wire.bulk import PROGRESS_BYTES, BulkConnection, prepare
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
     LocalProtocolError,
     RemoteProtocolError,
-    SecurityError,
     VersionGone,
     WireError,
 )
 from diloco_jax.wire.peers import Backoff, DaemonPool, Guard, IdleWatch, Principal
-from diloco_jax.wire.tls import Renewed, TlsFiles, explain
+from diloco_jax.wire.tls import Renewed, TlsFiles, dial
 
 
 class Connections:
@@ -55,7 +52,7 @@ class Connections:
         deadlines: Deadlines,
         most: int,
         *answers: Principal,
-        field: str = "",
+        field: str = "the coordinator's address",
     ) -> None:
         """most: connections that are kept while nothing uses them. answers: principals
         one of which has to answer; none: whoever has this address in its certificate.
@@ -89,7 +86,7 @@ class Connections:
                     raise ConnectionLost(f"the client of {self.address} is closed")
                 found = self._idle.pop()[1] if self._idle else None
             if found is None:
-                return self._dial(context)
+                return self._dial()
             if not found.spoken():
                 return found
             found.close()  # The coordinator ended it, or was started again.
@@ -122,36 +119,17 @@ class Connections:
         for _, connection in idle:
             connection.close()
 
-    def _dial(self, context: ssl.SSLContext | None) -> BulkConnection:
-        host, port = addresses.parse_address(self.address)
-        limit_s = self._deadlines.connect_s
-        try:
-            connection = socket.create_connection((host, port), limit_s)
-            try:
-                prepare(connection, self._deadlines)
-                if context is not None:
-                    connection = secured = context.wrap_socket(
-                        connection, server_hostname=host
-                    )
-                    self._require_known(secured)
-                connection.settimeout(None)
-            except BaseException:
-                connection.close()
-                raise
-        except OSError as error:
-            # As short as elsewhere: a socket answers at once or never.
-            files = self._tls.files if self._tls is not None else None
-            cause = explain(self.address, files, limit_s / 4)
-            raise cause or ConnectionLost(f"{self.address}: {error}") from error
+    def _dial(self) -> BulkConnection:
+        connection = dial(
+            self.address,
+            self._tls,
+            self._deadlines.connect_s,
+            *self._answers,
+            field=self._field,
+        )
+        prepare(connection, self._deadlines)
+        connection.settimeout(None)
         return BulkConnection(connection, self.address)
-
-    def _require_known(self, connection: ssl.SSLSocket) -> None:
-        """Raise SecurityError unless one answers that has to."""
-        if self._answers:
-            encoded = connection.getpeercert(binary_form=True) or b""
-            found = tls.principal_of(x509.load_der_x509_certificate(encoded))
-            if wrong := peers.mismatch(found, self._field, *self._answers):
-                raise SecurityError(f"{self.address}: {wrong}")
 
 
 Answer = TypeVar("Answer")

@@ -186,7 +186,7 @@ def test_transfers_follow_one_another_on_their_connections(
     connections, dialled = client.transfers._connections, []
     dial = connections._dial
     monkeypatch.setattr(
-        connections, "_dial", lambda of: dialled.append(dial(of)) or dialled[-1]
+        connections, "_dial", lambda: dialled.append(dial()) or dialled[-1]
     )
     for _ in range(5):
         client.transfers.upload(upload_start(4 * MIB), bytes(4 * MIB))
