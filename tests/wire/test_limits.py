@@ -282,21 +282,6 @@ def test_calls_streams_and_transfers_share_the_lines_of_their_peer(
 SOON_S, LATE_S = 0.05, WAIT_S
 
 
-def waiting_at(queue, work):
-    """Starts it; when it waits, returns the thread and where its result will be."""
-    found, waits, wait = [], threading.Event(), queue._condition.wait
-
-    def announced(timeout_s):
-        waits.set()  # but nobody else gets at the queue until this thread waits
-        return wait(timeout_s)
-
-    queue._condition.wait = announced
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    assert waits.wait(LATE_S)
-    return thread, found
-
-
 def test_items_come_out_as_they_went_in_and_their_bytes_are_bounded():
     queue = ByteQueue(1000)
     for item in (b"a", b"bb", b""):
@@ -318,33 +303,34 @@ def test_items_come_out_as_they_went_in_and_their_bytes_are_bounded():
         queue.get()
 
 
-def test_who_waits_for_room_gets_it():
+def test_who_waits_at_a_queue_gets_room_an_item_or_its_end():
     queue = ByteQueue(100)
-    queue.put(bytes(90))
-    thread, found = waiting_at(queue, lambda: queue.put(b"next", wait=True))
-    assert not found
-    queue.get()
-    thread.join(LATE_S)
-    assert found == [True]
-    assert queue.get() == b"next"
+    with ThreadPoolExecutor(1) as pool:
 
+        def waiting(work, *arguments, **options):
+            begun = pool.submit(work, *arguments, **options)
+            until(lambda: queue._condition._waiters)
+            return begun
 
-@pytest.mark.parametrize("waiting", ["get", "put"])
-def test_closing_wakes_who_waits(waiting):
-    queue = ByteQueue(100)
-
-    def wait():
-        try:
-            return queue.get() if waiting == "get" else queue.put(b"b", wait=True)
-        except QueueClosed:
-            return "closed"
-
-    if waiting == "put":
         queue.put(bytes(90))
-    thread, found = waiting_at(queue, wait)
-    queue.close()
-    thread.join(LATE_S)
-    assert found == ["closed"]
+        put = waiting(queue.put, b"next", wait=True)
+        queue.get()
+        assert put.result(LATE_S)
+        assert queue.get() == b"next"
+        got = waiting(queue.get)
+        queue.put(bytes(90))
+        assert got.result(LATE_S) == bytes(90)
+        queue.put(bytes(90))
+        put = waiting(queue.put, b"b", wait=True)
+        queue.close()
+        with pytest.raises(QueueClosed):
+            put.result(LATE_S)
+    with ThreadPoolExecutor(1) as pool:
+        queue = ByteQueue(100)
+        got = waiting(queue.get)
+        queue.close()
+        with pytest.raises(QueueClosed):
+            got.result(LATE_S)
 
 
 @pytest.fixture
@@ -360,24 +346,6 @@ def expire_another(watch, clock, limit_s):
     with watch.guard(limit_s, other.set):
         clock.now += limit_s
         assert other.wait(LATE_S)
-
-
-def test_what_makes_no_progress_is_ended(watch):
-    ended = threading.Event()
-    with watch.guard(SOON_S, ended.set) as guard:
-        assert ended.wait(LATE_S)
-    assert guard.expired
-
-
-def test_what_is_touched_is_not(watch, clock):
-    ended = threading.Event()
-    with watch.guard(10 * SOON_S, ended.set) as guard:
-        # Others expire one after the other, for twice as long as this one may idle.
-        for _ in range(20):
-            expire_another(watch, clock, SOON_S)
-            guard.touch()
-    assert not guard.expired
-    assert not ended.is_set()
 
 
 def test_a_guard_that_is_over_never_expires(watch, clock):
