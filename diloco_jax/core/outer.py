@@ -275,22 +275,11 @@ def native_kind(settings: OuterSettings) -> StepKind | None:
     return kind
 
 
-class NativeStep(NamedTuple):
-    """An outer step of one piece by the merge route "native" (`core/tiles.py`)."""
-
-    step: Step
-    trace: Values | None = None
-    """The momentum before the step, if there is any."""
-    new_trace: Values | None = None
-    """The place of the new momentum."""
-    after: Any = None
-    """The state of the outer optimizer after the step; it holds `new_trace`."""
-
-
 def native_step(
     settings: OuterSettings, state: Any, factor: float, norm: np.float32, empty: Empty
-) -> NativeStep:
-    """Return the outer step of a piece in C.
+) -> tuple[Step, Any]:
+    """Return the outer step of a piece by the merge route "native", and the state of
+    the optimizer after it, which holds the place of the new momentum.
 
     Args:
       settings: the outer optimizer, which has a `native_kind`.
@@ -307,19 +296,20 @@ def native_step(
     after = {**state, **moved}
     # The sum of momentum and a delta that the guard scaled is rounded otherwise.
     guarded = kind == "nesterov" and settings.norm_guard > 0
+    trace = kept[0] if kept else None
+    new_trace = None if trace is None else empty(trace.shape, np.float32)
+    if kept:
+        after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
     step = Step(
         kind="guarded_nesterov" if guarded else kind,
         factor=factor,
         guard=float(guard),
         momentum=settings.momentum,
         rate=float(rate),
+        trace=trace,
+        new_trace=new_trace,
     )
-    if not kept:
-        return NativeStep(step, after=after)
-    (trace,) = kept
-    new_trace = empty(trace.shape, np.float32)
-    after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
-    return NativeStep(step, trace, new_trace, after)
+    return step, after
 
 
 @compiled(0)
