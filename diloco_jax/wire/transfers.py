@@ -228,7 +228,9 @@ class Transfers:
         """channels: stripes of one transfer that are under way at once."""
         self._connections, self._channels = connections, channels
         self.peer = connections.address
-        self._deadlines, self._watch = deadlines, watch
+        self._budget_s, self._idle_s = deadlines.budget_s, deadlines.idle_s
+        self._retries_s, self._pin_s = deadlines.retries_s, deadlines.pin_s
+        self._watch = watch
         # Apart, so that neither direction waits for the other.
         self._upload_pool = DaemonPool(channels, "diloco-upload")
         self._fetch_pool = DaemonPool(channels, "diloco-fetch")
@@ -254,8 +256,8 @@ class Transfers:
                 f"upload of fragment {start.fragment} announces {start.length} bytes "
                 f"and has {len(view)}"
             )
-        budget_s = self._deadlines.budget_s
-        transfer = self._begin(f"upload of fragment {start.fragment}", budget_s)
+        what = f"upload of fragment {start.fragment}"
+        transfer = self._begin(what, self._budget_s)
 
         def send(low: int, size: int) -> int:
             stripe = replace(start, offset=start.offset + low, length=size)
@@ -279,7 +281,7 @@ class Transfers:
         or RemoteProtocolError. A payload of more than `max_bytes` is refused before
         anything is allocated.
         """
-        seconds = self._deadlines.pin_s if within_s is None else within_s
+        seconds = self._pin_s if within_s is None else within_s
         transfer = self._begin(f"fetch of fragment {request.fragment}", seconds)
         fetch = _Fetch(request, max_bytes, self, transfer)
         limit_s = math.inf if within_s is None else within_s
@@ -342,7 +344,7 @@ class Transfers:
         transfer is cancelled, the connection is cut and the block raises
         ConnectionLost.
         """
-        connection, idle_s = self._connections.take(), self._deadlines.idle_s
+        connection, idle_s = self._connections.take(), self._idle_s
         with self._lock:
             self._open[connection] = transfer
         if transfer.over.is_set():
@@ -376,7 +378,7 @@ class Transfers:
         """Repeat an attempt upon these errors, with pauses, as long as the transfer may
         take; then raise the first of these errors. position: of the next byte; where it
         moves, pauses are short again."""
-        backoff = Backoff(*self._deadlines.retries_s)
+        backoff = Backoff(*self._retries_s)
         while True:
             before = position()
             try:
