@@ -94,6 +94,15 @@ class Mean(WeightedSum):
         """Return the weights."""
         return weights
 
+    def scale(
+        self, weights: Sequence[float], squares: Sequence[float], square: float
+    ) -> float:
+        """Return 1: the sum is the mean."""
+        return 1.0
+
+    def direction_square(self, square: float) -> None:
+        """Return None: the sum has the deltas' lengths."""
+
 
 MEAN = Mean()
 
