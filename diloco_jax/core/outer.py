@@ -293,7 +293,8 @@ def native_step(
     kept, structure = jax.tree.flatten(state["optimizer"])
     scalars = {name: own for name, own in state.items() if name != "optimizer"}
     guard, rate, moved = jax.tree.map(np.asarray, _scalars(settings, scalars, norm))
-    after = {**state, **moved}
+    after = state.copy()
+    after.update(moved)
     # The sum of momentum and a delta that the guard scaled is rounded otherwise.
     guarded = kind == "nesterov" and settings.norm_guard > 0
     trace = kept[0] if kept else None
