@@ -100,6 +100,8 @@ class Server:
         self._lock = threading.Lock()
         self._sessions: dict[int, tuple[Principal | None, Session]] = {}
         self._quotas: dict[Principal, Quota] = {}
+        self._encoded: tuple[dict[str, Any] | None, bytes] = (None, b"")
+        """Last status that was asked for, encoded once for all who ask."""
 
     def start(self) -> str:
         """Bind and serve; return `HOST:PORT` with the port of control that was bound.
@@ -166,10 +168,8 @@ class Server:
     def _methods(self) -> dict[str, Any]:
         return {
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
-            "Status": self._call(
-                lambda *_: json.dumps(self._handlers.status()).encode()
-            ),
-            "Config": self._call(lambda *_: self._config),
+            "Status": self._call(lambda request, caller, peer: self._status()),
+            "Config": self._call(lambda request, caller, peer: self._config),
             "Keep": self._order(
                 bulk.cycle_request, lambda order: self._handlers.keep(order.cycle)
             ),
@@ -217,6 +217,13 @@ class Server:
         finally:
             with self._lock:
                 del self._sessions[session.id]
+
+    def _status(self) -> bytes:
+        status, encoded = self._encoded
+        if (current := self._handlers.status()) is not status:
+            encoded = json.dumps(current).encode()
+            self._encoded = current, encoded
+        return encoded
 
     def _identify(self, context: Any) -> Principal | None:
         """Return who calls, None without TLS. Raises WireError."""

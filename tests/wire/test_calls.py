@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -147,6 +149,26 @@ def test_a_connection_without_calls_is_closed_and_one_with_a_stream_stays(
     assert idle.wait(WAIT_S), states
     assert status(b"", timeout=WAIT_S), "it comes back when it is needed"
     assert stream.alive
+
+
+def test_a_status_is_encoded_once_until_it_changes(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve()
+    encoded, status = [], {"merges": 1}
+    original = json.dumps
+
+    def dumps(value):
+        encoded.append(value)
+        return original(value)
+
+    monkeypatch.setattr(server, "json", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(handlers, "status", lambda: status)
+    client = connect(address)
+    assert [client.status(WAIT_S) for _ in range(3)] == [{"merges": 1}] * 3
+    status = {"merges": 2}
+    assert client.status(WAIT_S) == {"merges": 2}
+    assert encoded == [{"merges": 1}, {"merges": 2}]
 
 
 def test_failing_status_points_to_the_log(serve, connect, handlers, monkeypatch):
