@@ -28,23 +28,16 @@ from diloco_jax.core.families import (
     TileCodec,
     Weighting,
 )
-from diloco_jax.core.fragments import (
-    FragmentPlan,
-    from_pieces,
-    get_piece,
-    plan_fragments,
-)
 from diloco_jax.core.merging import Encoded, merge_piece, recovered, start
-from diloco_jax.core.tiles import ArrayLike, TileGrid
+from diloco_jax.core.tiles import ArrayLike
 
 SHAPES = ((64, 64), (5,))
 """Shapes of the pieces: of four tiles, and of one."""
 TILES = (3, 40)
 ISLANDS = 3
-BANDED = 4
-"""Fragments of the first shape, which is larger than one and comes in bands."""
-WHOLE = "whole"
-"""Name of the tensor."""
+WEIGHTS = [1.0 + island for island in range(ISLANDS)]
+PARTS = 3
+"""Parts of the first shape that are tried by themselves, elements so far apart."""
 MOMENTUM = 0.5
 OUTER_STEPS = 2
 ROUNDING = 1e-4
@@ -108,8 +101,7 @@ def check_merge_rule(rule: MergeRule) -> None:
         like = jax.tree.map(jnp.shape, state)
         for islands, scale in ((ISLANDS, 1), (ISLANDS, 0), (1, 1), (1, 0)):
             deltas = Encoded.of(list(_drawn(islands, *shape) * np.float32(scale)))
-            weights = [1.0 + island for island in range(islands)]
-            merged = merge_piece(rule, deltas, weights, 0.5, state)
+            merged = merge_piece(rule, deltas, WEIGHTS[:islands], 0.5, state)
             if not np.isfinite(merged.delta).all():
                 raise ValueError(
                     "it made numbers that are not finite of finite deltas, which may "
@@ -131,8 +123,7 @@ def check_merge_rule(rule: MergeRule) -> None:
 
 
 def merges_bands_alike(rule: MergeRule) -> bool:
-    """Tell whether merging a piece band by band gives the same result as merging it
-    whole.
+    """Tell whether merging parts of a piece gives the same result as merging it whole.
 
     It tries two merges with a crash in between.
     """
@@ -140,28 +131,24 @@ def merges_bands_alike(rule: MergeRule) -> bool:
     # The ratio of the islands' lengths differs from row to row.
     lengths = 10.0 ** np.outer(np.arange(ISLANDS), np.linspace(0, 1, shape[0]))
     deltas = (_drawn(ISLANDS, *shape) * lengths[..., None]).astype(np.float32)
-    given, axes = {WHOLE: shape}, {WHOLE: (None, None)}
-    whole, cut = (
-        _merged(rule, plan_fragments(given, axes, n, may_cut=lambda _: True), deltas)
-        for n in (1, BANDED)
+    whole = _merged(rule, deltas)
+    parts = [(..., slice(n, None, PARTS), slice(n, None, PARTS)) for n in range(PARTS)]
+    return all(
+        equal_but_for_rounding(_merged(rule, deltas[part]), whole[part])
+        for part in parts
     )
-    return equal_but_for_rounding(cut, whole)
 
 
 def _merged(
-    rule: MergeRule, plan: FragmentPlan, deltas: npt.NDArray[np.float32]
+    rule: MergeRule, deltas: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Return what two merges of the plan's pieces make: f32[2, *shape]."""
-    weights = [1.0 + island for island in range(ISLANDS)]
-    found: list[dict[str, npt.NDArray[np.float32]]] = [{}, {}]
-    for piece in plan.pieces:
-        own = Encoded.of([get_piece({WHOLE: delta}, piece) for delta in deltas])
-        state = start(rule, piece.shape)
-        for made in found:
-            merged = merge_piece(rule, own, weights, 0.5, state)
-            made[piece.name] = merged.delta
-            state = recovered(rule, merged.state, merged.delta)
-    return np.stack([from_pieces(plan, made)[WHOLE] for made in found])
+    """Return what two merges of these deltas make: f32[2, *shape]."""
+    own, state, found = Encoded.of(list(deltas)), start(rule, deltas.shape[1:]), []
+    for _ in range(2):
+        merged = merge_piece(rule, own, WEIGHTS, 0.5, state)
+        found.append(merged.delta)
+        state = recovered(rule, merged.state, merged.delta)
+    return np.stack(found)
 
 
 def check_inner_optimizer(optimizer: InnerOptimizer) -> None:
@@ -201,39 +188,38 @@ def check_outer_optimizer(optimizer: OuterOptimizer) -> None:
 
 
 def steps_tiles_alike(optimizer: OuterOptimizer) -> bool:
-    """Tell whether stepping a fragment tile by tile gives the same result as stepping
-    it whole.
+    """Tell whether stepping parts of a fragment gives the same result as stepping it
+    whole.
 
     It compares the new parameters and, if the optimizer has `delta_of`, the deltas that
     it finds.
     """
     rng = np.random.default_rng(0)
-    # Tiles differ in length, so that what is scaled by a length differs.
+    # Rows differ in length, so that what is scaled by a length differs.
     lengths = np.logspace(0, 1, SHAPES[0][0])[:, None], np.ones(())
-    theta, *deltas = (
+    given = [
         tuple(
             jnp.asarray(rng.standard_normal(shape) * length, jnp.float32)
             for shape, length in zip(SHAPES, lengths, strict=True)
         )
         for _ in range(1 + OUTER_STEPS)
-    )
-    whole = [_in_tiles(result) for result in _results(optimizer, theta, deltas)]
-    parts = [
-        _results(optimizer, (values,), [(own,) for own in given])
-        for values, *given in zip(*map(_in_tiles, (theta, *deltas)), strict=True)
     ]
+    whole = _results(optimizer, given)
     return all(
-        equal_but_for_rounding(tile, wanted)
-        for results, *each in zip(whole, *parts, strict=True)
-        for (tile,), wanted in zip(each, results, strict=True)
+        equal_but_for_rounding(found, wanted.reshape(-1)[n::PARTS])
+        for n in range(PARTS)
+        for (found,), (wanted, *_) in zip(
+            _results(optimizer, [(x.reshape(-1)[n::PARTS],) for x, *_ in given]),
+            whole,
+            strict=True,
+        )
     )
 
 
-def _results(
-    optimizer: OuterOptimizer, theta: Arrays, deltas: Sequence[Arrays]
-) -> list[Arrays]:
-    """Return the updates of each step, and the deltas that are found for them."""
-    tx = optimizer(MOMENTUM)
+def _results(optimizer: OuterOptimizer, given: Sequence[Arrays]) -> list[Arrays]:
+    """Return the updates of each step, and the deltas that are found for them. given:
+    parameters, then a delta for each step."""
+    tx, (theta, *deltas) = optimizer(MOMENTUM), given
     state, results = tx.init(theta), []
     for delta in deltas:
         updates, after = tx.update(delta, state, theta)
@@ -242,12 +228,6 @@ def _results(
             results.append(delta_of(updates, state, MOMENTUM))
         state = after
     return results
-
-
-def _in_tiles(pieces: Arrays) -> list[jax.Array]:
-    """Return the tiles of all pieces of a fragment: f32[1, elements] each."""
-    tiles = (TileGrid.of(piece.shape).to_tiles(piece) for piece in pieces)
-    return [tile[None] for of_piece in tiles for tile in of_piece]
 
 
 def _drawn(*shape: int) -> Any:

@@ -35,7 +35,7 @@ from diloco_jax.core.codecs import Codec, decode_uses
 from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece
 from diloco_jax.core.merging import Encoded, MergedPiece, merge_piece, rule_for
-from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
+from diloco_jax.core.outer import OuterSettings, native_step
 from diloco_jax.core.tiles import (
     MOST_ELEMENTS,
     ArrayLike,
@@ -408,14 +408,14 @@ class FragmentMerge:
         payload = self.empty((self.layout_down.total_bytes,), np.uint8).data
         if self._steps_natively(final=final):
             factors = [float(np.float32(found.factor)) for found in merged]
-            made = [NativeStep(Step(kind="flush", factor=f)) for f in factors]
-            stepped = state.outer
+            made: Sequence[Step] = [Step(kind="flush", factor=f) for f in factors]
+            stepped: Any = state.outer
             if not final:
                 pairs = zip(state.outer, factors, strict=True)
-                made = [self._native_step(*pair, norm, self.empty) for pair in pairs]
-                stepped = tuple(step.after for step in made)
+                native = (self._native_step(*pair, norm, self.empty) for pair in pairs)
+                made, stepped = zip(*native, strict=True)
         else:
-            made = [NativeStep(Step(kind="keep"))] * len(merged)
+            made = [Step(kind="keep")] * len(merged)
             stepped = self._step(state, merged, theta, norm, final=final)
         rules = state.rules if final else tuple(piece.state for piece in merged)
         after = FragmentState(theta, anchor, stepped, rules)
@@ -537,37 +537,35 @@ class FragmentMerge:
         and hardly ever cuts one: only then is there a second pass.
         """
 
-        def apply(index: int, step: NativeStep, digest: xxh3_128 | None) -> list[float]:
+        def apply(index: int, step: Step, digest: xxh3_128 | None) -> list[float]:
             assert self.passes is not None
             return self.passes.replay(
                 self.down.name,
-                step.step,
+                step,
                 encoded=published[index],
                 anchor=state.anchor[index],
-                trace=step.trace,
                 new_anchor=anchor[index],
-                new_trace=step.new_trace,
                 digest=digest,
             )
 
         pieces = range(len(anchor))
         if final:
             for index in pieces:
-                apply(index, NativeStep(Step(kind="flush")), digest)
+                apply(index, Step(kind="flush"), digest)
             return state.outer
         made = [self._native_step(kept, 1.0, 0.0, self.empty) for kept in state.outer]
-        squares = [s for index in pieces for s in apply(index, made[index], digest)]
+        squares = [s for index in pieces for s in apply(index, made[index][0], digest)]
         if self.settings.norm_guard:
             norm = math.sqrt(math.fsum(squares))
-            again: list[Any] = [step.new_trace for step in made]  # The same arrays.
+            again: list[Any] = [step.new_trace for step, _ in made]  # The same arrays.
             made = [
                 self._native_step(kept, 1.0, norm, lambda *_, n=n: again[n])
                 for n, kept in enumerate(state.outer)
             ]
             for index in pieces:
-                if made[index].step.guard != 1.0:
-                    apply(index, made[index], None)
-        return tuple(step.after for step in made)
+                if made[index][0].guard != 1.0:
+                    apply(index, made[index][0], None)
+        return tuple(after for _, after in made)
 
     def _new(self, arrays: Arrays) -> Arrays:
         return tuple(self.empty(array.shape, np.float32) for array in arrays)
@@ -589,7 +587,7 @@ class FragmentMerge:
 
     def _native_step(
         self, kept: Any, factor: float, norm: float, empty: Empty
-    ) -> NativeStep:
+    ) -> tuple[Step, Any]:
         return native_step(self.settings, kept, factor, np.float32(norm), empty)
 
     def _step(
@@ -639,7 +637,7 @@ class FragmentMerge:
     def _publish(
         self,
         index: int,
-        step: NativeStep,
+        step: Step,
         unused: npt.NDArray[np.bool_] | None,
         before: FragmentState,
         after: FragmentState,
@@ -653,15 +651,13 @@ class FragmentMerge:
         anchor, grid = before.anchor[index], self.pieces[index].grid
         encoded = self.layout_down.unpack(payload)[index].reshape(len(theta), -1)
         if self._native is not None:
-            rests = step.step.kind != "keep" and unused is not None
+            rests = step.kind != "keep" and unused is not None
             self._native.finish(
                 self.down.name,
-                step.step,
+                step,
                 old=before.theta[index],
-                trace=step.trace,
                 anchor=anchor,
                 theta=theta,
-                new_trace=step.new_trace,
                 new_anchor=new_anchor,
                 encoded=encoded,
                 unused=unused if rests else None,

@@ -275,22 +275,11 @@ def native_kind(settings: OuterSettings) -> StepKind | None:
     return kind
 
 
-class NativeStep(NamedTuple):
-    """An outer step of one piece by the merge route "native" (`core/tiles.py`)."""
-
-    step: Step
-    trace: Values | None = None
-    """The momentum before the step, if there is any."""
-    new_trace: Values | None = None
-    """The place of the new momentum."""
-    after: Any = None
-    """The state of the outer optimizer after the step; it holds `new_trace`."""
-
-
 def native_step(
     settings: OuterSettings, state: Any, factor: float, norm: np.float32, empty: Empty
-) -> NativeStep:
-    """Return the outer step of a piece in C.
+) -> tuple[Step, Any]:
+    """Return the outer step of a piece by the merge route "native", and the state of
+    the optimizer after it, which holds the place of the new momentum.
 
     Args:
       settings: the outer optimizer, which has a `native_kind`.
@@ -302,39 +291,26 @@ def native_step(
     kind = native_kind(settings)
     assert kind is not None
     kept, structure = jax.tree.flatten(state["optimizer"])
-    others = {name: own for name, own in state.items() if name != "optimizer"}
-    leaves, tree = jax.tree.flatten(others)
-    numbers = tuple(np.asarray(leaf).item() for leaf in leaves)
-    guard, rate, moved = _known_scalars(settings, tree, numbers, float(norm))
+    scalars = {name: own for name, own in state.items() if name != "optimizer"}
+    guard, rate, moved = jax.tree.map(np.asarray, _scalars(settings, scalars, norm))
     after = state.copy()
     after.update(moved)
     # The sum of momentum and a delta that the guard scaled is rounded otherwise.
     guarded = kind == "nesterov" and settings.norm_guard > 0
+    trace = kept[0] if kept else None
+    new_trace = None if trace is None else empty(trace.shape, np.float32)
+    if kept:
+        after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
     step = Step(
         kind="guarded_nesterov" if guarded else kind,
         factor=factor,
-        guard=guard,
+        guard=float(guard),
         momentum=settings.momentum,
-        rate=rate,
+        rate=float(rate),
+        trace=trace,
+        new_trace=new_trace,
     )
-    if not kept:
-        return NativeStep(step, after=after)
-    (trace,) = kept
-    new_trace = empty(trace.shape, np.float32)
-    after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
-    return NativeStep(step, trace, new_trace, after)
-
-
-@functools.lru_cache(maxsize=64)
-def _known_scalars(
-    settings: OuterSettings, tree: Any, numbers: tuple[float, ...], norm: float
-) -> tuple[float, float, Any]:
-    """Return `_scalars`, once for all pieces of a fragment."""
-    state = jax.tree.unflatten(
-        tree, [np.int32(n) if isinstance(n, int) else np.float32(n) for n in numbers]
-    )
-    guard, rate, moved = _scalars(settings, state, np.float32(norm))
-    return float(guard), float(rate), jax.tree.map(np.asarray, moved)
+    return step, after
 
 
 @compiled(0)

@@ -269,7 +269,7 @@ Values = npt.NDArray[np.float32]
 Octets = npt.NDArray[np.uint8]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
     """An outer step on tiles: theta' = theta - rate (g + momentum b'), b' = momentum b
     + g.
@@ -284,6 +284,10 @@ class Step:
     guard: float = 1.0
     momentum: float = 0.0
     rate: float = 1.0
+    trace: Values | None = None
+    """b, of "nesterov" alone."""
+    new_trace: Values | None = None
+    """The place of b'."""
 
 
 Each = Callable[[Callable[[slice], Any], Iterable[slice]], Iterable[Any]]
@@ -372,10 +376,8 @@ class Passes:
         step: Step,
         *,
         old: Values,
-        trace: Values | None,
         anchor: Values,
         theta: Values,
-        new_trace: Values | None,
         new_anchor: Values,
         encoded: Octets,
         unused: npt.NDArray[np.bool_] | None = None,
@@ -387,16 +389,15 @@ class Passes:
 
         Args:
           codec: of the publish.
-          old, trace, anchor: before the merge; trace: momentum of "nesterov" alone.
+          old, anchor: before the merge.
           theta: the sum of the deltas, which the new values replace; at "keep" they are
             there already.
-          new_trace, new_anchor, encoded: the results; encoded: uint8[tiles,
-            tile_bytes].
+          new_anchor, encoded: the results; encoded: uint8[tiles, tile_bytes].
           unused, grid: the rows of the first axis that keep their values and momentum,
             and the piece's tiles; None: no row.
           digest: goes on over the new theta, a block as soon as it is made.
         """
-        values = old, trace, anchor, theta, new_trace, new_anchor
+        values = old, step.trace, anchor, theta, step.new_trace, new_anchor
 
         def of(rows: slice) -> None:
             tiles, elements = shape = theta[rows].shape
@@ -423,9 +424,7 @@ class Passes:
         *,
         encoded: Octets,
         anchor: Values,
-        trace: Values | None,
         new_anchor: Values,
-        new_trace: Values | None,
         digest: xxh3_128 | None = None,
     ) -> list[float]:
         """Apply a publish to a piece, f32[tiles, elements] each, and advance its
@@ -434,11 +433,10 @@ class Passes:
 
         Args:
           codec: of the publish, uint8[tiles, tile_bytes].
-          anchor, trace: before it; trace: momentum of "nesterov" alone.
-          new_anchor, new_trace: the results.
+          anchor, new_anchor: before it, and the place of the result.
           digest: goes on over the new anchor.
         """
-        values = anchor, trace, new_anchor, new_trace
+        values = anchor, step.trace, new_anchor, step.new_trace
         one, mu = np.float32(1), step.momentum
         by, part = one / np.float32(step.rate), one / np.float32(1 + mu)
 

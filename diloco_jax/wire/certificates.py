@@ -213,7 +213,7 @@ def complete(
     if not (folder / "ca.pem").exists():
         make_certificates(folder, hosts, days, islands=islands, workers=workers)
     else:
-        here, known = set(principals(folder)), _known_hosts(folder)
+        here, known = set(principals(folder)), coordinator_names(folder)
         lacking = [name for name in islands if island(name) not in here]
         new = workers if any(w not in here for w in map(worker, range(workers))) else 0
         missing = [host for host in hosts if host not in known]
@@ -247,17 +247,6 @@ def digest(folder: Path, stem: str) -> str:
     path = folder / f"{stem}.tar"
     packed = path.read_bytes() if path.exists() else b""
     return hashlib.sha256(packed).hexdigest()[:32]
-
-
-def _known_hosts(folder: Path) -> list[str]:
-    try:
-        return coordinator_names(folder)
-    except (OSError, ValueError, x509.ExtensionNotFound) as error:
-        raise SecurityError(
-            f"{folder / 'coordinator.pem'} cannot be read as a coordinator's "
-            f"certificate ({error}); make a new authority in another folder "
-            f"(--certificates)"
-        ) from error
 
 
 def revoke(folder: str | Path, who: Principal) -> list[int]:
@@ -310,14 +299,20 @@ def principals(folder: str | Path) -> list[Principal]:
 
 
 def coordinator_names(folder: str | Path) -> list[str]:
-    """Return the names and addresses of machines in the coordinator's certificate."""
-    certificate = certificate_of(Path(folder), COORDINATOR)
-    known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    return [
-        str(entry.value)
-        for entry in known.value
-        if not isinstance(entry, x509.UniformResourceIdentifier)
-    ]
+    """Return the names and addresses of machines in the coordinator's certificate.
+    Raises SecurityError if it cannot be read."""
+    try:
+        certificate = certificate_of(Path(folder), COORDINATOR)
+        found = certificate.extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        )
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise SecurityError(
+            f"{Path(folder) / 'coordinator.pem'} cannot be read as a coordinator's "
+            f"certificate ({error}); make a new authority in another folder"
+        ) from error
+    machines = (x509.DNSName, x509.IPAddress)
+    return [str(entry.value) for entry in found.value if isinstance(entry, machines)]
 
 
 def certificate_of(folder: Path, who: Principal) -> x509.Certificate:

@@ -194,6 +194,7 @@ class Client:
             address, tls=self._tls is not None, insecure=self._insecure
         )
         whose = () if number is None else (worker(number),)
+        field = "placement.advertise" if whose else "the coordinator's address"
         with self._lock:
             found = self._transfers.get((address, number))
             if found is None:
@@ -203,7 +204,7 @@ class Client:
                     self._deadlines,
                     2 * max(self._channels, 1),  # As many for either direction.
                     *whose,
-                    field="placement.advertise",
+                    field=field,
                 )
                 found = self._transfers[address, number] = Transfers(
                     connections, self._channels, self._deadlines, self._watch

@@ -19,15 +19,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
-from cryptography import x509
 
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol import holding
 from diloco_jax.wire import peers
-from diloco_jax.wire.addresses import parse_address
 from diloco_jax.wire.bulk import prepare
-from diloco_jax.wire.errors import ConnectionLost, SecurityError
-from diloco_jax.wire.tls import Renewed, principal_of
+from diloco_jax.wire.tls import Renewed, dial
 
 logger = logging.getLogger(__name__)
 
@@ -108,50 +105,13 @@ def dial_worker(
     """Connect to a worker on another machine, which proves that it is this one.
 
     tls: the context of a client with the lead's files; None = without TLS. Raises
-    ConnectionLost if it cannot be reached, or does not answer with TLS; SecurityError
-    if its certificate is not of an authority that the lead trusts, not for this
-    address, or not this worker's. Whether the worker lets the lead in shows only as it
-    says its first word.
+    as `tls.dial`.
     """
-    host, port = parse_address(address)
-    try:
-        connection = socket.create_connection((host, port), deadlines.connect_s)
-    except OSError as error:
-        raise ConnectionLost(
-            f"{address}: no connection ({error}); check that `diloco worker` runs "
-            f"there, the address in placement.worker_addresses, and firewalls"
-        ) from error
-    try:
-        prepare(connection, deadlines)
-        connection.settimeout(deadlines.connect_s)
-        if tls is not None:
-            connection = secured = _secured(connection, address, host, tls)
-            found = x509.load_der_x509_certificate(secured.getpeercert(True) or b"")
-            whose, field = principal_of(found), "placement.worker_addresses"
-            if wrong := peers.mismatch(whose, field, peers.worker(worker)):
-                raise SecurityError(f"{address}: {wrong}")
-        return for_two_threads(connection)
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _secured(
-    connection: socket.socket, address: str, host: str, tls: Renewed[ssl.SSLContext]
-) -> ssl.SSLSocket:
-    try:
-        return tls.current().wrap_socket(connection, server_hostname=host)
-    except ssl.SSLCertVerificationError as error:
-        raise SecurityError(
-            f"{address}: the certificate there does not fit {tls.files.paths[0]} or "
-            f"this address: {error.verify_message}; use certificates of one authority, "
-            f"and add the address with `diloco certs --add --hosts`"
-        ) from error
-    except OSError as error:
-        raise ConnectionLost(
-            f"{address} does not answer with TLS ({error}); check that `diloco worker` "
-            f"listens there, with --certificates"
-        ) from error
+    who = peers.worker(worker)
+    field = "placement.worker_addresses"
+    connection = dial(address, tls, deadlines.connect_s, who, field=field)
+    prepare(connection, deadlines)
+    return for_two_threads(connection)
 
 
 _LENGTH = struct.Struct("<I")

@@ -296,10 +296,8 @@ class IdleWatch:
                     guard.expired = True
                     guard.on_expiry()
                 if not expired:
-                    first = min(
-                        (g.expires for g in self._guards), default=now + _POLL_S
-                    )
-                    self._condition.wait(first - now)
+                    first = min((g.expires for g in self._guards), default=math.inf)
+                    self._condition.wait(min(first - now, _POLL_S))
 
 
 class DaemonPool(futures.Executor):

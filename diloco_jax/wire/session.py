@@ -280,6 +280,5 @@ class Handlers:
         self.refuse()
 
     def status(self) -> dict[str, Any]:
-        """Return JSON-compatible state for `diloco status`; a new object if it has
-        changed."""
+        """Return JSON-compatible state for `diloco status`."""
         self.refuse()

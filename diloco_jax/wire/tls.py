@@ -35,7 +35,7 @@ from diloco_jax.wire.errors import (
     SecurityError,
     WireError,
 )
-from diloco_jax.wire.peers import READER, Principal, of_uri
+from diloco_jax.wire.peers import READER, Principal, mismatch, of_uri
 
 logger = logging.getLogger(__name__)
 
@@ -201,16 +201,16 @@ class Renewed(Generic[Made]):
     def current(self) -> Made:
         """Return what was made of the newest files."""
         with self._lock:
-            stamps = [_stamp(path) for path in self.files.paths]
-            if stamps != self._seen:
-                self._seen = stamps
-                try:
+            try:
+                stamps = [_stamp(path) for path in self.files.paths]
+                if stamps != self._seen:
+                    self._seen = stamps
                     found = TlsFiles.load(self.files.folder, self.files.who)
                     if found != self.files:
                         self._made, self.files = self._make(found), found
                         logger.info("%s is read again", found.paths[1])
-                except SecurityError as error:
-                    logger.error("the certificates stay as they were: %s", error)
+            except (OSError, SecurityError) as error:
+                logger.error("the certificates stay as they were: %s", error)
             return self._made
 
 
@@ -234,9 +234,11 @@ def _paths(folder: Path, who: Principal) -> tuple[Path, Path, Path]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file, more than its time, which a copy may keep; empty
+    if there is none. Raises OSError if that cannot be told."""
     try:
         found = path.stat()
-    except OSError:
+    except FileNotFoundError:
         return ()
     return found.st_ino, found.st_mtime_ns, found.st_size
 
@@ -294,7 +296,7 @@ class Peers:
         self._path = folder / REVOKED if folder is not None else None
         self._lock = threading.Lock()
         self._revoked: frozenset[int] = frozenset()
-        self._changed: tuple[int, ...] | None = None
+        self._seen: tuple[int, ...] = ()
         self._looked = float("-inf")
 
     def identify(self, pem: bytes) -> Principal | None:
@@ -323,19 +325,14 @@ class Peers:
     def _look(self, path: Path) -> None:
         """Read the serial numbers again, if the file changed."""
         try:
-            # By more than its time: a copy may keep that.
-            found = path.stat()
-            changed: tuple[int, ...] = found.st_ino, found.st_mtime_ns, found.st_size
-            if changed != self._changed:
-                self._revoked = frozenset(serials(path.read_text()))
+            stamp = _stamp(path)
+            if stamp != self._seen:
+                text = path.read_text() if stamp else ""
+                self._revoked, self._seen = frozenset(serials(text)), stamp
                 logger.info("%d certificates are revoked", len(self._revoked))
-        except FileNotFoundError:
-            changed, self._revoked = (), frozenset()
         except (OSError, ValueError) as error:
             # A peer that was shut out stays so.
             logger.error("%s cannot be read, and is left as it was: %s", path, error)
-            return
-        self._changed = changed
 
 
 def principal_of(certificate: x509.Certificate) -> Principal | None:
@@ -370,30 +367,115 @@ def _identity(pem: bytes) -> tuple[Principal, int]:
     return principal, certificate.serial_number
 
 
-def explain(address: str, tls: TlsFiles | None, timeout_s: float) -> WireError | None:
-    """Return the cause with its remedy, or None if connecting works as it should."""
+def dial(
+    address: str,
+    tls: Renewed[ssl.SSLContext] | None,
+    timeout_s: float,
+    *answers: Principal,
+    field: str = "the coordinator's address",
+) -> socket.socket:
+    """Connect to a server, and shake hands if there is TLS.
+
+    answers: principals one of which has to answer; none: whoever has this address in
+    its certificate. field: the config's, with the address. Raises ConnectionLost or
+    SecurityError, each with cause and remedy. Whether the server lets this process in
+    shows only as it says its first word.
+    """
     host, port = parse_address(address)
     try:
         connection = socket.create_connection((host, port), timeout_s)
-    except socket.gaierror as error:
-        return ConnectionLost(
-            f"{address}: host name {host!r} is not known ({error.strerror}); check the "
-            f"coordinator's address"
-        )
-    except ConnectionRefusedError:
-        return ConnectionLost(
-            f"{address}: nothing listens there; check that the coordinator runs and "
-            f"that this is its address"
-        )
     except OSError as error:
-        return ConnectionLost(
-            f"{address}: no connection within {timeout_s:g} s ({error}); check the "
-            f"address, the network between and its firewalls"
+        why, remedy = f"no connection within {timeout_s:g} s ({error})", field
+        if isinstance(error, socket.gaierror):
+            why = f"host name {host!r} is not known ({error.strerror})"
+        elif isinstance(error, ConnectionRefusedError):
+            why, remedy = "nothing listens there", f"{field}, and that it runs"
+        raise ConnectionLost(
+            f"{address}: {why}; check {remedy}, the network between and its firewalls"
+        ) from error
+    if tls is None:
+        return connection
+    with connection:  # Its descriptor belongs to the secured one from here on.
+        try:
+            secured = tls.current().wrap_socket(connection, server_hostname=host)
+        except OSError as error:
+            raise _no_handshake(address, tls.files, timeout_s, error) from error
+    found = principal_of(
+        x509.load_der_x509_certificate(secured.getpeercert(binary_form=True) or b"")
+    )
+    if answers and (wrong := mismatch(found, field, *answers)):
+        secured.close()
+        raise SecurityError(f"{address}: {wrong}")
+    return secured
+
+
+def _no_handshake(
+    address: str, files: TlsFiles, timeout_s: float, error: OSError
+) -> WireError:
+    """Explain why a server that was connected to is not spoken with."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return SecurityError(
+            f"{address}: the certificate there does not fit {files.paths[0]} or this "
+            f"address: {error.verify_message}; use certificates of one authority, and "
+            f"add the address with `diloco certs --add --hosts` if it is not named "
+            f"there"
         )
-    with connection:
-        if tls is None:
-            return _without_tls(address, connection)
-        return _with_tls(address, host, connection, tls)
+    if isinstance(error, TimeoutError):
+        # A slow peer may have certificates all the same.
+        return ConnectionLost(
+            f"{address}: no TLS handshake within {timeout_s:g} s; check that this is "
+            f"the right address; {large_lost(address)}"
+        )
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionError):
+        # A server without TLS answers in its own way; a relay has nobody to ask.
+        return ConnectionLost(
+            f"{address}: the connection ended before an answer ({error}); check that "
+            f"the server runs, if a relay or load balancer listens there"
+        )
+    return SecurityError(
+        f"{address} does not answer with TLS ({error}) and this process has "
+        f"certificates; give the server there its own too, or neither"
+    )
+
+
+def explain(address: str, tls: TlsFiles | None, timeout_s: float) -> WireError | None:
+    """Return why gRPC gets no answer there, with its remedy, or None if connecting
+    works as it should."""
+
+    def context(files: TlsFiles | None) -> ssl.SSLContext:
+        unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+        made = files.client_context() if files is not None else unchecked
+        made.set_alpn_protocols(["h2"])
+        return made
+
+    renewed = Renewed(tls, context) if tls is not None else None
+    try:
+        with dial(address, renewed, timeout_s) as connection:
+            if tls is None:
+                with contextlib.suppress(OSError):  # No TLS there, as expected.
+                    context(None).wrap_socket(connection).close()
+                    return SecurityError(
+                        f"{address} speaks TLS and this process has no certificates; "
+                        f"give the folder made by `diloco certs`"
+                    )
+                return None
+            # In TLS 1.3 the server judges our certificate after our side of the
+            # handshake.
+            verdict = "it closed the connection"
+            try:
+                if connection.recv(1):
+                    return None
+            except TimeoutError:
+                return None
+            except OSError as error:
+                verdict = str(error)
+    except WireError as error:
+        return error
+    return SecurityError(
+        f"{address} does not accept {tls.paths[1]} ({verdict}); use certificates of "
+        f"the coordinator's authority, and see the coordinator's log"
+    )
 
 
 def large_lost(address: str) -> str:
@@ -403,66 +485,4 @@ def large_lost(address: str) -> str:
         f"its machine or the network between is overloaded, or large packets are lost "
         f"on the way (MTU, firewall): try `ping -M do -s 1472 "
         f"{parse_address(address)[0]}`, and lower the MTU of this machine if that fails"
-    )
-
-
-def _without_tls(address: str, connection: socket.socket) -> WireError | None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:
-        context.wrap_socket(connection).close()
-    except OSError:  # no TLS there, as expected
-        return None
-    return SecurityError(
-        f"{address} speaks TLS and this process has no certificates; give the folder "
-        f"made by `diloco certs`"
-    )
-
-
-def _with_tls(
-    address: str, host: str, connection: socket.socket, tls: TlsFiles
-) -> WireError | None:
-    context = tls.client_context()
-    context.set_alpn_protocols(["h2"])
-    try:
-        secured = context.wrap_socket(connection, server_hostname=host)
-    except ssl.SSLCertVerificationError as error:
-        return SecurityError(
-            f"{address}: the coordinator's certificate does not fit "
-            f"{tls.folder / 'ca.pem'} or this address: {error.verify_message}; use "
-            f"certificates of the same authority, and add the address with "
-            f"`diloco certs --add` if it is not named there"
-        )
-    except TimeoutError:
-        # A slow peer may have certificates all the same.
-        return ConnectionLost(
-            f"{address}: no TLS handshake within {connection.gettimeout():g} s; check "
-            f"that this is the coordinator's address; {large_lost(address)}"
-        )
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError) as error:
-        # A server without TLS answers in its own way; a relay has nobody to ask.
-        return ConnectionLost(
-            f"{address}: the connection ended before an answer ({error}); check that "
-            f"the coordinator runs, if a relay or load balancer listens there"
-        )
-    except OSError as error:
-        return SecurityError(
-            f"{address} does not answer with TLS ({error}) and this process has "
-            f"certificates; give the coordinator its own too, or neither"
-        )
-    # In TLS 1.3 the server judges our certificate after our side of the handshake.
-    verdict = "it closed the connection"
-    with secured:
-        try:
-            if secured.recv(1):
-                return None
-        except TimeoutError:
-            return None
-        except OSError as error:
-            verdict = str(error)
-    return SecurityError(
-        f"{address} does not accept {tls.paths[1]} ({verdict}); use "
-        f"certificates of the coordinator's authority, and see the coordinator's log"
     )

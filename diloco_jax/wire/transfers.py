@@ -14,7 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import socket
+import math
 import ssl
 import threading
 import time
@@ -25,24 +25,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from cryptography import x509
 from msgspec.structs import replace
 
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.protocol.messages import Version
-from diloco_jax.wire import addresses, bulk, errors, peers, tls
+from diloco_jax.wire import bulk, errors
 from diloco_jax.wire.bulk import PROGRESS_BYTES, BulkConnection, prepare
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
     LocalProtocolError,
     RemoteProtocolError,
-    SecurityError,
     VersionGone,
     WireError,
 )
 from diloco_jax.wire.peers import Backoff, DaemonPool, Guard, IdleWatch, Principal
-from diloco_jax.wire.tls import Renewed, TlsFiles, explain
+from diloco_jax.wire.tls import Renewed, TlsFiles, dial
 
 
 class Connections:
@@ -55,7 +53,7 @@ class Connections:
         deadlines: Deadlines,
         most: int,
         *answers: Principal,
-        field: str = "",
+        field: str = "the coordinator's address",
     ) -> None:
         """most: connections that are kept while nothing uses them. answers: principals
         one of which has to answer; none: whoever has this address in its certificate.
@@ -89,7 +87,7 @@ class Connections:
                     raise ConnectionLost(f"the client of {self.address} is closed")
                 found = self._idle.pop()[1] if self._idle else None
             if found is None:
-                return self._dial(context)
+                return self._dial()
             if not found.spoken():
                 return found
             found.close()  # The coordinator ended it, or was started again.
@@ -122,36 +120,17 @@ class Connections:
         for _, connection in idle:
             connection.close()
 
-    def _dial(self, context: ssl.SSLContext | None) -> BulkConnection:
-        host, port = addresses.parse_address(self.address)
-        limit_s = self._deadlines.connect_s
-        try:
-            connection = socket.create_connection((host, port), limit_s)
-            try:
-                prepare(connection, self._deadlines)
-                if context is not None:
-                    connection = secured = context.wrap_socket(
-                        connection, server_hostname=host
-                    )
-                    self._require_known(secured)
-                connection.settimeout(None)
-            except BaseException:
-                connection.close()
-                raise
-        except OSError as error:
-            # As short as elsewhere: a socket answers at once or never.
-            files = self._tls.files if self._tls is not None else None
-            cause = explain(self.address, files, limit_s / 4)
-            raise cause or ConnectionLost(f"{self.address}: {error}") from error
+    def _dial(self) -> BulkConnection:
+        connection = dial(
+            self.address,
+            self._tls,
+            self._deadlines.connect_s,
+            *self._answers,
+            field=self._field,
+        )
+        prepare(connection, self._deadlines)
+        connection.settimeout(None)
         return BulkConnection(connection, self.address)
-
-    def _require_known(self, connection: ssl.SSLSocket) -> None:
-        """Raise SecurityError unless one answers that has to."""
-        if self._answers:
-            encoded = connection.getpeercert(binary_form=True) or b""
-            found = tls.principal_of(x509.load_der_x509_certificate(encoded))
-            if wrong := peers.mismatch(found, self._field, *self._answers):
-                raise SecurityError(f"{self.address}: {wrong}")
 
 
 Answer = TypeVar("Answer")
@@ -226,11 +205,18 @@ class Fetched:
     """Bytes received, with headers and whole chunks that came again."""
 
 
-class Transfers:
-    """Upload and fetch over bulk connections, with threads of their own.
+class _Transfer:
+    """One transfer: its stripes succeed or fail together, within its time."""
 
-    The calls of one transfer are a group: its event is set once it is cancelled.
-    """
+    def __init__(self, what: str, seconds: float) -> None:
+        self.what, self.seconds = what, seconds
+        self.until = time.monotonic() + seconds
+        self.over = threading.Event()
+        """Set once it is cancelled."""
+
+
+class Transfers:
+    """Upload and fetch over bulk connections, with threads of their own."""
 
     def __init__(
         self,
@@ -250,9 +236,9 @@ class Transfers:
         self._fetch_pool = DaemonPool(channels, "diloco-fetch")
         self.memory = ReceiveBuffers()
         self._lock = threading.Lock()
-        self._open: dict[BulkConnection, threading.Event] = {}
-        """Connections with a call, and its group."""
-        self._groups: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+        self._open: dict[BulkConnection, _Transfer] = {}
+        """Connections with a call, and of what."""
+        self._under_way: weakref.WeakSet[_Transfer] = weakref.WeakSet()
         self._closed = False
 
     def upload(
@@ -270,14 +256,14 @@ class Transfers:
                 f"upload of fragment {start.fragment} announces {start.length} bytes "
                 f"and has {len(view)}"
             )
-        group, sending = self._begin(), []
-        for low, size in stripes(len(view), self._channels):
+        what = f"upload of fragment {start.fragment}"
+        transfer = self._begin(what, self._budget_s)
+
+        def send(low: int, size: int) -> int:
             stripe = replace(start, offset=start.offset + low, length=size)
-            part = view[low : low + size]
-            sending.append(
-                self._submit(self._upload_pool, self._send, group, stripe, part)
-            )
-        return self._sum(group, sending)
+            return self._send(transfer, stripe, view[low : low + size])
+
+        return self._sum(transfer, self._upload_pool, send, len(view))
 
     def fetch(
         self,
@@ -295,38 +281,21 @@ class Transfers:
         or RemoteProtocolError. A payload of more than `max_bytes` is refused before
         anything is allocated.
         """
-        if within_s is not None:
-            group = self._begin()
-            with self._watch.guard(within_s, lambda: self._cut(group)):
-                return self._fetch(request, max_bytes, group, within_s)
-        return self._fetch(request, max_bytes, self._begin(), self._pin_s)
+        seconds = self._pin_s if within_s is None else within_s
+        transfer = self._begin(f"fetch of fragment {request.fragment}", seconds)
+        fetch = _Fetch(request, max_bytes, self, transfer)
+        limit_s = math.inf if within_s is None else within_s
+        with self._watch.guard(limit_s, lambda: self._cut(transfer)):
+            wire_bytes = fetch.run(0, FIRST_STRIPE_BYTES)
+            start = fetch.start
+            assert start is not None
+            left = start.total - FIRST_STRIPE_BYTES
 
-    def _fetch(
-        self,
-        request: bulk.FetchRequest,
-        max_bytes: int,
-        group: threading.Event,
-        seconds: float,
-    ) -> Fetched:
-        rest = list[futures.Future[int]]()
-        fetch = _Fetch(request, max_bytes, self, group, seconds)
+            def rest(low: int, size: int) -> int:
+                return fetch.run(FIRST_STRIPE_BYTES + low, size)
 
-        def fetch_rest(total: int) -> None:
-            left = total - FIRST_STRIPE_BYTES
-            for low, size in stripes(left, self._channels) if left > 0 else ():
-                begin = FIRST_STRIPE_BYTES + low
-                stripe = _Stripe(begin, begin + size)
-                rest.append(self._submit(self._fetch_pool, fetch.run, stripe))
-
-        try:
-            wire_bytes = fetch.run(_Stripe(0, FIRST_STRIPE_BYTES), fetch_rest)
-        except BaseException:
-            self._cut(group)
-            futures.wait(rest)
-            raise
-        wire_bytes += self._sum(group, rest)
-        start = fetch.start
-        assert start is not None
+            if left > 0:
+                wire_bytes += self._sum(transfer, self._fetch_pool, rest, left)
         return Fetched(
             version=start.version,
             full=start.full,
@@ -342,7 +311,7 @@ class Transfers:
         RemoteProtocolError.
         """
         place = memoryview(bytearray(bulk.CHUNK_BYTES))
-        with self.call(self._begin()) as (connection, guard):
+        with self.call(self._begin(request.name, math.inf)) as (connection, guard):
             start = asked(connection, request, bulk.KeptStart)
             position = 0
             while position < start.total:
@@ -356,9 +325,9 @@ class Transfers:
         """Cancel all transfers, including later ones."""
         with self._lock:
             self._closed = True
-            groups = list(self._groups)
-        for group in groups:
-            self._cut(group)
+            under_way = list(self._under_way)
+        for transfer in under_way:
+            self._cut(transfer)
         self._connections.close()
 
     def close(self, timeout_s: float) -> None:
@@ -368,17 +337,17 @@ class Transfers:
             pool.close(max(0.0, deadline - time.monotonic()))
 
     @contextlib.contextmanager
-    def call(self, group: threading.Event) -> Iterator[tuple[BulkConnection, Guard]]:
+    def call(self, transfer: _Transfer) -> Iterator[tuple[BulkConnection, Guard]]:
         """Take a connection for the length of the block, which makes one call on it.
 
-        The block touches the guard as bytes move. Without any for `idle_s`, or
-        once the group is cancelled, the connection is cut and the block raises
+        The block touches the guard as bytes move. Without any for `idle_s`, or once the
+        transfer is cancelled, the connection is cut and the block raises
         ConnectionLost.
         """
         connection, idle_s = self._connections.take(), self._idle_s
         with self._lock:
-            self._open[connection] = group
-        if group.is_set():
+            self._open[connection] = transfer
+        if transfer.over.is_set():
             connection.cut()
         try:
             with self._watch.guard(idle_s, connection.cut) as guard:
@@ -389,7 +358,7 @@ class Transfers:
                     f"{self.peer}: not {PROGRESS_BYTES >> 10} KiB moved for "
                     f"{idle_s:g} s"
                 ) from error
-            if group.is_set():
+            if transfer.over.is_set():
                 raise ConnectionLost(
                     f"{self.peer}: the transfer was ended at this end ({error})"
                 ) from error
@@ -401,18 +370,14 @@ class Transfers:
 
     def persist(
         self,
+        transfer: _Transfer,
         attempt: Callable[[], object],
-        group: threading.Event,
-        seconds: float,
-        until: float,
-        what: str,
         position: Callable[[], int],
         *again: type[WireError],
     ) -> None:
-        """Repeat an attempt upon these errors, with pauses, as long as `until` allows,
-        which is `seconds` after the transfer began; then raise the first of these
-        errors. what: that is transferred, for people. position: of its next byte; where
-        it moves, pauses are short again."""
+        """Repeat an attempt upon these errors, with pauses, as long as the transfer may
+        take; then raise the first of these errors. position: of the next byte; where it
+        moves, pauses are short again."""
         backoff = Backoff(*self._retries_s)
         while True:
             before = position()
@@ -423,25 +388,24 @@ class Transfers:
                 if position() > before:
                     backoff.reset()
                 pause_s = backoff.next_s()
-                if time.monotonic() + pause_s > until:
+                if time.monotonic() + pause_s > transfer.until:
                     raise again[0](
-                        f"{what} given up at byte {position()}, {seconds:g} s after it "
-                        f"began: {error}"
+                        f"{transfer.what} given up at byte {position()}, "
+                        f"{transfer.seconds:g} s after it began: {error}"
                     ) from error
-                if group.wait(pause_s):
+                if transfer.over.wait(pause_s):
                     raise
 
-    def _begin(self) -> threading.Event:
-        """Return a new group."""
-        group = threading.Event()
+    def _begin(self, what: str, seconds: float) -> _Transfer:
+        transfer = _Transfer(what, seconds)
         with self._lock:
             if self._closed:
                 raise ConnectionLost(f"the client of {self.peer} is closed")
-            self._groups.add(group)
-        return group
+            self._under_way.add(transfer)
+        return transfer
 
     def _send(
-        self, group: threading.Event, start: bulk.UploadStart, view: memoryview
+        self, transfer: _Transfer, start: bulk.UploadStart, view: memoryview
     ) -> int:
         """Upload a stripe, and repeat it alone while the peer is too busy for it.
         Return the bytes that all attempts sent."""
@@ -449,7 +413,7 @@ class Transfers:
 
         def attempt() -> None:
             nonlocal sent
-            with self.call(group) as (connection, guard):
+            with self.call(transfer) as (connection, guard):
                 before = connection.sent_bytes
                 connection.send(start)
                 connection.send_payload((view,), 0, len(view), guard, start.offset)
@@ -457,49 +421,41 @@ class Transfers:
                 answer(connection, bulk.UploadDone)
                 connection.between = True
 
-        budget_s, what = (
-            self._budget_s,
-            f"upload of fragment {start.fragment}",
-        )
-        until = time.monotonic() + budget_s
-        self.persist(attempt, group, budget_s, until, what, lambda: start.offset, Busy)
+        self.persist(transfer, attempt, lambda: start.offset, Busy)
         return sent
 
-    def _submit(
-        self, pool: DaemonPool, work: Callable[..., int], *arguments: Any
-    ) -> futures.Future[int]:
+    def _sum(
+        self,
+        transfer: _Transfer,
+        pool: DaemonPool,
+        move: Callable[[int, int], int],
+        total: int,
+    ) -> int:
+        """Move all stripes (offset, length) of so many bytes at once, and return the
+        sum of what that returns; on the first error end the others and raise it."""
+        running = list[futures.Future[int]]()
         try:
-            return pool.submit(work, *arguments)
-        except RuntimeError as error:
-            raise ConnectionLost(f"the client of {self.peer} is closed") from error
-
-    def _sum(self, group: threading.Event, running: list[futures.Future[int]]) -> int:
-        """Return the sum of all results; on the first error end the other calls and
-        raise it."""
-        try:
+            for stripe in stripes(total, self._channels):
+                try:
+                    running.append(pool.submit(move, *stripe))
+                except RuntimeError as error:
+                    closed = f"the client of {self.peer} is closed"
+                    raise ConnectionLost(closed) from error
             for done in futures.as_completed(running):
                 done.result()
         except BaseException:
-            self._cut(group)
+            self._cut(transfer)
             futures.wait(running)
             raise
         return sum(done.result() for done in running)
 
-    def _cut(self, group: threading.Event) -> None:
-        """Cancel the calls of a group, including later ones."""
-        group.set()
+    def _cut(self, transfer: _Transfer) -> None:
+        """Cancel the calls of a transfer, including later ones."""
+        transfer.over.set()
         with self._lock:
             for connection, of in self._open.items():
-                if of is group:
+                if of is transfer:
                     connection.cut()
-
-
-@dataclasses.dataclass
-class _Stripe:
-    position: int
-    """First byte of the payload that has not arrived yet."""
-    end: int
-    wire_bytes: int = 0
 
 
 class _Fetch:
@@ -510,86 +466,68 @@ class _Fetch:
         request: bulk.FetchRequest,
         max_bytes: int,
         transfers: Transfers,
-        group: threading.Event,
-        seconds: float,
+        transfer: _Transfer,
     ) -> None:
-        self._request, self._max_bytes, self._group = request, max_bytes, group
-        self._transfers, self._seconds = transfers, seconds
-        self._until = time.monotonic() + seconds
+        self._request, self._max_bytes = request, max_bytes
+        self._transfers, self._transfer = transfers, transfer
         self.start: bulk.FetchStart | None = None
         """Answer to the first stripe."""
         self.payload = memoryview(b"")
 
-    def run(
-        self, stripe: _Stripe, on_first_answer: Callable[[int], None] | None = None
-    ) -> int:
+    def run(self, offset: int, length: int) -> int:
         """Fetch a stripe, attempt after attempt; return the bytes received."""
-        self._transfers.persist(
-            lambda: self._attempt(stripe, on_first_answer),
-            self._group,
-            self._seconds,
-            self._until,
-            f"fetch of fragment {self._request.fragment}",
-            lambda: stripe.position,
-            ConnectionLost,
-            Busy,
-        )
-        return stripe.wire_bytes
+        position, wire_bytes = offset, 0
 
-    def _attempt(
-        self, stripe: _Stripe, on_first_answer: Callable[[int], None] | None
-    ) -> None:
+        def attempt() -> None:
+            nonlocal position, wire_bytes
+            with self._transfers.call(self._transfer) as (connection, guard):
+                before = connection.received_bytes
+                try:
+                    end = self._asked(connection, position, offset + length)
+                    while position < end:
+                        room = self.payload[position:end]
+                        position += connection.receive_chunk(room, position, guard)
+                    connection.between = True
+                finally:
+                    wire_bytes += connection.received_bytes - before
+
+        again = ConnectionLost, Busy
+        self._transfers.persist(self._transfer, attempt, lambda: position, *again)
+        return wire_bytes
+
+    def _asked(self, connection: BulkConnection, position: int, end: int) -> int:
+        """Ask for the bytes from a position to an end; return where they end."""
         request = replace(
             self._request,
             want=self.start.version if self.start else self._request.want,
-            offset=stripe.position,
-            length=stripe.end - stripe.position,
+            offset=position,
+            length=end - position,
         )
-        with self._transfers.call(self._group) as (connection, guard):
-            before = connection.received_bytes
-            try:
-                start = asked(connection, request, bulk.FetchStart)
-                if self.start is None:
-                    self._begin(start, stripe)
-                    if on_first_answer is not None:
-                        on_first_answer(start.total)
-                self._check_same(start, stripe)
-                while stripe.position < stripe.end:
-                    room = self.payload[stripe.position : stripe.end]
-                    stripe.position += connection.receive_chunk(
-                        room, stripe.position, guard
-                    )
-                connection.between = True
-            finally:
-                stripe.wire_bytes += connection.received_bytes - before
-
-    def _begin(self, start: bulk.FetchStart, first: _Stripe) -> None:
-        if not 0 <= start.total <= self._max_bytes:
-            raise RemoteProtocolError(
-                f"{self._transfers.peer} announced {start.total} bytes for fragment "
-                f"{self._request.fragment}, at most {self._max_bytes} make sense; both "
-                f"ends must run the same configuration"
-            )
-        self.start = start
-        self.payload = self._transfers.memory.lend(start.total)
-        first.end = min(first.end, start.total)
-
-    def _check_same(self, start: bulk.FetchStart, stripe: _Stripe) -> None:
-        agreed = self.start
-        assert agreed is not None
-        ours = (agreed.version, agreed.full, agreed.count, agreed.total)
-        theirs = (start.version, start.full, start.count, start.total)
+        start = asked(connection, request, bulk.FetchStart)
+        if self.start is None:
+            if not 0 <= start.total <= self._max_bytes:
+                raise RemoteProtocolError(
+                    f"{connection.peer} announced {start.total} bytes for fragment "
+                    f"{request.fragment}, at most {self._max_bytes} make sense; both "
+                    f"ends must run the same configuration"
+                )
+            self.start = start
+            self.payload = self._transfers.memory.lend(start.total)
+        end = min(end, self.start.total)
+        ours, theirs = (
+            (of.version, of.full, of.count, of.total) for of in (self.start, start)
+        )
         if ours != theirs:
             raise VersionGone(
-                f"fragment {self._request.fragment} changed during the fetch: "
-                f"(version, full, count, bytes) was {ours}, is {theirs}; fetch it again"
+                f"fragment {request.fragment} changed during the fetch: (version, "
+                f"full, count, bytes) was {ours}, is {theirs}; fetch it again"
             )
-        expected = (stripe.position, stripe.end - stripe.position)
-        if (start.offset, start.length) != expected:
+        if (start.offset, start.length) != (expected := (position, end - position)):
             raise RemoteProtocolError(
-                f"{self._transfers.peer} answered (offset, length) = "
+                f"{connection.peer} answered (offset, length) = "
                 f"{(start.offset, start.length)}, expected {expected}"
             )
+        return end
 
 
 def stripes(total: int, most: int) -> list[tuple[int, int]]:

@@ -191,6 +191,10 @@ def test_an_optimizer_that_is_wrong_of_going_element_by_element_is_refused(
         OUTER_OPTIMIZERS.check(f"{tmp_path / 'own.py'}:{name}")
     said = "it has elementwise = True, but its update of an element depends on other"
     assert re.match(rf"line (5|15): ValueError: {said}", str(refused.value))
+
+
+def test_an_optimizer_that_is_right_of_it_passes(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OPTIMIZER_CLAIMS)
     OUTER_OPTIMIZERS.check(f"{tmp_path / 'own.py'}:adam")
 
 

@@ -20,7 +20,7 @@ from diloco_jax.core.changes import publish_tiles
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import CODECS
 from diloco_jax.core.merging import Encoded
-from diloco_jax.core.outer import NativeStep, OuterSettings, native_step
+from diloco_jax.core.outer import OuterSettings, native_step
 from diloco_jax.core.tiles import CODECS as KNOWN
 from diloco_jax.core.tiles import Passes, Step, digest_arrays, named, tile_bytes
 
@@ -143,15 +143,15 @@ def test_step_and_publish(
         state["guard"] = outer.GuardState(
             jnp.asarray(merges, jnp.int32), jnp.asarray(6.25)
         )
-    after, native = state, NativeStep(Step(kind="keep"))
+    after, held, step = state, None, Step(kind="keep")
     if kind == "keep":
         (theta,) = (old + delta,)
     elif kind == "flush":
         (theta,) = outer.flush_step((old,), (delta,))
-        native = NativeStep(Step(kind="flush", factor=float(factor)))
+        step = Step(kind="flush", factor=float(factor))
     else:
         (theta,), after = outer.outer_step(tx, (old,), state, (delta,), norm)
-        native = native_step(chosen, state, float(factor), norm, np.empty)
+        step, held = native_step(chosen, state, float(factor), norm, np.empty)
     if still:
         anchor = np.array(theta)
     ours = np.array(theta) if kind == "keep" else total.copy()
@@ -159,19 +159,17 @@ def test_step_and_publish(
     octets, new_anchor = np.empty(encoded.shape, np.uint8), np.empty_like(anchor)
     passes.finish(
         codec,
-        native.step,
+        step,
         old=old,
-        trace=native.trace,
         anchor=anchor,
         theta=ours,
-        new_trace=native.new_trace,
         new_anchor=new_anchor,
         encoded=octets,
     )
     for one, other in ((ours, theta), (octets, encoded), (new_anchor, moved)):
         same_bits(one, other)
-    if native.after is not None:
-        jax.tree.map(same_bits, native.after, after)
+    if held is not None:
+        jax.tree.map(same_bits, held, after)
 
 
 def test_a_delta_that_is_not_finite_has_squares_that_are_not(passes) -> None:
@@ -247,22 +245,6 @@ def test_publishes_are_applied_as_by_the_other_route(
             found.append(state)
         kept.append(found)
     jax.tree.map(same_bits, *kept)
-    if guard == 0.3:  # It has cut one: without it, the momentum is another.
-        free = dataclasses.replace(
-            routes[0], settings=dataclasses.replace(chosen.settings, norm_guard=10.0)
-        )
-        state = start
-        for payload in payloads:
-            state = free.replay(state, payload, final=False)
-        mine = jax.tree.leaves(kept[0][-1].outer)
-        assert (
-            any(
-                not np.array_equal(one, other)
-                for one, other in zip(mine, jax.tree.leaves(state.outer), strict=True)
-                if np.ndim(one) == 2
-            )
-            or optimizer == "sgd"
-        )
 
 
 def test_neither_blocks_nor_threads_change_a_bit(passes, monkeypatch) -> None:

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 from wire_support import (
-    BUDGET_S,
     ISLAND,
     WAIT_S,
     Clock,
@@ -247,22 +246,6 @@ def test_control_closes_who_never_shakes_hands_and_has_a_limit(serve, connect, t
         assert connect(address, tls=tls["island"]).status(WAIT_S)
 
 
-def test_sockets_of_both_ends_send_at_once_and_notice_who_is_gone(serve, connect):
-    server, address = serve()
-    client = connect(address, bulk_channels=1)
-    client.transfers.upload(upload_start(8), b"12345678")
-    until(lambda: server._bulk._acceptor._idle)
-    mine = [connection for _, connection in client.transfers._connections._idle]
-    for idle in (server._bulk._acceptor._idle, mine):
-        (connection,) = idle
-        for level, option, expected in (
-            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, BUDGET_S / 2),
-        ):
-            assert connection._socket.getsockopt(level, option) == expected
-
-
 def test_a_request_that_came_with_another_is_answered_too(serve, handlers, dial, tls):
     """It is in OpenSSL's memory then, and the socket has nothing to tell."""
     _, address = serve(tls=tls["coordinator"])
@@ -360,15 +343,6 @@ def test_the_end_leaves_nothing_open(serve, connect, dial, tls, still):
     sockets = (accepting._listener, accepting._awake, accepting._alarm, theirs)
     assert {one.fileno() for one in (*sockets, idle, shaking)} == {-1}
     assert accepting._selector.get_map() is None
-
-
-def test_a_connection_given_back_after_the_end_is_closed(serve):
-    server, _ = serve()
-    server.stop(0)
-    ours, theirs = socket.socketpair()
-    with ours:
-        server._bulk._acceptor._give_back(BulkConnection(theirs, "them"))
-        assert theirs.fileno() == -1
 
 
 # ---- one certificate's share: connections, threads, and requests ---------------------

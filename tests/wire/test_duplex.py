@@ -11,7 +11,7 @@ from wire_support import WAIT_S, deadlines
 
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.duplex import TlsEnd, dial_worker
-from diloco_jax.wire.errors import ConnectionLost, SecurityError
+from diloco_jax.wire.errors import SecurityError
 from diloco_jax.wire.peers import COORDINATOR, worker
 from diloco_jax.wire.tls import Renewed, TlsFiles
 
@@ -84,23 +84,6 @@ def test_both_ends_send_at_once(served, folder):
 def test_another_workers_certificate_is_refused_with_both_names(served, folder):
     address, _ = served
     lead = of_lead(folder)
-    with pytest.raises(
-        SecurityError, match="of worker 0, and has to be that of worker"
-    ):
+    wrong = r"of worker 0, and has to be that of worker 1.*placement\.worker_addresses"
+    with pytest.raises(SecurityError, match=wrong):
         dial_worker(address, 1, lead, deadlines())
-
-
-def test_another_authority_is_refused(served, tmp_path):
-    address, accepted = served
-    make_certificates(tmp_path, [], 1)
-    with pytest.raises(SecurityError, match=r"does not fit .*ca\.pem"):
-        dial_worker(address, 0, of_lead(tmp_path), deadlines())
-    with pytest.raises(OSError, match=r"(?i)alert|eof"):
-        accepted.result(WAIT_S)
-
-
-def test_where_nothing_listens_another_attempt_may_help():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(ConnectionLost, match=r"placement\.worker_addresses"):
-        dial_worker(address, 0, None, deadlines())

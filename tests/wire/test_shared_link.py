@@ -130,9 +130,14 @@ def test_a_chunk_counts_as_moving_long_before_all_of_it_has() -> None:
     assert sent.times == received.times == bulk.CHUNK_BYTES // PROGRESS_BYTES
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="not this system")
-def test_the_kernel_takes_few_bytes_that_it_does_not_send() -> None:
+def test_a_socket_sends_at_once_takes_little_more_and_notices_who_is_gone() -> None:
     with socket.socket() as one:
         bulk.prepare(one, DEADLINES)
-        found = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
-    assert found == UNSENT_BYTES
+        for level, option, wanted in (
+            (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+            (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+            (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+            (socket.IPPROTO_TCP, "TCP_KEEPIDLE", DEADLINES.budget_s / 2),
+        ):
+            if hasattr(socket, option):  # Not every system has all of them.
+                assert one.getsockopt(level, getattr(socket, option)) == wanted

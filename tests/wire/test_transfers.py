@@ -33,7 +33,7 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     VersionGone,
 )
-from diloco_jax.wire.transfers import LEAST_BYTES, ReceiveBuffers, stripes
+from diloco_jax.wire.transfers import LEAST_BYTES, ReceiveBuffers
 
 MIB = 1 << 20
 ONE_ATTEMPT = deadlines(retry_min_s=3 * WAIT_S)
@@ -54,9 +54,6 @@ def test_upload_and_fetch_in_stripes(serve, connect, handlers, tls, secured):
     array = np.arange(1000, dtype=np.float32).reshape(10, 100)
     client.transfers.upload(upload_start(array.nbytes), memoryview(array))
     assert handlers.stored == array.tobytes()
-    handlers.published = payload
-    fetched = client.transfers.fetch(fetch_request(), max_bytes=len(payload))
-    assert fetched.payload == payload
 
 
 @pytest.mark.parametrize("size", [0, 1, MIB, 2 * MIB, 2 * MIB + 1, 20 * MIB + 17])
@@ -186,7 +183,7 @@ def test_transfers_follow_one_another_on_their_connections(
     connections, dialled = client.transfers._connections, []
     dial = connections._dial
     monkeypatch.setattr(
-        connections, "_dial", lambda of: dialled.append(dial(of)) or dialled[-1]
+        connections, "_dial", lambda: dialled.append(dial()) or dialled[-1]
     )
     for _ in range(5):
         client.transfers.upload(upload_start(4 * MIB), bytes(4 * MIB))
@@ -325,17 +322,6 @@ def test_all_stripes_ask_for_the_version_of_the_first_answer(
     assert {r.want for r in handlers.requests} == {Version(1, 5)}
 
 
-def test_stripes_tile_the_payload():
-    for total in (0, 1, MIB - 1, MIB, 3 * MIB + 1, 100 * MIB + 7):
-        cut = stripes(total, 4)
-        assert sum(size for _, size in cut) == total
-        assert [low for low, _ in cut] == [
-            sum(size for _, size in cut[:i]) for i in range(len(cut))
-        ]
-        assert len(cut) == 1 or min(size for _, size in cut) >= MIB
-        assert len(cut) <= 4
-
-
 # ---- memory of fetched payloads: used again when it is free, and not before ----------
 
 
@@ -359,25 +345,9 @@ def test_memory_is_lent_again_once_the_last_view_is_gone():
     del part
     again = memory.lend(SIZE - 7)
     assert (place(again), len(again)) == (where, SIZE - 7)
-
-
-def test_what_is_far_too_large_or_too_small_is_not_lent():
-    memory = ReceiveBuffers()
-    for first, second in ((SIZE, SIZE + 1), (4 * SIZE, SIZE)):
-        view = memory.lend(first)
-        del view
-        view = memory.lend(second)
-        assert len(view) == second
-        held = view.obj.base
-        assert len(getattr(held, "obj", held)) == second
-
-
-def test_one_buffer_is_kept_at_most():
-    memory = ReceiveBuffers()
-    views = [memory.lend(SIZE) for _ in range(3)]
-    del views
-    assert len(memory._free) == 1
-    assert len(memory.lend(0)) == 0
+    del other, again
+    assert len(memory._free) == 1, "one at most"
+    assert len(memory.lend(2 * SIZE)) == 2 * SIZE
 
 
 # ---- ends: at deadlines, and with the client -----------------------------------------
