@@ -539,6 +539,11 @@ def replaced(config: Any, name: str, value: Any) -> Any:
 def _with(section: Any, path: list[str], value: Any, name: str) -> Any:
     """Return the section or dict with the value at `path`; `name` is for messages."""
     (head, *rest), own = path, _entries(section)
+    if isinstance(section, dict):  # A name may have dots.
+        whole = ".".join(path)
+        named = (n for n in own if f"{whole}.".startswith(f"{n}."))
+        head = max(named, key=len, default=head)
+        rest = path[head.count(".") + 1 :]
     before = ".".join(name.split(".")[: -len(path)])
     if head not in own:
         raise ConfigError(

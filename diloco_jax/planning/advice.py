@@ -26,16 +26,14 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.checks import (
     GB,
     LINK_UTILISATION,
-    Change,
     Needs,
     Rates,
     Remedy,
-    Terms,
     failing,
     needs_of,
-    shown,
 )
 from diloco_jax.planning.compiling import Hbm, IslandPlan
+from diloco_jax.planning.terms import Change, Terms, shown
 
 NEAR = 4
 """First, numbers of fragments within 1 / NEAR of the present one are tried."""

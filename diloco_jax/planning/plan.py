@@ -18,7 +18,6 @@ import msgspec
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_open
-from diloco_jax.coordinator.settings import state_sizes
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
     NOTHING_MEASURED,
@@ -34,19 +33,14 @@ from diloco_jax.planning.checks import (
     IslandNetwork,
     Needs,
     Remedy,
-    Terms,
     needs_of,
     notes,
-    one_of_each,
     refusals,
 )
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan, OutagePlan
-from diloco_jax.planning.options import (
-    Assumptions,
-    away,
-    price_per_hour,
-)
+from diloco_jax.planning.options import Assumptions, away, price_per_hour
+from diloco_jax.planning.terms import Terms, one_of_each, terms_of
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""
@@ -341,27 +335,9 @@ def _first_start(
     of_a_core = terms.rates.draw_core_seconds * needs.coordinator.share_served
     return FirstStart(
         draw_seconds=drawn * of_a_core * total / 1e9,
-        write_seconds=state_sizes(run, terms.fragments).state / terms.disk_bytes_per_s,
+        write_seconds=terms.sizes.state / terms.disk_bytes_per_s,
         fetch_seconds=max(link.join_seconds for link in needs.networks.values()),
         compile_seconds=told.value if told else longest,
-    )
-
-
-def terms_of(
-    config: Config,
-    fragments: FragmentPlan,
-    step_seconds: Mapping[str, float],
-    link_gbit_per_s: float = Assumptions.link_gbit_per_s,
-    measured: Measurements = NOTHING_MEASURED,
-) -> Terms:
-    """Return the inputs of a plan whose islands' steps take so long."""
-    return Terms(
-        config=resolve_open(config),
-        fragments=fragments,
-        hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
-        step_seconds=step_seconds,
-        link_gbit_per_s=link_gbit_per_s,
-        measured=measured,
     )
 
 

@@ -1,24 +1,22 @@
 """Plans refuse what would not run, with a change that the same arithmetic accepts."""
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import re
-from pathlib import Path
 
 import pytest
 from config_support import load_config
+from plan_support import ROOT, shipped
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.placement import region_of
-from diloco_jax.config.resolving import resolve_open
 from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.advice import mended
-from diloco_jax.planning.checks import Terms, needs_of, refusals
+from diloco_jax.planning.checks import needs_of, refusals
 from diloco_jax.planning.options import (
     Assumptions,
     PlanOptions,
@@ -29,31 +27,19 @@ from diloco_jax.planning.plan import fragments_of
 from diloco_jax.simulation.bandwidth import BandwidthConfig
 from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-@functools.cache
-def terms_of(name, link=5.0):
-    config = resolve_open(load_config(CONFIGS / f"{name}.py"))
-    return Terms(
-        config=config,
-        fragments=fragments_of(config),
-        hosts={n: slice_of(n, i).hosts for n, i in config.islands.items()},
-        step_seconds=dict.fromkeys(config.islands, 0.95),
-        link_gbit_per_s=link,
-    )
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture(scope="module")
 def mixed():
     """With publishes in int8, which load the links more."""
-    return terms_of("mixed_12b").changed({"sync.codec_down": "int8"})
+    return shipped("mixed_12b").changed({"sync.codec_down": "int8"})
 
 
 @pytest.mark.parametrize("link", [2.0, 5.0])
 @pytest.mark.parametrize("name", ["mixed_12b", "four_regions"])
 def test_the_reference_cases_pass_every_check(name, link):
-    assert refusals(terms_of(name, link)) == []
+    assert refusals(shipped(name, link)) == []
 
 
 REFUSED = [
@@ -141,7 +127,7 @@ def test_what_only_waits_its_turn_is_told_and_refuses_nothing(mixed):
 
 
 def test_workers_on_machines_of_their_own_need_only_their_share():
-    terms = terms_of("four_regions").changed({"placement.workers": 64})
+    terms = shipped("four_regions").changed({"placement.workers": 64})
     assert "cores" not in [refusal.check for refusal in refusals(terms)]
     plan = needs_of(terms).coordinator
     assert plan.machine_memory == max(worker.memory for worker in plan.workers)
@@ -155,7 +141,7 @@ def test_workers_on_machines_of_their_own_need_only_their_share():
 def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
     """The lead has every fragment once, at the run's beginning and end, and all lines;
     workers divide the rest."""
-    small = terms_of("four_regions").changed({"launch.coordinator_disk_gb": 400})
+    small = shipped("four_regions").changed({"launch.coordinator_disk_gb": 400})
     assert "disk bytes" in {r.check for r in refusals(small)}
     apart = small.changed({"placement.workers": 4})
     assert "disk bytes" not in {r.check for r in refusals(apart)}
@@ -172,7 +158,7 @@ def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
 
 def test_deltas_that_wait_on_a_small_disk_had_better_wait_in_memory():
     """A disk where deltas may wait must leave room for two snapshots besides."""
-    terms = terms_of("four_regions").changed({"launch.coordinator_disk_gb": 900})
+    terms = shipped("four_regions").changed({"launch.coordinator_disk_gb": 900})
     (found,) = [r for r in refusals(terms) if r.check == "disk bytes"]
     assert set(found.change) == {"placement.merge_buffer_bytes"}
     assert needs_of(terms.changed(found.change)).coordinator.disk.deltas == 0
@@ -334,8 +320,8 @@ def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
 
 def test_a_trillion_parameters_are_too_many_for_one_process():
     """The checks of memory and disk know no single change, and a set of them does."""
-    long = dict.fromkeys(terms_of("paper_1t").hosts, 150.0)
-    terms = dataclasses.replace(terms_of("paper_1t"), step_seconds=long)
+    long = dict.fromkeys(shipped("paper_1t").hosts, 150.0)
+    terms = dataclasses.replace(shipped("paper_1t"), step_seconds=long)
     assert refusals(terms) == []
     alone = terms.changed(
         {"placement.workers": 1, "placement.merge_buffer_bytes": 1 << 40}
@@ -381,7 +367,7 @@ def test_the_reference_cases_are_what_they_are_called(name, topologies):
 
 def test_sixty_four_islands_are_those_of_two_and_pass_on_slow_links():
     two = load_config(CONFIGS / "mixed_12b.py").islands
-    terms = terms_of("sixty_four", link=2.0)
+    terms = shipped("sixty_four", link=2.0)
     assert len(terms.config.islands) == 64
     assert set(map(repr, terms.config.islands.values())) == set(map(repr, two.values()))
     regions = {region_of(zone) for zone in terms.config.launch.zones.values()}

@@ -1,16 +1,14 @@
 """Merges cost what their rule costs, and a plan refuses a cycle that they outlast."""
 
+import dataclasses
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
-from config_support import load_config
+from plan_support import ROOT, shipped
 from rich.console import Console
 
 from diloco_jax import cli
-from diloco_jax.config import SyncConfig
-from diloco_jax.config.resolving import resolve_open
 from diloco_jax.hardware.machines import (
     CONSTANTS,
     NATIVE,
@@ -18,16 +16,14 @@ from diloco_jax.hardware.machines import (
     constants_of,
     rate_of,
 )
-from diloco_jax.planning import checks as planning_terms
-from diloco_jax.planning.checks import Terms, needs_of, refusals
+from diloco_jax.planning import terms as terms_module
+from diloco_jax.planning.checks import needs_of, refusals
 from diloco_jax.planning.command import render
 from diloco_jax.planning.coordinator import plan_merges
 from diloco_jax.planning.options import Assumptions
-from diloco_jax.planning.plan import fragments_of, plan_run
+from diloco_jax.planning.plan import plan_run
 
-ROOT = Path(__file__).parents[2]
 RAW = ROOT / "docs" / "results" / "raw"
-MIXED = ROOT / "configs" / "mixed_12b.py"
 OWN = """
 from diloco_jax.core.families import Elementwise
 
@@ -46,14 +42,17 @@ FIRST = First()
 @pytest.fixture(scope="module")
 def terms():
     """12 B parameters and 64 islands, by the route "native"."""
-    config = resolve_open(load_config(MIXED)).replace("merge_route", "native")
-    names = [f"island-{i:02}" for i in range(64)]
-    return Terms(
-        config=config,
-        fragments=fragments_of(config),
+    mixed = shipped("mixed_12b").changed({"merge_route": "native"})
+    return among(mixed, 64)
+
+
+def among(terms, islands):
+    """The same terms with so many islands."""
+    names = [f"island-{i:02}" for i in range(islands)]
+    return dataclasses.replace(
+        terms,
         hosts=dict.fromkeys(names, 1),
         step_seconds=dict.fromkeys(names, 0.95),
-        link_gbit_per_s=5.0,
     )
 
 
@@ -72,24 +71,17 @@ def merging(terms):
 # ---- rates -----------------------------------------------------------------------
 
 
-def merges_of(sync, rates=NATIVE, deltas=64, **changes):
-    of_12b = {"largest": 10**9, "params": 12 * 10**9, "cycle_seconds": 90.0}
-    return plan_merges(sync, rates, deltas, **{**of_12b, "cores": 48, **changes})
-
-
 def measured():
     raw = json.loads((RAW / "merging_xeon.json").read_bytes())
     return [*raw["time"], *raw["beyond"]]
 
 
 @pytest.mark.parametrize("row", measured(), ids=lambda row: row["merge"])
-def test_the_constants_are_those_of_the_page(row):
+def test_the_constants_are_those_of_the_page(terms, row):
     """Those of the slower of two machines, which promise less."""
-    sync = SyncConfig(
-        merge=row["merge"], codec_up=row["codec"], codec_down=row["codec"]
-    )
-    rates = NATIVE if row["route"] == "native" else CONSTANTS
-    found = merges_of(sync, rates, row["islands"])
+    change = {"sync.merge": row["merge"], "merge_route": row["route"]}
+    change |= dict.fromkeys(("sync.codec_up", "sync.codec_down"), row["codec"])
+    found = plan_merges(among(terms, row["islands"]).changed(change))
     assert found.known
     assert 0.75 < found.core_seconds / row["seconds_per_1e9_parameters"] < 1.33
 
@@ -152,7 +144,7 @@ def test_a_longer_cycle_helps_where_workers_do_not(terms, monkeypatch):
         NATIVE.rules["trimmed_mean"], beyond_core_seconds=((2, 1e5), (64, 2e5))
     )
     rates = msgspec.structs.replace(NATIVE, rules={"trimmed_mean": slow})
-    monkeypatch.setattr(planning_terms, "constants_of", lambda route: rates)
+    monkeypatch.setattr(terms_module, "constants_of", lambda route: rates)
     sorting = terms.changed({"sync.merge": "trimmed_mean"})
     (found,) = merging(sorting)
     assert set(found.change) == {"sync.steps_per_cycle"}
@@ -166,14 +158,13 @@ def test_the_route_with_a_compiler_is_proposed_first(terms):
 
 
 def test_workers_divide_the_merges(terms):
-    sync = terms.config.run.sync
-    alone = merges_of(sync)
-    of_four = merges_of(sync, params=3 * 10**9)
-    assert alone.cores == of_four.cores == 16
-    assert of_four.seconds == pytest.approx(alone.seconds / 4)
-    small = merges_of(sync, cores=2)
-    assert small.cores == 2
-    assert small.share == pytest.approx(small.seconds / 90)
+    few = {"launch.coordinator_machine": "n2-highmem-2"}
+    alone, small = (plan_merges(terms.changed(change)) for change in ({}, few))
+    of_four = plan_merges(terms.changed({"workers": 4}))
+    assert (alone.cores, of_four.cores, small.cores) == (16, 16, 2)
+    # They make digests of anchors, too.
+    assert of_four.seconds == pytest.approx(alone.seconds / 4, rel=0.1)
+    assert small.share == pytest.approx(small.seconds / terms.cycle_seconds)
 
 
 # ---- rules of one's own ----------------------------------------------------------
@@ -195,7 +186,7 @@ def test_embeddings_are_merged_by_the_mean_where_the_rule_says_so(
 ):
     rates = RuleRates(beyond_core_seconds=((2, 100.0), (64, 500.0)), rule_from="here")
     known = msgspec.structs.replace(NATIVE, rules={own: rates})
-    monkeypatch.setattr(planning_terms, "constants_of", lambda route: known)
+    monkeypatch.setattr(terms_module, "constants_of", lambda route: known)
     mine = terms.changed({"sync.merge": own})
     (found,) = merging(mine)
     assert own in found.text
