@@ -279,7 +279,7 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
     those with the fewest bytes first. Of those with more bytes than the config's own,
     the ones whose loss was measured. It picks none."""
     found = list[LinkSetting]()
-    sync, now = terms.config.run.sync, _bytes_per_step(needs_of(terms))
+    sync, now = terms.config.run.sync, _bytes_per_step(terms, needs_of(terms))
     pairs = {(up, down) for up in TRIED_CODECS for down in TRIED_CODECS}
     # A short cycle may be as long as that of a long run, too.
     parts = dict.fromkeys((*TRIED_CYCLES, LONG.cycle / min(sync.cycle, LONG.cycle)))
@@ -298,7 +298,7 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
             over, _, _, name = _peak(then, needs)
             if over > 1 or OF_LINK & failing(then).keys():
                 continue
-            size = _bytes_per_step(needs)
+            size = _bytes_per_step(then, needs)
             one = LinkSetting(
                 change=change,
                 bytes_per_step=size,
@@ -313,9 +313,9 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
     return sorted(found, key=lambda setting: setting.bytes_per_step)
 
 
-def _bytes_per_step(needs: Needs) -> float:
+def _bytes_per_step(terms: Terms, needs: Needs) -> float:
     network = next(iter(needs.networks.values()))
-    gbit = (network.up.mean + network.down.mean) * needs.pacing_step_seconds
+    gbit = (network.up.mean + network.down.mean) * terms.pacing_step_seconds
     return LINK_UTILISATION * gbit / 8 * GB
 
 

@@ -68,8 +68,6 @@ class IslandNetwork:
 class Needs:
     """Needs of the coordinator and of each link."""
 
-    pacing_step_seconds: float
-    cycle_seconds: float
     coordinator: CoordinatorPlan
     outage: OutagePlan
     networks: dict[str, IslandNetwork]
@@ -89,8 +87,6 @@ def needs_of(terms: Terms) -> Needs:
         return Rates(mean=mean, peak=max(mean, _gbit(max(sizes)) / window))
 
     return Needs(
-        pacing_step_seconds=terms.pacing_step_seconds,
-        cycle_seconds=cycle_s,
         coordinator=coordinator,
         outage=plan_outage(terms, coordinator),
         networks={
@@ -323,9 +319,9 @@ def _merging(terms: Terms, needs: Needs) -> Check:
     return Check(
         "merging",
         took,
-        needs.cycle_seconds,
+        terms.cycle_seconds,
         f"merges of a cycle take {took:.3g} s on {merges.cores:g} cores{each} and a "
-        f"cycle {needs.cycle_seconds:.3g} s, with {merges.deltas} deltas, sync.merge = "
+        f"cycle {terms.cycle_seconds:.3g} s, with {merges.deltas} deltas, sync.merge = "
         f"{merges.rule!r}, sync.steps_per_cycle = {_steps(terms)} and the merge route "
         f"{terms.rates.merge_route!r}{less}",
         changes(),

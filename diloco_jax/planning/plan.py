@@ -263,10 +263,8 @@ def plan_run(
         )
         for name, found in slices.items()
     }
-    then = needs_of(
-        dataclasses.replace(
-            terms, step_seconds={n: s for n, (s, _) in expected.items()}
-        )
+    then = dataclasses.replace(
+        terms, step_seconds={n: s for n, (s, _) in expected.items()}
     )
     rate = sum(island.expected_tokens_per_second for island in islands.values())
     goodput = expected_goodput(config, islands, assumptions)
@@ -280,15 +278,15 @@ def plan_run(
         run=RunPlan(
             params=fragments.total,
             bound=assumptions.bound,
-            pacing_step_seconds=needs.pacing_step_seconds,
-            cycle_seconds=needs.cycle_seconds,
+            pacing_step_seconds=terms.pacing_step_seconds,
+            cycle_seconds=terms.cycle_seconds,
             tokens_per_second=sum(i.tokens_per_second for i in islands.values()),
             expected_cycle_seconds=then.cycle_seconds,
             expected_tokens_per_second=rate,
             goodput=goodput,
             tokens_per_day=per_day,
             days=run.total_tokens / per_day if per_day else None,
-            price=_price(config, prices, then, per_day) if prices else None,
+            price=_price(config, prices, needs_of(then), per_day) if prices else None,
             coordinator=needs.coordinator,
             outage=needs.outage,
             first_start=_first_start(terms, needs, made),

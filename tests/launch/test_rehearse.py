@@ -428,7 +428,7 @@ def test_a_deletion_is_tried_again_until_the_creation_in_the_cloud_is_over(
 
 
 def test_a_cell_of_the_page_may_have_a_pipe():
-    row = findings.Tried(what="step", cause="step", follows="type `a | b`")
+    row = findings.Tried("step", "step", follows="type `a | b`")
     assert r"| type `a \| b` |" in findings.as_markdown([row])
 
 
