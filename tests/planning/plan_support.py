@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from config_support import load_config
 
 from diloco_jax.config import Config, IslandConfig, RunConfig, SyncConfig
@@ -23,6 +29,10 @@ from diloco_jax.planning.terms import Terms, terms_of
 
 ROOT = Path(__file__).parents[2]
 GB = 10**9
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu: pip install -e '.[tpu]'",
+)
 
 CONFIG = Config(
     run=RunConfig(
@@ -117,3 +127,27 @@ def island(
         ),
     )
     return dataclasses.replace(plan, **changes)
+
+
+# ---- islands that are compiled ------------------------------------------------------
+
+
+def run_plan(
+    config: Any, *options: str, timeout_s: float = 280, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco_jax.cli", "plan", str(config), "--json"]
+    return subprocess.run(
+        [*command, *options],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def plan(config: Any, *options: str, timeout_s: float = 280) -> tuple[int, Any]:
+    done = run_plan(config, *options, timeout_s=timeout_s)
+    assert done.stdout, done.stderr[-3000:]
+    return done.returncode, json.loads(done.stdout)

@@ -5,8 +5,8 @@ import re
 from importlib import metadata
 
 import pytest
-from compile_support import REPOSITORY, needs_libtpu, plan, run_plan
 from config_support import load_config
+from plan_support import ROOT, needs_libtpu, plan, run_plan
 
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.hardware.tpus import GENERATIONS, find_slice
@@ -24,7 +24,7 @@ two are those of configs/mixed_toy.py."""
 def toy(tmp_path_factory):
     """With int4 deltas; and one island again, cut along two axes, with anchors in host
     memory."""
-    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    config = load_config(ROOT / "configs" / "mixed_toy.py")
     cut = dataclasses.replace(
         config.islands["v6e"], mesh_fsdp=2, mesh_tensor=2, anchor_memory="pinned_host"
     )
@@ -40,7 +40,7 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    config = load_config(REPOSITORY / "configs" / "mixed_five.py")
+    config = load_config(ROOT / "configs" / "mixed_five.py")
     islands = {name: config.islands[name] for name in OTHERS}
     path = tmp_path_factory.mktemp("plan") / "others.json"
     write_config_json(dataclasses.replace(config, islands=islands), path)
@@ -50,8 +50,8 @@ def others(tmp_path_factory):
 
 
 def test_the_two_configs_share_their_islands_programs():
-    five = load_config(REPOSITORY / "configs" / "mixed_five.py").islands
-    two = load_config(REPOSITORY / "configs" / "mixed_toy.py").islands
+    five = load_config(ROOT / "configs" / "mixed_five.py").islands
+    two = load_config(ROOT / "configs" / "mixed_toy.py").islands
     assert set(five) == {*OTHERS, *NAMES} == set(GENERATIONS)
     for name in NAMES:
         slowed = dataclasses.replace(two[name], step_seconds=five[name].step_seconds)
@@ -111,7 +111,7 @@ def test_gathers_run_beside_matrix_products(toy, name):
 
 def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):
     """The example of docs/extending.md, with the step compiled for its slice."""
-    text = (REPOSITORY / "docs" / "extending.md").read_text()
+    text = (ROOT / "docs" / "extending.md").read_text()
     rule = re.search(
         r"^`sign_consensus\.py`:.*?^```python\n(.*?)^```$",
         text,
@@ -119,7 +119,7 @@ def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):
     )
     assert rule
     (tmp_path / "rules.py").write_text(rule[1])
-    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    config = load_config(ROOT / "configs" / "mixed_toy.py")
     named = f"{tmp_path / 'rules.py'}:sign_consensus"
     alone = {"v6e": config.islands["v6e"]}
     path = tmp_path / "theirs.json"
@@ -141,7 +141,7 @@ def test_flags_that_are_refused_are_named_and_end_with_2(island, flag, tmp_path)
     version = tuple(map(int, metadata.version("libtpu").split(".")))
     if flag == REFUSED and version < (0, 0, 50):
         pytest.skip("libtpu 0.0.42.1 takes it; 0.0.50.1 does not")
-    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    config = load_config(ROOT / "configs" / "mixed_toy.py")
     alone = dataclasses.replace(config, islands={island: config.islands[island]})
     write_config_json(alone, tmp_path / "one.json")
     done = run_plan(tmp_path / "one.json", LIBTPU_INIT_ARGS=flag)

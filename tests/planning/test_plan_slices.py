@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from compile_support import REPOSITORY, needs_libtpu, plan
+from plan_support import ROOT, needs_libtpu, plan
 
 from diloco_jax.config import Config, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import write_config_json
@@ -147,7 +147,7 @@ print(trainer.lower(run.sequence_length).compile().as_text())
 def test_packed_rows_are_masked_by_the_kernel_and_by_no_square_of_positions():
     done = subprocess.run(
         [sys.executable, "-c", PACKED],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=280,
@@ -165,9 +165,9 @@ def test_packed_rows_are_masked_by_the_kernel_and_by_no_square_of_positions():
 def test_the_page_lists_the_programs_with_one_key_of_jaxs_cache_on_all_hosts():
     made = [sys.executable, "-m", "benchmarks.cache_keys"]
     told = subprocess.run(
-        made, cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=280, check=True
+        made, cwd=ROOT, stdout=subprocess.PIPE, timeout=280, check=True
     )
-    page = (REPOSITORY / "docs" / "cloud.md").read_text()
+    page = (ROOT / "docs" / "cloud.md").read_text()
     rows = re.findall(r"^\| `(jit_.*?)` \| (all hosts|each host) \|", page, re.M)
     listed = {name: "all" in who for names, who in rows for name in names.split("`, `")}
     assert listed == json.loads(told.stdout)
