@@ -29,6 +29,7 @@ from diloco_jax.planning.checks import (
     Needs,
     Rates,
     Remedy,
+    busiest_link,
     failing,
     needs_of,
 )
@@ -175,11 +176,11 @@ def _cuts(sync: SyncConfig, fewest: int) -> Iterator[Change]:
 def _late(terms: Terms) -> Remedy | None:
     """Propose more overlap for a largest fragment that is adopted late. Takes of that
     time need HBM; which codecs would do is told apart (`settings_that_fit`)."""
-    over, peak, link, name = _peak(terms, needs_of(terms))
-    if over <= 1 or "link" in failing(terms):
+    peak, link, name = _peak(terms, needs_of(terms))
+    if peak <= link or "link" in failing(terms):
         return None
     sync, change = terms.config.run.sync, Change()
-    overlap = math.floor(max(1, sync.overlap) * over) + 1
+    overlap = math.floor(max(1, sync.overlap) * peak / link) + 1
     said = "take codecs or a cycle of those that the links carry"
     if overlap < sync.cycle:
         change = {"sync.overlap_steps": overlap}
@@ -191,17 +192,8 @@ def _late(terms: Terms) -> Remedy | None:
     return Remedy(check="late", text=text, change=change)
 
 
-def _peak(terms: Terms, needs: Needs) -> tuple[float, float, float, str]:
-    """Return the highest rate that an island's link needs: over the link's, itself, the
-    link's, and the island."""
-    return max(
-        (
-            (rates.peak / has, rates.peak, has, name)
-            for name, link in needs.networks.items()
-            for rates, has in ((link.up, terms.link_up), (link.down, terms.link_down))
-        ),
-        key=lambda found: found[0],
-    )
+def _peak(terms: Terms, needs: Needs) -> tuple[float, float, str]:
+    return busiest_link(terms, needs, lambda rates: rates.peak)
 
 
 # ---- what a link carries ------------------------------------------------------------
@@ -295,8 +287,8 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
             except ConfigError:
                 continue
             needs = needs_of(then)
-            over, _, _, name = _peak(then, needs)
-            if over > 1 or OF_LINK & failing(then).keys():
+            peak, link, name = _peak(then, needs)
+            if peak > link or OF_LINK & failing(then).keys():
                 continue
             size = _bytes_per_step(then, needs)
             one = LinkSetting(

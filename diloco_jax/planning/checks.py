@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from diloco_jax.coordinator.settings import admitted, payload_bytes, room_needed
@@ -190,13 +190,7 @@ def _checks(terms: Terms) -> list[Check]:
 
 
 def _link(terms: Terms, needs: Needs) -> Check:
-    ways = [
-        (rates.mean / has, rates.mean, has, name)
-        for name, link in needs.networks.items()
-        for rates, has in ((link.up, terms.link_up), (link.down, terms.link_down))
-    ]
-    # Of islands that are alike, the first.
-    _, needed, has, name = max(ways, key=lambda way: way[0])
+    needed, has, name = busiest_link(terms, needs, lambda rates: rates.mean)
     steps = _steps(terms)
     return Check(
         "link",
@@ -206,6 +200,19 @@ def _link(terms: Terms, needs: Needs) -> Check:
         f"{has:g} (sync.steps_per_cycle = {steps})",
         _longer(terms, needed / has),
     )
+
+
+def busiest_link(
+    terms: Terms, needs: Needs, rate_of: Callable[[Rates], float]
+) -> tuple[float, float, str]:
+    """Return the rate of the link that has the least to spare, what it has, and its
+    island: of those that are alike, the first."""
+    ways = (
+        (rate_of(rates), has, name)
+        for name, link in needs.networks.items()
+        for rates, has in ((link.up, terms.link_up), (link.down, terms.link_down))
+    )
+    return max(ways, key=lambda way: way[0] / way[1])
 
 
 def _egress(terms: Terms, needs: Needs) -> Check:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax import Config, ConfigError
+from diloco_jax import Config, ConfigError, IslandConfig
 from diloco_jax.config.resolving import cycle, filled, is_open, preset, resolve_open
 from diloco_jax.config.run import OuterConfig, SyncConfig
 
@@ -91,3 +91,9 @@ def test_what_a_config_says_of_its_cycle_stays() -> None:
     assert not is_open(resolved())
     with pytest.raises(ConfigError, match=r"sync.steps_per_cycle = None: .*; set it"):
         Config().merges_per_fragment()
+
+
+def test_an_islands_name_may_have_dots() -> None:
+    config = Config(islands={"a": IslandConfig(), "a.b": IslandConfig()})
+    changed = config.replace("islands.a.b.batch_size", 4).islands
+    assert [island.batch_size for island in changed.values()] == [8, 4]

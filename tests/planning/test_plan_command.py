@@ -132,7 +132,7 @@ def worker(monkeypatch, tmp_path):
 SAYS = """
 import json, os, sys
 name = sys.argv[2]
-print(json.dumps({"doing": "step", "done": 1, "parts": 4}), flush=True)
+print(json.dumps({"done": 0.25}), flush=True)
 flags = os.environ.get("LIBTPU_INIT_ARGS", "")
 print(json.dumps({"result": {"name": name, "flags": flags}}))
 """
