@@ -49,9 +49,10 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.config.resolving import resolve_open
-from diloco_jax.models.build import build, build_plan
+from diloco_jax.hardware.machines import MeasuredValue, Measurements
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
+from diloco_jax.planning.plan import fragments_of
+from diloco_jax.planning.terms import terms_of
 
 FRAGMENTS, CYCLES = 16, 3
 SEQUENCE = 16
@@ -169,18 +170,13 @@ def large_config(layers: int, step_seconds: float, snapshot_every_s: float) -> C
 
 def plan_of(run: support.Run) -> CoordinatorPlan:
     """Return what was planned for the steps that the run made."""
-    config = resolve_open(run.config)
+    config = run.config.replace("launch.coordinator_machine", "n2-highmem-2")
     pace = max(i["median_step_seconds"] for i in run.summary["islands"].values())
-    return plan_coordinator(
-        config.run,
-        config.placement,
-        build_plan(config.run, build(config.run)),
-        len(config.islands),
-        config.run.sync.steps_per_cycle * pace,
-        cores=2,
-        disk_bytes_per_s=DISK_BYTES_PER_S,
-        cycles=CYCLES,
-    )
+    steps = dict.fromkeys(config.islands, pace)
+    disk = MeasuredValue(value=DISK_BYTES_PER_S, origin="this machine")
+    measured = Measurements(disk_write_bytes_per_s=disk, disk_read_bytes_per_s=disk)
+    fragments = fragments_of(config)
+    return plan_coordinator(terms_of(config, fragments, steps, measured=measured))
 
 
 DISK_BYTES_PER_S = 1e9

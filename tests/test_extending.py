@@ -16,11 +16,11 @@ from tiny import MODEL, SEQUENCE_LENGTH
 from diloco_jax import cli
 from diloco_jax.config.config import FIELDS
 from diloco_jax.config.loading import read_config
-from diloco_jax.config.resolving import resolve_open
 from diloco_jax.core.codecs import Codec, encode_with_feedback
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.planning.coordinator import plan_coordinator
 from diloco_jax.planning.plan import fragments_of
+from diloco_jax.planning.terms import terms_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 EXAMPLES = dict(
@@ -126,18 +126,11 @@ def test_a_plan_counts_what_the_members_say(written) -> None:
     """Bytes of the codec, memory of the rule."""
     plans = {}
     for name in ("one_bit", "sign_consensus"):
-        config = resolve_open(load_config(written(name)))
-        fragments = fragments_of(config)
-        plans[name] = plan_coordinator(
-            config.run,
-            config.placement,
-            fragments,
-            8,
-            cycle_seconds=10.0,
-            cores=16,
-            disk_bytes_per_s=280e6,
-            cycles=10.0,
-        )
+        config = load_config(written(name))
+        (one, *_) = config.islands.values()
+        config = config.replace("islands", {f"island-{n}": one for n in range(8)})
+        steps = dict.fromkeys(config.islands, 1.0)
+        plans[name] = plan_coordinator(terms_of(config, fragments_of(config), steps))
     up, plain = plans["one_bit"], plans["sign_consensus"]
     assert up.merge_buffer < plain.merge_buffer / 7
     assert plain.merging > up.merging, "all deltas at once"

@@ -209,9 +209,13 @@ class Config:
 
     def _repr_html_(self) -> str:
         """Show a notebook what differs from the defaults."""
-        usual = Config(islands=dict.fromkeys(self.islands, IslandConfig()))
+        usual = dict(
+            _named(Config(islands=dict.fromkeys(self.islands, IslandConfig())))
+        )
         given = {"islands": ", ".join(self.islands)}
-        given.update((name, repr(value)) for name, value in _differences(self, usual))
+        for name, value in _named(self):
+            if not _entries(value) and value != usual.get(name, {}):
+                given[name] = repr(value)
         return as_html(given)
 
     def island(self, name: str) -> IslandConfig:
@@ -528,7 +532,7 @@ def replaced(config: Any, name: str, value: Any) -> Any:
         if path[0] in _entries(getattr(config, section)):
             path = [section, *path]
     if path[0] not in _entries(config):
-        known = list(_paths(config))
+        known = [path for path, _ in _named(config)]
         raise ConfigError(
             f"no field {name!r} in this config{suggest(name, known)}; the help of any "
             f"command that takes a config lists them all (diloco run --help all)"
@@ -539,6 +543,11 @@ def replaced(config: Any, name: str, value: Any) -> Any:
 def _with(section: Any, path: list[str], value: Any, name: str) -> Any:
     """Return the section or dict with the value at `path`; `name` is for messages."""
     (head, *rest), own = path, _entries(section)
+    if isinstance(section, dict):  # A name may have dots.
+        whole = ".".join(path)
+        named = (n for n in own if f"{whole}.".startswith(f"{n}."))
+        head = max(named, key=len, default=head)
+        rest = path[head.count(".") + 1 :]
     before = ".".join(name.split(".")[: -len(path)])
     if head not in own:
         raise ConfigError(
@@ -573,20 +582,10 @@ def _entries(section: Any) -> dict[str, Any]:
     return {field.name: getattr(section, field.name) for field in fields}
 
 
-def _differences(section: Any, usual: Any, prefix: str = "") -> Iterator[Any]:
-    """Yield (name, value) of the values that differ, named as `replace` takes them."""
-    others = _entries(usual)
+def _named(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every field and section with its name, as `replace` takes it: sections of
+    `SECTIONS` have none."""
     for head, own in _entries(section).items():
-        if _entries(own):
-            inner = "" if not prefix and head in SECTIONS else f"{prefix}{head}."
-            yield from _differences(own, others.get(head), inner)
-        elif head not in others or own != others[head]:
-            yield f"{prefix}{head}", own
-
-
-def _paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the name of every field, sections of `SECTIONS` without their own."""
-    for head, own in _entries(section).items():
-        yield f"{prefix}{head}"
+        yield f"{prefix}{head}", own
         inner = "" if not prefix and head in SECTIONS else f"{prefix}{head}."
-        yield from _paths(own, inner)
+        yield from _named(own, inner)

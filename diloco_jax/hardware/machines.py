@@ -50,60 +50,57 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Machine:
     """One machine type."""
 
     name: str
-    cores: int
-    memory: int
-    """Bytes."""
+    gib: int
+    """GiB of memory."""
     egress_gbit_per_s: float | None
     """Highest rate to all peers and its disk together; None if it is not known."""
-    disk_mib_per_s: int
+    disk_mib_per_s: int = 1200
     """Highest rate of its pd-balanced disk, whatever the disk's size."""
 
     @property
+    def cores(self) -> int:
+        """Its vCPUs, with which its name ends."""
+        return int(self.name.rpartition("-")[2])
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory."""
+        return self.gib * GIB
+
+    @property
     def disk_bytes_per_s(self) -> float:
-        """The same in bytes per second."""
+        """Highest rate of its disk in bytes per second."""
         return float(self.disk_mib_per_s * MIB)
-
-
-def _machine(
-    name: str, gib: int, egress: float | None, disk_mib_per_s: int = 1200
-) -> Machine:
-    return Machine(
-        name=name,
-        cores=int(name.rpartition("-")[2]),
-        memory=gib * GIB,
-        egress_gbit_per_s=egress,
-        disk_mib_per_s=disk_mib_per_s,
-    )
 
 
 MACHINES = {
     machine.name: machine
     for machine in (
-        _machine("n2-standard-2", 8, 10, 240),  # N2; DISK "2-7"
-        _machine("n2-standard-4", 16, 10, 240),  # N2; DISK "2-7"
-        _machine("n2-standard-8", 32, 16, 800),  # N2; DISK "8-15"
-        _machine("n2-standard-16", 64, 32),  # N2; DISK "16-31"
-        _machine("n2-standard-32", 128, 32),  # N2; DISK "32-63"
-        _machine("n2-standard-48", 192, 32),  # N2; DISK "32-63"
-        _machine("n2-standard-64", 256, 32),  # N2; DISK "64 or more"
-        _machine("n2-highmem-2", 16, 10, 240),  # N2; DISK "2-7"
-        _machine("n2-highmem-4", 32, 10, 240),  # N2; DISK "2-7"
-        _machine("n2-highmem-8", 64, 16, 800),  # N2; DISK "8-15"
-        _machine("n2-highmem-16", 128, 32),  # N2; DISK "16-31"
-        _machine("n2-highmem-32", 256, 32),  # N2; DISK "32-63"
-        _machine("n2-highmem-48", 384, 32),  # N2; DISK "32-63"
-        _machine("n2-highmem-64", 512, 32),  # N2; DISK "64 or more"
-        _machine("n2-highmem-80", 640, 32),  # N2; DISK "64 or more"
-        _machine("n2-highmem-96", 768, 32),  # N2; DISK "64 or more"
-        _machine("n2-highmem-128", 864, 32),  # N2; the page of M3 says 838; DISK
-        _machine("c3-highmem-176", 1408, 100),  # C3; DISK "176"
-        _machine("m3-megamem-128", 1952, None),  # M3; DISK "m3-megamem-128"
-        _machine("m3-ultramem-128", 3904, None),  # M3; DISK "m3-ultramem-128"
+        Machine("n2-standard-2", 8, 10, 240),  # N2; DISK "2-7"
+        Machine("n2-standard-4", 16, 10, 240),  # N2; DISK "2-7"
+        Machine("n2-standard-8", 32, 16, 800),  # N2; DISK "8-15"
+        Machine("n2-standard-16", 64, 32),  # N2; DISK "16-31"
+        Machine("n2-standard-32", 128, 32),  # N2; DISK "32-63"
+        Machine("n2-standard-48", 192, 32),  # N2; DISK "32-63"
+        Machine("n2-standard-64", 256, 32),  # N2; DISK "64 or more"
+        Machine("n2-highmem-2", 16, 10, 240),  # N2; DISK "2-7"
+        Machine("n2-highmem-4", 32, 10, 240),  # N2; DISK "2-7"
+        Machine("n2-highmem-8", 64, 16, 800),  # N2; DISK "8-15"
+        Machine("n2-highmem-16", 128, 32),  # N2; DISK "16-31"
+        Machine("n2-highmem-32", 256, 32),  # N2; DISK "32-63"
+        Machine("n2-highmem-48", 384, 32),  # N2; DISK "32-63"
+        Machine("n2-highmem-64", 512, 32),  # N2; DISK "64 or more"
+        Machine("n2-highmem-80", 640, 32),  # N2; DISK "64 or more"
+        Machine("n2-highmem-96", 768, 32),  # N2; DISK "64 or more"
+        Machine("n2-highmem-128", 864, 32),  # N2; the page of M3 says 838; DISK
+        Machine("c3-highmem-176", 1408, 100),  # C3; DISK "176"
+        Machine("m3-megamem-128", 1952, None),  # M3; DISK "m3-megamem-128"
+        Machine("m3-ultramem-128", 3904, None),  # M3; DISK "m3-ultramem-128"
     )
 }
 """Machine types by name."""
@@ -396,17 +393,13 @@ class Measurements(
     def marked(self, remark: str) -> Measurements:
         """Return the same values with a remark at the end of each origin."""
 
-        def one(found: MeasuredValue) -> MeasuredValue:
+        def one(found: Any) -> Any:
+            if isinstance(found, dict):
+                return {key: one(value) for key, value in found.items()}
             return msgspec.structs.replace(found, origin=f"{found.origin}{remark}")
 
-        made: dict[str, Any] = {}
-        for name in self.__struct_fields__:
-            found = getattr(self, name)
-            if isinstance(found, dict):
-                made[name] = {key: one(value) for key, value in found.items()}
-            elif found is not None:
-                made[name] = one(found)
-        return Measurements(**made)
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        return Measurements(**{n: one(found) for n, found in given.items() if found})
 
     def lines(self) -> Iterator[str]:
         """Yield a line for people for each value, and where it is from."""
@@ -513,17 +506,13 @@ def outage_seconds(config: Config, parameters: int) -> float:
     takes to be restored, and at least `placement.outage_budget_s`."""
     name = config.launch.coordinator_machine
     machine = machine_of(name if name in MACHINES else SOME_MACHINE)
-    replayed, rates = (
-        REPLAYED_CYCLES * parameters,
-        constants_of(config.placement.merge_route),
-    )
+    rates = constants_of(config.placement.merge_route)
+    replayed = REPLAYED_CYCLES * parameters
+    by_size = disk_bytes_per_s(config.launch.coordinator_disk_gb)
     restored_s = state_seconds(
         # A publish has a byte per parameter, in int8.
         STATE_BYTES * parameters + replayed,
-        min(
-            disk_bytes_per_s(config.launch.coordinator_disk_gb),
-            machine.disk_bytes_per_s,
-        ),
+        min(by_size, machine.disk_bytes_per_s),
         replayed,
         rate_of(rates.replay_core_seconds, config.run.sync.codec_down),
         rates.read_core_seconds,

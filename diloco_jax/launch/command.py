@@ -266,7 +266,8 @@ def require_planned(config: Config) -> list[str]:
     # The laptop's devices play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     from diloco_jax.planning.checks import notes, refusals
-    from diloco_jax.planning.plan import fragments_of, step_seconds_of, terms_of
+    from diloco_jax.planning.plan import fragments_of, step_seconds_of
+    from diloco_jax.planning.terms import terms_of
 
     slow = dict.fromkeys(config.islands, SLOW_STEP_S)
     terms = dataclasses.replace(

@@ -56,7 +56,7 @@ ON_CPUS = ", islands on CPUs"
 """End of the origin of what a twin measured."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Tried:
     """One row of the page."""
 
@@ -203,7 +203,7 @@ class Comparison:
     def _devices(self, name: str) -> Tried:
         island, here = self._config.islands[name], self._environment(name)
         wanted = f"{island.devices} of {island.topology or 'any kind'}"
-        row = Tried(what="devices", cause="devices", island=name, assumed=wanted)
+        row = Tried("devices", "devices", name, wanted)
         if not here:
             return row
         count, kind, wrong = int(here["devices"]), str(here["device_kind"]), ""
@@ -225,9 +225,7 @@ class Comparison:
         # Half of the digits: sums round in unlike orders on unlike meshes.
         most = max((math.sqrt(EPSILONS[dtype]) for dtype in dtypes), default=0.0)
         wanted = f"as the others', within {most:.2g}"
-        row = Tried(
-            what="one fixed step", cause="arithmetic", island=name, assumed=wanted
-        )
+        row = Tried("one fixed step", "arithmetic", name, wanted)
         if name not in tried or len(tried) < 2:
             return row
         kinds = ("loss", "gradient_length")  # Left out where they are not finite.
@@ -251,9 +249,7 @@ class Comparison:
         elif island.topology and not self._on_cpu(name):
             assumed = LEAST_MEMORY * slice_of(name, island).hbm_bytes
         wanted = f"{assumed / 1e9:.4g} GB" if assumed else "-"
-        row = Tried(
-            what="memory of a device", cause="memory", island=name, assumed=wanted
-        )
+        row = Tried("memory of a device", "memory", name, wanted)
         if not tried.keys() >= {"memory_bytes", "memory_limit_bytes"}:
             return row
         limit, used = tried["memory_limit_bytes"], tried["memory_bytes"]
@@ -268,7 +264,7 @@ class Comparison:
         assumed = planned.expected_step_seconds if planned else own
         where = f" s, {planned.expected_from}" if planned else " s"
         wanted = f"{assumed:.4g}{where}" if assumed else "-"
-        row = Tried(what="a step", cause="step", island=name, assumed=wanted)
+        row = Tried("a step", "step", name, wanted)
         if (quiet := self._quiet.get(name)) is None:
             return row
         seconds, text = quiet.step_seconds, f"{quiet.step_seconds:.4g} s"
@@ -286,7 +282,7 @@ class Comparison:
 
     def _data(self, name: str) -> Tried:
         wanted = f"below {LITTLE:.0%} of a step"
-        row = Tried(what="wait for a batch", cause="data", island=name, assumed=wanted)
+        row = Tried("wait for a batch", "data", name, wanted)
         if (quiet := self._quiet.get(name)) is None:
             return row
         seconds = quiet.per_step("data_seconds")
@@ -295,7 +291,7 @@ class Comparison:
         return row.found(f"{seconds:.3g} s a step", wrong if slow else "")
 
     def _exchange(self, name: str) -> Tried:
-        row = Tried(what="takes and adoptions of a cycle", cause="take", island=name)
+        row = Tried("takes and adoptions of a cycle", "take", name)
         if (quiet := self._quiet.get(name)) is None:
             return row
         steps = self._config.run.sync.cycle
@@ -309,22 +305,20 @@ class Comparison:
         why = "no collectives overlap on a CPU"
         if not self._on_cpu(name):
             why = f"type `diloco profile {name} --coordinator HOST:PORT`, and look"
-        return Tried(
-            what="overlap of collectives", cause="overlap", island=name, follows=why
-        )
+        return Tried("overlap of collectives", "overlap", name, follows=why)
 
     # ---- its link -------------------------------------------------------------------
 
     def _round_trip(self, name: str) -> Tried:
         wanted = f"below {FAR_S:g} s"
-        row = Tried(what="round trip", cause="latency", island=name, assumed=wanted)
+        row = Tried("round trip", "latency", name, wanted)
         if (seconds := self._trials[name].get("round_trip_seconds")) is None:
             return row
         wrong = "farther than two regions: raise sync.overlap_steps, or look for a VPN"
         return row.found(f"{seconds:.3g} s", wrong if seconds > FAR_S else "")
 
     def _failed(self, name: str) -> Tried:
-        row = Tried(what="broken transfers", cause="loss", island=name, assumed="none")
+        row = Tried("broken transfers", "loss", name, "none")
         if (quiet := self._quiet.get(name)) is None:
             return row
         failed = int(quiet.last["transfers_failed"])
@@ -360,7 +354,7 @@ class Comparison:
         known: MeasuredValue | None = getattr(self._assumed, f"link_{way}_gbit_per_s")
         assumed = known.value if known else self._link
         wanted = f"{assumed:.4g} Gbit/s"
-        row = Tried(what=f"link {way}", cause="link", island=name, assumed=wanted)
+        row = Tried(f"link {way}", "link", name, wanted)
         if not seconds or not octets:
             return row
         waited = trips * self._trials[name].get("round_trip_seconds", 0.0)
@@ -372,7 +366,7 @@ class Comparison:
         return row.found(f"{rate:.4g} Gbit/s", wrong if rate < assumed / SLACK else "")
 
     def _join(self, name: str) -> Tried:
-        row = Tried(what="a join, hello to first step", cause="join", island=name)
+        row = Tried("a join, hello to first step", "join", name)
         if self._plan:
             fetch_s = self._plan.run.first_start.fetch_seconds
             text = f"a compiler, and {fetch_s:.3g} s of a link"
@@ -388,7 +382,7 @@ class Comparison:
         if not known and launch.project:  # Else it is that of this machine.
             assumed = machine_of(launch.coordinator_machine).disk_bytes_per_s
         wanted = f"{assumed / 1e6:.4g} MB/s" if assumed else "-"
-        row = Tried(what="the coordinator's disk", cause="disk", assumed=wanted)
+        row = Tried("the coordinator's disk", "disk", "", wanted)
         if (found := self._own.disk_write_bytes_per_s) is None:
             return row
         wrong = "raise launch.coordinator_disk_gb or placement.snapshot_every_s"
@@ -405,7 +399,7 @@ class Comparison:
             True: ("a restart of the coordinator", "restart", f"within {held:.0f} s"),
         }
         rows = {
-            led: Tried(what=what, cause=cause, assumed=wanted)
+            led: Tried(what, cause, "", wanted)
             for led, (what, cause, wanted) in kinds.items()
         }
         for outcome in self._outcomes:
@@ -422,7 +416,7 @@ class Comparison:
 
     def _books(self) -> Tried:
         wanted = "computed = merged + lost + carried + in flight"
-        row = Tried(what="the books", cause="books", assumed=wanted)
+        row = Tried("the books", "books", "", wanted)
         if not (summary := self._summary):
             return row
         wrong = [

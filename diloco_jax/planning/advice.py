@@ -26,16 +26,15 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.checks import (
     GB,
     LINK_UTILISATION,
-    Change,
     Needs,
     Rates,
     Remedy,
-    Terms,
+    busiest_link,
     failing,
     needs_of,
-    shown,
 )
 from diloco_jax.planning.compiling import Hbm, IslandPlan
+from diloco_jax.planning.terms import Change, Terms, shown
 
 NEAR = 4
 """First, numbers of fragments within 1 / NEAR of the present one are tried."""
@@ -177,11 +176,11 @@ def _cuts(sync: SyncConfig, fewest: int) -> Iterator[Change]:
 def _late(terms: Terms) -> Remedy | None:
     """Propose more overlap for a largest fragment that is adopted late. Takes of that
     time need HBM; which codecs would do is told apart (`settings_that_fit`)."""
-    over, peak, link, name = _peak(terms, needs_of(terms))
-    if over <= 1 or "link" in failing(terms):
+    peak, link, name = _peak(terms, needs_of(terms))
+    if peak <= link or "link" in failing(terms):
         return None
     sync, change = terms.config.run.sync, Change()
-    overlap = math.floor(max(1, sync.overlap) * over) + 1
+    overlap = math.floor(max(1, sync.overlap) * peak / link) + 1
     said = "take codecs or a cycle of those that the links carry"
     if overlap < sync.cycle:
         change = {"sync.overlap_steps": overlap}
@@ -193,17 +192,8 @@ def _late(terms: Terms) -> Remedy | None:
     return Remedy(check="late", text=text, change=change)
 
 
-def _peak(terms: Terms, needs: Needs) -> tuple[float, float, float, str]:
-    """Return the highest rate that an island's link needs: over the link's, itself, the
-    link's, and the island."""
-    return max(
-        (
-            (rates.peak / has, rates.peak, has, name)
-            for name, link in needs.networks.items()
-            for rates, has in ((link.up, terms.link_up), (link.down, terms.link_down))
-        ),
-        key=lambda found: found[0],
-    )
+def _peak(terms: Terms, needs: Needs) -> tuple[float, float, str]:
+    return busiest_link(terms, needs, lambda rates: rates.peak)
 
 
 # ---- what a link carries ------------------------------------------------------------
@@ -281,7 +271,7 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
     those with the fewest bytes first. Of those with more bytes than the config's own,
     the ones whose loss was measured. It picks none."""
     found = list[LinkSetting]()
-    sync, now = terms.config.run.sync, _bytes_per_step(needs_of(terms))
+    sync, now = terms.config.run.sync, _bytes_per_step(terms, needs_of(terms))
     pairs = {(up, down) for up in TRIED_CODECS for down in TRIED_CODECS}
     # A short cycle may be as long as that of a long run, too.
     parts = dict.fromkeys((*TRIED_CYCLES, LONG.cycle / min(sync.cycle, LONG.cycle)))
@@ -297,10 +287,10 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
             except ConfigError:
                 continue
             needs = needs_of(then)
-            over, _, _, name = _peak(then, needs)
-            if over > 1 or OF_LINK & failing(then).keys():
+            peak, link, name = _peak(then, needs)
+            if peak > link or OF_LINK & failing(then).keys():
                 continue
-            size = _bytes_per_step(needs)
+            size = _bytes_per_step(then, needs)
             one = LinkSetting(
                 change=change,
                 bytes_per_step=size,
@@ -315,9 +305,9 @@ def settings_that_fit(terms: Terms) -> list[LinkSetting]:
     return sorted(found, key=lambda setting: setting.bytes_per_step)
 
 
-def _bytes_per_step(needs: Needs) -> float:
+def _bytes_per_step(terms: Terms, needs: Needs) -> float:
     network = next(iter(needs.networks.values()))
-    gbit = (network.up.mean + network.down.mean) * needs.pacing_step_seconds
+    gbit = (network.up.mean + network.down.mean) * terms.pacing_step_seconds
     return LINK_UTILISATION * gbit / 8 * GB
 
 

@@ -13,28 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
-import msgspec
-
-from diloco_jax.config import Config
-from diloco_jax.config.config import replaced
 from diloco_jax.coordinator.settings import admitted, payload_bytes, room_needed
-from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.hardware.machines import (
-    MIB,
-    MOST_DISK_GB,
-    NOTHING_MEASURED,
-    Machine,
-    MachineRates,
-    MeasuredValue,
-    Measurements,
-    constants_of,
-    disk_bytes_per_s,
-    machine_of,
-    smallest_machine,
-)
+from diloco_jax.hardware.machines import MIB, MOST_DISK_GB, smallest_machine
 from diloco_jax.island.region import KEPT
 from diloco_jax.planning.coordinator import (
     CoordinatorPlan,
@@ -42,7 +25,7 @@ from diloco_jax.planning.coordinator import (
     plan_coordinator,
     plan_outage,
 )
-from diloco_jax.protocol.coordinator import schedule
+from diloco_jax.planning.terms import Change, Terms, shown
 from diloco_jax.wire.peers import MOST_SLOTS
 
 LINK_UTILISATION = 0.99
@@ -81,101 +64,10 @@ class IslandNetwork:
     """Bytes of publishes that each host keeps for others of its region, at most."""
 
 
-Change = dict[str, Any]
-"""Values by field: "sync.steps_per_cycle", "islands.NAME.batch_size"."""
-
-
-def changed(config: Config, change: Change) -> Config:
-    """Return a config with other values of these fields."""
-    for path, value in change.items():
-        section, _, rest = path.partition(".")
-        if section != "islands":
-            config = replaced(config, path, value)
-            continue
-        name, _, field = rest.rpartition(".")  # A name may have dots.
-        island = dataclasses.replace(config.islands[name], **{field: value})
-        islands = {**config.islands, name: island}
-        config = dataclasses.replace(config, islands=islands)
-    return config
-
-
-def shown(change: Change) -> str:
-    """Format the change as fields and values."""
-    return " and ".join(f"{path} = {_value(value)}" for path, value in change.items())
-
-
-def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Terms:
-    """Every input of a plan's arithmetic."""
-
-    config: Config
-    """With a resolved outer optimizer."""
-    fragments: FragmentPlan
-    hosts: Mapping[str, int]
-    step_seconds: Mapping[str, float]
-    link_gbit_per_s: float
-    """Of each island's link, each way, where `measured` has nothing else."""
-    steps_known: bool = True
-    """False: `step_seconds` are made up, and a disk is judged by the bytes that do not
-    depend on them."""
-    measured: Measurements = NOTHING_MEASURED
-    """Values that count before constants and published rates."""
-
-    @property
-    def rates(self) -> MachineRates:
-        """Rates of the coordinator's machine by the config's merge route."""
-        found = constants_of(self.config.placement.merge_route)
-        if whole := self.measured.merge_core_seconds:
-            found = msgspec.structs.replace(found, whole_merge_core_seconds=whole.value)
-        return found
-
-    @property
-    def link_up(self) -> float:
-        """Gbit/s of an island's link to the coordinator."""
-        return _or(self.measured.link_up_gbit_per_s, self.link_gbit_per_s)
-
-    @property
-    def link_down(self) -> float:
-        """Gbit/s of an island's link from the coordinator."""
-        return _or(self.measured.link_down_gbit_per_s, self.link_gbit_per_s)
-
-    @property
-    def disk_bytes_per_s(self) -> float:
-        """Bytes per second that the coordinator's disk writes."""
-        return _or(self.measured.disk_write_bytes_per_s, self._published_disk)
-
-    @property
-    def disk_read_bytes_per_s(self) -> float:
-        """Bytes per second that it reads."""
-        return _or(self.measured.disk_read_bytes_per_s, self._published_disk)
-
-    @property
-    def _published_disk(self) -> float:
-        launch = self.config.launch
-        return min(
-            disk_bytes_per_s(launch.coordinator_disk_gb),
-            machine_of(launch.coordinator_machine).disk_bytes_per_s,
-        )
-
-    def changed(self, change: Change) -> Terms:
-        """Return the terms with other values of fields of the config."""
-        return dataclasses.replace(self, config=changed(self.config, change))
-
-
-def _or(measured: MeasuredValue | None, otherwise: float) -> float:
-    return measured.value if measured else otherwise
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
     """Needs of the coordinator and of each link."""
 
-    pacing_step_seconds: float
-    cycle_seconds: float
     coordinator: CoordinatorPlan
     outage: OutagePlan
     networks: dict[str, IslandNetwork]
@@ -183,25 +75,10 @@ class Needs:
 
 def needs_of(terms: Terms) -> Needs:
     """Do the arithmetic. Raises ConfigError."""
-    config, sync = terms.config, terms.config.run.sync
-    pace = schedule.pace(sync.quorum, list(terms.step_seconds.values()))
-    cycle_s, restart = sync.cycle * pace, terms.measured.restart_seconds
-    coordinator = plan_coordinator(
-        config.run,
-        config.placement,
-        terms.fragments,
-        len(terms.hosts),
-        cycle_s,
-        machine_of(config.launch.coordinator_machine).cores,
-        terms.disk_bytes_per_s,
-        terms.rates,
-        cycles=config.merges_per_fragment(),
-        copies=len(one_of_each(config, terms.hosts)),
-        read_bytes_per_s=terms.disk_read_bytes_per_s,
-    )
-
-    up = payload_bytes(sync.codec_up, terms.fragments, up=True)
-    down, regions = payload_bytes(sync.codec_down, terms.fragments), config.regions()
+    sync, plan, cycle_s = terms.run.sync, terms.fragments, terms.cycle_seconds
+    coordinator = plan_coordinator(terms)
+    up = payload_bytes(sync.codec_up, plan, up=True)
+    down, regions = payload_bytes(sync.codec_down, plan), terms.config.regions()
 
     def rates_of(sizes: list[int], own_seconds: float) -> Rates:
         mean = _gbit(sum(sizes)) / cycle_s
@@ -210,24 +87,13 @@ def needs_of(terms: Terms) -> Needs:
         return Rates(mean=mean, peak=max(mean, _gbit(max(sizes)) / window))
 
     return Needs(
-        pacing_step_seconds=pace,
-        cycle_seconds=cycle_s,
         coordinator=coordinator,
-        outage=plan_outage(
-            config,
-            terms.fragments,
-            coordinator,
-            islands=len(terms.hosts),
-            cycle_seconds=cycle_s,
-            link_gbit_per_s=terms.link_up,
-            write_bytes_per_s=terms.disk_bytes_per_s,
-            measured_restart_s=restart.value if restart else None,
-        ),
+        outage=plan_outage(terms, coordinator),
         networks={
             name: IslandNetwork(
                 up=rates_of(up, seconds),
                 down=rates_of(down, seconds),
-                join_seconds=_gbit(4 * terms.fragments.total) / terms.link_down,
+                join_seconds=_gbit(4 * plan.total) / terms.link_down,
                 kept_bytes=(name in regions)
                 * KEPT
                 * -(-max(down) // terms.hosts[name]),
@@ -324,13 +190,7 @@ def _checks(terms: Terms) -> list[Check]:
 
 
 def _link(terms: Terms, needs: Needs) -> Check:
-    ways = [
-        (rates.mean / has, rates.mean, has, name)
-        for name, link in needs.networks.items()
-        for rates, has in ((link.up, terms.link_up), (link.down, terms.link_down))
-    ]
-    # Of islands that are alike, the first.
-    _, needed, has, name = max(ways, key=lambda way: way[0])
+    needed, has, name = busiest_link(terms, needs, lambda rates: rates.mean)
     steps = _steps(terms)
     return Check(
         "link",
@@ -342,19 +202,23 @@ def _link(terms: Terms, needs: Needs) -> Check:
     )
 
 
-def one_of_each(config: Config, names: Iterable[str]) -> list[str]:
-    """Return the first of these islands of each region, and those in none: as many have
-    a publish from the coordinator."""
-    regions, found = config.regions(), dict[tuple[bool, str], str]()
-    for name in names:
-        found.setdefault((name in regions, regions.get(name, name)), name)
-    return list(found.values())
+def busiest_link(
+    terms: Terms, needs: Needs, rate_of: Callable[[Rates], float]
+) -> tuple[float, float, str]:
+    """Return the rate of the link that has the least to spare, what it has, and its
+    island: of those that are alike, the first."""
+    ways = (
+        (rate_of(rates), has, name)
+        for name, link in needs.networks.items()
+        for rates, has in ((link.up, terms.link_up), (link.down, terms.link_down))
+    )
+    return max(ways, key=lambda way: way[0] / way[1])
 
 
 def _egress(terms: Terms, needs: Needs) -> Check:
     """Count what the coordinator sends: publishes once to each region, and its disk."""
-    machine, plan = _machine(terms), needs.coordinator
-    asks = one_of_each(terms.config, needs.networks)
+    machine, plan = terms.machine, needs.coordinator
+    asks = terms.asks
     fetched = plan.share_served * sum(needs.networks[n].down.mean for n in asks)
     regions = len({*terms.config.regions().values()})
     inside = f" in {regions} regions and {len(asks) - regions} alone" * bool(regions)
@@ -380,7 +244,7 @@ def _egress(terms: Terms, needs: Needs) -> Check:
 
 
 def _join(terms: Terms, needs: Needs) -> Check:
-    placement, octets = terms.config.placement, 4 * terms.fragments.total
+    placement, octets = terms.placement, 4 * terms.fragments.total
     needed = max(network.join_seconds for network in needs.networks.values())
     has, pin_s = placement.deadlines.join_s(octets), placement.deadlines.pin_s
     budget = math.ceil(placement.time_budget_s * (1 + (needed - has) / pin_s))
@@ -396,7 +260,7 @@ def _join(terms: Terms, needs: Needs) -> Check:
 
 
 def _memory(terms: Terms, needs: Needs) -> Check:
-    machine, needed = _machine(terms), needs.coordinator.machine_memory
+    machine, needed = terms.machine, needs.coordinator.machine_memory
     return Check(
         "memory",
         needed,
@@ -425,7 +289,7 @@ def _buffer(terms: Terms) -> Check:
 
 
 def _cores(terms: Terms, needs: Needs) -> Check:
-    machine, needed = _machine(terms), needs.coordinator.machine_cores
+    machine, needed = terms.machine, needs.coordinator.machine_cores
     return Check(
         "cores",
         needed,
@@ -439,7 +303,7 @@ def _cores(terms: Terms, needs: Needs) -> Check:
 def _merging(terms: Terms, needs: Needs) -> Check:
     """Count what one process can do in a cycle: more cores than its merges keep busy
     are of no use to it."""
-    merges, workers = needs.coordinator.merges, terms.config.placement.workers
+    merges, workers = needs.coordinator.merges, terms.placement.workers
     took, summed = merges.seconds, merges.seconds_of_weighted_sum
     less = f"; a weighted sum such as rda takes {summed:.3g} s" * (summed < took)
     each = f" in the largest of {workers} workers" * (workers > 1)
@@ -462,9 +326,9 @@ def _merging(terms: Terms, needs: Needs) -> Check:
     return Check(
         "merging",
         took,
-        needs.cycle_seconds,
+        terms.cycle_seconds,
         f"merges of a cycle take {took:.3g} s on {merges.cores:g} cores{each} and a "
-        f"cycle {needs.cycle_seconds:.3g} s, with {merges.deltas} deltas, sync.merge = "
+        f"cycle {terms.cycle_seconds:.3g} s, with {merges.deltas} deltas, sync.merge = "
         f"{merges.rule!r}, sync.steps_per_cycle = {_steps(terms)} and the merge route "
         f"{terms.rates.merge_route!r}{less}",
         changes(),
@@ -479,8 +343,8 @@ def _disk_bytes(terms: Terms, needs: Needs) -> Check:
     else:
         disk = max(plan.disks, key=lambda disk: disk.least)
         needed, held = disk.least, disk.least - disk.deltas - disk.spared
-    enough = terms.config.placement.merge_buffer_bytes + plan.disk.deltas
-    left = MOST_MEMORY * _machine(terms).memory - (plan.memory - plan.merge_buffer)
+    enough = terms.placement.merge_buffer_bytes + plan.disk.deltas
+    left = MOST_MEMORY * terms.machine.memory - (plan.memory - plan.merge_buffer)
     in_memory: list[Change] = [{"placement.merge_buffer_bytes": enough}]
     return Check(
         "disk bytes",
@@ -521,7 +385,7 @@ def _restart(terms: Terms, needs: Needs) -> Check:
         has,
         f"a restart of the coordinator takes {takes} s and islands have data for "
         f"{math.floor(has)} (placement.outage_budget_s = "
-        f"{terms.config.placement.outage_budget_s:g}, and more by the size of the "
+        f"{terms.placement.outage_budget_s:g}, and more by the size of the "
         f"state)",
         [{"placement.outage_budget_s": float(takes)}],
     )
@@ -530,7 +394,7 @@ def _restart(terms: Terms, needs: Needs) -> Check:
 def _places(terms: Terms) -> Check:
     """Count the transfers that may run at once at a port, and each worker has its own:
     one per host and channel, each way."""
-    placement, hosts = terms.config.placement, sum(terms.hosts.values())
+    placement, hosts = terms.placement, sum(terms.hosts.values())
     channels, workers = placement.bulk_channels, placement.workers
     needed = 2 * channels * hosts
     where = f"the port of each of {workers} workers" if workers > 1 else "its port"
@@ -547,11 +411,7 @@ def _places(terms: Terms) -> Check:
 
 
 def _steps(terms: Terms) -> int:
-    return terms.config.run.sync.cycle
-
-
-def _machine(terms: Terms) -> Machine:
-    return machine_of(terms.config.launch.coordinator_machine)
+    return terms.run.sync.cycle
 
 
 def _longer(terms: Terms, factor: float) -> Iterator[Change]:

@@ -6,7 +6,7 @@ in the process that plans; one that hangs must be killed, and its exit code told
 pools of the standard library cannot do. Equal islands are compiled once.
 
 `python -m diloco_jax.planning.compiling CONFIG_JSON ISLAND` prints one JSON object per
-line on standard output: `{"doing", "done", "parts"}` is progress, `{"result"}` the last
+line on standard output: `{"done"}` is the share that is done, `{"result"}` the last
 line, an `IslandPlan`, `{"config_error"}` a refusal. No TPU is touched, and no array is
 made.
 
@@ -262,8 +262,8 @@ def ici_seconds(found: Slice, sent_bytes: float) -> float:
 
 FUNCTIONS = ("take", "gather", "arrive")
 """`PiecePrograms` that every tick runs; "gather" where hosts fetch parts."""
-Report = Callable[[str, int, int], None]
-"""Callback (current work, parts done, parts in all)."""
+Report = Callable[[float], None]
+"""Callback (share that is done)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,14 +323,11 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
     """
     run, island, began = config.run, config.islands[name], time.monotonic()
     found = slice_of(name, island)
-    report("tracing", 0, 1)
     model, trainer = build_trainer(run, island, _devices(found))
     plan, state = build_plan(run, model), trainer.abstract_state()
     kinds = _kinds(run, island, plan, state)
-    parts = 2 + len(kinds)
-    report("counting", 0, parts)
-    flops = count_flops(run, island)
-    report("step", 1, parts)
+    parts, flops = 2 + len(kinds), count_flops(run, island)
+    report(1 / parts)
     hbm = held_between_steps(
         plan,
         run.sync,
@@ -355,7 +352,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
         hbm = hbm.accepted(compiled.memory_analysis(), found.hbm_bytes)
     exchange = []
     for done, (kind, pieces) in enumerate(kinds.items()):
-        report(pieces[0].name, 2 + done, parts)
+        report((2 + done) / parts)
         exchange.append(_plan_exchange(found, kind, pieces))
     return IslandPlan(
         topology=found.topology,
@@ -538,7 +535,7 @@ def _compile(
                 if "result" in said:
                     report(name, 1.0)
                     return said["result"]
-                report(name, said["done"] / said["parts"])
+                report(name, said["done"])
         code = process.wait()
     finally:
         killer.cancel()
@@ -588,11 +585,8 @@ def main(path: str, name: str) -> None:
     def tell(**line: Any) -> None:
         print(json.dumps(line), flush=True)
 
-    def report(doing: str, done: int, parts: int) -> None:
-        tell(doing=doing, done=done, parts=parts)
-
     try:
-        plan = plan_island(read_config(path), name, report)
+        plan = plan_island(read_config(path), name, lambda done: tell(done=done))
         tell(result=dataclasses.asdict(plan))
     except ConfigError as error:
         tell(config_error=str(error))

@@ -22,13 +22,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from diloco_jax.config import Config, Placement, RunConfig, SyncConfig
+from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.holding import inbox
 from diloco_jax.coordinator.holding.fragment_snapshots import SPARED_BYTES
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.service import METRICS_EVERY_S
-from diloco_jax.coordinator.settings import payload_bytes, state_sizes
+from diloco_jax.coordinator.settings import payload_bytes
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.codecs import get_codec
@@ -37,14 +37,12 @@ from diloco_jax.core.fragments import FragmentPlan, PayloadLayout
 from diloco_jax.core.tiles import MOST_ELEMENTS
 from diloco_jax.files import is_bucket
 from diloco_jax.hardware.machines import (
-    CONSTANTS,
     PROCESS_S,
-    MachineRates,
-    machine_of,
     outage_seconds,
     rate_of,
     state_seconds,
 )
+from diloco_jax.planning.terms import Terms
 from diloco_jax.protocol.holding import deal
 
 SNAPSHOT_COPIES = 1
@@ -121,41 +119,31 @@ class MergePlan:
         )
 
 
-def plan_merges(
-    sync: SyncConfig,
-    rates: MachineRates,
-    deltas: int,
-    *,
-    largest: int,
-    params: int,
-    cycle_seconds: float,
-    cores: int,
-    by_rule: float = 1.0,
-    at_workers: bool = False,
-    for_regions: bool = False,
-) -> MergePlan:
-    """Return the merges of the process that has the most parameters, `params`.
-
-    largest: parameters of the largest fragment. cores: of the machine. by_rule:
-    share of the parameters that are merged by the rule; the others are merged by the
-    weighted mean. at_workers: it is that of a worker. for_regions: islands have
-    publishes from each other, too, by SHA-256; one pass, as for islands that are alike.
-    """
+def plan_merges(terms: Terms) -> MergePlan:
+    """Return the merges of the process that has the most parameters."""
+    sync, rates, plan = terms.run.sync, terms.rates, terms.fragments
+    deltas, cores, workers = len(terms.hosts), terms.machine.cores, terms.workers
     summed = rate_of(rates.merge_core_seconds, sync.codec_down)
     summed += deltas * rate_of(rates.delta_core_seconds, sync.codec_up)
     beyond: float | None = 0.0
-    if MERGE_RULES.find(sync.merge).needs != "sum":
+    rule = MERGE_RULES.find(sync.merge)
+    if rule.needs != "sum":
         found = rates.rules.get(sync.merge)
         beyond = found.beyond(deltas) if found else None
-    core_seconds = summed + by_rule * (beyond or 0.0)
+    # The other parameters are merged by the weighted mean.
+    by_rule = sum(p.size for p in plan.pieces if merging.rule_for(p, rule) is rule)
+    core_seconds = summed + by_rule / plan.total * (beyond or 0.0)
     if (whole := rates.whole_merge_core_seconds) is not None:
         summed, core_seconds, beyond = min(summed, whole), whole, 0.0
     usable = min(cores, merges_at_once(cores) * CORES_PER_MERGE)
     encoded = get_codec(sync.codec_down).tile_bytes(MOST_ELEMENTS) / MOST_ELEMENTS
     until_durable = 4 * rates.digest_core_seconds + encoded * rates.write_core_seconds
-    hashed = 4 * at_workers + encoded * for_regions
+    # Peers may be asked for anchors of workers, and for publishes by their region: one
+    # pass, as for islands that are alike.
+    hashed = 4 * (workers > 1) + encoded * (len(terms.asks) < deltas)
     until_durable += hashed * rates.sha256_core_seconds
-    seconds = (core_seconds + until_durable) * params / 1e9 / usable
+    most = max(_dealt(plan, workers, plan.sizes))
+    seconds = (core_seconds + until_durable) * most / 1e9 / usable
     return MergePlan(
         rule=sync.merge,
         deltas=deltas,
@@ -163,10 +151,10 @@ def plan_merges(
         until_durable=until_durable,
         of_weighted_sum=summed,
         known=beyond is not None,
-        fragment_core_seconds=(core_seconds + until_durable) * largest / 1e9,
+        fragment_core_seconds=(core_seconds + until_durable) * max(plan.sizes) / 1e9,
         cores=usable,
         seconds=seconds,
-        share=seconds / cycle_seconds,
+        share=seconds / terms.cycle_seconds,
     )
 
 
@@ -231,46 +219,37 @@ class DiskPlan:
 
 
 def plan_disk(
-    placement: Placement,
-    *,
-    params: int,
-    fragments: int,
-    islands: int,
-    state: int,
-    largest: int,
-    publish: int,
-    deltas: int,
-    cycles: float,
-    cycle_seconds: float,
-    bytes_per_s: float,
-    sources: int = 0,
-    loads: int = 0,
-    owner: Owner = "coordinator",
+    terms: Terms, owner: Owner = "coordinator", params: int = 0, fragments: int = 0
 ) -> DiskPlan:
-    """Return the plan of the disk of a coordinator, or of a worker by what it has of
-    all that follows. A lead writes neither publishes nor rounds of snapshots.
-
-    params, fragments: numbers of them. state, publish: bytes of all fragments, in a
-    snapshot and as one publish of each. largest: bytes of the largest fragment in a
-    snapshot. deltas: bytes for which memory has no place, at most. cycles: of the run.
-    bytes_per_s: that the disk writes. sources: of a mixture. loads: of experts that are
-    told, over all layers.
-    """
+    """Return the plan of the disk of a coordinator or of a lead, or of a worker by the
+    number of its parameters and fragments. A lead writes neither publishes nor rounds
+    of snapshots."""
+    plan, placement, sync = terms.fragments, terms.placement, terms.run.sync
+    sizes, cycle_s, islands = terms.sizes, terms.cycle_seconds, len(terms.hosts)
+    if owner != "worker":
+        params, fragments = plan.total, len(plan.fragments)
+    part = params / plan.total
+    state, publish = math.ceil(part * sizes.state), math.ceil(part * sizes.publish)
+    deltas = max(0, most_deltas(terms) - placement.merge_buffer_bytes)
+    deltas = math.ceil(part * deltas)
     in_bucket, kept = is_bucket(placement.checkpoints), placement.snapshots_kept
     # Snapshots pause so that the disk has time for the rest.
-    shortest = 0.0 if in_bucket else BUSY_SHARE * state / bytes_per_s
+    shortest = 0.0 if in_bucket else BUSY_SHARE * state / terms.disk_bytes_per_s
     round_s = max(placement.snapshot_every_s, shortest)
     # A fragment without a new version is not written again.
-    rounds = max(round_s / cycle_seconds, 1.0)
+    rounds = max(round_s / cycle_s, 1.0)
     log = math.ceil((kept - 0.5) * rounds * publish)
     # All lines and points of the run's merges, and of its reports.
+    cycles, model = terms.config.merges_per_fragment(), terms.run.model
+    loads = model.experts * model.num_layers * (sync.weights_by_use == "rows")
     of_a_merge = LINES_PER_MERGE + islands * LINES_PER_DELTA
     of_a_cycle = fragments * of_a_merge + loads * LINES_PER_LOAD
     lines = of_merges = math.ceil(cycles * of_a_cycle)
+    sources = len(terms.run.data.sources)
     of_a_report = LINES_PER_REPORT + sources * LINES_PER_SOURCE
-    reports = cycles * cycle_seconds / REPORTS_EVERY_S * islands
+    reports = cycles * cycle_s / REPORTS_EVERY_S * islands
     lines += math.ceil(reports * of_a_report)
-    snapshots = kept * state + largest
+    snapshots = kept * state + sizes.largest
     every, theta = placement.export_every, 4 * params
     # Cycles are kept by the lead.
     cycles_kept = 1 if owner == "worker" else placement.exports_kept + 1
@@ -298,12 +277,18 @@ def plan_disk(
         reserve=reserve,
         bytes=expected + reserve,
         least=least_log + of_merges + here + deltas + spared,
-        log_bytes_per_s=publish / cycle_seconds,
+        log_bytes_per_s=publish / cycle_s,
         snapshot_bytes_per_s=0.0 if owner == "lead" else state / round_s,
-        export_bytes_per_s=theta / (every * cycle_seconds) if every else 0.0,
+        export_bytes_per_s=theta / (every * cycle_s) if every else 0.0,
         round_seconds=round_s,
         in_bucket=in_bucket,
     )
+
+
+def most_deltas(terms: Terms) -> int:
+    """Return the bytes of all the deltas that may wait."""
+    up = payload_bytes(terms.run.sync.codec_up, terms.fragments, up=True)
+    return DELTAS_AT_ONCE * len(terms.hosts) * sum(up)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -400,85 +385,28 @@ class CoordinatorPlan:
         return max(sizes) / sum(sizes) if sizes else 1.0
 
 
-def plan_coordinator(
-    run: RunConfig,
-    placement: Placement,
-    plan: FragmentPlan,
-    islands: int,
-    cycle_seconds: float,
-    cores: int,
-    disk_bytes_per_s: float,
-    rates: MachineRates = CONSTANTS,
-    *,
-    cycles: float,
-    copies: int | None = None,
-    read_bytes_per_s: float | None = None,
-) -> CoordinatorPlan:
-    """Estimate the coordinator's memory, cores and disk.
-
-    run: of a resolved config. cores: of the machine, on which the
-    number of merges at a time depends. cycles: of the whole run, whose tape stays.
-    copies: of each publish that it sends; None: one to each island. read_bytes_per_s:
-    of the disk; None: as fast as it writes.
-    """
-    copies = islands if copies is None else copies
-    sizes = state_sizes(run, plan)
-    up = sum(payload_bytes(run.sync.codec_up, plan, up=True))
-    most_deltas = DELTAS_AT_ONCE * islands * up
-    parts = _memory_parts(run, placement, plan, islands, cores, most_deltas)
-    both_ways = islands * up * rates.upload_core_seconds
-    both_ways += copies * sizes.publish * rates.fetch_core_seconds
-    wire = both_ways / 1e9 / cycle_seconds
-    rule = MERGE_RULES.find(run.sync.merge)
-    by_rule = sum(p.size for p in plan.pieces if merging.rule_for(p, rule) is rule)
-
-    def disk_of(number: int, fragments: int, owner: Owner) -> DiskPlan:
-        """Return the plan of a disk for so many parameters."""
-        part = number / plan.total
-        return plan_disk(
-            placement,
-            params=number,
-            fragments=fragments,
-            islands=islands,
-            state=math.ceil(part * sizes.state),
-            largest=sizes.largest,
-            publish=math.ceil(part * sizes.publish),
-            deltas=math.ceil(part * max(0, most_deltas - placement.merge_buffer_bytes)),
-            cycles=cycles,
-            cycle_seconds=cycle_seconds,
-            bytes_per_s=disk_bytes_per_s,
-            sources=len(run.data.sources),
-            loads=run.model.experts
-            * run.model.num_layers
-            * (run.sync.weights_by_use == "rows"),
-            owner=owner,
-        )
-
-    disk = disk_of(plan.total, len(plan.fragments), "coordinator")
+def plan_coordinator(terms: Terms) -> CoordinatorPlan:
+    """Estimate the coordinator's memory, cores and disk."""
+    plan, rates, sizes = terms.fragments, terms.rates, terms.sizes
+    cycle_s, cores = terms.cycle_seconds, terms.machine.cores
+    parts = _memory_parts(terms)
+    up = sum(payload_bytes(terms.run.sync.codec_up, plan, up=True))
+    both_ways = len(terms.hosts) * up * rates.upload_core_seconds
+    both_ways += len(terms.asks) * sizes.publish * rates.fetch_core_seconds
+    wire = both_ways / 1e9 / cycle_s
+    disk, merges = plan_disk(terms), plan_merges(terms)
     beside_merges = disk.written_per_s - disk.log_bytes_per_s
     disk_cores = beside_merges / 1e9 * rates.write_core_seconds
-    memory, workers = sum(parts.values()), placement.workers
-    merges = plan_merges(
-        run.sync,
-        rates,
-        islands,
-        largest=max(plan.sizes),
-        params=max(_dealt(plan, workers, plan.sizes)),
-        cycle_seconds=cycle_seconds,
-        cores=cores,
-        by_rule=by_rule / plan.total,
-        at_workers=workers > 1,
-        for_regions=copies < islands,
-    )
-    merge_cores = merges.all_core_seconds / 1e9 * plan.total / cycle_seconds
+    memory = sum(parts.values())
+    merge_cores = merges.all_core_seconds / 1e9 * plan.total / cycle_s
     busy = wire + merge_cores + disk_cores
-    dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
+    dealt = _worker_plans(plan, terms.workers, memory - parts["process"], busy)
     needed = math.ceil(busy) if not dealt else 0
     disks: tuple[DiskPlan, ...] = (disk,)
     if dealt:
-        lead = disk_of(plan.total, len(plan.fragments), "lead")
-        disks = (lead, *(disk_of(w.params, w.fragments, "worker") for w in dealt))
-    replayed = disk.round_seconds / 2 / cycle_seconds + 1
+        own = (plan_disk(terms, "worker", w.params, w.fragments) for w in dealt)
+        disks = (plan_disk(terms, "lead"), *own)
+    replayed = disk.round_seconds / 2 / cycle_s + 1
     share = max((w.params for w in dealt), default=plan.total) / plan.total
     return CoordinatorPlan(
         **parts,
@@ -494,31 +422,22 @@ def plan_coordinator(
         restart_seconds=PROCESS_S
         + state_seconds(
             share * (sizes.state + replayed * sizes.publish),
-            read_bytes_per_s or disk_bytes_per_s,
+            terms.disk_read_bytes_per_s,
             share * replayed * plan.total,
-            rate_of(rates.replay_core_seconds, run.sync.codec_down),
+            rate_of(rates.replay_core_seconds, terms.run.sync.codec_down),
             rates.read_core_seconds,
             cores,
         ),
     )
 
 
-def _memory_parts(
-    run: RunConfig,
-    placement: Placement,
-    plan: FragmentPlan,
-    islands: int,
-    cores: int,
-    most_deltas: int,
-) -> dict[str, int]:
-    """Return the bytes of each part of the memory, by the plan's field.
-
-    most_deltas: bytes of all the deltas that may wait.
-    """
-    params, workers, sizes = 4 * plan.total, placement.workers, state_sizes(run, plan)
-    at_once = workers * merges_at_once(cores)
-    rule_state, rule_bytes = _rule_bytes(run, plan, islands)
-    joins = islands * FETCHES_PER_JOIN * 4 * max(plan.sizes)
+def _memory_parts(terms: Terms) -> dict[str, int]:
+    """Return the bytes of each part of the memory, by the plan's field."""
+    plan, placement, sizes = terms.fragments, terms.placement, terms.sizes
+    params, workers = 4 * plan.total, terms.workers
+    rule_state, rule_bytes = _rule_bytes(terms.run, plan, len(terms.hosts))
+    joins = len(terms.hosts) * FETCHES_PER_JOIN * 4 * max(plan.sizes)
+    at_once = workers * merges_at_once(terms.machine.cores)
     return {
         "theta": params,
         "anchors": params,
@@ -529,7 +448,7 @@ def _memory_parts(
         "merging": at_once * (sizes.largest + rule_bytes),
         "publishes": sizes.publish,
         "joins": min(joins, 2 * params),
-        "merge_buffer": min(most_deltas, placement.merge_buffer_bytes),
+        "merge_buffer": min(most_deltas(terms), placement.merge_buffer_bytes),
         "process": PROCESS_BYTES * (1 if workers == 1 else 1 + workers),
     }
 
@@ -632,41 +551,30 @@ class OutagePlan:
         )
 
 
-def plan_outage(
-    config: Config,
-    fragments: FragmentPlan,
-    coordinator: CoordinatorPlan,
-    *,
-    islands: int,
-    cycle_seconds: float,
-    link_gbit_per_s: float,
-    write_bytes_per_s: float,
-    measured_restart_s: float | None = None,
-) -> OutagePlan:
-    """Return what an outage costs: arithmetic from sizes and rates.
-
-    measured_restart_s: counts in place of what a restart would take by arithmetic.
-    """
-    anchors = 4 * fragments.total
+def plan_outage(terms: Terms, coordinator: CoordinatorPlan) -> OutagePlan:
+    """Return what an outage costs: arithmetic from sizes and rates, unless somebody
+    measured a restart."""
+    fragments, config, cycle_s = terms.fragments, terms.config, terms.cycle_seconds
+    anchors, islands = 4 * fragments.total, len(terms.hosts)
     ballots = (islands - 1) * sum(
         PayloadLayout.of_ballots(pieces).total_bytes for pieces in fragments.fragments
     )
-    machine = machine_of(config.launch.coordinator_machine)
     # What it takes in is bounded by what it may send, as far as that is known.
-    gbit_per_s = islands * link_gbit_per_s
-    gbit_per_s = min(gbit_per_s, machine.egress_gbit_per_s or math.inf)
-    spilled = max(0, ballots - config.placement.merge_buffer_bytes)
+    egress = terms.machine.egress_gbit_per_s or math.inf
+    gbit_per_s = min(islands * terms.link_up, egress)
+    spilled = max(0, ballots - terms.placement.merge_buffer_bytes)
     written = anchors + coordinator.theta + coordinator.outer_state + spilled
-    restart_s = measured_restart_s or coordinator.restart_seconds
+    restart = terms.measured.restart_seconds
+    restart_s = restart.value if restart else coordinator.restart_seconds
     return OutagePlan(
         restart_seconds=restart_s,
         held_seconds=outage_seconds(config, fragments.total),
-        cycles_apart=restart_s / cycle_seconds,
-        share_apart=restart_s / cycle_seconds / config.merges_per_fragment(),
+        cycles_apart=restart_s / cycle_s,
+        share_apart=restart_s / cycle_s / config.merges_per_fragment(),
         anchor_bytes=anchors,
         ballot_bytes=ballots,
         on_disk_bytes=spilled,
         gathering_seconds=max(
-            8e-9 * (anchors + ballots) / gbit_per_s, written / write_bytes_per_s
+            8e-9 * (anchors + ballots) / gbit_per_s, written / terms.disk_bytes_per_s
         ),
     )

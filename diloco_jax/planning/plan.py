@@ -18,7 +18,6 @@ import msgspec
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_open
-from diloco_jax.coordinator.settings import state_sizes
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
     NOTHING_MEASURED,
@@ -34,19 +33,14 @@ from diloco_jax.planning.checks import (
     IslandNetwork,
     Needs,
     Remedy,
-    Terms,
     needs_of,
     notes,
-    one_of_each,
     refusals,
 )
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan, OutagePlan
-from diloco_jax.planning.options import (
-    Assumptions,
-    away,
-    price_per_hour,
-)
+from diloco_jax.planning.options import Assumptions, away, price_per_hour
+from diloco_jax.planning.terms import Terms, one_of_each, terms_of
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""
@@ -269,10 +263,8 @@ def plan_run(
         )
         for name, found in slices.items()
     }
-    then = needs_of(
-        dataclasses.replace(
-            terms, step_seconds={n: s for n, (s, _) in expected.items()}
-        )
+    then = dataclasses.replace(
+        terms, step_seconds={n: s for n, (s, _) in expected.items()}
     )
     rate = sum(island.expected_tokens_per_second for island in islands.values())
     goodput = expected_goodput(config, islands, assumptions)
@@ -286,15 +278,15 @@ def plan_run(
         run=RunPlan(
             params=fragments.total,
             bound=assumptions.bound,
-            pacing_step_seconds=needs.pacing_step_seconds,
-            cycle_seconds=needs.cycle_seconds,
+            pacing_step_seconds=terms.pacing_step_seconds,
+            cycle_seconds=terms.cycle_seconds,
             tokens_per_second=sum(i.tokens_per_second for i in islands.values()),
             expected_cycle_seconds=then.cycle_seconds,
             expected_tokens_per_second=rate,
             goodput=goodput,
             tokens_per_day=per_day,
             days=run.total_tokens / per_day if per_day else None,
-            price=_price(config, prices, then, per_day) if prices else None,
+            price=_price(config, prices, needs_of(then), per_day) if prices else None,
             coordinator=needs.coordinator,
             outage=needs.outage,
             first_start=_first_start(terms, needs, made),
@@ -341,27 +333,9 @@ def _first_start(
     of_a_core = terms.rates.draw_core_seconds * needs.coordinator.share_served
     return FirstStart(
         draw_seconds=drawn * of_a_core * total / 1e9,
-        write_seconds=state_sizes(run, terms.fragments).state / terms.disk_bytes_per_s,
+        write_seconds=terms.sizes.state / terms.disk_bytes_per_s,
         fetch_seconds=max(link.join_seconds for link in needs.networks.values()),
         compile_seconds=told.value if told else longest,
-    )
-
-
-def terms_of(
-    config: Config,
-    fragments: FragmentPlan,
-    step_seconds: Mapping[str, float],
-    link_gbit_per_s: float = Assumptions.link_gbit_per_s,
-    measured: Measurements = NOTHING_MEASURED,
-) -> Terms:
-    """Return the inputs of a plan whose islands' steps take so long."""
-    return Terms(
-        config=resolve_open(config),
-        fragments=fragments,
-        hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
-        step_seconds=step_seconds,
-        link_gbit_per_s=link_gbit_per_s,
-        measured=measured,
     )
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax import Config, ConfigError
+from diloco_jax import Config, ConfigError, IslandConfig
 from diloco_jax.config.resolving import cycle, filled, is_open, preset, resolve_open
 from diloco_jax.config.run import OuterConfig, SyncConfig
 
@@ -15,59 +15,50 @@ LONG: dict[str, Any] = {
     "keeps_length": False,
     "inner": "adamw",
 }
+SHORT, GENTLE = ("sgd", 1.0, 0.0), ("nesterov", 0.4, 0.6)
+FOREVER = {"merges_per_fragment": 1e6}
 
 
-def chosen(**run: Any) -> tuple[str | None, float | None, float | None]:
-    """The preset fills the settings that an outer optimizer leaves open."""
-    outer = filled(OuterConfig(warmup_merges=3), preset(**run))
-    assert outer.warmup_merges == 3
-    assert not is_open(outer)
-    return outer.optimizer, outer.learning_rate, outer.momentum
+def merges(number: float, **others: Any) -> dict[str, Any]:
+    return {"merges_per_fragment": number, **others}
 
 
 @pytest.mark.parametrize(
-    ("merges", "cycle", "expected"),
+    ("run", "expected"),
     [
-        (79.9, 24, ("sgd", 1.0, 0.0)),
-        (79.9, 500, ("sgd", 1.0, 0.0)),
-        (399.9, 4, ("sgd", 1.0, 0.0)),
-        (400.0, 4, ("nesterov", 0.4, 0.6)),
-        (1e6, 3, ("sgd", 1.0, 0.0)),
-        (80.0, 24, ("nesterov", 0.4, 0.6)),
-        (199.9, 24, ("nesterov", 0.4, 0.6)),
-        (1e6, 23, ("nesterov", 0.4, 0.6)),
-        (200.0, 24, ("nesterov", 0.8, 0.9)),
+        # More merges and longer cycles have more momentum.
+        (merges(79.9), SHORT),
+        (merges(79.9, steps_per_cycle=500), SHORT),
+        (merges(399.9, steps_per_cycle=4), SHORT),
+        (merges(400.0, steps_per_cycle=4), GENTLE),
+        (FOREVER | {"steps_per_cycle": 3}, SHORT),
+        (merges(80.0), GENTLE),
+        (merges(199.9), GENTLE),
+        (FOREVER | {"steps_per_cycle": 23}, GENTLE),
+        # The rate follows the length of a mean.
+        *(
+            ({"islands": islands}, ("nesterov", rate, 0.9))
+            for islands, rate in ((1, 0.4), (2, 0.6), (4, 0.6), (5, 0.8), (99, 0.8))
+        ),
+        # What is as long as one delta goes no further.
+        *(
+            (FOREVER | {"keeps_length": True, "islands": islands}, GENTLE)
+            for islands in (1, 8, 99)
+        ),
+        # With Muon inside, momentum needs more merges.
+        (merges(159.9, inner="muon"), SHORT),
+        (merges(160.0, inner="muon"), GENTLE),
+        # It would carry a run away from trained weights.
+        (FOREVER | {"from_weights": True}, SHORT),
     ],
 )
-def test_more_merges_and_longer_cycles_have_more_momentum(
-    merges: float, cycle: int, expected: tuple[str, float, float]
+def test_the_preset_fills_what_an_outer_optimizer_leaves_open(
+    run: dict[str, Any], expected: tuple[str, float, float]
 ) -> None:
-    run = {**LONG, "merges_per_fragment": merges, "steps_per_cycle": cycle}
-    assert chosen(**run) == expected
-
-
-@pytest.mark.parametrize(
-    ("islands", "rate"), [(1, 0.4), (2, 0.6), (4, 0.6), (5, 0.8), (99, 0.8)]
-)
-def test_the_rate_follows_the_length_of_a_mean(islands: int, rate: float) -> None:
-    assert chosen(**{**LONG, "islands": islands}) == ("nesterov", rate, 0.9)
-
-
-@pytest.mark.parametrize("islands", [1, 8, 99])
-def test_what_is_as_long_as_one_delta_goes_no_further(islands: int) -> None:
-    run = {**LONG, "merges_per_fragment": 1e6, "keeps_length": True, "islands": islands}
-    assert chosen(**run) == ("nesterov", 0.4, 0.6)
-
-
-@pytest.mark.parametrize(
-    ("merges", "expected"),
-    [(159.9, ("sgd", 1.0, 0.0)), (160.0, ("nesterov", 0.4, 0.6))],
-)
-def test_with_muon_inside_momentum_needs_more_merges(
-    merges: float, expected: tuple[str, float, float]
-) -> None:
-    run = {**LONG, "merges_per_fragment": merges, "inner": "muon"}
-    assert chosen(**run) == expected
+    outer = filled(OuterConfig(warmup_merges=3), preset(**{**LONG, **run}))
+    assert outer.warmup_merges == 3
+    assert not is_open(outer)
+    assert (outer.optimizer, outer.learning_rate, outer.momentum) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,3 +91,9 @@ def test_what_a_config_says_of_its_cycle_stays() -> None:
     assert not is_open(resolved())
     with pytest.raises(ConfigError, match=r"sync.steps_per_cycle = None: .*; set it"):
         Config().merges_per_fragment()
+
+
+def test_an_islands_name_may_have_dots() -> None:
+    config = Config(islands={"a": IslandConfig(), "a.b": IslandConfig()})
+    changed = config.replace("islands.a.b.batch_size", 4).islands
+    assert [island.batch_size for island in changed.values()] == [8, 4]

@@ -22,6 +22,7 @@ from diloco_jax.observability import metrics as metrics_module
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import JsonLines, Tape, read_tape
 from diloco_jax.planning.coordinator import plan_coordinator
+from diloco_jax.planning.terms import terms_of
 
 PATIENCE_S = 60.0
 
@@ -251,7 +252,7 @@ def hold(folder, octets: int) -> None:
 
 def test_the_state_is_that_of_the_plan():
     placed = CONFIG.placement
-    plan = plan_coordinator(CONFIG.run, placed, PLAN, 2, 10.0, 4, 1e9, cycles=1.0)
+    plan = plan_coordinator(terms_of(CONFIG, PLAN, dict.fromkeys(CONFIG.islands, 1.0)))
     assert plan.theta + plan.anchors + plan.outer_state == STATE
     assert plan.disk.snapshots == placed.snapshots_kept * STATE + LARGEST
     assert plan.publishes == PUBLISH

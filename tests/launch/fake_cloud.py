@@ -1,8 +1,8 @@
 """A cloud that is not there: `gcloud`, `kubectl` and `sky` as far as launches use
 them, and what they were told.
 
-Flags are those of the published references: others, missing ones and ones that exclude
-each other are refused as the real commands refuse them.
+Flags are those of the published references that launches and pages use: others, missing
+ones and ones that exclude each other are refused as the real commands refuse them.
 """
 
 from __future__ import annotations
@@ -41,54 +41,40 @@ class Spec:
     exclusive: tuple[str, ...] = ()
 
 
-SSH = (
-    "--batch-size --ssh-flag --ssh-key-file --strict-host-key-checking "
-    "--output-directory --ssh-key-expiration --ssh-key-expire-after --zone!"
-)
-SSH_SWITCHES = (
-    "--dry-run --force-key-file-overwrite --plain --internal-ip --tunnel-through-iap"
-)
 BIND = "--member! --role! --condition"
 POOL = "--cluster! --location!"
 TPUS = "compute tpus queued-resources"
+REACHED = "--dry-run --tunnel-through-iap"
+PLACES = "--location --region --zone"
 
 GCLOUD = {
     f"{TPUS} create": Spec(
         "queued resource",
         "create",
-        "--zone! --runtime-version! --accelerator-type --topology --type --node-id "
-        "--node-count --node-prefix --boot-disk --data-disk --description --labels "
-        "--metadata --metadata-from-file --network --range --scopes --service-account "
-        "--subnetwork --tags --valid-after-duration --valid-after-time "
-        "--valid-until-duration --valid-until-time --reservation-host-folder "
-        "--reservation-host-organization --reservation-host-project",
-        "--async --guaranteed --internal-ips --reserved --shielded-secure-boot --spot",
-        either=("--accelerator-type --type", "--node-id --node-count"),
+        "--zone! --runtime-version! --accelerator-type --topology --type --node-id! "
+        "--description --labels --metadata-from-file --network --scopes "
+        "--service-account --subnetwork --tags --valid-until-duration",
+        "--async --internal-ips --reserved --spot",
+        either=("--accelerator-type --type",),
         pairs=(("--type", "--topology"), ("--topology", "--type")),
-        exclusive=("--spot --reserved --guaranteed",),
+        exclusive=("--spot --reserved",),
     ),
     f"{TPUS} describe": Spec("queued resource", "describe", "--zone!"),
     f"{TPUS} delete": Spec("queued resource", "delete", "--zone!", "--async --force"),
     f"{TPUS} ssh": Spec(
-        "queued resource", "ssh", f"{SSH} --command! --node --worker", SSH_SWITCHES
+        "queued resource", "ssh", "--zone! --command! --node --worker", REACHED
     ),
     "compute instances create": Spec(
         "instance",
         "create",
-        "--zone! --machine-type --image --image-family --image-project --labels "
-        "--boot-disk-size --boot-disk-type --create-disk --disk --network --subnet "
-        "--address --tags --metadata --metadata-from-file --scopes --service-account",
-        "--async --no-address --no-scopes --no-service-account --preemptible",
-        exclusive=("--address --no-address", "--image --image-family"),
+        "--zone! --machine-type --image-family --image-project --labels "
+        "--boot-disk-size --disk --network --subnet --tags --metadata-from-file "
+        "--scopes --service-account",
+        "--async --no-address",
     ),
     "compute instances describe": Spec("instance", "describe", "--zone!"),
-    "compute instances delete": Spec(
-        "instance", "delete", "--zone! --delete-disks --keep-disks"
-    ),
-    "compute ssh": Spec(
-        "instance", "ssh", f"{SSH} --command", f"{SSH_SWITCHES} --troubleshoot"
-    ),
-    "compute scp": Spec("instance", "copy", "--zone", "--recurse --tunnel-through-iap"),
+    "compute instances delete": Spec("instance", "delete", "--zone!"),
+    "compute ssh": Spec("instance", "ssh", "--zone! --command", REACHED),
     "compute disks create": Spec("disk", "create", "--zone! --size --type --labels"),
     "compute disks describe": Spec("disk", "describe", "--zone!"),
     "compute disks delete": Spec("disk", "delete", "--zone!"),
@@ -103,24 +89,18 @@ GCLOUD = {
     "compute firewall-rules describe": Spec("firewall rule", "describe"),
     "compute firewall-rules delete": Spec("firewall rule", "delete"),
     "compute addresses create": Spec(
-        "address", "create", "--region! --subnet --addresses --purpose"
+        "address", "create", "--region! --subnet --addresses"
     ),
     "secrets create": Spec(
-        "secret",
-        "create",
-        "--data-file --labels --location --locations --replication-policy --ttl",
+        "secret", "create", "--data-file --labels --replication-policy"
     ),
-    "secrets add-iam-policy-binding": Spec("secret", "bind", f"{BIND} --location"),
+    "secrets add-iam-policy-binding": Spec("secret", "bind", BIND),
     "secrets versions add": Spec("secret", "version", "--data-file"),
     "secrets update": Spec("secret", "label", "--update-labels"),
-    "secrets describe": Spec("secret", "describe", "--location"),
-    "secrets delete": Spec("secret", "delete", "--etag --location"),
+    "secrets describe": Spec("secret", "describe"),
+    "secrets delete": Spec("secret", "delete"),
     "container clusters get-credentials": Spec(
-        "cluster",
-        "login",
-        "--location --region --zone",
-        "--internal-ip --dns-endpoint",
-        either=("--location --region --zone",),
+        "cluster", "login", PLACES, either=(PLACES,)
     ),
     "container clusters create": Spec(
         "cluster",
@@ -133,19 +113,15 @@ GCLOUD = {
         "node pool",
         "create",
         f"{POOL} --machine-type --node-locations --num-nodes --tpu-topology "
-        "--min-nodes --max-nodes --total-min-nodes --total-max-nodes --disk-size "
-        "--location-policy --reservation --reservation-affinity --placement-type "
-        "--service-account --scopes --node-labels --max-run-duration --labels "
-        "--node-taints --workload-metadata --placement-policy",
-        "--async --spot --preemptible --enable-autoscaling --enable-gvnic --flex-start",
+        "--min-nodes --max-nodes --reservation --reservation-affinity --labels "
+        "--service-account --scopes --node-labels --node-taints --workload-metadata "
+        "--placement-policy",
+        "--async --spot --enable-autoscaling",
         pairs=(("--reservation", "--reservation-affinity"),),
         exclusive=("--tpu-topology --placement-policy",),
     ),
     "compute resource-policies create workload-policy": Spec(
-        "workload policy",
-        "create",
-        "--region! --type! --accelerator-topology --accelerator-topology-mode "
-        "--max-topology-distance --description",
+        "workload policy", "create", "--region! --type! --accelerator-topology"
     ),
     "compute resource-policies describe": Spec(
         "workload policy", "describe", "--region!"

@@ -103,10 +103,10 @@ def test_an_island_is_deleted_by_itself(cloud, launch, capsys):
     assert "kept: disk two-coordinator" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("action", ["stop", "run", "status", "logs", "results"])
-def test_what_tpu_vms_run_is_theirs(cloud, launch, action):
-    with pytest.raises(ConfigError, match=f"--action {action} with --on tpu_vm: it"):
-        launch("tpu_vm", action)
+def test_what_tpu_vms_run_is_theirs(cloud, launch):
+    for action in ("stop", "run", "status", "logs", "results"):
+        with pytest.raises(ConfigError, match=f"--action {action} with --on tpu_vm"):
+            launch("tpu_vm", action)
     assert cloud.calls == []
 
 
@@ -244,14 +244,6 @@ def test_a_failure_comes_with_its_remedy_and_is_taken_up(
         assert remedy in said.rpartition(text)[2]
     cloud.fail()
     assert launch(on) == 0
-
-
-@pytest.mark.parametrize("flag", ["--max-run-duration=1h", "--provisioning-model=x"])
-def test_the_fake_refuses_what_the_released_command_does_not_know(cloud, flag):
-    line = f"gcloud {SLICE} a --zone=z --node-id=a --runtime-version=r --project=p"
-    words = [*line.split(), "--accelerator-type=v5p-8"]
-    assert cloud.call([*words, flag]).returncode == 2
-    assert cloud.call(words).returncode == 0
 
 
 # ---- changes -------------------------------------------------------------------------

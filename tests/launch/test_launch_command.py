@@ -127,21 +127,27 @@ def test_accounts_that_may_do_too_much_are_told(
     assert all(text in note for text, note in zip(told, notes, strict=True))
 
 
-def test_a_tool_that_is_missing_is_named(config, monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (FileNotFoundError(), ["gcloud is not on this machine; install"]),
+        (
+            subprocess.TimeoutExpired("gcloud", 120),
+            ["did not end within 120 s", "it takes up what is there"],
+        ),
+    ],
+)
+def test_a_tool_that_is_missing_or_hangs_is_named(
+    config, monkeypatch, capsys, failure, said
+):
+    def call(*_, **given):
+        assert given["timeout"] == 120
+        raise failure
+
+    monkeypatch.setattr("diloco_jax.launch.submit.subprocess.run", call)
     assert run(config, "two.py", LaunchOptions(on="tpu_vm", yes=True)) == 1
-    assert "gcloud is not on this machine; install" in capsys.readouterr().err
-
-
-def test_a_command_that_does_not_end_is_given_up(config, monkeypatch, capsys):
-    def endless(arguments, **options):
-        raise subprocess.TimeoutExpired(arguments, options["timeout"])
-
-    monkeypatch.setattr("diloco_jax.launch.submit.subprocess.run", endless)
-    assert run(config, "two.py", LaunchOptions(on="tpu_vm", yes=True)) == 1
-    said = capsys.readouterr().err
-    assert "did not end within 120 s" in said
-    assert "it takes up what is there" in said
+    told = capsys.readouterr().err
+    assert all(text in told for text in said)
 
 
 def test_the_price_is_told_before_anything_is_asked(cloud, launch, capsys):

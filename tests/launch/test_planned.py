@@ -3,6 +3,7 @@ of this project that are planned can be launched as they are."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -59,37 +60,32 @@ def mixed(config: Config, **launch: Any) -> Config:
     )
 
 
-def test_a_machine_that_is_too_small_is_refused_and_named(
-    config: Config, cloud: Any
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        (
+            {"coordinator_machine": "n2-highmem-2"},
+            r"185 GB of memory.*n2-highmem-2.*--unplan",
+        ),
+        ({"coordinator_disk_gb": 200}, r"disk of 200 GB.*disk_gb = \d+.*--unplan"),
+    ],
+)
+def test_what_is_too_small_is_refused_unless_somebody_says_so(
+    config: Config, cloud: Any, launch: dict[str, Any], said: str
 ) -> None:
-    small = mixed(config, coordinator_machine="n2-highmem-2")
-    with pytest.raises(ConfigError, match=r"185 GB of memory.*n2-highmem-2.*--unplan"):
-        run(small, "configs/two.py", LaunchOptions(on="tpu_vm", yes=True))
+    small, options = mixed(config, **launch), LaunchOptions(on="tpu_vm", yes=True)
+    with pytest.raises(ConfigError, match=said):
+        run(small, "configs/two.py", options)
     assert cloud.calls == []
-
-
-def test_a_disk_that_is_too_small_is_refused_and_named(
-    config: Config, cloud: Any
-) -> None:
-    small = mixed(config, coordinator_disk_gb=200)
-    with pytest.raises(ConfigError, match=r"disk of 200 GB.*disk_gb = \d+.*--unplan"):
-        run(small, "configs/two.py", LaunchOptions(on="tpu_vm", yes=True))
-    assert cloud.calls == []
+    unplanned = dataclasses.replace(options, unplanned=True)
+    assert run(small, "configs/two.py", unplanned) == 0
+    assert cloud.calls
 
 
 def test_a_disk_is_not_judged_by_a_step_that_nobody_knows(config: Config) -> None:
     """Reports of a long run would fill it, if steps were as slow as those here."""
     enough = mixed(config, coordinator_disk_gb=500)
     require_planned(enough.replace("total_tokens", 10**13))
-
-
-def test_it_is_launched_all_the_same_if_somebody_says_so(
-    config: Config, cloud: Any
-) -> None:
-    small = mixed(config, coordinator_machine="n2-highmem-2")
-    options = LaunchOptions(on="tpu_vm", yes=True, unplanned=True)
-    assert run(small, "configs/two.py", options) == 0
-    assert cloud.calls
 
 
 def test_what_arithmetic_refuses_at_peak_rates_is_a_note(

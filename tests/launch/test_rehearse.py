@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import re
 import subprocess
 import time
@@ -173,18 +172,12 @@ def test_the_plan_gets_what_was_measured(tmp_path):
     assert found.device_memory_bytes["b"].value == 16e9
 
 
-def test_the_quiet_time_ends_where_an_island_came_back(tmp_path):
+def test_the_quiet_time_ends_where_an_island_came_back():
     """Nobody knows of kills where records are read alone."""
-    recorded(tmp_path)
-    judged = judge(tmp_path, [])
-    lines = [{"step": 5, "time": 1.0}, {"step": 0, "time": 60.0}]
-    assert findings._restarted(lines) == 60.0
-    assert findings._restarted(lines[:1]) == math.inf
     line = {"island": "a", "kind": "island", "phase": "training", "stalled_seconds": 0}
     times = [(1, 1.0), (2, 2.0), (3, 3.0), (1, 60.0), (9, 70.0)]
     own = {"a": [{**line, "step": step, "time": time} for step, time in times]}
     assert findings._quiet(own)["a"].per_step("time") == 1.0
-    assert judged._quiet
 
 
 def test_the_memory_of_a_cpu_is_not_that_of_a_slice(tmp_path):
@@ -251,6 +244,25 @@ def over(monkeypatch):
         return look(launched)
 
     monkeypatch.setattr(rehearse.Launched, "status", last_look)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """`failing("delete", error, 2)`: so many of these actions fail."""
+
+    def fail(action, error, times):
+        act, failed = command._act, []
+
+        def act_or_fail(submitter, options):
+            if options.action == action and len(failed) < times:
+                failed.append(options)
+                raise error
+            act(submitter, options)
+
+        monkeypatch.setattr(command, "_act", act_or_fail)
+        return failed
+
+    return fail
 
 
 def test_a_launch_is_made_under_another_name_and_deleted(config, cloud, over):
@@ -383,24 +395,16 @@ def test_without_a_yes_it_ends_at_once(config, cloud, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyError("islands"), KeyboardInterrupt()])
 def test_what_was_bought_is_given_back_whatever_happens(
-    error, config, cloud, monkeypatch
+    error, config, cloud, failing, monkeypatch
 ):
     """A deletion is broken off, too: by a second Ctrl-C, or a lost connection."""
 
     def fail(_):
         raise error
 
-    act, broken = command._act, []
-
-    def act_or_break(submitter, options):
-        if options.action == "delete" and not broken:
-            broken.append(options)
-            raise KeyboardInterrupt
-        act(submitter, options)
-
+    broken = failing("delete", KeyboardInterrupt(), 1)
     monkeypatch.setattr(rehearse, "PAUSES_S", (0.0,))
     monkeypatch.setattr(rehearse.Launched, "status", fail)
-    monkeypatch.setattr(command, "_act", act_or_break)
     with contextlib.suppress(KeyError):
         _, page = rehearsed(config, RehearseOptions(on="gke", yes=True))
         assert "What is left: nothing, by the engine's list" in page
@@ -409,21 +413,14 @@ def test_what_was_bought_is_given_back_whatever_happens(
 
 
 def test_a_deletion_is_tried_again_until_the_creation_in_the_cloud_is_over(
-    config, cloud, over, monkeypatch, caplog
+    config, cloud, over, failing, monkeypatch, caplog
 ):
-    act, refused = command._act, []
-
-    def busy(submitter, options):
-        if options.action == "delete" and len(refused) < 2:
-            refused.append(options)
-            raise CommandError("the cluster runs an operation; please try again")
-        act(submitter, options)
-
+    busy = CommandError("the cluster runs an operation; please try again")
+    failing("delete", busy, 2)
     pauses = []
     clock = SimpleNamespace(**{n: getattr(time, n) for n in ("monotonic", "strftime")})
     clock.sleep = pauses.append
     monkeypatch.setattr(rehearse, "time", clock)
-    monkeypatch.setattr(command, "_act", busy)
     _, page = rehearsed(config, RehearseOptions(on="gke", yes=True))
     assert pauses == list(rehearse.PAUSES_S[:2])
     assert "a creation that was broken off, is awaited; the next" in caplog.text
@@ -431,21 +428,14 @@ def test_a_deletion_is_tried_again_until_the_creation_in_the_cloud_is_over(
 
 
 def test_a_cell_of_the_page_may_have_a_pipe():
-    row = findings.Tried(what="step", cause="step", follows="type `a | b`")
+    row = findings.Tried("step", "step", follows="type `a | b`")
     assert r"| type `a \| b` |" in findings.as_markdown([row])
 
 
 def test_records_that_were_not_copied_stay_on_the_disk(
-    config, cloud, over, monkeypatch
+    config, cloud, over, failing, monkeypatch
 ):
-    act = command._act
-
-    def no_results(submitter, options):
-        if options.action == "results":
-            raise CommandError("the connection was lost")
-        act(submitter, options)
-
-    monkeypatch.setattr(command, "_act", no_results)
+    failing("results", CommandError("the connection was lost"), 1)
     monkeypatch.setattr(
         Submitter, "status", lambda _: {"phase": "running", "islands": {}}
     )
@@ -465,9 +455,7 @@ def test_the_run_that_matters_keeps_its_checkpoints_and_its_workdir(config, clou
     with pytest.raises(ConfigError, match=r"has config\.json of a run"):
         rehearsed(config, RehearseOptions(on="gke", yes=True))
     assert not cloud.things
-
-
-def test_a_workdir_has_one_rehearsal(config, cloud):
+    (workdir / "config.json").unlink()
     rehearsed(config, RehearseOptions(on="tpu_vm"))
     with pytest.raises(ConfigError, match="holds a rehearsal already"):
         rehearsed(config, RehearseOptions(on="tpu_vm"))

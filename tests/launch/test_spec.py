@@ -81,13 +81,6 @@ REFUSED = [
 ]
 
 
-def with_island(config, name="v5p", **fields):
-    island = dataclasses.replace(config.islands.get(name, IslandConfig()), **fields)
-    zones = {**config.launch.zones, name: "us-east5-a"}
-    islands = {**config.islands, name: island}
-    return dataclasses.replace(changed(config, zones=zones), islands=islands)
-
-
 def with_run(config, section, **fields):
     return config.replace({f"{section}.{name}": v for name, v in fields.items()})
 
@@ -116,17 +109,23 @@ def test_bad_settings_are_refused_with_a_remedy(config, on, settings, said):
             "the Cloud TPU API, and so --on sky, does not have tpu7x; launch with --on",
         ),
         ("tpu_vm", {"topology": "tpu7x:2x2x1"}, "and so --on tpu_vm, does not have"),
-        (
-            "gke",
-            {"name": "V6E-B", "topology": "v6e:1x1"},
-            "would be called 'two-v6e-b'",
-        ),
-        ("gke", {"name": "coordinator", "topology": "v6e:1x1"}, "'two-coordinator'"),
     ],
 )
 def test_an_island_that_cannot_be_placed_is_refused(config, on, island, said):
     with pytest.raises(ConfigError, match=said):
-        make_spec(changed(with_island(config, **island), **PLACE), "two.py", on)
+        make_spec(
+            changed(with_run(config, "islands.v5p", **island), **PLACE), "two.py", on
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "made"), [("V6E-B", "'two-v6e-b'"), ("coordinator", "'two-coordinator'")]
+)
+def test_two_parts_of_a_run_have_two_names(config, name, made):
+    config.islands[name] = IslandConfig(topology="v6e:1x1")
+    config.launch.zones[name] = "us-east5-a"
+    with pytest.raises(ConfigError, match=f"would be called {made}"):
+        make_spec(config, "two.py", "gke")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
 from diloco_jax.config.placement import variables_of
 from diloco_jax.launch.spec import OF_THE_LAUNCH, make_spec
-from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm
 from diloco_jax.planning.compiling import environment_of, flags_of
 
 OFF = "--xla_tpu_use_tc_device_shape_on_sc=false"
@@ -74,7 +73,7 @@ def test_no_secret_can_overwrite_a_setting_of_the_script():
     assert found - {"ERR", "BASH"} <= OF_THE_LAUNCH
 
 
-def test_flags_of_the_table_and_of_the_launch_are_merged():
+def test_a_flag_against_the_table_is_named_with_both_values():
     table = ("--a=true", "--b=1")
     assert before_jax.flag_clashes("--a=true --c=2", table, "v6e") == []
     (clash,) = before_jax.flag_clashes("--b=2 --c=2", table, "v6e, libtpu 0.0.42.1")
@@ -93,11 +92,3 @@ def test_the_plan_compiles_with_the_launchs_flags(given, monkeypatch):
     assert told[:2] == [OFF, "--xla_two=2"]
     assert before_jax.SPARSE_CORE[0] in told
     assert OFF.replace("false", "true") not in told
-
-
-@pytest.mark.parametrize("name", ["two-v5p.sh", "coordinator.sh"])
-def test_values_of_secrets_are_in_no_file(given, name):
-    spec = make_spec(given, "two.py", "tpu_vm")
-    text = on_tpu_vm(spec, "certificates", "folder", 1).files[name]
-    assert "'--env=HF_HOME=/var/lib/diloco/run/hf cache'" in text
-    assert "SECRETS=(HF_TOKEN hub-token" in text

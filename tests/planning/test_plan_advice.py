@@ -11,18 +11,15 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.core.fragments import EVEN
 from diloco_jax.planning import advice as module
 from diloco_jax.planning.advice import unevenness
-from diloco_jax.planning.checks import changed
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
 
-WORLD = Assumptions(mtbi_years=0.0, link_gbit_per_s=1000.0)
 FLOPS = 918e12
 """Operations of one sequence: a second on a chip of v6e."""
 
 
 def planned(config, link=1000.0, big_hbm=HBM, traffic=0):
     """The plan of a config whose islands take as long as their batches say."""
-    world = dataclasses.replace(WORLD, link_gbit_per_s=link)
     compiled = {
         name: plan_support.island(
             island.topology,
@@ -33,13 +30,13 @@ def planned(config, link=1000.0, big_hbm=HBM, traffic=0):
         )
         for name, island in config.islands.items()
     }
-    return plan_run("x.py", config, fragments_of(config), world, compiled)
+    return plan_support.planned(config, compiled=compiled, link_gbit_per_s=link)
 
 
 def config_of(big=None, **sync):
     """The config of two islands, v6e:4x4 and v5p:2x2x1, with changes."""
     change = {f"islands.big.{field}": v for field, v in (big or {}).items()}
-    return changed(CONFIG, change | {f"sync.{field}": v for field, v in sync.items()})
+    return CONFIG.replace(change | {f"sync.{field}": v for field, v in sync.items()})
 
 
 def advised(plan, check):
@@ -110,7 +107,7 @@ def test_a_largest_fragment_that_is_late_comes_with_the_overlap_that_it_needs():
     link = max(rates.mean, 0.4 * rates.peak)
     (advice,) = advised(planned(config, link), "late")
     assert set(advice.change) == {"sync.overlap_steps"}
-    after = planned(changed(config, advice.change), link).islands["big"].network
+    after = planned(config.replace(advice.change), link).islands["big"].network
     assert max(after.down.peak, after.up.peak) <= link
     short = config_of(steps_per_cycle=2, fragments=2, overlap_steps=1)
     link = 1.05 * planned(short).islands["big"].network.down.mean
@@ -119,12 +116,12 @@ def test_a_largest_fragment_that_is_late_comes_with_the_overlap_that_it_needs():
     assert "take codecs or a cycle of those that the links carry" in advice.text
 
 
-UNEVEN = changed(CONFIG, {"sync.fragments": 20})
+UNEVEN = CONFIG.replace({"sync.fragments": 20})
 
 
 def uneven(config):
     """Advice on a plan by arithmetic."""
-    return plan_run("x.py", config, fragments_of(config), WORLD).advice
+    return plan_run("x.py", config, fragments_of(config), Assumptions()).advice
 
 
 def test_even_fragments_are_left_alone():
@@ -139,7 +136,7 @@ def test_the_nearest_number_of_fragments_that_is_even_and_no_larger(tmp_path, ca
     assert "the largest of 20 fragments has 8,192" in advice.text
     assert "1.53 of the mean" in advice.text
     cuts = {
-        n: fragments_of(changed(UNEVEN, {"sync.fragments": n})) for n in range(10, 31)
+        n: fragments_of(UNEVEN.replace({"sync.fragments": n})) for n in range(10, 31)
     }
     good = [
         count
@@ -170,7 +167,7 @@ OTHERS = [
 @pytest.mark.parametrize(("sync", "breaks", "change"), OTHERS)
 def test_the_smallest_change_that_evens_fragments(monkeypatch, sync, breaks, change):
     """breaks: changes of these fields break another check."""
-    config = changed(CONFIG, {f"sync.{field}": v for field, v in sync.items()})
+    config = CONFIG.replace({f"sync.{field}": v for field, v in sync.items()})
     tried = [module.failing]
 
     def failing(terms):
@@ -187,5 +184,5 @@ def test_the_smallest_change_that_evens_fragments(monkeypatch, sync, breaks, cha
         assert WHOLE in advice.text
         assert "of 8,192 parameters, with sync.fragment_by = 'size'" in advice.text
     else:
-        after = fragments_of(changed(config, change))
+        after = fragments_of(config.replace(change))
         assert unevenness(after) <= EVEN < unevenness(fragments_of(config))

@@ -21,14 +21,24 @@ FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch):
+def command_line(tmp_path, monkeypatch):
+    """Runs `diloco plan` of a config, as if libtpu were there, or not."""
+
+    def plan(config, *options, libtpu=True):
+        found = "here" if libtpu else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+        monkeypatch.setattr(command.metadata, "version", lambda name: "1.2.3")
+        write_config_json(config, tmp_path / "two.json")
+        return cli.main(["plan", str(tmp_path / "two.json"), *options])
+
+    return plan
+
+
+@pytest.fixture
+def plan(command_line, monkeypatch):
     """Plans a config with islands that a compiler is supposed to have seen."""
 
     def plan(config, *options, libtpu=True, **compiled):
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: "here" if libtpu else None
-        )
-        monkeypatch.setattr(command.metadata, "version", lambda name: "1.2.3")
         asked = []
 
         def compile_islands(config, report):
@@ -36,8 +46,7 @@ def plan(tmp_path, monkeypatch):
             return {name: dataclasses.asdict(made) for name, made in compiled.items()}
 
         monkeypatch.setattr(command, "compile_islands", compile_islands)
-        write_config_json(config, tmp_path / "two.json")
-        return cli.main(["plan", str(tmp_path / "two.json"), *options]), asked
+        return command_line(config, *options, libtpu=libtpu), asked
 
     return plan
 
@@ -46,7 +55,6 @@ def plan(tmp_path, monkeypatch):
     ("options", "said"),
     [
         ("--islands.small.topology=", "islands.small.topology is empty: name the sl"),
-        ("--islands.small.batch-size=15", "batch_size = 15 is not divided by"),
         ("--sync.fragments=10000", "sync.fragments = 10000"),
         ("--mtbi-years=-1", "mtbi_years = -1.0; it must be at least 0"),
     ],
@@ -112,25 +120,26 @@ def test_what_does_not_fit_is_shown_with_by_how_much_and_ends_with_2(plan, capsy
 # ---- processes -------------------------------------------------------------------
 
 
-def worker(monkeypatch, tmp_path, text):
-    """A worker that is not the real one."""
-    (tmp_path / "fake_worker.py").write_text(text)
+@pytest.fixture
+def worker(monkeypatch, tmp_path):
+    """Puts another program in the place of the worker."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(compiling, "WORKER", "fake_worker")
+    return (tmp_path / "fake_worker.py").write_text
 
 
 SAYS = """
 import json, os, sys
 name = sys.argv[2]
-print(json.dumps({"doing": "step", "done": 1, "parts": 4}), flush=True)
+print(json.dumps({"done": 0.25}), flush=True)
 flags = os.environ.get("LIBTPU_INIT_ARGS", "")
 print(json.dumps({"result": {"name": name, "flags": flags}}))
 """
 
 
-def test_equal_islands_are_compiled_once_with_the_flags_of_a_run(monkeypatch, tmp_path):
-    worker(monkeypatch, tmp_path, SAYS)
+def test_equal_islands_are_compiled_once_with_the_flags_of_a_run(worker):
+    worker(SAYS)
     twin = dataclasses.replace(CONFIG.islands["small"], stands_for="the other one")
     config = dataclasses.replace(CONFIG, islands={**CONFIG.islands, "twin": twin})
     reports = []
@@ -165,14 +174,11 @@ time.sleep(200)
     ],
 )
 def test_a_compiler_that_fails_ends_the_others_and_is_quoted(
-    monkeypatch, tmp_path, capsys, end, exit_code, said
+    worker, command_line, monkeypatch, capsys, end, exit_code, said
 ):
-    worker(monkeypatch, tmp_path, FAILS.format(end=end))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
+    worker(FAILS.format(end=end))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
-    write_config_json(CONFIG, tmp_path / "two.json")
-    assert cli.main(["plan", str(tmp_path / "two.json")]) == exit_code
+    assert command_line(CONFIG) == exit_code
     told = capsys.readouterr().err
     assert said in told
     assert "the compiler is unhappy" in told
@@ -180,11 +186,7 @@ def test_a_compiler_that_fails_ends_the_others_and_is_quoted(
         assert "LIBTPU_INIT_ARGS = '--xla_mine=1" in told
 
 
-def test_a_config_error_of_the_compiler_is_one(monkeypatch, tmp_path, capsys):
-    text = 'import json; print(json.dumps({"config_error": "attention = 7"}))'
-    worker(monkeypatch, tmp_path, text)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
-    write_config_json(CONFIG, tmp_path / "two.json")
-    assert cli.main(["plan", str(tmp_path / "two.json")]) == 2
+def test_a_config_error_of_the_compiler_is_one(worker, command_line, capsys):
+    worker('import json; print(json.dumps({"config_error": "attention = 7"}))')
+    assert command_line(CONFIG) == 2
     assert "attention = 7" in capsys.readouterr().err

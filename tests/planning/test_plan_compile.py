@@ -5,8 +5,8 @@ import re
 from importlib import metadata
 
 import pytest
-from compile_support import REPOSITORY, needs_libtpu, plan, run_plan
 from config_support import load_config
+from plan_support import ROOT, needs_libtpu, plan, run_plan
 
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.hardware.tpus import GENERATIONS, find_slice
@@ -24,7 +24,7 @@ two are those of configs/mixed_toy.py."""
 def toy(tmp_path_factory):
     """With int4 deltas; and one island again, cut along two axes, with anchors in host
     memory."""
-    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    config = load_config(ROOT / "configs" / "mixed_toy.py")
     cut = dataclasses.replace(
         config.islands["v6e"], mesh_fsdp=2, mesh_tensor=2, anchor_memory="pinned_host"
     )
@@ -40,7 +40,7 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    config = load_config(REPOSITORY / "configs" / "mixed_five.py")
+    config = load_config(ROOT / "configs" / "mixed_five.py")
     islands = {name: config.islands[name] for name in OTHERS}
     path = tmp_path_factory.mktemp("plan") / "others.json"
     write_config_json(dataclasses.replace(config, islands=islands), path)
@@ -50,34 +50,31 @@ def others(tmp_path_factory):
 
 
 def test_the_two_configs_share_their_islands_programs():
-    five = load_config(REPOSITORY / "configs" / "mixed_five.py").islands
-    two = load_config(REPOSITORY / "configs" / "mixed_toy.py").islands
+    five = load_config(ROOT / "configs" / "mixed_five.py").islands
+    two = load_config(ROOT / "configs" / "mixed_toy.py").islands
     assert set(five) == {*OTHERS, *NAMES} == set(GENERATIONS)
     for name in NAMES:
         slowed = dataclasses.replace(two[name], step_seconds=five[name].step_seconds)
         assert five[name] == slowed
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_steps_takes_and_adoptions_compile_for_the_other_generations(others, name):
-    island = others["islands"][name]["compiled"]
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+def test_figures_are_those_of_shapes_and_formulas(toy, others, name):
+    plan = toy if name in NAMES else others
+    island = plan["islands"][name]["compiled"]
     found = find_slice(island["topology"], "topology")
     flops, hbm = island["flops"], island["hbm"]
     assert island["fits"]
     assert (island["chips"], hbm["available"]) == (4, found.hbm_bytes)
     assert flops["model"] == pytest.approx(flops["analytic"], rel=0.02)
+    assert flops["executed"] > flops["model"]
     # A device has its share: of a TPU7x, half of its chip's, and all of the few
     # matrices whose extents eight devices do not divide.
-    share = 4 * others["run"]["params"] / found.devices
+    share = 4 * plan["run"]["params"] / found.devices
     for part in ("parameters", "anchors"):
-        assert share <= hbm[part] < 1.4 * share
+        assert share <= 1.001 * hbm[part] < (1.4 if name == "tpu7x" else 1.02) * share
     assert hbm["optimizer"] == pytest.approx(2 * hbm["parameters"], rel=0.02)
     assert 0 < hbm["temporaries"] < hbm["used"] < hbm["available"]
-    kinds = kinds_of(island)
-    assert {"all-gather", "all-reduce"} <= set(kinds)
-    assert all(c["largest_group"] <= found.devices for c in kinds.values())
-    assert len(island["exchange"]) >= 6
-    assert all(kind["collectives"] == {} for kind in island["exchange"])
     assert island["compile_seconds"] > 0
 
 
@@ -85,17 +82,22 @@ def kinds_of(island):
     return {c["kind"]: c for c in island["collectives"]}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *CUT_NAMES])
-def test_a_step_has_the_collectives_of_its_mesh_and_no_others(toy, name):
-    island = toy["islands"][name]["compiled"]
+@pytest.mark.parametrize("name", [*NAMES, *CUT_NAMES, *OTHERS])
+def test_collectives_are_those_of_the_mesh_and_takes_are_local(toy, others, name):
+    island = (others if name in OTHERS else toy)["islands"][name]["compiled"]
     kinds = kinds_of(island)
     assert {"all-gather", "all-reduce"} <= set(kinds)
-    # And all-reduces of which a chip keeps a part; where four chips' parts of a matrix
-    # end inside the tiles of a register, they pass on what is over.
-    others = {"reduce-scatter", "collective-permute"}
-    assert set(kinds) <= {"all-gather", "all-reduce", *others}
-    # Four chips: nothing reaches beyond the island.
-    assert all(c["largest_group"] <= island["chips"] for c in kinds.values())
+    if name not in OTHERS:
+        # And all-reduces of which a chip keeps a part; where four chips' parts of a
+        # matrix end inside the tiles of a register, they pass on what is over.
+        more = {"reduce-scatter", "collective-permute"}
+        assert set(kinds) <= {"all-gather", "all-reduce", *more}
+    # Nothing reaches beyond the island.
+    devices = find_slice(island["topology"], "topology").devices
+    assert all(c["largest_group"] <= devices for c in kinds.values())
+    assert len(island["exchange"]) >= 6
+    assert all(kind["collectives"] == {} for kind in island["exchange"])
+    assert name in OTHERS or all(kind["aligned"] for kind in island["exchange"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,32 +109,9 @@ def test_gathers_run_beside_matrix_products(toy, name):
     assert gathers["count"] == 2 * 7 * 4 + 2
 
 
-@pytest.mark.parametrize("name", [*NAMES, *CUT_NAMES])
-def test_takes_and_adoptions_are_local(toy, name):
-    exchange = toy["islands"][name]["compiled"]["exchange"]
-    assert len(exchange) >= 6
-    for kind in exchange:
-        assert kind["aligned"]
-        assert kind["collectives"] == {}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_figures_are_those_of_shapes_and_formulas(toy, name):
-    island = toy["islands"][name]["compiled"]
-    flops, hbm = island["flops"], island["hbm"]
-    assert flops["model"] == pytest.approx(flops["analytic"], rel=0.02)
-    assert flops["executed"] > flops["model"]
-    share = 4 * toy["run"]["params"] / island["chips"]
-    assert hbm["parameters"] == pytest.approx(share, rel=0.02)
-    assert hbm["optimizer"] == pytest.approx(2 * share, rel=0.02)
-    assert hbm["anchors"] == pytest.approx(share, rel=0.02)
-    assert island["fits"]
-    assert 0 < hbm["temporaries"] < hbm["used"] < hbm["available"]
-
-
 def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):
     """The example of docs/extending.md, with the step compiled for its slice."""
-    text = (REPOSITORY / "docs" / "extending.md").read_text()
+    text = (ROOT / "docs" / "extending.md").read_text()
     rule = re.search(
         r"^`sign_consensus\.py`:.*?^```python\n(.*?)^```$",
         text,
@@ -140,7 +119,7 @@ def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):
     )
     assert rule
     (tmp_path / "rules.py").write_text(rule[1])
-    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    config = load_config(ROOT / "configs" / "mixed_toy.py")
     named = f"{tmp_path / 'rules.py'}:sign_consensus"
     alone = {"v6e": config.islands["v6e"]}
     path = tmp_path / "theirs.json"
@@ -162,7 +141,7 @@ def test_flags_that_are_refused_are_named_and_end_with_2(island, flag, tmp_path)
     version = tuple(map(int, metadata.version("libtpu").split(".")))
     if flag == REFUSED and version < (0, 0, 50):
         pytest.skip("libtpu 0.0.42.1 takes it; 0.0.50.1 does not")
-    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    config = load_config(ROOT / "configs" / "mixed_toy.py")
     alone = dataclasses.replace(config, islands={island: config.islands[island]})
     write_config_json(alone, tmp_path / "one.json")
     done = run_plan(tmp_path / "one.json", LIBTPU_INIT_ARGS=flag)

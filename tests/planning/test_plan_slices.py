@@ -1,5 +1,6 @@
 """Programs for real slices: what is too large, what hosts fetch apart, packed rows."""
 
+import dataclasses
 import json
 import os
 import re
@@ -7,29 +8,34 @@ import subprocess
 import sys
 
 import pytest
-from compile_support import REPOSITORY, needs_libtpu, plan
+from plan_support import ROOT, needs_libtpu, plan
+
+from diloco_jax.config import Config, IslandConfig, RunConfig, SyncConfig
+from diloco_jax.config.loading import write_config_json
+from diloco_jax.models.presets import preset
 
 pytestmark = [pytest.mark.tpu_compile, needs_libtpu]
 
 
-TOO_LARGE = """
-import dataclasses
-from diloco_jax.config import *
-from diloco_jax.models.presets import preset
-def config():
-    model = dataclasses.replace(preset("tiny"), vocab_size=262_144, num_layers=1)
-    # Of each chip 128 sequences of 256 tokens: 34 GB of logits at once.
-    island = IslandConfig(topology="v6e:2x2", batch_size=512, mesh_fsdp=4, loss_chunk=0,
-                          remat="full")
-    return Config(run=RunConfig(model=model, sequence_length=256,
-                                sync=SyncConfig(fragments=2)),
-                  islands={"v6e": island})
-"""
+def written(folder, islands, preset_name="tiny", **model):
+    """Write a config of two fragments and a model like a preset; return its path."""
+    run = RunConfig(
+        model=dataclasses.replace(preset(preset_name), **model),
+        sequence_length=256,
+        sync=SyncConfig(fragments=2),
+    )
+    path = folder / "config.json"
+    write_config_json(Config(run=run, islands=islands), path)
+    return path
 
 
 def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
-    (tmp_path / "large.py").write_text(TOO_LARGE)
-    code, found = plan(tmp_path / "large.py", timeout_s=560)
+    """Of each chip 128 sequences of 256 tokens: 34 GB of logits at once."""
+    large = IslandConfig(
+        topology="v6e:2x2", batch_size=512, mesh_fsdp=4, loss_chunk=0, remat="full"
+    )
+    path = written(tmp_path, {"v6e": large}, vocab_size=262_144, num_layers=1)
+    code, found = plan(path, timeout_s=560)
     island = found["islands"]["v6e"]["compiled"]
     assert (code, found["fits"], island["fits"]) == (2, False, False)
     assert "exceeds available HBM" in island["refusal"]
@@ -44,7 +50,7 @@ def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
         f" --{field} {value}" for field, value in advice["change"].items()
     )
     assert changes.startswith(" --islands.v6e.accumulation ")
-    assert plan(tmp_path / "large.py", *changes.split(), timeout_s=560)[0] == 0
+    assert plan(path, *changes.split(), timeout_s=560)[0] == 0
 
 
 def test_the_compiler_has_the_slices_hosts():
@@ -74,23 +80,10 @@ for generation in GENERATIONS.values():
     assert {"v6e:1x1", "v5e:2x4", "v5p:2x2x2", "v4:2x2x1", "tpu7x:2x2x2"} <= shown
 
 
-HOSTS = """
-import dataclasses
-from diloco_jax.config import *
-from diloco_jax.models.presets import preset
-def config():
-    model = dataclasses.replace(preset("tiny"), num_layers=1)
-    island = IslandConfig(topology="v5p:2x2x2", batch_size=8, mesh_data=2, mesh_fsdp=4)
-    return Config(run=RunConfig(model=model, sequence_length=256,
-                                sync=SyncConfig(fragments=2)),
-                  islands={"v5p": island})
-"""
-
-
 def test_parts_that_hosts_fetch_are_put_in_place_within_the_cycle(tmp_path):
     """Two hosts, each with a copy: each fetches a part, which all-gathers spread."""
-    (tmp_path / "hosts.py").write_text(HOSTS)
-    _, found = plan(tmp_path / "hosts.py")
+    apart = IslandConfig(topology="v5p:2x2x2", batch_size=8, mesh_data=2, mesh_fsdp=4)
+    _, found = plan(written(tmp_path, {"v5p": apart}, num_layers=1))
     island = found["islands"]["v5p"]
     exchange = island["compiled"]["exchange"]
     assert any("gather" in kind["collectives"] for kind in exchange)
@@ -102,29 +95,20 @@ def test_parts_that_hosts_fetch_are_put_in_place_within_the_cycle(tmp_path):
     assert island["step_seconds"] == pytest.approx(step / (1 - share), rel=1e-3)
 
 
-EXPERTS = """
-import dataclasses
-from diloco_jax.config import *
-from diloco_jax.models.presets import preset
-def config():
-    model = dataclasses.replace(
-        preset("tiny_experts"), d_model=256, num_heads=2, num_kv_heads=2, head_dim=128,
-        num_layers=3, experts=8, experts_per_token=2, expert_dim=128)
-    islands = {
-        remat: IslandConfig(topology="v6e:2x2", batch_size=8, mesh_expert=4,
-                            compute_dtype="bfloat16", remat=remat)
-        for remat in ("none", "full")
-    }
-    run = RunConfig(model=model, sequence_length=256, sync=SyncConfig(fragments=2))
-    return Config(run=run, islands=islands)
-"""
+WIDE = {"d_model": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}
+EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_dim": 128, "num_layers": 3}
 
 
 def test_rows_of_experts_cross_the_slice_as_by_hand(tmp_path):
     """To the experts and back, and so their gradients; and once more where layers are
     computed again."""
-    (tmp_path / "experts.py").write_text(EXPERTS)
-    _, found = plan(tmp_path / "experts.py", timeout_s=560)
+    mesh = {"topology": "v6e:2x2", "batch_size": 8, "mesh_expert": 4}
+    islands = {
+        remat: IslandConfig(**mesh, compute_dtype="bfloat16", remat=remat)
+        for remat in ("none", "full")
+    }
+    path = written(tmp_path, islands, "tiny_experts", **WIDE, **EXPERTS)
+    _, found = plan(path, timeout_s=560)
     rows = 8 * 256 // 4 * 2
     for name, times in (("none", 4), ("full", 6)):
         island = found["islands"][name]["compiled"]
@@ -163,7 +147,7 @@ print(trainer.lower(run.sequence_length).compile().as_text())
 def test_packed_rows_are_masked_by_the_kernel_and_by_no_square_of_positions():
     done = subprocess.run(
         [sys.executable, "-c", PACKED],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=280,
@@ -181,9 +165,9 @@ def test_packed_rows_are_masked_by_the_kernel_and_by_no_square_of_positions():
 def test_the_page_lists_the_programs_with_one_key_of_jaxs_cache_on_all_hosts():
     made = [sys.executable, "-m", "benchmarks.cache_keys"]
     told = subprocess.run(
-        made, cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=280, check=True
+        made, cwd=ROOT, stdout=subprocess.PIPE, timeout=280, check=True
     )
-    page = (REPOSITORY / "docs" / "cloud.md").read_text()
+    page = (ROOT / "docs" / "cloud.md").read_text()
     rows = re.findall(r"^\| `(jit_.*?)` \| (all hosts|each host) \|", page, re.M)
     listed = {name: "all" in who for names, who in rows for name in names.split("`, `")}
     assert listed == json.loads(told.stdout)
