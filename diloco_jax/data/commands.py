@@ -176,8 +176,8 @@ def manifest_command(arguments: Sequence[str]) -> int:
         "Read large files once, and write beside each what starts compare; say what "
         "prepared folders have.",
     )
-    from diloco_jax.data import manifest
-    from diloco_jax.data.documents import SourceKind, find_documents, make_manifest
+    from diloco_jax.data import documents, manifest
+    from diloco_jax.data.documents import SourceKind, find_documents
     from diloco_jax.data.prepared import is_prepared, read_manifest
 
     small = prepared = 0
@@ -191,7 +191,7 @@ def manifest_command(arguments: Sequence[str]) -> int:
             continue
         if kind not in (SourceKind.TEXT, SourceKind.TOKENS):
             continue
-        if not manifest.is_large(file):
+        if not documents.is_large(file):
             small += 1
             continue
         if options.missing:
@@ -199,7 +199,7 @@ def manifest_command(arguments: Sequence[str]) -> int:
             found = manifest.find(file)
             if found is not None and found.size == file.stat().st_size:
                 continue
-        made = make_manifest(file, kind)
+        made = manifest.make(file, kind)
         print(
             f"{file}: {made.tokens:,} tokens up to {made.largest}, digest "
             f"{made.digest.hex()[:16]}",
@@ -207,7 +207,7 @@ def manifest_command(arguments: Sequence[str]) -> int:
         )
     if small:
         print(
-            f"{small:,} files below {manifest.MAPPED_FROM >> 20} MB need none: "
+            f"{small:,} files below {documents.MAPPED_FROM >> 20} MB need none: "
             f"every start reads them",
             file=sys.stderr,
         )

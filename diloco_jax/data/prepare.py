@@ -26,7 +26,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -352,8 +351,6 @@ def _counted(kinds: Counter[str]) -> dict[str, int]:
 
 
 SAFE_PATH = "PYTHONSAFEPATH"
-WATCH_S = 1.0
-"""Seconds between two looks of a worker at whether the command still runs."""
 
 
 @contextlib.contextmanager
@@ -384,22 +381,15 @@ def do_parts(
     done = total - sum(sizes[n] for n in left)
     if workers == 1 or len(left) < 2:
         for number in left:
-            ends = done + sizes[number]
-
-            def read_more(nbytes: int, ends: int = ends) -> None:
-                # Text of compressed files has more bytes than they.
-                nonlocal done
-                done = min(done + nbytes, ends)
-                report(done / total)
-
-            write_part(folder, number, sources, parts[number], recipe, read_more)
-            read_more(ends - done)
+            write_part(folder, number, sources, parts[number], recipe)
+            done += sizes[number]
+            report(done / total)
         return
     with concurrent.futures.ProcessPoolExecutor(
         min(workers, len(left)),
         multiprocessing.get_context("spawn"),
         _begin_worker,
-        (os.getpid(), folder, sources, recipe),
+        (folder, sources, recipe),
     ) as pool:
         try:
             waiting = {pool.submit(_do_part, n, parts[n]): n for n in left}
@@ -421,7 +411,7 @@ def do_parts(
 _work: tuple[Path, Sequence[SourceFile], Recipe]
 
 
-def _begin_worker(parent: int, *work: Any) -> None:
+def _begin_worker(*work: Any) -> None:
     """Make this process a worker: it leaves signals of the terminal to the command,
     and ends when that is gone."""
     global _work
@@ -429,10 +419,11 @@ def _begin_worker(parent: int, *work: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Each worker has one core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    command = multiprocessing.parent_process()
+    assert command is not None
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_S)
+        command.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -485,10 +476,8 @@ def write_part(
     sources: Sequence[SourceFile],
     part: Part,
     recipe: Recipe,
-    read_more: Callable[[int], None] = lambda nbytes: None,
 ) -> PartDone:
     """Make a part's files in a folder, whole or not at all, and note that it is done.
-    read_more: called with the bytes of learned text, some documents at a time.
 
     Raises ConfigError, naming file and place, for sources that cannot be read.
     """
@@ -534,7 +523,6 @@ def write_part(
                             for picture in document.example.pictures
                         )
                     sides[side].append(tokenised._replace(pictures=pictures))
-                read_more(learned)
         splits = {
             side: _write(
                 folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side], kept
@@ -661,32 +649,27 @@ def pack(
             else:
                 left.append(piece)
     left.sort(key=lambda piece: -len(piece.tokens))  # Stable, so it is repeatable.
-    # Open rows by the number of their pictures, then by room, which ascends.
-    open_rows = [dict[int, list[list[Tokenised]]]() for _ in range(most + 1)]
-    rooms = [list[int]() for _ in range(most + 1)]
+    # Open rows by their room and the number of their pictures, which keys ascend by.
+    open_rows = dict[tuple[int, int], list[list[Tokenised]]]()
+    keys = list[tuple[int, int]]()
     for piece in left:
         need, more = len(piece.tokens), len(piece.pictures)
-        fit = [
-            (rooms[had][at], had, at)
-            for had in range(most - more + 1)
-            if (at := bisect.bisect_left(rooms[had], need)) < len(rooms[had])
-        ]
-        if not fit:
-            row, room, had = [piece], size - need, 0
-        else:
-            room, had, at = min(fit)
-            row = open_rows[had][room].pop()
-            if not open_rows[had][room]:
-                del open_rows[had][room], rooms[had][at]
-            row.append(piece)
-            room -= need
+        with_room = range(bisect.bisect_left(keys, (need, 0)), len(keys))
+        at = next((n for n in with_room if keys[n][1] + more <= most), None)
+        row, room, had = list[Tokenised](), size, 0
+        if at is not None:
+            room, had = keys[at]
+            row = open_rows[room, had].pop()
+            if not open_rows[room, had]:
+                del open_rows[room, had], keys[at]
+        row.append(piece)
+        room, had = room - need, had + more
         if room < 2:  # Nothing is predicted in a single token.
             yield row
             continue
-        if room not in open_rows[had + more]:
-            open_rows[had + more][room] = []
-            bisect.insort(rooms[had + more], room)
-        open_rows[had + more][room].append(row)
-    for number, each in enumerate(rooms):
-        for room in each:
-            yield from open_rows[number][room]
+        if (room, had) not in open_rows:
+            open_rows[room, had] = []
+            bisect.insort(keys, (room, had))
+        open_rows[room, had].append(row)
+    for key in sorted(keys, key=lambda key: key[::-1]):
+        yield from open_rows[key]

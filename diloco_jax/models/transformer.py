@@ -1,8 +1,8 @@
 """The bundled model: a decoder-only transformer, with low-rank adapters if the config
 asks for them.
 
-A layer is a flax nnx module; its parameters leave as a plain nested dict, all layers
-stacked on a leading axis (`layers.py`). The config's switches make the families.
+Its parameters are a plain nested dict, those of all layers stacked on a leading axis
+(`layers.py`). The config's switches make the families.
 
 First values are drawn a block at a time: `jax.random.normal` holds four arrays of the
 size of its result while it draws, which would be the coordinator's peak of memory at
@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.extend.random import threefry2x32_p
 
 from diloco_jax.config import ConfigError, ModelConfig
@@ -47,16 +46,18 @@ from diloco_jax.models.layers import (
     ACTIVATIONS,
     ATTENDED,
     ATTENTION,
-    Layer,
     Tensor,
+    apply_layer,
     first_scale,
     frequencies,
+    layer_tensors,
     restarted,
     rms_norm,
     rotations,
     run_layers,
 )
 from diloco_jax.models.model import (
+    Axes,
     Batch,
     Frozen,
     Layout,
@@ -290,10 +291,8 @@ def build(
     if remat == "none":
         per_iteration = layers_per_iteration(config.num_layers, layout)
     tensors = _tensors(config)
-    axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
-
     adapters = adapter_tensors(config, tensors["layers"]) if config.lora_rank else {}
-    adapters_axes = jax.tree.map(lambda t: t.axes, adapters, is_leaf=_is_tensor)
+    axes, adapters_axes = _axes(tensors), _axes(adapters)
 
     def gathered(weights: Any, names: Any) -> Any:
         """Gather one layer's weights, except along the axes that the layout cuts."""
@@ -368,60 +367,54 @@ def build(
                 added, use = mix(x, real, weights)
                 return added
 
-            module = layer_of(config, whole_layer(weights))
-            x = module(x, turns[windowed], kinds[windowed], layout.constrain, send)
+            x = apply_layer(
+                config,
+                whole_layer(weights),
+                x,
+                turns[windowed],
+                kinds[windowed],
+                layout.constrain,
+                send,
+            )
             return layout.constrain(x, STREAM), use
 
         return run_layers(config, x, stacked, wrap(layer), per_iteration)
 
-    takes = vision.picture_input(config)
-    fields = {**BATCH, **(takes.fields(pictures) if takes else {})}
+    own, rest = tensors, dict[str, Any]()
+    uses = _uses(config, axes) | vision.uses(config, pictures, length)
+    if adapters:
+        own, rest, uses = {"layers": adapters}, tensors, {}
+    elif config.train:
+        own = {n: t for n, t in tensors.items() if vision.part_of((n,)) in config.train}
+        rest = {name: part for name, part in tensors.items() if name not in own}
+
+    def loss_of_parts(
+        params: Params, batch: Batch, frozen: Params
+    ) -> tuple[jax.Array, Metrics]:
+        if adapters:
+            return loss(frozen, batch, params["layers"])
+        return loss({**params, **frozen}, batch)
+
     shapes = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, dtype),  # type: ignore[no-untyped-call]
-        tensors,
+        rest,
         is_leaf=_is_tensor,
     )
-    if adapters:
-        return Model(
-            lambda key: {"layers": _init(adapters, key)},
-            lambda params, batch, frozen: loss(frozen, batch, params["layers"]),
-            {"layers": adapters_axes},
-            fields,
-            Frozen(shapes=shapes, axes=axes),
-            takes,
-        )
-    uses = _uses(config, axes) | vision.uses(config, pictures, length)
-    if not config.train:
-        return Model(
-            lambda key: _init(tensors, key),
-            loss,
-            axes,
-            fields,
-            pictures=takes,
-            uses=uses,
-        )
-
-    def part(tree: dict[str, Any], trained: bool) -> dict[str, Any]:
-        """Return the parts that are trained, or those that are not."""
-        return {
-            name: own
-            for name, own in tree.items()
-            if (vision.part_of((name,)) in config.train) is trained
-        }
-
+    takes = vision.picture_input(config)
     return Model(
-        lambda key: _init(part(tensors, True), key),
-        lambda params, batch, frozen: loss({**params, **frozen}, batch),
-        part(axes, True),
-        fields,
-        Frozen(shapes=part(shapes, False), axes=part(axes, False)),
+        lambda key: _init(own, key),
+        loss_of_parts if rest else loss,
+        _axes(own),
+        {**BATCH, **(takes.fields(pictures) if takes else {})},
+        Frozen(shapes, _axes(rest)) if rest else None,
         takes,
-        {
-            path: use
-            for path, use in uses.items()
-            if vision.part_of(tuple(path.split("/"))) in config.train
-        },
+        {path: use for path, use in uses.items() if path.split("/")[0] in own},
     )
+
+
+def _axes(tensors: dict[str, Any]) -> Axes:
+    axes: Axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
+    return axes
 
 
 def _uses(config: ModelConfig, axes: Any) -> dict[str, Use]:
@@ -456,12 +449,6 @@ def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:
     )
 
 
-def layer_of(config: ModelConfig, weights: Params) -> Layer:
-    """Return the module of a layer with these parameters."""
-    module: Layer = nnx.merge(_layer_graph(config)[0], nnx.State(weights))
-    return module
-
-
 def layers_per_iteration(num_layers: int, layout: Layout) -> int:
     """Return the number of layers in one iteration of the scan.
 
@@ -493,17 +480,10 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
 
 def _tensors(config: ModelConfig) -> dict[str, Any]:
     """Describe all parameters; init and axes both follow from this."""
-
-    def stacked(variable: Any) -> Tensor:
-        metadata = variable.get_metadata()
-        shape = (config.num_layers, *variable.get_value().shape)
-        names = ("layers", *metadata["axes"])
-        return Tensor(shape, names, metadata["std"], metadata["start"])
-
     d, v = config.d_model, config.vocab_size
     tensors = {
         "embedding": Tensor((v, d), ("vocab", "embed"), EMBEDDING_STD),
-        "layers": nnx.to_pure_dict(_layer_graph(config)[1], extract_fn=stacked),
+        "layers": layer_tensors(config),
         "norm": Tensor((d,), ("embed",), 0.0, first_scale(config)),
     }
     if not config.tied_embeddings:
@@ -513,11 +493,6 @@ def _tensors(config: ModelConfig) -> dict[str, Any]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _layer_graph(config: ModelConfig) -> tuple[Any, Any]:
-    """Return a layer's structure and its abstract state."""
-    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
 
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

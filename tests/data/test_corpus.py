@@ -18,7 +18,6 @@ from diloco_jax.data.corpus import (
 from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.data.reader import ValidationBatches
 from diloco_jax.data.source import TOKENS, RowRange
-from diloco_jax.data.tokenizers import Bytes
 
 
 def write(folder, names, text="text of {}"):
@@ -28,8 +27,8 @@ def write(folder, names, text="text of {}"):
         path.write_text(text.format(name))
 
 
-def documents(tokens: np.ndarray) -> list[bytes]:
-    return tokens.tobytes().split(b"\0")[:-1]
+def documents(tokens) -> list[bytes]:
+    return tokens[:].tobytes().split(b"\0")[:-1]
 
 
 def test_the_default_corpus_is_the_standard_library():
@@ -147,14 +146,6 @@ def test_a_path_that_is_no_text_is_refused_by_name(tmp_path, content, message):
     ):
         with pytest.raises(ConfigError, match=said):
             load_corpus((other,), 0.5)
-
-
-def test_tokens_are_bytes():
-    text = "def f():\n    return 'gr\u00fcn'\n"
-    (tokens,) = Bytes().encode([text])
-    assert tokens.tolist() == list(text.encode())
-    assert Bytes().decode(tokens) == text
-    assert Bytes().decode([97, 0, 98, 0xFF]) == "a\nb\ufffd"
 
 
 FIELDS = {"tokens": TOKENS}

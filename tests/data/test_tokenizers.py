@@ -19,7 +19,7 @@ from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, Run
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.loading import load_data, require_vocabulary
-from diloco_jax.data.tokenizers import Bytes, open_tokenizer, refusing, require_digest
+from diloco_jax.data.tokenizers import Bytes, open_tokenizer, refusing
 
 KINDS = ("bytes", *make_tokenizers.KINDS)
 MEGABYTE = 1_000_000
@@ -146,14 +146,6 @@ def test_a_token_of_a_padded_table_has_no_text(kind, tokenizers):
     more = [tokenizer.vocab_size, 70_000, *tokens, tokenizer.vocab_size]
     assert tokenizer.decode(more) == "two words"
     assert [bool(tokenizer.word(token)) for token in (tokens[0], 70_000)] == [1, 0]
-
-
-def test_another_tokenizer_is_refused_with_both_digests():
-    require_digest("aa", "aa", "data/", "mine.json")
-    with pytest.raises(
-        ConfigError, match=r"tokenizer aa, but mine.json is bb.*prepare"
-    ):
-        require_digest("aa", "bb", "data/", "mine.json")
 
 
 # ---- a run's data ----------------------------------------------------------------
@@ -352,20 +344,6 @@ def test_words_that_are_not_the_models_are_refused(files, shown, beside):
 def test_start_and_end_are_those_that_the_files_name(files, start, end, beside):
     tokenizer = beside(**files)
     assert (tokenizer.start, tokenizer.end) == (start, end)
-
-
-@pytest.mark.parametrize(
-    ("files", "shown"),
-    [
-        ({"t": [1]}, "tokenizer_config.json cannot be read as a JSON object"),
-        ({"a": "words"}, "added_tokens.json cannot be read as a JSON object"),
-        ({"s": {"bos_token": "\ud800"}}, "special_tokens_map.json: bos_token = "),
-        ({"t": {"eos_token": "<nope>"}}, "eos_token = '<nope>' is no token of"),
-    ],
-)
-def test_settings_that_are_none_are_named(files, shown, beside):
-    with pytest.raises(ConfigError, match=shown):
-        beside(**files)
 
 
 def test_a_truncated_model_is_named(model, tmp_path):

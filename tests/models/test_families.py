@@ -16,8 +16,6 @@ import reference_forward as reference
 from diloco_jax.config import ModelConfig
 from diloco_jax.models import transformer
 from diloco_jax.models.generation import Cache, make_decode
-from diloco_jax.models.layers import ATTENTION
-from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
 from diloco_jax.weights import families
 from diloco_jax.weights.first import read_folder, whole
@@ -108,23 +106,6 @@ def test_a_window_hides_what_is_before_it(length):
             for t in (tokens, other)
         ]
         assert (losses[0] != losses[1]) == sees
-
-
-def test_kernel_and_formula_see_the_same_window():
-    random = np.random.default_rng(0)
-    parts = [random.normal(size=(1, 256, n, 16)).astype(np.float32) for n in (2, 1, 1)]
-    layout = Layout.of_one_device()
-    for window in (1, 100, 129):
-        kernel, formula = (
-            np.asarray(ATTENTION[name](layout, *parts, window))
-            for name in ("splash", "dot_product")
-        )
-        np.testing.assert_allclose(kernel, formula, atol=2e-3)
-    np.testing.assert_allclose(
-        ATTENTION["dot_product"](layout, *parts, 1),
-        np.repeat(parts[2], 2, 2),
-        atol=1e-6,
-    )
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n[0].isdigit()])

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.config.config import LANES
 from diloco_jax.models import transformer
+from diloco_jax.models.layers import ATTENTION
 from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
 from diloco_jax.models.transformer import positions_at_a_time, token_losses
@@ -306,3 +308,44 @@ def test_memory_holds_little_more_than_the_values():
     memory = draw.lower(jax.random.key(0), count).compile().memory_analysis()
     held = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert held < 1.2 * 4 * count
+
+
+# ---- attention: the kernel for TPUs, interpreted here, and the plain formula ---------
+
+
+def heads_of(length: int):
+    random = np.random.default_rng(0)
+    return [
+        random.normal(size=(2, length, n, 16)).astype(np.float32) for n in (4, 2, 2)
+    ]
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 129])
+def test_kernel_and_formula_agree_with_their_gradients(window):
+    # Three blocks, so that some are masked whole, some in part.
+    found = []
+    for name in ("splash", "dot_product"):
+        attend = functools.partial(ATTENTION[name], LAYOUT, window=window)
+
+        def loss(*parts, attend=attend):
+            mixed = attend(*parts)
+            return jnp.sum(mixed * jnp.cos(jnp.arange(mixed.size).reshape(mixed.shape)))
+
+        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        found.append(jax.tree.leaves(grad(*heads_of(3 * LANES))))
+    for kernel, formula in zip(*found, strict=True):
+        np.testing.assert_allclose(kernel, formula, rtol=1e-3, atol=1e-4)
+
+
+def test_auto_is_the_formula_where_there_is_no_tpu():
+    parts = heads_of(LANES)
+    made = [
+        str(jax.make_jaxpr(functools.partial(ATTENTION[name], LAYOUT))(*parts))
+        for name in ("auto", "dot_product")
+    ]
+    assert made[0] == made[1]
+
+
+def test_lengths_that_the_kernel_cannot_cut_are_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"sequence_length = 100: .* multiple of 128"):
+        ATTENTION["splash"](LAYOUT, *heads_of(100))
