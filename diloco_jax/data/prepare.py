@@ -151,7 +151,13 @@ def prepare(
             f"OUT: {scratch}, where the work lies until it is done, is no folder and "
             f"cannot be made ({error.strerror}); give another OUT"
         ) from error
-    with _alone(scratch):
+    # Workers do not inherit the lock: they end with the command.
+    with (scratch / LOCK).open("w") as lock:
+        if not files.lock(lock, scratch / LOCK):
+            raise ConfigError(
+                f"OUT: another command works in {scratch}; wait for it, or give "
+                f"another folder"
+            )
         try:
             _begin(scratch, plan)
             parts = make_parts(sources, part_bytes)
@@ -163,21 +169,6 @@ def prepare(
             if not _begun(scratch):
                 shutil.rmtree(scratch, ignore_errors=True)
             raise
-
-
-@contextlib.contextmanager
-def _alone(scratch: Path) -> Iterator[None]:
-    """Let one command at a time work in a folder. Its end, however it comes, frees it.
-
-    Workers do not inherit the lock: they end with the command.
-    """
-    with (scratch / LOCK).open("w") as file:
-        if not files.lock(file, scratch / LOCK):
-            raise ConfigError(
-                f"OUT: another command works in {scratch}; wait for it, or give "
-                f"another folder"
-            )
-        yield
 
 
 def _begin(scratch: Path, plan: WorkPlan) -> None:
@@ -559,7 +550,10 @@ def _write(
             for row in pack(found, recipe.sequence_length, recipe.reader.pictures):
                 writer = writer or ArrayRecordWriter(str(scratch), OPTIONS)
                 parts = [(p.tokens, p.learned) for p in row]
-                shown = [_part_of(kept, *p) for piece in row for p in piece.pictures]
+                shown = []
+                for start, size in (p for piece in row for p in piece.pictures):
+                    kept.seek(start)
+                    shown.append(kept.read(size))
                 writer.write(records.encode(parts, shown))
                 pictures[len(shown)] += 1
                 kinds.update(map(kind_of, shown))
@@ -589,11 +583,6 @@ def _write(
         largest_picture=max(sizes),
         kinds=_counted(kinds),
     )
-
-
-def _part_of(file: IO[bytes], start: int, size: int) -> bytes:
-    file.seek(start)
-    return file.read(size)
 
 
 def pieces(

@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from diloco_jax.config import ModelConfig
 from diloco_jax.config.config import LANES, require_blocks
 from diloco_jax.models.experts import Experts, Send
-from diloco_jax.models.model import Layout, Names, Params
+from diloco_jax.models.model import Axes, Layout, Names, Params
 
 Rotations = tuple[jax.Array, jax.Array]
 """Cosines and sines of the angles of all positions."""
@@ -60,6 +60,17 @@ class Tensor(NamedTuple):
     axes: tuple[str | None, ...]
     std: float
     start: float = 0.0
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell if a value describes a parameter."""
+    return isinstance(value, Tensor)
+
+
+def axes_of(tensors: dict[str, Any]) -> Axes:
+    """Return the names of their axes."""
+    axes: Axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=is_tensor)
+    return axes
 
 
 def frequencies(config: ModelConfig, *, windowed: bool) -> Frequencies:

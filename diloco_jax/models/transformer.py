@@ -48,8 +48,10 @@ from diloco_jax.models.layers import (
     ATTENTION,
     Tensor,
     apply_layer,
+    axes_of,
     first_scale,
     frequencies,
+    is_tensor,
     layer_tensors,
     restarted,
     rms_norm,
@@ -57,7 +59,6 @@ from diloco_jax.models.layers import (
     run_layers,
 )
 from diloco_jax.models.model import (
-    Axes,
     Batch,
     Frozen,
     Layout,
@@ -292,7 +293,7 @@ def build(
         per_iteration = layers_per_iteration(config.num_layers, layout)
     tensors = _tensors(config)
     adapters = adapter_tensors(config, tensors["layers"]) if config.lora_rank else {}
-    axes, adapters_axes = _axes(tensors), _axes(adapters)
+    axes, adapters_axes = axes_of(tensors), axes_of(adapters)
 
     def gathered(weights: Any, names: Any) -> Any:
         """Gather one layer's weights, except along the axes that the layout cuts."""
@@ -398,23 +399,18 @@ def build(
     shapes = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, dtype),  # type: ignore[no-untyped-call]
         rest,
-        is_leaf=_is_tensor,
+        is_leaf=is_tensor,
     )
     takes = vision.picture_input(config)
     return Model(
         lambda key: _init(own, key),
         loss_of_parts if rest else loss,
-        _axes(own),
+        axes_of(own),
         {**BATCH, **(takes.fields(pictures) if takes else {})},
-        Frozen(shapes, _axes(rest)) if rest else None,
+        Frozen(shapes, axes_of(rest)) if rest else None,
         takes,
         {path: use for path, use in uses.items() if path.split("/")[0] in own},
     )
-
-
-def _axes(tensors: dict[str, Any]) -> Axes:
-    axes: Axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
-    return axes
 
 
 def _uses(config: ModelConfig, axes: Any) -> dict[str, Use]:
@@ -464,7 +460,7 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
 
     One draw serves all: compiling one per tensor takes several times as long.
     """
-    leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_tensor)
+    leaves, structure = jax.tree.flatten(tensors, is_leaf=is_tensor)
     sizes = [math.prod(t.shape) if t.std else 0 for t in leaves]
     noise = normal(key, sum(sizes))
     parts = jnp.split(noise, list(itertools.accumulate(sizes))[:-1])
@@ -489,10 +485,6 @@ def _tensors(config: ModelConfig) -> dict[str, Any]:
     if not config.tied_embeddings:
         tensors["unembedding"] = Tensor((d, v), ("embed", "vocab"), EMBEDDING_STD)
     return tensors | vision.tensors(config)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

@@ -36,6 +36,7 @@ from diloco_jax.models.layers import (
     ATTENDED,
     HEADS,
     Tensor,
+    axes_of,
     product,
     project,
     residual_scale,
@@ -118,7 +119,7 @@ def uses(config: ModelConfig, most: int, length: int) -> dict[str, Use]:
     """Return the tensors that only pictures touch, each as a whole. most: pictures of a
     row. length: T."""
     use = Use(picture_count, most / length, as_one=True)
-    leaves = jax.tree_util.tree_leaves_with_path(_names(config), is_leaf=_is)
+    leaves = jax.tree_util.tree_leaves_with_path(axes_of(tensors(config)), is_leaf=_is)
     return {"/".join(key.key for key in path): use for path, _ in leaves}
 
 
@@ -144,7 +145,7 @@ def features(
     uint8 [B, N, S, S, 3].
     """
     rows, count = pictures.shape[:2]
-    tower, names = params["tower"], _names(config)
+    tower, names = params["tower"], axes_of(tensors(config))
     dtype = tower["patches"].dtype
 
     def use(weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
@@ -235,12 +236,6 @@ def _attend(x: jax.Array, own: Params, layout: Layout) -> jax.Array:
 def _mlp(x: jax.Array, own: Params, layout: Layout) -> jax.Array:
     hidden = ACTIVATIONS["gelu_tanh"](product(own, "up", x))
     return product(own, "down", layout.constrain(hidden, ("batch", None, "mlp")))
-
-
-def _names(config: ModelConfig) -> Any:
-    return jax.tree.map(
-        lambda t: t.axes, tensors(config), is_leaf=lambda t: isinstance(t, Tensor)
-    )
 
 
 def _is(value: Any) -> bool:

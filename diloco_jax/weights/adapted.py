@@ -99,17 +99,12 @@ def digest_of(leaves: Iterator[np.ndarray]) -> str:
 def merged(run: RunConfig, trained: Params) -> Params:
     """Return the whole model, f32, stacked: the weights with a run's adapters added, or
     its trained parts and the others."""
-    if run.model.train:
-        frozen: Params = {}
-        for path, value in merged_leaves(run, {}):
-            node = frozen
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            node[path[-1]] = value
-        return {**trained, **frozen}
-    structure = jax.tree.structure(models.build(base_run(run)).shapes())
-    leaves = [leaf for _, leaf in merged_leaves(run, trained)]
-    whole: Params = jax.tree.unflatten(structure, leaves)
+    whole = dict(trained) if run.model.train else {}
+    for path, value in merged_leaves(run, {} if run.model.train else trained):
+        node = whole
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
     return whole
 
 

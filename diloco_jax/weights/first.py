@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -530,22 +529,14 @@ def at_hand(
 
 
 def _copy(kind: str, there: Folder, here: Path, *, arrays: bool) -> None:
-    began, total = time.monotonic(), 0
     try:
         for path in _files(kind, there, arrays=arrays):
             target = here / path.relative_to(there)
             target.parent.mkdir(parents=True, exist_ok=True)
             with path.open("rb") as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy, BLOCK_BYTES)
-            total += target.stat().st_size
             if arrays:
-                seconds = max(time.monotonic() - began, 1e-3)
-                logger.info(
-                    "copied %s: %.3g GB so far, %.3g MB/s",
-                    path,
-                    total / 1e9,
-                    total / seconds / 1e6,
-                )
+                logger.info("copied %s: %d bytes", path, target.stat().st_size)
     except (ConfigError, FileNotFoundError) as error:
         raise ConfigError(
             f"{there} is no source of weights ({error}); give --init "

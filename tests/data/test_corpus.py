@@ -17,7 +17,7 @@ from diloco_jax.data.corpus import (
 )
 from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.data.reader import ValidationBatches
-from diloco_jax.data.source import TOKENS, RowRange
+from diloco_jax.data.source import TOKENS
 
 
 def write(folder, names, text="text of {}"):
@@ -191,15 +191,6 @@ def test_the_order_is_the_one_that_runs_have_been_recorded_with():
     assert found == [166, 20, 118, 120, 158, 162]
 
 
-def test_a_part_of_a_source_has_its_own_rows():
-    windows = Windows(text(4000), 8)
-    part = RowRange(windows, 100, 103)
-    assert len(part) == 3
-    assert sorted(row_set(part, 0, 0)) == sorted(
-        windows[row]["tokens"].astype(np.uint8).tobytes() for row in (100, 101, 102)
-    )
-
-
 def test_parts_of_a_text_are_cut_anywhere():
     first, second = Windows(text(41), 4).parts(2)
     assert (len(first), len(second)) == (5, 4)
@@ -237,45 +228,33 @@ def test_validation_predicts_every_token_once(size, length, batch_size):
     assert inputs == tokens[:-1].tolist()
 
 
-class Watched:
-    """Tokens that remember which of them were read."""
+class Watched(ValidationWindows):
+    """Windows that remember which of them were read."""
 
-    def __init__(self, tokens):
-        self.tokens, self.read = tokens, set()
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def __getitem__(self, wanted):
-        self.read |= set(range(*wanted.indices(len(self))))
-        return self.tokens[wanted]
+    def __getitem__(self, row):
+        self.read.add(row)
+        return super().__getitem__(row)
 
 
 @hypothesis.given(st.integers(2, 200), st.integers(1, 9), st.integers(1, 3))
 @hypothesis.settings(max_examples=40)
 def test_a_host_reads_its_own_rows_of_a_validation_alone(size, length, rows):
-    tokens, batch_size = text(size), 3 * rows
-    whole = validation(tokens, length, batch_size)
-    watched = Watched(tokens)
-    part = validation(watched, length, batch_size)
+    whole = validation(text(size), length, 3 * rows)
+    source = Watched(text(size), length)
+    source.read = set()
+    part = ValidationBatches(source, 3 * rows, FIELDS, length)
     # The first and the last third, the last one on two devices.
     own = [(0, rows), (2 * rows, 3 * rows), (2 * rows, 3 * rows)]
     part.read_only(own)
-    needed = set()
     for i in range(len(whole)):
         for name, one in whole[i].items():
             other = part[i][name]
-            assert other.shape == one.shape
-            assert set(other.parts) == set(own)
+            assert (other.shape, set(other.parts)) == (one.shape, set(own))
             for start, stop in own:
                 found = other.part((slice(start, stop), slice(None)))
                 np.testing.assert_array_equal(found, one[start:stop])
                 assert found.dtype == one.dtype
-        for start, stop in own:
-            first = (i * batch_size + start) * length
-            if first < size - 1:
-                needed |= set(range(first, first + (stop - start) * length + 1))
-    assert watched.read == needed & set(range(size))
+    assert {row // rows % 3 for row in source.read} <= {0, 2}
 
 
 def test_spread_covers_the_text_evenly():

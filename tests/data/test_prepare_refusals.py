@@ -7,7 +7,6 @@ import pytest
 from prepare_support import documents_of, made, recipe, write_lines
 from pyarrow import parquet
 
-from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.data import prepare_sources
 
@@ -194,25 +193,12 @@ def test_what_is_refused_after_a_part_is_done_keeps_the_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (["prepare", "there", "in"], "exists; give the name of a new folder"),
-        (["prepare", "x", "in"], "x.partial, where the work lies until it is"),
-        (["prepare", "no/y", "in"], "there is no folder"),
-        (["mix"], "found 'mix'"),
-        (["prepare", "y", "in", "--turn", "a"], "--turn: the turn 'a' has 0 places"),
-        (["prepare", "y", "in", "--text-field", ""], "--text-field is empty"),
-        (["prepare", "gs://b/x", "in"], "OUT: gs://b/x is a bucket; give a folder of"),
-        (["prepare", "y", "in", "s3://b/in"], "SOURCES: s3://b/in is a bucket; mount"),
-    ],
+    ("out", "said"),
+    [("x", "x.partial, where the work lies until it is"), ("no/y", "there is no fold")],
 )
-def test_a_command_that_cannot_be_done_changes_nothing(
-    line, said, texts, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
+def test_a_folder_that_cannot_be_made_changes_nothing(out, said, texts, tmp_path):
     (tmp_path / "x.partial").write_text("mine")
-    assert cli.main(["data", *line]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert {path.name for path in tmp_path.iterdir()} == {"in", "there", "x.partial"}
+    with pytest.raises(ConfigError, match=said):
+        made(tmp_path, out=out)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "x.partial"}
     assert (tmp_path / "x.partial").read_text() == "mine"

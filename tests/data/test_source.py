@@ -176,17 +176,6 @@ def drawn(mixture, positions):
     return [(int(row["source_number"]), int(row["tokens"][0])) for row in rows]
 
 
-@given(PARTS, st.integers(0, 10**12))
-def test_a_position_and_a_draw_are_each_others_inverse(weights, start):
-    shares = Shares(weights)
-    for position in range(start, start + 2 * shares.period):
-        source, draw = shares.draw(position)
-        assert shares.position(source, draw) == position
-    assert shares.position(*shares.draw(start)) == start
-    for source in range(len(weights)):
-        assert shares.draw(shares.position(source, start)) == (source, start)
-
-
 @given(PARTS, st.data())
 def test_shares_are_those_of_the_weights(weights, data):
     shares, total = Shares(weights), sum(weights)

@@ -3,7 +3,6 @@
 `families/` is of `make_families.py`; `reference_forward.py` computes in float64.
 """
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -86,26 +85,6 @@ def test_what_is_trained_is_what_is_decoded(name):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
     in_parts = decoded(model, params, tokens[:, :-1], 9, 10)
     np.testing.assert_allclose(in_parts, logits, atol=1e-4)
-
-
-@pytest.mark.parametrize("length", [24, 7])
-def test_a_window_hides_what_is_before_it(length):
-    """Through one windowed layer, and not through one without a window."""
-    model, _, _ = loaded("gemma3")
-    for layers, sees in ((1, False), (2, True)):
-        config = dataclasses.replace(model, num_layers=layers)
-        built = transformer.build(config)
-        params = built.init(jax.random.key(0))
-        tokens = np.arange(length + 1, dtype=np.int32)[None]
-        weights = np.zeros((1, length), np.float32)
-        weights[0, -1] = 1
-        other = tokens.copy()
-        other[0, length - 1 - model.window] += 50
-        losses = [
-            float(built.loss(params, {"tokens": t, "weights": weights})[0])
-            for t in (tokens, other)
-        ]
-        assert (losses[0] != losses[1]) == sees
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n[0].isdigit()])

@@ -129,21 +129,6 @@ def test_an_answer_is_the_likeliest_after_the_pictures(published, room):
     assert len({*map(tuple, answers)}) == 3
 
 
-def test_places_beyond_a_rows_pictures_keep_their_words(published):
-    model, params, there = published
-    found = vision.features(
-        model,
-        params,
-        jnp.asarray(there["pictures"][:1]),
-        transformer.Layout.of_one_device(),
-    )
-    x = jnp.zeros((1, 32, model.d_model))
-    tokens = jnp.asarray(there["tokens"][2:])
-    placed = vision.placed(model, x, tokens, found, jnp.asarray([1]))
-    filled = np.flatnonzero(np.abs(np.asarray(placed[0])).sum(-1))
-    assert filled.tolist() == list(range(1, 10))
-
-
 TINY = preset("tiny_vision")
 
 

@@ -131,7 +131,7 @@ ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
         ({"layer_types": 3}, r"layer_types = 3: Expected `array`"),
         ({"hidden_act": [1]}, r"hidden_act = \[1\]: Expected `str`"),
         ({"rope_parameters": 3}, r"rope_parameters = 3: Expected `object`"),
-        ({"rope_parameters": ROPE}, r"scaling of positions has no original_max_posi"),
+        ({"rope_parameters": ROPE}, r"scaling of positions has no low_freq_factor"),
         (
             {"rope_parameters": {**ROPE, "factor": "x"}},
             r"config.json, rope_parameters: factor = 'x': Expected `float`",

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from begin_support import begun, with_learnt
+from begin_support import begun, learning, with_learnt
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -21,11 +21,6 @@ from diloco_jax import cli, emulate
 from diloco_jax.config import (
     Config,
     ConfigError,
-    DataConfig,
-    InnerConfig,
-    IslandConfig,
-    RunConfig,
-    SyncConfig,
 )
 from diloco_jax.models.build import build
 from diloco_jax.models.generation import (
@@ -37,7 +32,7 @@ from diloco_jax.models.generation import (
 from diloco_jax.models.presets import preset
 from diloco_jax.weights import adapted, families, tensor_files
 from diloco_jax.weights.export import export
-from diloco_jax.weights.first import first_params, read_folder, started_from
+from diloco_jax.weights.first import first_params, read_folder
 from diloco_jax.weights.tasks import open_model, read_task, score
 from diloco_jax.workdir import read_config
 
@@ -82,16 +77,7 @@ def rows(tmp_path_factory) -> Path:
 
 def config_of(rows: Path, **model) -> Config:
     """A run from the published folder on these rows."""
-    run = RunConfig(
-        data=DataConfig(paths=(str(rows),)),
-        inner=InnerConfig(optimizer="sgd", learning_rate=0.3),
-        sync=SyncConfig(fragments=3, steps_per_cycle=4),
-        sequence_length=64,
-        total_tokens=2_000,
-    )
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, **model))
-    islands = {"a": IslandConfig(batch_size=4, step_seconds=0.1)}
-    return started_from(Config(run=run, islands=islands), f"hf:{FOLDER}")
+    return learning(FOLDER, rows, 64, **model)
 
 
 def test_what_a_run_starts_from_is_what_it_gives_back(rows, tmp_path):

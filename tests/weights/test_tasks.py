@@ -16,7 +16,6 @@ from begin_support import keep_cycle
 from diloco_jax import cli
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
-from diloco_jax.models.generation import make_decode
 from diloco_jax.weights import tasks
 from diloco_jax.weights.tasks import Answers, TextModel, open_model, read_task, score
 
@@ -390,16 +389,6 @@ def test_a_continuation_is_greedy_and_ends_before_its_stop(text_model, log_p):
     assert answers.continuations([("one li", {**how, "until": [stop]})]) == [cut]
     with pytest.raises(ConfigError, match=r"max_gen_toks = 12: .*have 12"):
         answers.continuations([("a", {"max_gen_toks": LENGTH})])
-
-
-def test_prompts_of_any_length_share_what_is_compiled(text_model):
-    how, compiled = {"max_gen_toks": 2}, make_decode(text_model.model)._cache_size
-    Answers(text_model, LENGTH).continuations([("abcdefg", how)])
-    before = compiled()
-    Answers(text_model, LENGTH).continuations(
-        [("abcdefg"[:n], how) for n in range(1, 8)]
-    )
-    assert compiled() == before
 
 
 TASK = """
