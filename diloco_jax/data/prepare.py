@@ -291,7 +291,15 @@ def _finish(
             for source, digest in zip(plan.sources, digests, strict=True)
         ),
     )
-    _require_both_sides(scratch, prepared)
+    if not train.shards or not validation.shards:
+        shutil.rmtree(scratch)  # Another fraction is another plan.
+        sides = train.counts, validation.counts
+        raise ConfigError(
+            f"--validation-fraction = {prepared.validation_fraction:g} puts "
+            f"{sides[0].documents} documents with {sides[0].rows} rows on the side to "
+            f"train on, {sides[1].documents} with {sides[1].rows} on that to validate "
+            f"on, and each needs one; give another fraction, or more documents"
+        )
     for path in recipe.tokenizer.files:
         with naming(scratch):
             shutil.copyfile(path, scratch / kept_name(path))
@@ -306,20 +314,6 @@ def _finish(
     scratch.rename(out)
     sync_path(out.parent)
     return prepared
-
-
-def _require_both_sides(scratch: Path, prepared: Contents) -> None:
-    """Raise ConfigError, and leave nothing, if a side has no row: another fraction is
-    another plan."""
-    train, validation = prepared.train.counts, prepared.validation.counts
-    if not train.rows or not validation.rows:
-        shutil.rmtree(scratch)
-        raise ConfigError(
-            f"--validation-fraction = {prepared.validation_fraction:g} puts "
-            f"{train.documents} documents with {train.rows} rows on the side to train "
-            f"on, {validation.documents} with {validation.rows} on that to validate "
-            f"on, and each needs one; give another fraction, or more documents"
-        )
 
 
 def _together(splits: Sequence[Split]) -> Split:
