@@ -34,17 +34,12 @@ def factory(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
     Raises ConfigError if the run starts from no weights.
     """
     if not run.model.weights:
-        trained = ", ".join(run.model.train)
-        what, why = (
-            f"model.train = {trained}",
-            "the other parts stay as the weights are",
-        )
-        if run.model.lora_rank:
-            what = f"model.lora_rank = {run.model.lora_rank}"
-            why = "adapters are added to weights"
+        asked = {"lora_rank": run.model.lora_rank, "train": ", ".join(run.model.train)}
+        what = " ".join(f"model.{name} = {own}" for name, own in asked.items() if own)
         raise ConfigError(
-            f"{what}, and model.weights is empty: {why}; give them (--init hf:DIR, and "
-            f"to an island --model.weights hf:DIR)"
+            f"{what}, and model.weights is empty: adapters are added to weights, and "
+            f"parts that are not trained stay as these are; give them (--init hf:DIR, "
+            f"and to an island --model.weights hf:DIR)"
         )
     model = models.bundled(run, island, layout)
     assert model.frozen is not None

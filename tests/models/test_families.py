@@ -32,6 +32,7 @@ PUBLISHED = {
     "olmoe_1b_7b": 6_919_161_856,
     "gemma3_270m": 268_098_176,
     "gemma3_1b": 999_885_952,
+    "smolvlm_256m": 256_484_928,
     # 12,187,325,040 less the picture encoder and its projector.
     "gemma3_12b": 12_187_325_040 - 421_290_864,
 }

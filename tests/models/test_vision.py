@@ -3,7 +3,6 @@ trained. `published/idefics3` and its logits are of `tests/weights/make_publishe
 """
 
 import dataclasses
-import math
 from pathlib import Path
 
 import jax
@@ -281,11 +280,8 @@ def test_a_plan_without_the_data_says_that_no_picture_is_counted():
     assert pictures_note(RunConfig()) == ""
 
 
-def test_the_published_model_has_as_many_parameters_as_its_files():
+def test_the_published_config_reads_as_it_is_written_by_both_names():
     model = preset("smolvlm_256m")
-    shapes = transformer.build(model).shapes()
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    assert count == 256_484_928
     assert model.vision.tokens_per_picture == 64
     written = families.write(model, 8192)
     assert families.read(written, "") == model
