@@ -140,10 +140,7 @@ def load_corpus(
             f"some"
         )
     sides = _split(documents, validation_fraction, of_bytes)
-    if of_bytes:
-        end = np.array([SEPARATOR], np.uint8)
-        sides = [[part for text in side for part in (text, end)] for side in sides]
-    train, validation = map(TokenRow, sides)
+    train, validation = map(_row if of_bytes else TokenRow, sides)
     return Corpus(
         train,
         validation,
@@ -231,6 +228,21 @@ def _split(
         for side, part in zip(sides, (data[:at], data[at:]), strict=True):
             side += [part] * (len(part) > 0)
     return sides
+
+
+def _row(documents: Sequence[np.ndarray]) -> Tokens:
+    """Return the documents as one row, each with a separator after it. Small ones are
+    copied together; mapped ones stay where they are."""
+    end = np.array([SEPARATOR], np.uint8)
+    parts, together = [], [np.zeros(0, np.uint8)]
+    for document in documents:
+        if isinstance(document, np.memmap):
+            parts += [np.concatenate(together), document]
+            together = [end]
+        else:
+            together += [document, end]
+    parts.append(np.concatenate(together))
+    return parts[0] if len(parts) == 1 else TokenRow(parts)
 
 
 class Windows:

@@ -632,27 +632,32 @@ def pack(
             else:
                 left.append(piece)
     left.sort(key=lambda piece: -len(piece.tokens))  # Stable, so it is repeatable.
-    # Open rows by their room and the number of their pictures, which keys ascend by.
-    open_rows = dict[tuple[int, int], list[list[Tokenised]]]()
-    keys = list[tuple[int, int]]()
+    # Open rows by the number of their pictures, then by room, which ascends.
+    open_rows = [dict[int, list[list[Tokenised]]]() for _ in range(most + 1)]
+    rooms = [list[int]() for _ in range(most + 1)]
     for piece in left:
         need, more = len(piece.tokens), len(piece.pictures)
-        with_room = range(bisect.bisect_left(keys, (need, 0)), len(keys))
-        at = next((n for n in with_room if keys[n][1] + more <= most), None)
-        row, room, had = list[Tokenised](), size, 0
-        if at is not None:
-            room, had = keys[at]
-            row = open_rows[room, had].pop()
-            if not open_rows[room, had]:
-                del open_rows[room, had], keys[at]
-        row.append(piece)
-        room, had = room - need, had + more
+        fit = [
+            (rooms[had][at], had, at)
+            for had in range(most - more + 1)
+            if (at := bisect.bisect_left(rooms[had], need)) < len(rooms[had])
+        ]
+        if not fit:
+            row, room, had = [piece], size - need, 0
+        else:
+            room, had, at = min(fit)
+            row = open_rows[had][room].pop()
+            if not open_rows[had][room]:
+                del open_rows[had][room], rooms[had][at]
+            row.append(piece)
+            room -= need
         if room < 2:  # Nothing is predicted in a single token.
             yield row
             continue
-        if (room, had) not in open_rows:
-            open_rows[room, had] = []
-            bisect.insort(keys, (room, had))
-        open_rows[room, had].append(row)
-    for key in sorted(keys, key=lambda key: key[::-1]):
-        yield from open_rows[key]
+        if room not in open_rows[had + more]:
+            open_rows[had + more][room] = []
+            bisect.insort(rooms[had + more], room)
+        open_rows[had + more][room].append(row)
+    for number, each in enumerate(rooms):
+        for room in each:
+            yield from open_rows[number][room]

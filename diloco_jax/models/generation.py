@@ -22,14 +22,13 @@ from diloco_jax.models import experts, vision
 from diloco_jax.models.layers import (
     ACTIVATIONS,
     Rotations,
-    apply_layer,
     frequencies,
     rms_norm,
     rotations,
     run_layers,
 )
 from diloco_jax.models.model import Layout, Params
-from diloco_jax.models.transformer import embedded
+from diloco_jax.models.transformer import embedded, layer_of
 
 
 class Cache(NamedTuple):
@@ -106,16 +105,8 @@ def make_decode(config: ModelConfig) -> Decode:
             def send(x: jax.Array, weights: experts.Experts) -> jax.Array:
                 return experts.mix(config, activation, alone, x, None, weights)[0]
 
-            x = apply_layer(
-                config,
-                weights,
-                x,
-                turns[windowed],
-                attend,
-                lambda x, names: x,
-                send,
-            )
-            return x, kept
+            module = layer_of(config, weights)
+            return module(x, turns[windowed], attend, lambda x, names: x, send), kept
 
         x = embedded(config, params["embedding"][tokens], dtype)
         x = x if first is None else first.astype(dtype)

@@ -1,10 +1,10 @@
-"""The layers of the bundled model, and the loop over all of them.
+"""The layers of the bundled model, in flax nnx, and the loop over all of them.
 
 A layer has RMSNorm before each half, rotary positions, grouped-query attention, and a
 gated MLP, or a mixture of experts (`experts.py`); by the config also norms of queries
 and keys and after each half, and biases.
-A `Tensor` describes a parameter: its logical axis names, and mean and standard
-deviation at the start. Functions take the values as a nested dict.
+Every parameter carries its logical axis names and mean and standard deviation at the
+start; the values come from outside.
 
 Attention is the plain formula on CPU and GPU, and Pallas splash attention on TPUs: on a
 mesh sequences and heads are cut, nothing is gathered.
@@ -33,12 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from diloco_jax.config import ModelConfig
 from diloco_jax.config.config import LANES, require_blocks
 from diloco_jax.models.experts import Experts, Send
-from diloco_jax.models.model import Axes, Layout, Names, Params
+from diloco_jax.models.model import Axes, Layout, Names
 
 Rotations = tuple[jax.Array, jax.Array]
 """Cosines and sines of the angles of all positions."""
@@ -71,6 +72,19 @@ def axes_of(tensors: dict[str, Any]) -> Axes:
     """Return the names of their axes."""
     axes: Axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=is_tensor)
     return axes
+
+
+def stacked(
+    layers: int, shape: tuple[int, ...], axes: Names, std: float = 0.0, start: float = 0
+) -> Tensor:
+    """Describe a parameter that each of so many layers has."""
+    return Tensor((layers, *shape), ("layers", *axes), std, start)
+
+
+def residual_scale(layers: int) -> float:
+    """Return the factor that keeps the residual stream's size over two additions per
+    layer."""
+    return float((2 * layers) ** -0.5)
 
 
 def frequencies(config: ModelConfig, *, windowed: bool) -> Frequencies:
@@ -123,137 +137,143 @@ KV_HEADS = ("batch", None, "kv_heads", None)
 
 Constrain = Callable[[jax.Array, Names], jax.Array]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": nnx.silu,
+    "gelu_tanh": functools.partial(nnx.gelu, approximate=True),
 }
 
 
-def layer_tensors(config: ModelConfig) -> dict[str, Any]:
-    """Describe the parameters of all layers, stacked. Biases are vectors, which do not
-    decay."""
-    d, n, k, h = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-    tensor = functools.partial(stacked, config.num_layers)
-    std, last = d**-0.5, residual_scale(config.num_layers)
+class Layer(nnx.Module):
+    """One layer on the residual stream, [B, T, D]."""
 
-    def norm(size: int, axis: str) -> dict[str, Tensor]:
-        return {"scale": tensor((size,), (axis,), start=first_scale(config))}
+    def __init__(self, config: ModelConfig):
+        self.attention_norm = Norm(config, config.d_model, "embed")
+        self.attention = Attention(config)
+        self.mlp_norm = Norm(config, config.d_model, "embed")
+        self.mlp = ExpertMlp(config) if config.experts else Mlp(config)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.attention_post_norm = Norm(config, config.d_model, "embed")
+            self.mlp_post_norm = Norm(config, config.d_model, "embed")
 
-    of_key = tensor((d, k, h), ("embed", "kv_heads", "head_dim"), std)
-    attention: dict[str, Any] = {
-        "query": tensor((d, n, h), ("embed", "heads", "head_dim"), std),
-        "key": of_key,
-        "value": of_key,
-        "output": tensor(
-            (n, h, d), ("heads", "head_dim", "embed"), (n * h) ** -0.5 * last
-        ),
-    }
-    if config.attention_bias != "none":
-        attention["query_bias"] = tensor((n * h,), ("heads",))
-        attention["key_bias"] = tensor((k * h,), ("kv_heads",))
-        attention["value_bias"] = tensor((k * h,), ("kv_heads",))
-    if config.attention_bias == "qkvo":
-        attention["output_bias"] = tensor((d,), ("embed",))
-    if config.qk_norm_whole:
-        attention["query_norm"] = norm(n * h, "heads")
-        attention["key_norm"] = norm(k * h, "heads")
-    elif config.qk_norm:
-        attention["query_norm"] = attention["key_norm"] = norm(h, "head_dim")
-    norms = ["attention_norm", "mlp_norm"]
-    if config.post_norms:
-        norms += ["attention_post_norm", "mlp_post_norm"]
-    return {
-        "attention": attention,
-        "mlp": _mlp_tensors(config, tensor, std, last),
-        **{name: norm(d, "embed") for name in norms},
-    }
+    def __call__(
+        self,
+        x: jax.Array,
+        turns: Rotations,
+        attend: Mix,
+        constrain: Constrain,
+        send: Send,
+    ) -> jax.Array:
+        """send: what experts are called by."""
+        added = self.attention(self.attention_norm(x), turns, attend, constrain)
+        x = x + (self.attention_post_norm(added) if self.post_norms else added)
+        y = self.mlp_norm(x)
+        mlp = self.mlp
+        added = mlp(y, send) if isinstance(mlp, ExpertMlp) else mlp(y, constrain)
+        return x + (self.mlp_post_norm(added) if self.post_norms else added)
 
 
-def _mlp_tensors(
-    config: ModelConfig, tensor: Callable[..., Tensor], std: float, last: float
-) -> dict[str, Tensor]:
-    d, f = config.d_model, config.mlp_dim
-    lead: tuple[int, ...] = ()
-    experts: tuple[str, ...] = ()
-    own: dict[str, Tensor] = {}
-    if config.experts:
-        f, lead, experts = config.expert_dim, (config.experts,), ("expert",)
-        own["router"] = tensor((d, config.experts), ("embed", "router"), std)
-    inward = tensor((*lead, d, f), (*experts, "embed", "mlp"), std)
-    outward = tensor((*lead, f, d), (*experts, "mlp", "embed"), f**-0.5 * last)
-    own |= {"gate": inward, "up": inward, "down": outward}
-    if config.mlp_bias:
-        bias = tensor((f,), ("mlp",))
-        own |= {"gate_bias": bias, "up_bias": bias}
-        own["down_bias"] = tensor((d,), ("embed",))
-    return own
+class Norm(nnx.Module):
+    """RMSNorm over the last axis, in f32."""
+
+    def __init__(self, config: ModelConfig, size: int, axis: str):
+        self.config = config
+        self.scale = _weight((size,), (axis,), 0.0, first_scale(config))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(self.config, x, self.scale[...])
 
 
-def stacked(
-    layers: int, shape: tuple[int, ...], axes: Names, std: float = 0.0, start: float = 0
-) -> Tensor:
-    """Describe a parameter that each of so many layers has."""
-    return Tensor((layers, *shape), ("layers", *axes), std, start)
-
-
-def residual_scale(layers: int) -> float:
-    """Return the factor that keeps the residual stream's size over two additions per
-    layer."""
-    return float((2 * layers) ** -0.5)
-
-
-def apply_layer(
-    config: ModelConfig,
-    own: Params,
-    x: jax.Array,
-    turns: Rotations,
-    attend: Mix,
-    constrain: Constrain,
-    send: Send,
-) -> jax.Array:
-    """Return the residual stream, [B, T, D], after one layer.
-
-    own: its parameters. send: what experts are called by.
-    """
-
-    def normed(name: str, x: jax.Array) -> jax.Array:
-        return rms_norm(config, x, own[name]["scale"])
-
-    y = normed("attention_norm", x)
-    added = _attention(config, own["attention"], y, turns, attend, constrain)
-    x = x + (normed("attention_post_norm", added) if config.post_norms else added)
-    y, mlp = normed("mlp_norm", x), own["mlp"]
-    if config.experts:
-        added = send(y, Experts(mlp["router"], mlp["gate"], mlp["up"], mlp["down"]))
-    else:
-        gate, up = product(mlp, "gate", y), product(mlp, "up", y)  # B T F
-        hidden = ACTIVATIONS[config.activation](gate) * up
-        added = product(mlp, "down", constrain(hidden, ("batch", None, "mlp")))
-    return x + (normed("mlp_post_norm", added) if config.post_norms else added)
-
-
-def _attention(
-    config: ModelConfig,
-    own: Params,
-    x: jax.Array,
-    turns: Rotations,
-    attend: Mix,
-    constrain: Constrain,
-) -> jax.Array:
+class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions."""
-    query = constrain(product(own, "query", x), HEADS)
-    key = constrain(product(own, "key", x), KV_HEADS)
-    value = constrain(product(own, "value", x), KV_HEADS)
 
-    def normed(name: str, heads: jax.Array) -> jax.Array:
+    def __init__(self, config: ModelConfig):
+        d, n = config.d_model, config.num_heads
+        k, h = config.num_kv_heads, config.head_dim
+        std, out = d**-0.5, (n * h) ** -0.5 * residual_scale(config.num_layers)
+        self.query = _weight((d, n, h), ("embed", "heads", "head_dim"), std)
+        self.key = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
+        self.value = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
+        self.output = _weight((n, h, d), ("heads", "head_dim", "embed"), out)
+        # Biases are vectors, which do not decay.
+        self.biases, self.output_biased = config.attention_bias != "none", False
+        if self.biases:
+            self.query_bias = _weight((n * h,), ("heads",), 0.0)
+            self.key_bias = _weight((k * h,), ("kv_heads",), 0.0)
+            self.value_bias = _weight((k * h,), ("kv_heads",), 0.0)
+        if config.attention_bias == "qkvo":
+            self.output_biased = True
+            self.output_bias = _weight((d,), ("embed",), 0.0)
+        self.normed, self.normed_whole = config.qk_norm, config.qk_norm_whole
+        if config.qk_norm:
+            axis = "heads" if config.qk_norm_whole else "head_dim"
+            together = (n, k) if config.qk_norm_whole else (1, 1)
+            self.query_norm = Norm(config, together[0] * h, axis)
+            self.key_norm = Norm(config, together[1] * h, axis)
+
+    def __call__(
+        self, x: jax.Array, turns: Rotations, attend: Mix, constrain: Constrain
+    ) -> jax.Array:
+        query = constrain(project(x, self.query[...]), HEADS)
+        key = constrain(project(x, self.key[...]), KV_HEADS)
+        value = constrain(project(x, self.value[...]), KV_HEADS)
+        if self.biases:
+            query += self.query_bias[...].reshape(query.shape[2:])
+            key += self.key_bias[...].reshape(key.shape[2:])
+            value += self.value_bias[...].reshape(value.shape[2:])
+        if self.normed:
+            query = self._normed(self.query_norm, query)
+            key = self._normed(self.key_norm, key)
+        mixed = attend(rotate(query, turns), rotate(key, turns), value)  # B T N H
+        added = project(mixed, self.output[...], axes=2)
+        return added + self.output_bias[...] if self.output_biased else added
+
+    def _normed(self, norm: Norm, heads: jax.Array) -> jax.Array:
         """Normalise each head, or all of them together; heads: [B, T, N, H]."""
-        flat = (*heads.shape[:2], -1) if config.qk_norm_whole else heads.shape
-        scale = own[name]["scale"]
-        return rms_norm(config, heads.reshape(flat), scale).reshape(heads.shape)
+        if not self.normed_whole:
+            return norm(heads)
+        return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
-    if config.qk_norm:
-        query, key = normed("query_norm", query), normed("key_norm", key)
-    mixed = attend(rotate(query, turns), rotate(key, turns), value)  # B T N H
-    return product(own, "output", mixed, axes=2)
+
+class Mlp(nnx.Module):
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        d, f = config.d_model, config.mlp_dim
+        self.gate = _weight((d, f), ("embed", "mlp"), d**-0.5)
+        self.up = _weight((d, f), ("embed", "mlp"), d**-0.5)
+        out = f**-0.5 * residual_scale(config.num_layers)
+        self.down = _weight((f, d), ("mlp", "embed"), out)
+        self.activation = config.activation
+        self.biases = config.mlp_bias
+        if config.mlp_bias:
+            self.gate_bias = _weight((f,), ("mlp",), 0.0)
+            self.up_bias = _weight((f,), ("mlp",), 0.0)
+            self.down_bias = _weight((d,), ("embed",), 0.0)
+
+    def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
+        gate, up = project(x, self.gate[...]), project(x, self.up[...])  # B T F
+        if self.biases:
+            gate, up = gate + self.gate_bias[...], up + self.up_bias[...]
+        hidden = ACTIVATIONS[self.activation](gate) * up
+        hidden = constrain(hidden, ("batch", None, "mlp"))
+        added = project(hidden, self.down[...])
+        return added + self.down_bias[...] if self.biases else added
+
+
+class ExpertMlp(nnx.Module):
+    """Gated MLPs, to some of which each token is sent: see `experts.py`."""
+
+    def __init__(self, config: ModelConfig):
+        e, d, f = config.experts, config.d_model, config.expert_dim
+        self.router = _weight((d, e), ("embed", "router"), d**-0.5)
+        self.gate = _weight((e, d, f), ("expert", "embed", "mlp"), d**-0.5)
+        self.up = _weight((e, d, f), ("expert", "embed", "mlp"), d**-0.5)
+        out = f**-0.5 * residual_scale(config.num_layers)
+        self.down = _weight((e, f, d), ("expert", "mlp", "embed"), out)
+
+    def __call__(self, x: jax.Array, send: Send) -> jax.Array:
+        weights = (self.router, self.gate, self.up, self.down)
+        return send(x, Experts(*(weight[...] for weight in weights)))
 
 
 def rms_norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -283,12 +303,10 @@ def project(x: jax.Array, weight: jax.Array, axes: int = 1) -> jax.Array:
     return y.reshape(*lead, *weight.shape[axes:])
 
 
-def product(own: Params, name: str, x: jax.Array, axes: int = 1) -> jax.Array:
-    """Contract the last `axes` axes of x with the first of a matrix, and add its bias,
-    if it has one."""
-    made = project(x, own[name], axes)
-    bias = own.get(f"{name}_bias")
-    return made if bias is None else made + bias.reshape(made.shape[x.ndim - axes :])
+def _weight(
+    shape: tuple[int, ...], axes: Names, std: float, start: float = 0.0
+) -> nnx.Param[jax.Array]:
+    return nnx.Param(jnp.zeros(shape), axes=axes, std=std, start=start)
 
 
 Apply = Callable[[jax.Array, Any, bool], tuple[jax.Array, Any]]

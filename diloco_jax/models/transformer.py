@@ -1,8 +1,8 @@
 """The bundled model: a decoder-only transformer, with low-rank adapters if the config
 asks for them.
 
-Its parameters are a plain nested dict, those of all layers stacked on a leading axis
-(`layers.py`). The config's switches make the families.
+A layer is a flax nnx module; its parameters leave as a plain nested dict, all layers
+stacked on a leading axis (`layers.py`). The config's switches make the families.
 
 First values are drawn a block at a time: `jax.random.normal` holds four arrays of the
 size of its result while it draws, which would be the coordinator's peak of memory at
@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.extend.random import threefry2x32_p
 
 from diloco_jax.config import ConfigError, ModelConfig
@@ -46,17 +47,17 @@ from diloco_jax.models.layers import (
     ACTIVATIONS,
     ATTENDED,
     ATTENTION,
+    Layer,
     Tensor,
-    apply_layer,
     axes_of,
     first_scale,
     frequencies,
     is_tensor,
-    layer_tensors,
     restarted,
     rms_norm,
     rotations,
     run_layers,
+    stacked,
 )
 from diloco_jax.models.model import (
     Batch,
@@ -368,15 +369,8 @@ def build(
                 added, use = mix(x, real, weights)
                 return added
 
-            x = apply_layer(
-                config,
-                whole_layer(weights),
-                x,
-                turns[windowed],
-                kinds[windowed],
-                layout.constrain,
-                send,
-            )
+            module = layer_of(config, whole_layer(weights))
+            x = module(x, turns[windowed], kinds[windowed], layout.constrain, send)
             return layout.constrain(x, STREAM), use
 
         return run_layers(config, x, stacked, wrap(layer), per_iteration)
@@ -445,6 +439,12 @@ def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:
     )
 
 
+def layer_of(config: ModelConfig, weights: Params) -> Layer:
+    """Return the module of a layer with these parameters."""
+    module: Layer = nnx.merge(_layer_graph(config)[0], nnx.State(weights))
+    return module
+
+
 def layers_per_iteration(num_layers: int, layout: Layout) -> int:
     """Return the number of layers in one iteration of the scan.
 
@@ -476,15 +476,26 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
 
 def _tensors(config: ModelConfig) -> dict[str, Any]:
     """Describe all parameters; init and axes both follow from this."""
+
+    def described(variable: Any) -> Tensor:
+        shape = variable.get_value().shape
+        own = variable.get_metadata()
+        return stacked(config.num_layers, shape, own["axes"], own["std"], own["start"])
+
     d, v = config.d_model, config.vocab_size
     tensors = {
         "embedding": Tensor((v, d), ("vocab", "embed"), EMBEDDING_STD),
-        "layers": layer_tensors(config),
+        "layers": nnx.to_pure_dict(_layer_graph(config)[1], extract_fn=described),
         "norm": Tensor((d,), ("embed",), 0.0, first_scale(config)),
     }
     if not config.tied_embeddings:
         tensors["unembedding"] = Tensor((d, v), ("embed", "vocab"), EMBEDDING_STD)
     return tensors | vision.tensors(config)
+
+
+def _layer_graph(config: ModelConfig) -> tuple[Any, Any]:
+    """Return a layer's structure and its abstract state."""
+    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
 
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

@@ -37,7 +37,6 @@ from diloco_jax.models.layers import (
     HEADS,
     Tensor,
     axes_of,
-    product,
     project,
     residual_scale,
     stacked,
@@ -223,6 +222,13 @@ def layer_norm(x: jax.Array, own: Params) -> jax.Array:
     lead = range(x.ndim - 1)
     y = y * jnp.expand_dims(scale, lead) + jnp.expand_dims(bias, lead)
     return y.astype(x.dtype)
+
+
+def product(own: Params, name: str, x: jax.Array, axes: int = 1) -> jax.Array:
+    """Contract the last `axes` axes of x with the first of a matrix; add its bias."""
+    made = project(x, own[name], axes)
+    bias: jax.Array = own[f"{name}_bias"]
+    return made + bias.reshape(made.shape[x.ndim - axes :])
 
 
 def _attend(x: jax.Array, own: Params, layout: Layout) -> jax.Array:

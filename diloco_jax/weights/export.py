@@ -90,13 +90,14 @@ def export(
         pieces = itertools.chain(pieces, _by_layer(merged_leaves(run, {})))
         run = base_run(run)
     with _appearing(target, source) as scratch:
+        lacks = _write_settings(run, source, scratch, dtype)
         views, total, gains = _make_files(run, scratch, dtype, shard_bytes)
         done = 0
         for piece, value in pieces:
             fill(views, piece, 1 + value if piece.path in gains else value)
             done += value.size
             report(done / total)
-        return total, _write_settings(run, source, scratch, dtype)
+        return total, lacks
 
 
 def _by_layer(

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -376,13 +377,21 @@ def _decoder(
     if not model.tied_embeddings or head not in arrays:
         return arrays
     copy = arrays.pop(head)
-    if not np.array_equal(copy, arrays.setdefault(table, copy)):
+    if not _equal(copy, arrays.setdefault(table, copy)):
         raise ConfigError(
             f"{folder}: {head} and {table} differ, but {CONFIG} says that they are one "
             f"(tie_word_embeddings, whose default is the family's); set it to false, "
             f"or remove the tensor that is not meant"
         )
     return arrays
+
+
+def _equal(one: np.ndarray, other: np.ndarray, rows: int = 4096) -> bool:
+    """Tell if two tables are equal; hold few rows of them in memory."""
+    return one.shape == other.shape and all(
+        np.array_equal(one[begin : begin + rows], other[begin : begin + rows])
+        for begin in range(0, len(one), rows)
+    )
 
 
 ENDPOINT = "HF_ENDPOINT"
@@ -529,14 +538,22 @@ def at_hand(
 
 
 def _copy(kind: str, there: Folder, here: Path, *, arrays: bool) -> None:
+    began, total = time.monotonic(), 0
     try:
         for path in _files(kind, there, arrays=arrays):
             target = here / path.relative_to(there)
             target.parent.mkdir(parents=True, exist_ok=True)
             with path.open("rb") as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy, BLOCK_BYTES)
+            total += target.stat().st_size
             if arrays:
-                logger.info("copied %s: %d bytes", path, target.stat().st_size)
+                seconds = max(time.monotonic() - began, 1e-3)
+                logger.info(
+                    "copied %s: %.3g GB so far, %.3g MB/s",
+                    path,
+                    total / 1e9,
+                    total / seconds / 1e6,
+                )
     except (ConfigError, FileNotFoundError) as error:
         raise ConfigError(
             f"{there} is no source of weights ({error}); give --init "

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from prepare_support import made, recipe, write_lines
 from pyarrow import parquet
 
-from diloco_jax import cli
+from diloco_jax import cli, emulate
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -46,9 +46,10 @@ from diloco_jax.data.pictures import (
 )
 from diloco_jax.data.prepare import pack, pieces
 from diloco_jax.data.prepared import MANIFEST, PreparedRows, read_manifest
-from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.reader import BatchReader, LeasedStream
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 from diloco_jax.models.build import build
+from diloco_jax.protocol.messages import Span
 
 SIDE, EACH, LENGTH, TOKEN, WAIT_S = 8, 4, 64, 7, 60.0
 ORANGE = (240, 130, 20)
@@ -305,6 +306,12 @@ def test_the_manifest_counts_pictures(folder):
     assert prepared.pictures.most <= LENGTH // EACH
 
 
+def test_workers_change_no_row(folder, tmp_path):
+    written(tmp_path)
+    again, *_ = made(tmp_path, with_pictures(), part_bytes=4000, workers=2)
+    assert again.digest == read_manifest(folder[0]).digest
+
+
 def test_copies_of_a_text_with_unlike_pictures_are_apart(tmp_path):
     """Else each question of a kind would be on one side, with all its answers."""
     rows = [{"text": "which colour?", "image": in_base64(png(n))} for n in range(40)]
@@ -536,28 +543,57 @@ def config_of(*paths, **data):
         data=DataConfig(paths=tuple(map(str, paths)), **data),
         sync=SyncConfig(steps_per_cycle=4, fragments=2),
         sequence_length=LENGTH,
+        total_tokens=60 * 8 * LENGTH,
     )
-    return Config(run=run, islands={"a": IslandConfig()}).validate()
+    islands = {
+        "a": IslandConfig(batch_size=8, step_seconds=1.0),
+        "b": IslandConfig(batch_size=4, step_seconds=1.7),
+    }
+    return Config(run=run, islands=islands).validate()
 
 
-def sees(run, island, layout, takes=EACH):
-    """Takes pictures, and learns nothing of them."""
+def sees(run, island, layout, blind=False, takes=EACH):
+    """Predicts a byte from the one before, and from the colour of the row's picture."""
+    import jax
     import jax.numpy as jnp
 
     from diloco_jax.data.source import SEGMENTS, TOKENS
-    from diloco_jax.models.model import Model, split_batch, weighted_loss
-
-    def loss(params, batch):
-        inputs, _, weights = split_batch(batch)
-        return weighted_loss(params["bytes"][inputs], weights)
+    from diloco_jax.models.model import Model, plain_axes, split_batch, weighted_loss
 
     taken = PictureInput(side=SIDE, tokens=takes, token=BYTE_TOKEN)
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+        return {
+            "bytes": 0.1 * jax.random.normal(keys[0], (256, 24)),
+            "seen": 0.1 * jax.random.normal(keys[1], (3, 24)),
+            "out": 0.1 * jax.random.normal(keys[2], (24, 256)),
+        }
+
+    def loss(params, batch):
+        inputs, targets, weights = split_batch(batch)
+        x = params["bytes"][inputs]
+        if "pictures" in batch and not blind:
+            batch_size, most = batch["pictures"].shape[:2]
+            pixels = batch["pictures"].astype(jnp.float32) / 255 - 0.5
+            colors = pixels.mean((2, 3)) @ params["seen"]
+            at = jnp.cumsum(inputs == taken.token, axis=1) - 1
+            number = jnp.clip(at // taken.tokens, 0, most - 1)
+            own = colors[jnp.arange(batch_size)[:, None], number]
+            shown = (at >= 0) & (at // taken.tokens < batch["picture_count"][:, None])
+            x = x + jnp.where(shown[..., None], own, 0)
+        logits = jax.nn.log_softmax(jax.nn.gelu(x) @ params["out"])
+        losses = -jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return weighted_loss(losses, weights)
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
     fields = {"tokens": TOKENS, "segments": SEGMENTS}
     fields |= taken.fields(run.data.pictures)
-    axes = {"bytes": ("vocab",)}
-    return Model(
-        lambda key: {"bytes": jnp.zeros(256)}, loss, axes, fields, pictures=taken
-    )
+    return Model(init, loss, plain_axes(shapes), fields, pictures=taken)
+
+
+def blinded(run, island, layout):
+    return sees(run, island, layout, blind=True)
 
 
 def takes_more(run, island, layout):
@@ -594,6 +630,38 @@ def test_a_batch_has_pixels_as_the_model_takes_them(folder):
         assert not batch["pictures"][number, count:].any()
     assert 0 in batch["picture_count"]
     assert len(set(batch["picture_count"])) > 2
+
+
+def test_batches_are_alike_on_two_hosts_and_after_a_resumption(folder):
+    """Two hosts read halves of what one reads whole; who comes back is granted what is
+    left, and reads what the first one would have read."""
+    config = resolve(config_of(folder[0]))
+    one, (a, b) = stream_of(config), (stream_of(config) for _ in range(2))
+    a.read_only([(0, 4)])
+    b.read_only([(4, 8)])
+    for stream in (one, a, b):
+        stream.grant(Span(16, 64))
+    found = [one.next_batch(WAIT_S) for _ in range(6)]
+    for batch in found:
+        halves_of = a.next_batch(WAIT_S), b.next_batch(WAIT_S)
+        for name, array in batch.items():
+            parts = [
+                half[name].parts[own]
+                for half, own in zip(halves_of, ((0, 4), (4, 8)), strict=True)
+            ]
+            np.testing.assert_array_equal(np.concatenate(parts), array)
+    again = stream_of(config)
+    again.grant(Span(40, 64))
+    for batch in found[3:]:
+        late = again.next_batch(WAIT_S)
+        for name, array in batch.items():
+            np.testing.assert_array_equal(late[name], array)
+    for stream in (one, a, b, again):
+        stream.close()
+
+
+def stream_of(config):
+    return LeasedStream(reader_of(config), 8)
 
 
 def test_a_picture_that_was_spoilt_later_is_named_by_its_row():
@@ -670,6 +738,35 @@ def test_a_run_may_have_room_for_more_pictures(folder):
     less = config.replace("data.pictures", 0)
     with pytest.raises(ConfigError, match=r"data.pictures = 0, and the data has pic"):
         build(less.run)
+
+
+def test_an_emulation_reads_pictures_and_its_books_are_exact(tmp_path):
+    """The letter cannot be told from the question: whoever is blind guesses."""
+    names = {"r": (230, 20, 20), "g": (20, 220, 20), "b": (20, 20, 230)}
+    rows = [
+        {
+            "prompt": f"{n}?",
+            "completion": letter,
+            "image": in_base64(file_of(plain(color, (4 + n % 7, 5)))),
+        }
+        for n in range(60)
+        for letter, color in names.items()
+    ]
+    write_lines(tmp_path / "in" / "a.jsonl", rows)
+    made(tmp_path, with_pictures())
+    config = config_of(tmp_path / "out")
+    config = config.replace("run.inner.learning_rate", 0.03)
+    found = emulate(config)
+    summary = found.summary
+    for part in (summary, *summary["islands"].values()):
+        lost = sum(part["tokens_lost"].values()) + part["tokens_in_flight"]
+        assert part["tokens_computed"] == part["tokens_merged"] + lost
+    assert found.config.run.data.arrays == (
+        *("picture_count", "pictures", "segments", "tokens", "weights"),
+    )
+    blind = emulate(config.replace("run.model.factory", f"{__file__}:blinded"))
+    # Of two predictions, the letter and the end, the first is one of three.
+    assert summary["eval_loss"] < np.log(3) / 2 < blind.summary["eval_loss"]
 
 
 def test_the_command_says_how_many_pictures_there_are(tmp_path, capsys):

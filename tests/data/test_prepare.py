@@ -3,6 +3,10 @@
 import gzip
 import itertools
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import make_tokenizers
@@ -306,3 +310,47 @@ def test_a_command_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
     for name, inode in kept.items():
         assert (tmp_path / "out" / name).stat().st_ino == inode
     assert not folder.exists()
+
+
+@pytest.mark.dist
+def test_a_command_whose_process_was_killed_goes_on(tmp_path):
+    many(tmp_path)
+    program = (
+        "import sys, time; from diloco_jax import cli; "
+        "from diloco_jax.data import prepare; "
+        # It is killed before its end, however late that is.
+        "finish = prepare._finish; held = sys.argv.pop(1) == 'held'; "
+        "prepare._finish = lambda *a: time.sleep(600) if held else finish(*a); "
+        "prepare.PART_BYTES = 30_000; "
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+
+    def command(how, out, workers="2"):
+        line = ["data", "prepare", str(out), str(tmp_path / "in"), "--workers", workers]
+        return [sys.executable, "-c", program, how, *line, "--sequence-length", "64"]
+
+    out, again = tmp_path / "out", tmp_path / "again"
+    folder, deadline = tmp_path / "out.partial", time.monotonic() + 60
+    process = subprocess.Popen(command("held", out))
+    while len(list((folder / "parts").glob("*.json"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    before = {path.stem for path in (folder / "parts").glob("*.json")}
+    kept = {
+        path.name: path.stat().st_ino
+        for path in folder.glob("*.arrayrecord")
+        if path.stem.split("-")[1] in before
+    }
+    assert kept
+    assert subprocess.run(command("", out), timeout=120, check=False).returncode == 0
+    for name, inode in kept.items():
+        assert (out / name).stat().st_ino == inode
+    fresh = command("", again, "1")
+    assert subprocess.run(fresh, timeout=120, check=False).returncode == 0
+    assert content(again) == content(out)
+    assert not list(out.rglob("*.tmp"))
+    assert not (out / "parts").exists()

@@ -147,6 +147,19 @@ def test_it_trains_and_counts_rows_by_folder(folders):
     assert summary["eval_bits_per_byte"] > bits
 
 
+def test_a_table_needs_rows_for_the_tokens_of_a_folder_alone(in_tokens):
+    _, folder = in_tokens
+    prepared = read_manifest(folder)
+    data = load_data(config_of(folder, vocab_size=512).run)
+    seen = max(
+        int(source[n]["tokens"].max())
+        for source in (data.train, data.validation)
+        for n in range(len(source))
+    )
+    assert data.largest == seen < prepared.tokenizer.vocab_size - 1
+    resolve(config_of(folder, vocab_size=seen + 1))
+
+
 # ---- what is refused -------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, Run
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.loading import load_data, require_vocabulary
-from diloco_jax.data.tokenizers import Bytes, open_tokenizer, refusing
+from diloco_jax.data.tokenizers import Bytes, open_tokenizer, refusing, require_digest
 
 KINDS = ("bytes", *make_tokenizers.KINDS)
 MEGABYTE = 1_000_000
@@ -146,6 +146,14 @@ def test_a_token_of_a_padded_table_has_no_text(kind, tokenizers):
     more = [tokenizer.vocab_size, 70_000, *tokens, tokenizer.vocab_size]
     assert tokenizer.decode(more) == "two words"
     assert [bool(tokenizer.word(token)) for token in (tokens[0], 70_000)] == [1, 0]
+
+
+def test_another_tokenizer_is_refused_with_both_digests():
+    require_digest("aa", "aa", "data/", "mine.json")
+    with pytest.raises(
+        ConfigError, match=r"tokenizer aa, but mine.json is bb.*prepare"
+    ):
+        require_digest("aa", "bb", "data/", "mine.json")
 
 
 # ---- a run's data ----------------------------------------------------------------

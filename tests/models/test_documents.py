@@ -79,6 +79,24 @@ def test_a_packed_row_has_the_loss_of_its_documents_alone(name, attention):
         np.testing.assert_allclose(leaf, other, atol=1e-5 * max(scale, 1))
 
 
+def test_what_is_in_one_document_changes_no_other():
+    config, params = loaded_once("gemma3")
+    loss = jax.jit(transformer.build(config).loss)
+    batch = packed(config.vocab_size)
+    other = {**batch, "tokens": batch["tokens"].copy()}
+    other["tokens"][0, 59] ^= 1  # the last token of the first document
+    found = []
+    for document in (1, 2, 3):
+        weights = (batch["segments"][:, 1:] == document).astype(np.float32)
+        weights[1] = 0
+        found.append(
+            [float(loss(params, {**b, "weights": weights})[0]) for b in (batch, other)]
+        )
+    assert found[0][0] != found[0][1]
+    assert found[1][0] == found[1][1]
+    assert found[2][0] == found[2][1]
+
+
 def test_weights_leave_out_other_documents_and_padding():
     segments = jnp.array([[1, 1, 2, 2, 2, 3, 0, 0]])
     given = jnp.array([[1.0, 1, 0.5, 0, 1, 1, 1]])

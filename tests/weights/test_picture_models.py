@@ -3,19 +3,25 @@ prompts and tasks have pictures."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pictures
 import pytest
+import support
+import tape_checks
 from begin_support import begun, learning, with_learnt
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from diloco_jax import cli, emulate
 from diloco_jax.config import (
@@ -30,9 +36,12 @@ from diloco_jax.models.generation import (
     make_decode,
 )
 from diloco_jax.models.presets import preset
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.simulation.replay import replay
+from diloco_jax.simulation.replay.recording import read_recording
 from diloco_jax.weights import adapted, families, tensor_files
 from diloco_jax.weights.export import export
-from diloco_jax.weights.first import first_params, read_folder
+from diloco_jax.weights.first import first_params, read_folder, started_from
 from diloco_jax.weights.tasks import open_model, read_task, score
 from diloco_jax.workdir import read_config
 
@@ -146,6 +155,19 @@ def test_what_is_not_trained_leaves_as_it_came(train, rows, tmp_path, monkeypatc
         moved = jax.tree.map(lambda a, b: bool((a != b).any()), own, before[name])
         part = name if name in ("tower", "connector") else "decoder"
         assert any(jax.tree.leaves(moved)) == (part in train)
+
+
+def test_a_frozen_part_that_has_changed_is_refused(rows, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(FOLDER, source)
+    config = started_from(config_of(rows, train=("decoder",)), f"hf:{source}")
+    workdir = begun(config, "", tmp_path / "run")
+    found = load_file(source / tensor_files.SINGLE)
+    changed = "model.connector.modality_projection.proj.weight"
+    save_file({**found, changed: found[changed] + 1}, source / tensor_files.SINGLE)
+    with pytest.raises(ConfigError, match="frozen_digest"):
+        export(read_config(workdir), workdir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -333,3 +355,80 @@ def test_an_item_whose_pictures_do_not_fit_is_refused(item, message, tmp_path):
     path.write_text(json.dumps([plain | item]))
     with pytest.raises(ConfigError, match=message):
         score(open_model(FOLDER), read_task(path), 64)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "pictures.md"
+
+
+ISLANDS = "large", "small"
+BLIND = """
+import sys
+import numpy as np
+from diloco_jax.data import loading, prepared
+
+def blind(rows, number, read=prepared.PreparedRows.__getitem__):
+    row = read(rows, number)
+    none = np.full_like(row["pictures"], b"")
+    return {**row, "pictures": none, "picture_count": np.array(0, np.int32)}
+
+def rows(run):
+    if "small" in sys.argv:  # The island's own process.
+        prepared.PreparedRows.__getitem__ = blind
+    return loading._prepared(run)
+"""
+
+
+@pytest.mark.dist
+def test_the_page_goes_from_files_to_an_export(tmp_path, monkeypatch, capsys):
+    """Its commands run as they stand; in the run one island is killed, and the other
+    has no pictures, and weighs nothing in the tower."""
+    text = PAGE.read_text()
+    commands = re.search(r"^```\n(diloco .*?)^```", text, re.M | re.S)[1].splitlines()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    pictures.write_pictures(tmp_path / "shapes", 200, 1)
+    (tmp_path / "run.py").write_text(code)
+    (tmp_path / "blind.py").write_text(BLIND)
+    assert [line.split()[1] for line in commands] == [
+        *("data", "run", "eval", "export", "generate")
+    ]
+    for line in commands:
+        words = shlex.split(line)[1:]
+        if words[0] == "run":
+            # So slow that the one that is killed is back long before the end.
+            for island in ISLANDS:
+                words += [f"--islands.{island}.step-seconds", "0.6"]
+            words += ["--faults", "large@3:kill", "--data.factory", "blind.py:rows"]
+        elif words[0] in ("eval", "export"):
+            words += ["--trust-code"]
+        assert cli.main(words) == 0, line
+    summary = json.loads(Path("runs/shapes/summary.json").read_text())
+    assert summary["eval_tasks"]["task"]["items"] == 200
+    assert summary["islands"]["large"]["incarnation"] == 2
+    model = families.read(tensor_files.read_json(Path("model/config.json")), "")
+    assert model.vision == preset("tiny_vision").vision
+    assert capsys.readouterr().out
+    recording = read_recording(Path("runs/shapes"))
+    tape = list(read_tape(Path("runs/shapes/tape.jsonl")))
+    sizes = support.fragment_sizes(recording.config)
+    assert tape_checks.ledger_problems(summary, tape, sizes) == []
+    told = collections.defaultdict(set)
+    for merge in recording.merges:
+        for part in merge.made.contributions:
+            told[part.island, merge.made.fragment].add(part.uses)
+    counted = {name: [len(told[name, f]) for f in range(6)] for name in ISLANDS}
+    assert max(counted["small"]) == 1 < max(counted["large"]), "no pictures, ever"
+    begin = replay.ReplayedIsland
+
+    def again(life, run, reader, *more):
+        def batch(positions):
+            seen = life.who.island != "small"
+            own = reader.batch(positions).items()
+            return {name: rows * (seen or "picture" not in name) for name, rows in own}
+
+        return begin(life, run, SimpleNamespace(batch=batch), *more)
+
+    monkeypatch.setattr(replay, "ReplayedIsland", again)
+    with replay.Replay(recording) as repeated:
+        for merge, found in repeated.merges():
+            assert found.publish == merge.made.digest, merge
