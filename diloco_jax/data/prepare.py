@@ -366,9 +366,16 @@ def do_parts(
     done = total - sum(sizes[n] for n in left)
     if workers == 1 or len(left) < 2:
         for number in left:
-            write_part(folder, number, sources, parts[number], recipe)
-            done += sizes[number]
-            report(done / total)
+            ends = done + sizes[number]
+
+            def read_more(nbytes: int, ends: int = ends) -> None:
+                # Text of compressed files has more bytes than they.
+                nonlocal done
+                done = min(done + nbytes, ends)
+                report(done / total)
+
+            write_part(folder, number, sources, parts[number], recipe, read_more)
+            read_more(ends - done)
         return
     with concurrent.futures.ProcessPoolExecutor(
         min(workers, len(left)),
@@ -461,8 +468,10 @@ def write_part(
     sources: Sequence[SourceFile],
     part: Part,
     recipe: Recipe,
+    read_more: Callable[[int], None] = lambda nbytes: None,
 ) -> PartDone:
     """Make a part's files in a folder, whole or not at all, and note that it is done.
+    read_more: called with the bytes of learned text, some documents at a time.
 
     Raises ConfigError, naming file and place, for sources that cannot be read.
     """
@@ -508,6 +517,7 @@ def write_part(
                             for picture in document.example.pictures
                         )
                     sides[side].append(tokenised._replace(pictures=pictures))
+                read_more(learned)
         splits = {
             side: _write(
                 folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side], kept
