@@ -34,8 +34,9 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data import manifest
-from diloco_jax.data.documents import SourceKind, read_file
+from diloco_jax.data.documents import SourceKind
 from diloco_jax.data.examples import Reader
+from diloco_jax.data.manifest import read_file
 from diloco_jax.data.prepare import Recipe, prepare
 from diloco_jax.data.prepared import MANIFEST, read_manifest, require_whole
 from diloco_jax.data.tokenizers import Bytes
@@ -164,7 +165,7 @@ def publish(folder: Path) -> Kind:
 def manifest_of_tokens(folder: Path) -> Kind:
     path = folder / "tokens.npy"
     np.save(path, np.arange(640, dtype=np.int32) % 100)
-    found = manifest.make(path, np.load(path), lambda *a: 99)
+    found = manifest.make(path, SourceKind.TOKENS)
     wanted = manifest.manifest_path(path)
     assert manifest.find(path) == found
     return Kind(wanted, lambda: manifest.find(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import sys
 import time
@@ -176,30 +177,25 @@ def manifest_command(arguments: Sequence[str]) -> int:
         "Read large files once, and write beside each what starts compare; say what "
         "prepared folders have.",
     )
-    from diloco_jax.data import manifest
-    from diloco_jax.data.documents import SourceKind, find_documents, make_manifest
+    from diloco_jax.data import documents, manifest
+    from diloco_jax.data.documents import SourceKind, find_documents
     from diloco_jax.data.prepared import is_prepared, read_manifest
 
-    small = prepared = 0
-    described = set[Path]()
+    small, prepared = 0, collections.Counter[Path]()
     for _, file, kind in find_documents((str(options.path),)):
         if is_prepared(file.parent):
-            prepared += 1
-            if file.parent not in described:
-                described.add(file.parent)
-                _describe(f"{file.parent}: ", read_manifest(file.parent))
+            prepared[file.parent] += 1
             continue
         if kind not in (SourceKind.TEXT, SourceKind.TOKENS):
             continue
-        if not manifest.is_large(file):
+        if not documents.is_large(file):
             small += 1
             continue
-        if options.missing:
-            # The time of change may differ, as that of a copy does.
-            found = manifest.find(file)
-            if found is not None and found.size == file.stat().st_size:
-                continue
-        made = make_manifest(file, kind)
+        found = manifest.find(file) if options.missing else None
+        # The time of change may differ, as that of a copy does.
+        if found is not None and found.size == file.stat().st_size:
+            continue
+        made = manifest.make(file, kind)
         print(
             f"{file}: {made.tokens:,} tokens up to {made.largest}, digest "
             f"{made.digest.hex()[:16]}",
@@ -207,13 +203,14 @@ def manifest_command(arguments: Sequence[str]) -> int:
         )
     if small:
         print(
-            f"{small:,} files below {manifest.MAPPED_FROM >> 20} MB need none: "
+            f"{small:,} files below {documents.MAPPED_FROM >> 20} MB need none: "
             f"every start reads them",
             file=sys.stderr,
         )
-    if prepared:
+    for folder in prepared:
+        _describe(f"{folder}: ", read_manifest(folder))
+    if count := prepared.total():
         print(
-            f"{prepared:,} files in prepared folders have theirs already",
-            file=sys.stderr,
+            f"{count:,} files in prepared folders have theirs already", file=sys.stderr
         )
     return 0

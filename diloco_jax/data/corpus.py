@@ -17,16 +17,14 @@ from typing import ClassVar
 import numpy as np
 
 from diloco_jax.config import ConfigError, DataConfig
-from diloco_jax.data import manifest
 from diloco_jax.data.documents import (
     SourceKind,
-    TokenRow,
-    Tokens,
     encoded,
     find_documents,
     inventory,
-    read_file,
+    is_large,
 )
+from diloco_jax.data.manifest import read_file
 from diloco_jax.data.source import TOKENS, WEIGHTS, Fields, Row, cut
 from diloco_jax.data.tokenizers import SEPARATOR, VOCAB_SIZE, open_tokenizer
 
@@ -34,6 +32,34 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = 16
 """Chunks of a corpus that a start checks, and at least one of each file."""
+
+
+class TokenRow:
+    """Arrays one after the other, without a copy: like the result of
+    `numpy.concatenate`, for `len` and slices alone."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self._parts = tuple(parts)
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._parts else 0
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        """Return a copy of the tokens in a slice of step 1."""
+        start, stop, _ = wanted.indices(len(self))
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        found = []
+        for part, end in zip(self._parts[first:], self._ends[first:], strict=True):
+            began = int(end) - len(part)
+            if began >= stop:
+                break
+            found.append(part[max(0, start - began) : stop - began])
+        return np.concatenate(found) if found else np.zeros(0, np.int32)
+
+
+Tokens = np.ndarray | TokenRow
+"""Integers [tokens]; both are read by slices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +106,7 @@ def load_corpus(
     used = [file for file in found if file.kind is not SourceKind.LEFT_OUT]
     if len(used) < len(found):
         logger.warning("data.paths: %s", inventory(found))
-    large = sum(manifest.is_large(path) for _, path, _ in used)
+    large = sum(is_large(path) for _, path, _ in used)
     samples = max(1, SAMPLES // max(large, 1)) if copied else None
     tokenised = [path for _, path, kind in used if kind is SourceKind.TOKENS]
     for _, path, kind in used:
@@ -113,11 +139,11 @@ def load_corpus(
             f"{', '.join(file.name for file in used)}; name files or folders that hold "
             f"some"
         )
-    train, validation = _split(documents, validation_fraction, of_bytes)
-    row = _row if of_bytes else TokenRow
+    sides = _split(documents, validation_fraction, of_bytes)
+    train, validation = map(_row if of_bytes else TokenRow, sides)
     return Corpus(
-        row(train),
-        row(validation),
+        train,
+        validation,
         digest.hexdigest()[:16],
         tuple(documents),
         largest,
@@ -185,23 +211,23 @@ def place(name: str) -> int:
 
 def _split(
     documents: Mapping[str, np.ndarray], fraction: float, of_bytes: bool
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+) -> list[list[np.ndarray]]:
     """Return documents to train on and to validate on. A text that is cut in two is cut
     at the beginning of a character."""
     held = {name for name in documents if is_validation(name, fraction)}
     if 0 < len(held) < len(documents):
-        return (
-            [data for name, data in documents.items() if name not in held],
-            [data for name, data in documents.items() if name in held],
-        )
-    heads, tails = [], []
+        return [
+            [data for name, data in documents.items() if (name in held) is side]
+            for side in (False, True)
+        ]
+    sides: list[list[np.ndarray]] = [[], []]
     for data in documents.values():
         at = len(data) - math.ceil(len(data) * fraction)
         while of_bytes and at > 0 and data[at] & 0xC0 == 0x80:
             at -= 1
-        heads.append(data[:at])
-        tails.append(data[at:])
-    return [head for head in heads if len(head)], [t for t in tails if len(t)]
+        for side, part in zip(sides, (data[:at], data[at:]), strict=True):
+            side += [part] * (len(part) > 0)
+    return sides
 
 
 def _row(documents: Sequence[np.ndarray]) -> Tokens:

@@ -3,12 +3,6 @@
 A file's name is the path relative to what was given. In a folder, files that hold no
 documents are left out, and told; a file that is named by its own path is read or
 refused.
-
-A file is one document. Text is UTF-8, a byte a token; the mark with which some systems
-begin a file (BOM) is no part of it. Tokens that were made beforehand are one row of
-integers, as `numpy.save` writes it; their maker puts the separators into it. Large
-files are mapped into memory. Such a file is read as a whole once, for its manifest
-(`manifest.py`); after that, only what is trained on.
 """
 
 from __future__ import annotations
@@ -16,24 +10,18 @@ from __future__ import annotations
 import codecs
 import collections
 import contextlib
-import dataclasses
 import enum
-import errno
 import gzip
 import logging
 import os
 import pathlib
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
-
-import numpy as np
-from numpy.lib import format
 
 from diloco_jax import files
 from diloco_jax.config import ConfigError
-from diloco_jax.data import manifest
 from diloco_jax.files import is_bucket
 
 logger = logging.getLogger(__name__)
@@ -48,6 +36,11 @@ SKIPPED_FOLDERS = frozenset(
 )
 SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
+MANIFEST_SUFFIX = ".manifest"
+TOKENS_SUFFIX = ".npy"
+MAPPED_FROM = 1 << 24
+"""Bytes from which a file of text or tokens is mapped, and has a manifest. Mapped files
+stay open, and those are limited."""
 PACKED = ".gz"
 LINES_ENDINGS = (".jsonl", ".ndjson")
 COLUMNS = (".csv", ".tsv")
@@ -133,6 +126,11 @@ def inventory(found: Iterable[tuple[str, object, str]]) -> str:
         f"{kind}: {', '.join(some[:SHOWN])}{' and others' if some[SHOWN:] else ''}"
         for kind, some in sorted(said.items())
     )
+
+
+def is_large(path: pathlib.Path) -> bool:
+    """Tell if a file is mapped, and has a manifest."""
+    return path.stat().st_size >= MAPPED_FROM
 
 
 def is_packed(name: str) -> bool:
@@ -270,16 +268,14 @@ def _walk(
 def _is_manifest(path: pathlib.Path) -> bool:
     """Tell if a file is another one's manifest. Small files of text have none, so that
     names which end alike are documents."""
-    if path.suffix != manifest.SUFFIX:
+    if path.suffix != MANIFEST_SUFFIX:
         return False
     described = path.with_suffix("")
     if described.suffix.lower() == TOKENS_SUFFIX:
         return True
-    return described.is_file() and manifest.is_large(described)
+    return described.is_file() and is_large(described)
 
 
-LONGEST_REST = 3
-"""Bytes of a character after its first."""
 BOM = codecs.BOM_UTF8
 CONVERTED = "convert it to UTF-8 or leave it out"
 PACKED_BEGINNINGS = (b"\x1f\x8b", b"BZh", b"PK\3\4", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
@@ -292,58 +288,6 @@ BEGINNINGS = {
     (b"%PDF-",): ("it is PDF", "convert it to text"),
 }
 """Beginnings of files that are no text: the kind of file, and the remedy."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CorpusFile:
-    """One file of text, uint8 [bytes], or of tokens, integers [tokens]; a large one is
-    mapped.
-
-    digested: its part of the corpus's digest: a small text itself, or a digest of type
-    and contents.
-    """
-
-    values: np.ndarray
-    digested: bytes
-    largest: int = 255
-
-
-def read_file(
-    path: pathlib.Path, kind: SourceKind, samples: int | None = None
-) -> CorpusFile:
-    """Read a small file of text; map any other, and check it once, which its manifest
-    remembers. Raise ConfigError, naming the file, if it is not what its kind says.
-
-    samples: see `manifest.described`.
-    """
-    if kind is not SourceKind.TOKENS and not manifest.is_large(path):
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise unreadable(error) from error
-        require_text(data, path, 0)
-        data = data.removeprefix(BOM)
-        return CorpusFile(np.frombuffer(data, np.uint8), data)
-    values, check = _mapped(path, kind)
-    found = manifest.described(path, values, check, samples)
-    if check is _check_text and bytes(values[: len(BOM)]) == BOM:
-        # The manifest is of the whole file.
-        return CorpusFile(values[len(BOM) :], found.digest + BOM)
-    return CorpusFile(values, found.digest, found.largest)
-
-
-def make_manifest(path: pathlib.Path, kind: SourceKind) -> manifest.Manifest:
-    """Read the whole file and write its manifest, even if it has one."""
-    return manifest.make(path, *_mapped(path, kind))
-
-
-def _mapped(path: pathlib.Path, kind: SourceKind) -> tuple[np.ndarray, manifest.Check]:
-    if kind is SourceKind.TOKENS:
-        return _open_tokens(path), _check_tokens
-    try:
-        return np.memmap(path, np.uint8, mode="r"), _check_text
-    except OSError as error:
-        raise unreadable(error) from error
 
 
 def require_text(
@@ -371,95 +315,3 @@ def fault_of_text(data: bytes, at: int) -> tuple[str, str] | None:
         if not at and data.startswith(marks):
             return found
     return f"{problem} at offset {at + offset}", CONVERTED
-
-
-def _check_text(path: pathlib.Path, text: np.ndarray, part: slice) -> int:
-    """Raise ConfigError unless a part is text; return its largest byte. A character
-    counts to the part in which it begins."""
-    start = _begin_text(text, part.start)
-    require_text(text[start : _begin_text(text, part.stop)].tobytes(), path, start)
-    return int(text[part].max(initial=0))
-
-
-def _begin_text(text: np.ndarray, at: int) -> int:
-    """Return the first place at or after `at` where a character begins.
-
-    If no character begins within the next `LONGEST_REST` bytes, the text is not UTF-8:
-    return `at`, or the end of the text if that is nearer.
-    """
-    if at == 0:
-        return 0
-    for place in range(at, min(at + LONGEST_REST + 1, len(text))):
-        if text[place] & 0xC0 != 0x80:
-            return place
-    return at if at + LONGEST_REST < len(text) else len(text)
-
-
-TOKENS_SUFFIX = ".npy"
-MOST = 2**31 - 1
-"""Highest token."""
-
-
-class TokenRow:
-    """Arrays one after the other, without a copy: like the result of
-    `numpy.concatenate`, for `len` and slices alone."""
-
-    def __init__(self, parts: Sequence[np.ndarray]) -> None:
-        self._parts = tuple(parts)
-        self._ends = np.cumsum([len(part) for part in parts])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if self._parts else 0
-
-    def __getitem__(self, wanted: slice) -> np.ndarray:
-        """Return a copy of the tokens in a slice of step 1."""
-        start, stop, _ = wanted.indices(len(self))
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        found = []
-        for part, end in zip(self._parts[first:], self._ends[first:], strict=True):
-            began = int(end) - len(part)
-            if began >= stop:
-                break
-            found.append(part[max(0, start - began) : stop - began])
-        return np.concatenate(found) if found else np.zeros(0, np.int32)
-
-
-Tokens = np.ndarray | TokenRow
-"""Integers [tokens]; both are read by slices."""
-
-
-def _open_tokens(path: pathlib.Path) -> np.ndarray:
-    try:
-        if manifest.is_large(path):
-            tokens: np.ndarray = format.open_memmap(path, mode="r")
-        else:
-            with path.open("rb") as file:
-                tokens = format.read_array(file, allow_pickle=False)
-    except Exception as error:
-        # numpy parses a header as Python, so errors are of many kinds.
-        if isinstance(error, OSError) and error.errno == errno.EMFILE:
-            raise ConfigError(
-                f"data.paths: {path} is one file too many to be open at a time; join "
-                f"some, or raise `ulimit -n`"
-            ) from error
-        raise ConfigError(
-            f"data.paths: {path} cannot be read as an array of numpy ({error}); write "
-            f"it with numpy.save"
-        ) from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ConfigError(
-            f"data.paths: {path} has shape {tokens.shape} and type {tokens.dtype}; "
-            f"tokens are one row of integers"
-        )
-    return tokens
-
-
-def _check_tokens(path: pathlib.Path, tokens: np.ndarray, part: slice) -> int:
-    """Raise ConfigError for a negative or too large token; return the largest."""
-    low, high = int(tokens[part].min()), int(tokens[part].max())
-    if low < 0 or high > MOST:
-        wrong = low if low < 0 else high
-        raise ConfigError(
-            f"data.paths: {path} has {wrong} as a token; they are from 0 to {MOST}"
-        )
-    return high

@@ -365,29 +365,27 @@ def _own(run: RunConfig) -> Data:
                 require_row(source[number], number)
             row = source[0]
             for key, field in source.fields.items():
-                _require_array(row.get(key), key, field.dtype)
+                value = row.get(key)
+                if not isinstance(value, np.ndarray) or value.dtype != field.dtype:
+                    found = getattr(value, "dtype", type(value).__name__)
+                    raise ConfigError(
+                        f"row 0: {key!r} is {found}, and its field says {field.dtype}"
+                    )
             tokens = BatchReader(source, source.fields, run.sequence_length).batch(
                 np.zeros(1, np.int64)
             )["tokens"]
+            if not 0 <= tokens.min() <= tokens.max() <= data.largest:
+                raise ConfigError(
+                    f"row 0 has tokens from {tokens.min()} to {tokens.max()}, and "
+                    f"largest = {data.largest}; give the highest token"
+                )
         except ConfigError as error:
             raise ConfigError(f"{where}: {name} {error}") from error
         except Exception as error:
             raise ConfigError(
                 f"{where}: row 0 of {name} cannot be read: {said(error)}"
             ) from error
-        if not 0 <= tokens.min() <= tokens.max() <= data.largest:
-            raise ConfigError(
-                f"{where}: row 0 of {name} has tokens from {tokens.min()} to "
-                f"{tokens.max()}, and largest = {data.largest}; give the highest token"
-            )
     return data
-
-
-def _require_array(value: object, name: str, dtype: str) -> None:
-    """Raise ValueError if a row has not an array of that type."""
-    if not isinstance(value, np.ndarray) or value.dtype != dtype:
-        found = getattr(value, "dtype", type(value).__name__)
-        raise ValueError(f"{name!r} is {found}, and its field says {dtype}")
 
 
 def require_vocabulary(data: Data, run: RunConfig) -> None:

@@ -1,43 +1,69 @@
-"""Manifests: the digests of a large file, computed once and kept beside the file.
+"""Files of text or tokens as arrays, and the manifests of large ones.
 
-`tokens.npy` has `tokens.npy.manifest`; a file of text has one too. With a manifest a
-start does not read the whole file. It compares the size and the time of the last
-change. If the time differs, because the file is a copy or was written to, it also
-compares a few chunks that it draws at random. The digest of the file is that of its
-chunks' digests: so one chunk can be checked alone, and all cores share the work of
-making a manifest, whose progress is shown.
+A file is one document. Text is UTF-8, a byte a token; the mark with which some systems
+begin a file (BOM) is no part of it. Tokens that were made beforehand are one row of
+integers, as `numpy.save` writes it; their maker puts the separators into it. Large
+files are mapped into memory.
+
+A manifest has the digests of a large file, computed once and kept beside the file:
+`tokens.npy` has `tokens.npy.manifest`. With it a start does not read the whole file. It
+compares the size and the time of the last change. If the time differs, because the file
+is a copy or was written to, it also compares a few chunks that it draws at random. The
+digest of the file is that of its chunks' digests: so one chunk can be checked alone,
+and all cores share the work of making a manifest, whose progress is shown.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import hashlib
 import logging
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.lib import format
 from rich.console import Console
 
 from diloco_jax import files, machine
 from diloco_jax.config import ConfigError
+from diloco_jax.data.documents import (
+    BOM,
+    MANIFEST_SUFFIX,
+    SourceKind,
+    is_large,
+    require_text,
+    unreadable,
+)
 from diloco_jax.observability.terminal import bar
 
 logger = logging.getLogger(__name__)
 
-
-SUFFIX = ".manifest"
-MAPPED_FROM = 1 << 24
-"""Bytes from which a file is mapped. Mapped files stay open, and those are limited."""
 TOLD_FROM = 1 << 30
 """Bytes from which a reading is told."""
 CHUNK_BYTES = 1 << 22
-Check = Callable[[Path, np.ndarray, slice], int]
-"""Returns the largest value of a part of a file's row; raises ConfigError, naming the
-file, for values that may not be there."""
+LONGEST_REST = 3
+"""Bytes of a character after its first."""
+MOST = 2**31 - 1
+"""Highest token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusFile:
+    """One file of text, uint8 [bytes], or of tokens, integers [tokens]; a large one is
+    mapped.
+
+    digested: its part of the corpus's digest: a small text itself, or a digest of type
+    and contents.
+    """
+
+    values: np.ndarray
+    digested: bytes
+    largest: int = 255
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,40 +88,44 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def manifest_path(path: Path) -> Path:
     """Return the place of a file's manifest."""
-    return path.with_name(path.name + SUFFIX)
+    return path.with_name(path.name + MANIFEST_SUFFIX)
 
 
-def is_large(path: Path) -> bool:
-    """Tell if a file is mapped, and has a manifest."""
-    return path.stat().st_size >= MAPPED_FROM
-
-
-def described(
-    path: Path, row: np.ndarray, check: Check, samples: int | None
-) -> Manifest:
-    """Return the manifest of a file, or the same facts about a file that has none.
+def read_file(path: Path, kind: SourceKind, samples: int | None = None) -> CorpusFile:
+    """Read a small file of text; map any other, and check it once, which its manifest
+    remembers.
 
     Args:
-      row: the file's values.
       samples: number of chunks to compare if the file's time of change is not the
-        manifest's; a difference raises ConfigError. None: the file is read again.
+        manifest's. None: the file is read again.
+
+    Raises ConfigError, naming the file, if it is not what its kind says, or not its
+    manifest's.
     """
-    if not is_large(path):
-        return _facts(path, row, check)
-    found = find(path)
-    if found is not None and is_unchanged(path, found):
-        return found
-    if found is not None and samples is not None:
-        require_same(path, found, row, samples)
-        return found
-    return make(path, row, check)
+    if kind is not SourceKind.TOKENS and not is_large(path):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise unreadable(error) from error
+        require_text(data, path, 0)
+        data = data.removeprefix(BOM)
+        return CorpusFile(np.frombuffer(data, np.uint8), data)
+    values = _opened(path, kind)
+    if is_large(path):
+        found = _known(path, values, samples) or make(path, kind)
+    else:
+        found = _facts(path, values, kind)
+    if kind is not SourceKind.TOKENS and bytes(values[: len(BOM)]) == BOM:
+        # The manifest is of the whole file.
+        return CorpusFile(values[len(BOM) :], found.digest + BOM)
+    return CorpusFile(values, found.digest, found.largest)
 
 
-def make(path: Path, row: np.ndarray, check: Check) -> Manifest:
+def make(path: Path, kind: SourceKind) -> Manifest:
     """Read and check the whole file, on all cores, and write its manifest beside it;
     warn if the folder cannot be written. Raise ConfigError, naming the file, for values
     that may not be there."""
-    made = _facts(path, row, check)
+    made = _facts(path, _opened(path, kind), kind)
     try:
         files.write_text(msgspec.json.encode(made).decode() + "\n", manifest_path(path))
     except OSError as error:
@@ -107,6 +137,18 @@ def make(path: Path, row: np.ndarray, check: Check) -> Manifest:
             path.name,
         )
     return made
+
+
+def _known(path: Path, values: np.ndarray, samples: int | None) -> Manifest | None:
+    """Return the manifest of a file, None if it has none or is to be read again."""
+    found, status = find(path), path.stat()
+    if found is None:
+        return None
+    if (found.size, found.changed_ns) != (status.st_size, status.st_mtime_ns):
+        if samples is None:
+            return None
+        _require_same(path, found, values, samples)
+    return found
 
 
 def find(path: Path) -> Manifest | None:
@@ -125,13 +167,7 @@ def find(path: Path) -> Manifest | None:
         ) from error
 
 
-def is_unchanged(path: Path, manifest: Manifest) -> bool:
-    """Tell if size and time of change are those of the manifest."""
-    status = path.stat()
-    return (manifest.size, manifest.changed_ns) == (status.st_size, status.st_mtime_ns)
-
-
-def require_same(
+def _require_same(
     path: Path, manifest: Manifest, tokens: np.ndarray, samples: int
 ) -> None:
     """Raise ConfigError, with both values, if the file differs from its manifest.
@@ -154,11 +190,11 @@ def require_same(
             raise _stale(path, at, digest, manifest.chunks[number])
 
 
-def _facts(path: Path, row: np.ndarray, check: Check) -> Manifest:
+def _facts(path: Path, row: np.ndarray, kind: SourceKind) -> Manifest:
     status, parts = path.stat(), _parts(row)
 
     def read(part: slice) -> tuple[str, int]:
-        return _digest(row[part]), check(path, row, part)
+        return _digest(row[part]), _largest(path, row, kind, part)
 
     chunks = list[tuple[str, int]]()
     with contextlib.ExitStack() as stack:
@@ -186,6 +222,68 @@ def _facts(path: Path, row: np.ndarray, check: Check) -> Manifest:
         largest=max((largest for _, largest in chunks), default=0),
         chunks=tuple(digest for digest, _ in chunks),
     )
+
+
+def _opened(path: Path, kind: SourceKind) -> np.ndarray:
+    """Return the values of a file, mapped if it is large."""
+    if kind is not SourceKind.TOKENS:
+        try:
+            return np.memmap(path, np.uint8, mode="r")
+        except OSError as error:
+            raise unreadable(error) from error
+    try:
+        if is_large(path):
+            tokens: np.ndarray = format.open_memmap(path, mode="r")
+        else:
+            with path.open("rb") as file:
+                tokens = format.read_array(file, allow_pickle=False)
+    except Exception as error:
+        # numpy parses a header as Python, so errors are of many kinds.
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            raise ConfigError(
+                f"data.paths: {path} is one file too many to be open at a time; join "
+                f"some, or raise `ulimit -n`"
+            ) from error
+        raise ConfigError(
+            f"data.paths: {path} cannot be read as an array of numpy ({error}); write "
+            f"it with numpy.save"
+        ) from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"data.paths: {path} has shape {tokens.shape} and type {tokens.dtype}; "
+            f"tokens are one row of integers"
+        )
+    return tokens
+
+
+def _largest(path: Path, values: np.ndarray, kind: SourceKind, part: slice) -> int:
+    """Return the largest value of a part of a file. Raise ConfigError for a part that
+    is no text, where a character counts to the part in which it begins, and for a
+    negative or too large token."""
+    if kind is not SourceKind.TOKENS:
+        start, stop = (_begin_text(values, at) for at in (part.start, part.stop))
+        require_text(values[start:stop].tobytes(), path, start)
+    low, high = int(values[part].min()), int(values[part].max())
+    if low < 0 or high > MOST:
+        wrong = low if low < 0 else high
+        raise ConfigError(
+            f"data.paths: {path} has {wrong} as a token; they are from 0 to {MOST}"
+        )
+    return high
+
+
+def _begin_text(text: np.ndarray, at: int) -> int:
+    """Return the first place at or after `at` where a character begins.
+
+    If no character begins within the next `LONGEST_REST` bytes, the text is not UTF-8:
+    return `at`, or the end of the text if that is nearer.
+    """
+    if at == 0:
+        return 0
+    for place in range(at, min(at + LONGEST_REST + 1, len(text))):
+        if text[place] & 0xC0 != 0x80:
+            return place
+    return at if at + LONGEST_REST < len(text) else len(text)
 
 
 def _parts(tokens: np.ndarray) -> list[slice]:

@@ -273,11 +273,8 @@ def _of_file(name: str, within: Path | None, room: int) -> bytes:
                 return file.read(min(MOST_BYTES, room) + 1)
     except PictureError:
         raise
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # The last for links in a ring.
+    except (OSError, ValueError, RuntimeError) as error:
+        # The last is of links in a ring.
         why = getattr(error, "strerror", None) or type(error).__name__
         raise PictureError(f"{shown} in {folder} cannot be read ({why})") from error
     raise PictureError(f"there is no file {shown} in {folder}")

@@ -26,7 +26,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -152,7 +151,13 @@ def prepare(
             f"OUT: {scratch}, where the work lies until it is done, is no folder and "
             f"cannot be made ({error.strerror}); give another OUT"
         ) from error
-    with _alone(scratch):
+    # Workers do not inherit the lock: they end with the command.
+    with (scratch / LOCK).open("w") as lock:
+        if not files.lock(lock, scratch / LOCK):
+            raise ConfigError(
+                f"OUT: another command works in {scratch}; wait for it, or give "
+                f"another folder"
+            )
         try:
             _begin(scratch, plan)
             parts = make_parts(sources, part_bytes)
@@ -164,21 +169,6 @@ def prepare(
             if not _begun(scratch):
                 shutil.rmtree(scratch, ignore_errors=True)
             raise
-
-
-@contextlib.contextmanager
-def _alone(scratch: Path) -> Iterator[None]:
-    """Let one command at a time work in a folder. Its end, however it comes, frees it.
-
-    Workers do not inherit the lock: they end with the command.
-    """
-    with (scratch / LOCK).open("w") as file:
-        if not files.lock(file, scratch / LOCK):
-            raise ConfigError(
-                f"OUT: another command works in {scratch}; wait for it, or give "
-                f"another folder"
-            )
-        yield
 
 
 def _begin(scratch: Path, plan: WorkPlan) -> None:
@@ -301,7 +291,15 @@ def _finish(
             for source, digest in zip(plan.sources, digests, strict=True)
         ),
     )
-    _require_both_sides(scratch, prepared)
+    if not train.shards or not validation.shards:
+        shutil.rmtree(scratch)  # Another fraction is another plan.
+        sides = train.counts, validation.counts
+        raise ConfigError(
+            f"--validation-fraction = {prepared.validation_fraction:g} puts "
+            f"{sides[0].documents} documents with {sides[0].rows} rows on the side to "
+            f"train on, {sides[1].documents} with {sides[1].rows} on that to validate "
+            f"on, and each needs one; give another fraction, or more documents"
+        )
     for path in recipe.tokenizer.files:
         with naming(scratch):
             shutil.copyfile(path, scratch / kept_name(path))
@@ -316,20 +314,6 @@ def _finish(
     scratch.rename(out)
     sync_path(out.parent)
     return prepared
-
-
-def _require_both_sides(scratch: Path, prepared: Contents) -> None:
-    """Raise ConfigError, and leave nothing, if a side has no row: another fraction is
-    another plan."""
-    train, validation = prepared.train.counts, prepared.validation.counts
-    if not train.rows or not validation.rows:
-        shutil.rmtree(scratch)
-        raise ConfigError(
-            f"--validation-fraction = {prepared.validation_fraction:g} puts "
-            f"{train.documents} documents with {train.rows} rows on the side to train "
-            f"on, {validation.documents} with {validation.rows} on that to validate "
-            f"on, and each needs one; give another fraction, or more documents"
-        )
 
 
 def _together(splits: Sequence[Split]) -> Split:
@@ -352,8 +336,6 @@ def _counted(kinds: Counter[str]) -> dict[str, int]:
 
 
 SAFE_PATH = "PYTHONSAFEPATH"
-WATCH_S = 1.0
-"""Seconds between two looks of a worker at whether the command still runs."""
 
 
 @contextlib.contextmanager
@@ -399,7 +381,7 @@ def do_parts(
         min(workers, len(left)),
         multiprocessing.get_context("spawn"),
         _begin_worker,
-        (os.getpid(), folder, sources, recipe),
+        (folder, sources, recipe),
     ) as pool:
         try:
             waiting = {pool.submit(_do_part, n, parts[n]): n for n in left}
@@ -421,7 +403,7 @@ def do_parts(
 _work: tuple[Path, Sequence[SourceFile], Recipe]
 
 
-def _begin_worker(parent: int, *work: Any) -> None:
+def _begin_worker(*work: Any) -> None:
     """Make this process a worker: it leaves signals of the terminal to the command,
     and ends when that is gone."""
     global _work
@@ -429,10 +411,11 @@ def _begin_worker(parent: int, *work: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Each worker has one core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    command = multiprocessing.parent_process()
+    assert command is not None
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_S)
+        command.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -571,7 +554,10 @@ def _write(
             for row in pack(found, recipe.sequence_length, recipe.reader.pictures):
                 writer = writer or ArrayRecordWriter(str(scratch), OPTIONS)
                 parts = [(p.tokens, p.learned) for p in row]
-                shown = [_part_of(kept, *p) for piece in row for p in piece.pictures]
+                shown = []
+                for start, size in (p for piece in row for p in piece.pictures):
+                    kept.seek(start)
+                    shown.append(kept.read(size))
                 writer.write(records.encode(parts, shown))
                 pictures[len(shown)] += 1
                 kinds.update(map(kind_of, shown))
@@ -601,11 +587,6 @@ def _write(
         largest_picture=max(sizes),
         kinds=_counted(kinds),
     )
-
-
-def _part_of(file: IO[bytes], start: int, size: int) -> bytes:
-    file.seek(start)
-    return file.read(size)
 
 
 def pieces(

@@ -222,14 +222,15 @@ def read(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Docu
     """
     try:
         require_unchanged(source)
-        if source.kind is SourceKind.TABLE:
-            yield from _table(source, part, reader)
-        elif source.kind is SourceKind.LIST:
-            yield from _list(source, reader)
-        elif source.kind is SourceKind.LINES:
-            yield from _lines(source, part, reader)
-        else:
+        if source.kind is SourceKind.TEXT:
             yield from _texts(source, part)
+            return
+        for where, found in _objects(source, part, reader):
+            try:
+                document = _document(found, reader, source)
+            except ValueError as error:
+                raise _no_document(where, error) from error
+            yield document
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, OSError) and error.filename:
             raise unreadable(error, FIELD) from error
@@ -268,7 +269,27 @@ def _cut(file: BinaryIO, at: int, size: int) -> int:
     return at + next((i for i, byte in enumerate(data) if byte & 0xC0 != 0x80), 0)
 
 
-def _lines(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
+def _objects(
+    source: SourceFile, part: SourceSlice, reader: Reader
+) -> Iterator[tuple[str, Any]]:
+    """Yield where each object or row of a slice stands, and what it is."""
+    if source.kind is SourceKind.LIST:
+        with _opened(source) as file:
+            found = _parsed(file.read().removeprefix(BOM), 0, source.path)
+        for number, item in enumerate(found):
+            yield f"{source.path}, item {number}", item
+    elif source.kind is SourceKind.TABLE:
+        with open_table(source.path) as table:
+            names = table.schema_arrow.names
+        group = f"row group {part.start} (its columns are {', '.join(names)})"
+        wanted = rows(source.path, part.start, reader.columns(names))
+        for number, row in enumerate(wanted):
+            yield f"{source.path}, row {number} of {group}", row
+    else:
+        yield from _lines(source, part)
+
+
+def _lines(source: SourceFile, part: SourceSlice) -> Iterator[tuple[str, Any]]:
     with _opened(source) as file:
         at = part.start
         if at:
@@ -282,16 +303,8 @@ def _lines(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Do
             bare = line.removeprefix(BOM)  # Files that were joined have several.
             if bare.strip():
                 where = f"{source.path}, offset {at}: the line there"
-                found = _parsed(bare, at, where)
-                yield _document(found, reader, source, where)
+                yield where, _parsed(bare, at, where)
             at += len(line)
-
-
-def _list(source: SourceFile, reader: Reader) -> Iterator[Document]:
-    with _opened(source) as file:
-        found = _parsed(file.read().removeprefix(BOM), 0, source.path)
-    for number, item in enumerate(found):
-        yield _document(item, reader, source, f"{source.path}, item {number}")
 
 
 def _opened(source: SourceFile) -> BinaryIO:
@@ -308,50 +321,23 @@ def _parsed(data: bytes, at: int, where: str) -> Any:
 
 
 def _no_document(where: str, error: object) -> ConfigError:
-    remedy = _remedy(error, "mend it, or give --text-field")
+    remedy = "mend it, or give --text-field"
+    if isinstance(error, PictureError):
+        remedy = "mend its pictures, or leave it out"
     return ConfigError(f"{FIELD}: {where} is no document: {error}; {remedy}")
 
 
-def _remedy(error: object, otherwise: str) -> str:
-    picture = isinstance(error, PictureError)
-    return "mend its pictures, or leave it out" if picture else otherwise
-
-
-def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
-
-    with open_table(source.path) as table:
-        names = table.schema_arrow.names
-    columns = reader.columns(names)
-    for number, row in enumerate(rows(source.path, part.start, columns)):
-        try:
-            found = _read(row, reader, source)
-        except ValueError as error:
-            remedy = _remedy(error, "give --text-field")
-            raise ConfigError(
-                f"{FIELD}: {source.path}, row {number} of row group {part.start}: "
-                f"{error} (its columns are {', '.join(names)}); {remedy}"
-            ) from error
-        yield found
-
-
-def _document(found: Any, reader: Reader, source: SourceFile, where: str) -> Document:
-    try:
-        if not isinstance(found, dict):
-            raise ValueError("it is no object")
-        return _read(found, reader, source)
-    except ValueError as error:
-        raise _no_document(where, error) from error
-
-
-def _read(found: Mapping[str, Any], reader: Reader, source: SourceFile) -> Document:
+def _document(found: Any, reader: Reader, source: SourceFile) -> Document:
     """Return the document of an object or a row; it is empty if it has null in place of
     a text. Raise ValueError if it has none of the forms, U+0000 in a text, or pictures
     that are none or have no place."""
-    pictures = COLUMNS if reader.pictures else ()
-    wanted = [name for name in reader.columns(list(found)) if name not in pictures]
-    missing = {name for name in wanted if found[name] is None}
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
     example = Example([])
-    if not missing or not set(wanted) - missing < PAIR - {reader.text_field}:
+    pictured = COLUMNS if reader.pictures else ()
+    wanted = set(reader.columns(list(found))) - {*pictured}
+    missing = {name for name in wanted if found[name] is None}
+    if not missing or not wanted - missing < PAIR - {reader.text_field}:
         example = reader.read({k: v for k, v in found.items() if v is not None})
     digest, spans = hashlib.sha256(), []
     for span in example.spans:
@@ -362,11 +348,11 @@ def _read(found: Mapping[str, Any], reader: Reader, source: SourceFile) -> Docum
         digest.update(f"{len(data)}:{int(span.learned)}:".encode() + data)
         spans.append(span._replace(text=data.decode()))
     if reader.pictures is not None and spans:
-        files = _pictures(found, spans, Path(source.path).parent)
-        for file in files:
+        pictures = _pictures(found, spans, Path(source.path).parent)
+        for file in pictures:
             digest.update(hashlib.sha256(file).digest())
         spans = list(_with_places(spans, reader.pictures.text))
-        example = example._replace(pictures=files)
+        example = example._replace(pictures=pictures)
     spoken = found.get("messages")
     messages = spoken if isinstance(spoken, list) else []
     roles = {str(m.get("role")) for m in messages if isinstance(m, dict)}

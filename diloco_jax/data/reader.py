@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -276,18 +277,16 @@ class LeasedStream:
                 return
             if self._own:
                 positions = np.concatenate([positions[a:b] for a, b in self._own])
-            self._ready.append(self._begin(positions))
+            arrays = self._reader.empty(len(positions))
+            starts = range(0, len(positions), self._at_once)
+            read = functools.partial(self._read, positions, arrays)
+            parts = [self._readers.submit(read, start) for start in starts]
+            self._ready.append((parts, arrays))
 
-    def _begin(self, positions: np.ndarray) -> _Reading:
-        """Begin to read a batch, in parts side by side."""
-        arrays = self._reader.empty(len(positions))
-
-        def read(start: int) -> None:
-            for place in range(start, min(start + self._at_once, len(positions))):
-                self._reader.read(int(positions[place]), arrays, place)
-
-        starts = range(0, len(positions), self._at_once)
-        return [self._readers.submit(read, start) for start in starts], arrays
+    def _read(self, positions: np.ndarray, arrays: Arrays, start: int) -> None:
+        """Read a part of a batch."""
+        for place in range(start, min(start + self._at_once, len(positions))):
+            self._reader.read(int(positions[place]), arrays, place)
 
 
 class ValidationBatches:

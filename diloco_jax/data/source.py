@@ -237,8 +237,7 @@ MOST_SLOTS = 10_000
 class Shares:
     """Positions 0, 1, ... without end, divided among sources.
 
-    Each position is one draw of one source: `draw` returns it, and `position` inverts
-    that.
+    Each position is one draw of one source.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -253,18 +252,12 @@ class Shares:
         self._before = np.concatenate(
             (np.zeros((1, len(self.slots)), np.int64), np.cumsum(hits, axis=0))
         )
-        self._places = [np.flatnonzero(column) for column in hits.T]
 
     def draw(self, position: int) -> tuple[int, int]:
         """Return the source of a position, and the number of that source's draw."""
         period, slot = divmod(position, self.period)
         source = int(self._order[slot])
         return source, period * self.slots[source] + int(self._before[slot, source])
-
-    def position(self, source: int, draw: int) -> int:
-        """Return the position of a source's draw."""
-        period, number = divmod(draw, self.slots[source])
-        return period * self.period + int(self._places[source][number])
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """Return the number of draws of each source at positions [start, stop)."""

@@ -235,29 +235,27 @@ def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -
 def _check_loss(result: Any, rows: int) -> None:
     try:
         loss, metrics = result
-        found = {"the loss": loss}
-        found |= {f"metrics[{n!r}]": metrics[n] for n in ("loss", "tokens")}
-        wrong = {n: v for n, v in found.items() if v.shape or v.dtype != np.float32}
+        scalars = {f"metrics[{n!r}]": metrics[n] for n in ("loss", "tokens")}
+        told = {f"metrics[{n!r}]": metrics[n] for n in ROWS if n in metrics}
+        found = {"the loss": loss, **scalars, **told}
+        facts = [(name, v.shape, v.dtype) for name, v in found.items()]
     except (TypeError, ValueError, KeyError, AttributeError):
         raise ConfigError(
             f"loss returned {result}; it must return the mean loss and a dict of "
             f"'loss' and 'tokens', all of them scalars"
         ) from None
-    if wrong:
-        name, value = next(iter(wrong.items()))
-        raise ConfigError(
-            f"loss returned {name} of shape {value.shape} and dtype {value.dtype}; it "
-            f"must be a float32 scalar, the mean over all weights of the batch"
-        )
-    told = {name: metrics[name] for name in ROWS if name in metrics}
+    for name, shape, dtype in facts:
+        wanted: tuple[int, ...] = ()
+        what = "be a float32 scalar, the mean over all weights of the batch"
+        if name in told:
+            wanted, what = (rows,), f"have one float32 for each of the {rows} rows"
+        if shape != wanted or dtype != np.float32:
+            raise ConfigError(
+                f"loss returned {name} of shape {shape} and dtype {dtype}; it must "
+                f"{what}"
+            )
     if told and len(told) < len(ROWS):
         raise ConfigError(
-            f"loss returned metrics[{next(iter(told))!r}] without the other one of "
+            f"loss returned {next(iter(told))} without the other one of "
             f"{', '.join(ROWS)}; give both or none"
         )
-    for name, value in told.items():
-        if value.shape != (rows,) or value.dtype != np.float32:
-            raise ConfigError(
-                f"loss returned metrics[{name!r}] of shape {value.shape} and dtype "
-                f"{value.dtype}; it must have one float32 for each of the {rows} rows"
-            )

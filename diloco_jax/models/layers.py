@@ -39,7 +39,7 @@ from jax.ad_checkpoint import checkpoint_name
 from diloco_jax.config import ModelConfig
 from diloco_jax.config.config import LANES, require_blocks
 from diloco_jax.models.experts import Experts, Send
-from diloco_jax.models.model import Layout, Names
+from diloco_jax.models.model import Axes, Layout, Names
 
 Rotations = tuple[jax.Array, jax.Array]
 """Cosines and sines of the angles of all positions."""
@@ -61,6 +61,30 @@ class Tensor(NamedTuple):
     axes: tuple[str | None, ...]
     std: float
     start: float = 0.0
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell if a value describes a parameter."""
+    return isinstance(value, Tensor)
+
+
+def axes_of(tensors: dict[str, Any]) -> Axes:
+    """Return the names of their axes."""
+    axes: Axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=is_tensor)
+    return axes
+
+
+def stacked(
+    layers: int, shape: tuple[int, ...], axes: Names, std: float = 0.0, start: float = 0
+) -> Tensor:
+    """Describe a parameter that each of so many layers has."""
+    return Tensor((layers, *shape), ("layers", *axes), std, start)
+
+
+def residual_scale(layers: int) -> float:
+    """Return the factor that keeps the residual stream's size over two additions per
+    layer."""
+    return float((2 * layers) ** -0.5)
 
 
 def frequencies(config: ModelConfig, *, windowed: bool) -> Frequencies:
@@ -165,7 +189,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig):
         d, n = config.d_model, config.num_heads
         k, h = config.num_kv_heads, config.head_dim
-        std, out = d**-0.5, (n * h) ** -0.5 * _residual_scale(config)
+        std, out = d**-0.5, (n * h) ** -0.5 * residual_scale(config.num_layers)
         self.query = _weight((d, n, h), ("embed", "heads", "head_dim"), std)
         self.key = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
         self.value = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
@@ -217,7 +241,7 @@ class Mlp(nnx.Module):
         d, f = config.d_model, config.mlp_dim
         self.gate = _weight((d, f), ("embed", "mlp"), d**-0.5)
         self.up = _weight((d, f), ("embed", "mlp"), d**-0.5)
-        out = f**-0.5 * _residual_scale(config)
+        out = f**-0.5 * residual_scale(config.num_layers)
         self.down = _weight((f, d), ("mlp", "embed"), out)
         self.activation = config.activation
         self.biases = config.mlp_bias
@@ -244,7 +268,7 @@ class ExpertMlp(nnx.Module):
         self.router = _weight((d, e), ("embed", "router"), d**-0.5)
         self.gate = _weight((e, d, f), ("expert", "embed", "mlp"), d**-0.5)
         self.up = _weight((e, d, f), ("expert", "embed", "mlp"), d**-0.5)
-        out = f**-0.5 * _residual_scale(config)
+        out = f**-0.5 * residual_scale(config.num_layers)
         self.down = _weight((e, f, d), ("expert", "mlp", "embed"), out)
 
     def __call__(self, x: jax.Array, send: Send) -> jax.Array:
@@ -283,12 +307,6 @@ def _weight(
     shape: tuple[int, ...], axes: Names, std: float, start: float = 0.0
 ) -> nnx.Param[jax.Array]:
     return nnx.Param(jnp.zeros(shape), axes=axes, std=std, start=start)
-
-
-def _residual_scale(config: ModelConfig) -> float:
-    """Return the factor that keeps the residual stream's size over two additions per
-    layer."""
-    return float((2 * config.num_layers) ** -0.5)
 
 
 Apply = Callable[[jax.Array, Any, bool], tuple[jax.Array, Any]]

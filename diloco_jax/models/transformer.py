@@ -49,12 +49,15 @@ from diloco_jax.models.layers import (
     ATTENTION,
     Layer,
     Tensor,
+    axes_of,
     first_scale,
     frequencies,
+    is_tensor,
     restarted,
     rms_norm,
     rotations,
     run_layers,
+    stacked,
 )
 from diloco_jax.models.model import (
     Batch,
@@ -290,10 +293,8 @@ def build(
     if remat == "none":
         per_iteration = layers_per_iteration(config.num_layers, layout)
     tensors = _tensors(config)
-    axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
-
     adapters = adapter_tensors(config, tensors["layers"]) if config.lora_rank else {}
-    adapters_axes = jax.tree.map(lambda t: t.axes, adapters, is_leaf=_is_tensor)
+    axes, adapters_axes = axes_of(tensors), axes_of(adapters)
 
     def gathered(weights: Any, names: Any) -> Any:
         """Gather one layer's weights, except along the axes that the layout cuts."""
@@ -374,53 +375,35 @@ def build(
 
         return run_layers(config, x, stacked, wrap(layer), per_iteration)
 
-    takes = vision.picture_input(config)
-    fields = {**BATCH, **(takes.fields(pictures) if takes else {})}
+    own, rest = tensors, dict[str, Any]()
+    uses = _uses(config, axes) | vision.uses(config, pictures, length)
+    if adapters:
+        own, rest, uses = {"layers": adapters}, tensors, {}
+    elif config.train:
+        own = {n: t for n, t in tensors.items() if vision.part_of((n,)) in config.train}
+        rest = {name: part for name, part in tensors.items() if name not in own}
+
+    def loss_of_parts(
+        params: Params, batch: Batch, frozen: Params
+    ) -> tuple[jax.Array, Metrics]:
+        if adapters:
+            return loss(frozen, batch, params["layers"])
+        return loss({**params, **frozen}, batch)
+
     shapes = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, dtype),  # type: ignore[no-untyped-call]
-        tensors,
-        is_leaf=_is_tensor,
+        rest,
+        is_leaf=is_tensor,
     )
-    if adapters:
-        return Model(
-            lambda key: {"layers": _init(adapters, key)},
-            lambda params, batch, frozen: loss(frozen, batch, params["layers"]),
-            {"layers": adapters_axes},
-            fields,
-            Frozen(shapes=shapes, axes=axes),
-            takes,
-        )
-    uses = _uses(config, axes) | vision.uses(config, pictures, length)
-    if not config.train:
-        return Model(
-            lambda key: _init(tensors, key),
-            loss,
-            axes,
-            fields,
-            pictures=takes,
-            uses=uses,
-        )
-
-    def part(tree: dict[str, Any], trained: bool) -> dict[str, Any]:
-        """Return the parts that are trained, or those that are not."""
-        return {
-            name: own
-            for name, own in tree.items()
-            if (vision.part_of((name,)) in config.train) is trained
-        }
-
+    takes = vision.picture_input(config)
     return Model(
-        lambda key: _init(part(tensors, True), key),
-        lambda params, batch, frozen: loss({**params, **frozen}, batch),
-        part(axes, True),
-        fields,
-        Frozen(shapes=part(shapes, False), axes=part(axes, False)),
+        lambda key: _init(own, key),
+        loss_of_parts if rest else loss,
+        axes_of(own),
+        {**BATCH, **(takes.fields(pictures) if takes else {})},
+        Frozen(shapes, axes_of(rest)) if rest else None,
         takes,
-        {
-            path: use
-            for path, use in uses.items()
-            if vision.part_of(tuple(path.split("/"))) in config.train
-        },
+        {path: use for path, use in uses.items() if path.split("/")[0] in own},
     )
 
 
@@ -477,7 +460,7 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
 
     One draw serves all: compiling one per tensor takes several times as long.
     """
-    leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_tensor)
+    leaves, structure = jax.tree.flatten(tensors, is_leaf=is_tensor)
     sizes = [math.prod(t.shape) if t.std else 0 for t in leaves]
     noise = normal(key, sum(sizes))
     parts = jnp.split(noise, list(itertools.accumulate(sizes))[:-1])
@@ -494,25 +477,20 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
 def _tensors(config: ModelConfig) -> dict[str, Any]:
     """Describe all parameters; init and axes both follow from this."""
 
-    def stacked(variable: Any) -> Tensor:
-        metadata = variable.get_metadata()
-        shape = (config.num_layers, *variable.get_value().shape)
-        names = ("layers", *metadata["axes"])
-        return Tensor(shape, names, metadata["std"], metadata["start"])
+    def described(variable: Any) -> Tensor:
+        shape = variable.get_value().shape
+        own = variable.get_metadata()
+        return stacked(config.num_layers, shape, own["axes"], own["std"], own["start"])
 
     d, v = config.d_model, config.vocab_size
     tensors = {
         "embedding": Tensor((v, d), ("vocab", "embed"), EMBEDDING_STD),
-        "layers": nnx.to_pure_dict(_layer_graph(config)[1], extract_fn=stacked),
+        "layers": nnx.to_pure_dict(_layer_graph(config)[1], extract_fn=described),
         "norm": Tensor((d,), ("embed",), 0.0, first_scale(config)),
     }
     if not config.tied_embeddings:
         tensors["unembedding"] = Tensor((d, v), ("embed", "vocab"), EMBEDDING_STD)
     return tensors | vision.tensors(config)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _layer_graph(config: ModelConfig) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ its own. Published grids (26, 27, 32) are the same in both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.data.pictures import COUNT, PictureInput
-from diloco_jax.models.layers import ACTIVATIONS, ATTENDED, HEADS, Tensor, project
+from diloco_jax.models.layers import (
+    ACTIVATIONS,
+    ATTENDED,
+    HEADS,
+    Tensor,
+    axes_of,
+    project,
+    residual_scale,
+    stacked,
+)
 from diloco_jax.models.model import Layout, Params, Use
 
 EPSILON = 1e-6
@@ -52,34 +62,24 @@ def tensors(config: ModelConfig) -> dict[str, Any]:
         return {}
     width, hidden = vision.width, vision.mlp_dim
     heads = (vision.heads, width // vision.heads)
-    std, last = width**-0.5, (2 * vision.layers) ** -0.5
-
-    def stacked(
-        shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.0, start: int = 0
-    ) -> Tensor:
-        return Tensor((vision.layers, *shape), ("layers", *axes), std, start)
-
-    def norm() -> dict[str, Tensor]:
-        return {
-            "scale": stacked((width,), ("embed",), start=1),
-            "bias": stacked((width,), ("embed",)),
-        }
-
-    inward = stacked((width, *heads), ("embed", "heads", "head_dim"), std)
-    outward = stacked((*heads, width), ("heads", "head_dim", "embed"), std * last)
+    std, last = width**-0.5, residual_scale(vision.layers)
+    tensor = functools.partial(stacked, vision.layers)
+    wide = tensor((width,), ("embed",))
+    norm = {"scale": tensor((width,), ("embed",), start=1), "bias": wide}
+    inward = tensor((width, *heads), ("embed", "heads", "head_dim"), std)
     attention = {
         **dict.fromkeys(("query", "key", "value"), inward),
         **dict.fromkeys(
-            ("query_bias", "key_bias", "value_bias"), stacked((width,), ("heads",))
+            ("query_bias", "key_bias", "value_bias"), tensor((width,), ("heads",))
         ),
-        "output": outward,
-        "output_bias": stacked((width,), ("embed",)),
+        "output": tensor((*heads, width), ("heads", "head_dim", "embed"), std * last),
+        "output_bias": wide,
     }
     mlp = {
-        "up": stacked((width, hidden), ("embed", "mlp"), std),
-        "up_bias": stacked((hidden,), ("mlp",)),
-        "down": stacked((hidden, width), ("mlp", "embed"), hidden**-0.5 * last),
-        "down_bias": stacked((width,), ("embed",)),
+        "up": tensor((width, hidden), ("embed", "mlp"), std),
+        "up_bias": tensor((hidden,), ("mlp",)),
+        "down": tensor((hidden, width), ("mlp", "embed"), hidden**-0.5 * last),
+        "down_bias": wide,
     }
     values = 3 * vision.patch**2
     joined = width * vision.shuffle**2
@@ -90,9 +90,9 @@ def tensors(config: ModelConfig) -> dict[str, Any]:
             ((vision.side // vision.patch) ** 2, width), (None, "embed"), std
         ),
         "layers": {
-            "attention_norm": norm(),
+            "attention_norm": norm,
             "attention": attention,
-            "mlp_norm": norm(),
+            "mlp_norm": norm,
             "mlp": mlp,
         },
         "norm": {
@@ -118,7 +118,7 @@ def uses(config: ModelConfig, most: int, length: int) -> dict[str, Use]:
     """Return the tensors that only pictures touch, each as a whole. most: pictures of a
     row. length: T."""
     use = Use(picture_count, most / length, as_one=True)
-    leaves = jax.tree_util.tree_leaves_with_path(_names(config), is_leaf=_is)
+    leaves = jax.tree_util.tree_leaves_with_path(axes_of(tensors(config)), is_leaf=_is)
     return {"/".join(key.key for key in path): use for path, _ in leaves}
 
 
@@ -144,7 +144,7 @@ def features(
     uint8 [B, N, S, S, 3].
     """
     rows, count = pictures.shape[:2]
-    tower, names = params["tower"], _names(config)
+    tower, names = params["tower"], axes_of(tensors(config))
     dtype = tower["patches"].dtype
 
     def use(weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
@@ -224,30 +224,24 @@ def layer_norm(x: jax.Array, own: Params) -> jax.Array:
     return y.astype(x.dtype)
 
 
-def _attend(x: jax.Array, own: Params, layout: Layout) -> jax.Array:
-    def side(name: str) -> jax.Array:
-        made = project(x, own[name])
-        return layout.constrain(
-            made + own[f"{name}_bias"].reshape(made.shape[2:]), HEADS
-        )
+def product(own: Params, name: str, x: jax.Array, axes: int = 1) -> jax.Array:
+    """Contract the last `axes` axes of x with the first of a matrix; add its bias."""
+    made = project(x, own[name], axes)
+    bias: jax.Array = own[f"{name}_bias"]
+    return made + bias.reshape(made.shape[x.ndim - axes :])
 
-    mixed = jax.nn.dot_product_attention(*map(side, ("query", "key", "value")))
+
+def _attend(x: jax.Array, own: Params, layout: Layout) -> jax.Array:
+    sides = (product(own, name, x) for name in ("query", "key", "value"))
+    query, key, value = (layout.constrain(side, HEADS) for side in sides)
+    mixed = jax.nn.dot_product_attention(query, key, value)
     mixed = checkpoint_name(mixed, ATTENDED)  # type: ignore[no-untyped-call]
-    added: jax.Array = project(mixed, own["output"], axes=2) + own["output_bias"]
-    return added
+    return product(own, "output", mixed, axes=2)
 
 
 def _mlp(x: jax.Array, own: Params, layout: Layout) -> jax.Array:
-    hidden = ACTIVATIONS["gelu_tanh"](project(x, own["up"]) + own["up_bias"])
-    hidden = layout.constrain(hidden, ("batch", None, "mlp"))
-    added: jax.Array = project(hidden, own["down"]) + own["down_bias"]
-    return added
-
-
-def _names(config: ModelConfig) -> Any:
-    return jax.tree.map(
-        lambda t: t.axes, tensors(config), is_leaf=lambda t: isinstance(t, Tensor)
-    )
+    hidden = ACTIVATIONS["gelu_tanh"](product(own, "up", x))
+    return product(own, "down", layout.constrain(hidden, ("batch", None, "mlp")))
 
 
 def _is(value: Any) -> bool:

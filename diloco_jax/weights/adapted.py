@@ -34,17 +34,12 @@ def factory(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
     Raises ConfigError if the run starts from no weights.
     """
     if not run.model.weights:
-        trained = ", ".join(run.model.train)
-        what, why = (
-            f"model.train = {trained}",
-            "the other parts stay as the weights are",
-        )
-        if run.model.lora_rank:
-            what = f"model.lora_rank = {run.model.lora_rank}"
-            why = "adapters are added to weights"
+        asked = {"lora_rank": run.model.lora_rank, "train": ", ".join(run.model.train)}
+        what = " ".join(f"model.{name} = {own}" for name, own in asked.items() if own)
         raise ConfigError(
-            f"{what}, and model.weights is empty: {why}; give them (--init hf:DIR, and "
-            f"to an island --model.weights hf:DIR)"
+            f"{what}, and model.weights is empty: adapters are added to weights, and "
+            f"parts that are not trained stay as these are; give them (--init hf:DIR, "
+            f"and to an island --model.weights hf:DIR)"
         )
     model = models.bundled(run, island, layout)
     assert model.frozen is not None
@@ -99,17 +94,12 @@ def digest_of(leaves: Iterator[np.ndarray]) -> str:
 def merged(run: RunConfig, trained: Params) -> Params:
     """Return the whole model, f32, stacked: the weights with a run's adapters added, or
     its trained parts and the others."""
-    if run.model.train:
-        frozen: Params = {}
-        for path, value in merged_leaves(run, {}):
-            node = frozen
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            node[path[-1]] = value
-        return {**trained, **frozen}
-    structure = jax.tree.structure(models.build(base_run(run)).shapes())
-    leaves = [leaf for _, leaf in merged_leaves(run, trained)]
-    whole: Params = jax.tree.unflatten(structure, leaves)
+    whole = dict(trained) if run.model.train else {}
+    for path, value in merged_leaves(run, {} if run.model.train else trained):
+        node = whole
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
     return whole
 
 

@@ -29,6 +29,7 @@ from diloco_jax.data.tokenizers import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable, sync_path
 from diloco_jax.models.build import build, build_plan
+from diloco_jax.models.model import Params
 from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.adapted import base_run, merged_leaves, write_adapter
 from diloco_jax.weights.first import fill
@@ -89,11 +90,14 @@ def export(
         pieces = itertools.chain(pieces, _by_layer(merged_leaves(run, {})))
         run = base_run(run)
     with _appearing(target, source) as scratch:
-        write = _Whole(run, source, scratch, dtype, shard_bytes)
+        lacks = _write_settings(run, source, scratch, dtype)
+        views, total, gains = _make_files(run, scratch, dtype, shard_bytes)
+        done = 0
         for piece, value in pieces:
-            fill(write.views, piece, write.scaled(piece.path, value))
-            report(write.share_done(value.size))
-        return write.finish()
+            fill(views, piece, 1 + value if piece.path in gains else value)
+            done += value.size
+            report(done / total)
+        return total, lacks
 
 
 def _by_layer(
@@ -108,59 +112,51 @@ def _by_layer(
             yield Piece(path, layer, own.shape, False), own
 
 
-class _Whole:
-    """The files of a whole model in a folder, to be filled."""
+def _make_files(
+    run: RunConfig, folder: Path, dtype: str, shard_bytes: int
+) -> tuple[Params, int, set[tuple[str, ...]]]:
+    """Make the files of a whole model in a folder. Return its parameters as views of
+    them, to be filled, their number, and those that the files have plus 1."""
 
-    def __init__(
-        self, run: RunConfig, source: Path, folder: Path, dtype: str, shard_bytes: int
-    ) -> None:
-        """source: the small files that the run kept of what it started from."""
+    def made(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+        kind = tensor_files.DTYPES[KINDS[dtype]]
+        return tensor_files.make_tensors(folder, shapes, kind, shard_bytes)
 
-        def made(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-            kind = tensor_files.DTYPES[KINDS[dtype]]
-            return tensor_files.make_tensors(folder, shapes, kind, shard_bytes)
-
-        self._folder, self._done = folder, 0
-        self._beside: dict[str, Any] = {}
-        self._gains, self._norms = False, set[tuple[str, ...]]()
-        if run.model.factory:
-            leaves, structure = jax.tree.flatten_with_path(build(run).shapes())
-            arrays = made({_joined(path): leaf.shape for path, leaf in leaves})
-            self.views = jax.tree.unflatten(structure, list(arrays.values()))
-            self._lacks = (
-                f"model.factory = {run.model.factory!r}: the arrays by their names, "
-                f"and no config.json, since no other tool knows the model"
-            )
-        else:
-            written = families.write(run.model, run.sequence_length)
-            self._gains = families.read(written, "").norm_gain != run.model.norm_gain
-            self._beside, self._lacks = _settings(written, source, dtype)
-            if run.model.vision.layers and not (source / PREPROCESSOR).is_file():
-                self._beside |= families.processor(run.model)
-            tensors = tensor_files.tensors(run.model)
-            arrays = made({tensor.name: tensor.shape for tensor in tensors})
-            self.views = tensor_files.views(run.model, arrays)
-            self._norms = {tensor.path for tensor in tensors if tensor.is_norm}
-        self._total = sum(array.size for array in arrays.values())
-
-    def scaled(self, path: tuple[str, ...], value: Any) -> Any:
-        """Return a parameter as the family has it: its norms may multiply otherwise."""
-        return 1 + value if self._gains and path in self._norms else value
-
-    def share_done(self, more: int) -> float:
-        """Count so many values more; return the share that is written."""
-        self._done += more
-        return self._done / self._total
-
-    def finish(self) -> tuple[int, str]:
-        """Write the settings; return the number of values, and what lacks."""
-        for name, settings in self._beside.items():
-            (self._folder / name).write_text(json.dumps(settings, indent=2) + "\n")
-        return self._total, self._lacks
+    views: Params
+    gains = set[tuple[str, ...]]()
+    if run.model.factory:
+        leaves, structure = jax.tree.flatten_with_path(build(run).shapes())
+        names = ["/".join(key.key for key in path) for path, _ in leaves]
+        shapes = [leaf.shape for _, leaf in leaves]
+        arrays = made(dict(zip(names, shapes, strict=True)))
+        views = jax.tree.unflatten(structure, list(arrays.values()))
+    else:
+        tensors = tensor_files.tensors(run.model)
+        arrays = made({tensor.name: tensor.shape for tensor in tensors})
+        views = tensor_files.views(run.model, arrays)
+        # The family's norms may multiply by the scale itself.
+        written = families.read(families.write(run.model, run.sequence_length), "")
+        if written.norm_gain != run.model.norm_gain:
+            gains = {tensor.path for tensor in tensors if tensor.is_norm}
+    return views, sum(array.size for array in arrays.values()), gains
 
 
-def _joined(path: tuple[Any, ...]) -> str:
-    return "/".join(key.key for key in path)
+def _write_settings(run: RunConfig, source: Path, folder: Path, dtype: str) -> str:
+    """Write the settings beside the tensors; return what other tools do not find.
+
+    source: the small files that the run kept of what it started from."""
+    if run.model.factory:
+        return (
+            f"model.factory = {run.model.factory!r}: the arrays by their names, and no "
+            f"config.json, since no other tool knows the model"
+        )
+    written = families.write(run.model, run.sequence_length)
+    found, lacks = _settings(written, source, dtype)
+    if run.model.vision.layers and not (source / PREPROCESSOR).is_file():
+        found |= families.processor(run.model)
+    for name, settings in found.items():
+        (folder / name).write_text(json.dumps(settings, indent=2) + "\n")
+    return lacks
 
 
 @contextlib.contextmanager

@@ -33,6 +33,18 @@ SIZES = {
     "tied_embeddings": "tie_word_embeddings",
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+FACTOR = {"rope_factor": "factor"}
+SCALINGS: Mapping[str, Mapping[str, str]] = {
+    "none": {},
+    "linear": FACTOR,
+    "llama3": {
+        **FACTOR,
+        "rope_low_factor": "low_freq_factor",
+        "rope_high_factor": "high_freq_factor",
+        "rope_original_length": "original_max_position_embeddings",
+    },
+}
+"""Scalings of positions: their keys by our names."""
 PLAIN = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -217,21 +229,14 @@ MULTIMODAL = {"gemma3": "gemma3_text", "idefics3": "llama", "smolvlm": "llama"}
 WITH_TOWER = ("idefics3", "smolvlm")
 """Those whose tower is read, too; they compute the same, and leave as the first."""
 TOWER = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "mlp_dim": "intermediate_size",
-    "side": "image_size",
-    "patch": "patch_size",
+    "layers": ("num_hidden_layers", 12),
+    "width": ("hidden_size", 1152),
+    "heads": ("num_attention_heads", 16),
+    "mlp_dim": ("intermediate_size", 3072),
+    "side": ("image_size", 224),
+    "patch": ("patch_size", 32),
 }
-TOWER_DEFAULTS = {
-    "num_hidden_layers": 12,
-    "hidden_size": 1152,
-    "num_attention_heads": 16,
-    "intermediate_size": 3072,
-    "image_size": 224,
-    "patch_size": 32,
-}
+"""Sizes of a tower by our names: their keys, and the defaults of transformers."""
 TOWER_PLAIN = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": vision.EPSILON,
@@ -392,10 +397,7 @@ def as_written(model: ModelConfig, written: ModelConfig) -> ModelConfig:
         unused += ["qk_norm_whole"]
     if not model.window:
         unused += ["window_pattern", "rope_window_base"]
-    if model.rope_scaling == "none":
-        unused += ["rope_factor"]
-    if model.rope_scaling != "llama3":
-        unused += ["rope_low_factor", "rope_high_factor", "rope_original_length"]
+    unused += SCALINGS["llama3"].keys() - SCALINGS[model.rope_scaling].keys()
     changes |= {name: getattr(ModelConfig(), name) for name in unused}
     return dataclasses.replace(model, **changes)
 
@@ -416,23 +418,24 @@ def _write(
         "mlp_bias": model.mlp_bias,
         "max_position_embeddings": length,
         "rope_theta": model.rope_base,
-        "rope_scaling": _write_scaling(model),
+        "rope_scaling": None,
     }
+    if scaling := SCALINGS[model.rope_scaling]:
+        written["rope_scaling"] = {
+            "rope_type": model.rope_scaling,
+            **{theirs: getattr(model, ours) for ours, theirs in scaling.items()},
+        }
     if "sliding_window" in family.defaults:
         written["sliding_window"] = None
     if family.fixed.get("qk_norm_whole"):  # Its norms have the width of the stream.
         written["head_dim"] = model.d_model // model.num_heads
     if family.windows:
-        layers = range(model.num_layers)
-        windowed = [model.is_windowed(layer) for layer in layers]
         written |= {
             "query_pre_attn_scalar": model.head_dim,
             "rope_local_base_freq": model.rope_window_base,
             "sliding_window": model.window,
             "sliding_window_pattern": model.window_pattern,
-            "layer_types": [
-                "sliding_attention" if own else "full_attention" for own in windowed
-            ],
+            "layer_types": _layer_types(model, model.num_layers),
         }
     return written
 
@@ -451,13 +454,9 @@ def _read_tower(found: Json, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} has no image_token_id; copy the folder again")
     family = str((found.get("text_config") or {}).get("model_type"))
     _require(f"{where}, text_config", "model_type", family, (MULTIMODAL[kind],))
-    sizes = {**TOWER_DEFAULTS, **inner}
-    tower = VisionConfig(
-        shuffle=outer["scale_factor"],
-        token=outer["image_token_id"],
-        **{ours: sizes[theirs] for ours, theirs in TOWER.items()},
-    )
-    return {"vision": tower}
+    sizes = {ours: inner.get(*theirs) for ours, theirs in TOWER.items()}
+    shuffle, token = outer["scale_factor"], outer["image_token_id"]
+    return {"vision": VisionConfig(shuffle=shuffle, token=token, **sizes)}
 
 
 def _write_tower(model: ModelConfig, length: int) -> dict[str, Any]:
@@ -480,7 +479,7 @@ def _write_tower(model: ModelConfig, length: int) -> dict[str, Any]:
         "text_config": text,
         "vision_config": {
             "model_type": f"{kind}_vision",
-            **{theirs: getattr(own, ours) for ours, theirs in TOWER.items()},
+            **{theirs: getattr(own, ours) for ours, (theirs, _) in TOWER.items()},
             **TOWER_PLAIN,
         },
     }
@@ -553,43 +552,21 @@ def _read_rope(found: Json, where: str) -> dict[str, Any]:
     base = local.get("rope_theta", found.get("rope_local_base_freq"))
     if base is not None:
         rope["rope_window_base"] = float(base)
-    if kind == "default":
-        return rope
-    factors = {"rope_factor": "factor"}
-    if kind == "llama3":
-        factors |= {
-            "rope_low_factor": "low_freq_factor",
-            "rope_high_factor": "high_freq_factor",
-        }
-        key = "original_max_position_embeddings"
-        _require_key(where, scaling, key)
-        rope["rope_original_length"] = scaling[key]
-    for theirs in factors.values():
-        _require_key(where, scaling, theirs)
-    read = {ours: float(scaling[theirs]) for ours, theirs in factors.items()}
-    return {**rope, **read, "rope_scaling": kind}
+    kind = "none" if kind == "default" else kind
+    for ours, theirs in SCALINGS[kind].items():
+        if theirs not in scaling:
+            raise ConfigError(
+                f"{where}: the scaling of positions has no {theirs} (its keys are "
+                f"{', '.join(scaling)}); copy the folder again"
+            )
+        rope[ours] = type(getattr(ModelConfig(), ours))(scaling[theirs])
+    return {**rope, "rope_scaling": kind}
 
 
 def _with_type(scaling: Json) -> dict[str, Any]:
     """Return it with `rope_type` for the older name of that key."""
     kept = {key: value for key, value in scaling.items() if key != "type"}
     return {"rope_type": scaling["type"], **kept} if "type" in scaling else kept
-
-
-def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    if model.rope_scaling == "none":
-        return None
-    scaling: dict[str, Any] = {
-        "rope_type": model.rope_scaling,
-        "factor": model.rope_factor,
-    }
-    if model.rope_scaling == "llama3":
-        scaling |= {
-            "low_freq_factor": model.rope_low_factor,
-            "high_freq_factor": model.rope_high_factor,
-            "original_max_position_embeddings": model.rope_original_length,
-        }
-    return scaling
 
 
 def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any]:
@@ -604,7 +581,6 @@ def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any
                 f"is longer: the window then hides nothing"
             )
         return {}
-    count = found["num_hidden_layers"]
     pattern = found.get("sliding_window_pattern", found.get("_sliding_window_pattern"))
     if "full_attention" in kinds:
         pattern = kinds.index("full_attention") + 1
@@ -615,16 +591,18 @@ def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any
     if kinds and "sliding_attention" not in kinds:
         windows["window"] = 0
     made = ModelConfig(**windows)
-    expected = [
-        "sliding_attention" if made.is_windowed(layer) else "full_attention"
-        for layer in range(count)
-    ]
-    if kinds and kinds != expected:
+    if kinds and kinds != _layer_types(made, found["num_hidden_layers"]):
         raise ConfigError(
             f"{where}: layer_types = {kinds}; only a full_attention after every so "
             f"many of sliding_attention can be followed"
         )
     return windows
+
+
+def _layer_types(model: ModelConfig, count: int) -> list[str]:
+    """Return what the first layers see, as config.json names it."""
+    kinds = "full_attention", "sliding_attention"
+    return [kinds[model.is_windowed(layer)] for layer in range(count)]
 
 
 def _require_none_lacking(where: str, found: Json) -> None:
@@ -641,14 +619,6 @@ def _require_none_lacking(where: str, found: Json) -> None:
 def _require_plain(where: str, found: Json) -> None:
     for key, value in PLAIN.items():
         _require(where, key, found.get(key) or value, (value,))
-
-
-def _require_key(where: str, scaling: Json, key: str) -> None:
-    if key not in scaling:
-        raise ConfigError(
-            f"{where}: the scaling of positions has no {key} (its keys are "
-            f"{', '.join(scaling)}); copy the folder again"
-        )
 
 
 def _require(where: str, key: str, value: Any, known: tuple[Any, ...]) -> None:

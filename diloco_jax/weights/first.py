@@ -1,17 +1,24 @@
 """The first parameters of a run: drawn, or from files, or from another run.
 
 `--init hf:DIR` names a folder with config.json and safetensors, `--init hf:OWNER/NAME`
-a model of the hub, `--init run:WORKDIR` the newest snapshot of a run of this package.
-Of a folder in a bucket there is a copy on this machine for as long as somebody reads
-it.
+a model of the Hugging Face Hub, `--init run:WORKDIR` the newest snapshot of a run of
+this package. Of a folder in a bucket there is a copy on this machine for as long as
+somebody reads it.
+
+A name becomes `hf://OWNER/NAME@COMMIT` before anything starts, and stands so in the
+run's config: a coordinator that comes back reads the same files. They lie in the hub's
+own cache (`HF_HOME`), where an interrupted download goes on and other tools find them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import logging
+import os
+import re
 import shutil
 import tempfile
 import time
@@ -43,13 +50,15 @@ from diloco_jax.files import is_bucket
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
 from diloco_jax.models.vision import part_of
-from diloco_jax.weights import families, hub, tensor_files
+from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.tensor_files import (
     BESIDE,
     CONFIG,
     GENERATION,
     INDEX,
+    SINGLE,
     ExpertStack,
+    read_index,
     read_json,
     read_tensors,
 )
@@ -79,7 +88,7 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
             )
         placement = dataclasses.replace(config.placement, first_from=island)
         return dataclasses.replace(config, placement=placement)
-    kind, folder = read_init(hub.pinned(source))
+    kind, folder = read_init(pinned(source))
     with at_hand(kind, folder, arrays=False) as here:
         if kind == "hf":
             model = families.read(read_json(here / CONFIG), f"{folder}/{CONFIG}")
@@ -165,7 +174,7 @@ def require_source(model: ModelConfig) -> None:
         return
     model = _all_trained(model)
     of_hub = folder.startswith(HUB)
-    if of_hub and (meant := hub.pinned(model.weights)) != f"{kind}:{folder}":
+    if of_hub and (meant := pinned(model.weights)) != f"{kind}:{folder}":
         raise ConfigError(
             f"model.weights = {model.weights!r} names no commit, and the run would not "
             f"find the same files later; write {meant!r}, which it is now"
@@ -385,6 +394,104 @@ def _equal(one: np.ndarray, other: np.ndarray, rows: int = 4096) -> bool:
     )
 
 
+ENDPOINT = "HF_ENDPOINT"
+"""Variable with the address of another hub, as its own tools read it."""
+COMMIT = re.compile("[0-9a-f]{40}")
+TIMEOUT_S = 30.0
+MOST_SAID = 200
+"""Characters of the hub's own message that are shown."""
+
+
+def pinned(weights: str) -> str:
+    """Return weights as `model.weights` has them, a model of the hub with its commit.
+
+    Raises ConfigError, with the command to fetch it by hand, if the hub does not answer
+    or has no such model or revision.
+    """
+    kind, folder = read_init(weights)
+    if not folder.startswith(HUB):
+        return f"{kind}:{folder}"
+    name, revision = _parts(folder)
+    if COMMIT.fullmatch(revision):
+        return f"{kind}:{folder}"
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=os.environ.get(ENDPOINT))
+        found = api.model_info(name, revision=revision or None, timeout=TIMEOUT_S)
+    except Exception as error:
+        raise ConfigError(_cannot(folder, error)) from error
+    return f"{kind}:{HUB}{name}@{found.sha}"
+
+
+def _downloaded(folder: str, *, arrays: bool) -> Path:
+    """Return a folder on this machine with the files of `hf://OWNER/NAME@COMMIT`; fetch
+    those that the cache lacks, with a bar on standard error.
+
+    arrays: those files of the weights that `read_tensors` reads, too. Raises
+    ConfigError as `pinned` does.
+    """
+    name, revision = _parts(folder)
+
+    def fetch(wanted: Sequence[str]) -> Path:
+        try:
+            from huggingface_hub import snapshot_download
+
+            return Path(
+                snapshot_download(
+                    name,
+                    revision=revision or None,
+                    allow_patterns=list(wanted),
+                    endpoint=os.environ.get(ENDPOINT),
+                    etag_timeout=TIMEOUT_S,
+                )
+            )
+        except Exception as error:
+            raise ConfigError(_cannot(folder, error)) from error
+
+    found = fetch([CONFIG, INDEX, *BESIDE, *([SINGLE] if arrays else [])])
+    # Others may lie beside them: the same weights once more, in another layout.
+    if arrays and not (found / SINGLE).is_file() and (found / INDEX).is_file():
+        return fetch(
+            [glob.escape(file) for file in sorted(set(read_index(found).values()))]
+        )
+    return found
+
+
+def _parts(folder: str) -> tuple[str, str]:
+    """Return OWNER/NAME and the revision, "" if there is none."""
+    name, _, revision = folder.removeprefix(HUB).partition("@")
+    return name, revision
+
+
+def _cannot(folder: str, error: Exception) -> str:
+    """Say what went wrong, and how to fetch the model by hand."""
+    name, revision = _parts(folder)
+    at = f" --revision {revision}" if revision else ""
+    here = name.partition("/")[2]
+    by_hand = f"`hf download {name}{at} --local-dir {here}` and --init hf:{here}"
+    if isinstance(error, ImportError):
+        return (
+            f"--init hf:{name} needs the package huggingface-hub; pip install "
+            f"'diloco-jax[text]', or fetch it on another machine: {by_hand}"
+        )
+    kind = type(error).__name__
+    said = " ".join(str(error).split())[:MOST_SAID]
+    where = os.environ.get(ENDPOINT) or "the Hugging Face Hub"
+    if kind == "GatedRepoError":
+        remedy = "accept its licence there, and `hf auth login` or set HF_TOKEN"
+    elif kind == "RevisionNotFoundError":
+        remedy = f"{name} has no revision {revision!r}; give a branch, tag or commit"
+    elif kind == "RepositoryNotFoundError":
+        remedy = (
+            f"there is no folder {name} here and no such model there, or it is private "
+            f"(`hf auth login`, or set HF_TOKEN); correct the name"
+        )
+    else:
+        remedy = f"repeat the command, or fetch it where there is a network: {by_hand}"
+    return f"--init hf:{name}: {where} does not give it ({kind}: {said}); {remedy}"
+
+
 BLOCK_BYTES = 64 << 20
 """Bytes that are in memory at a time."""
 PREFIX, SUFFIX = f"{run_files.SOURCE}.", ".tmp"
@@ -413,7 +520,7 @@ def at_hand(
         yield Path(folder)
         return
     if folder.startswith(HUB):
-        here = hub.downloaded(folder, arrays=arrays)
+        here = _downloaded(folder, arrays=arrays)
         try:
             yield here
         except ConfigError as error:

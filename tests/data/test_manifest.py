@@ -9,10 +9,11 @@ from prepare_support import copy_of
 
 from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
 from diloco_jax.config.resolving import resolve
-from diloco_jax.data import corpus, manifest
+from diloco_jax.data import corpus, documents, manifest
 from diloco_jax.data.commands import manifest_command
 from diloco_jax.data.corpus import load_checked_corpus, load_corpus
-from diloco_jax.data.documents import SourceKind, read_file
+from diloco_jax.data.documents import SourceKind
+from diloco_jax.data.manifest import read_file
 from diloco_jax.observability import terminal
 
 LARGE, BYTES = 1000, 256
@@ -23,7 +24,7 @@ CHUNK = BYTES // 4
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(manifest, "MAPPED_FROM", LARGE)
+    monkeypatch.setattr(documents, "MAPPED_FROM", LARGE)
     monkeypatch.setattr(manifest, "CHUNK_BYTES", BYTES)
 
 
@@ -120,7 +121,7 @@ def folder(tmp_path):
 
 def test_large_and_small_documents_make_one_row(folder, monkeypatch):
     mapped = load_corpus((str(folder),), 0.3)
-    monkeypatch.setattr(manifest, "MAPPED_FROM", 1 << 30)
+    monkeypatch.setattr(documents, "MAPPED_FROM", 1 << 30)
     for path in folder.glob("*.manifest"):
         path.unlink()
     read = load_corpus((str(folder),), 0.3)

@@ -13,50 +13,19 @@ import make_tokenizers
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from prepare_support import LENGTH, documents_of, made, many, recipe, write_lines
 from pyarrow import parquet
 
 from diloco_jax.data import prepare, prepare_sources
 from diloco_jax.data.corpus import is_validation, place
-from diloco_jax.data.examples import Reader, Tokenised
-from diloco_jax.data.prepare import pack
+from diloco_jax.data.examples import Reader
 from diloco_jax.data.prepare_sources import SourceKind, find_sources, make_parts, read
 from diloco_jax.data.prepared import RecordFormat
 from diloco_jax.data.tokenizers import open_tokenizer
 
-# ---- packing ---------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 70), st.booleans()), max_size=30),
-    st.integers(2, 20),
-)
-@example([(2, True)] * 3, 5)
-def test_every_learned_token_is_predicted_once(sizes, length):
-    counter = itertools.count()
-    documents = [
-        Tokenised(
-            np.array([next(counter) for _ in range(size)], np.int32),
-            np.full(size, learned),
-        )
-        for size, learned in sizes
-    ]
-    rows = list(pack(documents, length))
-    assert all(sum(len(p.tokens) for p in row) <= length + 1 for row in rows)
-    predicted = [
-        int(token)
-        for row in rows
-        for piece in row
-        for token, counts in zip(piece.tokens[1:], piece.learned[1:], strict=True)
-        if counts
-    ]
-    want = [int(t) for d in documents for t in d.tokens[1:] if d.learned[0]]
-    assert sorted(predicted) == want
-    sizes = [sum(len(piece.tokens) for piece in row) for row in rows]
-    # No two rows could have been one.
-    assert all(a + b > length + 1 for a, b in itertools.combinations(sizes, 2))
+# ---- rows ------------------------------------------------------------------------
 
 
 @given(st.data(), st.integers(1, 40), st.sampled_from([256, 65536, 65537, 1 << 20]))

@@ -7,7 +7,6 @@ import pytest
 from prepare_support import documents_of, made, recipe, write_lines
 from pyarrow import parquet
 
-from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.data import prepare_sources
 
@@ -68,7 +67,9 @@ def test_an_option_that_fits_no_document_is_refused_before_the_work(
 def test_a_table_without_text_names_its_columns(tmp_path):
     (tmp_path / "in").mkdir()
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "in" / "a.parquet")
-    with pytest.raises(ConfigError, match=r"its columns are body\); give --text-field"):
+    with pytest.raises(
+        ConfigError, match=r"its columns are body\) .*give --text-field"
+    ):
         made(tmp_path)
     how = recipe(text_field="body", fraction=0.5)
     with pytest.raises(ConfigError, match=r"1 documents with one text, which"):
@@ -87,7 +88,7 @@ def test_a_table_with_a_text_that_is_none_is_named(tmp_path):
     ):
         made(tmp_path)
     parquet.write_table(pyarrow.table({"text": ["a\0b"]}), path)
-    with pytest.raises(ConfigError, match=r"row 0 of row group 0: .*U\+0000"):
+    with pytest.raises(ConfigError, match=r"row 0 of row group 0 .*U\+0000"):
         made(tmp_path)
     assert not (tmp_path / "out.partial").exists()
 
@@ -134,18 +135,6 @@ def test_any_failure_before_a_part_is_done_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_source_that_went_away_meanwhile_is_named(texts, tmp_path, monkeypatch):
-    real = prepare_sources.make_parts
-
-    def late(*arguments):
-        (tmp_path / "in" / "t005.txt").unlink()
-        return real(*arguments)
-
-    monkeypatch.setattr("diloco_jax.data.prepare.make_parts", late)
-    with pytest.raises(ConfigError, match=r"t005.txt cannot be read \(No such file"):
-        made(tmp_path)
-
-
 def test_half_a_character_of_json_is_replaced(tmp_path):
     (tmp_path / "in").mkdir()
     lines = "".join(f'{{"text": "{n} \\ud800"}}\n' for n in range(40))
@@ -172,16 +161,25 @@ def test_other_options_do_not_go_on(texts, tmp_path, monkeypatch):
         made(tmp_path)
 
 
-def test_a_source_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (os.unlink, r"t005.txt cannot be read \(No such file"),
+        (lambda path: os.utime(path, (1, 1)), r"t005.txt has changed since the work"),
+    ],
+)
+def test_a_source_that_changes_meanwhile_is_named(
+    change, shown, texts, tmp_path, monkeypatch
+):
     real = prepare_sources.make_parts
 
     def late(*arguments):
         found = real(*arguments)
-        os.utime(tmp_path / "in" / "t005.txt", (1, 1))
+        change(tmp_path / "in" / "t005.txt")
         return found
 
     monkeypatch.setattr("diloco_jax.data.prepare.make_parts", late)
-    with pytest.raises(ConfigError, match=r"t005.txt has changed since the work began"):
+    with pytest.raises(ConfigError, match=shown):
         made(tmp_path)
 
 
@@ -195,25 +193,12 @@ def test_what_is_refused_after_a_part_is_done_keeps_the_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (["prepare", "there", "in"], "exists; give the name of a new folder"),
-        (["prepare", "x", "in"], "x.partial, where the work lies until it is"),
-        (["prepare", "no/y", "in"], "there is no folder"),
-        (["mix"], "found 'mix'"),
-        (["prepare", "y", "in", "--turn", "a"], "--turn: the turn 'a' has 0 places"),
-        (["prepare", "y", "in", "--text-field", ""], "--text-field is empty"),
-        (["prepare", "gs://b/x", "in"], "OUT: gs://b/x is a bucket; give a folder of"),
-        (["prepare", "y", "in", "s3://b/in"], "SOURCES: s3://b/in is a bucket; mount"),
-    ],
+    ("out", "said"),
+    [("x", "x.partial, where the work lies until it is"), ("no/y", "there is no fold")],
 )
-def test_a_command_that_cannot_be_done_changes_nothing(
-    line, said, texts, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
+def test_a_folder_that_cannot_be_made_changes_nothing(out, said, texts, tmp_path):
     (tmp_path / "x.partial").write_text("mine")
-    assert cli.main(["data", *line]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert {path.name for path in tmp_path.iterdir()} == {"in", "there", "x.partial"}
+    with pytest.raises(ConfigError, match=said):
+        made(tmp_path, out=out)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "x.partial"}
     assert (tmp_path / "x.partial").read_text() == "mine"

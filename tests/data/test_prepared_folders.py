@@ -56,7 +56,7 @@ def test_a_prepared_folder_needs_no_other_manifests(
     texts, tmp_path, monkeypatch, capsys
 ):
     made(tmp_path)
-    monkeypatch.setattr("diloco_jax.data.manifest.MAPPED_FROM", 1)
+    monkeypatch.setattr("diloco_jax.data.documents.MAPPED_FROM", 1)
     (tmp_path / "out" / "beside").mkdir()
     (tmp_path / "out" / "beside" / "a.txt").write_text("text")
     assert cli.main(["manifest", str(tmp_path / "out")]) == 0

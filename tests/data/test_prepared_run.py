@@ -11,7 +11,7 @@ import make_tokenizers
 import numpy as np
 import pytest
 import tiny
-from prepare_support import recipe
+from prepare_support import documents_of, recipe
 
 from diloco_jax import emulate
 from diloco_jax.config import (
@@ -101,7 +101,11 @@ def test_bits_per_byte_are_of_the_same_bytes_with_any_tokenizer(kind, tmp_path):
     held = read_manifest(Path(folder)).validation.counts
     data = load_data(config_of(folder, vocab_size=512, length=64).run)
     assert data.bytes_per_token == held.text_bytes / held.predicted
-    out = documents_of_rows(data.validation, tokenizer)
+    special = {*tokenizer.start, tokenizer.end}
+    documents = [part for part, _ in documents_of(data.validation)]
+    out = [
+        tokenizer.decode([t for t in p.tolist() if t not in special]) for p in documents
+    ]
     assert len(out) == held.documents > 2
     assert held.text_bytes == sum(len(text.encode()) for text in out)
     assert set(out) <= set(lines)
@@ -109,18 +113,6 @@ def test_bits_per_byte_are_of_the_same_bytes_with_any_tokenizer(kind, tmp_path):
         float(data.validation[n]["weights"].sum()) for n in range(len(data.validation))
     )
     assert weights == held.predicted
-
-
-def documents_of_rows(source, tokenizer) -> list[str]:
-    """The text of every document of a source, whose rows hold them whole."""
-    special, found = {*tokenizer.start, tokenizer.end}, []
-    for number in range(len(source)):
-        row = source[number]
-        for segment in range(1, int(row["segments"].max()) + 1):
-            tokens = row["tokens"][row["segments"] == segment]
-            kept = [int(token) for token in tokens if int(token) not in special]
-            found.append(tokenizer.decode(kept))
-    return found
 
 
 def test_a_mixture_has_the_weights_that_were_asked(folders):

@@ -1,18 +1,27 @@
 """A model gets the arrays that it asks for, and no data that it would misread."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.data.loading import Data, GlobalIndex, require_vocabulary
+from diloco_jax.data.loading import Data, GlobalIndex, Mixture, require_vocabulary
 from diloco_jax.data.reader import BatchReader, ValidationBatches
 from diloco_jax.data.source import (
+    MOST_SLOTS,
     SEGMENTS,
     TOKENS,
     WEIGHTS,
     Field,
+    Numbered,
     RowRange,
+    Shares,
+    Together,
     fields_of_batch,
+    slots_of,
 )
 
 T = 4
@@ -31,6 +40,7 @@ class Rows:
         return self._count
 
     def __getitem__(self, row):
+        assert 0 <= row < self._count
         return {
             name: np.full(field.shape_of(T), row, field.dtype)
             for name, field in self.fields.items()
@@ -149,3 +159,86 @@ def test_data_knows_its_arrays_in_order():
     ] == [[0, 1, 2], [3, 4], [5, 6]]
     with pytest.raises(ConfigError, match=r"vocab_size = 256, .* up to 300; .* 301"):
         require_vocabulary(data, RunConfig())
+
+
+# ---- mixtures: every position is one row of one source, in the shares that were asked
+
+PARTS = st.lists(st.integers(1, 40), min_size=1, max_size=7)
+
+
+def numbered(*counts):
+    """Sources of so many rows, which say which they are."""
+    return [Numbered(Rows(PLAIN, rows), n) for n, rows in enumerate(counts)]
+
+
+def drawn(mixture, positions):
+    rows = (mixture[position] for position in positions)
+    return [(int(row["source_number"]), int(row["tokens"][0])) for row in rows]
+
+
+@given(PARTS, st.data())
+def test_shares_are_those_of_the_weights(weights, data):
+    shares, total = Shares(weights), sum(weights)
+    counts = np.zeros(len(weights))
+    deviations = []
+    for position in range(2 * shares.period):
+        counts[shares.draw(position)[0]] += 1
+        deviations.append(counts - (position + 1) * np.array(weights) / total)
+    deviations = np.array(deviations)
+    # From the first position on: less than one row off, in any window than two.
+    assert np.abs(deviations).max() < 1
+    assert (deviations.max(axis=0) - deviations.min(axis=0)).max() < 2
+    a, b = sorted(data.draw(st.tuples(*[st.integers(0, 3 * shares.period)] * 2)))
+    found = Counter(shares.draw(p)[0] for p in range(a, b))
+    assert shares.drawn(a, b) == [found[s] for s in range(len(weights))]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=3),
+    st.integers(0, 99),
+)
+@settings(max_examples=8)
+def test_each_row_is_drawn_once_in_each_epoch_of_its_source(sources, seed):
+    weights, rows = zip(*sources, strict=True)
+    shares = Shares(weights)
+    mixture = Mixture(numbered(*rows), shares, seed)
+    found = drawn(mixture, range(3 * max(rows) * shares.period))
+    for source, count in enumerate(rows):
+        mine = [row for s, row in found if s == source]
+        epochs = [mine[i : i + count] for i in range(0, len(mine), count)]
+        assert len(epochs) >= 3
+        assert all(sorted(epoch) == list(range(count)) for epoch in epochs[:-1])
+        assert len(set(epochs[-1])) == len(epochs[-1])
+    # Reading in another order, or by others, changes nothing.
+    other = Mixture(numbered(*rows), shares, seed)
+    assert drawn(other, reversed(range(len(found)))) == found[::-1]
+
+
+def test_a_source_begins_anew_in_another_order_and_with_another_seed():
+    def orders(seed):
+        sources = numbered(50, 50)
+        found = drawn(Mixture(sources, Shares([1, 1]), seed), range(200))
+        mine = [[r for s, r in found if s == source] for source in (0, 1)]
+        return [tuple(part) for rows in mine for part in (rows[:50], rows[50:])]
+
+    assert len(set(orders(0) + orders(1)[:1])) == 5
+
+
+def test_weights_become_whole_numbers():
+    assert slots_of([0.7, 0.3]) == (7, 3)
+    assert slots_of([2, 4, 6]) == (1, 2, 3)
+    assert slots_of([5.0]) == (1,)
+    large = slots_of([123_456_789, 987_654_321, 55_555_555])
+    assert sum(large) == MOST_SLOTS
+    exact = np.array([123_456_789, 987_654_321, 55_555_555]) / 1_166_666_665
+    assert np.abs(np.array(large) - exact * MOST_SLOTS).max() < 1
+    with pytest.raises(ValueError, match="weight 1 is less than 1 in 10000 of their"):
+        slots_of([1, 100_000])
+
+
+def test_sources_together_are_their_rows_in_order():
+    together = Together(numbered(3, 1, 2))
+    want = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    assert drawn(together, range(len(together))) == want
+    with pytest.raises(IndexError, match="row 6 of 6"):
+        together[6]

@@ -63,6 +63,7 @@ def test_a_kind_is_known_by_name_and_beginning(name, content, kind, tmp_path):
         ("README.md", "# a", "text"),
         ("dataset_infos.json", '{"default": {}}', "lines"),
         ("a.csv", "a,b\n", r"a.csv is a table .*name it .txt"),
+        ("a.PNG", "png", r"a.PNG is a picture, which a document names"),
         ("a.json", '{\n"a": 1}', r"a.json has neither a JSON list nor .* a line"),
     ],
 )
@@ -188,7 +189,7 @@ def test_raw_text_begins_after_its_mark(tmp_path, monkeypatch):
         write(tmp_path / name, a__txt=data)
     bare, marked = (load_corpus((str(tmp_path / n),), 0.5) for n in ("bare", "marked"))
     assert marked.digest == bare.digest
-    monkeypatch.setattr("diloco_jax.data.manifest.MAPPED_FROM", 100)
+    monkeypatch.setattr("diloco_jax.data.documents.MAPPED_FROM", 100)
     unmarked, marked = (
         load_corpus((str(tmp_path / n),), 0.5) for n in ("bare", "marked")
     )

@@ -354,20 +354,6 @@ def test_start_and_end_are_those_that_the_files_name(files, start, end, beside):
     assert (tokenizer.start, tokenizer.end) == (start, end)
 
 
-@pytest.mark.parametrize(
-    ("files", "shown"),
-    [
-        ({"t": [1]}, "tokenizer_config.json cannot be read as a JSON object"),
-        ({"a": "words"}, "added_tokens.json cannot be read as a JSON object"),
-        ({"s": {"bos_token": "\ud800"}}, "special_tokens_map.json: bos_token = "),
-        ({"t": {"eos_token": "<nope>"}}, "eos_token = '<nope>' is no token of"),
-    ],
-)
-def test_settings_that_are_none_are_named(files, shown, beside):
-    with pytest.raises(ConfigError, match=shown):
-        beside(**files)
-
-
 def test_a_truncated_model_is_named(model, tmp_path):
     for size in (0, 1, 100, len(model) // 2, len(model) - 1):
         (tmp_path / "tokenizer.model").write_bytes(model[:size])

@@ -14,8 +14,7 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.config.resolving import resolve
-from diloco_jax.data.corpus import is_validation, load_corpus
-from diloco_jax.data.documents import TokenRow
+from diloco_jax.data.corpus import TokenRow, is_validation, load_corpus
 from diloco_jax.data.loading import load_data
 
 
@@ -31,7 +30,7 @@ def save(folder, lengths, dtype=np.uint16):
 @pytest.fixture(params=["mapped", "read"], autouse=True)
 def kind(request, monkeypatch):
     from_size = 0 if request.param == "mapped" else 1 << 30
-    monkeypatch.setattr("diloco_jax.data.manifest.MAPPED_FROM", from_size)
+    monkeypatch.setattr("diloco_jax.data.documents.MAPPED_FROM", from_size)
 
 
 def test_a_row_is_read_as_if_it_were_one_array():

@@ -11,22 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers as published
 
 FOLDER = Path(__file__).with_name("families")
 SIZES = {
@@ -53,13 +38,13 @@ PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 
 FAMILIES = {
     "smollm2": (
-        LlamaForCausalLM,
-        LlamaConfig(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
+        published.LlamaForCausalLM,
+        published.LlamaConfig(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
         {},
     ),
     "llama3": (
-        LlamaForCausalLM,
-        LlamaConfig(
+        published.LlamaForCausalLM,
+        published.LlamaConfig(
             **SIZES,
             tie_word_embeddings=False,
             attention_bias=True,
@@ -68,11 +53,19 @@ FAMILIES = {
         ),
         {"max_shard_size": "48KB"},
     ),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True), {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, tie_word_embeddings=False), {}),
+    "qwen2": (
+        published.Qwen2ForCausalLM,
+        published.Qwen2Config(**SIZES, tie_word_embeddings=True),
+        {},
+    ),
+    "qwen3": (
+        published.Qwen3ForCausalLM,
+        published.Qwen3Config(**SIZES, tie_word_embeddings=False),
+        {},
+    ),
     "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig(
+        published.Gemma3ForCausalLM,
+        published.Gemma3TextConfig(
             **{**SIZES, "num_hidden_layers": 5},
             query_pre_attn_scalar=16,
             sliding_window=6,
@@ -83,13 +76,13 @@ FAMILIES = {
         {},
     ),
     "mixtral": (
-        MixtralForCausalLM,
-        MixtralConfig(**SIZES | EXPERTS, num_local_experts=4),
+        published.MixtralForCausalLM,
+        published.MixtralConfig(**SIZES | EXPERTS, num_local_experts=4),
         {},
     ),
     "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(
+        published.Qwen3MoeForCausalLM,
+        published.Qwen3MoeConfig(
             **SIZES | EXPERTS,
             num_experts=4,
             moe_intermediate_size=24,
@@ -98,8 +91,8 @@ FAMILIES = {
         {"max_shard_size": "24KB"},
     ),
     "olmoe": (
-        OlmoeForCausalLM,
-        OlmoeConfig(**SIZES | EXPERTS | {"hidden_size": 64}, num_experts=4),
+        published.OlmoeForCausalLM,
+        published.OlmoeConfig(**SIZES | EXPERTS | {"hidden_size": 64}, num_experts=4),
         {},
     ),
 }

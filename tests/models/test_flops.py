@@ -113,26 +113,6 @@ def test_rows_of_experts_count_once_forward_and_backward(lead):
     assert counted(both_gradients(product), *shapes) == 3 * by_hand
 
 
-@pytest.mark.parametrize(
-    ("ragged", "numbers", "shapes"),
-    [
-        # Of an axis that is summed over: [m, k], [m, n] -> [groups, k, n].
-        (0, (((0,), (0,)), ((), ())), ((32, 16), (32, 24))),
-        # Of a batch: [b, m, k], [b, k, n] -> [b, m, n].
-        (0, (((2,), (1,)), ((0,), (0,))), ((4, 8, 16), (4, 16, 24))),
-    ],
-)
-def test_whichever_axis_is_ragged_the_groups_cost_nothing(ragged, numbers, shapes):
-    dimensions = jax.lax.RaggedDotDimensionNumbers(numbers, (ragged,), ())
-    for groups in (1, 2, 8):
-        sizes = jnp.zeros(groups, jnp.int32)
-        found = counted(
-            lambda a, b, n=sizes: jax.lax.ragged_dot_general(a, b, n, dimensions),
-            *shapes,
-        )
-        assert found == 2 * 32 * 16 * 24
-
-
 CONVOLUTIONS = {
     "patches": ({"window_strides": (3, 3), "padding": "VALID"}, (12, 8, 3, 3)),
     "padded": ({"window_strides": (1, 1), "padding": "SAME"}, (12, 8, 3, 3)),

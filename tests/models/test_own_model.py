@@ -1,5 +1,4 @@
-"""docs/models.md: its model trains; what is no model is refused by name; a mixture of a
-user's own is counted and cut."""
+"""docs/models.md: its model trains; what is no model is refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from diloco_jax import cli
 from diloco_jax.config import Config, ConfigError, IslandConfig, ModelConfig, RunConfig
 from diloco_jax.config.resolving import with_absolute_paths
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.models.build import build, inner_note
+from diloco_jax.models.build import build
 from diloco_jax.models.flops import count_flops, least_flops, least_sequence_flops
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.plan import fragments_of
@@ -224,89 +223,3 @@ def of_this_module(run, island, layout):
     """A factory."""
     plain = dataclasses.replace(run, model=ModelConfig())
     return build(plain, island, layout)
-
-
-# ---- a mixture of experts ----------------------------------------------------------
-
-L, E, D, F, K, T = 2, 4, 16, 24, 2, 32
-"""Layers, experts in each, their sizes, experts of a token, tokens of a row."""
-
-FILE = f"""
-import jax
-import jax.numpy as jnp
-from diloco_jax.config import *
-from diloco_jax.models.model import Model, split_batch, weighted_loss
-
-L, E, D, F, K, T = {L}, {E}, {D}, {F}, {K}, {T}
-SHAPES = {{"router": (D, E), "gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}}
-AXES = {{
-    "router": ("layers", "embed", None),
-    "gate": ("layers", "expert", "embed", "mlp"),
-    "up": ("layers", "expert", "embed", "mlp"),
-    "down": ("layers", "expert", "mlp", "embed"),
-}}
-
-def init(key):
-    keys = iter(jax.random.split(key, 6))
-    draw = lambda *shape: 0.3 * jax.random.normal(next(keys), shape)
-    layers = {{name: draw(L, *shape) for name, shape in SHAPES.items()}}
-    return {{"bytes": draw(256, D), "layers": layers, "out": draw(D, 256)}}
-
-def layer(x, w):
-    odds, chosen = jax.lax.top_k(jax.nn.softmax(x @ w["router"]), K)
-    order = jnp.argsort(chosen.reshape(-1))
-    rows, sizes = x[order // K], jnp.bincount(chosen.reshape(-1), length=E)
-    gate, up = (jax.lax.ragged_dot(rows, w[n], sizes) for n in ("gate", "up"))
-    out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, w["down"], sizes)
-    back = jnp.zeros_like(out).at[order].set(out).reshape(-1, K, D)
-    return x + jnp.sum(odds[..., None] * back, axis=1), None
-
-def loss(params, batch):
-    inputs, targets, weights = split_batch(batch)
-    x = params["bytes"][inputs]
-    y, _ = jax.lax.scan(layer, x.reshape(-1, D), params["layers"])
-    logits = jax.nn.log_softmax(y.reshape(x.shape) @ params["out"])
-    losses = -jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return weighted_loss(losses, weights)
-
-def model(run, island, layout):
-    axes = {{"bytes": ("vocab", "embed"), "layers": AXES, "out": ("embed", "vocab")}}
-    return Model(init, loss, axes)
-
-def config():
-    run = RunConfig(
-        model=ModelConfig(factory=f"{{__file__}}:model"),
-        inner=InnerConfig(optimizer="muon", learning_rate=1e-2),
-        sync=SyncConfig(steps_per_cycle=4, fragments=3),
-        sequence_length=T,
-        total_tokens=20_000,
-    )
-    islands = {{
-        "fast": IslandConfig(batch_size=8, step_seconds=0.1),
-        "slow": IslandConfig(batch_size=4, accumulation=2, step_seconds=0.3),
-    }}
-    return Config(run=run, islands=islands)
-"""
-
-
-@pytest.fixture
-def mixture(tmp_path: Path) -> Path:
-    path = tmp_path / "mixture.py"
-    path.write_text(FILE)
-    return path
-
-
-def test_each_token_costs_its_own_experts_alone(mixture: Path) -> None:
-    run = load_config(mixture).run
-    of_token = L * (D * E + 3 * K * D * F) + D * 256
-    flops = count_flops(run, IslandConfig(batch_size=8))
-    assert flops.model == flops.executed == 8 * T * 6 * of_token
-    assert least_sequence_flops(run) == T * 6 * of_token
-
-
-def test_the_experts_of_a_layer_are_a_piece_that_muon_takes(mixture: Path) -> None:
-    config = load_config(mixture)
-    pieces = {piece.name: piece.shape for piece in fragments_of(config).pieces}
-    assert pieces["layers/gate/0"] == pieces["layers/up/1"] == (E, D, F)
-    assert "leaves to Adam: all vectors, bytes, out (docs/" in inner_note(config.run)
-    assert build(config.run).axes["layers"]["up"][1] == "expert"

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.config.config import LANES
 from diloco_jax.models import transformer
+from diloco_jax.models.layers import ATTENTION
 from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
 from diloco_jax.models.transformer import positions_at_a_time, token_losses
@@ -65,25 +67,6 @@ def temporary_bytes(model, batch: tuple[int, int]) -> int:
 def relative_difference(a, b) -> float:
     a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
-def test_a_loss_depends_on_no_later_token(config):
-    model = transformer.build(config)
-    params = init(config)
-
-    @jax.jit
-    def loss_at(batch, position):
-        weights = jnp.zeros((2, 16)).at[:, position].set(1.0)
-        return model.loss(params, {"tokens": batch, "weights": weights})[0]
-
-    changed = tokens().copy()
-    changed[:, 10] ^= 1  # the target of position 9, an input from position 10 on
-    before, after = (
-        np.array([loss_at(batch, p) for p in range(16)])
-        for batch in (tokens(), changed)
-    )
-    np.testing.assert_array_equal(before[:9], after[:9])
-    assert np.all(before[9:] != after[9:])
 
 
 def test_weights_choose_what_counts():
@@ -244,18 +227,6 @@ def test_chunks_change_neither_losses_nor_gradients(chunk):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_loss_is_that_of_the_target(dtype):
-    x, table, targets, _ = arguments()
-    x, table = jnp.asarray(x, dtype), jnp.asarray(table, dtype)
-    logits = np.asarray(x, np.float64) @ np.asarray(table, np.float64)
-    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    expected = -np.log(np.take_along_axis(shares, targets[..., None], -1))[..., 0]
-    for chunk in (0, 4):
-        found = token_losses(x, table, targets, chunk, LAYOUT)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_logits_of_a_large_vocabulary_never_stand_whole():
     batch, length, words, chunk = 2, 512, 1 << 16, 16
     shapes = (
@@ -306,3 +277,44 @@ def test_memory_holds_little_more_than_the_values():
     memory = draw.lower(jax.random.key(0), count).compile().memory_analysis()
     held = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert held < 1.2 * 4 * count
+
+
+# ---- attention: the kernel for TPUs, interpreted here, and the plain formula ---------
+
+
+def heads_of(length: int):
+    random = np.random.default_rng(0)
+    return [
+        random.normal(size=(2, length, n, 16)).astype(np.float32) for n in (4, 2, 2)
+    ]
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 129])
+def test_kernel_and_formula_agree_with_their_gradients(window):
+    # Three blocks, so that some are masked whole, some in part.
+    found = []
+    for name in ("splash", "dot_product"):
+        attend = functools.partial(ATTENTION[name], LAYOUT, window=window)
+
+        def loss(*parts, attend=attend):
+            mixed = attend(*parts)
+            return jnp.sum(mixed * jnp.cos(jnp.arange(mixed.size).reshape(mixed.shape)))
+
+        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        found.append(jax.tree.leaves(grad(*heads_of(3 * LANES))))
+    for kernel, formula in zip(*found, strict=True):
+        np.testing.assert_allclose(kernel, formula, rtol=1e-3, atol=1e-4)
+
+
+def test_auto_is_the_formula_where_there_is_no_tpu():
+    parts = heads_of(LANES)
+    made = [
+        str(jax.make_jaxpr(functools.partial(ATTENTION[name], LAYOUT))(*parts))
+        for name in ("auto", "dot_product")
+    ]
+    assert made[0] == made[1]
+
+
+def test_lengths_that_the_kernel_cannot_cut_are_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"sequence_length = 100: .* multiple of 128"):
+        ATTENTION["splash"](LAYOUT, *heads_of(100))

@@ -3,7 +3,6 @@ trained. `published/idefics3` and its logits are of `tests/weights/make_publishe
 """
 
 import dataclasses
-import math
 from pathlib import Path
 
 import jax
@@ -127,21 +126,6 @@ def test_an_answer_is_the_likeliest_after_the_pictures(published, room):
         answers.append(list(made))
     assert answers[0][0] == int(there["logits"][2, -1].argmax())
     assert len({*map(tuple, answers)}) == 3
-
-
-def test_places_beyond_a_rows_pictures_keep_their_words(published):
-    model, params, there = published
-    found = vision.features(
-        model,
-        params,
-        jnp.asarray(there["pictures"][:1]),
-        transformer.Layout.of_one_device(),
-    )
-    x = jnp.zeros((1, 32, model.d_model))
-    tokens = jnp.asarray(there["tokens"][2:])
-    placed = vision.placed(model, x, tokens, found, jnp.asarray([1]))
-    filled = np.flatnonzero(np.abs(np.asarray(placed[0])).sum(-1))
-    assert filled.tolist() == list(range(1, 10))
 
 
 TINY = preset("tiny_vision")
@@ -296,11 +280,8 @@ def test_a_plan_without_the_data_says_that_no_picture_is_counted():
     assert pictures_note(RunConfig()) == ""
 
 
-def test_the_published_model_has_as_many_parameters_as_its_files():
+def test_the_published_config_reads_as_it_is_written_by_both_names():
     model = preset("smolvlm_256m")
-    shapes = transformer.build(model).shapes()
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    assert count == 256_484_928
     assert model.vision.tokens_per_picture == 64
     written = families.write(model, 8192)
     assert families.read(written, "") == model

@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import checkpoint
-from diloco_jax.config import Config, RunConfig
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    InnerConfig,
+    IslandConfig,
+    ModelConfig,
+    RunConfig,
+    SyncConfig,
+)
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
 from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
@@ -20,6 +28,23 @@ from diloco_jax.workdir import read_config
 FAMILIES = Path(__file__).parents[1] / "models" / "families"
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
+
+
+def learning(source: Path, rows: Path, length: int, **model: Any) -> Config:
+    """A short run from a folder, on rows of its tokens, of two unlike islands."""
+    run = RunConfig(
+        model=ModelConfig(**model),
+        data=DataConfig(paths=(str(rows),)),
+        inner=InnerConfig(optimizer="sgd", learning_rate=0.3),
+        sync=SyncConfig(fragments=3, steps_per_cycle=4),
+        sequence_length=length,
+        total_tokens=2_000,
+    )
+    islands = {
+        "fast": IslandConfig(batch_size=4, step_seconds=0.1),
+        "slow": IslandConfig(batch_size=2, step_seconds=0.2),
+    }
+    return started_from(Config(run=run, islands=islands), f"hf:{source}")
 
 
 def begun(config: Config, source: str, workdir: Path) -> Path:

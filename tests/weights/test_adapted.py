@@ -225,40 +225,10 @@ def test_a_run_without_adapters_has_nothing_to_merge(tmp_path):
         export(Config(run=run), tmp_path, tmp_path / "out", merged=True)
 
 
-@pytest.fixture
-def adapting(tmp_path):
-    """A run that adapts a folder of its own."""
-    base = tmp_path / "base"
-    shutil.copytree(FAMILIES / "smollm2", base)
-    run = run_of("smollm2")
-    model = dataclasses.replace(run.model, weights=f"hf:{base}")
-    run = resolve(Config(run=dataclasses.replace(run, model=model))).run
-    return run, base, moved(first_params(run, build(run)), 1)
-
-
 def changed(base):
     found = load_file(base / tensor_files.SINGLE)
     found["model.norm.weight"] = -found["model.norm.weight"]
     save_file(found, base / tensor_files.SINGLE)
-
-
-@pytest.mark.parametrize("read", ["merged", "merged_leaves"])
-def test_a_base_that_changed_is_merged_with_nothing(read, adapting):
-    run, base, adapters = adapting
-    whole = adapted.merged(run, adapters)
-    changed(base)
-    with pytest.raises(ConfigError, match=rf"{run.model.frozen_digest} .* have \w+"):
-        list(getattr(adapted, read)(run, adapters))
-    changed(base)  # Back again.
-    again = adapted.merged(run, adapters)
-    jax.tree.map(np.testing.assert_array_equal, again, whole)
-
-
-def test_a_run_that_noted_no_digest_is_not_compared(adapting):
-    run, base, adapters = adapting
-    model = dataclasses.replace(run.model, frozen_digest="")
-    changed(base)
-    adapted.merged(dataclasses.replace(run, model=model), adapters)
 
 
 def test_commands_that_merge_say_that_the_base_is_another(config, tmp_path, capsys):

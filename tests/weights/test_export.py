@@ -39,28 +39,23 @@ def said(source, **beside):
     return [{key: have.get(key) for key in NO} for have in (config, generation)], lacks
 
 
-def test_a_run_from_nothing_says_the_ends_of_its_tokenizer(tmp_path):
-    tokenizer = open_tokenizer(make_tokenizers.make_pieces(tmp_path))
-    assert tokenizer.start
-    own = {"bos_token_id": tokenizer.start[0], "eos_token_id": tokenizer.end}
+@pytest.mark.parametrize("kind", ["pieces", "json"])
+def test_a_run_from_nothing_says_the_ends_of_its_tokenizer(kind, tmp_path):
+    """A start that there is not is null."""
+    make, how = (
+        make_tokenizers.KINDS[kind],
+        {} if kind == "pieces" else {"start": False},
+    )
+    tokenizer = open_tokenizer(make(tmp_path, **how))
+    start = next(iter(tokenizer.start), None)
+    assert (start is None) == (kind == "json")
+    own = {"bos_token_id": start, "eos_token_id": tokenizer.end}
     assert said(tmp_path) == ([own, own], "")
-
-
-def test_a_tokenizer_without_a_start_token_leaves_it_null(tmp_path):
-    tokenizer = open_tokenizer(make_tokenizers.make_json(tmp_path, start=False))
-    found, lacks = said(tmp_path)
-    assert not tokenizer.start
-    assert found == [{**NO, "eos_token_id": tokenizer.end}] * 2
-    assert not lacks
-
-
-def test_the_start_token_is_asked_for_beside_ends_that_are_known(tmp_path):
-    """As a run from nothing on chats keeps them."""
-    tokenizer = open_tokenizer(make_tokenizers.make_pieces(tmp_path))
+    # As a run from nothing on chats keeps them; a start is asked for beside them.
     ends = [tokenizer.end, 9]
-    own = {"bos_token_id": tokenizer.start[0], "eos_token_id": ends}
+    own = {"bos_token_id": start, "eos_token_id": ends}
     found = said(tmp_path, generation_config={"eos_token_id": ends, "top_k": 3})
-    assert found == ([own, own], "")
+    assert found == ([own, own if start else NO], "")
     assert end_tokens(tmp_path) == ends
 
 

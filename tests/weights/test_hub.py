@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco_jax import ConfigError, cli
+from diloco_jax.weights import first
 from diloco_jax.weights.first import require_source, started_from
 from diloco_jax.weights.tensor_files import INDEX, SINGLE, read_tensors
 
@@ -142,8 +143,6 @@ def test_only_the_weights_that_are_read_are_fetched(
     several, hub, tmp_path, monkeypatch
 ):
     """Many a model has them once more beside, in a layout of another library."""
-    from diloco_jax.weights.hub import downloaded
-
     folder = tmp_path / "published"
     shutil.copytree(hub.folder, folder)
     monkeypatch.setattr(hub, "folder", folder)
@@ -155,7 +154,7 @@ def test_only_the_weights_that_are_read_are_fetched(
     (folder / INDEX).write_text(json.dumps({"weight_map": where}))
     if several:
         single.unlink()
-    found = downloaded(f"hf://{NAME}@{COMMIT}", arrays=True)
+    found = first._downloaded(f"hf://{NAME}@{COMMIT}", arrays=True)
     fetched = [name for name, _ in hub.asked if name.endswith(".safetensors")]
     assert fetched == [shard if several else SINGLE]
     tensors, there = read_tensors(found), read_tensors(hub.folder)
@@ -164,9 +163,7 @@ def test_only_the_weights_that_are_read_are_fetched(
 
 
 def test_a_name_without_a_revision_is_the_newest(hub):
-    from diloco_jax.weights.hub import downloaded
-
-    assert (downloaded(f"hf://{NAME}", arrays=False) / "config.json").is_file()
+    assert (first._downloaded(f"hf://{NAME}", arrays=False) / "config.json").is_file()
 
 
 def test_a_download_that_was_cut_goes_on_where_it_was(hub, config, monkeypatch):

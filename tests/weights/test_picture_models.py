@@ -19,7 +19,7 @@ import pictures
 import pytest
 import support
 import tape_checks
-from begin_support import begun, with_learnt
+from begin_support import begun, learning, with_learnt
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -27,14 +27,14 @@ from diloco_jax import cli, emulate
 from diloco_jax.config import (
     Config,
     ConfigError,
-    DataConfig,
-    InnerConfig,
-    IslandConfig,
-    RunConfig,
-    SyncConfig,
 )
 from diloco_jax.models.build import build
-from diloco_jax.models.generation import generate
+from diloco_jax.models.generation import (
+    Cache,
+    generate,
+    make_begun,
+    make_decode,
+)
 from diloco_jax.models.presets import preset
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.simulation.replay import replay
@@ -86,16 +86,7 @@ def rows(tmp_path_factory) -> Path:
 
 def config_of(rows: Path, **model) -> Config:
     """A run from the published folder on these rows."""
-    run = RunConfig(
-        data=DataConfig(paths=(str(rows),)),
-        inner=InnerConfig(optimizer="sgd", learning_rate=0.3),
-        sync=SyncConfig(fragments=3, steps_per_cycle=4),
-        sequence_length=64,
-        total_tokens=2_000,
-    )
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, **model))
-    islands = {"a": IslandConfig(batch_size=4, step_seconds=0.1)}
-    return started_from(Config(run=run, islands=islands), f"hf:{FOLDER}")
+    return learning(FOLDER, rows, 64, **model)
 
 
 def test_what_a_run_starts_from_is_what_it_gives_back(rows, tmp_path):
@@ -331,25 +322,16 @@ def test_items_of_a_task_have_pictures_beside_it(tmp_path):
 
 
 def log_of(text_model, tokens: list[int], begin: int, pixels) -> float:
-    """The log-likelihood of the tokens from `begin` on, a token at a time."""
-    total = 0.0
-    for end in range(begin, len(tokens)):
-        logits = next_logits(text_model, tokens[:end], pixels)
-        total += float(jax.nn.log_softmax(logits)[tokens[end]])
-    return total
-
-
-def next_logits(text_model, tokens, pixels):
-    from diloco_jax.models.generation import Cache, make_begun, make_decode
-
-    model, given = text_model.model, np.array([tokens])
-    first = None
+    """The log-likelihood of the tokens from `begin` on."""
+    model, given, first = text_model.model, np.array([tokens]), None
     if pixels is not None:
-        first = make_begun(model, "float32")(
-            text_model.params, given, pixels[None], np.array([len(pixels)])
-        )
+        counts = np.array([len(pixels)])
+        begun = make_begun(model, "float32")
+        first = begun(text_model.params, given, pixels[None], counts)
     cache = Cache.empty(model, 1, len(tokens), "float32")
-    return make_decode(model)(text_model.params, given, cache, 0, first)[0][0, -1]
+    logits, _ = make_decode(model)(text_model.params, given, cache, 0, first)
+    of_next = jax.nn.log_softmax(logits[0])
+    return float(sum(of_next[at - 1, tokens[at]] for at in range(begin, len(tokens))))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ is trained, whole and by adapters, and `transformers` reads the exports itself.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -17,23 +16,18 @@ from pathlib import Path
 import jax
 import make_published
 import pytest
-from begin_support import begun, with_learnt
+from begin_support import begun, learning, with_learnt
 
 from diloco_jax import cli, emulate
 from diloco_jax.config import (
     Config,
-    DataConfig,
-    InnerConfig,
-    IslandConfig,
-    RunConfig,
-    SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
 from diloco_jax.models.build import build
 from diloco_jax.models.generation import generate
 from diloco_jax.weights import adapted
 from diloco_jax.weights.export import export
-from diloco_jax.weights.first import end_tokens, first_params, started_from
+from diloco_jax.weights.first import end_tokens, first_params
 from diloco_jax.weights.tasks import open_model
 from diloco_jax.workdir import read_config
 
@@ -81,20 +75,8 @@ def run_on(text: Path, name: str, rank: int) -> Config:
     of = ["--tokenizer", str(FOLDER / name), "--validation-fraction", "0.1"]
     made = ["data", "prepare", str(prepared), str(text), "--sequence-length", "16"]
     assert cli.main([*made, *of, "--workers", "1"]) == 0
-    run = RunConfig(
-        data=DataConfig(paths=(str(prepared),)),
-        inner=InnerConfig(optimizer="sgd", learning_rate=0.3),
-        sync=SyncConfig(fragments=2, steps_per_cycle=4),
-        sequence_length=16,
-        total_tokens=2_000,
-    )
-    model = dataclasses.replace(run.model, lora_rank=rank, lora_alpha=2.0 * rank)
-    islands = {
-        "fast": IslandConfig(batch_size=4, step_seconds=0.1),
-        "slow": IslandConfig(batch_size=2, step_seconds=0.2),
-    }
-    run = dataclasses.replace(run, model=model)
-    return started_from(Config(run=run, islands=islands), f"hf:{FOLDER / name}")
+    how = {"lora_rank": rank, "lora_alpha": 2.0 * rank}
+    return learning(FOLDER / name, prepared, 16, **how)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))
 import reference_forward as reference
 
 from diloco_jax import cli
-from diloco_jax.config import Config, IslandConfig, RunConfig
 from diloco_jax.models.generation import Cache, generate, make_decode
-from diloco_jax.models.presets import preset
-from diloco_jax.weights import tensor_files
-from diloco_jax.weights.first import first_pieces, started_from
 from diloco_jax.weights.tasks import open_model
 
 FOLDER = Path(os.environ.get("SMOLLM2", ""))
@@ -44,15 +40,6 @@ def formulas():
     return reference.load(FOLDER)
 
 
-def test_it_is_the_preset(text_model):
-    config = Config(run=RunConfig(), islands={"a": IslandConfig()})
-    run = started_from(config, f"hf:{FOLDER}").run
-    assert text_model.model == preset("smollm2_135m")
-    pieces = first_pieces(run, None)
-    there = tensor_files.read_tensors(FOLDER)["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(pieces["embedding"][:99], there[:99])
-
-
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_logits_are_those_of_the_formulas(prompt, text_model, formulas):
     tokens = np.array([text_model.encode(prompt)])
@@ -72,11 +59,6 @@ def test_continuations_are_those_of_the_formulas(prompt, text_model, formulas):
     likeliest = np.argmax(logits[len(tokens) - 1 : -1], axis=-1)
     assert found == likeliest.tolist()
     assert text_model.decode(found).startswith(PROMPTS[prompt])
-
-
-def test_text_comes_back_from_its_tokens(text_model):
-    text = Path(cli.__file__).read_text() + "Grüße, 12345 \t привет 🙂\n"
-    assert text_model.decode(text_model.encode(text)) == text
 
 
 def test_the_command_says_what_comes_next(capsys):

@@ -16,7 +16,6 @@ from begin_support import keep_cycle
 from diloco_jax import cli
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
-from diloco_jax.models.generation import make_decode
 from diloco_jax.weights import tasks
 from diloco_jax.weights.tasks import Answers, TextModel, open_model, read_task, score
 
@@ -163,19 +162,26 @@ def test_the_mark_before_a_file_is_no_part_of_it(tmp_path):
     assert len(read_task(tmp_path / "t.json").items) == 1
 
 
-def test_two_files_of_one_name_are_refused(workdir, tmp_path, capsys):
-    (tmp_path / "a").mkdir()
-    for path in (tmp_path / "t.json", tmp_path / "a" / "t.json"):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tasks", "a/t.json", "t.json"], "two files of the name 't'"),
+        (["--tasks"], "--tasks names nothing"),
+        (["--lm-eval"], "--lm-eval names nothing"),
+        (["--tasks", "t.json", "--lm-eval", "x"], "--tasks and --lm-eval are both giv"),
+        (["--lm-eval", "x"], "pip install 'diloco-jax[eval]'"),
+    ],
+)
+def test_options_that_name_no_tasks_are_refused(
+    options, said, workdir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    for path in (Path("t.json"), Path("a/t.json")):
         path.write_text(json.dumps([ITEM]))
-    both = [str(tmp_path / "t.json"), str(tmp_path / "a" / "t.json")]
-    assert cli.main(["eval", str(workdir), "--tasks", *both]) == 2
-    assert "two files of the name 't'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--tasks", "--lm-eval"])
-def test_an_option_that_names_no_task_does_not_give_the_loss(option, workdir, capsys):
-    assert cli.main(["eval", str(workdir), option]) == 2
-    assert f"{option} names nothing" in capsys.readouterr().err
+    assert cli.main(["eval", str(workdir), *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 ROWS = 4096
@@ -187,32 +193,7 @@ def tokenizers(tmp_path_factory):
     away, by rules of its tokenizer.json."""
     root = tmp_path_factory.mktemp("tokenizers")
     made = {name: make(root / name) for name, make in make_tokenizers.KINDS.items()}
-    content = json.loads(made["json"].read_text())
-    words = ["<s>", "</s>", "<unk>", "▁", "▁import", "import", "▁os", "x"]
-    content |= {
-        "model": {
-            "type": "Unigram",
-            "unk_id": 2,
-            "vocab": [[word, -float(n)] for n, word in enumerate(words)],
-        },
-        "pre_tokenizer": {
-            "type": "Metaspace",
-            "replacement": "▁",
-            "prepend_scheme": "first",
-            "split": False,
-        },
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-            ],
-        },
-    }
-    made["spaced"] = root / "spaced" / "tokenizer.json"
-    made["spaced"].parent.mkdir()
-    made["spaced"].write_text(json.dumps(content))
+    made["spaced"] = Path(__file__).with_name("published") / "mistral/tokenizer.json"
     return {"bytes": Bytes()} | {k: open_tokenizer(path) for k, path in made.items()}
 
 
@@ -410,28 +391,6 @@ def test_a_continuation_is_greedy_and_ends_before_its_stop(text_model, log_p):
         answers.continuations([("a", {"max_gen_toks": LENGTH})])
 
 
-def test_prompts_of_any_length_share_what_is_compiled(text_model):
-    how, compiled = {"max_gen_toks": 2}, make_decode(text_model.model)._cache_size
-    Answers(text_model, LENGTH).continuations([("abcdefg", how)])
-    before = compiled()
-    Answers(text_model, LENGTH).continuations(
-        [("abcdefg"[:n], how) for n in range(1, 8)]
-    )
-    assert compiled() == before
-
-
-def test_both_kinds_of_tasks_at_once_are_refused(workdir, tmp_path, capsys):
-    both = ["--tasks", str(tmp_path / "t.json"), "--lm-eval", "x"]
-    assert cli.main(["eval", str(workdir), *both]) == 2
-    assert "--tasks and --lm-eval are both given" in capsys.readouterr().err
-
-
-def test_without_lm_eval_its_package_is_named(workdir, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert cli.main(["eval", str(workdir), "--lm-eval", "x"]) == 2
-    assert "pip install 'diloco-jax[eval]'" in capsys.readouterr().err
-
-
 TASK = """
 task: counted
 dataset_path: json
@@ -453,25 +412,14 @@ def test_a_task_of_lm_eval_scores_what_a_count_by_hand_does(
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    draw = np.random.default_rng(3)
     items = [
-        {
-            "question": "q" * int(draw.integers(1, 8)),
-            "choices": ["a", "bb", "of"],
-            "answer": int(draw.integers(3)),
-        }
-        for _ in range(30)
+        {"question": "q" * (1 + n % 7), "choices": ["a", "bb", "of"], "answer": n % 3}
+        for n in range(30)
     ]
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
     (tmp_path / "counted.yaml").write_text(TASK.format(path=path))
-    right = 0
-    for item in items:
-        found = [
-            answered_by_hand(log_p, item["question"], f" {c}")[0]
-            for c in item["choices"]
-        ]
-        right += int(np.argmax(found)) == item["answer"]
+    right = sum(by_hand(log_p, items)[0])
     task = str(tmp_path / "counted.yaml")
     assert cli.main(["eval", str(workdir), "--lm-eval", task, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["eval_lm_eval"]["counted"]
