@@ -196,20 +196,14 @@ def test_flags_that_the_user_sets_win(version):
     )
 
 
-def test_threads_are_those_of_xlas_pool(monkeypatch):
-    monkeypatch.setenv("NPROC", "5")
-    assert before_jax.describe_environment()["threads"] == 5
-    monkeypatch.delenv("NPROC")
-    assert before_jax.describe_environment()["threads"] >= 1
-
-
 def test_facts_are_those_of_this_process(monkeypatch):
+    monkeypatch.setenv("NPROC", "5")  # Threads of XLA's pool.
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_two=2")
     monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.50.1")
     facts = before_jax.describe_environment()
     assert facts["jax"] == jax.__version__
-    assert facts["devices"] == jax.device_count()
+    assert (facts["devices"], facts["threads"]) == (jax.device_count(), 5)
     assert facts["xla_flags"] == "--xla_one=1"
     assert (facts["libtpu"], facts["libtpu_flags"]) == ("0.0.50.1", "--xla_tpu_two=2")
     assert facts["cpu"]

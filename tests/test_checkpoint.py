@@ -175,32 +175,6 @@ def test_what_passes_is_no_fault_of_the_config(folder, error, passes):
         files.raise_if_away(epath.Path(folder), found)
 
 
-# ---- damage ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", ["a", "facts"])
-def test_a_checkpoint_that_does_not_read_is_named(tmp_path, damage):
-    folder = "islands/a"
-    manager = checkpoint.open_folder(tmp_path / folder, keep=1)
-    checkpoint.save(manager, 7, {"a": np.arange(300.0)}, {"b": 2})
-    for path in (tmp_path / folder / "7" / damage).rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"?" * 9)
-
-    def read():
-        checkpoint.read_facts(manager, 7)
-        checkpoint.restore(manager, 7, "a")
-
-    with pytest.raises(ConfigError) as caught:
-        read()
-    manager.close()
-    message = str(caught.value)
-    assert message.startswith(f"checkpoint 7 in {tmp_path / folder} cannot be read (")
-    assert "or remove it: the island continues" in message
-    assert "restore it from a copy" in message
-    assert "\n" not in message
-
-
 def test_a_full_disk_is_told_with_the_folder(manager, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise ValueError("RESOURCE_EXHAUSTED: ... No space left on device]")

@@ -109,41 +109,24 @@ def test_a_home_of_another_user_has_no_code_for_this_one(tmp_path, monkeypatch):
         compilation.cache_home()
 
 
-def test_a_cache_that_cannot_be_reached_has_no_owner(monkeypatch, tmp_path):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    assert compilation._other_owners(str(tmp_path)) == set()
-
-
-def names(folder):
-    return {path.name.removesuffix("-cache") for path in folder.iterdir()}
-
-
-def test_what_was_used_last_is_kept(entries, tmp_path):
-    entries(old=(40, 10, 10), read=(40, 30, 10), new=(50, 20, 20), torn=(0, 40, 40))
-    compilation.use_cache(tmp_path)
-    assert names(tmp_path) == {"read", "new"}
-    compilation.use_cache(tmp_path)
-    assert names(tmp_path) == {"read", "new"}
-
-
-def test_in_a_folder_of_the_user_only_torn_entries_go(entries, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    entries(old=(400, 10, 10), new=(50, 20, 20), torn=(0, 40, 40))
-    compilation.use_cache(tmp_path / "elsewhere")
-    assert names(tmp_path) == {"old", "new"}
-
-
-def test_what_is_no_entry_stays(entries, tmp_path):
+@pytest.mark.parametrize(
+    ("of_the_user", "left"),
+    [(False, {"read", "new"}), (True, {"read", "new", "old"})],
+)
+def test_torn_entries_go_and_of_ours_those_unused_for_longest(
+    entries, tmp_path, monkeypatch, of_the_user, left
+):
+    """What is no entry stays."""
+    if of_the_user:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     (tmp_path / "empty").touch()
     (tmp_path / "folder-cache").mkdir()
     (tmp_path / "large").write_bytes(b"x" * 200)
-    entries(old=(400, 10, 10), new=(50, 20, 20))
-    compilation.use_cache(tmp_path)
-    assert names(tmp_path) >= {"empty", "folder", "large"}
-    assert "old" not in names(tmp_path)
+    entries(old=(40, 10, 10), read=(40, 30, 10), new=(50, 20, 20), torn=(0, 40, 40))
+    for _ in range(2):
+        compilation.use_cache(tmp_path / "elsewhere" if of_the_user else tmp_path)
+        names = {path.name.removesuffix("-cache") for path in tmp_path.iterdir()}
+        assert names == {"empty", "folder", "large", *left}
 
 
 def test_a_file_in_the_place_of_the_cache_is_told_and_not_used(

@@ -230,16 +230,11 @@ def admit_command(arguments: Sequence[str]) -> int:
         "Let an island into a run that goes on, although the run's config does not "
         "name it. It stays admitted when the coordinator is started again.",
     )
-    order = Steer(how="remove" if options.remove else "admit", island=options.name)
-    with operator_of(options) as (client, patience_s):
-        told = client.steer(order, patience_s)
+    how: Any = "remove" if options.remove else "admit"
+    told = _ordered(options, Steer(how=how, island=options.name))
     done = "is let in no longer" if options.remove else "is let in"
-    print(
-        f"island {options.name} {done}; besides those of the config: "
-        f"{', '.join(told['admitted']) or 'none'}",
-        file=sys.stderr,
-    )
-    return EXIT_DONE
+    others = ", ".join(told["admitted"]) or "none"
+    return _say(f"island {options.name} {done}; besides those of the config: {others}")
 
 
 def release_command(arguments: Sequence[str]) -> int:
@@ -250,14 +245,9 @@ def release_command(arguments: Sequence[str]) -> int:
         "diloco release",
         "Let the deltas of a quarantined island be merged again at once.",
     )
-    with operator_of(options) as (client, patience_s):
-        told = client.steer(Steer(how="release", island=options.name), patience_s)
-    print(
-        f"island {options.name} is in no quarantine; still in it: "
-        f"{', '.join(told['quarantined']) or 'none'}",
-        file=sys.stderr,
-    )
-    return EXIT_DONE
+    told = _ordered(options, Steer(how="release", island=options.name))
+    others = ", ".join(told["quarantined"]) or "none"
+    return _say(f"island {options.name} is in no quarantine; still in it: {others}")
 
 
 def profile_command(arguments: Sequence[str]) -> int:
@@ -269,21 +259,16 @@ def profile_command(arguments: Sequence[str]) -> int:
         "Have an island that trains trace its next steps with jax.profiler. Its host 0 "
         "writes the trace into its own workdir, in profiles/NAME-STEP.",
     )
-    order = ProfileOrder(island=options.name, steps=options.steps)
-    with operator_of(options) as (client, patience_s):
-        told = client.profile(order, patience_s)
-    print(
+    told = _ordered(options, ProfileOrder(island=options.name, steps=options.steps))
+    return _say(
         f"island {options.name} traces its next {options.steps} steps into "
         f"{told['folder']} of its workdir, on the machine of its host 0; its log says "
-        f"when the trace is there, or why there is none",
-        file=sys.stderr,
+        f"when the trace is there, or why there is none"
     )
-    return EXIT_DONE
 
 
-@contextlib.contextmanager
-def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
-    """Yield a connection with an operator's key, and the longest wait for an answer."""
+def _ordered(options: OneIslandOptions, order: Steer | ProfileOrder) -> dict[str, Any]:
+    """Order something with an operator's key; return the coordinator's answer."""
     from diloco_jax.wire.peers import OPERATOR
 
     check_name(options.name)
@@ -291,5 +276,13 @@ def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
         raise ConfigError("--coordinator is missing: HOST:PORT, or the run's workdir")
     given = Placement(certificates=options.certificates, insecure=options.insecure)
     address, placement = reached(options.coordinator, given)
+    patience_s = 2 * placement.deadlines.budget_s
     with asking(address, placement, OPERATOR) as client:
-        yield client, 2 * placement.deadlines.budget_s
+        if isinstance(order, Steer):
+            return client.steer(order, patience_s)
+        return client.profile(order, patience_s)
+
+
+def _say(text: str) -> int:
+    print(text, file=sys.stderr)
+    return EXIT_DONE

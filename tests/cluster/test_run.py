@@ -190,16 +190,6 @@ def test_a_crashed_coordinator_comes_back_on_its_port(launch, workdir, before, h
     assert starts == ["127.0.0.1:0 --init", f"127.0.0.1:1234 {how}"]
 
 
-def test_a_coordinator_that_does_not_start_shows_its_log_and_leaves_no_run(
-    launch, workdir
-):
-    with pytest.raises(ClusterError, match="port 7 is in use") as caught:
-        launch(coordinator="import sys; print('port 7 is in use'); sys.exit(2)")
-    assert caught.value.exit_code == 2
-    assert not (workdir / "config.json").exists()
-    assert launch()[0] == 0
-
-
 REFUSES = """
 import pathlib, sys
 workdir = pathlib.Path(sys.argv[1])
@@ -209,22 +199,31 @@ print("error: model.head_dim = 15; choose an even number", file=sys.stderr)
 print("Traceback: an executor was shut down", file=sys.stderr)
 sys.exit(2)
 """
+SILENT = "import sys; print('port 7 is in use'); sys.exit(2)"
+SAID = "^model.head_dim = 15; choose an even number$"
 
 
-@pytest.mark.parametrize("existed", [False, True])
-def test_what_a_coordinator_refuses_is_told_as_its_own_and_nothing_is_left(
-    launch, workdir, existed
+@pytest.mark.parametrize(
+    ("coordinator", "error", "said", "left"),
+    [
+        (REFUSES, ConfigError, SAID, []),
+        (REFUSES.replace("exit(2)", "exit(1)"), ClusterError, "not start", ["logs"]),
+        (SILENT, ClusterError, "(?s)did not start.*port 7 is in use", ["logs"]),
+    ],
+    ids=["refuses", "crashes", "refuses without a word"],
+)
+@pytest.mark.parametrize("notes", [[], ["notes"]], ids=["new", "of the user"])
+def test_a_start_that_failed_says_why_and_leaves_no_run(
+    launch, workdir, notes, coordinator, error, said, left
 ):
-    if existed:
+    for name in notes:
         workdir.mkdir()
-        (workdir / "notes").write_text("of the user")
-    with pytest.raises(ConfigError) as caught:
-        launch(coordinator=REFUSES)
-    assert str(caught.value) == "model.head_dim = 15; choose an even number"
-    if existed:
-        assert [path.name for path in workdir.iterdir()] == ["notes"]
-    else:
-        assert not workdir.exists()
+        (workdir / name).write_text("of the user")
+    with pytest.raises(error, match=said):
+        launch(coordinator=coordinator, restarts=0)
+    stays = {path.name for path in workdir.glob("*")}
+    assert stays == {*notes, *left}
+    assert workdir.exists() == bool(stays)
     assert launch()[0] == 0
 
 
@@ -239,13 +238,6 @@ time.sleep(600)
 def test_ctrl_c_before_the_start_leaves_its_log_alone(launch, workdir):
     code, summary, _ = launch(coordinator=INTERRUPTS)
     assert (code, summary) == (1, {})
-    assert [path.name for path in workdir.iterdir()] == ["logs"]
-
-
-def test_a_crash_before_the_start_leaves_its_log_alone(launch, workdir):
-    crash = REFUSES.replace("sys.exit(2)", "sys.exit(1)")
-    with pytest.raises(ClusterError, match="did not start"):
-        launch(coordinator=crash, restarts=0)
     assert [path.name for path in workdir.iterdir()] == ["logs"]
 
 

@@ -10,7 +10,6 @@ from tensorboardX.event_file_writer import EventsWriter
 from diloco_jax.observability import metrics as metrics_module
 from diloco_jax.observability import tape as tape_module
 from diloco_jax.observability.metrics import Metrics, read_metrics
-from diloco_jax.observability.tape import closed_segments
 
 LATE_S = 60.0
 ISLAND = {
@@ -78,24 +77,6 @@ def test_lines_and_curves(tmp_path):
 
 def numbered(numbers):
     return [{**MERGE, "version": n} for n in numbers]
-
-
-def test_lines_are_in_files_of_bounded_size_and_read_as_one(tmp_path):
-    """Also where a second life goes on, and where the last line is half written."""
-    path = tmp_path / "metrics.jsonl"
-    for begin, end in ((0, 40), (40, 70)):
-        metrics = Metrics(tmp_path, segment_bytes=1000)
-        for line in numbered(range(begin, end)):
-            metrics.append(line)
-        metrics.close()
-    closed = closed_segments(path)
-    assert len(closed) > 10
-    longest = len(json.dumps(MERGE)) + 10
-    assert all(1000 <= file.stat().st_size < 1000 + longest for file in closed)
-    assert path.stat().st_size < 1000 + longest
-    with path.open("ab") as file:
-        file.write(b'{"kind":"merge","vers')
-    assert list(read_metrics(tmp_path)) == numbered(range(70))
 
 
 def test_a_file_that_cannot_be_begun_holds_up_nobody(tmp_path, monkeypatch):

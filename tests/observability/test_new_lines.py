@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_jax.observability.tape import JsonLines, NewLines
+from diloco_jax.observability.tape import JsonLines, NewLines, read_lines
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_nothing_is_there_yet(tmp_path):
     assert list(NewLines(tmp_path / "tape.jsonl")) == []
 
 
-def test_every_line_comes_once_through_all_files(follow):
+def test_every_line_comes_once_through_all_files(follow, tmp_path):
     writer, reader = follow
     seen = []
     for n in range(100):
@@ -37,6 +37,8 @@ def test_every_line_comes_once_through_all_files(follow):
             seen += numbers(reader)
     assert seen + numbers(reader) == list(range(100))
     assert numbers(reader) == []
+    whole = [line["n"] for line in read_lines(tmp_path / "tape.jsonl")]
+    assert whole == list(range(100))
 
 
 def test_a_line_without_its_end_comes_when_it_has_one(follow, tmp_path):
