@@ -1,5 +1,4 @@
-"""The comparison with peers gives all of them the same work, and keeps torchft's books
-as the ledger keeps ours."""
+"""The comparison with peers gives all of them the same work."""
 
 import re
 import sys
@@ -9,9 +8,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks.peers import __main__ as peers
-from benchmarks.peers import one, ours, torchft_group
-from benchmarks.peers.work import SCENARIOS, Outcome, Work
+from benchmarks.peers import ours, torchft_group
+from benchmarks.peers.work import SCENARIOS, Work
 from diloco_jax.models.build import build, build_plan
 
 WORK = Work(scenario="undisturbed", replicas=3, seconds=30.0)
@@ -48,36 +46,3 @@ def test_the_models_are_of_one_size():
     layer = 2 * d + d * h * (n + 2 * k) + n * h * d + 3 * d * f
     run = ours.config_of(WORK).run
     assert 2 * v * d + layers * layer + d == sum(build_plan(run, build(run)).sizes)
-
-
-def outcome(system: str, scenario: str, rate: float) -> Outcome:
-    return Outcome(
-        system=system,
-        version="1",
-        scenario=scenario,
-        replicas=3,
-        parameters=10,
-        useful_per_second=rate,
-        capacity=100.0,
-        longest_gap_steps=1.0,
-        went_on=True,
-        ended=0,
-        tokens_lost=0.0,
-        bytes_loopback=None,
-        tokens_useful=1.0,
-        loss=1.0,
-    )
-
-
-def test_each_system_is_compared_with_itself():
-    own, torchft, examples = one.SYSTEMS
-    found = [
-        outcome(own, "undisturbed", 100.0),
-        outcome(torchft, "undisturbed", 50.0),
-        outcome(own, "killed", 90.0),
-        outcome(torchft, "killed", 40.0),
-        outcome(examples, "killed", 20.0),
-    ]
-    rows = [peers.row_of(each, found) for each in found]
-    shown = [row["useful tokens/s, relative"] for row in rows]
-    assert shown == ["1.00", "1.00", "0.90", "0.80", "0.40"]

@@ -14,7 +14,7 @@ from diloco_jax.chaos.command import (
     with_faults,
     with_restarts,
 )
-from diloco_jax.chaos.schedule import ChaosOptions, of_options, write_schedule
+from diloco_jax.chaos.schedule import ChaosOptions, of_options
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import Tape
@@ -54,18 +54,6 @@ def test_a_file_has_strikes_by_time_and_faults_by_step(tmp_path):
     assert struck.placement.restarts == 2 + 2, "one for each kill"
     alone = ChaosOptions(strikes=("b@7:pause2",))
     assert scheduled(alone) == ((), ("b@7:pause2",)), "nothing is drawn"
-
-
-def test_a_file_without_strikes_and_one_that_is_not_there_are_named(tmp_path):
-    path = tmp_path / "schedule"
-    options = ChaosOptions(schedule=str(path))
-    with pytest.raises(ConfigError, match=r"schedule = .*cannot be read"):
-        scheduled(options)
-    path.write_text("# nothing\n")
-    with pytest.raises(ConfigError, match="has no strike"):
-        scheduled(options)
-    with pytest.raises(ConfigError, match=r"save_schedule = .*cannot be written"):
-        write_schedule(["a@5s:kill"], tmp_path / "no" / "schedule")
 
 
 def test_a_fault_that_cannot_strike_is_refused():

@@ -87,12 +87,3 @@ def test_a_seed_repeats_its_schedule_and_it_can_be_written():
     assert struck == {("a",), ("b",), ("coordinator",)}
     assert parse_strikes(map(str, found), ISLANDS) == found
     assert parse_strikes(map(str, drawn(3, 1.1)), ISLANDS)
-
-
-def test_kinds_and_interval_are_checked():
-    with pytest.raises(ConfigError, match="did you mean 'stop'"):
-        random_strikes(0, ISLANDS, every_s=9, for_s=90, kinds=["stpo"])
-    with pytest.raises(ConfigError, match=r"every_s above 1, found 0\.5"):
-        random_strikes(0, ISLANDS, every_s=0.5, for_s=90, kinds=["kill"])
-    with pytest.raises(ConfigError, match="found 0"):
-        random_strikes(0, ISLANDS, every_s=9, for_s=90, kinds=[])
