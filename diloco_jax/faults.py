@@ -73,6 +73,13 @@ class Fault:
         return self.action in ("kill", "kill-prepared")
 
     @property
+    def pause_s(self) -> float | None:
+        """For how long it stops the process, infinite for a hang; None: it does not."""
+        if self.action == "hang":
+            return math.inf
+        return self.amount if self.action == "pause" else None
+
+    @property
     def factor(self) -> float | None:
         """By what it multiplies the parameters, NaN included; None: it does not."""
         if self.action == "nan":
