@@ -19,20 +19,18 @@ def fresh(tmp_path, monkeypatch):
     compilation._passes.cache_clear()
 
 
-@pytest.fixture
-def no_compiler(monkeypatch) -> None:
-    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
-
-
-def library(tmp_path):
-    (found,) = (tmp_path / "diloco_jax" / "merge").glob("*.so")
-    return found
-
-
-def test_auto_is_native_where_there_is_a_compiler(tmp_path) -> None:
+def test_auto_is_native_and_needs_a_compiler_once(tmp_path, monkeypatch) -> None:
+    """A library that was cut off by a crash is compiled anew."""
+    folder = tmp_path / "diloco_jax" / "merge"
+    folder.mkdir(parents=True)
+    library = folder / f"{compilation._key()}.so"
+    library.write_bytes(b"\x7fELF\x02\x01\x01")
     assert route_of(passes_of("auto")) == "native"
-    assert library(tmp_path).stat().st_size > 0
-    assert len(list(library(tmp_path).parent.iterdir())) == 1
+    assert library.stat().st_size > 1000
+    assert list(folder.iterdir()) == [library]
+    compilation._passes.cache_clear()
+    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
+    assert route_of(passes_of("native")) == "native"
 
 
 def test_xla_compiles_nothing(tmp_path) -> None:
@@ -40,32 +38,17 @@ def test_xla_compiles_nothing(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_compiler_auto_warns(no_compiler, caplog) -> None:
+def test_without_a_compiler_auto_warns_and_native_is_refused(
+    monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
     with caplog.at_level(logging.WARNING):
         assert route_of(passes_of("auto")) == "xla"
     (record,) = caplog.records
     assert "no-such-compiler" in record.getMessage()
     assert "placement.merge_route" in record.getMessage()
-
-
-def test_without_a_compiler_native_is_refused(no_compiler) -> None:
     with pytest.raises(ConfigError, match=r'"native".*"xla".*no-such-compiler.*insta'):
         passes_of("native")
-
-
-def test_a_compiled_library_needs_no_compiler(tmp_path, monkeypatch) -> None:
-    passes_of("native")
-    compilation._passes.cache_clear()
-    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
-    assert route_of(passes_of("native")) == "native"
-
-
-def test_a_library_cut_off_by_a_crash_is_compiled_anew(tmp_path) -> None:
-    folder = tmp_path / "diloco_jax" / "merge"
-    folder.mkdir(parents=True)
-    (folder / f"{compilation._key()}.so").write_bytes(b"\x7fELF\x02\x01\x01")
-    assert route_of(passes_of("native")) == "native"
-    assert library(tmp_path).stat().st_size > 1000
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch) -> None:
