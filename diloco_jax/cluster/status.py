@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.config import check_name
 from diloco_jax.config.fields import Bound, positional, setting
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.config.options import parse
+from diloco_jax.config.options import command
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import expand
@@ -158,14 +158,9 @@ class StatusOptions:
     )
 
 
-def status_command(arguments: Sequence[str]) -> int:
-    """Show the state of a run; return the exit code."""
-    (options,) = parse(
-        [StatusOptions],
-        arguments,
-        "diloco status",
-        "Show who is alive, who takes part, and how far the run is.",
-    )
+@command(StatusOptions, "diloco status")
+def status_command(options: StatusOptions) -> int:
+    """Show who is alive, who takes part, and how far the run is."""
     from rich.console import Console
 
     from diloco_jax.observability.measures import health_of
@@ -221,15 +216,10 @@ class ProfileOptions(OneIslandOptions):
     steps: int = setting(5, Bound(1, MOST_STEPS), help="Whole steps in the trace.")
 
 
-def admit_command(arguments: Sequence[str]) -> int:
-    """Let an island in that the run's config does not name, or put it out."""
-    (options,) = parse(
-        [AdmitOptions],
-        arguments,
-        "diloco admit",
-        "Let an island into a run that goes on, although the run's config does not "
-        "name it. It stays admitted when the coordinator is started again.",
-    )
+@command(AdmitOptions, "diloco admit")
+def admit_command(options: AdmitOptions) -> int:
+    """Let an island into a run that goes on, although the run's config does not name
+    it. It stays admitted when the coordinator is started again."""
     how: Any = "remove" if options.remove else "admit"
     told = _ordered(options, Steer(how=how, island=options.name))
     done = "is let in no longer" if options.remove else "is let in"
@@ -237,28 +227,18 @@ def admit_command(arguments: Sequence[str]) -> int:
     return _say(f"island {options.name} {done}; besides those of the config: {others}")
 
 
-def release_command(arguments: Sequence[str]) -> int:
-    """End an island's quarantine."""
-    (options,) = parse(
-        [OneIslandOptions],
-        arguments,
-        "diloco release",
-        "Let the deltas of a quarantined island be merged again at once.",
-    )
+@command(OneIslandOptions, "diloco release")
+def release_command(options: OneIslandOptions) -> int:
+    """Let the deltas of a quarantined island be merged again at once."""
     told = _ordered(options, Steer(how="release", island=options.name))
     others = ", ".join(told["quarantined"]) or "none"
     return _say(f"island {options.name} is in no quarantine; still in it: {others}")
 
 
-def profile_command(arguments: Sequence[str]) -> int:
-    """Have an island trace its next steps; return once it is asked."""
-    (options,) = parse(
-        [ProfileOptions],
-        arguments,
-        "diloco profile",
-        "Have an island that trains trace its next steps with jax.profiler. Its host 0 "
-        "writes the trace into its own workdir, in profiles/NAME-STEP.",
-    )
+@command(ProfileOptions, "diloco profile")
+def profile_command(options: ProfileOptions) -> int:
+    """Have an island that trains trace its next steps with jax.profiler. Its host 0
+    writes the trace into its own workdir, in profiles/NAME-STEP."""
     told = _ordered(options, ProfileOrder(island=options.name, steps=options.steps))
     return _say(
         f"island {options.name} traces its next {options.steps} steps into "
