@@ -159,14 +159,6 @@ def test_islands_that_are_slow_to_end_are_not_cut_off(launch):
     assert (code, summary["eval_loss"]) == (0, 1.5)
 
 
-def test_the_same_command_once_more_is_told_how_the_run_goes_on(launch, config):
-    launch()
-    begin_run(config, Path(config.placement.workdir))
-    (Path(config.placement.workdir) / "log").mkdir()
-    with pytest.raises(ConfigError, match=r"this run; .*: diloco run --resume /"):
-        launch()
-
-
 def test_a_crashed_island_comes_back_as_its_next_incarnation(launch, workdir):
     crash = "if name == 'a' and incarnation == '1': os.kill(os.getpid(), 9)\n"
     code, _, _ = launch(island=ISLAND + crash + OVER)

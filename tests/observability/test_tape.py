@@ -72,13 +72,6 @@ def test_the_first_bad_line_is_named_and_what_precedes_it_is_given(path, change,
     assert len(str(caught.value)) < 1000
 
 
-def test_goes_on_with_the_chain_after_a_restart(path):
-    tape = Tape(path)
-    tape.append({"kind": "restarted"})
-    tape.close()
-    assert [r["kind"] for r in read_tape(path)] == ["tick"] * 5 + ["restarted"]
-
-
 @pytest.mark.parametrize("size", [1, 200_000])
 def test_an_unfinished_last_line_is_left_out_then_cut_off_and_told(path, caplog, size):
     whole = path.stat().st_size
