@@ -1,7 +1,12 @@
-"""The compilation cache survives killed writers, and does not grow without end."""
+"""The compilation cache survives killed writers, and does not grow without end; the
+merges in C; and users who have no home, or one that is not theirs."""
+
+from __future__ import annotations
 
 import inspect
+import logging
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +16,9 @@ import jax
 import pytest
 
 from diloco_jax import compilation
+from diloco_jax.cluster import cluster
+from diloco_jax.compilation import passes_of, route_of
+from diloco_jax.config import ConfigError, ModelConfig, RunConfig, loading
 
 CODE = """
 import sys, warnings
@@ -185,3 +193,122 @@ def test_a_jax_that_writes_otherwise_is_left_alone(cache_of_jax, monkeypatch, ca
     compilation._have_every_host_write.__wrapped__()
     assert compiler._cache_write is another
     assert "hosts other than an island's first compile anew" in caplog.text
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    compilation._passes.cache_clear()
+    yield
+    compilation._passes.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_auto_is_native_and_needs_a_compiler_once(tmp_path, monkeypatch) -> None:
+    """A library that was cut off by a crash is compiled anew."""
+    folder = tmp_path / "diloco_jax" / "merge"
+    folder.mkdir(parents=True)
+    library = folder / f"{compilation._key()}.so"
+    library.write_bytes(b"\x7fELF\x02\x01\x01")
+    assert route_of(passes_of("auto")) == "native"
+    assert library.stat().st_size > 1000
+    assert list(folder.iterdir()) == [library]
+    compilation._passes.cache_clear()
+    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
+    assert route_of(passes_of("native")) == "native"
+
+
+@pytest.mark.usefixtures("fresh")
+def test_xla_compiles_nothing(tmp_path) -> None:
+    assert route_of(passes_of("xla")) == "xla"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_auto_warns_and_native_is_refused(
+    monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
+    with caplog.at_level(logging.WARNING):
+        assert route_of(passes_of("auto")) == "xla"
+    (record,) = caplog.records
+    assert "no-such-compiler" in record.getMessage()
+    assert "placement.merge_route" in record.getMessage()
+    with pytest.raises(ConfigError, match=r'"native".*"xla".*no-such-compiler.*insta'):
+        passes_of("native")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho the source is wrong >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(ConfigError, match="refused the source: the source is wrong"):
+        passes_of("native")
+    assert not list((tmp_path / "diloco_jax" / "merge").iterdir())
+
+
+@pytest.mark.usefixtures("fresh")
+def test_source_flags_and_processor_name_the_library(monkeypatch) -> None:
+    names = [compilation._key()]
+    monkeypatch.setattr("diloco_jax.machine.instructions", lambda: "fpu vme")
+    names.append(compilation._key())
+    monkeypatch.setattr("diloco_jax.core.tiles.FLAGS", ("-O1",))
+    names.append(compilation._key())
+    assert len(set(names)) == 3
+
+
+VARIABLES = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "JAX_COMPILATION_CACHE_DIR")
+RUN = RunConfig(model=ModelConfig(factory="theirs.py:make"))
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a container whose user has a number alone."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_home")
+def test_there_is_no_cache_of_the_user() -> None:
+    assert compilation.of_user() is None
+    for environment in (
+        cluster.coordinator_environment(),
+        cluster.island_environment(),
+    ):
+        assert compilation.VARIABLE not in environment
+        assert "JAX_PLATFORMS" in environment
+
+
+@pytest.mark.usefixtures("no_home")
+def test_no_cache_is_used(monkeypatch) -> None:
+    told: dict[str, object] = {}
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    compilation.use_cache(compilation.of_user())
+    assert "jax_compilation_cache_dir" not in told
+
+
+@pytest.mark.usefixtures("no_home")
+def test_merges_go_by_xla(caplog) -> None:
+    compilation._passes.cache_clear()
+    assert passes_of("auto") is None
+    assert "Set HOME or XDG_CACHE_HOME" in caplog.text
+    with pytest.raises(ConfigError, match="Set HOME or XDG_CACHE_HOME"):
+        passes_of("native")
+
+
+@pytest.mark.usefixtures("no_home")
+def test_every_folder_is_foreign(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    loading.seal(RUN, path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"theirs\.py:make.*--trust-code"):
+        loading.require_trust(RUN, path, trust_code=False)
