@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ ALLOCATOR = {
 XLA allocates its temporaries, and gRPC its messages, anew every time. Page faults cost
 more than the arithmetic of a merge, a third of a step and a sixth of a transfer."""
 
+_given: deque[int] = deque(maxlen=128)
+"""Ports that `free_port` gave lately: not in use yet, perhaps, and not free."""
+
 
 def coordinator_command(workdir: Path, bind: str, *how: str) -> list[str]:
     """Return the `diloco coordinator` command for the run in `workdir`.
@@ -102,11 +106,15 @@ def _keys(workdir: Path) -> list[str]:
 
 def free_port() -> int:
     """Return a free port of this machine, the one after it free, too, both out of reach
-    of outgoing connections. If another program takes it before its use, the attempt
-    fails and the next one asks again."""
-    address, beside = addresses.reserve("127.0.0.1:0")
-    beside.close()
-    return addresses.parse_address(address)[1]
+    of outgoing connections and neither given lately. If another program takes it before
+    its use, the attempt fails and the next one asks again."""
+    while True:
+        address, beside = addresses.reserve("127.0.0.1:0")
+        beside.close()
+        port = addresses.parse_address(address)[1]
+        if port not in _given and port + 1 not in _given:
+            _given.extend((port, port + 1))
+            return port
 
 
 def eval_command(workdir: Path) -> list[str]:
