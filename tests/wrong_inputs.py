@@ -252,7 +252,12 @@ PLACEMENT = [
         "give one of them",
     ),
     Wrong(
-        "run two.py --workdir note.txt", "workdir ... note.txt ... another --workdir"
+        "run two.py --workdir note.txt",
+        "cannot make workdir ... note.txt: File exists ... another --workdir",
+    ),
+    Wrong(
+        "run two.py --workdir note.txt/run",
+        "cannot make workdir ... note.txt/run: Not a dir ... another --workdir",
     ),
     Wrong(
         "run two.py --workdir foreign", "foreign holds another ... another --workdir"

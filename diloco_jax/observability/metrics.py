@@ -96,7 +96,8 @@ class Curves:
         """Hand points on to one sink until `close` is called."""
         if (point := self._points.get()) is None:
             return
-        with contextlib.closing(self._begin(attempt)) as sink:
+        sink = self._begin(attempt)
+        try:
             flush_at = time.monotonic() + FLUSH_S
             while point is not None:
                 sink.write(point)
@@ -107,6 +108,12 @@ class Curves:
                     sink.flush()
                     point = self._points.get()
                     flush_at = time.monotonic() + FLUSH_S
+        except Exception:
+            # What failed first is told, not what its end does not find any more.
+            with contextlib.suppress(Exception):
+                sink.close()
+            raise
+        sink.close()
 
 
 MOST_WAITING = 100_000

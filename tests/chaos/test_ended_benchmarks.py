@@ -8,8 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import fault_matrix
 import pytest
 import support
+from fault_cases import CASES
+from tiny import MODEL
 
 from diloco_jax.errors import EXIT_FAILED
 
@@ -75,3 +78,16 @@ def test_the_run_of_a_benchmark_ends_with_it(tmp_path, number):
     finally:
         benchmark.kill()
         benchmark.wait()
+
+
+def test_no_cell_is_measured_of_a_run_that_was_cut_off(tmp_path, monkeypatch):
+    """A signal to the matrix ends the run that it waits for, and then the matrix."""
+
+    def cut_off(config, path, console, options, **more):
+        console.print("ending: islands say goodbye")
+        return EXIT_FAILED, {}
+
+    monkeypatch.setattr(fault_matrix.command, "run", cut_off)
+    case = CASES[0]
+    with pytest.raises(support.RunError, match=r"(?s)cut off.*say goodbye"):
+        fault_matrix.run_cell(case, case.phases[0], tmp_path, MODEL)

@@ -235,6 +235,33 @@ def test_wandb_gets_a_row_for_each_line_on_an_axis_of_its_own(
     assert list((tmp_path / "tensorboard").iterdir()), "the other one has them too"
 
 
+def test_a_sink_that_fails_is_begun_anew_and_its_first_error_is_told(
+    tmp_path, wandb, monkeypatch, caplog
+):
+    log, failed = Run.log, threading.Event()
+
+    def out_of_quota(run, data):
+        if failed.is_set():
+            return log(run, data)
+        monkeypatch.setattr(run, "finish", None)  # Its end fails, too.
+        failed.set()
+        raise RuntimeError("no quota")
+
+    monkeypatch.setattr(Run, "log", out_of_quota)
+    monkeypatch.setattr(metrics_module, "FLUSH_S", 0.0)
+    monkeypatch.setattr(metrics_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(metrics_module, "CLOSE_S", LATE_S)
+    metrics = Metrics(tmp_path, sinks=("wandb",), run_id="r1")
+    metrics.append(ISLAND)
+    assert failed.wait(LATE_S)
+    metrics.append({**ISLAND, "step": 4})
+    metrics.close()
+    assert [begun["id"] for begun in wandb.begun] == ["r1", "r1"]
+    assert [row["island/step/a"] for row in wandb.run.rows] == [4]
+    assert "curves in wandb are not complete (RuntimeError: no quota" in caplog.text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_no_sink_is_no_sink(tmp_path):
     metrics = Metrics(tmp_path, sinks=())
     metrics.append(ISLAND)
