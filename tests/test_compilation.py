@@ -117,6 +117,14 @@ def test_a_home_of_another_user_has_no_code_for_this_one(tmp_path, monkeypatch):
         compilation.cache_home()
 
 
+def test_a_cache_that_cannot_be_reached_has_no_owner(monkeypatch, tmp_path):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert compilation._other_owners(str(tmp_path)) == set()
+
+
 @pytest.mark.parametrize(
     ("of_the_user", "left"),
     [(False, {"read", "new"}), (True, {"read", "new", "old"})],

@@ -64,6 +64,8 @@ def test_every_number_of_a_config_has_bounds():
 @pytest.mark.parametrize(("path", "kinds", "bound"), [f for f in FIELDS if f[2]])
 def test_a_number_outside_its_bounds_is_refused(path, kinds, bound):
     whole = int in kinds
+    ends = (bound.holds(bound.low), bound.holds(bound.high))
+    assert ends == (not bound.above, not bound.below)
     low = bound.low if bound.above else bound.low - 1
     high = bound.high if bound.below else bound.high * 2
     wrong = [int(low), int(high)] if whole else [low, high, math.nan, math.inf]
