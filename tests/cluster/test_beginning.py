@@ -131,11 +131,14 @@ def test_what_a_killed_start_or_a_run_left_is_told_and_stays(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_run_that_a_coordinator_serves_is_left_alone(config):
+def test_a_run_that_a_coordinator_serves_is_left_alone(config, tmp_path):
     with Beginning(config, "configs/x.py") as beginning:
         beginning.create()
+        (beginning.workdir / "coordinator.lock").touch()
+        before = set(tmp_path.rglob("*"))
         with (
             workdirs.held(beginning.workdir / "coordinator.lock", "a coordinator"),
             pytest.raises(ConfigError, match="is in use by a coordinator"),
         ):
             beginning.create()
+        assert set(tmp_path.rglob("*")) == before
