@@ -350,6 +350,10 @@ FAULTS = [
         "schedule = 'nosuch' cannot be read ... one strike a line",
     ),
     Wrong("chaos two.py --schedule bare.py", "schedule = 'bare.py' has no strike"),
+    Wrong(
+        "chaos two.py --strikes v6e@3s:kill --save-schedule no/file",
+        "save_schedule = 'no/file' cannot be written ... in a folder that exists",
+    ),
     Wrong("chaos two.py --kinds", "every_s above 1, found 20, and at least one of kin"),
     Wrong("chaos two.py --every-s 0", "every_s above 1, found 0"),
     Wrong("chaos nosuch", "no config file 'nosuch' ... quickstart"),

@@ -23,6 +23,7 @@ from diloco_jax.chaos.schedule import (
     ChaosOptions,
     Strike,
     of_options,
+    write_schedule,
 )
 from diloco_jax.chaos.strike import LOOK_S, Moment, Striker
 from diloco_jax.cluster.processes import noted, signal_group
@@ -49,31 +50,41 @@ def run(
     raises."""
     strikes, faults = of_options(options, tuple(config.islands))
     planned = [*map(str, strikes), *faults]
+    struck = with_restarts(with_faults(config, faults), strikes)
+    if options.save_schedule:
+        write_schedule(planned, Path(options.save_schedule))
     for text in planned:
         _tell(console, text)
-    striker = Striker(
-        strikes,
-        tuple(config.islands),
-        functools.partial(_tell, console),
-        moment=moment,
-        look_s=look_s,
-        link_bytes_per_s=options.link_bytes_per_s or math.inf,
-        link_delay_s=options.link_delay_s,
-    )
-    try:
-        code, summary = run_locally(
-            with_restarts(with_faults(config, faults), strikes),
-            config_path,
-            console,
-            baseline=False,
-            route=striker.route,
+
+    def run_under(
+        config: Config, strikes: tuple[Strike, ...]
+    ) -> tuple[int, dict[str, Any], Path | None]:
+        striker = Striker(
+            strikes,
+            tuple(config.islands),
+            functools.partial(_tell, console),
+            moment=moment,
+            look_s=look_s,
+            link_bytes_per_s=options.link_bytes_per_s or math.inf,
+            link_delay_s=options.link_delay_s,
         )
-    finally:
-        striker.close()
-    workdir = striker.workdir
+        try:
+            ran = run_locally(
+                config, config_path, console, baseline=False, route=striker.route
+            )
+        finally:
+            striker.close()
+        return *ran, striker.workdir
+
+    code, summary, workdir = run_under(struck, strikes)
     if workdir is None or not (workdir / run_files.TAPE).exists():
         return code, {}
     findings = report(workdir, config, planned, summary)
+    if options.twin and code == EXIT_DONE:
+        say(console, "\nthe same without strikes")
+        code, summary, _ = run_under(twin_of(config, workdir), ())
+        findings["twin_goodput"] = summary.get("goodput")
+        write_json(findings, workdir / run_files.CHAOS_REPORT)
     show(findings, workdir, console)
     return code, {**findings, "workdir": str(workdir)}
 
@@ -88,6 +99,12 @@ def with_restarts(config: Config, strikes: tuple[Strike, ...]) -> Config:
     faults = parse_faults(config.placement.faults, config.islands).faults
     kills = sum(s.kind == "kill" for s in strikes) + sum(f.kills for f in faults)
     return config.replace("restarts", config.placement.restarts + kills)
+
+
+def twin_of(config: Config, workdir: Path) -> Config:
+    """Return the config of a run in a folder beside the workdir, without faults."""
+    beside = workdir.with_name(f"{workdir.name}-twin")
+    return config.replace({"faults": (), "workdir": str(beside)})
 
 
 def report(
@@ -125,7 +142,9 @@ def show(findings: dict[str, Any], workdir: Path, console: Console) -> None:
         text = f"{name}: longest gap {gap:.1f} median steps, {lost:,} tokens lost"
         say(console, text)
     if findings["goodput"] is not None:
-        say(console, f"goodput {findings['goodput']:.1%}")
+        twin = findings.get("twin_goodput")
+        beside = f", without strikes {twin:.1%}" if twin is not None else ""
+        say(console, f"goodput {findings['goodput']:.1%}{beside}")
     say(console, f"plot: {workdir / run_files.CHAOS_PLOT}")
 
 
@@ -154,6 +173,8 @@ def strike_running(
     strikes, faults = of_options(options, tuple(config.islands))
     _require_possible(strikes, faults, options)
     planned = [*map(str, strikes)]
+    if options.save_schedule:
+        write_schedule(planned, Path(options.save_schedule))
     _warn(config, strikes, console)
 
     tell = functools.partial(_tell, console)
@@ -194,6 +215,7 @@ def _require_possible(
     for what, why in (
         (faults, "a process strikes itself at a step that it was started with"),
         (links, "links pass through relays that stand before its islands start"),
+        (["--twin"] * options.twin, "its twin would run beside it"),
     ):
         if what:
             raise ConfigError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from diloco_jax.config.fields import NOT_NEGATIVE, SOME_SECONDS, setting
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.faults import COORDINATOR, is_fault
+from diloco_jax.files import write_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,9 @@ class ChaosOptions:
     schedule: str = setting(
         "",
         help="File of more strikes, one a line; lines that begin with # are comments.",
+    )
+    save_schedule: str = setting(
+        "", help="File to which all strikes are written before the run, for --schedule."
     )
     schedule_seed: int = setting(
         0,
@@ -60,6 +64,11 @@ class ChaosOptions:
         0.0,
         NOT_NEGATIVE,
         help="Seconds more in each direction of each whole link, joins included.",
+    )
+    twin: bool = setting(
+        False,
+        help="Afterwards run the same config without strikes and faults, and report "
+        "its goodput too.",
     )
     json: bool = setting(
         False, help="Print the report to standard output as one JSON object."
@@ -134,7 +143,7 @@ def read_schedule(path: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"schedule = {str(path)!r} cannot be read ({error}); give a text file with "
-            f"one strike a line, as in 'a@30s:kill'"
+            f"one strike a line, as --save-schedule writes it"
         ) from error
     if not (found := tuple(line for line in lines if line and line[0] != "#")):
         raise ConfigError(
@@ -142,6 +151,17 @@ def read_schedule(path: Path) -> tuple[str, ...]:
             f"'a@30s:kill'"
         )
     return found
+
+
+def write_schedule(texts: Iterable[str], path: Path) -> None:
+    """Write a file that `read_schedule` reads. Raises ConfigError."""
+    try:
+        write_text("".join(f"{text}\n" for text in texts), path)
+    except OSError as error:
+        raise ConfigError(
+            f"save_schedule = {str(path)!r} cannot be written ({error}); give a file "
+            f"in a folder that exists"
+        ) from error
 
 
 def divided(texts: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

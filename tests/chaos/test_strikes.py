@@ -11,6 +11,7 @@ from rich.console import Console
 from diloco_jax import run_files
 from diloco_jax.chaos.command import (
     strike_running,
+    twin_of,
     with_faults,
     with_restarts,
 )
@@ -147,6 +148,12 @@ def test_a_fault_that_cannot_strike_is_refused():
         with_faults(config(), ("a/1@9:kill",))
 
 
+def test_the_twin_has_a_folder_of_its_own_and_no_faults(tmp_path):
+    struck = with_faults(config(), ("a@9:kill",))
+    twin = twin_of(struck, tmp_path / "run").placement
+    assert (twin.faults, twin.workdir) == ((), str(tmp_path / "run-twin"))
+
+
 # ---- a run that goes on already -----------------------------------------------------
 
 
@@ -187,7 +194,7 @@ def test_a_run_that_goes_on_is_struck_from_now_on(going_on):
     [
         ({"strikes": ("a@0s:partition3",)}, r"a@0s:partition3: not in a run"),
         ({"strikes": ("a@7:kill",)}, r"a@7:kill: not in a run"),
-        ({"strikes": ("a@0s:kill",), "link_delay_s": 1.0}, r"--link-delay-s 1: not in"),
+        ({"strikes": ("a@0s:kill",), "twin": True}, r"--twin: not in a run"),
         ({"strikes": ("c@0s:kill",)}, r"there is no 'c'"),
     ],
 )
