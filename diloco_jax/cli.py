@@ -24,7 +24,7 @@ from typing import Literal, NoReturn
 from diloco_jax import commands, machine
 from diloco_jax.config.fields import positional
 from diloco_jax.config.loading import named_configs, read_config
-from diloco_jax.config.options import COMPLETES, parse
+from diloco_jax.config.options import COMPLETES, command
 from diloco_jax.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -82,23 +82,18 @@ class CompletionOptions:
     )
 
 
-def completion_command(arguments: Sequence[str]) -> int:
-    """Print a shell's script to standard output."""
-    (options,) = parse(
-        [CompletionOptions],
-        arguments,
-        "diloco completion",
-        "Print a script by which a shell completes the words of diloco. For bash: "
-        "diloco completion bash > ~/.local/share/bash-completion/completions/diloco.",
-    )
+@command(CompletionOptions, "diloco completion")
+def completion_command(options: CompletionOptions) -> int:
+    """Print a script by which a shell completes the words of diloco. For bash: diloco
+    completion bash > ~/.local/share/bash-completion/completions/diloco."""
 
     words: dict[str, Words] = {}
-    for name, (command, usage, _) in COMMANDS.items():
+    for name, (run, usage, _) in COMMANDS.items():
         first, of_its_own = usage.split()[0], name == "completion"
         kinds = first.split("|") if re.fullmatch("[a-z|]+", first) else []
         for kind in [] if of_its_own else kinds:
-            words[f"{name} {kind}"] = options_of(command, kind)
-        own = options_of(command) if of_its_own or not kinds else {}
+            words[f"{name} {kind}"] = options_of(run, kind)
+        own = options_of(run) if of_its_own or not kinds else {}
         names = named_configs() if first == "CONFIG" else kinds
         words[name] = {**dict.fromkeys(names, ()), **own}
     if options.shell == "fish":
@@ -108,11 +103,11 @@ def completion_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def options_of(command: Callable[[Sequence[str]], int], *kind: str) -> Words:
+def options_of(run: Callable[[Sequence[str]], int], *kind: str) -> Words:
     """Return the options of a command's own parser. kind: the word that chooses it."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        command([*kind, COMPLETES, "bash"])
+        run([*kind, COMPLETES, "bash"])
     _, _, told = shown.getvalue().partition("COMPLETION_SPEC = ")
     return {
         flag: tuple(choice for choice in option.get("choices", ()) if choice != "None")
@@ -260,11 +255,11 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 def _of(module: str, function: str) -> Callable[[Sequence[str]], int]:
     """Return a command whose module is imported when it runs."""
 
-    def command(arguments: Sequence[str]) -> int:
+    def run(arguments: Sequence[str]) -> int:
         code: int = getattr(importlib.import_module(module), function)(arguments)
         return code
 
-    return command
+    return run
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {

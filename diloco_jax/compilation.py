@@ -23,6 +23,7 @@ import platform
 import shutil
 import subprocess
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,6 +50,11 @@ _OF_WRITES = (
     *("backend", "executable"),
 )
 """First arguments of the function of jax that writes an entry."""
+ASKED = "/jax/core/compile/backend_compile_duration"
+READ = "/jax/compilation_cache/cache_hits"
+"""jax's events of a program that is asked for, and of one that the cache has."""
+_seen: Counter[str] = Counter()
+"""How often this process saw each of jax's events."""
 
 
 def of_user() -> Path | None:
@@ -129,8 +135,8 @@ def use_cache(root: str | Path | None, kind: str = "") -> None:
 def counted() -> str:
     """Return how many programs this process compiled since `use_cache`, and how many it
     read from the cache, for a log."""
-    compiled = _asked.seen - _found.seen
-    return f"{compiled} programs compiled, {_found.seen} read from the cache"
+    compiled = _seen[ASKED] - _seen[READ]
+    return f"{compiled} programs compiled, {_seen[READ]} read from the cache"
 
 
 def cache_home() -> Path:
@@ -146,26 +152,15 @@ def cache_home() -> Path:
     return home
 
 
-class _Counter:
-    """Counts one of jax's events."""
-
-    def __init__(self, event: str) -> None:
-        self._event, self.seen = event, 0
-
-    def __call__(self, event: str, *args: float, **about: Any) -> None:
-        self.seen += event == self._event
-
-
-_asked = _Counter("/jax/core/compile/backend_compile_duration")
-_found = _Counter("/jax/compilation_cache/cache_hits")
-
-
 @functools.cache
 def _count() -> None:
     from jax import monitoring
 
-    monitoring.register_event_duration_secs_listener(_asked)
-    monitoring.register_event_listener(_found)
+    def see(event: str, *seconds: float, **about: Any) -> None:
+        _seen[event] += 1
+
+    monitoring.register_event_duration_secs_listener(see)
+    monitoring.register_event_listener(see)
 
 
 @functools.cache

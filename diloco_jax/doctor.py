@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from packaging.requirements import Requirement
 
 from diloco_jax import before_jax, files, machine
 from diloco_jax.config.fields import setting
-from diloco_jax.config.options import parse
+from diloco_jax.config.options import command
 from diloco_jax.errors import EXIT_FAILED, ConfigError
 from diloco_jax.hardware.tpus import GIB, generation_here
 from diloco_jax.wire import addresses
@@ -394,14 +394,9 @@ class DoctorOptions:
 STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
 
 
-def doctor_command(arguments: Sequence[str]) -> int:
-    """Report on this machine; return 1 if something keeps commands from working."""
-    (options,) = parse(
-        [DoctorOptions],
-        arguments,
-        "diloco doctor",
-        "Tell what is installed, what jax finds, and what the machine gives a run.",
-    )
+@command(DoctorOptions, "diloco doctor")
+def doctor_command(options: DoctorOptions) -> int:
+    """Tell what is installed, what jax finds, and what the machine gives a run."""
     from rich.console import Console
     from rich.text import Text
 

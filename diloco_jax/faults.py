@@ -40,10 +40,9 @@ _FORMS = (
 )
 _PATTERN = re.compile(
     r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
-    r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|(?P<hang>hang)"
-    r"|pause(?P<pause>\d+(?:\.\d+)?)"
-    r"|(?P<nan>nan)|scale(?P<scale>-?\d+(?:\.\d+)?)"
-    r"|slow(?P<slow>[1-9]\d*(?:\.\d+)?)|starve(?P<starve>\d+(?:\.\d+)?))"
+    r"(?:(?P<plain>kill|kill-prepared|hang|nan)"
+    r"|(?P<action>(?:pause|starve)(?=\d)|scale|slow(?=[1-9]))"
+    r"(?P<amount>-?\d+(?:\.\d+)?))"
 )
 # Detached, so that it runs on while its parent is stopped.
 _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)"
@@ -51,51 +50,53 @@ _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault. `pause_s` is infinite for a hang; it, `factor`, `slowdown` and
-    `starved_s` are None for a kill."""
+    """One fault."""
 
     text: str = dataclasses.field(default="", compare=False)
     """As the config has it."""
     who: str
     incarnation: int
     step: int
-    pause_s: float | None
+    action: str
+    amount: float = 0.0
+    """Seconds or factor of the action."""
     host: int = 0
-    prepared: bool = False
-    """True if it strikes between a merge's preparation and its commit."""
-    factor: float | None = None
-    """The parameters are multiplied by it; NaN included."""
-    slowdown: float | None = None
-    """Each later step takes so many times as long."""
-    starved_s: float | None = None
-    """Each later batch comes so many seconds late."""
 
     @property
-    def of_steps(self) -> bool:
-        """Whether it changes what steps give or take, and leaves the process alone."""
-        changes = (self.factor, self.slowdown, self.starved_s)
-        return any(change is not None for change in changes)
+    def prepared(self) -> bool:
+        """Whether it strikes between a merge's preparation and its commit."""
+        return self.action == "kill-prepared"
 
     @property
     def kills(self) -> bool:
         """Whether it ends the process."""
-        return self.pause_s is None and not self.of_steps
+        return self.action in ("kill", "kill-prepared")
+
+    @property
+    def pause_s(self) -> float | None:
+        """For how long it stops the process, infinite for a hang; None: it does not."""
+        if self.action == "hang":
+            return math.inf
+        return self.amount if self.action == "pause" else None
+
+    @property
+    def factor(self) -> float | None:
+        """By what it multiplies the parameters, NaN included; None: it does not."""
+        if self.action == "nan":
+            return math.nan
+        return self.amount if self.action == "scale" else None
 
     def strike(self) -> None:
-        """Strike this process, and not its parameters; return after a pause, and never
-        from a kill."""
-        if self.of_steps:
-            return
-        if self.pause_s is None:
+        """Strike this process, and not its parameters or steps; return after a pause,
+        and never from a kill or a hang."""
+        if self.kills:
             os.kill(os.getpid(), signal.SIGKILL)
-            return
-        if self.pause_s == math.inf:
+        elif self.action == "hang":
             threading.Event().wait()
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", _WAKE.format(s=self.pause_s, pid=os.getpid())],
-            start_new_session=True,
-        )
-        os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.action == "pause":
+            wake = _WAKE.format(s=self.amount, pid=os.getpid())
+            subprocess.Popen([sys.executable, "-P", "-c", wake], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,17 +126,14 @@ class Faults:
 
     def slowdown(self, step: int) -> float:
         """Return how many times as long the step after `step` others takes."""
-        return self._since(step, [(f.step, f.slowdown) for f in self.faults], 1.0)
+        return self._since(step, "slow", 1.0)
 
     def starved_s(self, step: int) -> float:
         """Return the seconds by which the batch of that step comes late."""
-        return self._since(step, [(f.step, f.starved_s) for f in self.faults], 0.0)
+        return self._since(step, "starve", 0.0)
 
-    @staticmethod
-    def _since(
-        step: int, changes: list[tuple[int, float | None]], otherwise: float
-    ) -> float:
-        found = [how for at, how in changes if how is not None and at <= step]
+    def _since(self, step: int, action: str, otherwise: float) -> float:
+        found = [f.amount for f in self.faults if f.action == action and f.step <= step]
         return found[-1] if found else otherwise
 
     def fire(self, step: int, *, prepared: bool = False) -> None:
@@ -174,42 +172,29 @@ def _parse(text: str, known: list[str], merging: list[str]) -> Fault:
             f"placement.faults has {text!r}; the forms are {_FORMS}, "
             f"as in 'v5p-a@40:pause15'"
         )
-    who = match["who"]
+    who, action = match["who"], match["plain"] or match["action"]
+    wrong = ""
     if who not in known:
-        raise ConfigError(
-            f"placement.faults has {text!r}, but there is no {who!r}"
-            f"{suggest(who, known)}; known are {', '.join(known)}"
+        wrong = (
+            f"there is no {who!r}{suggest(who, known)}; known are {', '.join(known)}"
         )
-    pause_s = float(match["pause"]) if match["pause"] else None
-    pause_s = math.inf if match["hang"] else pause_s
-    factor = math.nan if match["nan"] else None
-    if match["scale"]:
-        factor = float(match["scale"])
-    slowdown = float(match["slow"]) if match["slow"] else None
-    starved_s = float(match["starve"]) if match["starve"] else None
-    if factor is not None and who in merging:
-        raise ConfigError(
-            f"placement.faults has {text!r}, but {who!r} has no parameters of its own; "
-            f"name an island"
+    elif action in ("nan", "scale") and who in merging:
+        wrong = f"{who!r} has no parameters of its own; name an island"
+    elif action in ("slow", "starve") and who in merging:
+        wrong = f"{who!r} makes no steps; name an island"
+    elif action == "kill-prepared" and who not in merging:
+        wrong = (
+            f"merges are prepared by {COORDINATOR!r} alone; write "
+            f"{COORDINATOR}@{match['step']}:kill-prepared"
         )
-    if (slowdown is not None or starved_s is not None) and who in merging:
-        raise ConfigError(
-            f"placement.faults has {text!r}, but {who!r} makes no steps; name an island"
-        )
-    if match["prepared"] and who not in merging:
-        raise ConfigError(
-            f"placement.faults has {text!r}, but merges are prepared by "
-            f"{COORDINATOR!r} alone; write {COORDINATOR}@{match['step']}:kill-prepared"
-        )
+    if wrong:
+        raise ConfigError(f"placement.faults has {text!r}, but {wrong}")
     return Fault(
         text=text,
         who=who,
         incarnation=int(match["incarnation"] or 1),
         step=int(match["step"]),
-        pause_s=pause_s,
+        action=action,
+        amount=float(match["amount"] or 0),
         host=int(match["host"] or 0),
-        prepared=match["prepared"] is not None,
-        factor=factor,
-        slowdown=slowdown,
-        starved_s=starved_s,
     )

@@ -157,12 +157,6 @@ def version(monkeypatch):
     return install
 
 
-def test_generations_with_which_flags_were_never_tried_get_none():
-    assert {"v5p", "v6e"} == set(LIBTPU_FLAGS) < set(GENERATIONS)
-    for generation in set(GENERATIONS) - set(LIBTPU_FLAGS):
-        assert libtpu_flags(generation, "0.0.42.1") == ()
-
-
 @pytest.mark.parametrize("version", ["0.0.42.1", "0.0.50.1", "0.1"])
 @pytest.mark.parametrize("generation", sorted(LIBTPU_FLAGS))
 def test_no_known_version_is_told_what_it_refuses(generation, version):
@@ -175,8 +169,10 @@ def test_no_known_version_is_told_what_it_refuses(generation, version):
 
 
 def test_what_was_never_tried_gets_no_flags(version):
-    for generation, found in (("v4", "0.0.50.1"), ("", "0.0.50.1"), ("v6e", "0.0.41")):
-        assert libtpu_flags(generation, found) == ()
+    assert {"v5p", "v6e"} == set(LIBTPU_FLAGS) < set(GENERATIONS)
+    for generation in {"", *GENERATIONS} - set(LIBTPU_FLAGS):
+        assert libtpu_flags(generation, "0.0.50.1") == ()
+    assert libtpu_flags("v6e", "0.0.41") == ()
     version("")
     set_libtpu_flags("v6e", environment := {})
     assert environment == {}
@@ -196,20 +192,14 @@ def test_flags_that_the_user_sets_win(version):
     )
 
 
-def test_threads_are_those_of_xlas_pool(monkeypatch):
-    monkeypatch.setenv("NPROC", "5")
-    assert before_jax.describe_environment()["threads"] == 5
-    monkeypatch.delenv("NPROC")
-    assert before_jax.describe_environment()["threads"] >= 1
-
-
 def test_facts_are_those_of_this_process(monkeypatch):
+    monkeypatch.setenv("NPROC", "5")  # Threads of XLA's pool.
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_two=2")
     monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.50.1")
     facts = before_jax.describe_environment()
     assert facts["jax"] == jax.__version__
-    assert facts["devices"] == jax.device_count()
+    assert (facts["devices"], facts["threads"]) == (jax.device_count(), 5)
     assert facts["xla_flags"] == "--xla_one=1"
     assert (facts["libtpu"], facts["libtpu_flags"]) == ("0.0.50.1", "--xla_tpu_two=2")
     assert facts["cpu"]

@@ -9,6 +9,7 @@ import fsspec
 import jax
 import numpy as np
 import pytest
+from botocore import exceptions
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
@@ -82,13 +83,17 @@ def test_a_failure_leaves_nothing_that_takes_space(manager, tmp_path):
     assert checkpoint.newest(manager) == 3
 
 
-def test_folders_of_a_run_are_in_its_workdir_or_where_it_says(tmp_path):
-    here = checkpoint.island_folder(Placement(), tmp_path, "a")
-    assert str(here) == str(tmp_path / "checkpoints" / "islands" / "a")
-    elsewhere = Placement(checkpoints="gs://bucket/run")
+@pytest.mark.parametrize("bucket", ["gs://bucket/run", "s3://bucket/run"])
+def test_folders_of_a_run_are_in_its_workdir_or_where_it_says(tmp_path, bucket):
+    """Islands have no checkpoints in S3."""
+    here = tmp_path / "checkpoints" / "islands" / "a"
+    assert str(checkpoint.island_folder(Placement(), tmp_path, "a")) == str(here)
+    elsewhere = Placement(checkpoints=bucket)
     there = checkpoint.island_folder(elsewhere, tmp_path, "a")
-    assert str(there) == "gs://bucket/run/islands/a"
+    own = f"{bucket}/islands/a" if bucket.startswith("gs:") else str(here)
+    assert str(there) == own
     theirs = checkpoint.snapshots_folder(elsewhere, tmp_path)
+    assert str(theirs) == f"{bucket}/coordinator"
     assert theirs not in there.parents, "a manager removes what it does not know"
 
 
@@ -155,50 +160,40 @@ class BackendError(Exception):
     code = 503
 
 
+def of_s3(status):
+    answer = {"ResponseMetadata": {"HTTPStatusCode": status}}
+    return exceptions.ClientError(answer, "")
+
+
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
         (BackendError("backend error"), True),
         (ValueError("Error opening zarr: UNAVAILABLE: no route"), True),
         (ConnectionResetError("reset by peer"), True),
+        (exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
+        (exceptions.ReadTimeoutError(endpoint_url="http://x"), True),
+        (of_s3(503), True),
+        (of_s3(403), False),
+        (exceptions.NoCredentialsError(), False),
         (PermissionError("403"), False),
         (ValueError("manifest is damaged"), False),
     ],
+    ids=lambda given: type(given).__name__,
 )
-@pytest.mark.parametrize("folder", ["gs://bucket/run", "/run"])
+@pytest.mark.parametrize("folder", ["gs://bucket/run", "s3://bucket/run", "/run"])
 def test_what_passes_is_no_fault_of_the_config(folder, error, passes):
     found = RuntimeError("it failed")
     found.__cause__ = error
-    away = passes and folder.startswith("gs:")
+    away = passes and folder != "/run"
     wanted = pytest.raises(StorageAway, match=f"{folder}.*it failed")
     with wanted if away else contextlib.nullcontext():
         files.raise_if_away(epath.Path(folder), found)
 
 
-# ---- damage ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", ["a", "facts"])
-def test_a_checkpoint_that_does_not_read_is_named(tmp_path, damage):
-    folder = "islands/a"
-    manager = checkpoint.open_folder(tmp_path / folder, keep=1)
-    checkpoint.save(manager, 7, {"a": np.arange(300.0)}, {"b": 2})
-    for path in (tmp_path / folder / "7" / damage).rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"?" * 9)
-
-    def read():
-        checkpoint.read_facts(manager, 7)
-        checkpoint.restore(manager, 7, "a")
-
-    with pytest.raises(ConfigError) as caught:
-        read()
-    manager.close()
-    message = str(caught.value)
-    assert message.startswith(f"checkpoint 7 in {tmp_path / folder} cannot be read (")
-    assert "or remove it: the island continues" in message
-    assert "restore it from a copy" in message
-    assert "\n" not in message
+def test_who_may_not_read_a_bucket_is_told_which_rights_it_lacks():
+    said = files.cannot_read(epath.Path("s3://bucket/run"), OSError(5, "it failed"))
+    assert "it failed. Grant s3:ListBucket and s3:GetObject on bucket bucket" in said
 
 
 def test_a_full_disk_is_told_with_the_folder(manager, tmp_path, monkeypatch):

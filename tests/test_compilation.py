@@ -1,7 +1,12 @@
-"""The compilation cache survives killed writers, and does not grow without end."""
+"""The compilation cache survives killed writers, and does not grow without end; the
+merges in C; and users who have no home, or one that is not theirs."""
+
+from __future__ import annotations
 
 import inspect
+import logging
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +16,9 @@ import jax
 import pytest
 
 from diloco_jax import compilation
+from diloco_jax.cluster import cluster
+from diloco_jax.compilation import passes_of, route_of
+from diloco_jax.config import ConfigError, ModelConfig, RunConfig, loading
 
 CODE = """
 import sys, warnings
@@ -117,33 +125,24 @@ def test_a_cache_that_cannot_be_reached_has_no_owner(monkeypatch, tmp_path):
     assert compilation._other_owners(str(tmp_path)) == set()
 
 
-def names(folder):
-    return {path.name.removesuffix("-cache") for path in folder.iterdir()}
-
-
-def test_what_was_used_last_is_kept(entries, tmp_path):
-    entries(old=(40, 10, 10), read=(40, 30, 10), new=(50, 20, 20), torn=(0, 40, 40))
-    compilation.use_cache(tmp_path)
-    assert names(tmp_path) == {"read", "new"}
-    compilation.use_cache(tmp_path)
-    assert names(tmp_path) == {"read", "new"}
-
-
-def test_in_a_folder_of_the_user_only_torn_entries_go(entries, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    entries(old=(400, 10, 10), new=(50, 20, 20), torn=(0, 40, 40))
-    compilation.use_cache(tmp_path / "elsewhere")
-    assert names(tmp_path) == {"old", "new"}
-
-
-def test_what_is_no_entry_stays(entries, tmp_path):
+@pytest.mark.parametrize(
+    ("of_the_user", "left"),
+    [(False, {"read", "new"}), (True, {"read", "new", "old"})],
+)
+def test_torn_entries_go_and_of_ours_those_unused_for_longest(
+    entries, tmp_path, monkeypatch, of_the_user, left
+):
+    """What is no entry stays."""
+    if of_the_user:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     (tmp_path / "empty").touch()
     (tmp_path / "folder-cache").mkdir()
     (tmp_path / "large").write_bytes(b"x" * 200)
-    entries(old=(400, 10, 10), new=(50, 20, 20))
-    compilation.use_cache(tmp_path)
-    assert names(tmp_path) >= {"empty", "folder", "large"}
-    assert "old" not in names(tmp_path)
+    entries(old=(40, 10, 10), read=(40, 30, 10), new=(50, 20, 20), torn=(0, 40, 40))
+    for _ in range(2):
+        compilation.use_cache(tmp_path / "elsewhere" if of_the_user else tmp_path)
+        names = {path.name.removesuffix("-cache") for path in tmp_path.iterdir()}
+        assert names == {"empty", "folder", "large", *left}
 
 
 def test_a_file_in_the_place_of_the_cache_is_told_and_not_used(
@@ -202,3 +201,122 @@ def test_a_jax_that_writes_otherwise_is_left_alone(cache_of_jax, monkeypatch, ca
     compilation._have_every_host_write.__wrapped__()
     assert compiler._cache_write is another
     assert "hosts other than an island's first compile anew" in caplog.text
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    compilation._passes.cache_clear()
+    yield
+    compilation._passes.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_auto_is_native_and_needs_a_compiler_once(tmp_path, monkeypatch) -> None:
+    """A library that was cut off by a crash is compiled anew."""
+    folder = tmp_path / "diloco_jax" / "merge"
+    folder.mkdir(parents=True)
+    library = folder / f"{compilation._key()}.so"
+    library.write_bytes(b"\x7fELF\x02\x01\x01")
+    assert route_of(passes_of("auto")) == "native"
+    assert library.stat().st_size > 1000
+    assert list(folder.iterdir()) == [library]
+    compilation._passes.cache_clear()
+    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
+    assert route_of(passes_of("native")) == "native"
+
+
+@pytest.mark.usefixtures("fresh")
+def test_xla_compiles_nothing(tmp_path) -> None:
+    assert route_of(passes_of("xla")) == "xla"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_auto_warns_and_native_is_refused(
+    monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(compilation, "COMPILERS", ("no-such-compiler",))
+    with caplog.at_level(logging.WARNING):
+        assert route_of(passes_of("auto")) == "xla"
+    (record,) = caplog.records
+    assert "no-such-compiler" in record.getMessage()
+    assert "placement.merge_route" in record.getMessage()
+    with pytest.raises(ConfigError, match=r'"native".*"xla".*no-such-compiler.*insta'):
+        passes_of("native")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho the source is wrong >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(ConfigError, match="refused the source: the source is wrong"):
+        passes_of("native")
+    assert not list((tmp_path / "diloco_jax" / "merge").iterdir())
+
+
+@pytest.mark.usefixtures("fresh")
+def test_source_flags_and_processor_name_the_library(monkeypatch) -> None:
+    names = [compilation._key()]
+    monkeypatch.setattr("diloco_jax.machine.instructions", lambda: "fpu vme")
+    names.append(compilation._key())
+    monkeypatch.setattr("diloco_jax.core.tiles.FLAGS", ("-O1",))
+    names.append(compilation._key())
+    assert len(set(names)) == 3
+
+
+VARIABLES = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "JAX_COMPILATION_CACHE_DIR")
+RUN = RunConfig(model=ModelConfig(factory="theirs.py:make"))
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a container whose user has a number alone."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_home")
+def test_there_is_no_cache_of_the_user() -> None:
+    assert compilation.of_user() is None
+    for environment in (
+        cluster.coordinator_environment(),
+        cluster.island_environment(),
+    ):
+        assert compilation.VARIABLE not in environment
+        assert "JAX_PLATFORMS" in environment
+
+
+@pytest.mark.usefixtures("no_home")
+def test_no_cache_is_used(monkeypatch) -> None:
+    told: dict[str, object] = {}
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    compilation.use_cache(compilation.of_user())
+    assert "jax_compilation_cache_dir" not in told
+
+
+@pytest.mark.usefixtures("no_home")
+def test_merges_go_by_xla(caplog) -> None:
+    compilation._passes.cache_clear()
+    assert passes_of("auto") is None
+    assert "Set HOME or XDG_CACHE_HOME" in caplog.text
+    with pytest.raises(ConfigError, match="Set HOME or XDG_CACHE_HOME"):
+        passes_of("native")
+
+
+@pytest.mark.usefixtures("no_home")
+def test_every_folder_is_foreign(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    loading.seal(RUN, path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"theirs\.py:make.*--trust-code"):
+        loading.require_trust(RUN, path, trust_code=False)

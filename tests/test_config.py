@@ -160,13 +160,6 @@ def test_resolve_fills_in_digest_and_outer_preset_once(read):
     assert resolved.placement == Placement()
 
 
-def test_a_text_of_which_too_little_is_trained_on_is_refused(tmp_path):
-    (tmp_path / "b.txt").write_text("nearly all of it is held out")
-    data = DataConfig(paths=(str(tmp_path / "b.txt"),), validation_fraction=0.9)
-    with pytest.raises(ConfigError, match=r"training text has 3 bytes, .* takes 9"):
-        resolve(Config(run=RunConfig(data=data, sequence_length=8)))
-
-
 def test_text_that_is_not_the_runs_is_refused_where_it_must_be_here(read):
     config = Config(run=RunConfig(data=DataConfig(digest="d")))
     assert resolve(config).run.data.digest == "d"

@@ -42,6 +42,13 @@ def test_a_problem_is_an_exit_code_and_has_a_remedy(monkeypatch, capsys):
     assert "mend it" in capsys.readouterr().err
 
 
+def raises(error):
+    def fail(*arguments):
+        raise error
+
+    return fail
+
+
 def packages(monkeypatch, folder):
     required = ["no-such-package>=1", "numpy>=9999", 'other; extra == "test"']
     monkeypatch.setattr(metadata, "requires", lambda name: required)
@@ -107,10 +114,8 @@ def platform(monkeypatch, folder):
 
 
 def read_only(monkeypatch, folder):
-    def refused(folder, nbytes):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(doctor, "written_per_s", refused)
+    refused = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(doctor, "written_per_s", raises(refused))
     return "Permission denied"
 
 
@@ -136,14 +141,6 @@ def no_time(monkeypatch, folder):
     return "nothing keeps it right"
 
 
-def unlockable(file, how):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-
-def unstartable(self):
-    raise RuntimeError("can't start new thread")
-
-
 def no_home(monkeypatch, folder):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
@@ -157,10 +154,8 @@ def locked_home(monkeypatch, folder):
 
 
 def no_tmp(monkeypatch, folder):
-    def fail():
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
-
-    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    missing = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+    monkeypatch.setattr(tempfile, "gettempdir", raises(missing))
     return "No usable temporary directory"
 
 
@@ -175,10 +170,8 @@ def loopback(monkeypatch, folder):
 
 
 def nameless(monkeypatch, folder):
-    def fail(name):
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "gethostbyname", fail)
+    unknown = socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(socket, "gethostbyname", raises(unknown))
     return "Name or service not known"
 
 
@@ -189,12 +182,14 @@ def shadow(monkeypatch, folder):
 
 
 def few_threads(monkeypatch, folder):
-    monkeypatch.setattr(threading.Thread, "start", unstartable)
+    shortage = RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", raises(shortage))
     return "threads could be started"
 
 
 def no_locks(monkeypatch, folder):
-    monkeypatch.setattr(files.fcntl, "flock", unlockable)
+    lacking = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(files.fcntl, "flock", raises(lacking))
     return "No locks available"
 
 

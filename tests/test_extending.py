@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from config_support import load_config
@@ -29,20 +28,9 @@ EXAMPLES = dict(
     )
 )
 MOST_LINES = 40
+SHAPE = ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
 TINY = [
-    *(
-        f"--model.{name.replace('_', '-')}={getattr(MODEL, name)}"
-        for name in (
-            *(
-                "d_model",
-                "num_layers",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "mlp_dim",
-            ),
-        )
-    ),
+    *(f"--model.{name.replace('_', '-')}={getattr(MODEL, name)}" for name in SHAPE),
     f"--sequence-length={SEQUENCE_LENGTH}",
     *("--sync.steps-per-cycle=4", "--sync.fragments=2", "--sync.overlap-steps=1"),
 ]
@@ -171,25 +159,7 @@ def test_a_strangers_rule_goes_through_a_run_and_its_replay(
     assert summary["merges"] >= 4
     named = json.loads((workdir / "config.json").read_text())["run"]["sync"]["merge"]
     assert named == f"{path}:sign_consensus"
-    tape = [
-        json.loads(line) for line in (workdir / "tape.jsonl").read_text().splitlines()
-    ]
-    measured = [line for line in tape if line["kind"] == "measured"]
-    assert len(measured) == summary["merges"]
-    # An island's first step has rate 0: the delta of that one alone has no length.
-    moved = {
-        (line["fragment"], *line["version"])
-        for line in tape
-        if line["kind"] == "merged"
-        and any(delta["norm"] > 0 for delta in line["contributions"])
-    }
-    assert moved
-    for line in measured:
-        assert (line.get("length_ratio", 0) > 0) == (
-            (line["fragment"], *line["version"]) in moved
-        )
     monkeypatch.chdir("/")
     assert cli.main(["replay", str(workdir), "--json"]) == 0
     told = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert told["merges"] == summary["merges"]
-    assert jax.devices()[0].platform == "cpu"

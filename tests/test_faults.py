@@ -12,21 +12,28 @@ from diloco_jax.faults import Fault, parse_faults, worker_name
 ISLANDS = ["v5p-a", "v6e"]
 
 
-def test_forms():
-    faults = parse_faults(
-        [
-            *("v5p-a@40:kill", "v6e@7:pause15", "v6e#2@3:pause0.5"),
-            *("coordinator@12:kill", "v6e@5:hang"),
-        ],
-        ISLANDS,
+@pytest.mark.parametrize(
+    ("text", "who", "incarnation", "step", "action", "amount"),
+    [
+        ("v5p-a@40:kill", "v5p-a", 1, 40, "kill", 0.0),
+        ("v6e@7:pause15", "v6e", 1, 7, "pause", 15.0),
+        ("v6e#2@3:pause0.5", "v6e", 2, 3, "pause", 0.5),
+        ("coordinator@12:kill", "coordinator", 1, 12, "kill", 0.0),
+        ("v6e@5:hang", "v6e", 1, 5, "hang", 0.0),
+    ],
+)
+def test_forms(text, who, incarnation, step, action, amount):
+    (found,) = parse_faults([text], ISLANDS).faults
+    wanted = Fault(
+        who=who, incarnation=incarnation, step=step, action=action, amount=amount
     )
-    assert faults.faults == (
-        Fault(who="v5p-a", incarnation=1, step=40, pause_s=None),
-        Fault(who="v6e", incarnation=1, step=7, pause_s=15.0),
-        Fault(who="v6e", incarnation=2, step=3, pause_s=0.5),
-        Fault(who="coordinator", incarnation=1, step=12, pause_s=None),
-        Fault(who="v6e", incarnation=1, step=5, pause_s=math.inf),
-    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize("action", ["kill5", "pause", "pause-1", "slow0.5", "nan2"])
+def test_another_form_is_refused_with_the_forms(action):
+    with pytest.raises(ConfigError, match="the forms are"):
+        parse_faults([f"v6e@5:{action}"], ISLANDS)
 
 
 def test_for_who_keeps_the_incarnation_apart():

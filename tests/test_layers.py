@@ -1,7 +1,11 @@
-"""The imports allowed to each layer: `core/` and `protocol/` stay pure."""
+"""The imports allowed to each layer: `core/` and `protocol/` stay pure. All imports are
+declared, and a wheel has all files; `.ci/wheel` builds one and runs it."""
+
+from __future__ import annotations
 
 import ast
 import configparser
+import fnmatch
 import functools
 import re
 import subprocess
@@ -259,3 +263,31 @@ def test_the_check_sees_forbidden_imports(source: str) -> None:
     inside = f"def f():\n    {source}\n"
     for layer in ALLOWED:
         assert not all(is_allowed(name, layer) for name in imported_modules(inside))
+
+
+def test_every_file_of_the_package_goes_into_the_wheel():
+    settings = configparser.ConfigParser()
+    settings.read(PACKAGE.parent / "setup.cfg")
+    patterns = {
+        f"{package.replace('.', '/')}/{pattern}"
+        for package, value in settings["options.package_data"].items()
+        for line in value.splitlines()
+        for pattern in line.replace(",", " ").split()
+        if not line.lstrip().startswith("#")
+    }
+    others = [
+        path.relative_to(PACKAGE.parent).as_posix()
+        for path in [*PACKAGE.rglob("*"), *(PACKAGE / "configs").glob("*.py")]
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and (path.suffix != ".py" or path.parent.name == "configs")
+    ]
+    assert len(others) > 8
+    for path in others:
+        assert any(fnmatch.fnmatchcase(path, p) for p in patterns), path
+
+
+def test_every_folder_with_modules_is_a_package():
+    """Only packages are found."""
+    for path in PACKAGE.rglob("*.py"):
+        assert (path.parent / "__init__.py").is_file(), path

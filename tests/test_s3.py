@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from botocore import exceptions
 from etils import epath
 from moto.server import ThreadedMotoServer
 
-from diloco_jax import checkpoint, files
+from diloco_jax import files
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -27,7 +26,6 @@ from diloco_jax.config import (
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
 from diloco_jax.evaluation import load_params
-from diloco_jax.files import StorageAway
 from diloco_jax.models.build import build
 from diloco_jax.weights.first import first_params, started_from
 
@@ -102,44 +100,6 @@ def test_a_bucket_that_is_missing_is_named_and_not_made(bucket):
     for shown in ("s3://misspelt/run as trainer", "no such bucket", "s3:PutObject"):
         assert shown in str(refused.value)
     assert bucket.ls("") == ["bucket"]
-
-
-def test_islands_keep_their_checkpoints_in_the_workdir(tmp_path):
-    placement = Placement(checkpoints="s3://bucket/run")
-    snapshots = checkpoint.snapshots_folder(placement, tmp_path)
-    assert str(snapshots) == "s3://bucket/run/coordinator"
-    islands = checkpoint.island_folder(placement, tmp_path, "a")
-    assert str(islands) == str(tmp_path / "checkpoints" / "islands" / "a")
-
-
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
-        (exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
-        (exceptions.ReadTimeoutError(endpoint_url="http://x"), True),
-        (
-            exceptions.ClientError({"ResponseMetadata": {"HTTPStatusCode": 503}}, ""),
-            True,
-        ),
-        (
-            exceptions.ClientError({"ResponseMetadata": {"HTTPStatusCode": 403}}, ""),
-            False,
-        ),
-        (exceptions.NoCredentialsError(), False),
-    ],
-    ids=lambda given: type(given).__name__,
-)
-def test_what_passes_is_told_from_what_does_not(error, passes):
-    folder = epath.Path("s3://bucket/run")
-    found = OSError(5, "it failed")
-    found.__cause__ = error
-    if passes:
-        with pytest.raises(StorageAway, match="it failed"):
-            files.raise_if_away(folder, found)
-    else:
-        files.raise_if_away(folder, found)
-        said = files.cannot_read(folder, found)
-        assert "s3:ListBucket and s3:GetObject on bucket bucket" in said
 
 
 def test_without_its_package_the_extra_is_named():

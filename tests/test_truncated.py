@@ -334,7 +334,9 @@ def test_a_checkpoint_of_an_island_whose_files_end_early_is_named(tmp_path) -> N
             found, said = read(Kind(path, everything))
             if said:
                 named += 1
-                assert f"checkpoint 1 in {tmp_path / 'kept'}" in said
+                assert said.startswith(f"checkpoint 1 in {tmp_path / 'kept'} cannot be")
+                assert "restore it from a copy, or remove it: the island" in said
+                assert "\n" not in said
             else:
                 assert found == whole
         path.write_bytes(octets)

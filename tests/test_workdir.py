@@ -120,16 +120,3 @@ def test_a_summary_that_was_cut_off_is_named(tmp_path, content):
     with pytest.raises(ConfigError, match=r"summary\.json .*restore it from a copy"):
         workdirs.read_summary(tmp_path)
     assert workdirs.read_summary(tmp_path / "none") == {}
-
-
-def test_a_place_where_no_folder_can_be_is_refused(tmp_path, monkeypatch):
-    # Of a process of its own.
-    environment = "diloco_jax.before_jax.prepare_island"
-    monkeypatch.setattr(environment, lambda island: None)
-    (tmp_path / "file").write_text("of the user")
-    for place in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(ConfigError, match=r"cannot make workdir .*file.*--workdir"):
-            workdirs.make_workdir(place)
-        arguments = ["island", "configs/quickstart.py", "--name", "v6e"]
-        arguments += ["--coordinator", "127.0.0.1:1", "--workdir", str(place)]
-        assert cli.main(arguments) == 2

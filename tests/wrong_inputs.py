@@ -1,8 +1,8 @@
-"""Wrong inputs, and what `diloco` answers: the exit code and pieces of the message.
+"""Wrong inputs, and what `diloco` answers: the exit code and the message.
 
-A row names what the message must hold: the field, file or peer, both values (the one
-given, and the one that it does not fit), and the remedy. `lacks` says which of these
-today's message has not. The folder in which a row runs is that of `FILES`.
+A row names what the message must hold, in order: the field, file or peer, both values
+(the one given, and the one that it does not fit), and the remedy. The folder in which a
+row runs is that of `FILES`.
 """
 
 from __future__ import annotations
@@ -60,542 +60,487 @@ FILES = {
 
 
 class Wrong(NamedTuple):
-    """A command line, what the answer holds, and how the process ends."""
+    """A command line, the answer with `...` between its pieces, and the exit code."""
 
     line: str
-    holds: tuple[str, ...]
+    said: str
     code: int = 2
-    lacks: str = ""
 
 
-def wrong(line: str, *holds: str, code: int = 2, lacks: str = "") -> Wrong:
-    """Return a row."""
-    return Wrong(line, holds, code, lacks)
-
-
-ADDRESS = ("is not HOST:PORT with a port from 0 to 65535", "write 10.0.0.1:7077")
-NOT_LOOPBACK = ("address 10.0.0.1:7 is not loopback", "`diloco certs`", "--insecure")
-NO_FOLDER = ("'nowhere' is neither a folder nor HOST:PORT", "give a run's workdir")
-NO_FILE = ("no config file 'tow.py'", "did you mean 'two.py'", ".py file", "quickstart")
+ADDRESS = "is not HOST:PORT with a port from 0 to 65535 ... write 10.0.0.1:7077"
+NOT_LOOPBACK = "address 10.0.0.1:7 is not loopback ... `diloco certs` ... --insecure"
+NO_FOLDER = "'nowhere' is neither a folder nor HOST:PORT ... give a run's workdir"
+NO_FILE = (
+    "no config file 'tow.py' ... did you mean 'two.py' ... .py file ... quickstart"
+)
 
 COMMANDS = [
-    wrong("rnu", "no command 'rnu'", "did you mean 'run'", "there are run, coord"),
-    wrong("run", "CONFIG comes first", ".py file", "quickstart"),
-    wrong("run --workdir x", "CONFIG comes first", "found '--workdir'"),
-    wrong("run two.py extra", "Unrecognized options: extra", "--help"),
-    wrong("status", "Missing from diloco status", "HOST:PORT or WORKDIR"),
-    wrong("status empty --jsn", "options: --jsn", "Perhaps you meant", "--json"),
-    wrong("eval", "Missing from diloco eval", "WORKDIR"),
-    wrong("dashboard h:7000", "h:7000 holds no run", "run.json", "give the workdir"),
-    wrong("simulate godput", "no simulation 'godput'", "mean 'goodput'", "there are"),
-    wrong("data", "diloco data prepare OUT SOURCES... is what there is"),
-    wrong("data mix", "data prepare OUT SOURCES... is what there is", "found 'mix'"),
-    wrong("completion csh", "choice 'csh'", "('bash', 'zsh', 'fish')", lacks="field"),
+    Wrong("rnu", "no command 'rnu' ... did you mean 'run' ... there are run, coord"),
+    Wrong("run", "CONFIG comes first ... .py file ... quickstart"),
+    Wrong("run --workdir x", "CONFIG comes first ... found '--workdir'"),
+    Wrong("run two.py extra", "Unrecognized options: extra ... --help"),
+    Wrong("status", "Missing from diloco status ... HOST:PORT or WORKDIR"),
+    Wrong("status empty --jsn", "options: --jsn ... Perhaps you meant ... --json"),
+    Wrong("eval", "Missing from diloco eval ... WORKDIR"),
+    Wrong("dashboard h:7000", "h:7000 holds no run ... run.json ... give the workdir"),
+    Wrong("simulate godput", "no simulation 'godput' ... mean 'goodput' ... there are"),
+    Wrong("data", "diloco data prepare OUT SOURCES... is what there is"),
+    Wrong("data mix", "data prepare OUT SOURCES... is what there is ... found 'mix'"),
+    Wrong("completion csh", "choice 'csh' ... ('bash', 'zsh', 'fish')"),
 ]
 
 CONFIG_FILES = [
-    wrong("run tow.py", *NO_FILE),
-    wrong("run quikstart", "config file 'quikstart'", "did you mean 'quickstart'"),
-    wrong("run note.txt", "'note.txt' is neither a .py file", "configs/*.py"),
-    wrong("run empty", "no config file 'empty'", ".py file", "quickstart"),
-    wrong("run bare.py", "bare.py defines no function config()", "add `def config()"),
-    wrong("run three.py", "config() of three.py returned int", "config.Config"),
-    wrong("run divides.py", "divides.py failed in line 2: ZeroDivisionError"),
-    wrong("run imports.py", "imports.py cannot be executed in line 2", "nonsense_xyz"),
-    wrong("run syntax.py", "syntax.py cannot be executed: SyntaxError", "line 2"),
-    wrong("run exits.py", "exits.py cannot be executed in line 1: SystemExit: 0"),
-    wrong(
+    Wrong("run tow.py", NO_FILE),
+    Wrong("run quikstart", "config file 'quikstart' ... did you mean 'quickstart'"),
+    Wrong("run note.txt", "'note.txt' is neither a .py file ... configs/*.py"),
+    Wrong("run empty", "no config file 'empty' ... .py file ... quickstart"),
+    Wrong("run bare.py", "bare.py defines no function config() ... add `def config()"),
+    Wrong("run three.py", "config() of three.py returned int ... config.Config"),
+    Wrong("run divides.py", "divides.py failed in line 2: ZeroDivisionError"),
+    Wrong("run imports.py", "imports.py cannot be executed in line 2 ... nonsense_xyz"),
+    Wrong("run syntax.py", "syntax.py cannot be executed: SyntaxError ... line 2"),
+    Wrong("run exits.py", "exits.py cannot be executed in line 1: SystemExit: 0"),
+    Wrong(
         "run misspelt.py",
-        "misspelt.py failed in line 5: RunConfig has no field 'total_token'",
+        "misspelt.py failed in line 5: RunConfig has no field 'total_token' ... "
         "did you mean 'total_tokens'",
     ),
-    wrong("run nothing.py", "islands is empty", "name at least one island"),
-    wrong(
+    Wrong("run nothing.py", "islands is empty ... name at least one island"),
+    Wrong(
         "run foreign/config.json",
-        "foreign/config.json has an unknown field x",
-        "remove or rename it",
+        "foreign/config.json has an unknown field x ... remove or rename it",
     ),
-    wrong("run cut/config.json", "cut/config.json cannot be read as JSON"),
-    wrong("run field/config.json", "run.sync.quorun", "did you mean 'quorum'"),
-    wrong("run typed/config.json", "$.run.seed", "Expected `int`, got `str`"),
+    Wrong("run cut/config.json", "cut/config.json cannot be read as JSON"),
+    Wrong("run field/config.json", "run.sync.quorun ... did you mean 'quorum'"),
+    Wrong("run typed/config.json", "Expected `int`, got `str` ... `$.run.seed`"),
 ]
 
 VALUES = [
-    wrong(
+    Wrong(
         "run two.py --sync.quorun 2",
-        "Unrecognized options: --sync.quorun",
-        "Perhaps you meant",
-        "--sync.quorum",
+        "Unrecognized options: --sync.quorun ... Perhaps you meant ... --sync.quorum",
     ),
-    wrong("run two.py --total-tokens many", "--total-tokens: many is not a whole"),
-    wrong("run two.py --total-tokens", "'--total-tokens'", "Expected 1 values"),
-    wrong("run two.py --total-tokens 0", "total_tokens = 0; it must be at least 1"),
-    wrong(
+    Wrong("run two.py --total-tokens many", "--total-tokens: many is not a whole"),
+    Wrong("run two.py --total-tokens", "'--total-tokens' ... Expected 1 values"),
+    Wrong("run two.py --total-tokens 0", "total_tokens = 0; it must be at least 1"),
+    Wrong(
         "run two.py --sync.quorum 3",
-        "sync.quorum = 3",
-        "2 islands (v6e, v5p_a)",
+        "sync.quorum = 3 ... 2 islands (v6e, v5p_a) ... "
         "lower sync.quorum or add islands",
     ),
-    wrong(
+    Wrong(
         "run two.py --sync.grace-window aliek",
-        "'aliek' for argument '--sync.grace-window'",
-        "('alike', 'overlap')",
+        "'aliek' for argument '--sync.grace-window' ... ('alike', 'overlap')",
     ),
-    wrong(
+    Wrong(
         "run two.py --sync.codec-up int3",
-        "sync.codec_up = 'int3'",
-        "did you mean 'int8'",
+        "sync.codec_up = 'int3' ... did you mean 'int8' ... "
         "choose from f32, bf16, int8, int4, int2",
     ),
-    wrong(
+    Wrong(
         "run two.py --sync.codec-up int2",
-        "sync.codec_up = 'int2' with inner.optimizer = 'adamw'",
-        "of the loss, and a codec may cost 0.5 %",
-        "set sync.codec_up = 'int4'",
+        "sync.codec_up = 'int2' with inner.optimizer = 'adamw' ... "
+        "of the loss, and a codec may cost 0.5 % ... set sync.codec_up = 'int4'",
     ),
-    wrong(
+    Wrong(
         "run two.py --sync.merge men",
-        "sync.merge = 'men'",
-        "did you mean 'mean'",
+        "sync.merge = 'men' ... did you mean 'mean' ... "
         "choose from rda, mean, clipped_mean, trimmed_mean",
     ),
-    wrong(
+    Wrong(
         "run two.py --sync.merge nofile.py:f",
-        "sync.merge = 'nofile.py:f': there is no file",
-        "correct the path",
+        "sync.merge = 'nofile.py:f': there is no file ... correct the path",
     ),
-    wrong(
+    Wrong(
         "run two.py --outer.optimizer nestrov",
-        "outer.optimizer = 'nestrov'",
-        "choose sgd, nesterov",
+        "outer.optimizer = 'nestrov' ... choose sgd, nesterov",
     ),
-    wrong(
+    Wrong(
         "run two.py --model.num-kv-heads 4",
-        "model.num_heads = 6",
-        "model.num_kv_heads = 4",
-        "choose a multiple",
+        "model.num_heads = 6 ... model.num_kv_heads = 4 ... choose a multiple",
     ),
-    wrong(
+    Wrong(
         "run two.py --data.digest x",
-        "data.digest = x",
-        "has 23cf4afae86726df",
+        "data.digest = x ... has 23cf4afae86726df ... "
         "give the run's text (--data.paths)",
     ),
-    wrong("run two.py --data.paths nosuch", "data.paths", "nosuch does not", "name a"),
-    wrong("run two.py --data.paths empty", "data.paths", "empty is empty", "name a"),
-    wrong("run two.py --data.paths bytes", "is not text: a NUL byte", "leave it out"),
-    wrong(
+    Wrong(
+        "run two.py --data.paths nosuch", "data.paths ... nosuch does not ... name a"
+    ),
+    Wrong("run two.py --data.paths empty", "data.paths ... empty is empty ... name a"),
+    Wrong("run two.py --data.paths bytes", "is not text: a NUL byte ... leave it out"),
+    Wrong(
         "run two.py --sequence-length 500",
-        "491 bytes",
-        "sequence_length = 500",
-        "(data.paths) or lower",
+        "491 bytes ... sequence_length = 500 ... (data.paths) or lower",
     ),
 ]
 
 ISLANDS = [
-    wrong(
+    Wrong(
         "run two.py --islands.v6.batch-size 2",
-        "options: --islands.v6.batch-size",
-        "Perhaps you meant",
+        "options: --islands.v6.batch-size ... Perhaps you meant ... "
         "--islands.v6e.batch-size",
     ),
-    wrong(
+    Wrong(
         "run two.py --islands.v6e.mesh-fsdp 3",
-        "islands.v6e.batch_size = 8",
-        "1 * 3 * 1 * 1 = 3",
-        "choose a multiple of 3",
+        "islands.v6e.batch_size = 8 ... 1 * 3 * 1 * 1 = 3 ... choose a multiple of 3",
     ),
-    wrong(
+    Wrong(
         "run two.py --islands.v6e.mesh-expert 2",
-        "islands.v6e.mesh_expert = 2 does not divide",
-        "model.experts = 0",
+        "islands.v6e.mesh_expert = 2 does not divide ... model.experts = 0 ... "
         "choose a divisor, or spread by mesh_data or mesh_fsdp",
     ),
-    wrong(
+    Wrong(
         "run two.py --model.experts 4 --model.experts-per-token 5",
-        "model.experts_per_token = 5",
-        "model.experts = 4",
-        "at most as many",
+        "model.experts_per_token = 5 ... model.experts = 4 ... at most as many",
     ),
-    wrong(
+    Wrong(
         "run two.py --islands.v6e.hosts 3",
-        "islands.v6e.hosts = 3 does not divide 1",
+        "islands.v6e.hosts = 3 does not divide 1 ... "
         "choose a divisor of 1, or a larger mesh",
     ),
-    wrong(
+    Wrong(
         "run two.py --islands.v6e.attention splash --sequence-length 100",
-        "islands.v6e.attention = 'splash'",
-        "sequence_length = 100",
-        "multiple of 128",
-        "'dot_product'",
+        "islands.v6e.attention = 'splash' ... sequence_length = 100 ... "
+        "multiple of 128 ... 'dot_product'",
     ),
-    wrong(
-        "island two.py --workdir w --name v6e",
-        "--coordinator is missing",
-        "--help",
+    Wrong(
+        "island two.py --workdir w --name v6e", "--coordinator is missing ... --help"
     ),
-    wrong("island two.py --workdir w --coordinator h:1", "--name is missing", "--help"),
-    wrong(
+    Wrong(
+        "island two.py --workdir w --coordinator h:1", "--name is missing ... --help"
+    ),
+    Wrong(
         "island two.py --workdir w --name v6 --coordinator h:1",
-        "no island 'v6'",
-        "did you mean 'v6e'",
-        "it has v6e, v5p_a",
+        "no island 'v6' ... did you mean 'v6e' ... it has v6e, v5p_a",
     ),
-    wrong(
+    Wrong(
         "island two.py --workdir w --name v6e --coordinator foo",
-        "--coordinator: address 'foo'",
-        *ADDRESS,
+        f"--coordinator: address 'foo' ... {ADDRESS}",
     ),
-    wrong(
-        "island two.py --workdir w --name v6e --coordinator 10.0.0.1:7", *NOT_LOOPBACK
+    Wrong(
+        "island two.py --workdir w --name v6e --coordinator 10.0.0.1:7", NOT_LOOPBACK
     ),
-    wrong(
+    Wrong(
         "island two.py --workdir w --name v6e --coordinator h:1 --incarnation -1",
-        "--incarnation -1",
-        "counted from 1",
-        "leave it out",
+        "--incarnation -1 ... counted from 1 ... leave it out",
     ),
-    wrong(
+    Wrong(
         "island two.py --workdir w --name v6e --coordinator h:1 --world h:1",
-        "--world h:1",
-        "'v6e' has hosts = 1",
-        "leave it out, or set islands.v6e.hosts",
+        "--world h:1 ... 'v6e' has hosts = 1 ... leave it out, or set islands.v6e.host",
     ),
-    wrong(
+    Wrong(
         "island two.py --workdir w --name v6e --coordinator h:1 --host-index 1",
-        "--host-index 1",
-        "'v6e' has hosts = 1",
-        "one from 0 to 0",
+        "--host-index 1 ... 'v6e' has hosts = 1 ... one from 0 to 0",
     ),
-    wrong(
+    Wrong(
         "island two.py --workdir w --name v6e --coordinator h:1 --islands.v6e.hosts 2"
         " --islands.v6e.mesh-data 2 --world nonsense",
-        "--world: address 'nonsense'",
-        *ADDRESS,
+        f"--world: address 'nonsense' ... {ADDRESS}",
     ),
 ]
 
 PLACEMENT = [
-    wrong(
+    Wrong(
         "run two.py --workdir gs://b/run",
-        "placement.workdir = 'gs://b/run'",
-        "no folder of this machine",
+        "placement.workdir = 'gs://b/run' ... no folder of this machine ... "
         "--checkpoints gs://b/run",
     ),
-    wrong(
+    Wrong(
         "run two.py --checkpoints ftp://x",
-        "placement.checkpoints = 'ftp://x'",
-        "begins with gs:// or s3://",
+        "placement.checkpoints = 'ftp://x' ... begins with gs:// or s3:// ... "
         "give one of them",
     ),
-    wrong("run two.py --workdir note.txt", "workdir", "note.txt", "another --workdir"),
-    wrong("run two.py --workdir foreign", "foreign holds another", "another --workdir"),
-    wrong("run two.py --bind nonsense", "placement.bind: address 'nonsense'", *ADDRESS),
-    wrong(
+    Wrong(
+        "run two.py --workdir note.txt",
+        "cannot make workdir ... note.txt: File exists ... another --workdir",
+    ),
+    Wrong(
+        "run two.py --workdir note.txt/run",
+        "cannot make workdir ... note.txt/run: Not a dir ... another --workdir",
+    ),
+    Wrong(
+        "run two.py --workdir foreign", "foreign holds another ... another --workdir"
+    ),
+    Wrong(
+        "run two.py --bind nonsense",
+        f"placement.bind: address 'nonsense' ... {ADDRESS}",
+    ),
+    Wrong(
         "run two.py --advertise h:0",
-        "placement.advertise = 'h:0'",
-        "no island can dial",
-        "give the port",
+        "placement.advertise = 'h:0' ... no island can dial ... give the port",
     ),
-    wrong("run two.py --advertise x", "placement.advertise: address 'x'", *ADDRESS),
-    wrong(
-        "run two.py --certificates none",
-        "none/ca.pem (No such file",
-        "`diloco certs`",
+    Wrong(
+        "run two.py --advertise x", f"placement.advertise: address 'x' ... {ADDRESS}"
     ),
-    wrong(
+    Wrong(
+        "run two.py --certificates none", "none/ca.pem (No such file ... `diloco certs`"
+    ),
+    Wrong(
         "run two.py --metrics-bind nonsense",
-        "placement.metrics_bind: address 'nonsense'",
-        *ADDRESS,
+        f"placement.metrics_bind: address 'nonsense' ... {ADDRESS}",
     ),
-    wrong(
+    Wrong(
         "run two.py --sinks tensrboard",
-        "placement.sinks has 'tensrboard'",
-        "did you mean 'tensorboard'",
+        "placement.sinks has 'tensrboard' ... did you mean 'tensorboard' ... "
         "there are tensorboard, wandb",
     ),
-    wrong(
+    Wrong(
         "run two.py --workers 30",
-        "placement.workers = 30",
-        "24 fragments",
+        "placement.workers = 30 ... 24 fragments ... "
         "at most as many, or more sync.fragments",
     ),
-    wrong(
+    Wrong(
         "run two.py --workers 2 --worker-addresses a:1",
-        "placement.worker_addresses has 1",
-        "placement.workers = 2",
+        "placement.worker_addresses has 1 ... placement.workers = 2 ... "
         "one address for each",
     ),
-    wrong(
+    Wrong(
         "run two.py --workers 2 --worker-addresses a:1 b:1",
-        "placement.workers = 2",
-        "starts all of a run on this machine",
+        "placement.workers = 2 ... starts all of a run on this machine ... "
         "start `diloco worker`",
     ),
-    wrong(
+    Wrong(
         "coordinator two.py --workdir w --init --workers 2",
-        "placement.workers = 2",
-        "placement.worker_addresses is empty",
+        "placement.workers = 2 ... placement.worker_addresses is empty ... "
         "name there where each `diloco worker` runs",
     ),
-    wrong(
+    Wrong(
         "worker two.py --workdir w",
-        "placement.worker_addresses is empty",
-        "name there where each worker runs",
+        "placement.worker_addresses is empty ... name there where each worker runs",
     ),
-    wrong("coordinator two.py", "--workdir is missing", "give the folder"),
-    wrong(
+    Wrong("coordinator two.py", "--workdir is missing ... give the folder"),
+    Wrong(
         "coordinator two.py --workdir w --init --bind 0.0.0.0:7000",
-        "address 0.0.0.0:7000 is not loopback",
-        "`diloco certs`",
-        "--insecure",
+        "address 0.0.0.0:7000 is not loopback ... `diloco certs` ... --insecure",
     ),
 ]
 
 FAULTS = [
-    wrong(
+    Wrong(
         "run two.py --faults v6e@3:kil",
-        "placement.faults has 'v6e@3:kil'",
-        "the forms are 'NAME@STEP:kill'",
+        "placement.faults has 'v6e@3:kil' ... the forms are 'NAME@STEP:kill'",
     ),
-    wrong(
+    Wrong(
         "run two.py --faults v7@3:kill",
-        "placement.faults has 'v7@3:kill'",
-        "known are v6e, v5p_a, coordinator",
+        "placement.faults has 'v7@3:kill' ... known are v6e, v5p_a, coordinator",
     ),
-    wrong(
+    Wrong(
         "run two.py --faults v6e@0:kill",
-        "placement.faults has v6e@0",
-        "counted from 1",
-        "give a number above 0",
+        "placement.faults has v6e@0 ... counted from 1 ... give a number above 0",
     ),
-    wrong(
+    Wrong(
         "run two.py --faults v6e/2@3:kill",
-        "placement.faults has v6e/2@3",
-        "v6e has 1 host",
-        "choose a host below 1",
+        "placement.faults has v6e/2@3 ... v6e has 1 host ... choose a host below 1",
     ),
-    wrong(
+    Wrong(
         "chaos two.py --strikes v7@3s:kill",
-        "strikes has 'v7@3s:kill'",
-        "known are v6e, v5p_a, coordinator",
+        "strikes has 'v7@3s:kill' ... known are v6e, v5p_a, coordinator",
     ),
-    wrong(
+    Wrong(
         "chaos two.py --strikes v6e@3s:kil",
-        "strikes has 'v6e@3s:kil'",
-        "'WHO@TIMEs:kill'",
-        "kinds are kill, stop",
+        "strikes has 'v6e@3s:kil' ... 'WHO@TIMEs:kill' ... kinds are kill, stop",
     ),
-    wrong(
+    Wrong(
         "chaos two.py --kinds kil",
-        "kinds has 'kil'",
-        "did you mean 'kill'",
-        "there are kill, stop",
+        "kinds has 'kil' ... did you mean 'kill' ... there are kill, stop",
     ),
-    wrong(
+    Wrong(
         "chaos two.py --schedule nosuch",
-        "schedule = 'nosuch' cannot be read",
-        "one strike a line",
+        "schedule = 'nosuch' cannot be read ... one strike a line",
     ),
-    wrong("chaos two.py --every-s 0", "every_s above 1, found 0"),
-    wrong("chaos nosuch", "no config file 'nosuch'", "quickstart"),
-    wrong("chaos empty", "empty/config.json", "give the workdir of a run"),
-    wrong("chaos 10.0.0.1:7", "no config file '10.0.0.1:7'", "give the path"),
+    Wrong("chaos two.py --schedule bare.py", "schedule = 'bare.py' has no strike"),
+    Wrong(
+        "chaos two.py --strikes v6e@3s:kill --save-schedule no/file",
+        "save_schedule = 'no/file' cannot be written ... in a folder that exists",
+    ),
+    Wrong("chaos two.py --kinds", "every_s above 1, found 20, and at least one of kin"),
+    Wrong("chaos two.py --every-s 0", "every_s above 1, found 0"),
+    Wrong("chaos nosuch", "no config file 'nosuch' ... quickstart"),
+    Wrong("chaos empty", "empty/config.json ... give the workdir of a run"),
+    Wrong("chaos 10.0.0.1:7", "no config file '10.0.0.1:7' ... give the path"),
 ]
 
 WEIGHTS = [
-    wrong(
-        "run two.py --init nosuch", "--init nosuch", "hf:DIR", "run:WORKDIR", "safeten"
+    Wrong(
+        "run two.py --init nosuch",
+        "--init nosuch ... hf:DIR ... safetensors ... run:WORKDIR",
     ),
-    wrong(
+    Wrong(
         "run two.py --init hf:nosuch",
-        "there is no",
-        "nosuch/config.json",
-        "give the folder of a model",
+        "there is no ... nosuch/config.json ... give the folder of a model",
     ),
-    wrong(
+    Wrong(
         "run two.py --init hf:HuggingFaceTB/SmolLM2-135M",
-        "does not give it",
-        "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M",
+        "does not give it ... "
+        "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M ... "
         "--init hf:SmolLM2-135M",
     ),
-    wrong("export nosuch out", "'nosuch' is neither a folder nor", "give a run's"),
-    wrong("export empty out", "no empty/config.json", "give the workdir of a run"),
-    wrong("export empty out --dtype int7", "'int7'", "'--dtype'", "'float32'"),
-    wrong(
+    Wrong("export nosuch out", "'nosuch' is neither a folder nor ... give a run's"),
+    Wrong("export empty out", "no empty/config.json ... give the workdir of a run"),
+    Wrong("export empty out --dtype int7", "'int7' ... '--dtype' ... 'float32'"),
+    Wrong(
         "generate empty --prompt x",
-        "no empty/config.json",
-        "give the folder of a model",
-        lacks="that a run's workdir would do",
-    ),
-    wrong("generate empty --prompt x --temperature=-1", "temperature = -1.0", "least"),
+        "no empty/config.json ... give the folder of a model",
+    ),  # It does not say that a run's workdir would do.
+    Wrong("generate empty --prompt x --temperature=-1", "temperature = -1.0 ... least"),
 ]
 
 RUNS = [
-    wrong("run --resume", "--resume takes the workdir"),
-    wrong("run --resume nosuch", "--resume nosuch", "no such folder", "the workdir"),
-    wrong("run --resume empty", "--resume empty: no run is there", "diloco run CONFIG"),
-    wrong("run --resume foreign", "--resume foreign: no run is there", "diloco run"),
-    wrong("run two.py --resume empty", "empty holds no run"),
-    wrong("run two.py --resume nosuch", "nosuch", "there is no such folder"),
-    wrong(
+    Wrong("run --resume", "--resume takes the workdir"),
+    Wrong("run --resume nosuch", "--resume nosuch ... no such folder ... the workdir"),
+    Wrong(
+        "run --resume empty", "--resume empty: no run is there ... diloco run CONFIG"
+    ),
+    Wrong("run --resume foreign", "--resume foreign: no run is there ... diloco run"),
+    Wrong("run two.py --resume empty", "empty holds no run"),
+    Wrong("run two.py --resume nosuch", "nosuch ... there is no such folder"),
+    Wrong(
         "run two.py --resume empty --workdir other",
-        "--workdir other with --resume empty",
-        "leave --workdir out",
+        "--workdir other with --resume empty ... leave --workdir out",
     ),
-    wrong("status nowhere", *NO_FOLDER),
-    wrong("dashboard nowhere", "nowhere holds no run", "give the workdir of a run"),
-    wrong("status h:x", "address 'h:x'", *ADDRESS),
-    wrong("status 10.0.0.1:7", *NOT_LOOPBACK),
-    wrong("status 127.0.0.1:1", "127.0.0.1:1: nothing listens", "check", code=1),
-    wrong("status empty", "empty has neither coordinator.address", "no run was star"),
-    wrong("admit x", "--coordinator is missing", "HOST:PORT", "workdir"),
-    wrong("admit ../x --coordinator h:1", "island name '../x'", "rename it"),
-    wrong("eval empty", "no empty/config.json", "give the workdir of a run"),
-    wrong(
-        "eval foreign",
-        "foreign/config.json has an unknown field x",
-        lacks="that no run is there: the remedy is to edit what is no run's file",
-    ),
+    Wrong("status nowhere", NO_FOLDER),
+    Wrong("dashboard nowhere", "nowhere holds no run ... give the workdir of a run"),
+    Wrong("status h:x", f"address 'h:x' ... {ADDRESS}"),
+    Wrong("status 10.0.0.1:7", NOT_LOOPBACK),
+    Wrong("status 127.0.0.1:1", "127.0.0.1:1: nothing listens ... check", code=1),
+    Wrong("status empty", "empty has neither coordinator.address ... no run was star"),
+    Wrong("admit x", "--coordinator is missing ... HOST:PORT ... workdir"),
+    Wrong("admit ../x --coordinator h:1", "island name '../x' ... rename it"),
+    Wrong("eval empty", "no empty/config.json ... give the workdir of a run"),
+    Wrong(
+        "eval foreign", "foreign/config.json has an unknown field x"
+    ),  # It does not say that no run is there.
 ]
 
 STUDIES = [
-    wrong("fork", "WORKDIR comes first", "give the workdir of a run"),
-    wrong("fork empty --at 3", "no empty/config.json", "give the workdir of a run"),
-    wrong("fork recorded", "at = 0", "give --at, the last merge that the fork sha"),
-    wrong("fork recorded --at 3", "recorded has no tape.jsonl", "give the workdir"),
-    wrong(
+    Wrong("fork", "WORKDIR comes first ... give the workdir of a run"),
+    Wrong("fork empty --at 3", "no empty/config.json ... give the workdir of a run"),
+    Wrong("fork recorded", "at = 0 ... give --at, the last merge that the fork sha"),
+    Wrong("fork recorded --at 3", "recorded has no tape.jsonl ... give the workdir"),
+    Wrong(
         "fork recorded --at 3 --model.d-model 64",
-        "model.d_model: 64 in the fork, 32 in the run",
-        "leave --model.d_model out",
-        "recorded DIR --cycle",
-        "--init hf:DIR",
+        "model.d_model: 64 in the fork, 32 in the run ... "
+        "leave --model.d_model out ... recorded DIR --cycle ... --init hf:DIR",
     ),
-    wrong("fork recorded --at 3 --skip-merges 2 5", "at = 3, skip_merges = 2 5"),
-    wrong("fork recorded --at 3 --without b", "no island 'b'", "it has a"),
-    wrong("emulate two.py --step-spread 2", "step_spread = 2.0", "at most 1"),
-    wrong("emulate two.py --line.latency-s=-1", "latency_s = -1.0", "at least 0"),
-    wrong("emulate two.py --evaluate-every-tokens=-1", "tokens = -1", "at least 0"),
-    wrong(
-        "emulate two.py --joins v7 0 1",
-        "joins has 'v7'",
-        "there are v6e, v5p_a",
-    ),
-    wrong("emulate two.py --joins v6e 2 1", "joins.v6e = 2 to 1", "0 <= from < to"),
-    wrong("simulate goodput --hours=-1", "hours = -1.0; it must be above 0"),
-    wrong("simulate goodput --method elstic", "'elstic'", "'--method'", "'elastic'"),
-    wrong(
+    Wrong("fork recorded --at 3 --skip-merges 2 5", "at = 3, skip_merges = 2 5"),
+    Wrong("fork recorded --at 3 --without b", "no island 'b' ... it has a"),
+    Wrong("emulate two.py --step-spread 2", "step_spread = 2.0 ... at most 1"),
+    Wrong("emulate two.py --line.latency-s=-1", "latency_s = -1.0 ... at least 0"),
+    Wrong("emulate two.py --evaluate-every-tokens=-1", "tokens = -1 ... at least 0"),
+    Wrong("emulate two.py --joins v7 0 1", "joins has 'v7' ... there are v6e, v5p_a"),
+    Wrong("emulate two.py --joins v6e 2 1", "joins.v6e = 2 to 1 ... 0 <= from < to"),
+    Wrong("simulate goodput --hours=-1", "hours = -1.0; it must be above 0"),
+    Wrong("simulate goodput --method elstic", "'elstic' ... '--method' ... 'elastic'"),
+    Wrong(
         "simulate goodput --quorum 9 --islands 2",
-        "quorum = 9",
-        "islands = 2",
-        "lower quorum or add islands",
+        "quorum = 9 ... islands = 2 ... lower quorum or add islands",
     ),
-    wrong("simulate bandwidth --params 0", "params = 0.0; it must be above 0"),
-    wrong("simulate faults --seeds 0", "seeds = 0; it must be at least 1"),
-    wrong("simulate faults --schedule x", "--schedule", "not a schedule", "JSON"),
+    Wrong("simulate bandwidth --params 0", "params = 0.0; it must be above 0"),
+    Wrong("simulate faults --seeds 0", "seeds = 0; it must be at least 1"),
+    Wrong("simulate faults --schedule x", "--schedule ... not a schedule ... JSON"),
 ]
 
 PLANS = [
-    wrong(
-        "plan two.py", "islands.v6e.topology is empty", "name the slice", "'v5p:2x2x1'"
+    Wrong(
+        "plan two.py",
+        "islands.v6e.topology is empty ... name the slice ... 'v5p:2x2x1'",
     ),
-    wrong(
+    Wrong(
         "plan cloud.py --arithmetic --islands.v5p.topology v5p:2x2x3",
-        "islands.v5p.topology = 'v5p:2x2x3' does not exist",
+        "islands.v5p.topology = 'v5p:2x2x3' does not exist ... "
         "nearest v5p topologies are v5p:2x2x4",
     ),
-    wrong(
+    Wrong(
         "plan cloud.py --arithmetic --islands.v5p.topology v9:2x2",
-        "islands.v5p.topology = 'v9:2x2' is no TPU topology",
+        "islands.v5p.topology = 'v9:2x2' is no TPU topology ... "
         "generation of v4, v5e, v5p, v6e, tpu7x",
     ),
-    wrong(
+    Wrong(
         "plan cloud.py --arithmetic --price v9=4",
-        "price = 'v9=4'",
-        "a name of v4, v5e, v5p, v6e, tpu7x, coordinator, traffic",
+        "price = 'v9=4' ... a name of v4, v5e, v5p, v6e, tpu7x, coordinator, traffic",
     ),
-    wrong(
+    Wrong(
         "plan cloud.py --arithmetic --price v5p=dear",
-        "price = 'v5p=dear'",
-        "a number of at least 0",
+        "price = 'v5p=dear' ... a number of at least 0",
     ),
-    wrong("rehearse two.py --max-price 5", "--max-price 5", "needs --price"),
-    wrong("rehearse two.py --share 2", "share = 2", "at most 1"),
-    wrong("rehearse two.py --records nosuch", "nosuch has no tape", "name the workdir"),
-    wrong(
+    Wrong("rehearse two.py --max-price 5", "--max-price 5 ... needs --price"),
+    Wrong("rehearse two.py --share 2", "share = 2 ... at most 1"),
+    Wrong(
+        "rehearse two.py --records nosuch", "nosuch has no tape ... name the workdir"
+    ),
+    Wrong(
         "rehearse two.py --on gke --records w",
-        "--records w starts nothing",
-        "--on gke makes machines",
+        "--records w starts nothing ... --on gke makes machines ... "
         "leave one of them out",
     ),
-    wrong("launch two.py", "--on is missing", "--on tpu_vm, --on gke or --on sky"),
-    wrong("launch two.py --on aws", "'aws' for argument '--on'", "'sky'"),
-    wrong(
+    Wrong("launch two.py", "--on is missing ... --on tpu_vm, --on gke or --on sky"),
+    Wrong("launch two.py --on aws", "'aws' for argument '--on' ... 'sky'"),
+    Wrong(
         "launch two.py --on gke --dry-run",
-        "launch.project, launch.image, launch.coordinator_zone, launch.cluster",
-        "launch.zones.v6e, launch.zones.v5p_a must be set",
-        "--launch.project",
+        "launch.project, launch.image, launch.coordinator_zone, launch.cluster ... "
+        "launch.zones.v6e, launch.zones.v5p_a must be set ... --launch.project",
     ),
-    wrong(
+    Wrong(
         "launch cloud.py --on gke --dry-run --only v5",
-        "--only v5: no such part",
-        "did you mean 'v5p'",
+        "--only v5: no such part ... did you mean 'v5p' ... "
         "it has coordinator, v5p, v6e",
     ),
-    wrong(
+    Wrong(
         "launch cloud.py --on gke --dry-run --launch.zones v5p=mars-1a",
-        "options: --launch.zones",
-        "Perhaps you meant",
-        "--launch.zones.v5p",
+        "options: --launch.zones ... Perhaps you meant ... --launch.zones.v5p",
     ),
-    wrong(
+    Wrong(
         "launch cloud.py --on gke",
-        "no terminal to ask on",
+        "no terminal to ask on ... "
         "give --yes to run the commands; `diloco launch` shows them with --dry-run",
     ),
-    wrong(
+    Wrong(
         "launch cloud.py --on gke --dry-run --disk",
-        "--disk with --action create",
-        "leave it out",
+        "--disk with --action create ... leave it out",
     ),
 ]
 
 TEXT = [
-    wrong("data prepare", "Missing from diloco data prepare", "OUT"),
-    wrong("data prepare text text", "OUT", "text exists", "the name of a new folder"),
-    wrong("data prepare out nosuch", "SOURCES: nosuch does not exist", "name a text"),
-    wrong(
+    Wrong("data prepare", "Missing from diloco data prepare ... OUT"),
+    Wrong("data prepare text text", "OUT ... text exists ... the name of a new folder"),
+    Wrong("data prepare out nosuch", "SOURCES: nosuch does not exist ... name a text"),
+    Wrong(
         "data prepare out json",
-        "json/a.jsonl, offset 0",
-        "its fields are txt; it needs 'text'",
+        "json/a.jsonl, offset 0 ... its fields are txt; it needs 'text' ... "
         "give --text-field",
     ),
-    wrong("data prepare out half", "half/a.jsonl, offset 14", "Expecting"),
-    wrong("data prepare out bytes", "bytes/a.txt is not text", "NUL byte at offset 1"),
-    wrong("data prepare gs://b/x text", "OUT: gs://b/x is a bucket", "give a folder"),
-    wrong("data prepare out s3://b/in", "SOURCES: s3://b/in is a bucket", "mount it"),
-    wrong("data prepare out text --text-field ''", "--text-field is empty", "give the"),
-    wrong("data prepare out text --turn a", "--turn", "'a' has 0 places", "chatml"),
-    wrong(
-        "data prepare out text --tokenizer nosuch",
-        "--tokenizer: nosuch is no file",
-        "give a tokenizer.json",
+    Wrong("data prepare out half", "half/a.jsonl, offset 14 ... Expecting"),
+    Wrong("data prepare out bytes", "bytes/a.txt is not text ... NUL byte at offset 1"),
+    Wrong("data prepare gs://b/x text", "OUT: gs://b/x is a bucket ... give a folder"),
+    Wrong("data prepare out s3://b/in", "SOURCES: s3://b/in is a bucket ... mount it"),
+    Wrong(
+        "data prepare out text --text-field ''", "--text-field is empty ... give the"
     ),
-    wrong("manifest nosuch", "data.paths: nosuch does not exist", "name a text file"),
-    wrong("manifest empty", "data.paths: empty is empty", "name a file or folder"),
+    Wrong("data prepare out text --turn a", "--turn ... 'a' has 0 places ... chatml"),
+    Wrong(
+        "data prepare out text --tokenizer nosuch",
+        "--tokenizer: nosuch is no file ... give a tokenizer.json",
+    ),
+    Wrong("manifest nosuch", "data.paths: nosuch does not exist ... name a text file"),
+    Wrong("manifest empty", "data.paths: empty is empty ... name a file or folder"),
 ]
 
 NEW_FILES = [
-    wrong("init two.py", "two.py exists", "give another name, or delete it"),
-    wrong("init mine.yaml", "'mine.yaml' is no .py file", "give one, as in my_run.py"),
-    wrong("init no/mine.py", "no/mine.py", "no folder no", "make it, or give another"),
-    wrong("init mine.py --like quickstrat", "'quickstrat'", "mean 'quickstart'"),
-    wrong("certs note.txt --hosts a", "to note.txt: File exists", "that is writable"),
-    wrong("certs keys --hosts a/b", "name 'a/b' is neither", "give it as islands dial"),
-    wrong("certs keys --hosts a --days 0", "--days 0", "1 day to", "3650 days"),
-    wrong("certs keys --revoke x", "--revoke x", "no certificate of that name"),
-    wrong("certs keys --revoke x --add", "--revoke", "--add", "choose one of them"),
-    wrong("certs keys --add --hosts a", "keys/ca.pem", "without --add it makes a new"),
+    Wrong("init two.py", "two.py exists ... give another name, or delete it"),
+    Wrong("init mine.yaml", "'mine.yaml' is no .py file ... give one, as in my_run.py"),
+    Wrong(
+        "init no/mine.py", "no/mine.py ... no folder no ... make it, or give another"
+    ),
+    Wrong("init mine.py --like quickstrat", "'quickstrat' ... mean 'quickstart'"),
+    Wrong("certs note.txt --hosts a", "to note.txt: File exists ... that is writable"),
+    Wrong(
+        "certs keys --hosts a/b", "name 'a/b' is neither ... give it as islands dial"
+    ),
+    Wrong("certs keys --hosts a --days 0", "--days 0 ... 1 day to ... 3650 days"),
+    Wrong("certs keys --revoke x", "--revoke x ... no certificate of that name"),
+    Wrong("certs keys --revoke x --add", "--add ... --revoke: choose one of them"),
+    Wrong("certs keys --add --hosts a", "keys/ca.pem ... without --add it makes a new"),
 ]
 
 INPUTS = [

@@ -119,7 +119,7 @@ def free_port() -> int:
 
 def eval_command(workdir: Path) -> list[str]:
     """Return the `diloco eval` command for a finished run."""
-    return [*DILOCO, "eval", str(workdir), "--json"]
+    return [*DILOCO, "eval", str(workdir)]
 
 
 def coordinator_environment() -> dict[str, str]:

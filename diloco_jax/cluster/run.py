@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -534,25 +533,22 @@ def _evaluate(
     """Have the validation loss added to the summary; return the exit code."""
     log = workdir / run_files.LOGS / "eval.log"
     console.print("evaluating on the whole validation split", highlight=False)
-    with log.open("ab") as stderr:
-        process = start_child(
-            cluster.eval_command(workdir),
-            cluster.coordinator_environment(),
-            subprocess.PIPE,
-            stderr,
-        )
+    command = cluster.eval_command(workdir)
+    environment = cluster.coordinator_environment()
+    with log.open("ab") as output:
+        process = start_child(command, environment, output, output)
     deadline = time.monotonic() + config.placement.compile_budget_s
-    output = b""
     with console.status("evaluating") as shown:
-        while not interrupt.count and time.monotonic() < deadline:
-            try:
-                output, _ = process.communicate(timeout=LOOP_S)
-                break
-            except subprocess.TimeoutExpired:
-                shown.update(_newest(log))
+        while (
+            process.poll() is None
+            and not interrupt.count
+            and time.monotonic() < deadline
+        ):
+            shown.update(_newest(log))
+            interrupt.wait(LOOP_S)
     if process.poll() is None:
         kill_group(process)
-        process.communicate()
+        process.wait()
         if not interrupt.count:
             say(
                 console,
@@ -564,5 +560,5 @@ def _evaluate(
         said = f"evaluation ended with code {process.returncode}\n{quoted(log)}"
         say(console, said)
         return EXIT_FAILED
-    summary.update(json.loads(output))
+    summary.update(workdirs.read_summary(workdir))
     return EXIT_DONE

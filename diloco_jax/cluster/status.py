@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.config import check_name
 from diloco_jax.config.fields import Bound, positional, setting
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.config.options import parse
+from diloco_jax.config.options import command
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import expand
@@ -158,14 +158,9 @@ class StatusOptions:
     )
 
 
-def status_command(arguments: Sequence[str]) -> int:
-    """Show the state of a run; return the exit code."""
-    (options,) = parse(
-        [StatusOptions],
-        arguments,
-        "diloco status",
-        "Show who is alive, who takes part, and how far the run is.",
-    )
+@command(StatusOptions, "diloco status")
+def status_command(options: StatusOptions) -> int:
+    """Show who is alive, who takes part, and how far the run is."""
     from rich.console import Console
 
     from diloco_jax.observability.measures import health_of
@@ -221,69 +216,39 @@ class ProfileOptions(OneIslandOptions):
     steps: int = setting(5, Bound(1, MOST_STEPS), help="Whole steps in the trace.")
 
 
-def admit_command(arguments: Sequence[str]) -> int:
-    """Let an island in that the run's config does not name, or put it out."""
-    (options,) = parse(
-        [AdmitOptions],
-        arguments,
-        "diloco admit",
-        "Let an island into a run that goes on, although the run's config does not "
-        "name it. It stays admitted when the coordinator is started again.",
-    )
-    order = Steer(how="remove" if options.remove else "admit", island=options.name)
-    with operator_of(options) as (client, patience_s):
-        told = client.steer(order, patience_s)
+@command(AdmitOptions, "diloco admit")
+def admit_command(options: AdmitOptions) -> int:
+    """Let an island into a run that goes on, although the run's config does not name
+    it. It stays admitted when the coordinator is started again."""
+    how: Any = "remove" if options.remove else "admit"
+    told = _ordered(options, Steer(how=how, island=options.name))
     done = "is let in no longer" if options.remove else "is let in"
-    print(
-        f"island {options.name} {done}; besides those of the config: "
-        f"{', '.join(told['admitted']) or 'none'}",
-        file=sys.stderr,
-    )
-    return EXIT_DONE
+    others = ", ".join(told["admitted"]) or "none"
+    return _say(f"island {options.name} {done}; besides those of the config: {others}")
 
 
-def release_command(arguments: Sequence[str]) -> int:
-    """End an island's quarantine."""
-    (options,) = parse(
-        [OneIslandOptions],
-        arguments,
-        "diloco release",
-        "Let the deltas of a quarantined island be merged again at once.",
-    )
-    with operator_of(options) as (client, patience_s):
-        told = client.steer(Steer(how="release", island=options.name), patience_s)
-    print(
-        f"island {options.name} is in no quarantine; still in it: "
-        f"{', '.join(told['quarantined']) or 'none'}",
-        file=sys.stderr,
-    )
-    return EXIT_DONE
+@command(OneIslandOptions, "diloco release")
+def release_command(options: OneIslandOptions) -> int:
+    """Let the deltas of a quarantined island be merged again at once."""
+    told = _ordered(options, Steer(how="release", island=options.name))
+    others = ", ".join(told["quarantined"]) or "none"
+    return _say(f"island {options.name} is in no quarantine; still in it: {others}")
 
 
-def profile_command(arguments: Sequence[str]) -> int:
-    """Have an island trace its next steps; return once it is asked."""
-    (options,) = parse(
-        [ProfileOptions],
-        arguments,
-        "diloco profile",
-        "Have an island that trains trace its next steps with jax.profiler. Its host 0 "
-        "writes the trace into its own workdir, in profiles/NAME-STEP.",
-    )
-    order = ProfileOrder(island=options.name, steps=options.steps)
-    with operator_of(options) as (client, patience_s):
-        told = client.profile(order, patience_s)
-    print(
+@command(ProfileOptions, "diloco profile")
+def profile_command(options: ProfileOptions) -> int:
+    """Have an island that trains trace its next steps with jax.profiler. Its host 0
+    writes the trace into its own workdir, in profiles/NAME-STEP."""
+    told = _ordered(options, ProfileOrder(island=options.name, steps=options.steps))
+    return _say(
         f"island {options.name} traces its next {options.steps} steps into "
         f"{told['folder']} of its workdir, on the machine of its host 0; its log says "
-        f"when the trace is there, or why there is none",
-        file=sys.stderr,
+        f"when the trace is there, or why there is none"
     )
-    return EXIT_DONE
 
 
-@contextlib.contextmanager
-def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
-    """Yield a connection with an operator's key, and the longest wait for an answer."""
+def _ordered(options: OneIslandOptions, order: Steer | ProfileOrder) -> dict[str, Any]:
+    """Order something with an operator's key; return the coordinator's answer."""
     from diloco_jax.wire.peers import OPERATOR
 
     check_name(options.name)
@@ -291,5 +256,13 @@ def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
         raise ConfigError("--coordinator is missing: HOST:PORT, or the run's workdir")
     given = Placement(certificates=options.certificates, insecure=options.insecure)
     address, placement = reached(options.coordinator, given)
+    patience_s = 2 * placement.deadlines.budget_s
     with asking(address, placement, OPERATOR) as client:
-        yield client, 2 * placement.deadlines.budget_s
+        if isinstance(order, Steer):
+            return client.steer(order, patience_s)
+        return client.profile(order, patience_s)
+
+
+def _say(text: str) -> int:
+    print(text, file=sys.stderr)
+    return EXIT_DONE

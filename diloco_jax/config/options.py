@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -75,6 +76,24 @@ def parse(
     sections = [(f"part_{i}", _section(part)) for i, part in enumerate(parts)]
     parsed = _parse(sections, arguments, prog, description, plain=True)
     return [_original(values) for values in vars(parsed).values()]
+
+
+def command(
+    kind: type[T], prog: str
+) -> Callable[[Callable[[T], int]], Callable[[Sequence[str]], int]]:
+    """Make a command of a function of its options, which ends as `parse` does. The
+    function's docstring is the help's paragraph. kind, prog: as for `parse`."""
+
+    def made(function: Callable[[T], int]) -> Callable[[Sequence[str]], int]:
+        @functools.wraps(function)
+        def command(arguments: Sequence[str]) -> int:
+            description = " ".join(str(function.__doc__).split())
+            (options,) = parse([kind], arguments, prog, description)
+            return function(options)
+
+        return command
+
+    return made
 
 
 def parse_with_config(

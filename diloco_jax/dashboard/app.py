@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import operator
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +21,11 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diloco_jax import run_files
 from diloco_jax.cluster.status import read_status
@@ -271,48 +272,25 @@ def make_app(reader: RunReader) -> Starlette:
             Route("/events", events),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[Middleware(LoopbackNames)],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guarded)],
     )
 
 
-class LoopbackNames:
-    """Refuses requests under another name than this machine's; adds `HEADERS` to every
+async def guarded(request: Request, go_on: RequestResponseEndpoint) -> Response:
+    """Refuse a request under another name than this machine's; add `HEADERS` to every
     answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-
-        async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                added = [(k.encode(), v.encode()) for k, v in HEADERS.items()]
-                message["headers"] = [*message["headers"], *added]
-            await send(message)
-
-        answer: ASGIApp = self._app
-        if scope["type"] == "http" and (refusal := _refusal(scope)):
-            answer = refusal
-        await answer(scope, receive, guarded if scope["type"] == "http" else send)
-
-
-def _refusal(scope: Scope) -> Response | None:
-    hosts = [value.decode("latin-1") for k, value in scope["headers"] if k == b"host"]
-    if len(hosts) != 1 or _name(hosts[0]) not in HOSTS:
-        return PlainTextResponse(
+    hosts = request.headers.getlist("host")
+    if len(hosts) == 1 and re.sub(r":\d+$", "", hosts[0].lower()) in HOSTS:
+        answer = await go_on(request)
+    else:
+        answer = PlainTextResponse(
             f"the dashboard answers under {', '.join(HOSTS)}, not under "
             f"{', '.join(hosts) or 'no name'}; open http://localhost:PORT, "
             f"from another machine through `ssh -L PORT:localhost:PORT`\n",
             403,
         )
-    return None
-
-
-def _name(host: str) -> str:
-    """Return a Host header without its port."""
-    name, colon, port = host.rpartition(":")
-    return name.lower() if colon and port.isdigit() else host.lower()
+    answer.headers.update(HEADERS)
+    return answer
 
 
 def _number(request: Request, name: str) -> float | None:

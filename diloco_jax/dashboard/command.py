@@ -7,12 +7,11 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.fields import NOT_NEGATIVE, check_bounds, positional, setting
-from diloco_jax.config.options import parse
+from diloco_jax.config.options import command
 from diloco_jax.files import expand
 
 LOOPBACK = "127.0.0.1"
@@ -42,14 +41,9 @@ class DashboardOptions:
     )
 
 
-def dashboard_command(arguments: Sequence[str]) -> int:
-    """Serve the page until an interrupt; return the exit code."""
-    (options,) = parse(
-        [DashboardOptions],
-        arguments,
-        "diloco dashboard",
-        "Show a run in a browser, on this machine alone. It reads and changes nothing.",
-    )
+@command(DashboardOptions, "diloco dashboard")
+def dashboard_command(options: DashboardOptions) -> int:
+    """Show a run in a browser, on this machine alone. It reads and changes nothing."""
     check_bounds(options)
     import uvicorn
 

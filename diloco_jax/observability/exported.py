@@ -72,11 +72,26 @@ class Exported(NamedTuple):
     """One metric, as people and Prometheus know it."""
 
     name: str
-    kind: Literal["gauge", "counter"]
+    """A counter's ends in `_total`."""
     unit: str
     help: str
     labels: tuple[str, ...]
     values: Callable[[Snapshot], Iterable[Value]]
+
+    @property
+    def kind(self) -> Literal["gauge", "counter"]:
+        """Type by Prometheus' words."""
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+def _metric(
+    name: str,
+    unit: str,
+    help: str,
+    values: Callable[[Snapshot], Iterable[Value]],
+    *labels: str,
+) -> Exported:
+    return Exported(PREFIX + name, unit, help, labels, values)
 
 
 def _of(read: Callable[[Snapshot], float | None]) -> Callable[[Snapshot], list[Value]]:
@@ -95,124 +110,80 @@ def _watched(field: str) -> Callable[[Snapshot], list[Value]]:
     return _of(lambda s: (s.status["merged_model"] or {}).get(field))
 
 
-def _info(snapshot: Snapshot) -> Iterator[Value]:
-    yield (snapshot.status["run_id"], snapshot.version), 1
-
-
-def _phases(snapshot: Snapshot) -> Iterator[Value]:
-    for phase in PHASES:
-        yield (phase,), phase == snapshot.status["phase"]
-
-
-def _lost(snapshot: Snapshot) -> Iterator[Value]:
-    for reason, tokens in snapshot.status["tokens_lost"].items():
-        yield (reason,), tokens
-
-
-def _states(snapshot: Snapshot) -> Iterator[Value]:
-    for name, island in snapshot.islands.items():
-        yield (name, island["state"]), 1
-
-
-def _free(snapshot: Snapshot) -> Iterator[Value]:
-    for folder, nbytes in snapshot.machine.free.items():
-        yield (folder,), nbytes
+def _islands(field: str) -> Callable[[Snapshot], Iterator[Value]]:
+    return lambda s: (((name,), one[field]) for name, one in s.islands.items())
 
 
 def _workers(read: Callable[[Any], float]) -> Callable[[Snapshot], Iterator[Value]]:
-    def values(snapshot: Snapshot) -> Iterator[Value]:
-        for worker in snapshot.status.get("workers", ()):
-            yield (str(worker["worker"]),), read(worker)
-
-    return values
-
-
-def _gauge(
-    name: str,
-    unit: str,
-    help: str,
-    values: Callable[[Snapshot], Iterable[Value]],
-    *labels: str,
-) -> Exported:
-    return Exported(PREFIX + name, "gauge", unit, help, labels, values)
-
-
-def _counter(
-    name: str,
-    unit: str,
-    help: str,
-    values: Callable[[Snapshot], Iterable[Value]],
-    *labels: str,
-) -> Exported:
-    return Exported(f"{PREFIX}{name}_total", "counter", unit, help, labels, values)
-
-
-def _of_islands(
-    make: Callable[..., Exported], name: str, unit: str, help: str, field: str
-) -> Exported:
-    """Return a metric with a value for each island. field: of its status."""
-
-    def values(snapshot: Snapshot) -> Iterator[Value]:
-        for island, status in snapshot.islands.items():
-            yield (island,), status[field]
-
-    return make(f"island_{name}", unit, help, values, "island")
+    return lambda s: (
+        ((str(worker["worker"]),), read(worker))
+        for worker in s.status.get("workers", ())
+    )
 
 
 LOSS = "nats per token"
 RUN = (
-    _gauge("run_info", "", "1; says which run it is", _info, "run_id", "version"),
-    _gauge("run_phase", "", "1 for the run's phase, 0 for others", _phases, "phase"),
-    _gauge("run_age_seconds", "s", "Time since the run began", _status("seconds")),
-    _gauge("run_term", "", "Term of the coordinator's state", _status("term")),
-    _gauge("run_tokens", "tokens", "Tokens that are not lost", _status("tokens")),
-    _gauge(
+    _metric(
+        *("run_info", "", "1; says which run it is"),
+        lambda s: [((s.status["run_id"], s.version), 1)],
+        *("run_id", "version"),
+    ),
+    _metric(
+        *("run_phase", "", "1 for the run's phase, 0 for others"),
+        lambda s: (((phase,), phase == s.status["phase"]) for phase in PHASES),
+        "phase",
+    ),
+    _metric("run_age_seconds", "s", "Time since the run began", _status("seconds")),
+    _metric("run_term", "", "Term of the coordinator's state", _status("term")),
+    _metric("run_tokens", "tokens", "Tokens that are not lost", _status("tokens")),
+    _metric(
         *("run_tokens_wanted", "tokens", "Tokens with which the run ends"),
         _status("total_tokens"),
     ),
-    _gauge(
+    _metric(
         *("run_tokens_merged", "tokens", "Tokens that are in merges"),
         _status("tokens_merged"),
     ),
-    _gauge(
+    _metric(
         *("run_tokens_lost", "tokens", "Tokens that no merge will have, by reason"),
-        *(_lost, "reason"),
+        lambda s: (((why,), lost) for why, lost in s.status["tokens_lost"].items()),
+        "reason",
     ),
-    _gauge(
+    _metric(
         *("run_goodput_ratio", "0 to 1"),
         "Merged tokens over what undisturbed islands would have computed",
         _status("goodput"),
     ),
-    _counter("run_merges", "merges", "Merges of all fragments", _status("merges")),
+    _metric("run_merges_total", "merges", "Merges of all fragments", _status("merges")),
 )
 MERGES = (
-    _gauge("merge_seconds", "s", "Time that the last merge took", _merge("seconds")),
-    _gauge(
+    _metric("merge_seconds", "s", "Time that the last merge took", _merge("seconds")),
+    _metric(
         *("merge_islands", "islands", "Islands in the last merge"),
         _of(lambda s: None if s.merge is None else len(s.merge["islands"])),
     ),
-    _gauge(
+    _metric(
         *("merge_share_ratio", "0 to 1"),
         "Part of all tokens per second in the last merge",
         _merge("share"),
     ),
-    _gauge("merge_norm", "", "Length of the last merged delta", _merge("norm")),
-    _gauge(
+    _metric("merge_norm", "", "Length of the last merged delta", _merge("norm")),
+    _metric(
         *("merge_cosine", "-1 to 1"),
         "Mean cosine between two deltas of the last merge; none with one island",
         _merge("pairwise_cosine"),
     ),
-    _gauge(
+    _metric(
         *("merged_model_loss", LOSS),
         "Validation loss of the merged model, with placement.watch_every",
         _watched("eval_loss"),
     ),
-    _gauge(
+    _metric(
         *("merged_model_cycle", "cycles", "Cycle of that merged model"),
         _watched("cycle"),
     ),
 )
-_GAUGES = (
+_OF_ISLANDS = (
     ("incarnation", "", "Number of its process, which rises with every start"),
     ("tokens", "tokens", "Tokens that it has computed"),
     ("tokens_merged", "tokens", "Tokens of it that are in merges"),
@@ -227,55 +198,67 @@ _GAUGES = (
         "participation",
     ),
     ("lag_versions", "versions", "Lag of the fragment that lags most", "lag"),
+    ("steps_total", "steps", "Steps of this incarnation", "steps"),
+    (
+        *("skipped_steps_total", "steps"),
+        *("Steps that changed nothing: they were not finite", "skipped_steps"),
+    ),
+    (
+        *("stalled_seconds_total", "s", "Time outside steps and validation"),
+        "stalled_seconds",
+    ),
+    ("sent_bytes_total", "bytes", "Deltas that it has sent", "bytes_up"),
+    (
+        *("received_bytes_total", "bytes", "Publishes that came, without joins"),
+        "bytes_down",
+    ),
 )
-_COUNTERS = (
-    ("steps", "steps", "Steps of this incarnation"),
-    ("skipped_steps", "steps", "Steps that changed nothing: they were not finite"),
-    ("stalled_seconds", "s", "Time outside steps and validation"),
-    ("sent_bytes", "bytes", "Deltas that it has sent", "bytes_up"),
-    ("received_bytes", "bytes", "Publishes that came, without joins", "bytes_down"),
-)
+"""Name, unit, help, and field of an island's status if it has another name."""
 ISLANDS = (
-    _gauge("island_state", "", "1; its state is a label", _states, "island", "state"),
+    _metric(
+        *("island_state", "", "1; its state is a label"),
+        lambda s: (((name, one["state"]), 1) for name, one in s.islands.items()),
+        *("island", "state"),
+    ),
     *(
-        _of_islands(make, name, unit, help, *(field or (name,)))
-        for make, rows in ((_gauge, _GAUGES), (_counter, _COUNTERS))
-        for name, unit, help, *field in rows
+        _metric(f"island_{name}", unit, help, _islands(*(field or (name,))), "island")
+        for name, unit, help, *field in _OF_ISLANDS
     ),
 )
 COORDINATOR = (
-    _counter(
-        *("alerts", "alerts", "Alerts since the coordinator's start"),
+    _metric(
+        *("alerts_total", "alerts", "Alerts since the coordinator's start"),
         _of(lambda s: s.alerts_raised),
     ),
-    _gauge(
+    _metric(
         *("coordinator_events_waiting", "events"),
         "Events that wait for the thread of decisions",
         _of(lambda s: s.events_waiting),
     ),
-    _gauge(
+    _metric(
         *("coordinator_memory_bytes", "bytes", "Memory of the coordinator's process"),
         _of(lambda s: s.machine.resident),
     ),
-    _gauge(
+    _metric(
         *("machine_memory_left_bytes", "bytes"),
         "Memory that is left on the machine or to its control group",
         _of(lambda s: s.machine.left),
     ),
-    _gauge(
+    _metric(
         *("machine_memory_bytes", "bytes", "All of that memory"),
         _of(lambda s: s.machine.whole),
     ),
-    _gauge(
+    _metric(
         *("machine_disk_free_bytes", "bytes"),
         "Free space where the workdir is, and where checkpoints are if elsewhere",
-        *(_free, "folder"),
+        lambda s: (((folder,), nbytes) for folder, nbytes in s.machine.free.items()),
+        "folder",
     ),
-    _gauge(
+    _metric(
         *("worker_up", "", "1 while a worker serves its fragments"),
         *(_workers(lambda worker: float(bool(worker["address"]))), "worker"),
     ),
-    _gauge(
+    _metric(
         *("worker_memory_bytes", "bytes", "The most memory that a worker has had"),
         *(_workers(lambda worker: worker["memory_bytes"]), "worker"),
     ),

@@ -115,7 +115,6 @@ class Failures:
         """kept: what the life before had."""
         self.kept = kept or KeptFailures()
         self._islands = self.kept.islands
-        self._open: dict[str, NotedFailure] = {}
         self._unmerged: dict[str, NotedFailure] = {}
         """The newest failure of each, until it is merged again."""
         for failure in self:
@@ -127,10 +126,12 @@ class Failures:
 
     def _index(self, failure: NotedFailure) -> None:
         self._unmerged[failure.who] = failure
-        if failure.ended is None and not failure.settled:
-            self._open[failure.who] = failure
         if failure.merged is not None or failure.settled:
             del self._unmerged[failure.who]
+
+    def _open(self, name: str) -> NotedFailure | None:
+        failure = self._unmerged.get(name)
+        return failure if failure and failure.ended is None else None
 
     def catch_up(self, workdir: Path) -> None:
         """Take the lines of a life that had not kept all when it ended."""
@@ -152,7 +153,7 @@ class Failures:
 
     def away_seconds(self, name: str, now: float) -> float:
         """Return the length of all outages of an island; one goes on up to now."""
-        known, failure = self._islands.get(name), self._open.get(name)
+        known, failure = self._islands.get(name), self._open(name)
         over = known.away_seconds if known else 0.0
         goes_on = failure is not None and not failure.quarantine
         return over + (now - failure.began if failure and goes_on else 0.0)
@@ -193,7 +194,7 @@ class Failures:
                 )
                 failure.quarantine = True
             case "released":
-                if (found := self._open.get(line["island"])) is not None:
+                if (found := self._open(line["island"])) is not None:
                     self._end(found, time)
             case "merged":
                 self._merged({part["island"] for part in line["contributions"]}, time)
@@ -202,13 +203,10 @@ class Failures:
             case "finished":
                 # Nobody is awaited any more, and goodbyes come in order.
                 for name, known in self._islands.items():
-                    known.away_seconds, known.here = (
-                        self.away_seconds(name, time),
-                        False,
-                    )
-                for failure in (*self._open.values(), *self._unmerged.values()):
+                    known.away_seconds = self.away_seconds(name, time)
+                    known.here = False
+                for failure in self._unmerged.values():
                     failure.settled = True
-                self._open.clear()
                 self._unmerged.clear()
 
     def metrics(self, line: Mapping[str, Any]) -> None:
@@ -217,7 +215,7 @@ class Failures:
         if line["kind"] != "island":
             return
         name = line["island"]
-        known, failure = self._of(name), self._open.get(name)
+        known, failure = self._of(name), self._open(name)
         known.median_step_seconds = (
             line["median_step_seconds"] or known.median_step_seconds
         )
@@ -252,7 +250,7 @@ class Failures:
     def _left(self, line: Mapping[str, Any], time: float) -> None:
         """Note the end of an incarnation, with what it cost."""
         name, incarnation, reason = line["island"], line["incarnation"], line["reason"]
-        known, failure = self._of(name), self._open.get(name)
+        known, failure = self._of(name), self._open(name)
         here = known.here
         if known.incarnation == incarnation and reason not in ENDS:
             known.here = False
@@ -271,7 +269,7 @@ class Failures:
         failure.why = ENDS.get(reason, failure.why) + said
 
     def _resumed(self, name: str, time: float) -> None:
-        failure, known = self._open.get(name), self._of(name)
+        failure, known = self._open(name), self._of(name)
         known.heard, known.here = time, True
         if failure is not None and not failure.replaced:
             failure.why += "; the same process is back"
@@ -308,7 +306,7 @@ class Failures:
         self._note(failure)
 
     def _begin(self, name: str, began: float, why: str) -> NotedFailure:
-        before, incarnation = self._open.get(name), self._of(name).incarnation
+        before, incarnation = self._open(name), self._of(name).incarnation
         if before is not None and before.incarnation == incarnation:
             return before
         if before is not None:
@@ -324,8 +322,6 @@ class Failures:
 
     def _end(self, failure: NotedFailure, time: float) -> None:
         known, failure.ended = self._of(failure.who), time
-        if self._open.get(failure.who) is failure:
-            del self._open[failure.who]
         if failure.quarantine:
             return
         away = time - failure.began

@@ -22,7 +22,7 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.errors import PASSING
-from diloco_jax.observability.sinks import Point, RunOf, Sink, find
+from diloco_jax.observability.sinks import SINKS, Point, RunOf, Sink, require
 from diloco_jax.observability.tape import SEGMENT_BYTES, JsonLines, read_lines
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ class Curves:
         it has made before."""
         self._name, self._begin = name, begin
         self._points: queue.Queue[Point | None] = queue.Queue(MOST_POINTS_WAITING)
-        self._attempts = itertools.count()
         self._left_out = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="curves", daemon=True)
@@ -74,20 +73,16 @@ class Curves:
             return
         self._thread.join(CLOSE_S)
 
-    # ---- the thread -------------------------------------------------------------
-
     def _run(self) -> None:
         """Feed one sink, and another one after each error."""
-        told = False
-        while True:
+        for attempt in itertools.count():
             last = self._closing.is_set()
             try:
-                self._feed()
+                self._feed(attempt)
                 return
             except Exception as error:
                 # A sink is somebody else's code: whatever it raises ends no run.
-                if not told:
-                    told = True
+                if not attempt:
                     logger.warning(
                         "curves in %s are not complete (%s: %s); metrics.jsonl has all",
                         self._name,
@@ -97,32 +92,28 @@ class Curves:
             if last or (self._closing.wait(RETRY_S) and self._points.empty()):
                 return
 
-    def _feed(self) -> None:
-        """Feed one sink until `close` is called."""
-        point = self._points.get()
-        if point is None:
+    def _feed(self, attempt: int) -> None:
+        """Hand points on to one sink until `close` is called."""
+        if (point := self._points.get()) is None:
             return
-        sink = self._begin(next(self._attempts))
+        sink = self._begin(attempt)
         try:
-            self._feed_points(sink, point)
+            flush_at = time.monotonic() + FLUSH_S
+            while point is not None:
+                sink.write(point)
+                try:
+                    left_s = max(0.0, flush_at - time.monotonic())
+                    point = self._points.get(timeout=left_s)
+                except queue.Empty:
+                    sink.flush()
+                    point = self._points.get()
+                    flush_at = time.monotonic() + FLUSH_S
         except Exception:
+            # What failed first is told, not what its end does not find any more.
             with contextlib.suppress(Exception):
                 sink.close()
             raise
         sink.close()
-
-    def _feed_points(self, sink: Sink, first: Point) -> None:
-        """Hand points on until `close` is called."""
-        point: Point | None = first
-        flush_at = time.monotonic() + FLUSH_S
-        while point is not None:
-            sink.write(point)
-            try:
-                point = self._points.get(timeout=max(0.0, flush_at - time.monotonic()))
-            except queue.Empty:
-                sink.flush()
-                point = self._points.get()
-                flush_at = time.monotonic() + FLUSH_S
 
 
 MOST_WAITING = 100_000
@@ -157,9 +148,11 @@ class Metrics:
         """Raise ConfigError if there is no such sink. run_id, config: the run's, for
         sinks that show them."""
         run = RunOf(workdir, run_id, config or {})
-        makers = {name: functools.partial(find(name), run) for name in sinks}
+        require(sinks)
         self._lines = JsonLines(workdir / run_files.METRICS, segment_bytes)
-        self._curves = [Curves(name, make) for name, make in makers.items()]
+        self._curves = [
+            Curves(name, functools.partial(SINKS[name], run)) for name in sinks
+        ]
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._left_out = 0
         self.last_merge: Mapping[str, Any] | None = None

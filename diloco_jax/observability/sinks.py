@@ -1,28 +1,19 @@
 """Where the curves of a run go: TensorBoard's files, Weights & Biases.
 
-A sink is a class, with a line in `SINKS` and one in `NEEDS`. What it needs is imported
-when it is asked for.
+A sink is a class in `SINKS`. What it needs is imported when it is asked for.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from diloco_jax import run_files
 from diloco_jax.errors import ConfigError, suggest
 
-SINKS: Mapping[str, str] = {
-    "tensorboard": "diloco_jax.observability.sinks:TensorBoard",
-    "wandb": "diloco_jax.observability.sinks:WeightsAndBiases",
-}
-"""Location of each sink's class, by the name in `placement.sinks`."""
-NEEDS: Mapping[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""Package without which a sink cannot begin."""
 PROJECT = "diloco"
 """Project in Weights & Biases, unless WANDB_PROJECT names another."""
 
@@ -53,6 +44,9 @@ class Sink(Protocol):
     """Takes points. One thread calls it, which nobody waits for; it may block, and may
     raise any error: another one is then made, with what comes later."""
 
+    needs: ClassVar[str]
+    """Package without which it cannot begin."""
+
     def __init__(self, run: RunOf, attempt: int) -> None:
         """Begin. attempt: number of the sinks that this process made for the run."""
 
@@ -66,42 +60,14 @@ class Sink(Protocol):
         """Hand on what was taken, and end."""
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise ConfigError if one is no sink's."""
-    for name in names:
-        if name not in SINKS:
-            raise ConfigError(
-                f"placement.sinks has {name!r}, and there is no such sink"
-                f"{suggest(name, SINKS)}; there are {', '.join(SINKS)}"
-            )
-
-
-def require(names: Iterable[str]) -> None:
-    """Raise ConfigError if what one of the sinks needs is not installed here."""
-    for name in names:
-        find(name)
-
-
-def find(name: str) -> type[Sink]:
-    """Return the class of a sink. Raises ConfigError as `check_names` and `require`."""
-    check_names([name])
-    try:
-        importlib.import_module(NEEDS[name])
-        sink: type[Sink] = pkgutil.resolve_name(SINKS[name])
-    except ImportError as error:
-        raise ConfigError(
-            f"placement.sinks has {name!r}, and {error.name} is not installed here: "
-            f"pip install 'diloco-jax[{name}]', or leave it out"
-        ) from error
-    return sink
-
-
-class TensorBoard:
+class TensorBoard(Sink):
     """One event file, in the run's folder `tensorboard/`.
 
     tensorboardX's own `SummaryWriter` does not do: its thread ends at the first error
     of the disk, and the next caller that adds a point waits forever.
     """
+
+    needs = "tensorboardX"
 
     def __init__(self, run: RunOf, attempt: int) -> None:
         """Make a file of its own: an older one may end in half a point, at which its
@@ -140,7 +106,7 @@ class TensorBoard:
             raise
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     """One run of wandb, under the run's id, so that a coordinator that comes back goes
     on with it.
 
@@ -149,6 +115,8 @@ class WeightsAndBiases:
     to wandb itself: `wandb login` or WANDB_API_KEY, WANDB_PROJECT, WANDB_ENTITY,
     WANDB_MODE=offline.
     """
+
+    needs = "wandb"
 
     def __init__(self, run: RunOf, attempt: int) -> None:
         """Begin the run there, or go on with it."""
@@ -189,3 +157,33 @@ class WeightsAndBiases:
         """Hand on what was taken, and end the run's life here."""
         self.flush()
         self._run.finish()
+
+
+SINKS: Mapping[str, type[Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+"""Each sink by its name in `placement.sinks`."""
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ConfigError if one is no sink's."""
+    for name in names:
+        if name not in SINKS:
+            raise ConfigError(
+                f"placement.sinks has {name!r}, and there is no such sink"
+                f"{suggest(name, SINKS)}; there are {', '.join(SINKS)}"
+            )
+
+
+def require(names: Iterable[str]) -> None:
+    """Raise ConfigError as `check_names`, and if what one needs is not installed."""
+    check_names(names)
+    for name in names:
+        try:
+            importlib.import_module(SINKS[name].needs)
+        except ImportError as error:
+            raise ConfigError(
+                f"placement.sinks has {name!r}, and {error.name} is not installed "
+                f"here: pip install 'diloco-jax[{name}]', or leave it out"
+            ) from error

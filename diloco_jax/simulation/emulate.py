@@ -488,7 +488,7 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"that is not emulated; give {COORDINATOR}@{fault.step}:kill or "
                 f"{COORDINATOR}@{fault.step}:pauseSECONDS, or use diloco run"
             )
-        if fault.of_steps:
+        if not fault.kills and fault.pause_s is None:
             raise ConfigError(
                 f"placement.faults has {fault.who}@{fault.step} with other parameters "
                 f"or steps, which no emulated island has; leave it out, or use diloco "

@@ -51,36 +51,33 @@ def merged(number, *islands, time=0.0):
     return {"kind": "merged", "tick": number, "contributions": parts, "time": time}
 
 
-@pytest.fixture
-def tape(tmp_path):
-    """Appends lines to the tape of a workdir; returns the phases that are told."""
+def write(path, *records):
+    with path.open("a") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+
+
+def test_phases_are_told_from_the_tape_and_from_the_merges_file(tmp_path):
     merging = tmp_path / "merging"
-    told = {phase: Phase(phase, "a", ("a", "b"), merging) for phase in PHASES}
+    phases = {phase: Phase(phase, "a", ("a", "b"), merging) for phase in PHASES}
 
-    def append(*records):
-        with (tmp_path / "tape.jsonl").open("a") as file:
-            for record in records:
-                file.write(json.dumps(record) + "\n")
-        return {name for name, phase in told.items() if phase(tmp_path)}
+    def told(*records):
+        write(tmp_path / "tape.jsonl", *records)
+        return {name for name, phase in phases.items() if phase(tmp_path)}
 
-    append.merging = merging
-    return append
-
-
-def test_phases_are_told_from_the_tape_and_from_the_merges_file(tape):
     for number in range(4):
-        assert tape(tick(number), took("a", number), merged(number, "b")) == set()
+        assert told(tick(number), took("a", number), merged(number, "b")) == set()
     for number in range(4, 6):
-        found = tape(tick(number), took("a", number), merged(number, "a", "b"))
+        found = told(tick(number), took("a", number), merged(number, "a", "b"))
     assert found == {"idle"}, "two merges of all"
-    assert tape(tick(8)) == set()
-    assert tape(took("b", 8)) == set(), "it is not the victim's"
-    assert tape(took("a", 8)) == {"transfer"}
-    tape.merging.touch()
-    assert tape() == {"transfer", "merge"}
-    tape.merging.unlink()
-    assert tape(merged(8, "a")) == {"idle"}
-    assert tape(tick(9), {"kind": "skipped", "tick": 9, "time": 0.0}) == {"idle"}
+    assert told(tick(8)) == set()
+    assert told(took("b", 8)) == set(), "it is not the victim's"
+    assert told(took("a", 8)) == {"transfer"}
+    merging.touch()
+    assert told() == {"transfer", "merge"}
+    merging.unlink()
+    assert told(merged(8, "a")) == {"idle"}
+    assert told(tick(9), {"kind": "skipped", "tick": 9, "time": 0.0}) == {"idle"}
 
 
 def of(case_name):
@@ -98,12 +95,6 @@ def merge(time, fragment, *parts):
         "fragment": fragment,
         "contributions": parts,
     }
-
-
-def write(path, *records):
-    with path.open("a") as file:
-        for record in records:
-            file.write(json.dumps(record) + "\n")
 
 
 def test_all_have_recovered_once_each_was_merged_in_its_next_life(tmp_path):

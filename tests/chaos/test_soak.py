@@ -1,13 +1,12 @@
 """Conclusions of the soak from its looks at processes, tape and metrics."""
 
 import dataclasses
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import soak
-from flatness import Disk, Use, UseOverTime, growths
+from flatness import Disk, Use, growths
+from test_measure import strike
 
 
 def use(time, memory, age_s=100.0, name="a"):
@@ -33,30 +32,6 @@ def test_growth_is_that_of_thirds_without_young_processes():
     assert not soak.flat_check("memory", []).holds, "nothing was seen"
 
 
-def test_a_look_finds_the_processes_of_a_workdir_and_its_files(tmp_path):
-    if sys.platform != "linux":
-        pytest.skip("reads /proc")
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "0").write_bytes(bytes(1 << 16))
-    (tmp_path / "tape.jsonl").write_bytes(bytes(1 << 16))
-    words = ["--name", "b", "--workdir", str(tmp_path)]
-    command = [sys.executable, "-c", "import time; time.sleep(600)", *words]
-    child = subprocess.Popen(command)
-    try:
-        looks = UseOverTime(tmp_path, 1.0)
-        # It may not have begun, or have no memory of its own yet.
-        while not (looks.uses and looks.uses[-1].memory > 1e5):
-            looks._look()
-            assert child.poll() is None
-    finally:
-        child.kill()
-        child.wait()
-    found = looks.uses[-1]
-    assert (found.name, found.threads) == ("b", 1)
-    assert found.descriptors >= 3
-    assert 1 << 16 <= looks.disk[0].state < looks.disk[0].total
-
-
 def line(time, step, island="a"):
     return {
         "kind": "island",
@@ -64,16 +39,6 @@ def line(time, step, island="a"):
         "time": time,
         "step": step,
         "median_step_seconds": 0.5,
-    }
-
-
-def strike(time, who, kind, seconds=0.0, missed=()):
-    return {
-        "time": time,
-        "who": [who],
-        "kind": kind,
-        "seconds": seconds,
-        "missed": list(missed),
     }
 
 

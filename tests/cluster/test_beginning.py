@@ -122,14 +122,23 @@ def test_what_a_killed_start_or_a_run_left_is_told_and_stays(
         workdirs.begin_run(config, beginning.workdir)
     for name in left:
         (beginning.workdir / name).mkdir(parents=True)
-    (beginning.workdir / "coordinator.lock").touch()
     before = set(tmp_path.rglob("*"))
+    with (
+        Beginning(config, "configs/x.py") as beginning,
+        pytest.raises(ConfigError, match=said),
+    ):
+        beginning.create()
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_a_coordinator_serves_is_left_alone(config, tmp_path):
     with Beginning(config, "configs/x.py") as beginning:
-        with pytest.raises(ConfigError, match=said):
-            beginning.create()
+        beginning.create()
+        (beginning.workdir / "coordinator.lock").touch()
+        before = set(tmp_path.rglob("*"))
         with (
             workdirs.held(beginning.workdir / "coordinator.lock", "a coordinator"),
             pytest.raises(ConfigError, match="is in use by a coordinator"),
         ):
             beginning.create()
-    assert set(tmp_path.rglob("*")) == before
+        assert set(tmp_path.rglob("*")) == before

@@ -160,7 +160,7 @@ def test_a_fault_strikes_after_the_merge_is_durable_and_before_it_is_told(
 
     monkeypatch.setattr(Fault, "strike", strike)
     faults = [
-        Fault(who="coordinator", incarnation=1, step=step, pause_s=None)
+        Fault(who="coordinator", incarnation=1, step=step, action="kill")
         for step in (1, 2)
     ]
     make_engine(done=lambda: island.told(messages.Published), faults=faults).run()

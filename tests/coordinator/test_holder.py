@@ -202,7 +202,7 @@ def test_a_fault_strikes_between_prepared_and_committed(
 
     monkeypatch.setattr(Fault, "strike", strike)
     faults = [
-        Fault(who="coordinator", incarnation=1, step=step, pause_s=None, prepared=True)
+        Fault(who="coordinator", incarnation=1, step=step, action="kill-prepared")
         for step in (1, 2)
     ]
     engine = make_engine(

@@ -10,9 +10,12 @@ import functools
 import json
 import math
 import random
+import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from diloco_jax import run_files
 from diloco_jax.config.loading import read_config, write_config_json
@@ -21,6 +24,8 @@ from diloco_jax.files import write_json
 from diloco_jax.protocol import records
 from diloco_jax.protocol.messages import Contribution, Record, Version
 from diloco_jax.workdir import RunFacts
+
+T = TypeVar("T")
 
 BEGIN = 1_790_000_000.0
 FRAGMENTS = 24
@@ -33,6 +38,20 @@ KINDS = {"v5p": "TPU v5", "v6e": "TPU v6 lite"}
 
 Line = tuple[str, dict[str, Any]]
 """("tape" or "metrics", the line)"""
+
+
+BLANKS = {int: 0, str: "", dict: {}, tuple: (), bool: False, float: 0.0}
+
+
+def made(kind: type[T], **given: Any) -> T:
+    """Return a struct with these fields, and nothing in others that it must have."""
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in given:
+            of = typing.get_origin(field.type) or field.type
+            if of is typing.Annotated:
+                of = typing.get_args(field.type)[0]
+            given[field.name] = BLANKS[of]
+    return kind(**given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,14 +100,8 @@ class Writing:
         self.out: tuple[int, int, tuple[str, ...]] | None = None
 
     def lines(self) -> Iterator[Line]:
-        begun = journal.Begun(
-            run_id="made",
-            fingerprint="f",
-            plan="p",
-            total_tokens=self.run.seconds * self.run.islands * TOKENS_PER_STEP,
-            environment={},
-        )
-        yield self.tape(begun, 0.0)
+        total = self.run.seconds * self.run.islands * TOKENS_PER_STEP
+        yield self.tape(made(journal.Begun, total_tokens=total), 0.0)
         for name in self.run.names:
             yield from self.join(name, 0.0)
         gone, back = self.run.coordinator_away
@@ -109,33 +122,17 @@ class Writing:
     def join(self, name: str, time: float) -> Iterator[Line]:
         incarnation = self.incarnations[name]
         self.joined[name], self.seqs[name] = int(time), 0
-        hello = journal.Hello(
-            island=name,
-            incarnation=incarnation,
-            config={"stands_for": f"{name[:3]}-16"},
-            environment={"device_kind": KINDS[name[:3]]},
-            peer="ipv4:10.0.0.1:1",
-        )
+        who = {"island": name, "incarnation": incarnation}
+        config = {"stands_for": f"{name[:3]}-16"}
+        environment = {"device_kind": KINDS[name[:3]]}
+        hello = made(journal.Hello, config=config, environment=environment, **who)
         yield self.tape(hello, time)
-        joined = records.Joined(
-            island=name,
-            incarnation=incarnation,
-            session="s",
-            tokens_per_step=TOKENS_PER_STEP,
-            sequences_per_step=4,
-        )
+        joined = made(records.Joined, tokens_per_step=TOKENS_PER_STEP, **who)
         yield self.tape(joined, time + 0.1)
 
     def recover(self, second: int) -> Iterator[Line]:
-        recovered = journal.Recovered(
-            snapshot=3,
-            records=17,
-            discarded=0,
-            versions=(Version(),),
-            environment={},
-            since=BEGIN + self.run.coordinator_away[0],
-        )
-        yield self.tape(recovered, second)
+        since = BEGIN + self.run.coordinator_away[0]
+        yield self.tape(made(journal.Recovered, since=since), second)
         for name in self.run.names:
             resumed = records.Resumed(
                 island=name, incarnation=self.incarnations[name], steps=second
@@ -150,16 +147,9 @@ class Writing:
             if second == outage.at_s:
                 yield self.tape(records.Absent(why="disconnected", **common), second)
             if second == outage.at_s + outage.seconds:
-                left = records.Left(
-                    steps=second,
-                    reason="died",
-                    said="",
-                    settled_steps_by_fragment=(0,) * FRAGMENTS,
-                    in_merges=(),
-                    lost_tokens_by_fragment=(2 * TOKENS_PER_STEP,) * FRAGMENTS,
-                    left_behind=(),
-                    **common,
-                )
+                lost = (2 * TOKENS_PER_STEP,) * FRAGMENTS
+                facts = {"steps": second, "lost_tokens_by_fragment": lost, **common}
+                left = made(records.Left, reason="died", **facts)
                 yield self.tape(left, second)
                 self.incarnations[name] += 1
                 yield from self.join(name, second)
@@ -231,31 +221,22 @@ class Writing:
         tick, fragment, asked = self.out
         self.out = None
         names = [name for name in asked if self.trains(name, second)]
-        version = Version(1, self.versions[fragment] + 1)
         base = Version(1, self.versions[fragment])
+        version = Version(1, base.number + 1)
         self.versions[fragment] += 1
         steps = FRAGMENTS * self.run.tick_s
-        merged = records.Merged(
+        common = {"tick": tick, "end": steps, "tokens": steps * TOKENS_PER_STEP}
+        who = ({"island": n, "incarnation": self.incarnations[n]} for n in names)
+        merged = made(
+            records.Merged,
             fragment=fragment,
             version=version,
             tick=tick,
-            final=False,
             contributions=tuple(
-                Contribution(
-                    island=name,
-                    incarnation=self.incarnations[name],
-                    tick=tick,
-                    start=0,
-                    end=steps,
-                    tokens=steps * TOKENS_PER_STEP,
-                    base=base,
-                )
-                for name in names
+                made(Contribution, base=base, **one, **common) for one in who
             ),
             share=len(names) / self.run.islands,
             verdicts=dict.fromkeys(names, (tick, "merged", "")),
-            digest="d",
-            payload_bytes=1,
         )
         yield self.tape(merged, second + 0.4)
         yield (

@@ -10,7 +10,6 @@ from test_timeline import Told, recovered
 
 from diloco_jax import run_files
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.files import write_json
 from diloco_jax.observability import failures
 from diloco_jax.observability.tape import JsonLines, Tape
@@ -145,22 +144,6 @@ def test_an_outage_at_the_end_of_a_run_counts_once_in_every_life(told):
     later = failures.Failures(msgspec.msgpack.decode(kept, type=failures.KeptFailures))
     assert told.timeline.failures.away_seconds("a", BEGIN + 1000) == 10
     assert later.away_seconds("a", BEGIN + 1000) == 10
-
-
-def test_a_made_run_has_the_outages_that_were_made():
-    run = MadeRun(
-        islands=3,
-        seconds=200,
-        outages=(Outage(island=1, at_s=100, seconds=9),),
-        coordinator_away=(140, 160),
-    )
-    timeline = Timeline()
-    for which, line in run.lines():
-        getattr(timeline, which)(line)
-    coordinator, island = timeline.failures.within(0, 1e10)
-    assert (coordinator.who, island.who) == ("coordinator", run.names[1])
-    assert coordinator.began - BEGIN == pytest.approx(140, abs=1.5)
-    assert island.began - BEGIN == 100
 
 
 def test_every_page_and_table_tells_the_same_of_a_run(tmp_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import BEGIN
+from made_runs import BEGIN, made
 
 from diloco_jax.coordinator import journal
 from diloco_jax.dashboard.timeline import STATES, Grid, Timeline, count_of
@@ -21,36 +21,19 @@ class Told:
 
     def __init__(self) -> None:
         self.timeline, self.seq = Timeline(), 0
-        begun = journal.Begun(
-            run_id="r", fingerprint="f", plan="p", total_tokens=9, environment={}
-        )
-        self.tape(0.0, begun)
+        self.tape(0.0, made(journal.Begun))
 
     def tape(self, time: float, record: records.Written) -> None:
         self.timeline.tape({**records.line(record), "time": BEGIN + time})
 
     def join(self, time: float, name: str = "a", incarnation: int = 1) -> None:
-        joined = records.Joined(
-            island=name,
-            incarnation=incarnation,
-            session="s",
-            tokens_per_step=100,
-            sequences_per_step=1,
-        )
-        self.tape(time, joined)
+        who = {"island": name, "incarnation": incarnation}
+        self.tape(time, made(records.Joined, tokens_per_step=100, **who))
 
     def left(self, time: float, reason, incarnation: int = 1) -> None:
-        left = records.Left(
-            island="a",
-            incarnation=incarnation,
-            steps=3,
-            reason=reason,
-            said="",
-            settled_steps_by_fragment=(0, 0),
-            in_merges=(),
-            lost_tokens_by_fragment=(100, 300),
-            left_behind=(),
-        )
+        facts = {"island": "a", "incarnation": incarnation, "reason": reason}
+        lost = (100, 300)
+        left = made(records.Left, steps=3, lost_tokens_by_fragment=lost, **facts)
         self.tape(time, left)
 
     def took(self, time: float, fragment: int = 0, tick: int = 1) -> None:
@@ -73,25 +56,14 @@ class Told:
         island: str = "a",
         **verdicts,
     ) -> None:
-        contribution = Contribution(
-            island=island,
-            incarnation=1,
-            tick=1,
-            start=0,
-            end=4,
-            tokens=400,
-            base=Version(1, base),
-        )
-        merged = records.Merged(
-            fragment=0,
+        facts = {"island": island, "incarnation": 1, "tokens": 400}
+        part = made(Contribution, base=Version(1, base), **facts)
+        merged = made(
+            records.Merged,
             version=Version(1, version),
-            tick=1,
-            final=False,
-            contributions=(contribution,),
+            contributions=(part,),
             share=0.5,
             verdicts=verdicts,
-            digest="d",
-            payload_bytes=1,
         )
         self.tape(time, merged)
 
@@ -174,14 +146,7 @@ def test_an_island_that_ended_with_the_coordinator_was_away(told):
 
 
 def recovered(since: float) -> journal.Recovered:
-    return journal.Recovered(
-        snapshot=1,
-        records=2,
-        discarded=0,
-        versions=(),
-        environment={},
-        since=BEGIN + since,
-    )
+    return made(journal.Recovered, since=BEGIN + since)
 
 
 def test_a_delta_is_out_from_its_take_to_its_verdict(told):

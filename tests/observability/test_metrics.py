@@ -1,16 +1,22 @@
-"""Lines and curves hold the same numbers."""
+"""Lines and curves hold the same numbers, and curves go to every sink that is named."""
+
+from __future__ import annotations
 
 import errno
 import json
+import sys
 import threading
+import types
+from typing import Any
 
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
+from diloco_jax.errors import ConfigError
 from diloco_jax.observability import metrics as metrics_module
+from diloco_jax.observability import sinks
 from diloco_jax.observability import tape as tape_module
 from diloco_jax.observability.metrics import Metrics, read_metrics
-from diloco_jax.observability.tape import closed_segments
 
 LATE_S = 60.0
 ISLAND = {
@@ -78,24 +84,6 @@ def test_lines_and_curves(tmp_path):
 
 def numbered(numbers):
     return [{**MERGE, "version": n} for n in numbers]
-
-
-def test_lines_are_in_files_of_bounded_size_and_read_as_one(tmp_path):
-    """Also where a second life goes on, and where the last line is half written."""
-    path = tmp_path / "metrics.jsonl"
-    for begin, end in ((0, 40), (40, 70)):
-        metrics = Metrics(tmp_path, segment_bytes=1000)
-        for line in numbered(range(begin, end)):
-            metrics.append(line)
-        metrics.close()
-    closed = closed_segments(path)
-    assert len(closed) > 10
-    longest = len(json.dumps(MERGE)) + 10
-    assert all(1000 <= file.stat().st_size < 1000 + longest for file in closed)
-    assert path.stat().st_size < 1000 + longest
-    with path.open("ab") as file:
-        file.write(b'{"kind":"merge","vers')
-    assert list(read_metrics(tmp_path)) == numbered(range(70))
 
 
 def test_a_file_that_cannot_be_begun_holds_up_nobody(tmp_path, monkeypatch):
@@ -177,3 +165,111 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path, monkeypatch, caplog):
         assert "10 points wait for tensorboard" in caplog.text
     finally:
         hang.set()
+
+
+class Run:
+    """A run of wandb: the calls that the sink makes, by their names there."""
+
+    def __init__(self) -> None:
+        self.axes: dict[str, str] = {}
+        self.rows: list[dict[str, float]] = []
+        self.finished = False
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict[str, Any]) -> None:
+        assert not self.finished
+        self.rows.append(dict(data))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module in wandb's place that keeps what is asked of it."""
+    fake = types.ModuleType("wandb")
+    fake.begun = []
+
+    def init(*, project, id, name, dir, config, resume):
+        fake.begun.append({"project": project, "id": id, "config": config, "dir": dir})
+        assert resume == "allow"
+        fake.run = Run()
+        return fake.run
+
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return fake
+
+
+@pytest.mark.parametrize("project", ["", "mine"])
+def test_wandb_gets_a_row_for_each_line_on_an_axis_of_its_own(
+    tmp_path, wandb, monkeypatch, project
+):
+    if project:
+        monkeypatch.setenv("WANDB_PROJECT", project)
+    both = ("tensorboard", "wandb")
+    metrics = Metrics(tmp_path, sinks=both, run_id="r1", config={"seed": 1})
+    for line in (ISLAND, MERGE, MODEL, {**ISLAND, "step": 4, "loss": 2.25}):
+        metrics.append(line)
+    metrics.close()
+    (begun,) = wandb.begun
+    assert begun["id"] == "r1"
+    assert begun["project"] == (project or "diloco")
+    assert begun["config"] == {"seed": 1}
+    assert begun["dir"] == str(tmp_path)
+    first, merge, model, second = wandb.run.rows
+    assert first["island/step/a"] == 3
+    assert first["island/loss/a"] == 2.5
+    assert "island/eval_loss/a" not in first, "there was none"
+    assert merge["merge/step/fragment-1"] == 4
+    assert model == {"merged_model/step/by-cycle": 12} | {
+        "merged_model/eval_loss/by-cycle": 2.25
+    }
+    assert (second["island/step/a"], second["island/loss/a"]) == (4, 2.25)
+    assert wandb.run.axes["island/loss/a"] == "island/step/a"
+    assert wandb.run.axes["merge/norm/fragment-1"] == "merge/step/fragment-1"
+    assert wandb.run.finished
+    assert list((tmp_path / "tensorboard").iterdir()), "the other one has them too"
+
+
+def test_a_sink_that_fails_is_begun_anew_and_its_first_error_is_told(
+    tmp_path, wandb, monkeypatch, caplog
+):
+    log, failed = Run.log, threading.Event()
+
+    def out_of_quota(run, data):
+        if failed.is_set():
+            return log(run, data)
+        monkeypatch.setattr(run, "finish", None)  # Its end fails, too.
+        failed.set()
+        raise RuntimeError("no quota")
+
+    monkeypatch.setattr(Run, "log", out_of_quota)
+    monkeypatch.setattr(metrics_module, "FLUSH_S", 0.0)
+    monkeypatch.setattr(metrics_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(metrics_module, "CLOSE_S", LATE_S)
+    metrics = Metrics(tmp_path, sinks=("wandb",), run_id="r1")
+    metrics.append(ISLAND)
+    assert failed.wait(LATE_S)
+    metrics.append({**ISLAND, "step": 4})
+    metrics.close()
+    assert [begun["id"] for begun in wandb.begun] == ["r1", "r1"]
+    assert [row["island/step/a"] for row in wandb.run.rows] == [4]
+    assert "curves in wandb are not complete (RuntimeError: no quota" in caplog.text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_no_sink_is_no_sink(tmp_path):
+    metrics = Metrics(tmp_path, sinks=())
+    metrics.append(ISLAND)
+    metrics.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_sink_whose_package_is_missing_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'diloco-jax\[wandb\]'"):
+        sinks.require(("tensorboard", "wandb"))

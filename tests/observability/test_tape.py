@@ -1,5 +1,7 @@
 """The tape finds every line that is missing, altered or out of order. In many files it
-reads as one, whoever reads it, and whenever its writer dies."""
+reads as one, whoever reads it, and whenever its writer dies or goes on."""
+
+from __future__ import annotations
 
 import itertools
 import threading
@@ -8,6 +10,8 @@ import pytest
 
 from diloco_jax.observability.tape import (
     LAST_LINES,
+    JsonLines,
+    NewLines,
     Repeats,
     Tape,
     TapeError,
@@ -16,6 +20,7 @@ from diloco_jax.observability.tape import (
     newest_record,
     not_on_tape,
     put_aside,
+    read_lines,
     read_tape,
     remove_tape,
     tells_of_the_end,
@@ -65,13 +70,6 @@ def test_the_first_bad_line_is_named_and_what_precedes_it_is_given(path, change,
     with pytest.raises(TapeError, match=bad) as caught:
         list(read_tape(path))
     assert len(str(caught.value)) < 1000
-
-
-def test_goes_on_with_the_chain_after_a_restart(path):
-    tape = Tape(path)
-    tape.append({"kind": "restarted"})
-    tape.close()
-    assert [r["kind"] for r in read_tape(path)] == ["tick"] * 5 + ["restarted"]
 
 
 @pytest.mark.parametrize("size", [1, 200_000])
@@ -279,3 +277,67 @@ def test_a_reader_beside_the_writer_never_misses_a_file(tmp_path):
     tape.close()
     assert not problems
     assert readings[0]
+
+
+@pytest.fixture
+def follow(tmp_path):
+    """A writer of small files, and what reads them."""
+    writer = JsonLines(tmp_path / "tape.jsonl", 200)
+    yield writer, NewLines(tmp_path / "tape.jsonl")
+    writer.close()
+
+
+def numbers(reader: NewLines) -> list[int]:
+    return [line["n"] for line in reader]
+
+
+def line(n: int) -> dict[str, float]:
+    return {"time": float(n), "n": n}
+
+
+def test_nothing_is_there_yet(tmp_path):
+    assert list(NewLines(tmp_path / "none" / "tape.jsonl")) == []
+    assert list(NewLines(tmp_path / "tape.jsonl")) == []
+
+
+def test_every_line_comes_once_through_all_files(follow, tmp_path):
+    writer, reader = follow
+    seen = []
+    for n in range(100):
+        writer.append(line(n))
+        if n % 7 == 0:
+            seen += numbers(reader)
+    assert seen + numbers(reader) == list(range(100))
+    assert numbers(reader) == []
+    whole = [line["n"] for line in read_lines(tmp_path / "tape.jsonl")]
+    assert whole == list(range(100))
+
+
+def test_a_line_without_its_end_comes_when_it_has_one(follow, tmp_path):
+    writer, reader = follow
+    writer.append(line(0))
+    with (tmp_path / "tape.jsonl").open("ab", buffering=0) as file:
+        file.write(b'{"time":1,"n"')
+        assert numbers(reader) == [0]
+        file.write(b":1}\n")
+    assert numbers(reader) == [1]
+
+
+def test_a_torn_line_that_its_writer_cut_off_is_forgotten(follow, tmp_path):
+    writer, reader = follow
+    writer.append(line(0))
+    with (tmp_path / "tape.jsonl").open("ab", buffering=0) as file:
+        file.write(b'{"time":1,"n":11')
+    assert numbers(reader) == [0]
+    again = JsonLines(tmp_path / "tape.jsonl")
+    assert again.cut_bytes
+    again.append(line(2))
+    again.close()
+    assert numbers(reader) == [2]
+
+
+def test_a_line_that_is_no_record_is_left_out(follow, tmp_path):
+    _, reader = follow
+    with (tmp_path / "tape.jsonl").open("ab") as file:
+        file.write(b'nonsense\n[1]\n\xff\n{"time":2,"n":2}\n')
+    assert numbers(reader) == [2]

@@ -303,21 +303,3 @@ def test_elsewhere_it_is_a_line_now_and_then_with_the_time_left(clock):
         clock[0] += LINE_EVERY_S
         report(1.0)
     assert text.getvalue() == "writing: 25%, 0:30 left\n"
-
-
-@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
-def test_on_a_terminal_it_is_a_bar_without_colours_if_they_are_not_wanted(variables):
-    text = io.StringIO()
-    console = Console(
-        file=text,
-        force_terminal=True,
-        color_system="standard",
-        width=80,
-        _environ={"TERM": "xterm", **variables},
-    )
-    with bar(console, "writing") as report:
-        report(0.5)
-    assert "writing" in text.getvalue()
-    assert "50%" in text.getvalue()
-    coloured = "\x1b[3" in text.getvalue().replace("\x1b[39m", "")
-    assert coloured == (not variables)
