@@ -180,17 +180,12 @@ class Line:
 def durations(
     mean_seconds: float, spread: float, rng: np.random.Generator
 ) -> Iterator[float]:
-    """Yield the seconds of one step after the other, drawn independently.
+    """Yield the seconds of one step after the other, drawn independently: log-normal,
+    so that none is negative.
 
     spread: standard deviation over mean.
     """
-    while True:
-        yield from drawn(mean_seconds, spread, DRAWN_AT_ONCE, rng).tolist()
-
-
-def drawn(
-    mean_seconds: float, spread: float, count: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Draw f64[count] seconds of steps: log-normal, so that none is negative."""
     sigma = math.sqrt(math.log1p(spread**2))
-    return mean_seconds * rng.lognormal(-(sigma**2) / 2, sigma, count)
+    while True:
+        factors = rng.lognormal(-(sigma**2) / 2, sigma, DRAWN_AT_ONCE)
+        yield from (mean_seconds * factors).tolist()

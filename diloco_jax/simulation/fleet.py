@@ -23,7 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.simulation.clock import LineSpeed, drawn
+from diloco_jax.simulation.clock import LineSpeed
 from diloco_jax.simulation.coordinator import NoArrays, World
 from diloco_jax.simulation.island import IslandSpec
 
@@ -67,7 +67,6 @@ GBIT_PER_S = Bound(1e-6, 1e6)
 STEP_SECONDS = Bound(1e-6, LONGEST_S)
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 TOUCHING_S = 1e-6
-LOCKSTEP_STEPS = 20_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,14 +221,8 @@ def elastic(
     model: FailureModel,
     seconds: float,
     rng: np.random.Generator,
-    *,
-    computing: float = 1.0,
 ) -> IslandMeasure:
-    """Measure one island of all chips that goes on with the slices that are left.
-
-    computing: share of the time of its steps in which a chip computes; it waits for the
-    rest (`lockstep_share`).
-    """
+    """Measure one island of all chips that goes on with the slices that are left."""
     worked, active = 0.0, []
     for segment in segments(chips, model, rng):
         if segment.start >= seconds:
@@ -238,7 +231,7 @@ def elastic(
             stop = min(segment.stop, seconds)
             worked += (stop - segment.start) * segment.share
             active.append((segment.start, stop))
-    return _measure(worked * computing, step_seconds, seconds, active)
+    return _measure(round(worked / step_seconds), step_seconds, seconds, active)
 
 
 def rigid(
@@ -247,36 +240,29 @@ def rigid(
     model: FailureModel,
     seconds: float,
     rng: np.random.Generator,
-    *,
-    computing: float = 1.0,
 ) -> IslandMeasure:
     """Measure an island that stops as a whole after a step with interruptions.
 
     It stops once for `restart_seconds`, however many interruptions the step had. The
     interrupted step counts as made.
-    computing: as for `elastic`.
     """
-    step = step_seconds / computing
-    interrupted = -math.expm1(-chips * model.interruptions_per_chip_second * step)
+    rate = chips * model.interruptions_per_chip_second
+    interrupted = -math.expm1(-rate * step_seconds)
     now, steps = 0.0, 0
     active: list[tuple[float, float]] = []
     while now < seconds:
         run = int(rng.geometric(interrupted)) if interrupted else math.inf
-        active.append((now, min(now + run * step, seconds)))
+        active.append((now, min(now + run * step_seconds, seconds)))
         # The step in which the time runs out is never finished.
-        steps += int(min(run, (seconds - now) // step))
-        now += run * step + model.restart_seconds
-    return _measure(steps * step_seconds, step_seconds, seconds, active)
+        steps += int(min(run, (seconds - now) // step_seconds))
+        now += run * step_seconds + model.restart_seconds
+    return _measure(steps, step_seconds, seconds, active)
 
 
 def _measure(
-    worked_seconds: float,
-    step_seconds: float,
-    seconds: float,
-    active: list[tuple[float, float]],
+    steps: int, step_seconds: float, seconds: float, active: list[tuple[float, float]]
 ) -> IslandMeasure:
     """Measure with one token per step: only shares matter, and every step is merged."""
-    steps = round(worked_seconds / step_seconds)
     return IslandMeasure(
         provisioned_seconds=seconds,
         tokens_per_step=1,
@@ -285,22 +271,6 @@ def _measure(
         merged_tokens=steps,
         active=tuple(active),
     )
-
-
-def lockstep_share(
-    mean_seconds: Sequence[float], spread: float, rng: np.random.Generator
-) -> float:
-    """Return the share of their time that islands compute in lockstep.
-
-    Each step waits for the slowest island, as in one data-parallel program.
-    mean_seconds: mean seconds of a step, by island.
-    """
-    total, slowest = 0.0, np.zeros(LOCKSTEP_STEPS)
-    for mean in mean_seconds:
-        seconds = drawn(mean, spread, LOCKSTEP_STEPS, rng)
-        total += seconds.sum()
-        np.maximum(slowest, seconds, out=slowest)
-    return float(total / len(mean_seconds) / slowest.sum())
 
 
 # ---- islands under the protocol ----------------------------------------------------
@@ -380,9 +350,7 @@ class FleetIsland(NamedTuple):
     """An island of a fleet."""
 
     step_seconds: float
-    """Seconds of an undisturbed step."""
-    steps: Iterator[float]
-    """Seconds of each step on all chips."""
+    """Seconds of a step on all chips."""
     life: Iterator[Segment]
     """Life of the island's chips, on the fleet's clock."""
 
@@ -434,8 +402,7 @@ def run_fleet(
         world.start(spec)
 
     def step(name: str) -> float:
-        work_seconds = next(machines[name].steps)
-        until, done = capacities[name].use(clock.now, work_seconds)
+        until, done = capacities[name].use(clock.now, machines[name].step_seconds)
         takes = until - clock.now
         if not done:
             # The loss comes before the end of the step, which is due at the same time.

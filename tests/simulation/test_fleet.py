@@ -1,6 +1,5 @@
 """Islands with lives of their own under the real policy."""
 
-import itertools
 import math
 
 import pytest
@@ -24,7 +23,7 @@ UNDISTURBED = [Segment(0.0, math.inf, 1.0)]
 
 def run(*lives, seconds=(10.0, 10.0), grace=0.8, progress=lambda share: None):
     machines = {
-        f"island-{i}": FleetIsland(each, itertools.repeat(each), iter(life))
+        f"island-{i}": FleetIsland(each, iter(life))
         for i, (life, each) in enumerate(zip(lives, seconds, strict=False))
     }
     sync = EXCHANGE.sync(1, grace)

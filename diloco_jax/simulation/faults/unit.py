@@ -205,10 +205,12 @@ class Unit:
         lead.monitor.worker_died(fragments)
 
         def notice() -> None:
-            if self.lead is lead and not lead.dead:
+            if lead.stopped and not lead.dead:
+                self._clock.after(RETRY_S, notice)
+            elif self.lead is lead and not lead.dead:
                 self.crash(Restart(down_s=down_s, clock_s=self._clock.now))
 
-        self._clock.after(noticed_s, lambda: lead.when_awake(notice))
+        self._clock.after(noticed_s, notice)
         return lasts_s
 
     # ---- its disk -------------------------------------------------------------------
