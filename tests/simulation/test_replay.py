@@ -165,7 +165,7 @@ def test_moments_that_follow_from_what_nobody_heard_are_repeated(
             passed_on = tuple(to_pass_on(1, unheard))
             saved.append(Restored(1, island.steps, list(moments), {}, passed_on))
             world = island._body.world
-            world.clock.after(0.0, lambda: world._strike("b", 1, crash=True))
+            world.clock.after(0.0, lambda: world._fail("b", 1))
 
     monkeypatch.setattr(_Emulator, "_make_body", made)
     monkeypatch.setattr(VirtualIsland, "_deliver", cut_off)
