@@ -156,13 +156,15 @@ class FaultyCoordinator(VirtualCoordinator):
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        if not self._world.survives(self._unit, self):
+        for fault in self._world.met("effects", self._unit):
+            self._world.begun(fault, fault.meet(self._unit))
+        if self.dead:
             return
         self.monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self._world.disk_failed(self._unit)
+            assert self.dead
         except Refused as refused:
             if refused.code != "outdated":
                 raise

@@ -14,6 +14,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    ClassVar,
     Literal,
     TypeAlias,
     get_origin,
@@ -403,17 +404,25 @@ class RunStop(ScheduledFault, frozen=True, kw_only=True):
 # ---- the coordinator, its workers, its disk, its clock ----------------------------
 
 
-class CoordinatorCrash(ScheduledFault, frozen=True, kw_only=True):
+class ArmedFault(ScheduledFault, frozen=True, kw_only=True):
+    """Base: a fault that waits until the coordinator that leads has done something as
+    often as its field `awaits` says; without such a field, for the first time."""
+
+    awaits: ClassVar[str]
+
+    def strike(self, world: Any) -> bool:
+        return bool(world.arm(self))
+
+
+class CoordinatorCrash(ArmedFault, frozen=True, kw_only=True):
     """The coordinator dies in the middle of its effects.
 
     effects: effects that it still carries out.
     """
 
+    awaits: ClassVar[str] = "effects"
     effects: Effects = 0
     restart: Again
-
-    def strike(self, world: Any) -> bool:
-        return bool(world.arm(self))
 
     def meet(self, unit: Any) -> float:
         """Happen once the lead has carried out the effects; see `happen`."""
@@ -421,7 +430,7 @@ class CoordinatorCrash(ScheduledFault, frozen=True, kw_only=True):
         return self.restart.lasts_s
 
 
-class WorkerCrash(ScheduledFault, frozen=True, kw_only=True):
+class WorkerCrash(ArmedFault, frozen=True, kw_only=True):
     """A worker dies in the middle of the lead's effects. The lead ends once it notices,
     and starts again with all workers.
 
@@ -429,14 +438,12 @@ class WorkerCrash(ScheduledFault, frozen=True, kw_only=True):
     notices. down_s: seconds from then to the start. disk_lost: it has lost its disk.
     """
 
+    awaits: ClassVar[str] = "effects"
     worker: Annotated[int, one_of(*range(3))]
     down_s: Annotated[float, down_seconds(0.2, 3.0, 9.0)]
     noticed_s: Annotated[float, one_of(0.0, 0.0, 0.05, 0.3)] = 0.0
     effects: Effects = 0
     disk_lost: bool = False
-
-    def strike(self, world: Any) -> bool:
-        return world.coordinator is not None and bool(world.arm(self))
 
     def meet(self, unit: Any) -> float:
         """Happen once the lead has carried out the effects; see `happen`."""
@@ -446,41 +453,40 @@ class WorkerCrash(ScheduledFault, frozen=True, kw_only=True):
         return lasts_s
 
 
-class DiskFailure(ScheduledFault, frozen=True, kw_only=True):
+class DiskFailure(ArmedFault, frozen=True, kw_only=True):
     """An append fails, and the coordinator's process ends.
 
     appends: appends that still succeed.
     written: the record is on the disk all the same.
     """
 
+    awaits: ClassVar[str] = "appends"
     appends: Appends = 0
     written: Coin = False
     restart: Again
 
-    def strike(self, world: Any) -> bool:
-        return bool(world.fail_append(self, self.appends, float(self.written)))
+    @property
+    def written_share(self) -> float:
+        """Share of the record that is on the disk."""
+        return float(self.written)
 
 
-class TornWrite(ScheduledFault, frozen=True, kw_only=True):
+class TornWrite(ArmedFault, frozen=True, kw_only=True):
     """An append fails, and a part of the record is on the disk.
 
     appends: appends that still succeed.
     """
 
+    awaits: ClassVar[str] = "appends"
     appends: Appends = 0
     written_share: Annotated[float, uniform(0.02, 0.98)] = 0.5
     restart: Again
 
-    def strike(self, world: Any) -> bool:
-        return bool(world.fail_append(self, self.appends, self.written_share))
 
-
-class SnapshotFailure(ScheduledFault, frozen=True, kw_only=True):
+class SnapshotFailure(ArmedFault, frozen=True, kw_only=True):
     """The next snapshot is not completed."""
 
-    def strike(self, world: Any) -> bool:
-        world.failing_snapshots.append(self)
-        return True
+    awaits: ClassVar[str] = "snapshots"
 
 
 class FullDisk(ScheduledFault, frozen=True, kw_only=True):

@@ -164,7 +164,6 @@ class Unit:
             try:
                 self.append(record)
             except DiskError:
-                self._world.disk_failed(self)
                 break
         self._start_after(0.0)
 
@@ -216,13 +215,20 @@ class Unit:
     # ---- its disk -------------------------------------------------------------------
 
     def append(self, record: records.Durable) -> None:
-        """Write a record. Raises DiskError."""
-        monitor = self.lead.monitor if self.lead is not None else self._world.monitor
+        """Write a record. Raises DiskError, and ends the lead, if the disk fails."""
+        world = self._world
+        monitor = self.lead.monitor if self.lead is not None else world.monitor
+        fault = next(world.met("appends", self), None)
+        share = None if fault is None else fault.written_share
         try:
-            self.disk.append(records.line(record))
+            self.disk.append(records.line(record), share)
         except DiskError as failure:
+            assert fault is not None
             if failure.complete:
                 monitor.persisted(record)
+            if self.lead is not None:
+                self.crash(fault.restart)
+            world.begun(fault, fault.restart.lasts_s)
             raise
         monitor.persisted(record)
 
@@ -252,7 +258,8 @@ class Unit:
         newest, state = lead.anchors.anchors, lead.state
         anchor = newest[fragment]
         number = disk.rotate() if fragment == count - 1 else None
-        if self._world.fails_snapshot():
+        for fault in self._world.met("snapshots", self):
+            self._world.begun(fault, 0.0)
             return
 
         def complete() -> None:

@@ -25,17 +25,15 @@ def numbers(disk: Disk) -> list[int]:
 def test_an_append_that_fails_leaves_all_of_it_or_nothing(
     disk: Disk, share: float, kept: list[int]
 ) -> None:
-    disk.fails_in, disk.written_share = 1, share
     disk.append({"n": 0})
     with pytest.raises(DiskError) as failure:
-        disk.append({"n": 1})
+        disk.append({"n": 1}, share)
     assert failure.value.complete == (kept == [0, 1])
     assert numbers(disk) == kept
     disk.append({"n": 7})
     assert numbers(disk) == [*kept, 7]
-    disk.fails_in, disk.written_share = 0, 0.5
     with pytest.raises(DiskError):
-        disk.append({"n": 8})
+        disk.append({"n": 8}, 0.5)
     disk.rotate()
     with pytest.raises(DurableError, match="later segments exist"):
         disk.load()
