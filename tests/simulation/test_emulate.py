@@ -14,14 +14,10 @@ from config_support import load_config
 from emulate_support import CYCLES, check_books, make_config, with_placement
 from interruption import until_it_is_raised
 from oracle_support import expected_history
-from tiny import MODEL, SEQUENCE_LENGTH
+from tiny import SEQUENCE_LENGTH
 
 from diloco_jax import EmulationOptions, cli, emulate, sweep
-from diloco_jax.config import (
-    ConfigError,
-    DataConfig,
-    IslandConfig,
-)
+from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.data.loading import Data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
@@ -64,8 +60,7 @@ def test_lockstep_gives_the_oracles_bits(sync, seconds, text, monkeypatch) -> No
 
 def test_the_seeds_are_all_that_a_result_depends_on(text) -> None:
     def digests(run_seed: int = 0, chance_seed: int = 0) -> list[str]:
-        config = make_config(text, quorum=1)
-        run = dataclasses.replace(config.run, seed=run_seed)
+        config = make_config(text, quorum=1).replace("seed", run_seed)
         options = EmulationOptions(
             step_spread=0.3,
             failure_every_seconds=20.0,
@@ -73,7 +68,7 @@ def test_the_seeds_are_all_that_a_result_depends_on(text) -> None:
             chance_seed=chance_seed,
             line=LineSpeed(latency_s=0.1, up_bytes_per_s=1e6, down_bytes_per_s=1e6),
         )
-        result = emulate(dataclasses.replace(config, run=run), options=options)
+        result = emulate(config, options=options)
         check_books(result)
         return result.history.merges["digest"].tolist()
 
@@ -125,9 +120,9 @@ class Packed:
         return {"tokens": tokens, "segments": segments, "weights": weights}
 
 
-@pytest.fixture
-def packed(monkeypatch) -> None:
-    """The data of all runs is packed."""
+def test_packed_rows_count_by_positions_and_their_predictions_apart(
+    text, monkeypatch
+) -> None:
     found = Data(
         train=Packed(),
         validation=RowRange(Packed(), 0, 5),
@@ -139,14 +134,7 @@ def packed(monkeypatch) -> None:
         monkeypatch.setattr(
             f"diloco_jax.{module}.load_data", lambda run, copied=False: found
         )
-
-
-def test_packed_rows_count_by_positions_and_their_predictions_apart(
-    packed, text
-) -> None:
-    config = make_config(text)
-    data = dataclasses.replace(config.run.data, paths=(), digest="")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
+    config = make_config(text).replace({"data.paths": (), "data.digest": ""})
     result = emulate(config)
     check_books(result)
     assert result.config.run.data.arrays == ("segments", "tokens", "weights")
@@ -159,28 +147,6 @@ def test_packed_rows_count_by_positions_and_their_predictions_apart(
     assert result.summary["eval_bits_per_byte"] is None
 
 
-def test_packed_data_is_refused_by_a_model_that_knows_no_documents(
-    packed, text, tmp_path
-) -> None:
-    factory = tmp_path / "flat.py"
-    factory.write_text(
-        "import dataclasses\n"
-        "from diloco_jax.models.build import build\n"
-        "from diloco_jax.models.model import Model\n"
-        "def make(run, island, layout):\n"
-        "    model = dataclasses.replace(run.model, factory='')\n"
-        "    return Model(*build(dataclasses.replace(run, model=model))[:3])\n"
-    )
-    config = make_config(text)
-    run = dataclasses.replace(
-        config.run,
-        data=DataConfig(),
-        model=dataclasses.replace(MODEL, factory=f"{factory}:make"),
-    )
-    with pytest.raises(ConfigError, match=r"flat\.py:make.* data is packed .*tokens"):
-        emulate(dataclasses.replace(config, run=run))
-
-
 def test_five_kinds_of_islands_train_one_model(text) -> None:
     """Those of configs/mixed_five.py, each on a device of this process: each computes
     its share of the tokens, by its batch and the length of its steps, and is merged."""
@@ -190,8 +156,8 @@ def test_five_kinds_of_islands_train_one_model(text) -> None:
     }
     config = make_config(text, fragments=2, steps_per_cycle=8, overlap_steps=2)
     rows = sum(island.batch_size for island in five.values())
-    run = dataclasses.replace(config.run, total_tokens=40 * rows * SEQUENCE_LENGTH)
-    found = emulate(dataclasses.replace(config, run=run, islands=five))
+    config = config.replace("total_tokens", 40 * rows * SEQUENCE_LENGTH)
+    found = emulate(dataclasses.replace(config, islands=five))
     check_books(found)
     assert set(found.summary["islands"]) == set(five)
     for name, island in found.summary["islands"].items():
@@ -207,9 +173,7 @@ def test_five_kinds_of_islands_train_one_model(text) -> None:
 
 
 def test_slower_islands_and_pauses_take_their_time(text) -> None:
-    config = make_config(text, quorum=1)
-    slow = dataclasses.replace(config.islands["b"], step_seconds=2.0)
-    config = dataclasses.replace(config, islands={**config.islands, "b": slow})
+    config = make_config(text, quorum=1).replace("islands.b.step_seconds", 2.0)
     result = emulate(with_placement(config, faults=("b@3:pause5",)))
     islands = result.summary["islands"]
     assert islands["a"]["median_step_seconds"] == 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import numpy as np
@@ -11,9 +10,7 @@ from emulate_support import check_books, make_config, with_placement
 from tiny import SEQUENCE_LENGTH
 
 from diloco_jax import EmulationOptions, emulate
-from diloco_jax.config import (
-    ConfigError,
-)
+from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.simulation.bodies import Diary
 from diloco_jax.simulation.coordinator import World
@@ -110,10 +107,7 @@ def test_alerts_are_as_many_as_a_runs_and_name_absent_islands(
 
 
 def test_a_diverged_emulation_tells_of_skipped_steps(text) -> None:
-    config = make_config(text)
-    inner = dataclasses.replace(config.run.inner, learning_rate=1e12)
-    run = dataclasses.replace(config.run, inner=inner)
-    result = emulate(dataclasses.replace(config, run=run))
+    result = emulate(make_config(text).replace("inner.learning_rate", 1e12))
     steps = result.history.frame("steps")
     for name, island in result.summary["islands"].items():
         diverged = int(steps[steps.island == name].loss.isna().sum())

@@ -157,7 +157,7 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def carry_out(self, effect: AnyEffect) -> None:
         for fault in self._world.met("effects", self._unit):
-            self._world.begun(fault, fault.meet(self._unit))
+            self._world.begun(fault, fault.happen(self._world, self._unit))
         if self.dead:
             return
         self.monitor.carrying_out(effect)

@@ -226,9 +226,7 @@ class Unit:
             assert fault is not None
             if failure.complete:
                 monitor.persisted(record)
-            if self.lead is not None:
-                self.crash(fault.restart)
-            world.begun(fault, fault.restart.lasts_s)
+            world.begun(fault, fault.happen(world, self))
             raise
         monitor.persisted(record)
 
@@ -259,7 +257,7 @@ class Unit:
         anchor = newest[fragment]
         number = disk.rotate() if fragment == count - 1 else None
         for fault in self._world.met("snapshots", self):
-            self._world.begun(fault, 0.0)
+            self._world.begun(fault, fault.happen(self._world, self))
             return
 
         def complete() -> None:

@@ -22,7 +22,16 @@ from diloco_jax.protocol.coordinator.state import RunResumed, initial
 from diloco_jax.protocol.island.conversation import Fetch
 from diloco_jax.protocol.island.reporting import Introduction
 from diloco_jax.protocol.messages import AnchorRequest, Hello, Steer, Version
-from diloco_jax.simulation.clock import Clock, Line, LineSpeed
+from diloco_jax.simulation.clock import (
+    BOTH,
+    DOWN,
+    UP,
+    Clock,
+    Line,
+    LineSpeed,
+    Way,
+    Ways,
+)
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import DigestBody, first_anchors
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator, VirtualGatherer
@@ -34,7 +43,6 @@ from diloco_jax.simulation.faults.faults import (
     ArmedFault,
     Restart,
     ScheduledFault,
-    Way,
 )
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.liveness import Expectations
@@ -51,9 +59,6 @@ REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
 """Calls of the clock at most; a run has some thousand, or ten times that where a rule
 loses steps."""
-Ways = frozenset[Way]
-UP, DOWN = Ways({"up"}), Ways({"down"})
-BOTH = UP | DOWN
 
 RESEND_S = 0.3
 """Seconds from a transfer that its checksum refused to the next attempt."""
@@ -101,25 +106,13 @@ class FaultyLine(Line):
         for land in waiting:
             land()
 
-    def send_up(self, arrive: Callable[[], None]) -> None:
-        self._send(UP, arrive)
-
-    def send_down(self, arrive: Callable[[], None]) -> None:
-        self._send(DOWN, arrive)
-
-    def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer(UP, arrive)
-
-    def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer(BOTH, arrive)
-
-    def _send(self, way: Ways, arrive: Callable[[], None]) -> None:
+    def _control(self, ways: Ways, arrive: Callable[[], None]) -> None:
         network = self._network
         at = self._clock.now + network.latency_s + network.control_late_s
-        at = self._in_order[way] = max(at, self._in_order[way])
-        self._carry(at, way, arrive)
+        at = self._in_order[ways] = max(at, self._in_order[ways])
+        self._carry(at, ways, arrive)
 
-    def _transfer(self, ways: Ways, arrive: Callable[[], None]) -> None:
+    def _bulk(self, ways: Ways, nbytes: int, arrive: Callable[[], None]) -> None:
         network = self._network
         at = self._clock.now + network.transfer_s + network.bulk_late_s
         if not network.corrupts:
@@ -128,7 +121,7 @@ class FaultyLine(Line):
 
         def again() -> None:
             if self.open:
-                self._transfer(ways, arrive)
+                self._bulk(ways, nbytes, arrive)
 
         self._clock.at(at + RESEND_S, again)
 

@@ -120,13 +120,6 @@ def test_nothing_is_done_or_lost_meanwhile(for_s: float, done: Done) -> None:
     assert_all_stayed(world)
 
 
-def test_its_clock_stands_still() -> None:
-    before, after = played().coordinator, played(MachineSleep(at_s=AT_S, for_s=5))
-    assert before is not None
-    assert after.coordinator is not None
-    assert after.coordinator.clock_offset == before.clock_offset - 5
-
-
 def test_it_sleeps_at_the_end_of_the_run() -> None:
     world = played(MachineSleep(at_s=0.0, for_s=ASLEEP_S, at_end=True))
     assert world.clock.now > played().clock.now + ASLEEP_S / 2
