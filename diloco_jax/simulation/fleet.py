@@ -346,15 +346,6 @@ def require_cut(config: Any) -> None:
         )
 
 
-class FleetIsland(NamedTuple):
-    """An island of a fleet."""
-
-    step_seconds: float
-    """Seconds of a step on all chips."""
-    life: Iterator[Segment]
-    """Life of the island's chips, on the fleet's clock."""
-
-
 class FleetOutcome(NamedTuple):
     """Result of a fleet."""
 
@@ -372,7 +363,7 @@ def run_fleet(
     exchange: ExchangeTerms,
     sync: SyncConfig,
     step_seconds: float,
-    machines: Mapping[str, FleetIsland],
+    lives: Mapping[str, Iterator[Segment]],
     seconds: float,
     progress: Progress = lambda share: None,
 ) -> FleetOutcome:
@@ -384,12 +375,13 @@ def run_fleet(
     a step never end a run, so `MOST_LOSSES` bounds the wait.
 
     sync: of the run; cycle, fragments and overlap as in `exchange`.
-    step_seconds: seconds of a usual step; the time budget follows from it.
+    step_seconds: seconds of a step on all chips; the time budget follows from it.
+    lives: life of each island's chips, on the fleet's clock.
     progress: called with the share that is done.
     """
     world, bytes_up = _world(exchange, sync, step_seconds)
     clock, config = world.clock, world.coordinator.config
-    capacities = {name: Capacity(machine.life) for name, machine in machines.items()}
+    capacities = {name: Capacity(life) for name, life in lives.items()}
 
     def start(name: str) -> None:
         spec = IslandSpec(
@@ -402,7 +394,7 @@ def run_fleet(
         world.start(spec)
 
     def step(name: str) -> float:
-        until, done = capacities[name].use(clock.now, machines[name].step_seconds)
+        until, done = capacities[name].use(clock.now, step_seconds)
         takes = until - clock.now
         if not done:
             # The loss comes before the end of the step, which is due at the same time.
@@ -417,7 +409,7 @@ def run_fleet(
         world.kill(name)
         clock.at(capacities[name].back_at(clock.now), lambda: start(name))
 
-    for name in machines:
+    for name in lives:
         start(name)
     clock.run(done=lambda: all(i.boundary for i in world.islands.values()))
     began = clock.now
@@ -427,20 +419,17 @@ def run_fleet(
     now, coordinator = clock.now, world.coordinator
     fragments, tokens = coordinator.state.fragments, coordinator.state.progress_tokens
     coordinator.config = replace(config, total_tokens=max(1, tokens))
-    most = losses + MOST_LOSSES * len(machines)
+    most = losses + MOST_LOSSES * len(lives)
     clock.run(done=lambda: coordinator.finished or losses >= most)
     state = coordinator.state
     islands = {}
-    for name, machine in machines.items():
-        totals, active = (
-            ledger.island_totals(config, state, name),
-            capacities[name].active,
-        )
+    for name, capacity in capacities.items():
+        totals, active = ledger.island_totals(config, state, name), capacity.active
         until = max(now, active[-1][1]) if active else now
         islands[name] = IslandMeasure(
             provisioned_seconds=until - began,
             tokens_per_step=TOKENS_PER_STEP,
-            median_step_seconds=machine.step_seconds,
+            median_step_seconds=step_seconds,
             computed_tokens=totals.computed,
             merged_tokens=totals.merged,
             active=tuple(

@@ -29,7 +29,6 @@ from diloco_jax.simulation.fleet import (
     STEP_SECONDS,
     ExchangeTerms,
     FailureModel,
-    FleetIsland,
     Progress,
     elastic,
     rigid,
@@ -269,16 +268,13 @@ def simulate_goodput(
 def _decoupled(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
-    chips, usual_s = config.chips / config.islands, config.step_seconds
-    machines = {}
-    for index, own in enumerate(rng.spawn(config.islands)):
-        failing, _ = own.spawn(2)
-        life = segments(chips, config.failures, failing)
-        machines[f"island-{index}"] = FleetIsland(usual_s, life)
+    chips, step_s = config.chips / config.islands, config.step_seconds
+    lives = {
+        f"island-{index}": segments(chips, config.failures, own.spawn(2)[0])
+        for index, own in enumerate(rng.spawn(config.islands))
+    }
     sync = config.exchange.sync(config.quorum, config.grace)
-    fleet = run_fleet(
-        config.exchange, sync, usual_s, machines, config.seconds, progress
-    )
+    fleet = run_fleet(config.exchange, sync, step_s, lives, config.seconds, progress)
     islands, totals = list(fleet.islands.values()), fleet.totals
     return GoodputSample(
         goodput=measures.goodput(islands),

@@ -243,20 +243,6 @@ def test_a_record_that_does_not_fit_is_named(recording, kind, change, bad):
         list(repeated.merges())
 
 
-def test_each_use_on_the_tape_is_served_once(recording):
-    used, first = replay.UsedVersions(recording), Version(1, 0)
-    value = np.zeros(3, np.float32)
-    used.keep(("anchor", 0, first), (value,))
-    with pytest.raises(KeyError):
-        used.anchor(0, Version(1, 1))
-    served = 0
-    with contextlib.suppress(KeyError):
-        while used.anchor(0, first) == value.tobytes():
-            served += 1
-    lives = recording.lives.values()
-    assert served == sum(life.begins()[0] == first for life in lives) > 0
-
-
 # ---- where it cannot be -------------------------------------------------------------
 
 
