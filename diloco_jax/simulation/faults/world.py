@@ -21,7 +21,14 @@ from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.state import RunResumed, initial
 from diloco_jax.protocol.island.conversation import Fetch
 from diloco_jax.protocol.island.reporting import Introduction
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Steer, Version
+from diloco_jax.protocol.messages import (
+    AnchorRequest,
+    FromCoordinator,
+    Granted,
+    Hello,
+    Steer,
+    Version,
+)
 from diloco_jax.simulation.clock import (
     BOTH,
     DOWN,
@@ -152,7 +159,7 @@ class FaultyIsland(VirtualIsland):
             ADOPT_RULES.find(world.run.sync.adopt),
             world.run.inner.learning_rate,
             functools.partial(self._seen, world.monitor.adopted),
-            functools.partial(self._seen, world.monitor.trained),
+            lambda *of: self._seen(world.monitor.trained, self.session, *of),
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
@@ -161,6 +168,11 @@ class FaultyIsland(VirtualIsland):
         self.gives_how = ""
         """"nothing" or "lies": what others of its region have from it."""
         super().__init__(spec, incarnation, world.run, world.clock, self.body, REPORT_S)
+
+    def received(self, message: FromCoordinator) -> None:
+        if isinstance(message, Granted) and self.ended is None:
+            self._monitor.heard(self.who, self.session, message)
+        super().received(message)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         assert self.boundary is not None
@@ -422,8 +434,8 @@ class FaultyWorld:
         """Yield the armed faults that happen now, as a unit does what they await."""
         for kind, armed in list(self._armed.items()) if unit is self.unit else ():
             fault, left = armed
-            if fault.awaits != what or (unit.lead is not None and unit.lead.dead):
-                continue
+            if fault.awaits != what or (what == "effects" and unit.lead is None):
+                continue  # Another fault has ended the lead.
             if left:
                 armed[1] -= 1
             else:
