@@ -1,9 +1,8 @@
 """A laboratory for equal islands: all seeds of a config at once, on one device.
 
 Islands and seeds are axes of the arrays, and steps between two boundaries are one
-program. Steps, takes, codecs and adoptions are the functions that a run compiles,
-mapped over these axes, and each seed has a coordinator's `Store`; Theta differs from
-that of `emulate` by rounding.
+program. Steps, takes, codecs, merges and adoptions are the functions that a run
+compiles, mapped over these axes; Theta differs from that of `emulate` by rounding.
 
 The decisions come from a recording of one emulation without arithmetic (`Lockstep`):
 when each fragment is taken, merged and adopted, with which weights, and the learning
@@ -35,10 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import compilation
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.config.resolving import resolve
-from diloco_jax.coordinator.holding.store import Store, merges_of
+from diloco_jax.coordinator.holding.store import merges_of
 from diloco_jax.core.fragment_merge import MergeMeasures
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.loading import load_data
@@ -63,7 +61,7 @@ from diloco_jax.simulation.emulate import (
 from diloco_jax.simulation.emulation_options import EmulationOptions, options_of
 from diloco_jax.simulation.mapped import (
     MappedExchange,
-    SeedMerges,
+    MappedMerges,
     compiled_steps,
     over_runs,
     placed,
@@ -82,7 +80,7 @@ MOST_STEPS = 32
 """Steps of one program, whose batches are on the device together."""
 SHOW_EVERY_S = 1.0
 NOT_MEASURED = (math.nan,) * len(MergeMeasures._fields)
-STATE = 3
+STATE = 2
 """Format of the state on disk."""
 
 
@@ -209,19 +207,11 @@ class _Laboratory:
                 f"counts no use; set it to 'none', or use emulate"
             )
         self._tape = Lockstep(config, options, plan)
+        firsts = [first_pieces(own.run, model) for own in self._configs]
+        self._merges = MappedMerges(run, plan, self._names, seeds, firsts)
         shape, like = (len(seeds), len(self._names)), self._trainer.abstract_state()
         self._exchange = exchange = MappedExchange(plan, run.sync, like.params)
-        placement = config.placement
-        pin_s, passes = (
-            placement.deadlines.pin_s,
-            compilation.passes_of(placement.merge_route),
-        )
-        stores = {
-            own.run.seed: Store(run, plan, first_pieces(own.run, model), pin_s, passes)
-            for own in self._configs
-        }
-        self._merges = SeedMerges(exchange, self._names, stores, run.sync.delta_bound)
-        exchange.begin(self._merges.anchors(), shape)
+        exchange.begin([state.anchor for state in self._merges.fragments], shape)
         zeros = jax.tree.map(
             lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), like.params
         )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from emulate_support import make_config
@@ -14,6 +15,7 @@ from emulate_support import make_config
 from diloco_jax import ConfigError, EmulationOptions, emulate
 from diloco_jax.config import IslandConfig
 from diloco_jax.simulation import laboratory
+from diloco_jax.simulation.mapped import MappedMerges
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = EmulationOptions(merge_seconds=1.5, evaluate_every_tokens=400)
@@ -152,6 +154,26 @@ def test_it_goes_on_after_an_interruption_with_the_same_bits(
             assert one.history.frame(table).equals(other.history.frame(table))
     with pytest.raises(ConfigError, match=r"save = .*state is of another run"):
         run(seeds=(0, 3))
+
+
+@pytest.mark.parametrize("rule", ["mean", "trimmed_mean", "slow"])
+def test_a_share_counts_once(text, rule, slow, monkeypatch):
+    merge, norms = MappedMerges.merge, []
+
+    def twice(self, order):
+        before = self.fragments[:]
+        for share in (1.0, 0.5):
+            self.fragments[:] = before
+            merge(self, msgspec.structs.replace(order, share=share))
+        norms.extend(own for (own,) in self.norms)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MappedMerges, "merge", twice)
+    config = equal_islands(text, merge=slow if rule == "slow" else rule)
+    with pytest.raises(KeyboardInterrupt):
+        laboratory.run(config, options=OPTIONS)
+    assert norms[0] > 0
+    assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-5)
 
 
 def test_no_faults_may_be_a_list(text):
