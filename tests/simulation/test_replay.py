@@ -4,7 +4,6 @@ where bits must be the same."""
 import contextlib
 import dataclasses
 import io
-import pickle
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -54,9 +53,9 @@ class Here(contextlib.nullcontext):
         self._copies = worker.Copies(run)
 
     def ask(self, *call):
-        who, method, *arguments = pickle.loads(pickle.dumps(call))
-        answer = self._copies.carry_out(who, method, arguments)
-        return pickle.loads(pickle.dumps(answer))
+        who, method, *arguments = worker.unpack(worker.pack(call))
+        answer = self._copies.carry_out(Who(*who), method, arguments)
+        return worker.unpack(worker.pack(answer))
 
     send = ask
 
@@ -124,6 +123,10 @@ def test_every_merge_has_the_same_bits(recordings, name):
             assert counted == {merge.made.fragment in tables}
     assert repeated.steps > 50
     assert bool(tables) == (name == "by use")
+    parts = [part for merge in recording.merges for part in merge.made.contributions]
+    assert len({part.uses for part in parts}) > 10 or not tables
+    taped = [r.kind for life in recording.lives.values() for _, r in life.records]
+    assert {"reopened", "reset"} & {*taped}
 
 
 def test_counts_of_use_that_are_not_those_of_the_tape_are_named(recordings):
@@ -243,6 +246,22 @@ def test_a_record_that_does_not_fit_is_named(recording, kind, change, bad):
         list(repeated.merges())
 
 
+def test_each_use_on_the_tape_is_served_once(recordings):
+    """So that no anchor stays in memory longer than it is needed."""
+    recording = recordings["keep"]
+    used, first = replay.UsedVersions(recording), Version(1, 0)
+    value = np.zeros(3, np.float32)
+    used.keep(("anchor", 0, first), (value,))
+    with pytest.raises(KeyError):
+        used.anchor(0, Version(1, 1))
+    served = 0
+    with contextlib.suppress(KeyError):
+        while used.anchor(0, first) == value.tobytes():
+            served += 1
+    lives = recording.lives.values()
+    assert served == sum(life.begins()[0] == first for life in lives) > 0
+
+
 # ---- where it cannot be -------------------------------------------------------------
 
 
@@ -348,8 +367,8 @@ def pipe(monkeypatch):
     """(its end, ours), of a process that is like this one."""
     monkeypatch.setattr(worker.compilation, "use_cache", lambda folder: None)
     theirs, ours = Pipe()
-    ours.send((RunConfig(), 1, 0, ""))
-    ours.send((WHO, "judge", (0, "settled")))
+    ours.send_bytes(worker.pack(worker.Start(RunConfig(), 1, 0, "")))
+    ours.send_bytes(worker.pack((WHO, "judge", (0, "settled"))))
     yield theirs, ours
     theirs.close()
     ours.close()

@@ -5,8 +5,8 @@ their bits. So islands whose processes differed in these numbers are repeated in
 different processes, and islands of several hosts by as many processes in one
 `jax.distributed` world: each gets every call, and the first process answers for all.
 
-A call names a model copy and one of its methods. Calls are carried out in order. The
-pipes lead to children of this process alone, so both ends trust what comes.
+A call names a model copy and one of its methods. Calls are carried out in order. They
+and their answers are MessagePack.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import jax
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from jax.experimental.multihost_utils import process_allgather
@@ -65,6 +66,37 @@ Method = Literal[
     "begin", "step", "take", "adopt", "judge", "moments", "residual", "end"
 ]
 """Calls for one model copy; `take`, `moments` and `residual` are answered."""
+ARRAY = 1
+"""Type of an array in MessagePack: its dtype, its shape, its bytes."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """First message to a process. address: of its world, if it is one of several."""
+
+    run: RunConfig
+    hosts: int
+    index: int
+    address: str
+
+
+def pack(message: Any) -> bytes:
+    """Encode a message of builtins, configs and arrays."""
+    return msgspec.msgpack.encode(message, enc_hook=_packed)
+
+
+def unpack(data: bytes) -> Any:
+    """Decode a message: sequences as lists, configs as dicts, arrays read-only."""
+    return msgspec.msgpack.decode(data, ext_hook=_unpacked)
+
+
+def _packed(array: npt.NDArray[Any]) -> msgspec.msgpack.Ext:
+    parts = (array.dtype.name, array.shape, array.tobytes())
+    return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode(parts))
+
+
+def _unpacked(code: int, data: memoryview) -> npt.NDArray[Any]:
+    dtype, shape, values = msgspec.msgpack.decode(data)
+    return np.frombuffer(values, dtype).reshape(shape)
 
 
 class WorkerError(RuntimeError):
@@ -98,7 +130,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             self._pipes.append(ours)
         where = f"127.0.0.1:{free_port()}" if hosts > 1 else ""
         for index, pipe in enumerate(self._pipes):
-            self._send_to(pipe, (run, hosts, index, where))
+            self._send_to(pipe, Start(run, hosts, index, where))
         self.environment: Environment = self._answer()
 
     def __exit__(
@@ -130,14 +162,14 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def _send_to(self, pipe: Connection, message: Any) -> None:
         try:
-            pipe.send(message)
+            pipe.send_bytes(pack(message))
         except OSError as error:
             raise self._ended() from error
 
     def _answer(self) -> Any:
         try:
             if self._pipes[0].poll(ANSWERS_WITHIN_S):
-                return self._pipes[0].recv()
+                return unpack(self._pipes[0].recv_bytes())
         except (EOFError, OSError) as error:
             raise self._ended() from error
         raise self._ended()
@@ -167,24 +199,24 @@ def serve(pipe: Connection) -> None:
 
 
 def _serve(pipe: Connection) -> None:
-    run, count, index, address = pipe.recv()
+    start = msgspec.msgpack.decode(pipe.recv_bytes(), type=Start)
     compilation.use_cache(compilation.of_user())
     hosts = None
-    if address:
-        where = WorldAddress(address=address, index=index)
+    if start.address:
+        where = WorldAddress(address=start.address, index=start.index)
         hosts = join_world(
-            where, count, budget_s=LOST_AFTER_S, meet_s=10 * LOST_AFTER_S
+            where, start.hosts, budget_s=LOST_AFTER_S, meet_s=10 * LOST_AFTER_S
         )
-    copies = Copies(run, hosts)
+    copies = Copies(start.run, hosts)
     answer: Any = before_jax.describe_environment()
     while True:
-        if answer is not None and index == 0:
-            pipe.send(answer)
+        if answer is not None and start.index == 0:
+            pipe.send_bytes(pack(answer))
         try:
-            call = pipe.recv()
+            who, method, arguments = unpack(pipe.recv_bytes())
         except EOFError:
             break
-        answer = copies.carry_out(*call)
+        answer = copies.carry_out(Who(*who), method, arguments)
     if hosts is not None:
         leave_world()
 
@@ -201,7 +233,8 @@ class Copies:
     def carry_out(self, who: Who, method: Method, arguments: Iterable[Any]) -> Any:
         """Carry out a call for one copy; return the answer, or None if it has none."""
         if method == "begin":
-            island, *begun = arguments
+            config, *begun = arguments
+            island = msgspec.convert(config, IslandConfig)
             # Islands that compute alike share compiled programs.
             alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
             self._copies[who] = _Copy(self._run, *self._trainer_of(alike), *begun)

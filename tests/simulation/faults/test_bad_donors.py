@@ -17,6 +17,7 @@ from diloco_jax.simulation.faults.faults import (
 )
 from diloco_jax.simulation.faults.play import play
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
+from diloco_jax.simulation.faults.world import FaultyIsland
 from diloco_jax.simulation.island import VirtualFetch
 
 FRAGMENTS, TAU = 2, 4
@@ -79,3 +80,30 @@ def test_a_failed_donor_costs_one_more_copy_of_what_is_under_way(copies, fault) 
     beyond = {what: count for what, count in copies.items() if count > 1}
     assert set(beyond.values()) <= {2}
     assert len(beyond) <= FRAGMENTS
+
+
+class Forged(bytes):
+    """Another publish with the digest that was announced."""
+
+    announced = ""
+
+    def hex(self, *separators: Any) -> str:
+        return self.announced
+
+
+def test_whoever_trusts_a_liar_is_found(monkeypatch) -> None:
+    """What is adopted then is no version of the run."""
+    gives = FaultyIsland.gives
+
+    def trusted(self: Any, fetch: Any) -> VirtualFetch | None:
+        found = gives(self, fetch)
+        if found is None or self.gives_how != "lies":
+            return found
+        forged = Forged(b"something else")
+        forged.announced = fetch.sources.stripes[""]
+        return found._replace(data=[forged])
+
+    monkeypatch.setattr(FaultyIsland, "gives", trusted)
+    wrong = play(schedule(FAULTS[0])).wrong
+    assert wrong is not None
+    assert wrong.invariant == "anchors"

@@ -109,6 +109,7 @@ def test_ctrl_c_while_a_schedule_is_shortened_leaves_its_seed(
     ("arguments", "message"),
     [
         (["--seeds", "0"], "seeds = 0; it must be at least 1"),
+        (["--seeds", "9" * 20], "seeds = " + "9" * 20),
         (["--first-seed", "-1"], "first_seed = -1"),
         (["--schedule", "{}"], "--schedule is not a schedule"),
         *(
@@ -118,8 +119,11 @@ def test_ctrl_c_while_a_schedule_is_shortened_leaves_its_seed(
                 ({"fragment_sizes": []}, "1 islands and 0 fragments"),
                 ({"fragment_sizes": [1, 0]}, "fragment_sizes (1, 0)"),
                 ({"steps_per_cycle": 0}, "steps_per_cycle = 0"),
+                ({"total_tokens": -5}, "total_tokens = -5"),
+                ({"grace": -3}, "grace = -3"),
                 ({"latency_s": -1}, "latency_s = -1"),
                 ({"islands": {"a": {"step_s": 0}}}, "step_s = 0"),
+                ({"islands": {"a": {"batch_size": 0}}}, "batch_size = 0"),
                 ({"quorum": 2}, "quorum 2 and 1 islands"),
                 ({"fault": []}, "unknown field `fault`"),
                 ({"faults": [{"kind": "flood", "at_s": 1}]}, "flood"),
@@ -135,11 +139,17 @@ def test_ctrl_c_while_a_schedule_is_shortened_leaves_its_seed(
             (["--schedule", json.dumps({**SCHEDULE, "faults": [fault]})], message)
             for fault, message in (
                 ({**LEAVE, "at_s": 1e6}, "at_s = 1000000.0; it must be at least 0, at"),
+                ({**LEAVE, "away_s": 1e6}, "away_s = 1000000.0"),
                 ({"kind": "impostor", **A, "behind": 7}, "behind = 7"),
                 ({"kind": "step_jump", **A, "for_s": 1, "factor": 0}, "factor = 0.0"),
                 ({"kind": "partition", **A, "for_s": 1, "ways": []}, "ways = []"),
                 ({"kind": "coordinator_crash", **RESTART, "effects": -3}, "effects = "),
-                ({"kind": "torn_write", **RESTART, "written_share": 1}, "share"),
+                ({"kind": "torn_write", **RESTART, "appends": -1}, "appends = -1"),
+                ({"kind": "disk_failure", **RESTART, "appends": 10**9}, "appends = 1"),
+                *(
+                    ({"kind": "torn_write", **RESTART, "written_share": share}, "share")
+                    for share in (0, 1, 5)
+                ),
                 (
                     {"kind": "disk_lost", "at_s": 1, "restart": {"down_s": 1e9}},
                     "down_s = 1000000000.0",

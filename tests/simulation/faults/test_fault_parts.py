@@ -7,8 +7,9 @@ import pytest
 
 from diloco_jax.coordinator.journal import DurableError
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.clock import Clock
-from diloco_jax.simulation.faults.arrays import first_anchors
+from diloco_jax.simulation.faults.arrays import Anchor, first_anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
 from diloco_jax.simulation.faults.world import RESEND_S, FaultyLine, Network
 
@@ -63,6 +64,62 @@ def test_a_torn_snapshot_is_passed_over_and_does_not_count_as_kept(
     disk.save_state(disk.rotate(), State(tick=9))
     assert disk.tear_snapshots() == 1
     assert disk.load().state.tick == count - 1
+
+
+def merged(disk: Disk, anchor: Anchor, count: int) -> Anchor:
+    """Prepare so many more publishes; return the anchor that they lead to."""
+    for _ in range(count):
+        publish = repr(anchor).encode()
+        assert disk.prepare(0, anchor.version.next(), publish)
+        anchor = anchor.next(publish)
+    return anchor
+
+
+def restored(disk: Disk, anchor: Anchor) -> bool:
+    return disk.restore([anchor.version])[0].anchors == [anchor]
+
+
+def test_publishes_lead_from_any_kept_snapshot_to_what_is_committed(
+    disk: Disk,
+) -> None:
+    anchor = FIRST
+    for _ in range(3):
+        anchor = merged(disk, anchor, 2)
+        disk.save_fragment(0, anchor)
+    assert disk.saved(0) == [Version(1, 4), Version(1, 6)]
+    newest = merged(disk, anchor, 1)
+    assert list(disk.published(0)) == [Version(1, n) for n in (5, 6, 7)]
+    merged(disk, newest, 1)  # Prepared, and never committed.
+    for _ in range(2):
+        assert restored(disk, newest)
+        disk.tear_snapshots()
+        disk.load()
+    assert list(disk.published(0)) == [Version(1, n) for n in (5, 6, 7)]
+    disk.forget(0, newest.version)
+    with pytest.raises(DurableError, match="is missing"):
+        disk.restore([newest.version])
+
+
+def test_a_snapshot_of_what_never_was_goes_before_another_has_its_version(
+    disk: Disk,
+) -> None:
+    """A worker had swapped it in, and the next lead's log has not committed it."""
+    committed = merged(disk, FIRST, 1)
+    disk.save_fragment(0, committed)
+    disk.save_fragment(0, committed.next(b"never was"))
+    assert restored(disk, committed)
+    assert disk.saved(0) == [committed.version]
+    assert restored(disk, merged(disk, committed, 1))
+
+
+def test_a_full_disk_takes_small_records_only(disk: Disk) -> None:
+    disk.full = True
+    disk.append({"n": 0})
+    assert numbers(disk) == [0]
+    assert not disk.prepare(0, Version(1, 1), b"")
+    assert not disk.save_fragment(0, FIRST._replace(version=Version(1, 1)))
+    assert not disk.save_state(disk.rotate(), State())
+    assert disk.saved(0) == [FIRST.version]
 
 
 Script = Callable[["Wire"], None]

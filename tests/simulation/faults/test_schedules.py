@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError
 from diloco_jax.coordinator.lead import AnyEffect
-from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator import ending, ledger
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import KeepFragment
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.faults import draw, liveness
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
@@ -160,6 +161,11 @@ def test_nothing_is_done_or_lost_meanwhile(for_s: float, done: Done) -> None:
     world = played(TWO, MachineSleep(at_s=AT_S, for_s=for_s))
     assert not [at_s for at_s, _ in done if AT_S < at_s < AT_S + for_s]
     assert_all_stayed(world)
+    awake = played(TWO).coordinator
+    assert awake is not None
+    assert world.coordinator is not None
+    slept_s = awake.clock_offset - world.coordinator.clock_offset
+    assert slept_s == for_s, "its clock stood still"
 
 
 def test_it_sleeps_at_the_end_of_the_run() -> None:
@@ -230,6 +236,18 @@ def test_a_run_that_was_over_too_soon_is_extended_until_enough_happened() -> Non
     again = play(from_json(one.world.schedule.json()))
     assert again.world.clock.now == one.world.clock.now
     assert again.world.merges == one.world.merges
+
+
+def test_an_extension_that_gives_data_again_is_found() -> None:
+    real = ending.extended
+
+    def anew(state: State) -> State:
+        return replace(real(state), next_position=0)
+
+    with mock.patch.object(ending, "extended", anew):
+        wrong = play(EXTENDED).wrong
+    assert wrong is not None
+    assert wrong.invariant == "data"
 
 
 def test_a_run_that_is_not_over_after_its_extension_is_a_violation() -> None:
@@ -363,6 +381,32 @@ THEN_LOST = DiskLost(at_s=7.2, restart=RESTART)
 def test_a_take_without_a_verdict_is_not_merged_again() -> None:
     world = played(EQUAL, DEAF, THEN_LOST, quorum=2)
     assert terms(world) == {2}
+
+
+def test_it_would_be_if_an_island_opened_it_again() -> None:
+    begin_term = Boundary._begin_term
+
+    def reopens(boundary: Any, step: int) -> None:
+        books = boundary.books
+        takes = [
+            t for t in books.outstanding() if books._accounts[t.fragment].unsettled
+        ]
+        begin_term(boundary, step)
+        for take in takes:
+            boundary._arrays.judge(take.fragment, "reopened")
+            account = books._accounts[take.fragment]
+            account.start, account.unsettled = take.start, False
+            books._new = [
+                replace(record, start=take.start)
+                if (record.kind, record.fragment) == ("carried", take.fragment)
+                else record
+                for record in books._new
+            ]
+
+    with mock.patch.object(Boundary, "_begin_term", reopens):
+        wrong = play(replace(EQUAL, faults=(DEAF, THEN_LOST), quorum=2)).wrong
+    assert wrong is not None
+    assert wrong.invariant == "merged_once"
 
 
 def test_what_a_term_granted_that_nobody_heard_of_is_lost_with_it() -> None:
