@@ -188,6 +188,10 @@ def test_at_the_bounds_every_result_is_finite(bound):
     [
         ({"params": -1}, r"params = -1; .* above 0"),
         ({"params": 1e308}, r"params = 1e\+308; .* at most 1e\+15"),
+        ({"sites": 0}, r"sites = 0; .* at least 1"),
+        ({"overlap": 0}, r"overlap = 0; .* at least 1e-06"),
+        ({"step_seconds": 1e-320}, r"step_seconds = 1e-320; .* at least 1e-06"),
+        ({"link_gbit_per_s": 1e-320}, r"link_gbit_per_s = 1e-320; .* at least 1e-06"),
         ({"params": 3, "fragments": 24}, r"fragments = 24, but params = 3"),
         ({"link_utilisation": 1.5}, r"link_utilisation = 1.5; .* at most 1"),
     ],

@@ -325,6 +325,15 @@ def test_a_kill_costs_what_was_not_merged(text) -> None:
     assert again.version.min() > 3
 
 
+def test_a_killed_island_comes_back_each_time(text) -> None:
+    """Whatever `placement.restarts` says, which counts in runs alone."""
+    twice = ("b@3:kill", "b#2@3:kill")
+    config = make_config(text, steps=40, quorum=1)
+    result = emulate(with_placement(config, faults=twice, restarts=0))
+    lives = result.history.frame("lives").query("island == 'b'")
+    assert lives.end.tolist() == ["died", "died", "finished"]
+
+
 def test_if_nobody_is_left_the_user_is_told(text) -> None:
     options = EmulationOptions(joins={"a": (0.0, 5.0), "b": (0.0, 6.0)})
     with pytest.raises(ConfigError, match=r"at .* s no island is left.* of its 1536"):
