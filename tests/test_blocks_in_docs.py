@@ -292,7 +292,7 @@ def test_the_line_is_one_that_exists(page, line, wrong):
     [
         (f"diloco run {CONFIG} --total-token 7", "--total-token"),
         ("diloco eval runs/a --jason", "--jason"),
-        ("diloco simulate goodput --sweep DIR", "DIR"),
+        ("diloco simulate goodput --json DIR", "DIR"),
         ("diloco island CONFIG --nam v6e", "--nam"),
         ("diloco certify DIR", "certify"),
     ],

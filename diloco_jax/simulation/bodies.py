@@ -45,7 +45,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.coordinator import Received
-from diloco_jax.simulation.island import VirtualFetch
+from diloco_jax.simulation.island import NoBody, VirtualFetch
 from diloco_jax.wire.bulk import FetchSource
 
 
@@ -204,7 +204,7 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
 _trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
 
 
-class NotedBody:
+class NotedBody(NoBody):
     """A body that notes in its diary what its island does, and computes nothing.
 
     bytes_up: bytes of an encoded delta, by fragment.
@@ -216,11 +216,11 @@ class NotedBody:
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> Restored | None:
         self.diary.bytes_join += sum(part.nbytes for part in fetched.values())
-        return None
+        return super().begin(fetched)
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         self.diary.bytes_down += fetched.nbytes
-        return Arrival(fragment=fragment, version=fetched.version)
+        return super().arrival(fragment, fetched)
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
         now = self._clock.now
@@ -233,8 +233,6 @@ class NotedBody:
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         fragment, number = arrival.fragment, arrival.version.number
         self.diary.adoptions.append((fragment, number, self._clock.now))
-
-    def judge(self, fragment: int, outcome: TakeOutcome) -> None: ...
 
 
 class TrainedBody(NotedBody):

@@ -7,6 +7,7 @@ import heapq
 import math
 import sys
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -139,6 +140,13 @@ class LineSpeed:
     )
 
 
+Way = Literal["up", "down"]
+Ways = frozenset[Way]
+UP, DOWN = Ways({"up"}), Ways({"down"})
+"""To the coordinator, and from it."""
+BOTH = UP | DOWN
+
+
 class Line:
     """Control messages in order, and bulk transfers that queue for each direction's
     bandwidth. Nothing arrives after `cut`.
@@ -147,7 +155,7 @@ class Line:
     def __init__(self, clock: Clock, speed: LineSpeed) -> None:
         self.open = True
         self._clock, self._speed = clock, speed
-        self._up_free_at = self._down_free_at = 0.0
+        self._free_at = {UP: 0.0, BOTH: 0.0}
 
     def cut(self) -> None:
         """Break the line: everything under way is lost."""
@@ -155,23 +163,29 @@ class Line:
 
     def send_up(self, arrive: Callable[[], None]) -> None:
         """Send a control message from the island."""
-        self._arrive(self._clock.now + self._speed.latency_s, arrive)
+        self._control(UP, arrive)
 
     def send_down(self, arrive: Callable[[], None]) -> None:
         """Send a control message to the island."""
-        self._arrive(self._clock.now + self._speed.latency_s, arrive)
+        self._control(DOWN, arrive)
 
     def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
         """Send bulk bytes from the island."""
-        began = max(self._clock.now, self._up_free_at)
-        self._up_free_at = began + nbytes / self._speed.up_bytes_per_s
-        self._arrive(self._up_free_at + self._speed.latency_s, arrive)
+        self._bulk(UP, nbytes, arrive)
 
     def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
         """Send bulk bytes to the island, the request included."""
-        began = max(self._clock.now, self._down_free_at)
-        self._down_free_at = began + nbytes / self._speed.down_bytes_per_s
-        self._arrive(self._down_free_at + 2 * self._speed.latency_s, arrive)
+        self._bulk(BOTH, nbytes, arrive)
+
+    def _control(self, ways: Ways, arrive: Callable[[], None]) -> None:
+        self._arrive(self._clock.now + self._speed.latency_s, arrive)
+
+    def _bulk(self, ways: Ways, nbytes: int, arrive: Callable[[], None]) -> None:
+        speed = self._speed
+        per_s = speed.up_bytes_per_s if ways == UP else speed.down_bytes_per_s
+        began = max(self._clock.now, self._free_at[ways])
+        self._free_at[ways] = free_at = began + nbytes / per_s
+        self._arrive(free_at + len(ways) * speed.latency_s, arrive)
 
     def _arrive(self, at: float, arrive: Callable[[], None]) -> None:
         self._clock.at(at, lambda: arrive() if self.open else None)
@@ -180,17 +194,12 @@ class Line:
 def durations(
     mean_seconds: float, spread: float, rng: np.random.Generator
 ) -> Iterator[float]:
-    """Yield the seconds of one step after the other, drawn independently.
+    """Yield the seconds of one step after the other, drawn independently: log-normal,
+    so that none is negative.
 
     spread: standard deviation over mean.
     """
-    while True:
-        yield from drawn(mean_seconds, spread, DRAWN_AT_ONCE, rng).tolist()
-
-
-def drawn(
-    mean_seconds: float, spread: float, count: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Draw f64[count] seconds of steps: log-normal, so that none is negative."""
     sigma = math.sqrt(math.log1p(spread**2))
-    return mean_seconds * rng.lognormal(-(sigma**2) / 2, sigma, count)
+    while True:
+        factors = rng.lognormal(-(sigma**2) / 2, sigma, DRAWN_AT_ONCE)
+        yield from (mean_seconds * factors).tolist()

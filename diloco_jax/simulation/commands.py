@@ -9,25 +9,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from diloco_jax import before_jax
 from diloco_jax.config.fields import setting
 from diloco_jax.config.options import WorkdirOptions, paragraph, parse
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError, suggest
-from diloco_jax.files import require_writable
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
 from diloco_jax.process import setup_logging
-
-if TYPE_CHECKING:
-    from diloco_jax.simulation.goodput import GoodputResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +30,6 @@ class Output:
     """Options of the output."""
 
     json: bool = setting(False, help="Print one JSON object to standard output.")
-
-
-@dataclasses.dataclass(frozen=True)
-class SweepOutput(Output):
-    """Options of the output of a command that may sweep."""
-
-    sweep: bool = setting(False, help="Go over methods, chips and islands.")
-    out: Path = setting(
-        Path(), help="Folder for goodput.csv and goodput.png of a sweep."
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,46 +109,10 @@ def goodput_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate goodput`."""
     from diloco_jax.simulation import goodput
 
-    default = goodput.GoodputConfig()
-    config, output = _parse("goodput", arguments, default, SweepOutput())
-    if not output.sweep:
-        if output.out != SweepOutput.out:
-            raise ConfigError(
-                f"--out {output.out} without --sweep, which alone writes files; add "
-                f"--sweep or leave out --out"
-            )
-        with _bar("goodput") as progress:
-            result = goodput.simulate_goodput(config, progress)
-        _show(output.json, result.json(), result.text())
-        return EXIT_DONE
-    for field, values in goodput.SWEPT.items():
-        if (value := getattr(config, field)) != getattr(default, field):
-            raise ConfigError(
-                f"--{field} {value} with --sweep, which goes over {field} "
-                f"{', '.join(map(str, values))}; leave out one of them"
-            )
-    require_writable(output.out, "--out")
-    points = goodput.points(config, goodput.CHIPS, goodput.ISLANDS)
-    results: list[goodput.GoodputResult] = []
-
-    def shown() -> None:
-        values = {"points": [result.json() for result in results]}
-        _show(output.json, values, _sweep_table(results))
-
-    try:
-        with _bar("sweep") as progress:
-            # One by one: if it is interrupted, the finished points are there.
-            for i, point in enumerate(points):
-                own = goodput.part(progress, i, len(points))
-                results.append(goodput.simulate_goodput(point, own))
-    except KeyboardInterrupt:
-        shown()
-        _tell(f"{len(results)} of {len(points)} points are done; no file is written")
-        raise
-    goodput.write_csv(results, output.out / "goodput.csv")
-    goodput.write_plot(results, output.out / "goodput.png")
-    shown()
-    _tell(f"written: {output.out}/goodput.csv, goodput.png")
+    config, output = _parse("goodput", arguments, goodput.GoodputConfig(), Output())
+    with _bar("goodput") as progress:
+        result = goodput.simulate_goodput(config, progress)
+    _show(output.json, result.json(), result.text())
     return EXIT_DONE
 
 
@@ -197,7 +146,7 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "goodput": (goodput_command, "chip time left by failures; --sweep"),
+    "goodput": (goodput_command, "chip time left by failures"),
     "bandwidth": (bandwidth_command, "rates that links must carry"),
     "faults": (faults_command, "random faults, and invariants that must hold"),
 }
@@ -214,7 +163,7 @@ def _bar(title: str) -> AbstractContextManager[Callable[[float], None]]:
     return bar(Console(stderr=True), title)
 
 
-def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
+def _show(as_json: bool, values: dict[str, Any], text: str) -> None:
     """Print the values as JSON to standard output, or the text for people."""
     if as_json:
         print(json.dumps(values))
@@ -222,27 +171,7 @@ def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
         _tell(text)
 
 
-def _tell(text: Table | str) -> None:
+def _tell(text: str) -> None:
     """Print to standard error."""
     console = Console(stderr=True, markup=False)
     console.print(text, highlight=False, soft_wrap=True)
-
-
-def _sweep_table(results: Iterable[GoodputResult]) -> Table:
-    """Return a row for each point; all columns but the first hold numbers."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("way", "chips", "compute goodput", "published", "goodput", "uptime"):
-        made.add_column(
-            name, justify="left" if name == "way" else "right", no_wrap=True
-        )
-    for result in results:
-        mean, published = result.mean, result.published
-        made.add_row(
-            result.config.label,
-            f"{result.config.chips:,}",
-            f"{mean.compute_goodput:.1%}",
-            "-" if published is None else f"{published:.0%}",
-            f"{mean.goodput:.1%}",
-            f"{mean.uptime:.1%}",
-        )
-    return made

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
-from diloco_jax.coordinator.lead import Engine, Sessions
+from diloco_jax.coordinator.lead import Decide, Engine, Sessions
 from diloco_jax.protocol.coordinator import decide, recovery, takes
 from diloco_jax.protocol.coordinator.state import (
     Disconnected,
@@ -103,14 +103,80 @@ class NoArrays:
         return VirtualFetch(want, behind * self._bytes_down[fragment], None)
 
 
-class VirtualCoordinator(Engine[State, Event]):
+S = TypeVar("S")
+E = TypeVar("E")
+
+
+class VirtualEngine(Engine[S, E]):
+    """An engine that hears of events as they come, and of its next deadline.
+
+    clock_offset: seconds by which its own clock is ahead of virtual time.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        decide: Decide[S, E],
+        next_deadline: Callable[[S, float], float | None],
+        config: PolicyConfig,
+        state: S,
+        clock_offset: float = 0.0,
+        **shell: Any,
+    ) -> None:
+        """shell: see `Engine`."""
+        self._sessions = Sessions()
+        super().__init__(decide, config, state, sessions=self._sessions, **shell)
+        self.clock, self.clock_offset = clock, clock_offset
+        self._next_deadline = next_deadline
+        self._timer = WakeUp(clock, lambda: self.hear(Timer()))
+
+    @property
+    def now(self) -> float:
+        """Reading of its own clock."""
+        return self.clock.now + self.clock_offset
+
+    def die(self) -> None:
+        """End this life: nothing that it began happens any more."""
+        self.dead = True
+        self._timer.cancel()
+
+    def hello(self, hello: Hello, peer: Connection) -> None:
+        """Judge an island on a new connection."""
+        self._sessions.arrived(peer)
+        self.hear(hello)
+
+    def disconnected(self, peer: Connection) -> None:
+        """Note that a connection broke and this end noticed."""
+        if self._sessions.gone(peer):
+            hello = peer.hello
+            self.hear(Disconnected(island=hello.island, session=hello.session))
+
+    def hear(self, event: Any) -> None:
+        """Handle one event now."""
+        if self.dead:
+            return
+        self.step(event, self.now)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Set the timer for the next deadline."""
+        deadline = None if self.dead else self._next_deadline(self.state, self.now)
+        if deadline is None or deadline == math.inf:
+            return
+        at = deadline - self.clock_offset
+        if at + self.clock_offset < deadline:
+            # It is rounded down, so it would ring before its time, again and again.
+            at += math.ulp(at) + math.ulp(deadline)
+        self._timer.by(max(at, self.clock.now))
+
+
+class VirtualCoordinator(VirtualEngine[State, Event]):
     """One life of a coordinator, from `state` on; also the `Holder` and the `Log` of
     its engine. There is no tape.
 
     persist: called with every durable record, before the next effect.
     alert: called with texts that a person should look at.
     merge_seconds: seconds from the order of a merge to its result.
-    clock_offset: seconds by which its own clock is ahead of virtual time.
     written: writes the publish of a computed merge to disk; False if the disk is full.
     """
 
@@ -128,16 +194,17 @@ class VirtualCoordinator(Engine[State, Event]):
         clock_offset: float = 0.0,
         written: Callable[[Merge, Prepared], bool] = lambda merge, prepared: True,
     ) -> None:
-        self._sessions = Sessions()
         super().__init__(
+            clock,
             decide.step,
+            decide.next_deadline,
             config,
             state,
-            sessions=self._sessions,
+            clock_offset,
             log=self,
             holder=self,
         )
-        self.clock, self.merging = clock, merging
+        self.merging, self._merge_seconds = merging, merge_seconds
         self._persist, self._alert, self._written = persist, alert, written
         self._deltas: dict[DeltaKey, Any] = {}
         self._prepared: dict[int, Merge] = {}
@@ -146,31 +213,13 @@ class VirtualCoordinator(Engine[State, Event]):
         """Fragments whose worker is dead."""
         self._unkept = 0
         """Fragments that the cycle being kept lacks."""
-        self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
-        self._timer = WakeUp(clock, lambda: self.hear(Timer()))
 
     @property
     def finished(self) -> bool:
         """True if the run is over."""
         return self.state.phase == "done"
 
-    def die(self) -> None:
-        """End this life: nothing that it began happens any more."""
-        self.dead = True
-        self._timer.cancel()
-
     # ---- what comes in --------------------------------------------------------------
-
-    def hello(self, hello: Hello, peer: Connection) -> None:
-        """Judge an island on a new connection."""
-        self._sessions.arrived(peer)
-        self.hear(hello)
-
-    def disconnected(self, peer: Connection) -> None:
-        """Note that a connection broke and this end noticed."""
-        if self._sessions.gone(peer):
-            hello = peer.hello
-            self.hear(Disconnected(island=hello.island, session=hello.session))
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Take in a delta, all of whose bytes have arrived."""
@@ -191,14 +240,6 @@ class VirtualCoordinator(Engine[State, Event]):
             return None
         version = self.state.fragments[fragment].version
         return self.merging.fetch(fragment, version, have)
-
-    def hear(self, event: Event) -> None:
-        """Handle one event now."""
-        if self.dead:
-            return
-        self.step(event, self.clock.now + self.clock_offset)
-        if not self.dead:
-            self._set_timer()
 
     def lose(self, fragments: Iterable[int]) -> None:
         """Lose what the worker of these fragments had, which died."""
@@ -278,20 +319,6 @@ class VirtualCoordinator(Engine[State, Event]):
         )
         self.hear(event)
 
-    # ---- time -----------------------------------------------------------------------
-
-    def _set_timer(self) -> None:
-        """Set the timer for the next deadline."""
-        now = self.clock.now + self.clock_offset
-        deadline = decide.next_deadline(self.state, now)
-        if deadline is None:
-            return
-        at = deadline - self.clock_offset
-        if at + self.clock_offset < deadline:
-            # It is rounded down, so it would ring before its time, again and again.
-            at += math.ulp(at) + math.ulp(deadline)
-        self._timer.by(max(at, self.clock.now))
-
 
 class World:
     """A run whose connections never fail; islands come and go.
@@ -331,13 +358,12 @@ class World:
             config,
             self.clock,
             merging=merging,
-            persist=self._persist if self._outages else persist,
+            persist=self._persist,
             alert=alert,
             merge_seconds=merge_seconds,
         )
         self._log = list(log)
-        """Records from which the coordinator comes back; without outages, those of
-        before alone."""
+        """Records from which the coordinator comes back."""
         self._merges = 0
         self.coordinator = self._lives_from(self._recovered())
         """Present life of the coordinator, or the last one while it is away."""

@@ -48,7 +48,6 @@ from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan, inner_note
 from diloco_jax.observability.history import History
 from diloco_jax.observability.terminal import Dashboard, closing_report
-from diloco_jax.process import crashes_in_a_row
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import DeltaKey, Version, lookahead_of
@@ -83,10 +82,8 @@ class EmulatedWorld(World):
     """All islands of a config in virtual time: they come and go, and their coordinator
     fails, as config and options say; and what is noted of them meanwhile.
 
-    A kill of `placement.faults` is a crash. `diloco run` restarts the island after at
-    most `placement.restarts` crashes in a row; after one more it gives the island up. A
-    random failure is one of the machine: when the machine is back, its launcher counts
-    anew.
+    An island that fails, by a kill of `placement.faults` or at random, is back
+    `down_seconds` later, as often as it fails.
 
     sizes, bytes_up: parameters, and bytes of an encoded delta, by fragment.
     merging, make_body, before: as for `World`.
@@ -109,8 +106,6 @@ class EmulatedWorld(World):
         """Rows of the history."""
         self._settings, self._options, self._bytes_up = config, options, bytes_up
         self._evaluate_at_tokens = options.evaluate_every_tokens
-        self._crashes: Counter[str] = Counter()
-        """Crashes in a row since the island's machine was last started."""
         self._in_vain = self._progress_tokens = 0
         placement = config.placement
         self._faults = parse_faults(placement.faults, config.islands).faults
@@ -153,16 +148,11 @@ class EmulatedWorld(World):
         left before."""
         self.run()
         if not self.coordinator.finished:
-            why, remedy = "joins", "let an island stay to the end"
-            if given_up := self._given_up:
-                restarts = self._settings.placement.restarts
-                why = f"placement.restarts = {restarts} is less than the kills of "
-                why, remedy = why + ", ".join(given_up), "raise it, take faults out"
             raise ConfigError(
-                f"{why}: at {self.clock.now:g} s no island is left, and the run has "
+                f"joins: at {self.clock.now:g} s no island is left, and the run has "
                 f"{self.coordinator.state.progress_tokens} of its "
-                f"{self._settings.run.total_tokens} tokens; {remedy}, or lower "
-                f"total_tokens"
+                f"{self._settings.run.total_tokens} tokens; let an island stay to the "
+                f"end, or lower total_tokens"
             )
         for name in self.diaries:
             self._close(name, "finished")
@@ -261,12 +251,6 @@ class EmulatedWorld(World):
             roster.failures.add(deaths(diaries))
         return roster
 
-    @property
-    def _given_up(self) -> list[str]:
-        """Islands with more crashes in a row than restarts."""
-        restarts = self._settings.placement.restarts
-        return [name for name in self.diaries if self._crashes[name] > restarts]
-
     # ---- what happens ---------------------------------------------------------------
 
     def _enter(self, name: str) -> None:
@@ -288,7 +272,7 @@ class EmulatedWorld(World):
         )
         if options.failure_every_seconds:
             lasts_s = chance.exponential(options.failure_every_seconds)
-            fail = functools.partial(self._strike, name, incarnation, crash=False)
+            fail = functools.partial(self._fail, name, incarnation)
             self.clock.after(lasts_s, fail)
         seconds = durations(island.step_seconds, options.step_spread, chance)
         self.start(
@@ -310,27 +294,21 @@ class EmulatedWorld(World):
         pauses = [f.pause_s for f in faults if f.step == step and f.pause_s is not None]
         seconds = next(usual) + sum(pauses)
         if any(f.step == step + 1 and f.kills for f in faults):
-            kill = functools.partial(self._strike, name, diary.incarnation, crash=True)
-            self.clock.after(seconds, kill)
+            fail = functools.partial(self._fail, name, diary.incarnation)
+            self.clock.after(seconds, fail)
         diary.rows[-1][1] = seconds
         return seconds
 
-    def _strike(self, name: str, incarnation: int, *, crash: bool) -> None:
-        """Kill this incarnation if it still runs: its process ends, or its machine is
-        taken away. See `cluster.processes` for how often a process comes back."""
+    def _fail(self, name: str, incarnation: int) -> None:
+        """Kill this incarnation if it still runs; the next one comes later."""
         island = self.islands[name]
         if island.incarnation != incarnation or island.ended is not None:
             return
         self.kill(name)
         self._close(name, "died")
-        lasted_s = self.clock.now - self.diaries[name][-1].began
-        crashes = crashes_in_a_row(self._crashes[name], lasted_s) if crash else 0
-        self._crashes[name] = crashes
-        if name not in self._given_up:
-            again = functools.partial(self._enter, name)
-            self.clock.after(self._options.down_seconds, again)
-        if not crash:
-            self._require_progress()
+        again = functools.partial(self._enter, name)
+        self.clock.after(self._options.down_seconds, again)
+        self._require_progress()
 
     def _require_progress(self) -> None:
         tokens = self.coordinator.state.progress_tokens

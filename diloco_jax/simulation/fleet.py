@@ -23,7 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.simulation.clock import LineSpeed, drawn
+from diloco_jax.simulation.clock import LineSpeed
 from diloco_jax.simulation.coordinator import NoArrays, World
 from diloco_jax.simulation.island import IslandSpec
 
@@ -67,7 +67,6 @@ GBIT_PER_S = Bound(1e-6, 1e6)
 STEP_SECONDS = Bound(1e-6, LONGEST_S)
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 TOUCHING_S = 1e-6
-LOCKSTEP_STEPS = 20_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,14 +221,8 @@ def elastic(
     model: FailureModel,
     seconds: float,
     rng: np.random.Generator,
-    *,
-    computing: float = 1.0,
 ) -> IslandMeasure:
-    """Measure one island of all chips that goes on with the slices that are left.
-
-    computing: share of the time of its steps in which a chip computes; it waits for the
-    rest (`lockstep_share`).
-    """
+    """Measure one island of all chips that goes on with the slices that are left."""
     worked, active = 0.0, []
     for segment in segments(chips, model, rng):
         if segment.start >= seconds:
@@ -238,7 +231,7 @@ def elastic(
             stop = min(segment.stop, seconds)
             worked += (stop - segment.start) * segment.share
             active.append((segment.start, stop))
-    return _measure(worked * computing, step_seconds, seconds, active)
+    return _measure(round(worked / step_seconds), step_seconds, seconds, active)
 
 
 def rigid(
@@ -247,36 +240,29 @@ def rigid(
     model: FailureModel,
     seconds: float,
     rng: np.random.Generator,
-    *,
-    computing: float = 1.0,
 ) -> IslandMeasure:
     """Measure an island that stops as a whole after a step with interruptions.
 
     It stops once for `restart_seconds`, however many interruptions the step had. The
     interrupted step counts as made.
-    computing: as for `elastic`.
     """
-    step = step_seconds / computing
-    interrupted = -math.expm1(-chips * model.interruptions_per_chip_second * step)
+    rate = chips * model.interruptions_per_chip_second
+    interrupted = -math.expm1(-rate * step_seconds)
     now, steps = 0.0, 0
     active: list[tuple[float, float]] = []
     while now < seconds:
         run = int(rng.geometric(interrupted)) if interrupted else math.inf
-        active.append((now, min(now + run * step, seconds)))
+        active.append((now, min(now + run * step_seconds, seconds)))
         # The step in which the time runs out is never finished.
-        steps += int(min(run, (seconds - now) // step))
-        now += run * step + model.restart_seconds
-    return _measure(steps * step_seconds, step_seconds, seconds, active)
+        steps += int(min(run, (seconds - now) // step_seconds))
+        now += run * step_seconds + model.restart_seconds
+    return _measure(steps, step_seconds, seconds, active)
 
 
 def _measure(
-    worked_seconds: float,
-    step_seconds: float,
-    seconds: float,
-    active: list[tuple[float, float]],
+    steps: int, step_seconds: float, seconds: float, active: list[tuple[float, float]]
 ) -> IslandMeasure:
     """Measure with one token per step: only shares matter, and every step is merged."""
-    steps = round(worked_seconds / step_seconds)
     return IslandMeasure(
         provisioned_seconds=seconds,
         tokens_per_step=1,
@@ -285,22 +271,6 @@ def _measure(
         merged_tokens=steps,
         active=tuple(active),
     )
-
-
-def lockstep_share(
-    mean_seconds: Sequence[float], spread: float, rng: np.random.Generator
-) -> float:
-    """Return the share of their time that islands compute in lockstep.
-
-    Each step waits for the slowest island, as in one data-parallel program.
-    mean_seconds: mean seconds of a step, by island.
-    """
-    total, slowest = 0.0, np.zeros(LOCKSTEP_STEPS)
-    for mean in mean_seconds:
-        seconds = drawn(mean, spread, LOCKSTEP_STEPS, rng)
-        total += seconds.sum()
-        np.maximum(slowest, seconds, out=slowest)
-    return float(total / len(mean_seconds) / slowest.sum())
 
 
 # ---- islands under the protocol ----------------------------------------------------
@@ -376,17 +346,6 @@ def require_cut(config: Any) -> None:
         )
 
 
-class FleetIsland(NamedTuple):
-    """An island of a fleet."""
-
-    step_seconds: float
-    """Seconds of an undisturbed step."""
-    steps: Iterator[float]
-    """Seconds of each step on all chips."""
-    life: Iterator[Segment]
-    """Life of the island's chips, on the fleet's clock."""
-
-
 class FleetOutcome(NamedTuple):
     """Result of a fleet."""
 
@@ -404,7 +363,7 @@ def run_fleet(
     exchange: ExchangeTerms,
     sync: SyncConfig,
     step_seconds: float,
-    machines: Mapping[str, FleetIsland],
+    lives: Mapping[str, Iterator[Segment]],
     seconds: float,
     progress: Progress = lambda share: None,
 ) -> FleetOutcome:
@@ -416,12 +375,13 @@ def run_fleet(
     a step never end a run, so `MOST_LOSSES` bounds the wait.
 
     sync: of the run; cycle, fragments and overlap as in `exchange`.
-    step_seconds: seconds of a usual step; the time budget follows from it.
+    step_seconds: seconds of a step on all chips; the time budget follows from it.
+    lives: life of each island's chips, on the fleet's clock.
     progress: called with the share that is done.
     """
     world, bytes_up = _world(exchange, sync, step_seconds)
     clock, config = world.clock, world.coordinator.config
-    capacities = {name: Capacity(machine.life) for name, machine in machines.items()}
+    capacities = {name: Capacity(life) for name, life in lives.items()}
 
     def start(name: str) -> None:
         spec = IslandSpec(
@@ -434,8 +394,7 @@ def run_fleet(
         world.start(spec)
 
     def step(name: str) -> float:
-        work_seconds = next(machines[name].steps)
-        until, done = capacities[name].use(clock.now, work_seconds)
+        until, done = capacities[name].use(clock.now, step_seconds)
         takes = until - clock.now
         if not done:
             # The loss comes before the end of the step, which is due at the same time.
@@ -450,7 +409,7 @@ def run_fleet(
         world.kill(name)
         clock.at(capacities[name].back_at(clock.now), lambda: start(name))
 
-    for name in machines:
+    for name in lives:
         start(name)
     clock.run(done=lambda: all(i.boundary for i in world.islands.values()))
     began = clock.now
@@ -460,20 +419,17 @@ def run_fleet(
     now, coordinator = clock.now, world.coordinator
     fragments, tokens = coordinator.state.fragments, coordinator.state.progress_tokens
     coordinator.config = replace(config, total_tokens=max(1, tokens))
-    most = losses + MOST_LOSSES * len(machines)
+    most = losses + MOST_LOSSES * len(lives)
     clock.run(done=lambda: coordinator.finished or losses >= most)
     state = coordinator.state
     islands = {}
-    for name, machine in machines.items():
-        totals, active = (
-            ledger.island_totals(config, state, name),
-            capacities[name].active,
-        )
+    for name, capacity in capacities.items():
+        totals, active = ledger.island_totals(config, state, name), capacity.active
         until = max(now, active[-1][1]) if active else now
         islands[name] = IslandMeasure(
             provisioned_seconds=until - began,
             tokens_per_step=TOKENS_PER_STEP,
-            median_step_seconds=machine.step_seconds,
+            median_step_seconds=step_seconds,
             computed_tokens=totals.computed,
             merged_tokens=totals.merged,
             active=tuple(

@@ -3,17 +3,14 @@
 The published figures (arXiv 2604.21428) are for one interruption per chip and year and
 1.2 million chips: 27 % without elasticity, 58 % for elastic data-parallel, 88 %
 decoupled with 8 islands. The defaults are the calibration of docs/results/goodput.md.
-A sweep goes over chips and islands, into a table, CSV and a plot.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,21 +20,17 @@ from diloco_jax.config.fields import (
     BELOW_1,
     NOT_NEGATIVE,
     POSITIVE,
-    SHARE,
     check_bounds,
     explained,
     setting,
 )
 from diloco_jax.observability import measures
-from diloco_jax.simulation.clock import durations
 from diloco_jax.simulation.fleet import (
     STEP_SECONDS,
     ExchangeTerms,
     FailureModel,
-    FleetIsland,
     Progress,
     elastic,
-    lockstep_share,
     rigid,
     run_fleet,
     segments,
@@ -68,8 +61,7 @@ class GoodputConfig:
     method: Method = setting(
         "decoupled",
         help="How the chips work together: as islands, or as one data-parallel program "
-        "on all chips (elastic, rigid), which at every step waits for the slowest of "
-        "as many groups as there are islands.",
+        "on all chips (elastic, rigid).",
     )
     chips: int = setting(
         1_200_000, AT_LEAST_1, help="Chips of all islands together, shared out evenly."
@@ -77,9 +69,6 @@ class GoodputConfig:
     islands: int = setting(8, AT_LEAST_1, help="Number of islands.")
     step_seconds: float = setting(
         10.0, STEP_SECONDS, help="Seconds of a step on all chips of an island."
-    )
-    step_spread: float = setting(
-        0.0, SHARE, help="Standard deviation of the step time over its mean."
     )
     quorum: int = setting(SyncConfig.quorum, AT_LEAST_1, help="K (decoupled).")
     grace: float = setting(SyncConfig.grace, BELOW_1, help="gamma (decoupled).")
@@ -260,11 +249,11 @@ def simulate_goodput(
     for i in range(config.seeds):
         rng = np.random.default_rng(config.seed + i)
         sample = _decoupled if config.method == "decoupled" else _data_parallel
-        samples.append(sample(config, rng, part(progress, i, config.seeds)))
+        samples.append(sample(config, rng, _part(progress, i, config.seeds)))
 
     def each(how: Callable[[Sequence[float]], float]) -> GoodputSample:
         return GoodputSample(
-            **{name: how([getattr(s, name) for s in samples]) for name in MEASURES}
+            **{name: how([getattr(s, name) for s in samples]) for name in FORMS}
         )
 
     return GoodputResult(
@@ -279,17 +268,13 @@ def simulate_goodput(
 def _decoupled(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
-    chips, usual_s = config.chips / config.islands, config.step_seconds
-    machines = {}
-    for index, own in enumerate(rng.spawn(config.islands)):
-        failing, varying = own.spawn(2)
-        steps = durations(usual_s, config.step_spread, varying)
-        life = segments(chips, config.failures, failing)
-        machines[f"island-{index}"] = FleetIsland(usual_s, steps, life)
+    chips, step_s = config.chips / config.islands, config.step_seconds
+    lives = {
+        f"island-{index}": segments(chips, config.failures, own.spawn(2)[0])
+        for index, own in enumerate(rng.spawn(config.islands))
+    }
     sync = config.exchange.sync(config.quorum, config.grace)
-    fleet = run_fleet(
-        config.exchange, sync, usual_s, machines, config.seconds, progress
-    )
+    fleet = run_fleet(config.exchange, sync, step_s, lives, config.seconds, progress)
     islands, totals = list(fleet.islands.values()), fleet.totals
     return GoodputSample(
         goodput=measures.goodput(islands),
@@ -305,14 +290,8 @@ def _data_parallel(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
     run = elastic if config.method == "elastic" else rigid
-    steps = [config.step_seconds] * config.islands
     island = run(
-        config.chips,
-        config.step_seconds,
-        config.failures,
-        config.seconds,
-        rng,
-        computing=lockstep_share(steps, config.step_spread, rng),
+        config.chips, config.step_seconds, config.failures, config.seconds, rng
     )
     progress(1.0)
     return GoodputSample(
@@ -325,89 +304,6 @@ def _data_parallel(
     )
 
 
-CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
-ISLANDS = (1, 2, 4, 8, 16)
-SWEPT = {"method": get_args(Method), "chips": CHIPS, "islands": ISLANDS}
-"""Values that a sweep goes over."""
-MEASURES = tuple(field.name for field in dataclasses.fields(GoodputSample))
-
-
-def points(
-    config: GoodputConfig, chips: Sequence[int], islands: Sequence[int]
-) -> list[GoodputConfig]:
-    """Return the valid configs of a sweep: each number of chips with every method, all
-    else as in `config`. Raises ConfigError.
-
-    The methods are both data-parallel ones, and decoupled with each number of islands
-    that has a quorum. With a spread of the step time, a data-parallel step waits for
-    the slowest of several groups, as many as the largest number of islands. Without a
-    spread there is one group.
-    """
-    if max(islands) < config.quorum:
-        raise ConfigError(
-            f"quorum = {config.quorum}, but a sweep has at most {max(islands)} "
-            f"islands: no fragment could ever merge; lower quorum"
-        )
-    groups = max(islands) if config.step_spread else 1
-    ways: list[tuple[Method, int, int]] = [
-        ("rigid", groups, 1),
-        ("elastic", groups, 1),
-        *(("decoupled", n, config.quorum) for n in islands if n >= config.quorum),
-    ]
-    found = [
-        dataclasses.replace(
-            config, method=method, islands=count, quorum=quorum, chips=total
-        )
-        for total in chips
-        for method, count, quorum in ways
-    ]
-    for point in found:
-        point.validate()
-    return found
-
-
-def write_csv(results: Sequence[GoodputResult], path: Path) -> None:
-    """Write one line per point; every measure has its bounds over seeds."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        bounded = [f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high")]
-        writer.writerow(["method", "chips", "islands", *bounded])
-        for result in results:
-            config = result.config
-            samples = (result.mean, result.low, result.high)
-            values = [getattr(s, measure) for measure in MEASURES for s in samples]
-            writer.writerow([config.method, config.chips, config.islands, *values])
-
-
-def write_plot(results: Sequence[GoodputResult], path: Path) -> None:
-    """Plot compute goodput and uptime over chips, one line per way to use them."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2, sharex=True)
-    lines: dict[str, list[GoodputResult]] = {}
-    for result in results:
-        lines.setdefault(result.config.label, []).append(result)
-    for measure, axis in zip(("compute_goodput", "uptime"), axes, strict=True):
-        for name, line in lines.items():
-            chips = [result.config.chips for result in line]
-            mean, low, high = (
-                [getattr(getattr(result, end), measure) for result in line]
-                for end in ("mean", "low", "high")
-            )
-            style = "-" if name.startswith("decoupled") else "--"
-            axis.plot(chips, mean, marker="o", linestyle=style, label=name)
-            axis.fill_between(chips, low, high, alpha=0.2)
-        axis.set(xscale="log", xlabel="chips", ylabel=measure.replace("_", " "))
-        totals = sorted({result.config.chips for result in results})
-        axis.set_xticks(totals, [f"{total / 1000:g} k" for total in totals])
-        axis.minorticks_off()
-        axis.set_ylim(0, 1.02)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-
-
-def part(progress: Progress, index: int, parts: int) -> Progress:
+def _part(progress: Progress, index: int, parts: int) -> Progress:
     """Return the progress of part `index`, from 0, of `parts` equal parts."""
     return lambda share: progress((index + share) / parts)

@@ -91,14 +91,15 @@ class Body(Arrays, Protocol):
 class NoBody:
     """A body without arrays."""
 
-    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None: ...
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> Restored | None:
+        return None
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         return Arrival(fragment=fragment, version=fetched.version)
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None: ...
 
-    def take(self, fragment: int) -> None: ...
+    def take(self, fragment: int) -> Any: ...
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None: ...
 

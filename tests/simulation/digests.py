@@ -135,14 +135,8 @@ def first_commit() -> str:
         return ""
     if BASE:
         return BASE
-    line = [
-        "git",
-        "log",
-        "--diff-filter=A",
-        "--format=%H",
-        "--",
-        "tests/simulation/digests.py",
-    ]
+    line = ["git", "log", "--diff-filter=A", "--format=%H", "--"]
+    line.append("tests/simulation/digests.py")
     found = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     return next(iter(found.stdout.split()[-1:]), "") if not found.returncode else ""
 

@@ -93,7 +93,7 @@ def record(
     carry_out, recover = VirtualCoordinator.carry_out, World._recover
     receive, received = StoreMerging.receive, list[Any]()
 
-    def write(record: Any, now: float) -> None:
+    def write(record: Any, now: float = 0.0) -> None:
         tape.append({**records.line(record), "time": BEGUN + now})
 
     def recorded(coordinator: VirtualCoordinator, effect: Any) -> None:
@@ -101,40 +101,27 @@ def record(
         if isinstance(effect, Persist | Note):
             joined = effect.record
             if isinstance(joined, records.Joined):
-                name = joined.island
-                write(
-                    journal.Hello(
-                        island=name,
-                        incarnation=joined.incarnation,
-                        config=dataclasses.asdict(config.islands[name]),
-                        environment=here,
-                        peer="",
-                    ),
-                    now,
+                hello = journal.Hello(
+                    island=joined.island,
+                    incarnation=joined.incarnation,
+                    config=dataclasses.asdict(config.islands[joined.island]),
+                    environment=here,
+                    peer="",
                 )
+                write(hello, now)
             write(effect.record, now)
         carry_out(coordinator, effect)
 
     def recovered(world: World) -> None:
         recover(world)
         versions = tuple(f.version for f in world.coordinator.state.fragments)
-        write(
-            journal.Recovered(
-                snapshot=1,
-                records=0,
-                discarded=0,
-                versions=versions,
-                environment=here,
-            ),
-            world.clock.now,
-        )
+        of = {"snapshot": 1, "records": 0, "discarded": 0, "environment": here}
+        write(journal.Recovered(**of, versions=versions), world.clock.now)
         for fragment, version in enumerate(versions):
-            write(
-                journal.FragmentBack(
-                    fragment=fragment, version=version, snapshot=version, digest=""
-                ),
-                world.clock.now,
+            back = journal.FragmentBack(
+                fragment=fragment, version=version, snapshot=version, digest=""
             )
+            write(back, world.clock.now)
 
     def judged(merging: StoreMerging, key: Any, encoded: Any) -> Received:
         found = receive(merging, key, encoded)
@@ -142,16 +129,14 @@ def record(
         return found._replace(refusal="non_finite") if len(received) == unfit else found
 
     plan = build_plan(run, build(run)).digest()
-    write(
-        journal.Begun(
-            run_id="r",
-            fingerprint=run.fingerprint(),
-            plan=plan,
-            total_tokens=run.total_tokens,
-            environment=here,
-        ),
-        0.0,
+    begun = journal.Begun(
+        run_id="r",
+        fingerprint=run.fingerprint(),
+        plan=plan,
+        total_tokens=run.total_tokens,
+        environment=here,
     )
+    write(begun)
     with (
         mock.patch.object(VirtualCoordinator, "carry_out", recorded),
         mock.patch.object(World, "_recover", recovered),

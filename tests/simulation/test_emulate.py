@@ -1,10 +1,12 @@
-"""Emulation: the oracle's bits in lockstep, what its seeds decide, and its command."""
+"""Emulation: the oracle's bits in lockstep, what its seeds decide, failures and books,
+tables that are weighed by use, and the command."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -14,20 +16,20 @@ from config_support import load_config
 from emulate_support import CYCLES, check_books, make_config, with_placement
 from interruption import until_it_is_raised
 from oracle_support import expected_history
-from tiny import MODEL, SEQUENCE_LENGTH
+from tiny import SEQUENCE_LENGTH
 
-from diloco_jax import EmulationOptions, cli, emulate, sweep
-from diloco_jax.config import (
-    ConfigError,
-    DataConfig,
-    IslandConfig,
-)
+from diloco_jax import Config, EmulationOptions, cli, emulate, sweep
+from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.data.loading import Data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
+from diloco_jax.models.build import build
+from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.simulation import laboratory
-from diloco_jax.simulation.bodies import TrainedBody
+from diloco_jax.simulation.bodies import Diary, TrainedBody
 from diloco_jax.simulation.clock import LineSpeed
+from diloco_jax.simulation.coordinator import World
+from diloco_jax.weights.first import first_pieces
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -64,8 +66,7 @@ def test_lockstep_gives_the_oracles_bits(sync, seconds, text, monkeypatch) -> No
 
 def test_the_seeds_are_all_that_a_result_depends_on(text) -> None:
     def digests(run_seed: int = 0, chance_seed: int = 0) -> list[str]:
-        config = make_config(text, quorum=1)
-        run = dataclasses.replace(config.run, seed=run_seed)
+        config = make_config(text, quorum=1).replace("seed", run_seed)
         options = EmulationOptions(
             step_spread=0.3,
             failure_every_seconds=20.0,
@@ -73,7 +74,7 @@ def test_the_seeds_are_all_that_a_result_depends_on(text) -> None:
             chance_seed=chance_seed,
             line=LineSpeed(latency_s=0.1, up_bytes_per_s=1e6, down_bytes_per_s=1e6),
         )
-        result = emulate(dataclasses.replace(config, run=run), options=options)
+        result = emulate(config, options=options)
         check_books(result)
         return result.history.merges["digest"].tolist()
 
@@ -125,9 +126,9 @@ class Packed:
         return {"tokens": tokens, "segments": segments, "weights": weights}
 
 
-@pytest.fixture
-def packed(monkeypatch) -> None:
-    """The data of all runs is packed."""
+def test_packed_rows_count_by_positions_and_their_predictions_apart(
+    text, monkeypatch
+) -> None:
     found = Data(
         train=Packed(),
         validation=RowRange(Packed(), 0, 5),
@@ -139,14 +140,7 @@ def packed(monkeypatch) -> None:
         monkeypatch.setattr(
             f"diloco_jax.{module}.load_data", lambda run, copied=False: found
         )
-
-
-def test_packed_rows_count_by_positions_and_their_predictions_apart(
-    packed, text
-) -> None:
-    config = make_config(text)
-    data = dataclasses.replace(config.run.data, paths=(), digest="")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
+    config = make_config(text).replace({"data.paths": (), "data.digest": ""})
     result = emulate(config)
     check_books(result)
     assert result.config.run.data.arrays == ("segments", "tokens", "weights")
@@ -159,28 +153,6 @@ def test_packed_rows_count_by_positions_and_their_predictions_apart(
     assert result.summary["eval_bits_per_byte"] is None
 
 
-def test_packed_data_is_refused_by_a_model_that_knows_no_documents(
-    packed, text, tmp_path
-) -> None:
-    factory = tmp_path / "flat.py"
-    factory.write_text(
-        "import dataclasses\n"
-        "from diloco_jax.models.build import build\n"
-        "from diloco_jax.models.model import Model\n"
-        "def make(run, island, layout):\n"
-        "    model = dataclasses.replace(run.model, factory='')\n"
-        "    return Model(*build(dataclasses.replace(run, model=model))[:3])\n"
-    )
-    config = make_config(text)
-    run = dataclasses.replace(
-        config.run,
-        data=DataConfig(),
-        model=dataclasses.replace(MODEL, factory=f"{factory}:make"),
-    )
-    with pytest.raises(ConfigError, match=r"flat\.py:make.* data is packed .*tokens"):
-        emulate(dataclasses.replace(config, run=run))
-
-
 def test_five_kinds_of_islands_train_one_model(text) -> None:
     """Those of configs/mixed_five.py, each on a device of this process: each computes
     its share of the tokens, by its batch and the length of its steps, and is merged."""
@@ -190,8 +162,8 @@ def test_five_kinds_of_islands_train_one_model(text) -> None:
     }
     config = make_config(text, fragments=2, steps_per_cycle=8, overlap_steps=2)
     rows = sum(island.batch_size for island in five.values())
-    run = dataclasses.replace(config.run, total_tokens=40 * rows * SEQUENCE_LENGTH)
-    found = emulate(dataclasses.replace(config, run=run, islands=five))
+    config = config.replace("total_tokens", 40 * rows * SEQUENCE_LENGTH)
+    found = emulate(dataclasses.replace(config, islands=five))
     check_books(found)
     assert set(found.summary["islands"]) == set(five)
     for name, island in found.summary["islands"].items():
@@ -207,9 +179,7 @@ def test_five_kinds_of_islands_train_one_model(text) -> None:
 
 
 def test_slower_islands_and_pauses_take_their_time(text) -> None:
-    config = make_config(text, quorum=1)
-    slow = dataclasses.replace(config.islands["b"], step_seconds=2.0)
-    config = dataclasses.replace(config, islands={**config.islands, "b": slow})
+    config = make_config(text, quorum=1).replace("islands.b.step_seconds", 2.0)
     result = emulate(with_placement(config, faults=("b@3:pause5",)))
     islands = result.summary["islands"]
     assert islands["a"]["median_step_seconds"] == 1.0
@@ -331,3 +301,191 @@ def test_what_ended_early_leaves_no_folder(text, tmp_path, monkeypatch, number, 
         signal.signal(signal.SIGHUP, before)
     assert not workdir.exists()
     assert f"nothing is kept: {workdir} is as it was" in capsys.readouterr().err
+
+
+LIVES = "diloco_jax.simulation.emulate.LIVES_IN_VAIN"
+
+
+def test_a_kill_costs_what_was_not_merged(text) -> None:
+    config = with_placement(make_config(text, steps=40), faults=("b@13:kill",))
+    result = emulate(config, options=EmulationOptions(down_seconds=3.0))
+    check_books(result)
+    victim = result.summary["islands"]["b"]
+    # The steps of less than a cycle in every fragment.
+    assert 0 < victim["tokens_lost"]["died"] <= 4 * 2 * SEQUENCE_LENGTH
+    assert victim["joins"] == 2
+    assert result.summary["islands"]["a"]["tokens_lost"] == {}
+    lives = result.history.frame("lives")
+    assert lives[lives.island == "b"].end.tolist() == ["died", "finished"]
+    died, back = lives[lives.island == "b"].iloc[0], lives[lives.island == "b"].iloc[1]
+    assert back.began == died.ended + 3.0
+    # It begins at the newest version, not at those that it once joined with.
+    adoptions = result.history.frame("adoptions")
+    again = adoptions[(adoptions.island == "b") & (adoptions.incarnation == 2)]
+    assert again.version.min() > 3
+
+
+def test_a_killed_island_comes_back_each_time(text) -> None:
+    """Whatever `placement.restarts` says, which counts in runs alone."""
+    twice = ("b@3:kill", "b#2@3:kill")
+    config = make_config(text, steps=40, quorum=1)
+    result = emulate(with_placement(config, faults=twice, restarts=0))
+    lives = result.history.frame("lives").query("island == 'b'")
+    assert lives.end.tolist() == ["died", "died", "finished"]
+
+
+def test_if_nobody_is_left_the_user_is_told(text) -> None:
+    options = EmulationOptions(joins={"a": (0.0, 5.0), "b": (0.0, 6.0)})
+    with pytest.raises(ConfigError, match=r"at .* s no island is left.* of its 1536"):
+        emulate(make_config(text), options=options)
+
+
+def test_a_coordinator_that_is_away_costs_nobody_a_step(text) -> None:
+    config = make_config(text, steps=60)
+    calm = emulate(config)
+    faults = ("coordinator@9:kill", "coordinator@20:pause2.5")
+    struck = with_placement(config, faults=faults)
+    result = emulate(struck, options=EmulationOptions(down_seconds=7.0))
+    check_books(result)
+    merges = result.history.frame("merges")
+    gaps = merges.time.diff().fillna(0)
+    usual = calm.history.frame("merges").time.diff().max()
+    assert (gaps > usual).sum() == 2, "it was away twice"
+    assert gaps[9] > 7.0, "after its ninth merge"
+    assert 2.5 < gaps[20] < 7.0, "after the twentieth"
+    for name, island in result.summary["islands"].items():
+        assert island["joins"] == 1, "islands come back as they were"
+        assert island["tokens_lost"] == {}
+        assert island["stalled_seconds"] == pytest.approx(0, abs=1e-6)
+        assert island["steps"] == calm.summary["islands"][name]["steps"]
+    for of_fragment in merges.groupby("fragment").version.apply(list):
+        assert of_fragment == sorted(set(of_fragment)), "no version twice"
+    dies = with_placement(config, faults=("coordinator@9:pause8", "b@20:kill"))
+    result = emulate(dies, options=EmulationOptions(down_seconds=2.0))
+    check_books(result)
+    assert result.summary["islands"]["b"]["joins"] == 2
+    back = result.history.frame("lives").query("island == 'b'").iloc[1].first_step
+    ninth = result.history.merges["time"][8]
+    assert back >= ninth + 8.0, "nobody joins while it is away"
+
+
+def test_failures_without_progress_between_them_end_it(text, monkeypatch) -> None:
+    monkeypatch.setattr(LIVES, 20)
+
+    hopeless = EmulationOptions(failure_every_seconds=0.01)
+    with pytest.raises(ConfigError, match=r"seconds = 0.01: .* 20 .* of its 1536") as e:
+        emulate(make_config(text), options=hopeless)
+    with pytest.raises(ConfigError, match=re.escape(str(e.value))):
+        emulate(make_config(text), options=hopeless)
+    # Those with progress between them are counted anew.
+    monkeypatch.setattr(LIVES, 3)
+    options = EmulationOptions(failure_every_seconds=20.0, down_seconds=2.0)
+    found = emulate(make_config(text, steps=60, quorum=1), options=options)
+    assert found.history.lives["end"].tolist().count("died") > 3
+
+
+def test_alerts_are_as_many_as_a_runs_and_name_absent_islands(
+    text, monkeypatch
+) -> None:
+    run = World.run
+
+    def alerting(world: World) -> None:
+        for number in range(25):
+            world.coordinator.carry_out(Alert(text=f"{number}"))
+        run(world)
+
+    monkeypatch.setattr(World, "run", alerting)
+    options = EmulationOptions(joins={"b": (1000.0, 2000.0)})
+    found = emulate(make_config(text, quorum=1), options=options).summary["alerts"]
+    assert found == [
+        *(f"{number}" for number in range(5, 25)),
+        "island b never made a step: see its log",
+    ]
+
+
+def test_a_diverged_emulation_tells_of_skipped_steps(text) -> None:
+    result = emulate(make_config(text).replace("inner.learning_rate", 1e12))
+    steps = result.history.frame("steps")
+    for name, island in result.summary["islands"].items():
+        diverged = int(steps[steps.island == name].loss.isna().sum())
+        assert 0 < diverged <= island["skipped_steps"] < island["steps"]
+
+
+def test_an_island_takes_part_for_a_while(text) -> None:
+    config = make_config(text, steps=30, quorum=1)
+    options = EmulationOptions(joins={"b": (5.0, 15.5)})
+    result = emulate(config, options=options)
+    check_books(result)
+    steps = result.history.frame("steps")
+    mine = steps[steps.island == "b"]
+    assert (mine.began.min(), mine.time.max()) == (5.0, 15.0)
+    assert result.history.lives["end"].tolist() == ["finished", "left"]
+    computed = result.summary["islands"]["b"]["tokens_computed"]
+    assert computed == len(mine) * 2 * SEQUENCE_LENGTH
+    # Without it, the other one goes on alone, and the run has its tokens.
+    assert result.summary["islands"]["a"]["steps"] > 30
+    assert result.summary["phase"] == "done"
+
+
+def test_measures_are_of_completed_steps_and_stalls_never_negative():
+    chance = np.random.default_rng(0)
+    for _ in range(20):
+        seconds = chance.exponential(0.1, 50).tolist()
+        ends = np.cumsum(seconds).tolist()
+        diary = Diary(
+            island="a",
+            incarnation=1,
+            tokens_per_step=1,
+            began=0.0,
+            compile_seconds=0.0,
+            steps=2,
+            rows=[
+                [began, each, 0.1, 1.0, index != 1, 3]
+                for index, (began, each) in enumerate(
+                    zip([0.0, *ends], seconds, strict=False)
+                )
+            ],
+        )
+        measures = diary.measures()
+        assert (measures.skipped_steps, measures.tokens_predicted) == (1, 6)
+        diary.steps = 50
+        assert 0 <= diary.measures().stalled_seconds < 1e-9
+
+
+def by_use(text: str, **settings) -> Config:
+    config = make_config(text, weights_by_use="rows", **settings)
+    return config.replace("model.tied_embeddings", False)
+
+
+def test_a_row_that_no_text_has_keeps_its_first_bits(text) -> None:
+    """Decay moves it on every island, and each drops that with its adoption."""
+    config = by_use(text, steps=24)
+    found = emulate(config)
+    check_books(found)
+    run = config.run
+    assert run.inner.weight_decay > 0
+    first = first_pieces(run, build(run))
+    read = b"".join(path.read_bytes() for path in Path(text).iterdir())
+    used = np.bincount(np.frombuffer(read, np.uint8), minlength=256) > 0
+    used[0] = True  # Between two files.
+    before, after = first["embedding"][:256], found.params["embedding"][:256]
+    assert not used.all()
+    np.testing.assert_array_equal(after[~used], before[~used])
+    assert (after[used] != before[used]).any(axis=1).mean() > 0.9
+    plain = emulate(config.replace("sync.weights_by_use", "none"))
+    moved = plain.params["embedding"][:256] != before
+    assert moved[~used].any(axis=1).all()
+
+
+def test_a_tied_table_keeps_the_islands_tokens(text) -> None:
+    config = make_config(text, steps=8).replace("model.tied_embeddings", True)
+    on = config.replace("sync.weights_by_use", "rows")
+    np.testing.assert_array_equal(
+        emulate(on).params["embedding"], emulate(config).params["embedding"]
+    )
+
+
+def test_a_laboratory_has_no_counts(text) -> None:
+    config = by_use(text).replace("islands.b.batch_size", 4)
+    with pytest.raises(ConfigError, match=r"weights_by_use = .rows., and a laboratory"):
+        laboratory.run(config)

@@ -98,15 +98,12 @@ def test_steps_fill_the_time_between_lines_but_not_a_pause(recorded):
     assert steps.began.tolist() == [21 - MEDIAN_S, 21, 32 - MEDIAN_S]
 
 
-def test_measures_come_from_the_metrics(recorded):
-    merges = recorded[0].frame("merges").set_index(["fragment", "version"])
+def test_measures_come_from_the_metrics_and_columns_are_written(recorded, tmp_path):
+    history, _ = recorded
+    merges = history.frame("merges").set_index(["fragment", "version"])
     assert merges.norm[0, 1] == 0.5
     assert np.isnan(merges.pairwise_cosine[0, 1])
     assert np.isnan(merges.norm[1, 1]), "the metrics do not have it"
-
-
-def test_tables_are_written_with_their_columns(recorded, tmp_path):
-    history, _ = recorded
     history.write(tmp_path)
     assert {path.stem for path in tmp_path.iterdir()} == set(COLUMNS)
     head = (tmp_path / "lives.csv").read_text().splitlines()[0]

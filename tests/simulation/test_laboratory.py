@@ -31,97 +31,6 @@ def with_options(**options):
     return {"options": EmulationOptions(**options)}
 
 
-@pytest.fixture(scope="module")
-def found(text):
-    return laboratory.run(equal_islands(text), seeds=(3, 0), options=OPTIONS)
-
-
-def leaves(run):
-    return jax.tree.leaves(run.params)
-
-
-@pytest.mark.parametrize(
-    ("cases", "count"),
-    [
-        ("rda,int8,int8,keep", 1),
-        pytest.param("covering", 5, marks=pytest.mark.nightly),
-    ],
-)
-def test_in_float64_theta_is_that_of_emulate(cases, count):
-    command = [sys.executable, "benchmarks/float64.py", cases]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert len(json.loads(done.stdout)) == count
-
-
-def test_books_and_history_are_those_of_emulate(text, found):
-    one, other = emulate(equal_islands(text), options=OPTIONS), found.runs[1]
-    assert other.config == one.config
-    for key, value in one.summary.items():
-        if key not in ("islands", "eval_loss", "eval_bits_per_byte"):
-            assert other.summary[key] == value, key
-    assert found.losses == pytest.approx(
-        [found.runs[0].summary["eval_loss"], one.summary["eval_loss"]], rel=2e-4
-    )
-    for table in ("steps", "takes", "adoptions", "merges", "lives", "evaluations"):
-        here, there = other.history.frame(table), one.history.frame(table)
-        assert len(here) == len(there) > 0
-        for column in here:
-            if column in ("digest", "loss", "norm"):
-                continue
-            if table == "merges" and here[column].isna().all():
-                continue
-            assert here[column].tolist() == there[column].tolist(), (table, column)
-        for column in {"loss", "norm"} & set(here):
-            assert here[column].to_numpy() == pytest.approx(
-                there[column].to_numpy(), rel=1e-2
-            )
-
-
-def test_a_seed_does_not_depend_on_the_others(text, found):
-    again, _ = laboratory.run(equal_islands(text), seeds=(0, 5), options=OPTIONS).runs
-    for here, there in zip(leaves(again), leaves(found.runs[1]), strict=True):
-        np.testing.assert_array_equal(here, there)
-    assert abs(found.losses[0] - found.losses[1]) > 1e-3
-
-
-def test_it_goes_on_after_an_interruption_with_the_same_bits(
-    text, found, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(laboratory, "SHOW_EVERY_S", 0.0)
-    lines, path = [], tmp_path / "state"
-
-    def show(line):
-        lines.append(line)
-        if len(lines) == 5:
-            raise KeyboardInterrupt
-
-    def run(**changes):
-        asked = {"seeds": (3, 0), "options": OPTIONS, **changes}
-        return laboratory.run(
-            equal_islands(text), save=path, save_every_merges=2, **asked
-        )
-
-    with pytest.raises(KeyboardInterrupt):
-        run(show=show)
-    lines.append("")
-    again = run(show=lines.append)
-    assert lines[4].startswith("merge 5 of ")
-    assert lines[6].startswith("merge 5 of ")
-    for one, other in zip(found.runs, again.runs, strict=True):
-        for here, there in zip(leaves(one), leaves(other), strict=True):
-            np.testing.assert_array_equal(here, there)
-        assert (
-            one.history.steps["loss"].tolist() == other.history.steps["loss"].tolist()
-        )
-        for table in ("merges", "evaluations"):
-            assert one.history.frame(table).equals(other.history.frame(table))
-    with pytest.raises(ConfigError, match=r"save = .*state is of another run"):
-        run(seeds=(0, 3))
-
-
 RULE = """
 import dataclasses
 import jax
@@ -145,22 +54,106 @@ slow = Slow()
 """
 
 
-@pytest.fixture
-def slow(tmp_path):
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
     """A merge rule whose state is a class of its own."""
-    path = tmp_path / "slow.py"
+    path = tmp_path_factory.mktemp("rule") / "slow.py"
     path.write_text(RULE)
     return f"{path}:slow"
 
 
-def test_a_state_of_a_class_of_its_own_is_saved(text, slow, tmp_path):
-    config = equal_islands(text, merge=slow)
+@pytest.fixture(scope="module")
+def config(text, slow):
+    return equal_islands(text, merge=slow)
 
-    asked = {"options": OPTIONS, "save": tmp_path / "state", "save_every_merges": 3}
-    whole = laboratory.run(config, **asked).runs[0]
-    again = laboratory.run(config, **asked).runs[0]  # From the last state on.
-    for here, there in zip(leaves(whole), leaves(again), strict=True):
+
+@pytest.fixture(scope="module")
+def found(config):
+    return laboratory.run(config, seeds=(3, 0), options=OPTIONS)
+
+
+def leaves(run):
+    return jax.tree.leaves(run.params)
+
+
+@pytest.mark.parametrize(
+    ("cases", "count"),
+    [
+        ("rda,int8,int8,keep", 1),
+        pytest.param("covering", 5, marks=pytest.mark.nightly),
+    ],
+)
+def test_in_float64_theta_is_that_of_emulate(cases, count):
+    command = [sys.executable, "benchmarks/float64.py", cases]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert len(json.loads(done.stdout)) == count
+
+
+def test_books_and_history_are_those_of_emulate(config, found):
+    one, other = emulate(config, options=OPTIONS), found.runs[1]
+    assert other.config == one.config
+    for key, value in one.summary.items():
+        if key not in ("islands", "eval_loss", "eval_bits_per_byte"):
+            assert other.summary[key] == value, key
+    assert found.losses == pytest.approx(
+        [found.runs[0].summary["eval_loss"], one.summary["eval_loss"]], rel=2e-4
+    )
+    for table in ("steps", "takes", "adoptions", "merges", "lives", "evaluations"):
+        here, there = other.history.frame(table), one.history.frame(table)
+        assert len(here) == len(there) > 0
+        for column in here:
+            if column in ("digest", "loss", "norm"):
+                continue
+            if table == "merges" and here[column].isna().all():
+                continue
+            assert here[column].tolist() == there[column].tolist(), (table, column)
+        for column in {"loss", "norm"} & set(here):
+            assert here[column].to_numpy() == pytest.approx(
+                there[column].to_numpy(), rel=1e-2
+            )
+
+
+def test_a_seed_does_not_depend_on_the_others(config, found):
+    again, _ = laboratory.run(config, seeds=(0, 5), options=OPTIONS).runs
+    for here, there in zip(leaves(again), leaves(found.runs[1]), strict=True):
         np.testing.assert_array_equal(here, there)
+    assert abs(found.losses[0] - found.losses[1]) > 1e-3
+
+
+def test_it_goes_on_after_an_interruption_with_the_same_bits(
+    config, found, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(laboratory, "SHOW_EVERY_S", 0.0)
+    lines, path = [], tmp_path / "state"
+
+    def show(line):
+        lines.append(line)
+        if len(lines) == 5:
+            raise KeyboardInterrupt
+
+    def run(**changes):
+        asked = {"seeds": (3, 0), "options": OPTIONS, **changes}
+        return laboratory.run(config, save=path, save_every_merges=2, **asked)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(show=show)
+    lines.append("")
+    again = run(show=lines.append)
+    assert lines[4].startswith("merge 5 of ")
+    assert lines[6].startswith("merge 5 of ")
+    for one, other in zip(found.runs, again.runs, strict=True):
+        for here, there in zip(leaves(one), leaves(other), strict=True):
+            np.testing.assert_array_equal(here, there)
+        assert (
+            one.history.steps["loss"].tolist() == other.history.steps["loss"].tolist()
+        )
+        for table in ("merges", "evaluations"):
+            assert one.history.frame(table).equals(other.history.frame(table))
+    with pytest.raises(ConfigError, match=r"save = .*state is of another run"):
+        run(seeds=(0, 3))
 
 
 @pytest.mark.parametrize("rule", ["mean", "trimmed_mean", "slow"])

@@ -35,7 +35,10 @@ from diloco_jax.simulation.replay.recording import (
 )
 from diloco_jax.weights.first import first_params
 
-RULES = ("keep", "rebase", "overwrite")
+RUNS = {
+    **{rule: {"sync.adopt": rule} for rule in ("keep", "rebase", "overwrite")},
+    "by use": {"sync.weights_by_use": "rows", "model.tied_embeddings": False},
+}
 FAULTS = ("b@5:kill", "coordinator@6:kill")
 OPTIONS = EmulationOptions(merge_seconds=0.5, step_spread=0.3, down_seconds=3.0)
 WHO = Who("a", 1)
@@ -62,13 +65,13 @@ def recordings(text, tmp_path_factory) -> dict[str, Recording]:
     """Takes are merged, opened again, dropped and reset; versions are adopted in
     chains, and beside pending takes; an island and the coordinator come back."""
     found = {}
-    for rule in RULES:
-        config = make_config(text, quorum=1, grace=0.0, adopt=rule, steps=60)
-        config = config.replace("islands.b.step_seconds", 2.5)
+    for name, changes in RUNS.items():
+        config = make_config(text, quorum=1, grace=0.0, steps=60)
+        config = config.replace({"islands.b.step_seconds": 2.5, **changes})
         config = with_placement(config, faults=FAULTS, merge_route="xla")
-        workdir = tmp_path_factory.mktemp(rule)
+        workdir = tmp_path_factory.mktemp("run")
         record(config, OPTIONS, workdir, unfit=4)
-        found[rule] = read_recording(workdir)
+        found[name] = read_recording(workdir)
     return found
 
 
@@ -99,9 +102,9 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(replay, "Worker", Here)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_merge_has_the_same_bits(recordings, rule):
-    recording = recordings[rule]
+@pytest.mark.parametrize("name", RUNS)
+def test_every_merge_has_the_same_bits(recordings, name):
+    recording = recordings[name]
     assert len(recording.merges) > 20
     fragments = len(recording.between) - 1
     kinds = [Recovered, *[FragmentBack] * fragments]
@@ -109,9 +112,38 @@ def test_every_merge_has_the_same_bits(recordings, rule):
     assert fragments == recording.config.run.sync.fragments
     assert Who("b", 2) in recording.lives
     with replay.Replay(recording) as repeated:
-        for merge, found in repeated.merges():
-            assert found.publish == merge.made.digest, merge
+        tables = {
+            fragment
+            for fragment, pieces in enumerate(repeated._store.plan.fragments)
+            if any(piece.by_use for piece in pieces)
+        }
+        for merge, (publish, _) in repeated.merges():
+            assert publish == merge.made.digest, merge
+            counted = {bool(part.uses) for part in merge.made.contributions}
+            assert counted == {merge.made.fragment in tables}
     assert repeated.steps > 50
+    assert bool(tables) == (name == "by use")
+    parts = [part for merge in recording.merges for part in merge.made.contributions]
+    assert len({part.uses for part in parts}) > 10 or not tables
+    taped = [r.kind for life in recording.lives.values() for _, r in life.records]
+    assert {"reopened", "reset"} & {*taped}
+
+
+def test_counts_of_use_that_are_not_those_of_the_tape_are_named(recordings):
+    recording = recordings["by use"]
+    merges = list(recording.merges)
+    number = next(n for n, m in enumerate(merges) if m.made.contributions[0].uses)
+    made = merges[number].made
+    first, *others = made.contributions
+    parts = (replace(first, uses="feed"), *others)
+    merges[number] = merges[number]._replace(made=replace(made, contributions=parts))
+    changed = dataclasses.replace(recording, merges=tuple(merges))
+    named = rf"line {merges[number].line}: the delta of {first.island} has counts of "
+    with (
+        replay.Replay(changed) as repeated,
+        pytest.raises(TapeError, match=f"{named}use of digest 'feed'"),
+    ):
+        list(repeated.merges())
 
 
 def test_the_first_merge_that_differs_is_named_and_what_was_before_it_saved(
@@ -165,7 +197,7 @@ def test_moments_that_follow_from_what_nobody_heard_are_repeated(
             passed_on = tuple(to_pass_on(1, unheard))
             saved.append(Restored(1, island.steps, list(moments), {}, passed_on))
             world = island._body.world
-            world.clock.after(0.0, lambda: world._strike("b", 1, crash=True))
+            world.clock.after(0.0, lambda: world._fail("b", 1))
 
     monkeypatch.setattr(_Emulator, "_make_body", made)
     monkeypatch.setattr(VirtualIsland, "_deliver", cut_off)
@@ -214,7 +246,9 @@ def test_a_record_that_does_not_fit_is_named(recording, kind, change, bad):
         list(repeated.merges())
 
 
-def test_each_use_on_the_tape_is_served_once(recording):
+def test_each_use_on_the_tape_is_served_once(recordings):
+    """So that no anchor stays in memory longer than it is needed."""
+    recording = recordings["keep"]
     used, first = replay.UsedVersions(recording), Version(1, 0)
     value = np.zeros(3, np.float32)
     used.keep(("anchor", 0, first), (value,))

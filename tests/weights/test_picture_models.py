@@ -430,5 +430,5 @@ def test_the_page_goes_from_files_to_an_export(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(replay, "ReplayedIsland", again)
     with replay.Replay(recording) as repeated:
-        for merge, found in repeated.merges():
-            assert found.publish == merge.made.digest, merge
+        for merge, (publish, _) in repeated.merges():
+            assert publish == merge.made.digest, merge

@@ -3,17 +3,15 @@ and gathers anchors. Invariants watch the first, which may die or sleep."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, Concatenate, ParamSpec
+from typing import Any, ClassVar
 
 from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
-from diloco_jax.coordinator.lead import AnyEffect, Engine, Sessions
+from diloco_jax.coordinator.lead import AnyEffect
 from diloco_jax.protocol.coordinator import anchors, members, recovery, search
 from diloco_jax.protocol.coordinator.state import (
-    Disconnected,
     Event,
     MachineSlept,
     Persist,
@@ -21,7 +19,6 @@ from diloco_jax.protocol.coordinator.state import (
     Said,
     SaidAhead,
     State,
-    Timer,
 )
 from diloco_jax.protocol.holding import (
     AnchorCompared,
@@ -40,35 +37,18 @@ from diloco_jax.protocol.messages import (
     Version,
 )
 from diloco_jax.simulation.clock import Clock
-from diloco_jax.simulation.coordinator import VirtualCoordinator
+from diloco_jax.simulation.coordinator import VirtualCoordinator, VirtualEngine
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
 from diloco_jax.simulation.faults.facts import Incarnation, Opened
 from diloco_jax.simulation.island import Connection, VirtualFetch
 from diloco_jax.wire.errors import Busy, Refused
 
-P = ParamSpec("P")
-Method = Callable[Concatenate[Any, P], None]
-
-
-def awake(method: Method[P]) -> Method[P]:
-    """Let calls of a method wait as long as the coordinator's machine sleeps."""
-
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.stopped:
-            self.when_awake(functools.partial(method, self, *args, **kwargs))
-        else:
-            method(self, *args, **kwargs)
-
-    return call
-
 
 class FaultyCoordinator(VirtualCoordinator):
     """One life of a coordinator, with its workers. Its world may end it before any
-    effect, or stop it: then what comes waits.
-
-    While a record would find no space on the disk, the record's effects and all events
-    wait, as they do for the service's thread.
+    effect, or stop it. What comes while it is stopped, or while a record would find no
+    space on the disk, waits, as it does for the service's thread.
     """
 
     def __init__(
@@ -91,54 +71,52 @@ class FaultyCoordinator(VirtualCoordinator):
         """The `invariants.Monitor`, or one that is blind: see `Unwatched`."""
         self._effects: deque[AnyEffect] = deque()
         """Decided effects that are not carried out yet."""
-        self._later: deque[Callable[[], None]] = deque()
-        """Events that came while a record waited for space, or in the middle of one."""
-        self._catches_up = False
-        self.stopped = False
-        """True while it does nothing."""
-        self._waiting: list[Callable[[], None]] = []
-        """Calls that wait until it is awake."""
-
-    # ---- its disk -------------------------------------------------------------------
+        self._came: deque[tuple[Event, float]] = deque()
+        """Events that are not decided yet, and when they came."""
+        self._works = False
+        self._slept_at: float | None = None
+        """Reading of its clock, which stands still, while its machine sleeps."""
 
     def _write_publish(self, merge: Merge, prepared: Prepared) -> bool:
-        """Write the publish of a computed merge; False if the disk is full."""
+        """Write the publish of a computed merge; False if it cannot be just now."""
         fragment, version = merge.fragment, merge.version
-        written = self.disk.prepare(fragment, version, self.anchors.publish(fragment))
+        written = not self.stopped and self.disk.prepare(
+            fragment, version, self.anchors.publish(fragment)
+        )
         if written:
             self.monitor.prepared(fragment, version, prepared.digest)
         return written
+
+    # ---- its sleep ------------------------------------------------------------------
+
+    @property
+    def stopped(self) -> bool:
+        """True while it does nothing."""
+        return self._slept_at is not None
 
     @property
     def waits(self) -> bool:
         """True while a record waits for space, or while it is stopped."""
         return bool(self._effects) or self.stopped
 
-    # ---- its sleep ------------------------------------------------------------------
+    @property
+    def now(self) -> float:
+        return super().now if self._slept_at is None else self._slept_at
 
     def sleep(self, for_s: float) -> None:
         """Sleep with its machine: its clock stands still, and what comes waits."""
-        self.stopped = True
+        self._slept_at = self.now
         self.clock.after(for_s, lambda: self._wake_up(for_s))
 
     def _wake_up(self, slept_s: float) -> None:
         """Hear that the clock stood still, then go on with what came meanwhile."""
-        self.stopped = False
+        self._slept_at = None
         self.clock_offset -= slept_s
-        self.hear(MachineSlept(seconds=slept_s))
-        waiting, self._waiting = self._waiting, []
-        for act in waiting:
-            if not self.dead:
-                act()
+        self._came.appendleft((MachineSlept(seconds=slept_s), self.now))
+        self.go_on()
 
-    def when_awake(self, act: Callable[[], None]) -> None:
-        """Do something now, or once its process is no longer stopped."""
-        if self.stopped:
-            self._waiting.append(act)
-        else:
-            act()
+    # ---- its decisions --------------------------------------------------------------
 
-    @awake
     def hello(self, hello: Hello, peer: Connection) -> None:
         if how := members.how_ahead(self.config, self.state, hello):
             # As the service does.
@@ -147,51 +125,27 @@ class FaultyCoordinator(VirtualCoordinator):
         else:
             super().hello(hello, peer)
 
-    @awake
-    def disconnected(self, peer: Connection) -> None:
-        super().disconnected(peer)
-
-    @awake
-    def _prepare(self, merge: Merge, prepared: Prepared) -> None:
-        super()._prepare(merge, prepared)
-
-    # ---- its decisions --------------------------------------------------------------
-
-    @awake
     def hear(self, event: Event) -> None:
-        if self._effects:
-            came = self.clock.now + self.clock_offset
-            self._later.append(lambda: self.step(event, came))
-        else:
-            super().hear(event)
+        self._came.append((event, self.now))
+        self.go_on()
 
-    def step(self, event: Event, now: float) -> None:
-        self._effects.extend(self.decide(event, now))
-        self._act()
-        if self._later and not self._catches_up:
-            self._catch_up()  # With what came in the middle of it.
-
-    @awake
     def go_on(self) -> None:
-        """Go on after a wait, now that there is space."""
-        self._act()
-        self._catch_up()
-        if not self.dead and not self._effects:
-            self._set_timer()
-
-    def _act(self) -> None:
-        """Carry out what is decided, up to a record that finds no space."""
-        while self._effects and not self.dead:
-            if isinstance(self._effects[0], Persist) and not self.disk.has_space():
-                return
-            self.carry_out(self._effects.popleft())
-
-    def _catch_up(self) -> None:
-        """Handle the events that waited, up to a record that finds no space."""
-        self._catches_up = True
-        while self._later and not self._effects and not self.dead:
-            self._later.popleft()()
-        self._catches_up = False
+        """Carry out and decide what waits, up to a record that finds no space."""
+        if self._works:
+            return  # In the middle of an effect; what came has its turn.
+        self._works = True
+        while not (self.stopped or self.dead):
+            if self._effects:
+                writes = isinstance(self._effects[0], Persist)
+                if writes and not self.disk.has_space():
+                    break
+                self.carry_out(self._effects.popleft())
+            elif self._came:
+                self._effects.extend(self.decide(*self._came.popleft()))
+            else:
+                self._set_timer()
+                break
+        self._works = False
 
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         before, monitor = self.state, self.monitor
@@ -202,13 +156,15 @@ class FaultyCoordinator(VirtualCoordinator):
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        if not self._world.survives(self._unit, self):
+        for fault in self._world.met("effects", self._unit):
+            self._world.begun(fault, fault.happen(self._world, self._unit))
+        if self.dead:
             return
         self.monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self._world.disk_failed(self._unit)
+            assert self.dead
         except Refused as refused:
             if refused.code != "outdated":
                 raise
@@ -224,9 +180,8 @@ class FaultyCoordinator(VirtualCoordinator):
         """Tell whether a fragment's worker is there."""
         return fragment not in self.dead_fragments
 
-    @awake
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
-        if key.fragment not in self.dead_fragments:
+        if self.has(key.fragment):
             self.monitor.arrived(key)
         super().arrived(key, encoded)
 
@@ -243,7 +198,7 @@ class FaultyCoordinator(VirtualCoordinator):
         return super().fetch(fragment, want, have)
 
 
-class VirtualGatherer:
+class VirtualGatherer(VirtualEngine[search.Search, search.Event]):
     """A coordinator that searches islands for anchors, with digests for them.
 
     keep: writes the first anchor of a fragment in a term, and tells whether there was
@@ -260,19 +215,18 @@ class VirtualGatherer:
         keep: Callable[[int, Anchor], bool],
         done: Callable[[Opened | None], None],
     ) -> None:
-        self.config = config
-        self._clock, self._keep, self._done = clock, keep, done
-        self._sessions = Sessions()
-        self._connections: dict[str, Connection] = {}
-        """Newest connections by session."""
-        self._engine: Engine[search.Search, search.Event] = Engine(
+        super().__init__(
+            clock,
             anchors.step,
+            anchors.next_deadline,
             config,
             anchors.begin(config, aim, clock.now),
-            sessions=self._sessions,
             holder=self,
             searcher=self,
         )
+        self._keep, self._done = keep, done
+        self._connections: dict[str, Connection] = {}
+        """Newest connections by session."""
         self._awaited: dict[tuple[int, str], AwaitAnchor] = {}
         self._kept: dict[int, tuple[Anchor, Anchor]] = {}
         """Anchors as they came, and as the term calls them."""
@@ -281,25 +235,20 @@ class VirtualGatherer:
     # ---- as of a coordinator ----------------------------------------------------
 
     def hello(self, hello: Hello, peer: Connection) -> None:
-        """Take in the offer of an island on a new connection."""
-        self._sessions.arrived(peer)
         self._connections[hello.session] = peer
-        self._step(search.Offered(hello=hello))
+        super().hello(hello, peer)
 
-    def disconnected(self, peer: Connection) -> None:
-        """Note that a connection broke and this end noticed."""
-        if self._sessions.gone(peer):
-            hello = peer.hello
-            self._step(Disconnected(island=hello.island, session=hello.session))
-
-    def hear(self, event: Event) -> None:
-        """Hear a sign of life; its content comes again. A goodbye ends the stream."""
-        if not isinstance(event, Said):
-            return
-        if not isinstance(event.message, Goodbye):
-            self._step(event)
-        elif (peer := self._connections.get(event.session)) is not None:
-            self.disconnected(peer)
+    def hear(self, event: Any) -> None:
+        """Hear an offer, the end of a connection, or a sign of life, whose content
+        comes again. A goodbye ends the stream."""
+        match event:
+            case Hello():
+                super().hear(search.Offered(hello=event))
+            case Said(message=Goodbye()):
+                if (peer := self._connections.get(event.session)) is not None:
+                    self.disconnected(peer)
+            case _:
+                super().hear(event)
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Ignore a delta."""
@@ -318,32 +267,33 @@ class VirtualGatherer:
             asked.sample,
         ):
             return
+        of: dict[str, Any] = {
+            "fragment": fragment,
+            "island": island,
+            "incarnation": incarnation,
+        }
         if asked.sample:
             kept, _ = self._kept[fragment]
             compared = AnchorCompared(
-                fragment=fragment,
-                island=island,
-                incarnation=incarnation,
+                **of,
                 version=anchor.version,
                 equal=anchor.value == kept.value,
                 apart=math.inf if anchor.is_made_up or kept.is_made_up else 0.0,
             )
-            self._step(compared)
+            self.hear(compared)
             return
         first = anchor._replace(version=Version(asked.term, anchor.version.number))
         if not self._keep(fragment, first):
-            self._clock.after(WRITE_AGAIN_S, lambda: self.anchor(who, asked, anchor))
+            self.clock.after(WRITE_AGAIN_S, lambda: self.anchor(who, asked, anchor))
             return
         self._kept[fragment] = anchor, first
         event = AnchorKept(
-            fragment=fragment,
-            island=island,
-            incarnation=incarnation,
+            **of,
             replaced=anchor.version,
             version=first.version,
             digest=first.value.hex(),
         )
-        self._step(event)
+        self.hear(event)
 
     # ---- what was decided -------------------------------------------------------
 
@@ -351,10 +301,8 @@ class VirtualGatherer:
         """See `lead.Holder`."""
         assert isinstance(message, AwaitAnchor)
         if not message.sample:
-            others = {
-                k: v for k, v in self._awaited.items() if k[0] != message.fragment
-            }
-            self._awaited = others
+            for key in [k for k in self._awaited if k[0] == message.fragment]:
+                del self._awaited[key]
         self._awaited[message.fragment, message.island] = message
 
     def alert(self, text: str, island: str = "") -> None:
@@ -362,15 +310,16 @@ class VirtualGatherer:
 
     def over(self, end: search.FoundTerm | search.GiveUp) -> None:
         """See `lead.Searcher`."""
+        self.die()
         if isinstance(end, search.GiveUp):
             self._done(None)
             return
-        state, kept = self._engine.state, [self._kept[a.fragment] for a in end.anchors]
+        state, kept = self.state, [self._kept[a.fragment] for a in end.anchors]
         stayed = {
             name: member.offer
             for name, member in state.members.items()
             if member.connected
-            and self._clock.now < member.gone_at
+            and self.clock.now < member.gone_at
             and not any(failed == name for failed, _ in state.failed)
         }
         self._done(
@@ -383,15 +332,3 @@ class VirtualGatherer:
                 unchecked=state.unchecked,
             )
         )
-
-    def _step(self, event: search.Event) -> None:
-        if self._engine.state.phase == "over":
-            return
-        self._engine.step(event, self._clock.now)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        state = self._engine.state
-        at = anchors.next_deadline(state, self._clock.now)
-        if state.phase != "over" and at < float("inf"):
-            self._clock.at(at, lambda: self._step(Timer()))

@@ -53,10 +53,6 @@ class Disk:
         """True while there is no room for publishes and snapshots."""
         self.brimful = False
         """True while there is no room for small records either."""
-        self.fails_in: int | None = None
-        """Appends that succeed before one fails; None if none will fail."""
-        self.written_share = 0.0
-        """Share of the record that the failing append writes."""
         self._format(0)
 
     @property
@@ -68,22 +64,22 @@ class Disk:
         """Tell if there is room for a small record."""
         return not self.brimful
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append like `RecordLog.append`: nothing without `has_space`. Raises
-        DiskError.
+    def append(
+        self, record: Mapping[str, Any], written_share: float | None = None
+    ) -> None:
+        """Append like `RecordLog.append`: nothing without `has_space`. Raises DiskError
+        after a share of the record, unless that is None.
         """
         if self.brimful:
             return
         data = durable.frame(record)
         newest = self._segments[max(self._segments)]
-        if self.fails_in == 0:
-            self.fails_in = None
-            written = int(self.written_share * len(data))
-            newest.write(data[:written])
-            raise DiskError(complete=written == len(data))
-        if self.fails_in is not None:
-            self.fails_in -= 1
-        newest.write(data)
+        if written_share is None:
+            newest.write(data)
+            return
+        written = int(written_share * len(data))
+        newest.write(data[:written])
+        raise DiskError(complete=written == len(data))
 
     def prepare(self, fragment: int, version: Version, publish: bytes) -> bool:
         """Write like `Publishes.write`; False if the disk is full."""

@@ -188,73 +188,52 @@ ENDS: tuple[EndReason, ...] = ("finished", "absent")
 
 
 class GrantedData:
-    """The invariant "data": who was granted which positions.
+    """The invariant "data": who was granted which positions, and has heard of that.
 
-    If a term was lost before any offering island heard of it, its number is used again.
-    The grants of the lost term are lost with it. A process that joined only that term
-    is let in if it did not hear of the term either, and begins anew. Its name may be
-    that of an earlier process, which goes on with its own grants. What was granted in
-    any lost term and never told may be granted again.
+    What a lost term granted, and nobody has heard of, may be granted again. If a term
+    was lost before any offering island heard of it, its number is used again, and all
+    that it granted may be: a process that heard of it begins anew.
     """
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._granted: dict[Process, list[int]] = {}
+        self._heard: dict[Process, list[int]] = {}
+        """Positions that a process was told of, in their order."""
+        self._count: dict[Incarnation, int] = {}
+        """Number of positions that were granted, and carried from earlier terms."""
         self._held: dict[Incarnation, set[int]] = {}
         self._merged: dict[int, Incarnation] = {}
         self._term = 0
-        self._before: dict[Process, tuple[int, list[int]]] = {}
-        """Grants of processes that joined this term: the number of positions that they
-        carried from earlier terms, and all earlier positions.
-        """
-        self._lost: dict[Process, list[int]] = {}
-        """Positions granted in a lost term, until the process joins again."""
-        self._void: set[Process] = set()
-        """Processes that joined only a lost term."""
         self._given: set[int] = set()
         """Positions granted in this term."""
-        self._untold: set[int] = set()
-        """Those of them of which nobody was told."""
 
     def _hold(self, holds: bool, what: str, *values: object) -> None:
         self._facts.hold("data", holds, what, *values)
 
-    def told(self, granted: Granted) -> None:
-        """Note that an island is told of a grant."""
-        span = granted.span
-        self._untold.difference_update(range(span.start, span.stop))
+    def heard(self, process: Process, granted: Granted) -> None:
+        """Note that a process hears of a grant; it may hear so twice."""
+        heard, span = self._heard.setdefault(process, []), granted.span
+        if granted.offset == len(heard):
+            heard.extend(range(span.start, span.stop))
 
     def opened(self, opened: Opened) -> None:
-        """Begin a term; undo what a lost one of its number had granted."""
+        """Begin a term, and let go of what the last one had granted."""
+        term, gone = opened.anchors[0].version.term, self._given
+        if term != self._term:
+            gone = gone.difference(*self._heard.values())
         for held in self._held.values():
-            held -= self._untold
-        self._given, self._untold = set(), set()
-        term = opened.anchors[0].version.term
-        if term == self._term:
-            for process, (carried, before) in self._before.items():
-                who, lost = process[0], self._granted[process]
-                self._held[who] = set(lost[:carried])
-                self._granted[process], self._lost[process] = before, lost
-                if not carried:
-                    self._void.add(process)
-                    for position in lost:
-                        if self._merged.get(position) == who:
-                            del self._merged[position]
-        self._term, self._before = term, {}
+            held -= gone
+        for position in gone & self._merged.keys():
+            del self._merged[position]
+        self._term, self._given = term, set()
 
     def joined(self, record: records.Joined) -> None:
         """Begin with the grants of an earlier term, as far as it heard of them."""
         who = (record.island, record.incarnation)
-        process = who, record.session
         carried = record.carried.sequences_granted if record.carried else 0
-        is_void = bool(carried) and process in self._void
-        self._hold(not is_void, "no process heard of its term:", record)
-        self._void.discard(process)
-        self._lost.pop(process, None)
-        before = self._granted.get(process, [])
-        self._before.setdefault(process, (carried, before))
-        self._granted[process] = before[:carried]
-        self._held[who] = set(before[:carried])
+        heard = self._heard.get((who, record.session), [])
+        self._hold(carried <= len(heard), "it heard of fewer:", len(heard), record)
+        self._count[who], self._held[who] = carried, set(heard[:carried])
 
     def left(self, record: records.Left) -> None:
         """Let go of what an incarnation had."""
@@ -263,50 +242,33 @@ class GrantedData:
     def granted(self, record: records.Granted) -> None:
         """Check that nobody else has these positions, and no merge."""
         who = (record.island, self._facts.log.current[record.island])
-        granted = self._granted[self._process(who)]
         positions = range(record.start, record.stop)
-        follows, what = (
-            record.offset == len(granted),
-            "an island with so many positions",
-        )
-        self._hold(follows, f"{what} is granted:", who, len(granted), record)
+        count, what = self._count[who], "an island with so many positions is granted:"
+        self._hold(record.offset == count, what, who, count, record)
         for holder, held in self._held.items():
             apart = held.isdisjoint(positions)
             self._hold(apart, "has part of what is granted:", holder, record)
         unmerged = self._merged.keys().isdisjoint(positions)
         self._hold(unmerged, "part of it is merged:", record)
-        for known in (self._held[who], self._given, self._untold):
-            known.update(positions)
-        granted.extend(positions)
+        self._held[who].update(positions)
+        self._given.update(positions)
+        self._count[who] += len(positions)
 
     def merged(self, c: Contribution) -> None:
         """Note the positions of a merged delta."""
-        who, process = who_took(c), self._process(who_took(c))
-        count = self._facts.joined[who].sequences_per_step
-        self._hold(process not in self._void, "no process heard of its term:", c)
-        for position in self._granted[process][c.start * count : c.end * count]:
+        who, joined = who_took(c), self._facts.joined[who_took(c)]
+        count, heard = joined.sequences_per_step, self._heard[who, joined.session]
+        for position in heard[c.start * count : c.end * count]:
             merged = self._merged.setdefault(position, who)
-            if merged != who:
-                what = "a position that was merged from two:"
-                self._hold(False, what, position, who, merged)
+            what = "a position that was merged from two:"
+            self._hold(merged == who, what, position, who, merged)
 
-    def trained(self, who: Incarnation, step: int, drawn: list[int]) -> None:
-        """Check that a step is on what was granted. Until one has joined the term, it
-        may be any process of the name."""
-        count = self._facts.joined[who].sequences_per_step
-        begin, end = step * count, (step + 1) * count
-        known = self._process(who)
-        if known in self._before and self._granted[known][begin:end] == drawn:
-            return
-        processes = [known] if known in self._before else list(self._granted)
-        granted = [
-            positions_of[process][begin:end]
-            for process in processes
-            for positions_of in (self._granted, self._lost)
-            if process[0] == who and process in positions_of
-        ]
+    def trained(self, process: Process, step: int, drawn: list[int]) -> None:
+        """Check that a step is on what was granted, in its order."""
+        begin = step * len(drawn)
+        heard = self._heard[process][begin : begin + len(drawn)]
         what = "it trains a step on positions that are not those granted:"
-        self._hold(drawn in granted, what, who, step, drawn, granted)
+        self._hold(drawn == heard, what, process, step, drawn, heard)
 
     def recovered(self, state: State) -> None:
         """Check that nothing that was granted is lost."""
@@ -315,9 +277,6 @@ class GrantedData:
             known |= set(range(span.start, span.stop))
         lost = self._given - known
         self._hold(not lost, "neither free, nor held, nor merged:", sorted(lost))
-
-    def _process(self, who: Incarnation) -> Process:
-        return who, self._facts.joined[who].session
 
 
 class LastSteps:

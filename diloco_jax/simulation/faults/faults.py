@@ -14,6 +14,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    ClassVar,
     Literal,
     TypeAlias,
     get_origin,
@@ -25,8 +26,8 @@ import msgspec
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import BETWEEN, SECONDS, Bound, within
 from diloco_jax.protocol.coordinator.state import KeepAsked, Timer
+from diloco_jax.simulation.clock import Way
 
-Way = Literal["up", "down"]
 LEASE_S = 4.0
 """Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
 LOOKS_EVERY_S = 0.5
@@ -174,10 +175,15 @@ class ScheduledFault(Drawn, frozen=True, kw_only=True, tag_field="kind", tag=_ta
     def strike(self, world: Any) -> bool:
         """Do or arm it in a `world.FaultyWorld`; return False if there is nothing to
         strike just now. `world.begun` is called once it really happens."""
-        lasts_s = self.happen(world)
+        target = self.target(world)
+        lasts_s = None if target is None else self.happen(world, target)
         return lasts_s is not None and bool(world.begun(self, lasts_s))
 
-    def happen(self, world: Any) -> float | None:
+    def target(self, world: Any) -> Any:
+        """Return what it strikes; None if that is not there just now."""
+        return world
+
+    def happen(self, world: Any, target: Any) -> float | None:
         """Do it; return the seconds until it is over. None: there is nothing to strike
         just now."""
         raise NotImplementedError
@@ -203,13 +209,9 @@ class IslandFault(ScheduledFault, frozen=True, kw_only=True):
 
     island: str
 
-    def happen(self, world: Any) -> float | None:
+    def target(self, world: Any) -> Any:
         island = world.islands[self.island]
-        return None if island.ended is not None else self.befall(world, island)
-
-    def befall(self, world: Any, island: Any) -> float | None:
-        """See `happen`. island: the process."""
-        raise NotImplementedError
+        return None if island.ended is not None else island
 
 
 class IslandCrash(IslandFault, frozen=True, kw_only=True):
@@ -223,7 +225,7 @@ class IslandCrash(IslandFault, frozen=True, kw_only=True):
     noticed: Coin = True
     lingers: Coin = False
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         world.crash_island(self.island, self.down_s, self.noticed, self.lingers)
         return self.down_s
 
@@ -234,7 +236,7 @@ class JoinCrash(IslandFault, frozen=True, kw_only=True):
     down_s: Annotated[float, uniform(0.1, 3)]
     joining_s: Annotated[float, uniform(0, JOIN_S)]
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         world.crash_island(self.island, self.down_s)
         again_s = self.down_s + self.joining_s
         world.clock.after(again_s, lambda: world.crash_island(self.island, self.down_s))
@@ -251,7 +253,7 @@ class Leave(IslandFault, frozen=True, kw_only=True):
     away_s: Seconds
     notice_s: Annotated[float, one_of(0.0, 0.3, 3.0)] = 0.0
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         if self.notice_s:
             island.notice(self.notice_s)
         else:
@@ -264,7 +266,7 @@ class Leave(IslandFault, frozen=True, kw_only=True):
 class Replacement(IslandFault, frozen=True, kw_only=True):
     """The next incarnation starts while the present one, now stale, goes on."""
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         world.start_island(self.island)
         return 0.0
 
@@ -277,7 +279,7 @@ class Impostor(IslandFault, frozen=True, kw_only=True):
 
     behind: Annotated[int, one_of(*range(2))] = 0
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         impostor = world.make_island(self.island, island.incarnation - self.behind)
         # No two processes have one session.
         impostor.session += f".impostor.{world.struck[self.kind]}"
@@ -292,7 +294,7 @@ class StepJump(ScheduledFault, frozen=True, kw_only=True):
     for_s: Seconds
     factor: Annotated[float, one_of(0.4, 3.0, 8.0)]
 
-    def happen(self, world: Any) -> float:
+    def happen(self, world: Any, target: Any) -> float:
         slowness, name = world.slowness, self.island
         slowness[name] = self.factor
         world.clock.after(self.for_s, lambda: slowness.update({name: 1.0}))
@@ -304,7 +306,7 @@ class StepJump(ScheduledFault, frozen=True, kw_only=True):
 class Unfit(IslandFault, frozen=True, kw_only=True):
     """An island's next delta is not finite."""
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         island.body.finite = False
         return 0.0
 
@@ -317,7 +319,7 @@ class LongDeltas(IslandFault, frozen=True, kw_only=True):
     for_s: float
     factor: float
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         world.set_for(self.for_s, island.body, "lie", self.factor)
         world.set_for(self.for_s, island, "boasted_rates", self.factor)
         return self.for_s
@@ -330,7 +332,7 @@ class Boast(IslandFault, frozen=True, kw_only=True):
     for_s: float
     factor: float
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         world.set_for(self.for_s, island, "boast", self.factor)
         return self.for_s
 
@@ -342,7 +344,7 @@ class MadeUpAnchors(IslandFault, frozen=True, kw_only=True):
     for_s: float
     ahead: Annotated[int, one_of(*range(2))] = 0
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         world.set_for(self.for_s, island, "lies", self.ahead, usual=None)
         # The others may wait for a third island.
         patience_s: float = 2 * world.schedule.outage_s + world.new_term_within_s
@@ -356,10 +358,20 @@ class BadDonor(IslandFault, frozen=True, kw_only=True):
     for_s: float
     lies: Coin = False
 
-    def befall(self, world: Any, island: Any) -> float:
+    def happen(self, world: Any, island: Any) -> float:
         how = "lies" if self.lies else "nothing"
         world.set_for(self.for_s, island, "gives_how", how, usual="")
         return self.for_s
+
+
+class LeadFault(ScheduledFault, frozen=True, kw_only=True):
+    """Base: a fault of the coordinator that leads, at the end of the run if it awaits
+    that."""
+
+    def target(self, world: Any) -> Any:
+        lead = world.coordinator
+        at_end = lead is not None and lead.state.phase != "running"
+        return lead if at_end or not self.awaits_end else None
 
 
 # ---- an operator ------------------------------------------------------------------
@@ -374,18 +386,17 @@ class Removal(ScheduledFault, frozen=True, kw_only=True):
     island: str
     for_s: Seconds
 
-    def happen(self, world: Any) -> float:
+    def happen(self, world: Any, target: Any) -> float:
         world.order(self.island, admitted=False)
         world.clock.after(self.for_s, lambda: world.order(self.island, admitted=True))
         return self.for_s + LOOKS_EVERY_S
 
 
-class Export(ScheduledFault, frozen=True, kw_only=True):
+class Export(LeadFault, frozen=True, kw_only=True):
     """An operator exports the run, so that its present cycle is kept."""
 
-    def happen(self, world: Any) -> float | None:
-        lead = world.coordinator
-        if lead is None or lead.waits:
+    def happen(self, world: Any, lead: Any) -> float | None:
+        if lead.waits:
             return None
         lead.hear(KeepAsked())
         return 0.0
@@ -396,32 +407,55 @@ class RunStop(ScheduledFault, frozen=True, kw_only=True):
 
     for_s: Seconds
 
-    def happen(self, world: Any) -> float | None:
+    def happen(self, world: Any, target: Any) -> float | None:
         return self.for_s if world.stop_run(self.for_s) else None
 
 
 # ---- the coordinator, its workers, its disk, its clock ----------------------------
 
 
-class CoordinatorCrash(ScheduledFault, frozen=True, kw_only=True):
+class ArmedFault(ScheduledFault, frozen=True, kw_only=True):
+    """Base: a fault that happens once the `unit.Unit` that leads has done something as
+    often as its field `awaits` says; without such a field, for the first time."""
+
+    awaits: ClassVar[str]
+
+    def strike(self, world: Any) -> bool:
+        return bool(world.arm(self))
+
+
+class DiskFault(ArmedFault, frozen=True, kw_only=True):
+    """Base: an append that fails, and the coordinator's process ends.
+
+    appends: appends that still succeed.
+    """
+
+    awaits: ClassVar[str] = "appends"
+    appends: Appends = 0
+
+    def happen(self, world: Any, unit: Any) -> float:
+        restart: Restart = self.restart  # type: ignore[attr-defined]
+        if unit.lead is not None:
+            unit.crash(restart)
+        return restart.lasts_s
+
+
+class CoordinatorCrash(ArmedFault, frozen=True, kw_only=True):
     """The coordinator dies in the middle of its effects.
 
     effects: effects that it still carries out.
     """
 
+    awaits: ClassVar[str] = "effects"
     effects: Effects = 0
     restart: Again
 
-    def strike(self, world: Any) -> bool:
-        return bool(world.arm(self))
-
-    def meet(self, unit: Any) -> float:
-        """Happen once the lead has carried out the effects; see `happen`."""
+    def happen(self, world: Any, unit: Any) -> float:
         unit.crash(self.restart)
         return self.restart.lasts_s
 
 
-class WorkerCrash(ScheduledFault, frozen=True, kw_only=True):
+class WorkerCrash(ArmedFault, frozen=True, kw_only=True):
     """A worker dies in the middle of the lead's effects. The lead ends once it notices,
     and starts again with all workers.
 
@@ -429,58 +463,46 @@ class WorkerCrash(ScheduledFault, frozen=True, kw_only=True):
     notices. down_s: seconds from then to the start. disk_lost: it has lost its disk.
     """
 
+    awaits: ClassVar[str] = "effects"
     worker: Annotated[int, one_of(*range(3))]
     down_s: Annotated[float, down_seconds(0.2, 3.0, 9.0)]
     noticed_s: Annotated[float, one_of(0.0, 0.0, 0.05, 0.3)] = 0.0
     effects: Effects = 0
     disk_lost: bool = False
 
-    def strike(self, world: Any) -> bool:
-        return world.coordinator is not None and bool(world.arm(self))
-
-    def meet(self, unit: Any) -> float:
-        """Happen once the lead has carried out the effects; see `happen`."""
+    def happen(self, world: Any, unit: Any) -> float:
         lasts_s: float = unit.crash_worker(
             self.worker, self.noticed_s, self.down_s, disk_lost=self.disk_lost
         )
         return lasts_s
 
 
-class DiskFailure(ScheduledFault, frozen=True, kw_only=True):
-    """An append fails, and the coordinator's process ends.
+class DiskFailure(DiskFault, frozen=True, kw_only=True):
+    """An append fails. written: the record is on the disk all the same."""
 
-    appends: appends that still succeed.
-    written: the record is on the disk all the same.
-    """
-
-    appends: Appends = 0
     written: Coin = False
     restart: Again
 
-    def strike(self, world: Any) -> bool:
-        return bool(world.fail_append(self, self.appends, float(self.written)))
+    @property
+    def written_share(self) -> float:
+        """Share of the record that is on the disk."""
+        return float(self.written)
 
 
-class TornWrite(ScheduledFault, frozen=True, kw_only=True):
-    """An append fails, and a part of the record is on the disk.
+class TornWrite(DiskFault, frozen=True, kw_only=True):
+    """An append fails, and a part of the record is on the disk."""
 
-    appends: appends that still succeed.
-    """
-
-    appends: Appends = 0
     written_share: Annotated[float, uniform(0.02, 0.98)] = 0.5
     restart: Again
 
-    def strike(self, world: Any) -> bool:
-        return bool(world.fail_append(self, self.appends, self.written_share))
 
-
-class SnapshotFailure(ScheduledFault, frozen=True, kw_only=True):
+class SnapshotFailure(ArmedFault, frozen=True, kw_only=True):
     """The next snapshot is not completed."""
 
-    def strike(self, world: Any) -> bool:
-        world.failing_snapshots.append(self)
-        return True
+    awaits: ClassVar[str] = "snapshots"
+
+    def happen(self, world: Any, unit: Any) -> float:
+        return 0.0
 
 
 class FullDisk(ScheduledFault, frozen=True, kw_only=True):
@@ -490,24 +512,9 @@ class FullDisk(ScheduledFault, frozen=True, kw_only=True):
     for_s: Seconds
     brimful: Coin = False
 
-    def happen(self, world: Any) -> float:
+    def happen(self, world: Any, target: Any) -> float:
         world.unit.fill_disk(self.for_s, brimful=self.brimful)
         return self.for_s
-
-
-class LeadFault(ScheduledFault, frozen=True, kw_only=True):
-    """Base: a fault of the coordinator that leads, at the end of the run if it awaits
-    that."""
-
-    def happen(self, world: Any) -> float | None:
-        lead = world.coordinator
-        if lead is None or (self.awaits_end and lead.state.phase == "running"):
-            return None
-        return self.befall(world, lead)
-
-    def befall(self, world: Any, lead: Any) -> float | None:
-        """See `happen`."""
-        raise NotImplementedError
 
 
 class DiskGone(LeadFault, frozen=True, kw_only=True):
@@ -521,7 +528,7 @@ class DiskGone(LeadFault, frozen=True, kw_only=True):
     # Drawn from the coordinator's return on.
     gone_s: Annotated[float, lambda rng: rng.uniform(0, 6)]
 
-    def befall(self, world: Any, lead: Any) -> float:
+    def happen(self, world: Any, lead: Any) -> float:
         world.set_for(self.gone_s, world.unit.disk, "empty", True, usual=False)
         world.unit.crash(self.restart)
         gathered_s: float = self.restart.down_s + world.new_term_within_s
@@ -533,7 +540,7 @@ class DiskLost(LeadFault, frozen=True, kw_only=True):
 
     restart: Again
 
-    def befall(self, world: Any, lead: Any) -> float:
+    def happen(self, world: Any, lead: Any) -> float:
         world.unit.disk.empty = True
         world.unit.crash(self.restart)
         gathered_s: float = self.restart.down_s + world.new_term_within_s
@@ -547,7 +554,7 @@ class ClockJump(LeadFault, frozen=True, kw_only=True):
     forward_s: Annotated[float, uniform(1, 40, digits=1)]
     at_end: bool = False
 
-    def befall(self, world: Any, lead: Any) -> float:
+    def happen(self, world: Any, lead: Any) -> float:
         lead.clock_offset += self.forward_s
         lead.hear(Timer())
         return 0.0
@@ -561,7 +568,7 @@ class MachineSleep(LeadFault, frozen=True, kw_only=True):
     for_s: Annotated[float, times(1.0, 1.0, 5.0)]
     at_end: Annotated[bool, lambda rng: rng.random() < 0.3] = False
 
-    def befall(self, world: Any, lead: Any) -> float | None:
+    def happen(self, world: Any, lead: Any) -> float | None:
         if lead.stopped:
             return None
         world.sleep(self.for_s)
@@ -574,7 +581,7 @@ class SecondCoordinator(LeadFault, frozen=True, kw_only=True):
 
     for_s: Annotated[float, times(1.0, 5.0, 5.0)]
 
-    def befall(self, world: Any, lead: Any) -> float | None:
+    def happen(self, world: Any, lead: Any) -> float | None:
         if lead.waits or world.first is not None:
             return None
         world.begin_second(self.for_s)
@@ -596,70 +603,73 @@ class Break(IslandFault, frozen=True, kw_only=True):
     noticed: Coin = True
     lingers: Coin = False
 
-    def befall(self, world: Any, island: Any) -> float | None:
+    def happen(self, world: Any, island: Any) -> float | None:
         if island.line is None:
             return None
         world.break_connection(island, self.away_s, self.noticed, self.lingers)
         return self.away_s
 
 
-class Partition(ScheduledFault, frozen=True, kw_only=True):
+class NetworkFault(ScheduledFault, frozen=True, kw_only=True):
+    """Base: something of an island's network is otherwise for a while."""
+
+    island: str
+
+    def target(self, world: Any) -> Any:
+        return world.networks[self.island]
+
+
+class Partition(NetworkFault, frozen=True, kw_only=True):
     """Nothing comes through in these directions, and neither end is told.
 
     Messages wait, and are lost if an end gives the connection up for its silence.
     """
 
-    island: str
     ways: Annotated[tuple[Way, ...], one_of(("up",), ("down",), ("up", "down"))] = (
         "up",
         "down",
     )
     for_s: Seconds
 
-    def happen(self, world: Any) -> float:
+    def happen(self, world: Any, network: Any) -> float:
         world.hold(self.island, self.ways, self.for_s)
         return self.for_s
 
 
-class Repeat(ScheduledFault, frozen=True, kw_only=True):
+class Repeat(NetworkFault, frozen=True, kw_only=True):
     """Messages and transfers arrive a second time, `after_s` later."""
 
-    island: str
     for_s: Seconds
     after_s: Annotated[float, one_of(0.01, 0.5, 3.0)]
 
-    def happen(self, world: Any) -> float:
-        of = world.networks[self.island]
-        world.set_for(self.for_s, of, "repeat_after_s", self.after_s, usual=0.0)
+    def happen(self, world: Any, network: Any) -> float:
+        world.set_for(self.for_s, network, "repeat_after_s", self.after_s, usual=0.0)
         return self.for_s + self.after_s
 
 
-class Delay(ScheduledFault, frozen=True, kw_only=True):
+class Delay(NetworkFault, frozen=True, kw_only=True):
     """Everything of one channel arrives `late_s` later: bulk and control overtake each
     other."""
 
-    island: str
     for_s: Seconds
     late_s: Annotated[float, uniform(0.5, 4, digits=1)]
     channel: Annotated[Literal["control", "bulk"], one_of("control", "bulk")] = (
         "control"
     )
 
-    def happen(self, world: Any) -> float:
-        of, field = world.networks[self.island], f"{self.channel}_late_s"
-        world.set_for(self.for_s, of, field, self.late_s, usual=0.0)
+    def happen(self, world: Any, network: Any) -> float:
+        field = f"{self.channel}_late_s"
+        world.set_for(self.for_s, network, field, self.late_s, usual=0.0)
         return self.for_s + self.late_s
 
 
-class Corruption(ScheduledFault, frozen=True, kw_only=True):
+class Corruption(NetworkFault, frozen=True, kw_only=True):
     """Bulk bytes are damaged on the way, and sent again."""
 
-    island: str
     for_s: Seconds
 
-    def happen(self, world: Any) -> float:
-        of = world.networks[self.island]
-        world.set_for(self.for_s, of, "corrupts", True, usual=False)
+    def happen(self, world: Any, network: Any) -> float:
+        world.set_for(self.for_s, network, "corrupts", True, usual=False)
         return self.for_s
 
 

@@ -390,8 +390,6 @@ class Monitor(Facts):
                 grows = tokens >= self._progress
                 self.hold("ledger", grows, "progress goes back:", message)
                 self._progress = tokens
-            case Granted():
-                self._data.told(message)
             case TakeRequest(fragment=fragment, tick=tick):
                 use = (fragment, self._life)
                 first = self._tick_uses.setdefault(tick, use)
@@ -683,10 +681,16 @@ class Monitor(Facts):
         self.takes[key] = delta
         self.last_takes[who, take.fragment] = key
 
-    def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
+    def heard(self, who: Incarnation, session: str, granted: Granted) -> None:
+        """Observe that an island hears of data that it was granted."""
+        self._data.heard((who, session), granted)
+
+    def trained(
+        self, who: Incarnation, session: str, step: int, positions: np.ndarray
+    ) -> None:
         """Observe that an island began a step on these positions of the data."""
         self._steps[who] = step + 1
-        self._data.trained(who, step, positions.tolist())
+        self._data.trained((who, session), step, positions.tolist())
 
 
 NOT_YET = "visible before it is in the log:"

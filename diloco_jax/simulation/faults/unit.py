@@ -164,7 +164,6 @@ class Unit:
             try:
                 self.append(record)
             except DiskError:
-                self._world.disk_failed(self)
                 break
         self._start_after(0.0)
 
@@ -205,22 +204,29 @@ class Unit:
         lead.monitor.worker_died(fragments)
 
         def notice() -> None:
-            if self.lead is lead and not lead.dead:
+            if lead.stopped and not lead.dead:
+                self._clock.after(RETRY_S, notice)
+            elif self.lead is lead and not lead.dead:
                 self.crash(Restart(down_s=down_s, clock_s=self._clock.now))
 
-        self._clock.after(noticed_s, lambda: lead.when_awake(notice))
+        self._clock.after(noticed_s, notice)
         return lasts_s
 
     # ---- its disk -------------------------------------------------------------------
 
     def append(self, record: records.Durable) -> None:
-        """Write a record. Raises DiskError."""
-        monitor = self.lead.monitor if self.lead is not None else self._world.monitor
+        """Write a record. Raises DiskError, and ends the lead, if the disk fails."""
+        world = self._world
+        monitor = self.lead.monitor if self.lead is not None else world.monitor
+        fault = next(world.met("appends", self), None)
+        share = None if fault is None else fault.written_share
         try:
-            self.disk.append(records.line(record))
+            self.disk.append(records.line(record), share)
         except DiskError as failure:
+            assert fault is not None
             if failure.complete:
                 monitor.persisted(record)
+            world.begun(fault, fault.happen(world, self))
             raise
         monitor.persisted(record)
 
@@ -250,7 +256,8 @@ class Unit:
         newest, state = lead.anchors.anchors, lead.state
         anchor = newest[fragment]
         number = disk.rotate() if fragment == count - 1 else None
-        if self._world.fails_snapshot():
+        for fault in self._world.met("snapshots", self):
+            self._world.begun(fault, fault.happen(self._world, self))
             return
 
         def complete() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -21,8 +21,24 @@ from diloco_jax.protocol.coordinator.anchors import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.state import RunResumed, initial
 from diloco_jax.protocol.island.conversation import Fetch
 from diloco_jax.protocol.island.reporting import Introduction
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Steer, Version
-from diloco_jax.simulation.clock import Clock, Line, LineSpeed
+from diloco_jax.protocol.messages import (
+    AnchorRequest,
+    FromCoordinator,
+    Granted,
+    Hello,
+    Steer,
+    Version,
+)
+from diloco_jax.simulation.clock import (
+    BOTH,
+    DOWN,
+    UP,
+    Clock,
+    Line,
+    LineSpeed,
+    Way,
+    Ways,
+)
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import DigestBody, first_anchors
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator, VirtualGatherer
@@ -31,9 +47,9 @@ from diloco_jax.simulation.faults.facts import Opened, ViolationError
 from diloco_jax.simulation.faults.faults import (
     LEASE_S,
     LOOKS_EVERY_S,
+    ArmedFault,
     Restart,
     ScheduledFault,
-    Way,
 )
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.liveness import Expectations
@@ -50,9 +66,6 @@ REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
 """Calls of the clock at most; a run has some thousand, or ten times that where a rule
 loses steps."""
-Ways = frozenset[Way]
-UP, DOWN = Ways({"up"}), Ways({"down"})
-BOTH = UP | DOWN
 
 RESEND_S = 0.3
 """Seconds from a transfer that its checksum refused to the next attempt."""
@@ -100,25 +113,13 @@ class FaultyLine(Line):
         for land in waiting:
             land()
 
-    def send_up(self, arrive: Callable[[], None]) -> None:
-        self._send(UP, arrive)
-
-    def send_down(self, arrive: Callable[[], None]) -> None:
-        self._send(DOWN, arrive)
-
-    def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer(UP, arrive)
-
-    def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer(BOTH, arrive)
-
-    def _send(self, way: Ways, arrive: Callable[[], None]) -> None:
+    def _control(self, ways: Ways, arrive: Callable[[], None]) -> None:
         network = self._network
         at = self._clock.now + network.latency_s + network.control_late_s
-        at = self._in_order[way] = max(at, self._in_order[way])
-        self._carry(at, way, arrive)
+        at = self._in_order[ways] = max(at, self._in_order[ways])
+        self._carry(at, ways, arrive)
 
-    def _transfer(self, ways: Ways, arrive: Callable[[], None]) -> None:
+    def _bulk(self, ways: Ways, nbytes: int, arrive: Callable[[], None]) -> None:
         network = self._network
         at = self._clock.now + network.transfer_s + network.bulk_late_s
         if not network.corrupts:
@@ -127,7 +128,7 @@ class FaultyLine(Line):
 
         def again() -> None:
             if self.open:
-                self._transfer(ways, arrive)
+                self._bulk(ways, nbytes, arrive)
 
         self._clock.at(at + RESEND_S, again)
 
@@ -158,7 +159,7 @@ class FaultyIsland(VirtualIsland):
             ADOPT_RULES.find(world.run.sync.adopt),
             world.run.inner.learning_rate,
             functools.partial(self._seen, world.monitor.adopted),
-            functools.partial(self._seen, world.monitor.trained),
+            lambda *of: self._seen(world.monitor.trained, self.session, *of),
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
@@ -167,6 +168,11 @@ class FaultyIsland(VirtualIsland):
         self.gives_how = ""
         """"nothing" or "lies": what others of its region have from it."""
         super().__init__(spec, incarnation, world.run, world.clock, self.body, REPORT_S)
+
+    def received(self, message: FromCoordinator) -> None:
+        if isinstance(message, Granted) and self.ended is None:
+            self._monitor.heard(self.who, self.session, message)
+        super().received(message)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         assert self.boundary is not None
@@ -256,9 +262,7 @@ class FaultyWorld:
         self.extensions = 0
         """Times that the run was over, and went on to more tokens."""
         self._armed: dict[str, list[Any]] = {}
-        """Faults that happen after so many effects of the lead, one of each kind."""
-        self._disk_failure: Any = None
-        """ScheduledFault with a restart that an append meets."""
+        """Faults that wait, one of each kind, and for how much more."""
         self._expected = Expectations(schedule, self.clock, self._lacks_tokens)
         self._expected.counts["merges of fragments"] = lambda: dict(
             enumerate(self.merges)
@@ -271,8 +275,6 @@ class FaultyWorld:
         self._wanted = dict.fromkeys(sorted(schedule.scavenged), True)
         """Islands that the config does not name, and whether an operator wants them
         to be let in."""
-        self.failing_snapshots: list[ScheduledFault] = []
-        """Armed failures of the next snapshots."""
         self.unit = Unit(self, Disk())
         """The coordinator that leads the run, or is to."""
         self.first: Unit | None = None
@@ -421,44 +423,24 @@ class FaultyWorld:
             for island in self.islands.values()
         )
 
-    def arm(self, fault: Any) -> bool:
-        """Let a fault happen to the lead after its `effects` more; False if one of this
-        kind is armed."""
+    def arm(self, fault: ArmedFault) -> bool:
+        """Let a fault wait for what it awaits; False if one of its kind waits."""
         if fault.kind in self._armed:
             return False
-        self._armed[fault.kind] = [fault, fault.effects]
+        self._armed[fault.kind] = [fault, getattr(fault, fault.awaits, 0)]
         return True
 
-    def survives(self, unit: Unit, lead: FaultyCoordinator) -> bool:
-        """Tell whether a lead lives to carry out its next effect."""
+    def met(self, what: str, unit: Unit) -> Iterator[Any]:
+        """Yield the armed faults that happen now, as a unit does what they await."""
         for kind, armed in list(self._armed.items()) if unit is self.unit else ():
-            armed[1] -= 1
-            if armed[1] < 0 and not lead.dead:
+            fault, left = armed
+            if fault.awaits != what or (what == "effects" and unit.lead is None):
+                continue  # Another fault has ended the lead.
+            if left:
+                armed[1] -= 1
+            else:
                 del self._armed[kind]
-                fault = armed[0]
-                self.begun(fault, fault.meet(unit))
-        return not lead.dead
-
-    def fail_append(self, fault: Any, appends: int, written_share: float) -> bool:
-        """Arm a failure after `appends` more appends."""
-        if self._disk_failure is not None:
-            return False
-        self._disk_failure, disk = fault, self.unit.disk
-        disk.fails_in, disk.written_share = appends, written_share
-        return True
-
-    def disk_failed(self, unit: Unit) -> None:
-        """End a coordinator that could not write a record."""
-        fault, self._disk_failure = self._disk_failure, None
-        if unit.lead is not None:
-            unit.crash(fault.restart)
-        self.begun(fault, fault.restart.lasts_s)
-
-    def fails_snapshot(self) -> bool:
-        """Tell whether the snapshot that begins is not completed."""
-        if not self.failing_snapshots:
-            return False
-        return self.begun(self.failing_snapshots.pop(), 0.0)
+                yield fault
 
     def sleep(self, for_s: float) -> None:
         """Let the lead's machine sleep: nothing reaches it."""
@@ -500,9 +482,7 @@ class FaultyWorld:
 
     def _go_on_with(self, unit: Unit) -> None:
         """Let another unit lead; armed faults are of that one now."""
-        before, self.unit = self.unit.disk, unit
-        unit.disk.fails_in, before.fails_in = before.fails_in, None
-        unit.disk.written_share = before.written_share
+        self.unit = unit
         self.lose_connections(0.0)
 
     def outdated(self, unit: Unit) -> None:

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -71,12 +71,8 @@ from diloco_jax.simulation.replay.recording import (
 from diloco_jax.simulation.replay.worker import Worker
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
-
-class Digests(NamedTuple):
-    """Digests of a merge's publish and of the fragment's Theta; "" = not on tape."""
-
-    publish: str
-    parameters: str
+Digests = tuple[str, str]
+"""Digests of a merge's publish and of the fragment's Theta; "" = not on the tape."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +204,7 @@ class Replay(contextlib.ExitStack):
                 final=made.final,
             )
             theta = merged.digest if merge.parameters else ""
-            yield merge, Digests(digest_of(merged.payload), theta)
+            yield merge, (digest_of(merged.payload), theta)
             self._commit(merge, merged)
 
     def compare(self, console: Console) -> tuple[int, dict[str, Any] | None]:
@@ -217,10 +213,18 @@ class Replay(contextlib.ExitStack):
         merges, total = 0, len(self._recording.merges)
         with bar(console, f"{total:,} merges") as report:
             try:
-                for merge, found in self.merges():
-                    on_tape = Digests(merge.made.digest, merge.parameters)
-                    if found != on_tape:
-                        return merges, _mismatch(merge, on_tape, found)
+                for merge, digests in self.merges():
+                    on_tape = (merge.made.digest, merge.parameters)
+                    for taped, found in zip(on_tape, digests, strict=True):
+                        if found != taped:
+                            return merges, {
+                                "merge": merge.number,
+                                "line": merge.line,
+                                "fragment": merge.made.fragment,
+                                "version": list(merge.made.version),
+                                "digest_on_tape": taped,
+                                "digest": found,
+                            }
                     merges = merge.number
                     report(merges / total)
             except TapeError as error:
@@ -395,18 +399,6 @@ def passes_like(recorded: Environment) -> Passes | None:
         f'the coordinator merged by the route {route!r}, here it would be "xla" '
         f"({why}): a comparison of bits would say nothing; replay where it is the same"
     )
-
-
-def _mismatch(merge: RecordedMerge, on_tape: Digests, found: Digests) -> dict[str, Any]:
-    which = 0 if found.publish != on_tape.publish else 1
-    return {
-        "merge": merge.number,
-        "line": merge.line,
-        "fragment": merge.made.fragment,
-        "version": list(merge.made.version),
-        "digest_on_tape": on_tape[which],
-        "digest": found[which],
-    }
 
 
 # ---- islands -----------------------------------------------------------------------

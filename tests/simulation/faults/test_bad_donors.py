@@ -9,14 +9,13 @@ import pytest
 
 from diloco_jax.protocol.messages import Version
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
-from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.faults import (
     BadDonor,
     IslandCrash,
     Partition,
     ScheduledFault,
 )
-from diloco_jax.simulation.faults.play import play, play_seed
+from diloco_jax.simulation.faults.play import play
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 from diloco_jax.simulation.faults.world import FaultyIsland
 from diloco_jax.simulation.island import VirtualFetch
@@ -107,11 +106,4 @@ def test_whoever_trusts_a_liar_is_found(monkeypatch) -> None:
     monkeypatch.setattr(FaultyIsland, "gives", trusted)
     wrong = play(schedule(FAULTS[0])).wrong
     assert wrong is not None
-    assert "anchors" in str(wrong)
-
-
-def test_seeds_have_regions_with_bad_donors() -> None:
-    seeds = [s for s in range(60) if any(p.region for p in draw(s).islands.values())]
-    assert len(seeds) > 10
-    for seed in seeds[:10]:
-        assert play_seed(seed).wrong is None
+    assert wrong.invariant == "anchors"
