@@ -33,6 +33,7 @@ from diloco_jax.coordinator.lead import (
     Engine,
     EngineThread,
     Lead,
+    Log,
     Sessions,
     session_in_use,
 )
@@ -51,11 +52,9 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.search import (
     Aim,
-    Event,
     FoundTerm,
     GiveUp,
     Offered,
-    Search,
 )
 from diloco_jax.protocol.coordinator.state import (
     Disconnected,
@@ -525,7 +524,7 @@ class AskedToEnd(Exception):  # noqa: N818
     process begins the search anew."""
 
 
-class AnchorSearch(Handlers):
+class AnchorSearch(Handlers, Log):
     """The answers of the wire's server until `search` returns."""
 
     def __init__(
@@ -549,16 +548,17 @@ class AnchorSearch(Handlers):
         self._unheard: list[FromHolder] = []
         self._alerts: list[str] = []
         """The last ones, oldest first."""
-        engine: Engine[Search, Event] = Engine(
+        engine = Engine(
             anchors.step,
             config,
             anchors.begin(config, aim, time.monotonic()),
             sessions=self._sessions,
+            log=self,
             holder=self,
-            searcher=self,
+            over=self._over,
         )
         self._thread = EngineThread(
-            engine, anchors.next_deadline, Timer(), self._peer, self._keep_house
+            engine, anchors.next_deadline, Timer(), self._keep_house
         )
         self._asked_to_end = asked_to_end
 
@@ -650,14 +650,6 @@ class AnchorSearch(Handlers):
         if self._asked_to_end():
             self._thread.stop()
 
-    def _peer(self, event: Event | None) -> Disconnected | None:
-        match event:
-            case Offered(hello=hello):
-                return Disconnected(island=hello.island, session=hello.session)
-            case Said() | Disconnected():
-                return Disconnected(island=event.island, session=event.session)
-        return None
-
     @property
     def _waits(self) -> str:
         """Describe the wait, for people."""
@@ -666,7 +658,7 @@ class AnchorSearch(Handlers):
     # ---- what was decided, on one thread -------------------------------------------
 
     def alert(self, text: str, island: str = "") -> None:
-        """See `lead.Searcher`."""
+        """See `lead.Log`. There is no tape yet."""
         # Two processes of one island may come in turn, each with another config.
         self._lines.log(logger, logging.WARNING, "what people should see", text)
         if text not in anchors.notices(self._thread.state):  # Those may pass.
@@ -681,8 +673,7 @@ class AnchorSearch(Handlers):
             self._sessions.completed = self._holder.completed
         self._holder.hold(message)
 
-    def over(self, end: FoundTerm | GiveUp) -> None:
-        """See `lead.Searcher`."""
+    def _over(self, end: FoundTerm | GiveUp) -> None:
         if isinstance(end, FoundTerm):
             self._found = end
             self._thread.stop()

@@ -198,13 +198,13 @@ class AnchorHolder:
     """The real places of anchors; they are kept on no disk."""
 
     def __init__(self, rooms: Rooms) -> None:
-        self.inbox = Inbox(LAYOUTS, rooms)
+        self.rooms = rooms
         self.snapshots = snapshots_of({0, 1})
         self.lost = LostFragments(
             cast(Any, SimpleNamespace(plan=PLAN, first=self._first)),
             self.snapshots,
             cast(Any, None),
-            self.inbox,
+            rooms,
             threading.Event(),
             submit=lambda job: job(),
             tell=lambda told: self._tell(told),
@@ -248,7 +248,7 @@ class Gathering:
         with contextlib.suppress(queue.Empty):
             while True:
                 event, before, peer, _ = self.thread._queue.get_nowait()
-                peer = peer or self.handlers._peer(event)
+                peer = peer or self.thread._peer(event)
                 self.thread._handle(event, before, peer)
         self.thread._handle(Timer(), None, None)
         json.dumps(self.handlers.status(), allow_nan=False)

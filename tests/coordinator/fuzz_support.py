@@ -223,7 +223,7 @@ class World:
             assert self.gatherer is not None
             json.dumps(self.gatherer.status(), allow_nan=False)
             waiting = self.gatherer._sessions
-            inbox = self._holder.inbox
+            rooms = self._holder.rooms
             most = 2 * len(ADMITTED) * sum(x.total_bytes for x in LAYOUTS)
             awaited = len(self._holder.lost._arriving)
             require(awaited <= len(LAYOUTS) * len(ADMITTED))
@@ -239,9 +239,9 @@ class World:
             require(tape <= most, f"tape of {tape} bytes, expected {most}")
             require(set(made.roster.members) <= set(ADMITTED), "strangers are measured")
             require(len(made.lead.journal.ignored_messages) <= 100, "kinds of ignored")
-            waiting, inbox = made.sessions, made.inbox
+            waiting, rooms = made.sessions, made.inbox.rooms
             most = DELTAS_AT_ONCE * len(ADMITTED) * sum(x.total_bytes for x in LAYOUTS)
-        held = inbox._rooms.memory_bytes
+        held = rooms.memory_bytes
         require(held <= most, f"inbox has {held} bytes")
         served = len(waiting._waiting) + len(waiting._serving)
         require(served <= len(self.streams), f"{served} sessions are kept")

@@ -168,14 +168,14 @@ def test_the_disk_keeps_what_is_for_the_log_and_snapshots(tmp_path):
 
 def test_people_are_told_for_a_while_that_deltas_found_no_room(caplog):
     inbox = Inbox(LAYOUTS, Rooms(0))
-    assert inbox.alerts(time.monotonic()) == []
+    assert inbox.rooms.alerts(time.monotonic()) == []
     for _ in range(3):
         with pytest.raises(Busy):
             inbox.begin(start())
-    (alert,) = inbox.alerts(time.monotonic())
+    (alert,) = inbox.rooms.alerts(time.monotonic())
     assert "exceed the 0 that this process has" in alert
     assert caplog.text.count("islands send deltas again") == 1, "told once"
-    assert inbox.alerts(time.monotonic() + TOLD_S) == []
+    assert inbox.rooms.alerts(time.monotonic() + TOLD_S) == []
 
 
 def test_a_stripe_counts_only_in_the_delta_that_it_was_written_to(inbox):
@@ -337,7 +337,7 @@ def test_two_inboxes_have_the_memory_of_one():
     """Anchors that are gathered had as much again as the deltas beside them."""
     rooms = Rooms(250)
     deltas = Inbox(LAYOUTS, rooms)
-    anchors = deltas.beside(LAYOUTS)
+    anchors = Inbox(LAYOUTS, rooms)
     put(deltas, start(), 1)
     put(anchors, start(island="b"), 2)
     with pytest.raises(Busy, match="exceed the 250 that this process has of"):
@@ -364,8 +364,8 @@ def test_what_is_still_read_counts_after_it_was_dropped():
 def test_memory_of_a_burst_is_given_back():
     rooms, jobs = Rooms(1000), []
     inbox = Inbox(LAYOUTS, rooms)
-    inbox.keep_house(0.0, jobs.append)
-    inbox.keep_house(0.0, jobs.append)
+    inbox.rooms.keep_house(0.0, jobs.append)
+    inbox.rooms.keep_house(0.0, jobs.append)
     assert len(jobs) == 1, "one thread may be busy for long"
     keys = [DeltaKey(island, 1, 0, 7) for island in "abcdefgh"]
     for key in keys:
@@ -374,12 +374,12 @@ def test_memory_of_a_burst_is_given_back():
     for key in keys[1:]:
         inbox.drop(key)
     jobs.clear()
-    inbox.keep_house(SPAN_S - 1, jobs.append)
+    inbox.rooms.keep_house(SPAN_S - 1, jobs.append)
     assert not jobs, "the next burst may come"
-    inbox.keep_house(SPAN_S, jobs.append)
+    inbox.rooms.keep_house(SPAN_S, jobs.append)
     jobs.pop()()
     assert sum(held() is not None for held in memory) == 2, "as much as is in use"
     inbox.drop(keys[0])
-    inbox.keep_house(2 * SPAN_S, jobs.append)
+    inbox.rooms.keep_house(2 * SPAN_S, jobs.append)
     jobs.pop()()
     assert all(held() is None for held in memory)

@@ -88,7 +88,7 @@ def house():
     print("turn", flush=True)
 def often(state, now):
     return now + 0.02
-lead = EngineThread(Engine(), often, lambda: None, lambda event: None, house)
+lead = EngineThread(Engine(), often, lambda: None, house)
 placement = Placement(time_budget_s=LIMIT / 12, outage_budget_s=LIMIT / 2)
 if len(sys.argv) > 1:
     threading.Timer(0.5, lead.post, (globals()[sys.argv[1]],)).start()

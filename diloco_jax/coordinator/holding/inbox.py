@@ -111,15 +111,16 @@ class Rooms:
             given_up += self._spares.trim(self._memory - used)
             return room
 
-    def due(self, now: float) -> bool:
-        """Tell, once in each span of time, that it is time to `give_back`. now: of the
-        monotonic clock. Called on one thread."""
-        if now - self._looked < SPAN_S:
-            return False
-        self._looked = now
-        return True
+    def keep_house(
+        self, now: float, submit: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Have spare memory given back by a function for `submit`, once in each span
+        of time. now: of the monotonic clock. Called on one thread."""
+        if now - self._looked >= SPAN_S:
+            self._looked = now
+            submit(self._give_back)
 
-    def give_back(self) -> None:
+    def _give_back(self) -> None:
         """Free spare memory beyond what is in use. It may take seconds."""
         with self._lock:
             freed = self._spares.trim(self.memory_bytes)
@@ -270,24 +271,9 @@ class Inbox:
     def __init__(self, layouts: Sequence[PayloadLayout], rooms: Rooms) -> None:
         """layouts: of an encoded delta, by fragment. rooms: for deltas, and for parts
         of them that are on their way."""
-        self._layouts, self._rooms = layouts, rooms
+        self._layouts, self.rooms = layouts, rooms
         self._lock = threading.Lock()
         self._deltas: dict[DeltaKey, _Assembly] = {}
-
-    def beside(self, layouts: Sequence[PayloadLayout]) -> Inbox:
-        """Return an inbox for payloads of other layouts, in the same rooms."""
-        return Inbox(layouts, self._rooms)
-
-    def alerts(self, now: float) -> list[str]:
-        """See `Rooms.alerts`."""
-        return self._rooms.alerts(now)
-
-    def keep_house(
-        self, now: float, submit: Callable[[Callable[[], None]], None]
-    ) -> None:
-        """Have spare memory given back by a function for `submit`, if it is time."""
-        if self._rooms.due(now):
-            submit(self._rooms.give_back)
 
     def begin(self, start: UploadStart) -> memoryview:
         """Return the writable place of a stripe. The caller releases it, whatever
@@ -335,12 +321,12 @@ class Inbox:
                     return self._place(start)
                 room = spare
                 if room is None:
-                    room = self._rooms.in_memory(missing, given_up)
+                    room = self.rooms.in_memory(missing, given_up)
                 if room is not None and room.nbytes == missing:
                     self._move_in(start, layout, room)
                     spare = None
                     continue
-            spare = self._rooms.on_disk(missing)
+            spare = self.rooms.on_disk(missing)
 
     def end(self, start: UploadStart, place: memoryview) -> bool:
         """Accept a stripe that is in the place from `begin`; return True once, when the

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
-from diloco_jax.coordinator.lead import AnyEffect, Engine, Sessions
+from diloco_jax.coordinator.lead import AnyEffect, Engine, Log, Sessions
 from diloco_jax.protocol.coordinator import anchors, members, recovery, search
 from diloco_jax.protocol.coordinator.state import (
     Disconnected,
@@ -243,7 +243,7 @@ class FaultyCoordinator(VirtualCoordinator):
         return super().fetch(fragment, want, have)
 
 
-class VirtualGatherer:
+class VirtualGatherer(Log):
     """A coordinator that searches islands for anchors, with digests for them.
 
     keep: writes the first anchor of a fragment in a term, and tells whether there was
@@ -271,7 +271,8 @@ class VirtualGatherer:
             anchors.begin(config, aim, clock.now),
             sessions=self._sessions,
             holder=self,
-            searcher=self,
+            log=self,
+            over=self.over,
         )
         self._awaited: dict[tuple[int, str], AwaitAnchor] = {}
         self._kept: dict[int, tuple[Anchor, Anchor]] = {}
@@ -358,10 +359,10 @@ class VirtualGatherer:
         self._awaited[message.fragment, message.island] = message
 
     def alert(self, text: str, island: str = "") -> None:
-        """See `lead.Searcher`. Nobody reads it."""
+        """See `lead.Log`. Nobody reads it."""
 
     def over(self, end: search.FoundTerm | search.GiveUp) -> None:
-        """See `lead.Searcher`."""
+        """End the search."""
         if isinstance(end, search.GiveUp):
             self._done(None)
             return
