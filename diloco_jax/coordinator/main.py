@@ -543,14 +543,14 @@ class Coordinator:
     def _make_service(self) -> Service:
         config = self.config
         return Service(
-            Likeness(config.run, self._plan),
+            likeness=Likeness(config.run, self._plan),
             lead=self.lead,
             holder=self.holder,
             sessions=self._sessions,
             roster=self._roster,
             metrics=self._metrics,
-            kept=self._kept,
-            status=self._announcer.shown,
+            kept_cycles=self._kept,
+            shown=self._announcer.shown,
             time_budget_s=config.placement.time_budget_s,
             sources=config.run.data.sources,
         )

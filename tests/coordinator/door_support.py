@@ -145,15 +145,15 @@ class Coordinator:
             housekeeping=self.keep_house_now_and_then,
         )
         self.handlers = Service(
-            Likeness(RUN, PLAN),
+            likeness=Likeness(RUN, PLAN),
             lead=self.lead,
             holder=holder,
             sessions=self.sessions,
             roster=self.roster,
             metrics=cast(Metrics, metrics),
-            kept=cast(Any, None),
+            kept_cycles=cast(Any, None),
             time_budget_s=1.0,
-            status=dict,
+            shown=dict,
         )
 
     @property
