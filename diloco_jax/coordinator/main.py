@@ -101,16 +101,9 @@ def run(
     """
     # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    return serve(
-        Coordinator(
-            config,
-            workdir,
-            init=init,
-            resume=resume,
-            gathers=gathers,
-            trusted=trusted,
-        )
-    )
+    coordinator = Coordinator(config, workdir, init=init, resume=resume)
+    coordinator.gathers, coordinator.trusted = gathers, trusted
+    return serve(coordinator)
 
 
 def serve(coordinator: Coordinator) -> int:
@@ -136,19 +129,15 @@ def serve(coordinator: Coordinator) -> int:
 class Coordinator:
     """One life of the coordinator: make, `start`, `run`, `conclude`, `close`."""
 
+    gathers = trusted = ""
+    """The run whose state was lost, as a person says, and the island whose anchors a
+    person believes; before `start`."""
+
     def __init__(
-        self,
-        config: Config,
-        workdir: Path,
-        *,
-        init: bool,
-        resume: bool = False,
-        gathers: str = "",
-        trusted: str = "",
+        self, config: Config, workdir: Path, *, init: bool, resume: bool = False
     ) -> None:
-        """Make or find the run in `workdir`, if the address can be served. See `run`
-        for the options."""
-        self._workdir, self.gathers, self.trusted = workdir, gathers, trusted
+        """Make or find the run in `workdir`, if the address can be served."""
+        self._workdir = workdir
         self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement
         self._tls = own_tls(placement)
@@ -350,8 +339,8 @@ class Coordinator:
         folder = self._workdir / run_files.LOG
         recovered = origin.recover(self._policy, self._states, folder)
         state = recovered.state
-        over = state.phase == "done"
-        over = over and state.progress_tokens >= self.config.run.total_tokens
+        total = self.config.run.total_tokens
+        over = state.phase == "done" and state.progress_tokens >= total
         over = over and has_result(self._workdir)
         self.holder = self._make_holder(state.term, over=over)
         restored = self.holder.restore(recovered.restore)

@@ -62,18 +62,13 @@ class Move(NamedTuple):
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        said = []
-        for raw in self.frames[:1]:
-            with contextlib.suppress(Exception):
-                fields = msgspec.msgpack.decode(raw)
-                if isinstance(fields, dict) and isinstance(fields.get("run"), dict):
-                    fields["run"] = ...
-                said.append(repr(fields))
-                continue
-            said.append(repr(raw[:200]))
+        said = [repr(raw[:200]) for raw in self.frames[:1]]
+        with contextlib.suppress(Exception):
+            fields = msgspec.msgpack.decode(self.frames[0])
+            fields = {name: fields[name] for name in fields if name != "run"}
+            said = [repr(fields)]
         chunks = f", {len(self.frames) - 1} chunks" if len(self.frames) > 1 else ""
-        waited = f" {self.seconds:g} s" if self.seconds else ""
-        return f"{self.kind} {self.who}{waited} {' '.join(said)}{chunks}".rstrip()
+        return f"{self.kind} {self.who} {self.seconds:g} s {' '.join(said)}{chunks}"
 
 
 class Scenario(NamedTuple):

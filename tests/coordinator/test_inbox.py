@@ -1,5 +1,5 @@
 """Deltas are assembled in any order and checked before allocation; memory for them is
-bounded, used again, and given back.
+bounded, and used again.
 """
 
 import concurrent.futures
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from inbox_support import KEY, LAYOUTS, layout, put, start
 
-from diloco_jax.coordinator.holding.inbox import SPAN_S, TOLD_S, Inbox, Rooms
+from diloco_jax.coordinator.holding.inbox import TOLD_S, Inbox, Rooms
 from diloco_jax.core.fragments import Box
 from diloco_jax.protocol.messages import DeltaKey
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
@@ -322,27 +322,3 @@ def test_memory_is_freed_outside_the_locks_for_which_islands_wait():
     inbox.drop(KEY)
     put(inbox, start(fragment=1, length=whole, total=whole), 2)
     assert locked == [[False, False]]
-
-
-def test_memory_of_a_burst_is_given_back():
-    rooms, jobs = Rooms(1000), []
-    inbox = Inbox(LAYOUTS, rooms)
-    inbox.rooms.keep_house(0.0, jobs.append)
-    inbox.rooms.keep_house(0.0, jobs.append)
-    assert len(jobs) == 1, "one thread may be busy for long"
-    keys = [DeltaKey(island, 1, 0, 7) for island in "abcdefgh"]
-    for key in keys:
-        put(inbox, start(island=key.island), 1)
-    memory = [weakref.ref(inbox.payload(key).base) for key in keys]
-    for key in keys[1:]:
-        inbox.drop(key)
-    jobs.clear()
-    inbox.rooms.keep_house(SPAN_S - 1, jobs.append)
-    assert not jobs, "the next burst may come"
-    inbox.rooms.keep_house(SPAN_S, jobs.append)
-    jobs.pop()()
-    assert sum(held() is not None for held in memory) == 2, "as much as is in use"
-    inbox.drop(keys[0])
-    inbox.rooms.keep_house(2 * SPAN_S, jobs.append)
-    jobs.pop()()
-    assert all(held() is None for held in memory)

@@ -94,19 +94,6 @@ def test_a_snapshot_brings_everything_back(run, params, store):
     jax.tree.map(np.testing.assert_array_equal, saved, kept)
 
 
-def test_a_fragments_arrays_are_known_without_any(run, store):
-    empty = Store(run, store.plan, None, PIN_S)
-    for fragment, own in enumerate(arrays(store)):
-        jax.tree.map(
-            lambda a, b: (
-                np.testing.assert_equal(a.shape, b.shape),
-                np.testing.assert_equal(a.dtype, b.dtype),
-            ),
-            own,
-            empty.room(fragment),
-        )
-
-
 MEMBERS = Path(__file__).parents[2] / "benchmarks" / "members"
 HELOCO = f"{MEMBERS}/merge/heloco.py:heloco"
 
@@ -233,19 +220,6 @@ def test_an_array_comes_back_once_it_is_gone_and_not_before() -> None:
     del view
     assert place(spares.array((16, 8), np.float32)) == at, "by size, not by shape"
     assert buffer.nbytes == 512
-
-
-def test_spare_memory_beyond_the_limit_is_freed_and_nothing_that_is_read() -> None:
-    spares = Spares()
-    kept = spares.array((1000,), np.uint8)
-    kept[:] = 7
-    gone = [spares.array((1000,), np.uint8) for _ in range(3)]
-    del gone
-    spares.trim(2 * (1000 + CACHE_LINE))
-    assert len(spares._octets) == 3
-    spares.trim(0)
-    assert len(spares._octets) == 1
-    assert (kept == 7).all()
 
 
 BANDED = {"embed": (200, 16), "w": (2, 16, 16)}

@@ -159,7 +159,7 @@ class FragmentHolder(ABC):
         tells which fragments are back."""
 
     def keep_house(self, now: float) -> None:  # noqa: B027
-        """Begin to write the snapshot that is due, and to give back memory that is."""
+        """Begin to write the snapshot that is due."""
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
         """Wait for the snapshot under way; see `SnapshotWriter.wait`."""
@@ -339,8 +339,6 @@ class StoreHolder(FragmentHolder):
     def keep_house(self, now: float) -> None:
         """See `FragmentHolder`."""
         self._snapshots.write_due(now, self.store, self._publishes)
-        if not self._closing.is_set():
-            self._inbox.rooms.keep_house(now, self._submit)
 
     def save_all(self, within_s: float | None) -> bool:
         """See `FragmentHolder`. The result of a run has all fragments, those too that

@@ -18,14 +18,13 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import machine
 from diloco_jax.coordinator.holding.store import Spares
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.fragments import Part, PayloadLayout, tiles_of
@@ -41,10 +40,6 @@ SPARED_BYTES_EACH = 32
 parameters, anchors and momentum, and what is published meanwhile."""
 TOLD_S = 60.0
 """Seconds for which people are told that a delta found no room."""
-SPAN_S = 300.0
-"""Seconds from one look to the next at spare memory, which is given back beyond what is
-in use then. New pages for a delta of 1 GB cost less than 0.6 s of them."""
-
 Place: TypeAlias = npt.NDArray[np.uint8]
 GivenUp: TypeAlias = list[npt.NDArray[np.uint8]]
 """Spare memory that no later room gets; it is freed with the list."""
@@ -76,7 +71,7 @@ class Rooms:
 
     Its memory becomes that of a later room: the kernel takes 0.1 to 0.6 s per GB to
     give a process new pages. All rooms, whoever asks for them, and spare memory never
-    have more than the limit.
+    have more than the limit, and a process keeps what it once had.
     """
 
     def __init__(
@@ -90,7 +85,6 @@ class Rooms:
         self._memory, self._disk, self._spared = memory_bytes, disk, spared_bytes
         self._lock = threading.Lock()
         self._spares = Spares()
-        self._looked = -math.inf
         self._told = False
         self._refused = -math.inf, ""
         """When a delta last found no room, and why."""
@@ -110,24 +104,6 @@ class Rooms:
             room: Place = self._spares.array((nbytes,), np.uint8)
             given_up += self._spares.trim(self._memory - used)
             return room
-
-    def keep_house(
-        self, now: float, submit: Callable[[Callable[[], None]], None]
-    ) -> None:
-        """Have spare memory given back by a function for `submit`, once in each span
-        of time. now: of the monotonic clock. Called on one thread."""
-        if now - self._looked >= SPAN_S:
-            self._looked = now
-            submit(self._give_back)
-
-    def _give_back(self) -> None:
-        """Free spare memory beyond what is in use. It may take seconds."""
-        with self._lock:
-            freed = self._spares.trim(self.memory_bytes)
-        # Outside the lock, for which islands' bytes wait.
-        if freed:
-            freed.clear()
-            machine.give_memory_back()
 
     def on_disk(self, nbytes: int) -> Place:
         """Return a room on disk, which may take time. Raises Busy if there is none."""
