@@ -289,20 +289,17 @@ class Inbox:
     ) -> memoryview:
         """Return the place of a stripe. Nothing that takes time is done in the lock,
         which decisions need: a disk is asked, and memory goes to `given_up`."""
-        spare: Place | None = None
+        made: list[Place] = []
         while True:
             with self._lock:
-                missing = self._missing(start, layout)
-                if not missing:
-                    return self._place(start)
-                room = spare
-                if room is None:
-                    room = self.rooms.in_memory(missing, given_up)
-                if room is not None and room.nbytes == missing:
-                    self._move_in(start, layout, room)
-                    spare = None
-                    continue
-            spare = self.rooms.on_disk(missing)
+                while isinstance(place := self._place(start, layout, made), int):
+                    room = self.rooms.in_memory(place, given_up)
+                    if room is None:
+                        break
+                    made = [room]
+                else:
+                    return place
+            made = [self.rooms.on_disk(place)]
 
     def end(self, start: UploadStart, place: memoryview) -> bool:
         """Accept a stripe that is in the place from `begin`; return True once, when the
@@ -338,9 +335,15 @@ class Inbox:
                 assembly.coverage.add(start.part, here=False)
                 assembly.complete = False
 
-    def _missing(self, start: UploadStart, layout: PayloadLayout) -> int:
-        """Return the bytes of room that this stripe still needs; 0 if it has a
-        place."""
+    def _place(
+        self, start: UploadStart, layout: PayloadLayout, made: list[Place]
+    ) -> memoryview | int:
+        """Return the place of a stripe, or the bytes of the room that it still needs.
+        made: a room for it, which is taken if it has these bytes."""
+
+        def lacks(nbytes: int) -> bool:
+            return not made or made[0].nbytes != nbytes
+
         key = _key(start)
         assembly = self._deltas.get(key)
         if assembly is None:
@@ -354,28 +357,18 @@ class Inbox:
                     f"{len(held)} deltas of fragment {key.fragment} of {key.island!r} "
                     f"have arrived; come again when they are merged"
                 )
-            return layout.total_bytes
-        if assembly.complete or start.part in assembly.parts:
-            return 0
-        assembly.require_space(start.total)
-        if start.part:
-            return start.total
-        assembly.parts[start.part] = _Arriving(assembly.room)
-        return 0
-
-    def _move_in(self, start: UploadStart, layout: PayloadLayout, room: Place) -> None:
-        assembly = self._deltas.get(_key(start))
-        if assembly is None:
-            self._deltas[_key(start)] = _Assembly(layout, room)
-        else:
-            assembly.parts[start.part] = _Arriving(room)
-
-    def _place(self, start: UploadStart) -> memoryview:
-        assembly = self._deltas[_key(start)]
-        arriving = assembly.parts.get(start.part)
-        if assembly.complete or arriving is None:
+            if lacks(layout.total_bytes):
+                return layout.total_bytes
+            assembly = self._deltas[key] = _Assembly(layout, made.pop())
+        if assembly.complete:
             return _nowhere(start)
-        return arriving.lend(start)
+        if start.part not in assembly.parts:
+            assembly.require_space(start.total)
+            if start.part and lacks(start.total):
+                return start.total
+            room = made.pop() if start.part else assembly.room
+            assembly.parts[start.part] = _Arriving(room)
+        return assembly.parts[start.part].lend(start)
 
     def payload(self, key: DeltaKey) -> Place:
         """Return the bytes of a complete delta; raise KeyError if it has not
