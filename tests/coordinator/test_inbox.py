@@ -196,6 +196,12 @@ def test_a_stripe_counts_only_in_the_delta_that_it_was_written_to():
             inbox.payload(DeltaKey("a", 1, 0, tick))
     assert put(inbox, start(0, 60, tick=tick), 1)
     assert put(inbox, start(tick=20), 1), "the rest of the others is gone"
+    inbox = Inbox(LAYOUTS, Rooms(1000))
+    old = inbox.begin(start())
+    inbox.drop(KEY)
+    new = inbox.begin(start())
+    assert not inbox.end(start(), old), "its bytes are not where the new ones are"
+    assert inbox.end(start(), new)
 
 
 def test_a_new_incarnation_frees_what_the_old_one_sent_but_did_not_leave_behind():
