@@ -217,7 +217,7 @@ def _has_record(data: bytes, at: int) -> bool:
     the next one was written, so none follows a record that a crash left unfinished."""
     while 0 <= (at := data.find(_MAGIC, at)) <= len(data) - _HEADER.size:
         _, length, crc = _HEADER.unpack_from(data, at)
-        body = data[at + _HEADER.size :][:length]
+        body = data[at + _HEADER.size : at + _HEADER.size + length]
         if len(body) == length and zlib.crc32(body) == crc:
             return True
         at += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,32 @@ def test_what_has_come_whole_is_not_replaced(holder: Holder, number: int) -> Non
     assert holder.told[-1].equal
     with pytest.raises(Refused, match="is not replaced"):
         holder.send(0, "b", 0.75, sample=SAMPLE)
+
+
+def test_what_comes_twice_at_once_counts_once(holder: Holder) -> None:
+    """By two ticks: the second one found no bytes, which ended the coordinator."""
+    jobs: list[Callable[[], None]] = []
+    holder.lost._submit = jobs.append
+    whole = layouts_of(FRAGMENTS)[0].total_bytes
+    of = {"island": "a", "fragment": 0, "version": Version(1, 1)}
+    starts = [stripe(0, whole, whole, tick=tick, **of) for tick in (0, -1)]
+    for start, place in [(start, holder.upload_begin(start)) for start in starts]:
+        place[:] = bytes(len(place))
+        holder.upload_end(start, place)
+    for job in jobs:
+        job()
+    assert len(holder.told) == 1
+
+
+def test_memory_of_anchors_is_freed_once_no_fragment_is_lost(holder: Holder) -> None:
+    """Deltas have other sizes: it would be spare for as long as the process lives."""
+    holder.lost._store.load = lambda *anchor: None
+    for fragment in range(2):
+        holder.send(fragment, "a", 0.5)
+    for fragment in range(2):
+        assert holder.rooms._spares._octets
+        holder.lost.commit(fragment)
+    assert not holder.rooms._spares._octets
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -36,6 +36,7 @@ from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.core.fragments import PayloadLayout, get_piece, plan_fragments
 from diloco_jax.core.merging import RDA, may_cut, rule_for
 from diloco_jax.core.outer import make_outer, outer_step
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.messages import Version
 
 
@@ -243,6 +244,11 @@ def test_a_tensor_in_bands_is_merged_and_brought_back_as_if_whole(run) -> None:
     whole = Store(run, plan_fragments(BANDED, BANDED_AXES, 1), drawn(0), PIN_S)
     again = Store(run, plan, None, PIN_S)
     load(again, arrays(cut), [Version()] * 5)
+    for fragment, pieces in enumerate(plan.fragments):
+        values = [(TileGrid.of(p.shape), get_piece(drawn(0), p)) for p in pieces]
+        tiles = [np.asarray(grid.to_tiles(value)).tobytes() for grid, value in values]
+        fetched = cut.fetch(fragment, Version(), None).buffers
+        assert b"".join(map(bytes, fetched)) == b"".join(tiles), "as islands have them"
     for version, final in ((Version(1, 1), False), (Version(1, 2), True)):
         for store in (cut, whole):
             for fragment, pieces in enumerate(store.plan.fragments):

@@ -147,6 +147,8 @@ class LostFragments:
         self._store.load(fragment, arrays, version)
         self._drop(fragment)
         self._lost.discard(fragment)
+        if not self._lost:  # No delta has the size of an anchor.
+            self._submit(self._rooms.free)
 
     def _drop(self, fragment: int) -> None:
         """Await no anchor of the fragment; free what came of it."""
@@ -185,7 +187,8 @@ class LostFragments:
         if not inbox.end(start, place):
             return False
         with self._begins:
-            if arriving.inbox is not inbox:
+            # It may come twice at once, by another tick.
+            if arriving.complete or arriving.inbox is not inbox:
                 return False
             arriving.complete = True
         self._submit(lambda: self._use(arriving, start))

@@ -105,6 +105,12 @@ class Rooms:
             given_up += self._spares.trim(self._memory - used)
             return room
 
+    def free(self) -> None:
+        """Free the spare memory. It may take seconds."""
+        with self._lock:
+            given_up = self._spares.trim(0)
+        given_up.clear()  # Outside the lock, for which islands' bytes wait.
+
     def on_disk(self, nbytes: int) -> Place:
         """Return a room on disk, which may take time. Raises Busy if there is none."""
         full = (
