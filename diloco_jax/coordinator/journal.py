@@ -50,6 +50,7 @@ _HEADER = struct.Struct("<4sII")
 _MAGIC = b"dlc2"
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 """Shared: `json.dumps` makes one for each record that it writes without spaces."""
+_DAMAGED = "the log is damaged, restore the workdir from a copy"
 FOLLOWS = "follows"
 """Kind of the first record of a segment that has one before it."""
 
@@ -99,7 +100,9 @@ class RecordLog:
         """Delete the segments up to number `through`, which the oldest snapshot
         contains.
         """
-        forget(self._folder, through)
+        for number in _segments(self._folder):
+            if number <= through:
+                _path(self._folder, number).unlink()
 
     def close(self) -> None:
         """Close the newest segment."""
@@ -122,13 +125,6 @@ class RecordLog:
             path.unlink()
             raise
         return file
-
-
-def forget(folder: Path, through: int) -> None:
-    """Delete the segments of a folder up to number `through`."""
-    for number in _segments(folder):
-        if number <= through:
-            _path(folder, number).unlink()
 
 
 def next_number(folder: Path, after: int) -> int:
@@ -178,62 +174,51 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Line]:
     """Yield the entries of one segment. last: it is the newest segment; an unfinished
     frame at its end, as a crash leaves it, is cut off. Raises DurableError as `read`
     does."""
-    size, offset = file.seek(0, os.SEEK_END), file.seek(0)
-    while offset < size:
-        raw = file.read(_HEADER.size)
-        end = offset + _HEADER.size
-        torn = end > size
+    file.seek(0)
+    data, offset = file.read(), 0
+    while offset < len(data):
+        where = f"{name}, byte {offset}"
+        header = data[offset : offset + _HEADER.size]
+        torn, end = len(header) < _HEADER.size, offset + _HEADER.size
         if not torn:
-            magic, length, crc = _HEADER.unpack(raw)
+            magic, length, crc = _HEADER.unpack(header)
             if magic != _MAGIC:
                 raise DurableError(
-                    f"{name}, byte {offset}: found {magic!r} where a record with "
-                    f"{_MAGIC!r} begins; the log is damaged, restore the workdir "
-                    f"from a copy"
+                    f"{where}: found {magic!r} where a record with {_MAGIC!r} begins; "
+                    f"{_DAMAGED}"
                 )
             end += length
-            torn = end > size
-        if torn:
-            if not last:
-                raise DurableError(
-                    f"{name} ends inside the record at byte {offset}, but later "
-                    f"segments exist; the log is damaged, restore the workdir "
-                    f"from a copy"
-                )
-            if _has_record(file, offset + 1):
-                raise DurableError(
-                    f"{name}, byte {offset}: a record of {end - offset:,} bytes, which "
-                    f"is more than the file has, and whole ones follow its beginning; "
-                    f"the log is damaged, restore the workdir from a copy"
-                )
-            _cut_off(file, name, offset)
-            return
-        body = file.read(length)
-        found = zlib.crc32(body)
-        if found != crc:
-            if last and end == size:
+            torn = end > len(data)
+        if torn and not last:
+            raise DurableError(
+                f"{name} ends inside the record at byte {offset}, but later segments "
+                f"exist; {_DAMAGED}"
+            )
+        if torn and _has_record(data, offset + 1):
+            raise DurableError(
+                f"{where}: a record of {end - offset:,} bytes, which is more than the "
+                f"file has, and whole ones follow its beginning; {_DAMAGED}"
+            )
+        body = data[offset + _HEADER.size : end]
+        if torn or zlib.crc32(body) != crc:
+            if last and end >= len(data):
                 _cut_off(file, name, offset)
                 return
             raise DurableError(
-                f"{name}, byte {offset}: checksum {found:08x}, written as "
-                f"{crc:08x}; the log is damaged, restore the workdir from a copy"
+                f"{where}: checksum {zlib.crc32(body):08x}, written as {crc:08x}; "
+                f"{_DAMAGED}"
             )
         yield json.loads(body)
         offset = end
 
 
-def _has_record(file: BinaryIO, start: int) -> bool:
-    """Tell if a whole record begins at `start` or later. Each record was on disk before
+def _has_record(data: bytes, at: int) -> bool:
+    """Tell if a whole record begins at `at` or later. Each record was on disk before
     the next one was written, so none follows a record that a crash left unfinished."""
-    file.seek(start)
-    data, at = file.read(), 0
-    while (at := data.find(_MAGIC, at)) >= 0:
-        body = at + _HEADER.size
-        if body > len(data):
-            return False
-        _, length, crc = _HEADER.unpack(data[at:body])
-        end = body + length
-        if end <= len(data) and zlib.crc32(data[body:end]) == crc:
+    while 0 <= (at := data.find(_MAGIC, at)) <= len(data) - _HEADER.size:
+        _, length, crc = _HEADER.unpack_from(data, at)
+        body = data[at + _HEADER.size : at + _HEADER.size + length]
+        if len(body) == length and zlib.crc32(body) == crc:
             return True
         at += 1
     return False

@@ -26,7 +26,7 @@ from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.ledger import Tally
-from diloco_jax.protocol.coordinator.search import FoundTerm, GiveUp, Postpone
+from diloco_jax.protocol.coordinator.search import FoundTerm, GiveUp, Offered, Postpone
 from diloco_jax.protocol.coordinator.state import (
     Alert,
     Disconnected,
@@ -46,16 +46,10 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import (
     AnchorCompared,
     AnchorKept,
-    AwaitAnchor,
-    Commit,
     CycleKept,
     DeltaArrived,
-    Drop,
-    Forget,
     FromHolder,
     HolderTroubled,
-    KeepFragment,
-    Merge,
     MergeDigested,
     MergeMeasured,
     MergePrepared,
@@ -82,16 +76,20 @@ Decide = Callable[[PolicyConfig, S, E, float], tuple[S, Any]]
 
 
 class Log(Protocol):
-    """The written record of the coordinator. A search writes nothing."""
+    """The written record of the coordinator. A search writes none: it
+    tells people, and does nothing else of this."""
 
     def persist(self, record: Durable) -> None:
         """Write a record; durable when this returns."""
+        return
 
     def note(self, record: Noted) -> None:
         """Write a record to the tape."""
+        return
 
     def ignored(self, ignored: Ignored) -> None:
         """Count a message that made no move."""
+        return
 
     def alert(self, text: str, island: str = "") -> None:
         """Report something that a person should look at. island: see `Alert`."""
@@ -108,16 +106,6 @@ class Holder(Protocol):
         """
 
 
-class Searcher(Protocol):
-    """The shell of a search."""
-
-    def alert(self, text: str, island: str = "") -> None:
-        """Report something that a person should look at. There is no tape yet."""
-
-    def over(self, end: FoundTerm | GiveUp) -> None:
-        """End the search."""
-
-
 class Engine(Generic[S, E]):
     """The deciding half of the protocol, with the objects that carry out its
     effects."""
@@ -129,16 +117,16 @@ class Engine(Generic[S, E]):
         state: S,
         *,
         sessions: Sessions,
-        log: Log | None = None,
-        holder: Holder | None = None,
-        searcher: Searcher | None = None,
+        log: Log,
+        holder: Holder,
+        over: Callable[[FoundTerm | GiveUp], None] = lambda end: None,
     ) -> None:
-        """log: for the usual half; searcher: for a search."""
+        """over: called at the end of a search."""
         self.config, self.state = config, state
         self.dead = False
         """Set by an effect that ends this engine; no later effect is carried out."""
         self._decide, self._sessions = decide, sessions
-        self._log, self._holder, self._searcher = log, holder, searcher
+        self._log, self._holder, self._over = log, holder, over
 
     def step(self, event: E, now: float) -> None:
         """Apply one event at time `now`: decide, then act, in order."""
@@ -157,9 +145,8 @@ class Engine(Generic[S, E]):
         """End a session by a decision of the service, not of the protocol. The tape
         notes it.
         """
-        if self._log is not None:
-            note = TurnedAway(island=island, code=refused.code, message=refused.message)
-            self._log.note(note)
+        note = TurnedAway(island=island, code=refused.code, message=refused.message)
+        self._log.note(note)
         self._sessions.tell(session, refused)
 
     def carry_out(self, effect: AnyEffect) -> None:
@@ -168,30 +155,21 @@ class Engine(Generic[S, E]):
             case Tell(session=session, message=message):
                 self._sessions.tell(session, message)
             case Note(record=noted):
-                assert self._log is not None
                 self._log.note(noted)
             case Persist(record=durable):
-                assert self._log is not None
                 self._log.persist(durable)
             case Ignored():
-                assert self._log is not None
                 self._log.ignored(effect)
             case Postpone(session=session, message=reason):
                 self._sessions.postpone(session, reason)
             case Alert(text=text, island=island):
-                told = self._log or self._searcher
-                assert told is not None
-                told.alert(text, island)
+                self._log.alert(text, island)
             case Outdated(text=text):
                 raise errors.Refused("outdated", text)
-            case (
-                Merge() | Commit() | KeepFragment() | Drop() | Forget() | AwaitAnchor()
-            ):
-                assert self._holder is not None
-                self._holder.hold(effect)
             case FoundTerm() | GiveUp():
-                assert self._searcher is not None
-                self._searcher.over(effect)
+                self._over(effect)
+            case _:
+                self._holder.hold(effect)
 
 
 class Stream(Protocol):
@@ -330,16 +308,14 @@ class EngineThread(Generic[S, E]):
         engine: Engine[S, E],
         next_deadline: Callable[[S, float], float | None],
         timer: E,
-        peer_of: Callable[[E | None], Disconnected | None],
         housekeeping: Callable[[], None],
     ) -> None:
         """next_deadline: the time at which time alone changes something, given the
         state and the time of the last step; `timer` is the engine's event then.
-        peer_of: the end of the session that an event came from, if it came from one.
         housekeeping: called on this thread at least twice a second."""
         self.engine = engine
         self._next_deadline, self._timer = next_deadline, timer
-        self._peer_of, self._housekeeping = peer_of, housekeeping
+        self._housekeeping = housekeeping
         self.touch: Callable[[], None] = lambda: None
         """Called on this thread after each turn; see `watchdog.TurnWatch`."""
         self._queue: queue.Queue[
@@ -418,8 +394,16 @@ class EngineThread(Generic[S, E]):
         # Use the time at which the event came. An event that waited while this thread
         # was held up (by a disk, or with the whole machine) is not late.
         self._now = max(self._now, at)
-        self._handle(event, before, peer or self._peer_of(event))
+        self._handle(event, before, peer or self._peer(event))
         self._housekeeping()
+
+    def _peer(self, event: E | None) -> Disconnected | None:
+        """Return the end of the session that an event came from, if it came from
+        one."""
+        said = event.hello if isinstance(event, Offered) else event
+        if not isinstance(said, Hello | Said | Disconnected):
+            return None
+        return Disconnected(island=said.island, session=said.session)
 
     def _handle(
         self, event: E | None, before: Before | None, peer: Disconnected | None
@@ -498,7 +482,6 @@ class Lead(EngineThread[State, Event]):
             engine,
             decide.next_deadline,
             Timer(),
-            self._peer,
             lambda: housekeeping(self),
         )
         holder.answer(self.hear, self.fail)
@@ -562,15 +545,12 @@ class Lead(EngineThread[State, Event]):
                 self.journal.alert(text)
 
     def _peer(self, event: Event | None) -> Disconnected | None:
-        match event:
-            case Hello() | Said() | Disconnected():
-                return Disconnected(island=event.island, session=event.session)
-            case DeltaArrived():
-                island = self.state.islands.get(event.island)
-                current = island is not None and island.incarnation == event.incarnation
-                session = island.session if island is not None and current else ""
-                return Disconnected(island=event.island, session=session)
-        return None
+        if not isinstance(event, DeltaArrived):
+            return super()._peer(event)
+        island = self.state.islands.get(event.island)
+        current = island is not None and island.incarnation == event.incarnation
+        session = island.session if island is not None and current else ""
+        return Disconnected(island=event.island, session=session)
 
     def run(self) -> None:
         """Decide until `stop`, see EngineThread; compile what merges need at the same

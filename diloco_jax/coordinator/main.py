@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from msgspec.structs import replace
 
 from diloco_jax import checkpoint, compilation, files, run_files
 from diloco_jax import workdir as workdirs
@@ -22,10 +23,9 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import going_on, origin, summary
 from diloco_jax.coordinator import journal as durable
-from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
-from diloco_jax.coordinator.holding.holder import FragmentHolder
+from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles, make_store
+from diloco_jax.coordinator.holding.holder import FragmentHolder, make_holder
 from diloco_jax.coordinator.lead import Lead, Sessions
-from diloco_jax.coordinator.origin import StateMaker
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import (
     AfterEndHandlers,
@@ -48,6 +48,7 @@ from diloco_jax.coordinator.settings import (
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.coordinator.summary import Announcer
 from diloco_jax.coordinator.watchdog import DiskWait, TurnWatch
+from diloco_jax.coordinator.workers import WorkersHolder, has_result
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.hardware.machines import lasting
@@ -57,9 +58,13 @@ from diloco_jax.observability.measures import ENDING
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.process import heed_signals
-from diloco_jax.protocol.coordinator.search import Aim
-from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.protocol.holding import FromHolder
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.search import Aim, FoundTerm
+from diloco_jax.protocol.coordinator.state import State, initial
+from diloco_jax.protocol.holding import Committed, FromHolder, RestoreFragments
+from diloco_jax.protocol.messages import NOTHING, Version
+from diloco_jax.weights.first import keep_source, keep_tokenizer
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Handlers
@@ -124,10 +129,9 @@ def serve(coordinator: Coordinator) -> int:
 class Coordinator:
     """One life of the coordinator: make, `start`, `run`, `conclude`, `close`."""
 
-    gathers = ""
-    """The run whose state was lost, as a person says; before `start`."""
-    trusted = ""
-    """The island whose anchors a person believes; likewise."""
+    gathers = trusted = ""
+    """The run whose state was lost, as a person says, and the island whose anchors a
+    person believes; before `start`."""
 
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
@@ -267,7 +271,7 @@ class Coordinator:
                 workdirs.make_workdir(self._workdir)
                 self._facts = RunFacts(run_id=run_id, begun_unix=time.time())
                 self._open_run(had_run=False)
-            return holder or self._maker.all_lost(term)
+            return holder or self._all_lost(term)
 
         search = AnchorSearch(
             self.config.run,
@@ -292,9 +296,11 @@ class Coordinator:
         placement = config.placement
         going_on.hold(workdir, self._open, had_run=had_run)
         compilation.use_cache(compilation.of_run(workdir))
-        policy = policy_of(config, self._plan, run_id)
-        whose = checkpoint.whose(config.run, run_id, self._plan)
-        self._states = StateSnapshots(self._folder, placement, policy, whose)
+        self._policy = policy_of(config, self._plan, run_id)
+        self._whose = checkpoint.whose(config.run, run_id, self._plan)
+        self._states = StateSnapshots(
+            self._folder, placement, self._policy, self._whose
+        )
         if had_run and self._states.newest() is None:
             begins = self._init or (
                 placement.first_from and not workdirs.has_begun(workdir)
@@ -313,49 +319,186 @@ class Coordinator:
             self._tape.went_on = 0.0  # The run as a whole was away: nothing failed.
         self._open.callback(self._tape.close)
         self._kept = KeptCycles(
-            workdir, placement.exports_kept, whose, self._plan.sizes
+            workdir, placement.exports_kept, self._whose, self._plan.sizes
         )
         self._open.callback(self._kept.close, self._deadlines.stop_s)
-        self._maker = StateMaker(
-            config=config,
-            policy=policy,
-            plan=self._plan,
-            workdir=workdir,
-            states=self._states,
-            kept=self._kept,
-            tape=self._tape,
-            opened=self._open,
-            open_log=self._open_log,
-            search=self._search,
-            trusted=self.trusted,
-        )
-
-    def _open_log(self, after: int) -> durable.RecordLog:
-        folder = self._workdir / run_files.LOG
-        log = durable.RecordLog(folder, after, self._disk.until_written)
-        self._open.callback(log.close)
-        return log
 
     def _make_state(self, searched: Searched | None) -> State:
         """Make the state, the holder and the log of this life."""
         found = self._states.newest()
         if searched is not None:
-            made = self._maker.of_new_term(searched, found)
+            state = self._of_new_term(searched, found)
             # run.json comes last: before it, the workdir holds no run.
             write_config_json(self.config, self._workdir / run_files.CONFIG)
             self._facts.write(self._workdir)
-        elif found is not None:
-            made = self._maker.recovered()
-        else:
-            made = self._maker.of_new_run()
-        self.holder, self._log = made.holder, made.log
-        return made.state
+            return state
+        return self._of_new_run() if found is None else self._recovered()
+
+    def _recovered(self) -> State:
+        """Return the state of the run on the disk, as far as it was durable."""
+        folder = self._workdir / run_files.LOG
+        recovered = origin.recover(self._policy, self._states, folder)
+        state = recovered.state
+        total = self.config.run.total_tokens
+        over = state.phase == "done" and state.progress_tokens >= total
+        over = over and has_result(self._workdir)
+        self.holder = self._make_holder(state.term, over=over)
+        restored = self.holder.restore(recovered.restore)
+        origin.tell_recovered(self.config, recovered, restored, self._tape)
+        # After the snapshot: a kill may have come between snapshot and log.
+        self._open_log(recovered.snapshot)
+        if lost := [one.fragment for one in restored.lost]:
+            aim = origin.aim_of_run(self.config, self._plan, self.trusted)
+            aim = origin.aim_of_lost(aim, state, lost, self._tape)
+            found = self._search(aim, self.holder).found
+            for record in recovery.term_records(state, found):
+                self._log.append(records.line(record))
+                self._tape.append(durable.dated(record))
+                state = recovery.fragment_begun(state, record)
+            origin.commit(self.holder, found)
+        return state
+
+    def _of_new_run(self) -> State:
+        """Return the state of a new run. An island gives its parameters, or workers or
+        this process draw or read them."""
+        state, giver = initial(self._policy), self.config.placement.first_from
+        if giver:
+            aim = origin.aim_of_run(self.config, self._plan, "")
+            aim = replace(aim, names=frozenset((giver,)), first=True)
+            searched = self._search(aim)
+            self._tell_begun(self._environment(), giver, searched.found)
+            self._begin_with(state, searched.holder)
+            origin.commit(searched.holder, searched.found)
+            return state
+        holder, began = self._make_holder(1), time.monotonic()
+        asked = RestoreFragments(fragments=self._all_at(Version()), first=True)
+        self._tell_begun(holder.restore(asked).environment)
+        if self.config.run.model.weights:
+            logger.info(
+                "%d parameters of %s, read and written in %.1f s",
+                self._plan.total,
+                self.config.run.model.weights,
+                time.monotonic() - began,
+            )
+        self._begin_with(state, holder)
+        return state
+
+    def _of_new_term(self, searched: Searched, before: int | None) -> State:
+        """Return the state of a new term. before: number of a snapshot that is there,
+        of an older run, as where snapshots go elsewhere."""
+        if before is not None:
+            self._states.require_own(before)
+        found = searched.found
+        begins = durable.Term(
+            term=found.term,
+            name=found.name,
+            run_id=found.run_id,
+            versions=tuple(anchor.version for anchor in found.anchors),
+            sources=tuple(anchor.island for anchor in found.anchors),
+            replaced=tuple(anchor.replaced for anchor in found.anchors),
+            tokens=found.tokens,
+            next_position=found.next_position,
+            fingerprint=self._policy.fingerprint,
+            plan=self._plan.digest(),
+            parameters_digest=origin.digest_of(found),
+            environment=self._environment(),
+            since=self._tape.went_on,
+        )
+        self._tape.append(durable.dated(begins))
+        logger.warning(
+            "term %d of run %s begins with versions %s of islands %s",
+            found.term,
+            found.run_id,
+            [tuple(anchor.replaced) for anchor in found.anchors],
+            sorted({anchor.island for anchor in found.anchors}),
+        )
+        state = recovery.first_state(self._policy, found)
+        self._begin_with(state, searched.holder, before)
+        origin.commit(searched.holder, found)
+        return state
+
+    def _tell_begun(
+        self,
+        environment: dict[str, Any],
+        giver: str = "",
+        found: FoundTerm | None = None,
+    ) -> None:
+        """Tell the tape that a run begins, before its first snapshot: a run with one
+        goes on after a crash. Keep the files of the weights' source. found: the
+        parameters that an island gave."""
+        run = self.config.run
+        if run.model.weights:
+            keep_source(run.model.weights, self._workdir)
+        keep_tokenizer(run.data, self._workdir)
+        begun = durable.Begun(
+            run_id=self._policy.run_id,
+            fingerprint=self._policy.fingerprint,
+            plan=self._plan.digest(),
+            total_tokens=run.total_tokens,
+            environment=environment,
+            first_from=giver,
+            parameters_digest=origin.digest_of(found) if found else "",
+        )
+        self._tape.append(durable.dated(begun))
+
+    def _environment(self) -> dict[str, Any]:
+        return make_store(self.config, self._plan).describe()
+
+    def _begin_with(
+        self, state: State, holder: FragmentHolder, before: int | None = None
+    ) -> None:
+        """Write the first snapshot of a run or a term, whose fragments are on disk at
+        this holder."""
+        # After the log's snapshot: where a log is, the run has begun.
+        after = -1 if before is None else before
+        number = durable.next_number(self._workdir / run_files.LOG, after)
+        with self._states.beginning():
+            self._states.save(number, state)
+        self._open_log(number)
+        self._log.forget(number)
+        self.holder = holder
+
+    def _open_log(self, after: int) -> None:
+        folder = self._workdir / run_files.LOG
+        self._log = durable.RecordLog(folder, after, self._disk.until_written)
+        self._open.callback(self._log.close)
+
+    def _all_lost(self, term: int) -> FragmentHolder:
+        """Return a holder that waits for the anchors of all fragments. term: that which
+        begins with them."""
+        holder = self._make_holder(term)
+        holder.restore(RestoreFragments(fragments=self._all_at(NOTHING)))
+        return holder
+
+    def _make_holder(self, term: int, *, over: bool = False) -> FragmentHolder:
+        """Return a holder without arrays, for `restore`. At the end of this life it
+        ends a restore that is under way, and breaks the lines to workers."""
+        config, plan, workdir = self.config, self._plan, self._workdir
+        if config.placement.workers == 1:
+            store, everything = make_store(config, plan), range(len(plan.fragments))
+            holder = make_holder(
+                config, store, self._kept, workdir, self._whose, everything
+            )
+            self._open.callback(holder.close)  # A start may fail while it restores.
+            return holder
+        run_id = self._policy.run_id
+        workers = WorkersHolder(
+            config, workdir, run_id, plan, self._kept, term, over=over
+        )
+        self._open.callback(workers.end)
+        return workers
+
+    def _all_at(self, version: Version) -> tuple[Committed, ...]:
+        return tuple(
+            Committed(fragment=fragment, version=version, digests={})
+            for fragment in range(len(self._plan.fragments))
+        )
 
     def _make_lead(self, state: State) -> None:
         self._sessions = Sessions()
         self._sessions.completed = self.holder.completed
         self.lead = Lead(
-            self._maker.policy,
+            self._policy,
             state,
             holder=self.holder,
             log=self._log,
@@ -389,14 +532,14 @@ class Coordinator:
     def _make_service(self) -> Service:
         config = self.config
         return Service(
-            Likeness(config.run, self._plan),
+            likeness=Likeness(config.run, self._plan),
             lead=self.lead,
             holder=self.holder,
             sessions=self._sessions,
             roster=self._roster,
             metrics=self._metrics,
-            kept=self._kept,
-            status=self._announcer.shown,
+            kept_cycles=self._kept,
+            shown=self._announcer.shown,
             time_budget_s=config.placement.time_budget_s,
             sources=config.run.data.sources,
         )

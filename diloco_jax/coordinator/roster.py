@@ -7,10 +7,11 @@ nothing.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,12 +106,10 @@ class Roster:
     """All islands that ever said hello, and what failed. Only the lead's thread uses
     it."""
 
-    def __init__(
-        self, path: Path | None = None, read: Callable[[Path, Any], Any] | None = None
-    ) -> None:
+    def __init__(self, path: Path | None = None, *, put_aside: bool = False) -> None:
         """path: the file that `save` writes; it is read if it exists, and so is the one
-        of the failures beside it. read: reads them, if not `_read` does."""
-        self._path, read = path, read or _read
+        of the failures beside it. put_aside: see `_read`."""
+        self._path, read = path, functools.partial(_read, put_aside=put_aside)
         self.members: dict[str, MeasuredIsland] = {}
         self.before: Mapping[str, Totals] = {}
         """Tokens of islands before the roster began, which no measure includes."""
@@ -123,7 +122,7 @@ class Roster:
     @classmethod
     def begin_from(cls, path: Path) -> Roster:
         """Load the files that the coordinator's last life left."""
-        roster = cls(path, _read_or_put_aside)
+        roster = cls(path, put_aside=True)
         roster.failures.catch_up(path.parent)
         return roster
 
@@ -305,31 +304,24 @@ class Roster:
         member.adopted = {}
 
 
-def _read(path: Path, kind: Any) -> Any:
-    """Return what a file holds; None if there is none."""
+def _read(path: Path, kind: Any, *, put_aside: bool) -> Any:
+    """Return what a file holds; None if there is none. put_aside: so is one that cannot
+    be read, as after a power cut: no decision depends on it."""
     if not path.exists():
         return None
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error}); restore it from a copy"
-        ) from error
-
-
-def _read_or_put_aside(path: Path, kind: Any) -> Any:
-    """Return what a file holds. One that cannot be read, as after a power cut, is put
-    aside: no decision depends on it."""
-    try:
-        return _read(path, kind)
-    except ConfigError as error:
-        damaged = path.with_suffix(".damaged")
-        os.replace(path, damaged)
-        logger.warning(
-            "%s; it is %s now, and what it held is missing in status and summary",
-            error,
-            damaged,
-        )
+        wrong = f"{path} cannot be read ({error}); restore it from a copy"
+        if not put_aside:
+            raise ConfigError(wrong) from error
+    damaged = path.with_suffix(".damaged")
+    os.replace(path, damaged)
+    logger.warning(
+        "%s; it is %s now, and what it held is missing in status and summary",
+        wrong,
+        damaged,
+    )
     return None
 
 

@@ -14,6 +14,7 @@ call of theirs is answered "later".
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -33,6 +34,7 @@ from diloco_jax.coordinator.lead import (
     Engine,
     EngineThread,
     Lead,
+    Log,
     Sessions,
     session_in_use,
 )
@@ -51,11 +53,9 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.search import (
     Aim,
-    Event,
     FoundTerm,
     GiveUp,
     Offered,
-    Search,
 )
 from diloco_jax.protocol.coordinator.state import (
     Disconnected,
@@ -169,40 +169,32 @@ DECIDED_WITHIN_S = 10.0
 """Longest wait of an operator's call until that is decided."""
 
 
+@dataclasses.dataclass(kw_only=True)
 class Service(Handlers):
     """The answers of the wire's server while the run goes on."""
 
-    def __init__(
-        self,
-        likeness: Likeness,
-        *,
-        lead: Lead,
-        holder: FragmentHolder,
-        sessions: Sessions,
-        roster: Roster,
-        metrics: Metrics,
-        kept: KeptCycles,
-        status: Callable[[], dict[str, Any]],
-        time_budget_s: float,
-        sources: Sequence[str] = (),
-    ) -> None:
-        """sources: names of a mixture's sources."""
-        self._likeness = likeness
-        self._lead, self._holder = lead, holder
-        self._sessions, self._roster, self._metrics = sessions, roster, metrics
-        self._status, self._kept = status, kept
-        self._time_budget_s = time_budget_s
-        self._sources = sources
-        self._written: dict[str, float] = {}
-        """Time of the last line of metrics, by admitted island."""
+    likeness: Likeness
+    lead: Lead
+    holder: FragmentHolder
+    sessions: Sessions
+    roster: Roster
+    metrics: Metrics
+    kept_cycles: KeptCycles
+    shown: Callable[[], dict[str, Any]]
+    """Returns what `diloco status` shows."""
+    time_budget_s: float
+    sources: Sequence[str] = ()
+    """Names of a mixture's sources."""
+    _written: dict[str, float] = dataclasses.field(default_factory=dict, init=False)
+    """Time of the last line of metrics, by admitted island."""
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Accept a control stream that said hello."""
         check_hello(hello)
-        known = self._lead.state.islands.get(hello.island)
+        known = self.lead.state.islands.get(hello.island)
         last = known.incarnation if known is not None else 0
         check_incarnation(hello, last, time.time())
-        if lines := self._likeness.differences(hello):
+        if lines := self.likeness.differences(hello):
             raise Refused(
                 "config",
                 f"island {hello.island!r} and the run differ in {'; '.join(lines)} "
@@ -210,7 +202,7 @@ class Service(Handlers):
                 f"config.json, on the run's text (--data.paths), and with the run's "
                 f"model",
             )
-        lead = self._lead
+        lead = self.lead
         if how := members.how_ahead(lead.config, lead.state, hello):
             # Not refused, since the fault is at this end: the island goes on, and comes
             # again.
@@ -219,13 +211,13 @@ class Service(Handlers):
                 f"island {hello.island!r} is {how}, whose state is an old one; stop "
                 f"this coordinator, and start the one that has the newest state"
             )
-        for other in self._lead.state.islands.values():
+        for other in self.lead.state.islands.values():
             if other.session == hello.session and other.name != hello.island:
                 raise Refused("session", session_in_use(hello))
-        self._sessions.arrived(session)
+        self.sessions.arrived(session)
 
         def introduce() -> None:
-            self._lead.journal.note(
+            self.lead.journal.note(
                 journal.Hello(
                     island=hello.island,
                     incarnation=hello.incarnation,
@@ -235,31 +227,31 @@ class Service(Handlers):
                 )
             )
 
-        self._lead.post(hello, introduce)
+        self.lead.post(hello, introduce)
         # The roster follows the protocol's answer, which stands when this is called.
         peer = Disconnected(island=hello.island, session=hello.session)
-        self._lead.post(None, lambda: self._let_in(hello, session), peer)
+        self.lead.post(None, lambda: self._let_in(hello, session), peer)
 
     def receive(self, session: Session, message: messages.AfterHello) -> None:
         """Take a report or a goodbye of an island, or its word about another one."""
         hello = session.hello
-        if not self._sessions.serves(session):
+        if not self.sessions.serves(session):
             return
         said = Said(island=hello.island, session=hello.session, message=message)
         if isinstance(message, messages.Goodbye):
-            self._lead.post(said, lambda: self._roster.left(hello.island, time.time()))
+            self.lead.post(said, lambda: self.roster.left(hello.island, time.time()))
             return
         if isinstance(message, messages.DonorFailed):
-            self._lead.post(said)
+            self.lead.post(said)
             return
-        check_report(hello, message, self._lead.config.fragments)
-        self._lead.post(said, lambda: self._measured(hello.island, message))
+        check_report(hello, message, self.lead.config.fragments)
+        self.lead.post(said, lambda: self._measured(hello.island, message))
 
     def disconnect(self, session: Session) -> None:
         """Note that a control stream ended."""
-        if self._sessions.gone(session):
+        if self.sessions.gone(session):
             hello = session.hello
-            self._lead.post(Disconnected(island=hello.island, session=hello.session))
+            self.lead.post(Disconnected(island=hello.island, session=hello.session))
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         """Return the memory for a stripe of a delta that is awaited.
@@ -274,7 +266,7 @@ class Service(Handlers):
                 f"this coordinator has its state, and did not ask for the anchor of "
                 f"fragment {start.fragment}",
             )
-        fragment = self._lead.state.fragments[start.fragment]
+        fragment = self.lead.state.fragments[start.fragment]
         if not takes.is_awaited(fragment, start.island, start.incarnation, start.tick):
             raise Refused(
                 "not_awaited",
@@ -282,20 +274,20 @@ class Service(Handlers):
                 f"{start.island!r} is not waited for; the coordinator asks for "
                 f"those that are to be sent again",
             )
-        return self._holder.upload_begin(start)
+        return self.holder.upload_begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         """Accept a stripe in its place; the last one makes the delta an event."""
-        return self._holder.upload_end(start, place)
+        return self.holder.upload_end(start, place)
 
     def fetch(self, request: bulk.FetchRequest) -> bulk.FetchSource:
         """Return published fragments for an island."""
         self._check(request)
-        return self._holder.fetch(request)
+        return self.holder.fetch(request)
 
     def status(self) -> dict[str, Any]:
         """Return what `diloco status` shows."""
-        return self._status()
+        return self.shown()
 
     def keep(self, cycle: int) -> dict[str, Any]:
         """Have a cycle kept: the given one or, for 0, the earliest one that can be.
@@ -304,15 +296,15 @@ class Service(Handlers):
         until it is complete) and the share that is kept so far (`share`). Raises
         Refused for a cycle that is not kept and can no longer be.
         """
-        now = schedule.present_cycle(self._lead.config, self._lead.state)
-        if not cycle and now in self._kept.numbers():
+        now = schedule.present_cycle(self.lead.config, self.lead.state)
+        if not cycle and now in self.kept_cycles.numbers():
             cycle = now
         if not cycle:
             self._decide(KeepAsked())
-        state, kept = self._lead.state, self._kept.numbers()
+        state, kept = self.lead.state, self.kept_cycles.numbers()
         cycle = cycle or state.kept_cycle
         if cycle in kept:
-            return {"cycle": cycle, "files": self._kept.files(cycle)}
+            return {"cycle": cycle, "files": self.kept_cycles.files(cycle)}
         if not (state.keeping and state.kept_cycle == cycle):
             if not schedule.can_keep_cycle(state):
                 raise Refused(
@@ -328,7 +320,7 @@ class Service(Handlers):
                 f"--cycle out, or set placement.export_every (see `diloco status` for "
                 f"alerts)",
             )
-        lacking = len(state.unkept) / self._lead.config.fragments
+        lacking = len(state.unkept) / self.lead.config.fragments
         return {"cycle": cycle, "files": [], "share": 1 - lacking}
 
     def steer(self, order: messages.Steer) -> dict[str, Any]:
@@ -337,7 +329,7 @@ class Service(Handlers):
         Returns the islands that operators have let in (`admitted`) and those in
         quarantine (`quarantined`). Raises Refused if it cannot be done.
         """
-        lead = self._lead
+        lead = self.lead
         if wrong := steering.refusal(lead.config, lead.state, order):
             raise Refused("steer", wrong)
         self._decide(order)
@@ -350,39 +342,39 @@ class Service(Handlers):
 
     def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
         """Have an island trace some steps; see `Client.profile`."""
-        state = self._lead.state
+        state = self.lead.state
         if wrong := steering.trace_refusal(state, order):
             raise Refused("profile", wrong)
         logger.info("an operator: trace %d steps of %s", order.steps, order.island)
         request = messages.ProfileRequest(
             steps=order.steps,
-            within_s=steering.trace_within_s(state, order, self._time_budget_s),
+            within_s=steering.trace_within_s(state, order, self.time_budget_s),
         )
-        self._sessions.tell(state.islands[order.island].session, request)
+        self.sessions.tell(state.islands[order.island].session, request)
         return {"folder": f"{run_files.PROFILES}/{order.island}-STEP"}
 
     def _decide(self, event: KeepAsked | messages.Steer) -> None:
         """Have an event decided, and its effects carried out."""
         decided = threading.Event()
-        self._lead.post(event)
-        self._lead.post(None, decided.set)
+        self.lead.post(event)
+        self.lead.post(None, decided.set)
         if not decided.wait(DECIDED_WITHIN_S):
             raise Busy("the coordinator is held up; come again")
 
     def kept(self, cycle: int, name: str) -> memoryview:
         """Return the bytes of a file of a kept cycle, where they lie."""
-        path = self._kept.path(cycle, name)
+        path = self.kept_cycles.path(cycle, name)
         if path is None:
             raise Refused(
                 "cycle",
                 f"cycle {cycle} has no file {name!r}, or is not kept any more; kept "
-                f"are {describe_cycles(self._kept.numbers())}; raise "
+                f"are {describe_cycles(self.kept_cycles.numbers())}; raise "
                 f"placement.exports_kept",
             )
         return mapped(path)
 
     def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
-        config = self._lead.config
+        config = self.lead.config
         require_run(call, config.run_id)
         if not 0 <= call.fragment < config.fragments:
             raise Refused(
@@ -395,7 +387,7 @@ class Service(Handlers):
 
     def _require_current(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         """Raise Refused unless the island's current process calls."""
-        state = self._lead.state
+        state = self.lead.state
         island, term = state.islands.get(call.island), state.term
         if term > 1 and (island is None or island.incarnation < call.incarnation):
             # The island was in the run before this term, and its hello is on its way.
@@ -418,9 +410,9 @@ class Service(Handlers):
             )
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:
-        if self._sessions.serves(session):
+        if self.sessions.serves(session):
             before = hello.steps if hello.term > 0 else None
-            self._roster.hello(
+            self.roster.hello(
                 hello,
                 time.time(),
                 steps_before=before,
@@ -428,12 +420,12 @@ class Service(Handlers):
             )
 
     def _measured(self, island: str, message: messages.Report) -> None:
-        now, before = time.time(), self._roster.watched_by(island)
-        known = self._lead.state.islands.get(island)
+        now, before = time.time(), self.roster.watched_by(island)
+        known = self.lead.state.islands.get(island)
         asked = known.watched_cycle if known is not None else 0
-        self._roster.report(island, message.measures, message.records, now, asked)
-        if (watched := self._roster.watched_by(island)) != before:
-            self._metrics.append({"kind": "merged_model", "time": now, **watched})
+        self.roster.report(island, message.measures, message.records, now, asked)
+        if (watched := self.roster.watched_by(island)) != before:
+            self.metrics.append({"kind": "merged_model", "time": now, **watched})
         if now - self._written.get(island, 0.0) < METRICS_EVERY_S:
             return
         self._written[island] = now
@@ -460,15 +452,15 @@ class Service(Handlers):
             "transfers_failed": measures.transfers_failed,
             **({"trial": measures.trial} if measures.trial else {}),
         }
-        self._metrics.append(line)
-        self._roster.failures.metrics(line)
+        self.metrics.append(line)
+        self.roster.failures.metrics(line)
 
     def _by_source(self, measures: messages.Measures) -> dict[str, Any] | None:
         """Return the loss of each source of a mixture; None if it is none."""
         losses = measures.losses_by_source
-        if not losses or len(losses) != len(self._sources):
+        if not losses or len(losses) != len(self.sources):
             return None
-        return dict(zip(self._sources, map(json_number, losses), strict=True))
+        return dict(zip(self.sources, map(json_number, losses), strict=True))
 
 
 class AfterEndHandlers(Handlers):
@@ -525,7 +517,7 @@ class AskedToEnd(Exception):  # noqa: N818
     process begins the search anew."""
 
 
-class AnchorSearch(Handlers):
+class AnchorSearch(Handlers, Log):
     """The answers of the wire's server until `search` returns."""
 
     def __init__(
@@ -549,16 +541,17 @@ class AnchorSearch(Handlers):
         self._unheard: list[FromHolder] = []
         self._alerts: list[str] = []
         """The last ones, oldest first."""
-        engine: Engine[Search, Event] = Engine(
+        engine = Engine(
             anchors.step,
             config,
             anchors.begin(config, aim, time.monotonic()),
             sessions=self._sessions,
+            log=self,
             holder=self,
-            searcher=self,
+            over=self._over,
         )
         self._thread = EngineThread(
-            engine, anchors.next_deadline, Timer(), self._peer, self._keep_house
+            engine, anchors.next_deadline, Timer(), self._keep_house
         )
         self._asked_to_end = asked_to_end
 
@@ -650,14 +643,6 @@ class AnchorSearch(Handlers):
         if self._asked_to_end():
             self._thread.stop()
 
-    def _peer(self, event: Event | None) -> Disconnected | None:
-        match event:
-            case Offered(hello=hello):
-                return Disconnected(island=hello.island, session=hello.session)
-            case Said() | Disconnected():
-                return Disconnected(island=event.island, session=event.session)
-        return None
-
     @property
     def _waits(self) -> str:
         """Describe the wait, for people."""
@@ -666,7 +651,7 @@ class AnchorSearch(Handlers):
     # ---- what was decided, on one thread -------------------------------------------
 
     def alert(self, text: str, island: str = "") -> None:
-        """See `lead.Searcher`."""
+        """See `lead.Log`. There is no tape yet."""
         # Two processes of one island may come in turn, each with another config.
         self._lines.log(logger, logging.WARNING, "what people should see", text)
         if text not in anchors.notices(self._thread.state):  # Those may pass.
@@ -681,8 +666,7 @@ class AnchorSearch(Handlers):
             self._sessions.completed = self._holder.completed
         self._holder.hold(message)
 
-    def over(self, end: FoundTerm | GiveUp) -> None:
-        """See `lead.Searcher`."""
+    def _over(self, end: FoundTerm | GiveUp) -> None:
         if isinstance(end, FoundTerm):
             self._found = end
             self._thread.stop()

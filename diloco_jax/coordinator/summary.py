@@ -530,7 +530,11 @@ class Exporter:
     ) -> None:
         """Raise ConfigError if `bind` must not go without TLS, or cannot be bound.
 
-        snapshot: returns the run as it was a moment ago; called on any thread."""
+        snapshot: returns the run as it was a moment ago; called on any thread. Beside
+        it this process's own CPU, memory and files are collected, by the names that
+        Prometheus's libraries give them."""
+        from prometheus_client import CollectorRegistry, ProcessCollector
+
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         host, _ = addresses.parse_address(bind)
         tls = None if addresses.is_loopback(host) else tls
@@ -554,7 +558,10 @@ class Exporter:
             threads=REQUESTS_AT_ONCE,
             idle_s=self._limit_s,
         )
-        self._registry = _registry(snapshot)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        self._snapshot = snapshot
 
     def start(self) -> None:
         """Answer from now on."""
@@ -573,26 +580,15 @@ class Exporter:
             _Handler(connection.end, connection.peer, self)  # type: ignore[arg-type]
             connection.part()
 
+    def collect(self) -> Iterator[Metric]:
+        """Yield the numbers of the run, for the registry."""
+        return families(self._snapshot())
+
     def page(self) -> bytes:
         """Return all numbers, as Prometheus reads them."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry)
-
-
-def _registry(snapshot: Callable[[], Snapshot]) -> Any:
-    """Return everything that is collected: the run, and this process's own CPU, memory
-    and files by the names that Prometheus's libraries give them."""
-    from prometheus_client import CollectorRegistry, ProcessCollector
-
-    class Run:
-        def collect(self) -> Iterator[Metric]:
-            return families(snapshot())
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Run())
-    ProcessCollector(registry=registry)
-    return registry
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -405,18 +405,16 @@ class HoldingWorker(Handlers):
                 self._pinned.pop(fragment, None)
             case BeginWorker() | RunOver() | LeadAlive():
                 pass
-            case _:
-                self._note(message)
-                self.holder.hold(message)
-
-    def _note(self, message: ToWorker) -> None:
-        """Note which deltas are awaited no more, before their bytes go."""
-        with self._awaiting:
-            match message:
-                case Drop(delta=delta):
+            case Drop(delta=delta):
+                with self._awaiting:  # Before its bytes go.
                     self._awaited.drop(delta)
-                case Forget(island=island, before=before):
+                self.holder.hold(message)
+            case Forget(island=island, before=before):
+                with self._awaiting:
                     self._awaited.forget(island, before)
+                self.holder.hold(message)
+            case _:
+                self.holder.hold(message)
 
     def _serve(self) -> None:
         server = bulk_server_of(self._config, self, self._tls)

@@ -29,7 +29,6 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     KeptCycles,
     make_store,
-    telling,
 )
 from diloco_jax.coordinator.holding.holder import FragmentHolder, Tell
 from diloco_jax.coordinator.settings import own_tls
@@ -434,7 +433,7 @@ class WorkersHolder(FragmentHolder):
                 self._of(message.fragment).send(message)
         if isinstance(message, KeepFragment):
             theta = functools.partial(self._fetch_kept, message)
-            self._kept.keep(message, theta, telling(self._tell))
+            self._kept.keep(message, theta, self._tell)
 
     # ---- what the process around it asks for ----------------------------------------
 

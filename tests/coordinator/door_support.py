@@ -145,15 +145,15 @@ class Coordinator:
             housekeeping=self.keep_house_now_and_then,
         )
         self.handlers = Service(
-            Likeness(RUN, PLAN),
+            likeness=Likeness(RUN, PLAN),
             lead=self.lead,
             holder=holder,
             sessions=self.sessions,
             roster=self.roster,
             metrics=cast(Metrics, metrics),
-            kept=cast(Any, None),
+            kept_cycles=cast(Any, None),
             time_budget_s=1.0,
-            status=dict,
+            shown=dict,
         )
 
     @property
@@ -198,13 +198,13 @@ class AnchorHolder:
     """The real places of anchors; they are kept on no disk."""
 
     def __init__(self, rooms: Rooms) -> None:
-        self.inbox = Inbox(LAYOUTS, rooms)
+        self.rooms = rooms
         self.snapshots = snapshots_of({0, 1})
         self.lost = LostFragments(
             cast(Any, SimpleNamespace(plan=PLAN, first=self._first)),
             self.snapshots,
             cast(Any, None),
-            self.inbox,
+            rooms,
             threading.Event(),
             submit=lambda job: job(),
             tell=lambda told: self._tell(told),
@@ -248,7 +248,7 @@ class Gathering:
         with contextlib.suppress(queue.Empty):
             while True:
                 event, before, peer, _ = self.thread._queue.get_nowait()
-                peer = peer or self.handlers._peer(event)
+                peer = peer or self.thread._peer(event)
                 self.thread._handle(event, before, peer)
         self.thread._handle(Timer(), None, None)
         json.dumps(self.handlers.status(), allow_nan=False)

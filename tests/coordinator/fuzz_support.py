@@ -62,18 +62,13 @@ class Move(NamedTuple):
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        said = []
-        for raw in self.frames[:1]:
-            with contextlib.suppress(Exception):
-                fields = msgspec.msgpack.decode(raw)
-                if isinstance(fields, dict) and isinstance(fields.get("run"), dict):
-                    fields["run"] = ...
-                said.append(repr(fields))
-                continue
-            said.append(repr(raw[:200]))
+        said = [repr(raw[:200]) for raw in self.frames[:1]]
+        with contextlib.suppress(Exception):
+            fields = msgspec.msgpack.decode(self.frames[0])
+            fields = {name: fields[name] for name in fields if name != "run"}
+            said = [repr(fields)]
         chunks = f", {len(self.frames) - 1} chunks" if len(self.frames) > 1 else ""
-        waited = f" {self.seconds:g} s" if self.seconds else ""
-        return f"{self.kind} {self.who}{waited} {' '.join(said)}{chunks}".rstrip()
+        return f"{self.kind} {self.who} {self.seconds:g} s {' '.join(said)}{chunks}"
 
 
 class Scenario(NamedTuple):
@@ -223,7 +218,7 @@ class World:
             assert self.gatherer is not None
             json.dumps(self.gatherer.status(), allow_nan=False)
             waiting = self.gatherer._sessions
-            inbox = self._holder.inbox
+            rooms = self._holder.rooms
             most = 2 * len(ADMITTED) * sum(x.total_bytes for x in LAYOUTS)
             awaited = len(self._holder.lost._arriving)
             require(awaited <= len(LAYOUTS) * len(ADMITTED))
@@ -239,9 +234,9 @@ class World:
             require(tape <= most, f"tape of {tape} bytes, expected {most}")
             require(set(made.roster.members) <= set(ADMITTED), "strangers are measured")
             require(len(made.lead.journal.ignored_messages) <= 100, "kinds of ignored")
-            waiting, inbox = made.sessions, made.inbox
+            waiting, rooms = made.sessions, made.inbox.rooms
             most = DELTAS_AT_ONCE * len(ADMITTED) * sum(x.total_bytes for x in LAYOUTS)
-        held = inbox._rooms.memory_bytes
+        held = rooms.memory_bytes
         require(held <= most, f"inbox has {held} bytes")
         served = len(waiting._waiting) + len(waiting._serving)
         require(served <= len(self.streams), f"{served} sessions are kept")

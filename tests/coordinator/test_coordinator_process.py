@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import os
 import signal
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -16,7 +15,6 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator import main
-from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.coordinator.snapshots import states
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.process import signals
@@ -152,14 +150,3 @@ def test_the_run_that_a_person_names_is_gathered(config, tmp_path, monkeypatch):
     RunFacts(run_id="run-2", begun_unix=0.0).write(tmp_path / "run")
     assert cli.main(words) == EXIT_CONFIG
     assert given == ["run-1"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_coordinator_is_asked_to_end_as_an_island_is(number, handlers):
-    heard = []
-    process = SimpleNamespace(_asked_to_end=lambda number, frame: heard.append(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # As a script does with `&`.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Else as under nohup.
-    Coordinator.heed_signals(process)
-    os.kill(os.getpid(), number)
-    assert heard == [number]

@@ -20,7 +20,7 @@ from diloco_jax.coordinator.watchdog import DiskNeed, DiskWait
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability import metrics as metrics_module
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.observability.tape import JsonLines, Tape, read_tape
+from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.planning.coordinator import plan_coordinator
 from diloco_jax.planning.terms import terms_of
 
@@ -46,19 +46,35 @@ def full(times, path="somewhere", code=errno.ENOSPC, seen=lambda: None):
     return write
 
 
-def test_a_write_is_repeated_until_there_is_space(disk):
+@pytest.mark.parametrize(
+    ("code", "lacks", "does"),
+    [
+        (errno.ENOSPC, "space", "make room there"),
+        (errno.EMFILE, "a free file", "raise the limit on open files"),
+        (errno.ENFILE, "a free file", "raise the limit on open files"),
+    ],
+)
+def test_a_write_is_repeated_until_there_is_room(disk, code, lacks, does):
     during = []
-    write = full(3, seen=lambda: during.append(disk.alerts))
+    write = full(3, code=code, seen=lambda: during.append(disk.alerts))
     disk.until_written("a record", write)
     assert during[0] == []
     ((told,),) = during[1:2]
-    assert "a record waits for space in somewhere" in told
-    assert "islands train on" in told
+    assert f"a record waits for {lacks} in somewhere" in told
+    assert f"islands train on: {does}" in told
     assert "within 60 s (4 * placement.outage_budget_s)" in told
     assert disk.alerts == []
     (waited,) = disk.over()
     assert "a record waited" in waited
     assert disk.over() == [], "each is told once"
+    write = full(2, code=code)
+    for _ in range(2):
+        disk.once("measures", write)
+        (told,) = disk.alerts
+        assert "measures cannot be written to somewhere" in told
+        assert does in told
+    disk.once("measures", write)
+    assert disk.alerts == [], "it is told until it came"
 
 
 @pytest.mark.parametrize(("patience_s", "ended"), [(0.0, False), (PATIENCE_S, True)])
@@ -76,27 +92,6 @@ def test_a_broken_disk_is_not_waited_for(disk):
         disk.until_written("a record", write)
     with pytest.raises(OSError, match="Input/output"), disk.put_off("a snapshot"):
         full(1, code=errno.EIO)()
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
-def test_no_free_file_is_waited_for_as_a_full_disk_is(disk, code):
-    during = []
-    write = full(2, code=code, seen=lambda: during.append(disk.alerts))
-    disk.until_written("a record", write)
-    assert "a record waits for a free file in somewhere" in during[1][0]
-    assert "raise the limit on open files" in during[1][0]
-    disk.once("measures", full(1, code=code))
-    assert "raise the limit on open files" in disk.alerts[0]
-
-
-def test_what_can_come_later_is_put_off_and_told_until_it_came(disk):
-    write = full(2)
-    for _ in range(2):
-        disk.once("measures", write)
-        (told,) = disk.alerts
-        assert "measures cannot be written to somewhere" in told
-    disk.once("measures", write)
-    assert disk.alerts == []
 
 
 @pytest.fixture
@@ -131,25 +126,15 @@ def no_space(monkeypatch):
 
 def test_a_record_that_fits_in_part_is_in_the_log_once(disk, no_space, tmp_path):
     log = RecordLog(tmp_path / "log", repeat=disk.until_written)
-    no_space[0] = 1000
-    log.append({"n": 0})
-    no_space[0] = 7
-    waits = disk.until_written
 
-    def free_after_one(what, write):
-        def attempt():
-            try:
-                write()
-            except OSError:
-                assert [r["n"] for r in read(tmp_path / "log", -1)] == [0]
-                no_space[0] = 1000
-                raise
+    def freed():
+        assert [r["n"] for r in read(tmp_path / "log", -1)] == [0]
+        no_space[0] = 1000
 
-        waits(what, attempt)
-
-    log._repeat = free_after_one
-    log.append({"n": 1})
-    log.append({"n": 2})
+    disk.touch = freed
+    for number, room in enumerate((1000, 7, 1000)):
+        no_space[0] = room
+        log.append({"n": number})
     log.close()
     assert [r["n"] for r in read(tmp_path / "log", -1)] == [0, 1, 2]
 
@@ -174,18 +159,8 @@ def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypa
 
 def test_the_tape_waits_and_its_chain_holds(disk, no_space, tmp_path):
     path = tmp_path / "tape.jsonl"
-
-    def waits(what, write):
-        disk.until_written(what, lambda: freed(write))
-
-    def freed(write):
-        try:
-            write()
-        except OSError:
-            no_space[0] = 1000
-            raise
-
-    tape = Tape(path, repeat=waits)
+    disk.touch = lambda: no_space.append(no_space.pop() + 1000)
+    tape = Tape(path, repeat=disk.until_written)
     for n in range(3):
         no_space[0] = 5
         tape.append({"kind": "x", "n": n})
@@ -193,41 +168,19 @@ def test_the_tape_waits_and_its_chain_holds(disk, no_space, tmp_path):
     assert [line["n"] for line in read_tape(path)] == [0, 1, 2]
 
 
-def test_lines_of_numbers_wait_in_memory_and_none_is_lost_untold(
+def test_lines_of_numbers_that_memory_does_not_hold_are_told(
     no_space, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(metrics_module, "MOST_WAITING", 3)
     monkeypatch.setattr(metrics_module, "CURVES", {"island": ()})
     metrics = Metrics(tmp_path)
-
-    def line(n):
-        return {"kind": "island", "island": "a", "step": n, "time": 0.0}
-
-    for n in range(3):
-        metrics.append(line(n))
-    (told,) = metrics.alerts
-    assert "3 lines wait" in told
-    no_space[0] = 1000
-    metrics.append(line(3))
-    assert metrics.alerts == []
-    no_space[0] = 0
-    for n in range(4, 9):
-        metrics.append(line(n))
+    for step in range(5):
+        metrics.append({"kind": "island", "island": "a", "step": step, "time": 0.0})
     assert "lacks 2 lines" in metrics.alerts[-1]
     no_space[0] = 1000
     metrics.close()
     assert "lacks 2 lines" in caplog.text
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 7
-
-
-def test_a_line_that_cannot_be_written_leaves_nothing_of_itself(no_space, tmp_path):
-    lines = JsonLines(tmp_path / "lines.jsonl")
-    no_space[0] = 4
-    with pytest.raises(OSError, match="No space left"):
-        lines.append({"n": 1})
-    assert (tmp_path / "lines.jsonl").read_bytes() == b""
-    lines.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 OUTER = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
@@ -269,18 +222,13 @@ def test_a_round_needs_the_snapshots_that_are_not_there_yet(tmp_path, held, roun
     assert found == pytest.approx(wanted, abs=1)
 
 
-def test_a_round_needs_its_publishes(tmp_path):
-    need = need_of(tmp_path, snapshot_every_s=50.0)
-    merging = {"merges": 4 * len(PLAN.sizes), "seconds": 100.0}
-    (idle,), (found,) = need.free(IDLE).values(), need.free(merging).values()
-    assert found - idle == 2 * PUBLISH, "two of each fragment"
-
-
 def test_folders_of_one_disk_need_what_is_written_to_both(tmp_path):
     elsewhere = tmp_path / "other"
     need = need_of(tmp_path, checkpoints=str(elsewhere), snapshot_every_s=50.0)
     merging = {"merges": 4 * len(PLAN.sizes), "seconds": 100.0}
-    both = 2 * PUBLISH + STATE + LARGEST + SPARED_BYTES
+    idle = STATE + LARGEST + SPARED_BYTES
+    assert need.free(IDLE) == {tmp_path / "run": idle, elsewhere: 0}
+    both = 2 * PUBLISH + idle  # Two of each fragment.
     assert need.free(merging) == {tmp_path / "run": both, elsewhere: 0}
 
 

@@ -14,7 +14,6 @@ from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator import lead as lead_module
 from diloco_jax.coordinator.holding.fragment_snapshots import Publishes
 from diloco_jax.coordinator.journal import RecordLog, read
-from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import decide
@@ -147,24 +146,6 @@ def test_an_effect_that_fails_ends_the_run_whoever_caused_it(
     monkeypatch.setattr(island, "tell", fail)
     with pytest.raises(OverflowError, match="cannot be said"):
         engine.run()
-
-
-def test_a_fault_strikes_after_the_merge_is_durable_and_before_it_is_told(
-    make_engine, island, tmp_path, monkeypatch
-):
-    struck = []
-
-    def strike(fault):
-        kinds = [record["kind"] for record in read(tmp_path / "log", -1)]
-        struck.append((fault.step, kinds[-1], len(island.told(messages.Published))))
-
-    monkeypatch.setattr(Fault, "strike", strike)
-    faults = [
-        Fault(who="coordinator", incarnation=1, step=step, action="kill")
-        for step in (1, 2)
-    ]
-    make_engine(done=lambda: island.told(messages.Published), faults=faults).run()
-    assert struck == [(1, "merged", 0)]
 
 
 def test_a_thread_that_was_held_up_does_not_take_islands_for_silent(

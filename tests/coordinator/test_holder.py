@@ -18,7 +18,7 @@ from diloco_jax.core.tiles import digest_arrays, sha256_arrays
 from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.messages import DeltaKey, Version
+from diloco_jax.protocol.messages import DeltaKey
 
 
 @pytest.mark.parametrize("of_worker", [False, True])
@@ -175,39 +175,33 @@ def test_a_merge_that_fails_ends_the_run(make_engine, island, store, monkeypatch
     assert not island.told(messages.Published)
 
 
-def test_a_merge_that_fails_is_not_forgotten_for_the_next_one(make_engine):
-    engine = make_engine(done=lambda: False)
-
-    def fail():
-        raise ArithmeticError("no merge")
-
-    for job in (fail, lambda: None):
-        engine._holder._submit(job)
-    engine._holder._merger.submit(lambda: None).result(WAIT_S)
-    with pytest.raises(ArithmeticError, match="no merge"):
-        engine.run()
-
-
-def test_a_fault_strikes_between_prepared_and_committed(
+def test_faults_strike_between_prepared_and_committed_and_before_it_is_told(
     make_engine, island, tmp_path, monkeypatch
 ):
-    """From the second merge of a life on: a life that goes on after the fault begins
-    with the same merge, and must not end again."""
+    """Between from the second merge of a life on: a life that goes on after the fault
+    begins with the same merge, and must not end again."""
     struck = []
 
     def strike(fault):
         merges = [r["kind"] for r in read(tmp_path / "log", -1)].count("merged")
         prepared = Publishes(tmp_path / "publishes").versions(1)
-        struck.append((fault.step, merges, prepared))
+        told = len(island.told(messages.Published))
+        struck.append((fault.prepared, fault.step, merges, len(prepared), told))
 
     monkeypatch.setattr(Fault, "strike", strike)
     faults = [
-        Fault(who="coordinator", incarnation=1, step=step, action="kill-prepared")
+        Fault(
+            who="coordinator",
+            incarnation=1,
+            step=step,
+            action="kill-prepared" if prepared else "kill",
+        )
         for step in (1, 2)
+        for prepared in (True, False)
     ]
     engine = make_engine(
         done=lambda: len(island.told(messages.Published)) == 2, faults=faults
     )
     engine.post(report(4))
     engine.run()
-    assert struck == [(2, 1, [Version(1, 1)])]
+    assert struck == [(False, 1, 1, 0, 0), (True, 2, 1, 1, 1), (False, 2, 2, 1, 1)]

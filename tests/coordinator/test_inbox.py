@@ -1,5 +1,5 @@
 """Deltas are assembled in any order and checked before allocation; memory for them is
-bounded, used again, and given back.
+bounded, and used again.
 """
 
 import concurrent.futures
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from inbox_support import KEY, LAYOUTS, layout, put, start
 
-from diloco_jax.coordinator.holding.inbox import SPAN_S, TOLD_S, Inbox, Rooms
+from diloco_jax.coordinator.holding.inbox import TOLD_S, Inbox, Rooms
 from diloco_jax.core.fragments import Box
 from diloco_jax.protocol.messages import DeltaKey
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
@@ -39,24 +39,19 @@ def test_stripes_in_any_order_make_a_delta_once(inbox):
 
 
 def test_stripes_that_overlap_are_refused_and_make_no_delta(inbox):
-    """The rest of its place is whatever the memory held before."""
-    assert not put(inbox, start(0, 50), 1)
+    """Whether the other one has arrived or is on its way; the rest of a place is
+    whatever the memory held before."""
+    place = inbox.begin(start(0, 50))
+    for offset, length in ((1, 50), (49, 51), (10, 10), (0, 100)):
+        with pytest.raises(RemoteProtocolError, match="overlap 0 to 50"):
+            inbox.begin(start(offset, length))
+    assert not inbox.end(start(0, 50), place)
     for offset, length in ((1, 50), (49, 51), (10, 10), (0, 100)):
         with pytest.raises(RemoteProtocolError, match=f"{offset} to {offset + length}"):
             inbox.begin(start(offset, length))
     with pytest.raises(KeyError):
         inbox.payload(KEY)
     assert put(inbox, start(50, 50), 2)
-
-
-def test_stripes_that_overlap_on_their_way_are_refused_too(inbox):
-    first = start(0, 50)
-    place = inbox.begin(first)
-    with pytest.raises(RemoteProtocolError, match="overlap 0 to 50"):
-        inbox.begin(start(1, 50))
-    assert not inbox.end(first, place)
-    with pytest.raises(RemoteProtocolError, match="0 bytes at 50 does not fit"):
-        inbox.begin(start(50, 0))
 
 
 @pytest.mark.parametrize("stripe", [start(0, 60), start()])
@@ -118,20 +113,36 @@ def test_an_island_has_two_deltas_of_a_fragment_at_most():
     assert put(inbox, start(incarnation=3), 3)
 
 
-def test_an_announced_size_that_does_not_fit_is_refused_before_allocation(inbox):
-    with pytest.raises(RemoteProtocolError, match=r"101 bytes, expected 100"):
-        inbox.begin(start(total=101))
-    with pytest.raises(RemoteProtocolError, match="does not fit"):
-        inbox.begin(start(offset=60, length=41))
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"total": 101}, r"101 bytes, expected 100"),
+        ({"offset": 60, "length": 41}, "41 bytes at 60 does not fit"),
+        ({"offset": 50, "length": 0}, "0 bytes at 50 does not fit"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused_before_allocation(inbox, fields, said):
+    with pytest.raises(RemoteProtocolError, match=said):
+        inbox.begin(start(**fields))
+    assert inbox.rooms.memory_bytes == 0
 
 
-def test_memory_is_bounded_and_dropping_makes_room(inbox):
-    put(inbox, start(fragment=0, island="b"), 1)
-    put(inbox, start(fragment=0, island="c"), 1)
+def test_memory_is_bounded_for_all_inboxes_and_what_is_read_counts(inbox):
+    """Anchors that are gathered had as much again as the deltas beside them."""
+    anchors = Inbox(LAYOUTS, inbox.rooms)
+    put(inbox, start(), 1)
+    put(anchors, start(island="b"), 2)
     with pytest.raises(Busy, match="exceed the 250 that this process has of"):
+        anchors.begin(start(island="c"))
+    merging = inbox.payload(KEY)
+    inbox.drop(KEY)
+    with pytest.raises(Busy):
+        anchors.begin(start(island="c"))
+    del merging
+    assert put(anchors, start(island="c"), 3)
+    with pytest.raises(Busy):
         inbox.begin(start())
-    inbox.drop(DeltaKey("b", 1, 0, 7))
-    assert put(inbox, start(), 1)
+    assert inbox.rooms.memory_bytes == 200
 
 
 def test_what_is_beyond_is_on_disk_and_leaves_nothing_there(tmp_path, caplog):
@@ -147,53 +158,50 @@ def test_what_is_beyond_is_on_disk_and_leaves_nothing_there(tmp_path, caplog):
     assert put(inbox, start(island="d"), 4), "memory has room again"
 
 
-def test_where_the_disk_is_full_too_islands_come_again(tmp_path, monkeypatch):
+def test_a_disk_without_room_lets_islands_come_again(tmp_path, monkeypatch):
+    """What is for the log and snapshots is no room either."""
+
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    inbox = Inbox(LAYOUTS, Rooms(0, tmp_path))
+    free = shutil.disk_usage(tmp_path).free
+    assert put(Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=free // 2)), start(), 1)
+    with pytest.raises(Busy, match="are for the record log and snapshots"):
+        Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=2 * free)).begin(start())
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(Busy, match="No space left"):
-        inbox.begin(start())
-
-
-def test_the_disk_keeps_what_is_for_the_log_and_snapshots(tmp_path):
-    free = shutil.disk_usage(tmp_path).free
-    inbox = Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=free // 2))
-    assert put(inbox, start(), 1)
-    inbox = Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=2 * free))
-    with pytest.raises(Busy, match="are for the record log and snapshots"):
-        inbox.begin(start())
+        Inbox(LAYOUTS, Rooms(0, tmp_path)).begin(start())
 
 
 def test_people_are_told_for_a_while_that_deltas_found_no_room(caplog):
     inbox = Inbox(LAYOUTS, Rooms(0))
-    assert inbox.alerts(time.monotonic()) == []
+    assert inbox.rooms.alerts(time.monotonic()) == []
     for _ in range(3):
         with pytest.raises(Busy):
             inbox.begin(start())
-    (alert,) = inbox.alerts(time.monotonic())
+    (alert,) = inbox.rooms.alerts(time.monotonic())
     assert "exceed the 0 that this process has" in alert
     assert caplog.text.count("islands send deltas again") == 1, "told once"
-    assert inbox.alerts(time.monotonic() + TOLD_S) == []
+    assert inbox.rooms.alerts(time.monotonic() + TOLD_S) == []
 
 
-def test_a_stripe_counts_only_in_the_delta_that_it_was_written_to(inbox):
-    old = inbox.begin(start(0, 60))
-    inbox.drop(KEY)  # Refused, say; then it is asked for again.
-    assert not put(inbox, start(60, 40), 2)
-    assert not inbox.end(start(0, 60), old)
-    with pytest.raises(KeyError):
-        inbox.payload(KEY)
-    assert put(inbox, start(0, 60), 1)
-
-
-def test_the_rest_of_a_delta_that_was_dropped_goes_with_the_next_one(inbox):
+def test_a_stripe_counts_only_in_the_delta_that_it_was_written_to():
+    inbox = Inbox(LAYOUTS, Rooms(350))
     for tick in range(1, 20):
-        put(inbox, start(0, 60, tick=tick), 1)
-        inbox.drop(DeltaKey("a", 1, 0, tick))
-        assert not put(inbox, start(60, 40, tick=tick), 1)
-    assert put(inbox, start(tick=20), 1)
+        old = inbox.begin(start(0, 60, tick=tick))
+        inbox.drop(DeltaKey("a", 1, 0, tick))  # Refused, say; then it is asked for.
+        assert not put(inbox, start(60, 40, tick=tick), 2)
+        assert not inbox.end(start(0, 60, tick=tick), old)
+        with pytest.raises(KeyError):
+            inbox.payload(DeltaKey("a", 1, 0, tick))
+    assert put(inbox, start(0, 60, tick=tick), 1)
+    assert put(inbox, start(tick=20), 1), "the rest of the others is gone"
+    inbox = Inbox(LAYOUTS, Rooms(1000))
+    old = inbox.begin(start())
+    inbox.drop(KEY)
+    new = inbox.begin(start())
+    assert not inbox.end(start(), old), "its bytes are not where the new ones are"
+    assert inbox.end(start(), new)
 
 
 def test_a_new_incarnation_frees_what_the_old_one_sent_but_did_not_leave_behind():
@@ -214,31 +222,21 @@ def half(part, offset=0, length=4096, **other):
     return start(offset, length, 4096, fragment=1, part=part, **other)
 
 
-def test_hosts_send_their_tiles_and_the_delta_is_whole_when_all_are_here():
-    inbox = Inbox(LAYOUTS, Rooms(1 << 20))
-    assert not put(inbox, half(LEFT), 1)
-    assert not put(inbox, half(LEFT), 1)  # the same host again
-    assert not put(inbox, half(RIGHT, 0, 3000), 2)
-    assert put(inbox, half(RIGHT, 3000, 1096), 3)
-    (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
-    assert (tiles[:, 0] == 1).all()
-    assert (tiles[0, 1] == 2).all()
-    assert tiles[1, 1, -1] == 3
-
-
-def test_parts_on_their_way_are_in_memory_only_as_far_as_it_is_for_them(tmp_path):
+def test_parts_of_hosts_make_a_delta_and_take_memory_only_on_their_way(tmp_path):
     rooms = Rooms(8192 + 4096, tmp_path)
     inbox = Inbox(LAYOUTS, rooms)
     for value, part in enumerate((LEFT, RIGHT)):
         assert not put(inbox, half(part, 0, 4000), value)
     assert rooms.memory_bytes == 8192 + 4096, "one part is on disk"
-    assert not put(inbox, half(LEFT, 4000, 96), 0)
-    assert rooms.memory_bytes == 8192, "what is in its place needs no other"
-    assert put(inbox, half(RIGHT, 4000, 96), 1)
+    for _ in range(2):
+        assert not put(inbox, half(LEFT, 4000, 96), 0), "its host may send it again"
+        assert rooms.memory_bytes == 8192, "what is in its place needs no other"
+    assert put(inbox, half(RIGHT, 4000, 96), 2)
     assert rooms.memory_bytes == 8192
     (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
     assert (tiles[:, 0] == 0).all()
-    assert (tiles[:, 1] == 1).all()
+    assert (tiles[0, 1] == 1).all()
+    assert tiles[1, 1, -1] == 2
 
 
 def test_a_part_that_has_to_come_again_completes_the_delta_again():
@@ -250,8 +248,7 @@ def test_a_part_that_has_to_come_again_completes_the_delta_again():
         inbox.payload(DeltaKey("a", 1, 1, 7))
     assert put(inbox, half(RIGHT), 3), "its host alone sends again"
     (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
-    assert (tiles[:, 0] == 1).all()
-    assert (tiles[:, 1] == 3).all()
+    assert [(tiles[:, n] == value).all() for n, value in ((0, 1), (1, 3))] == [True] * 2
     assert put(inbox, start(), 1)
     inbox.reopen(start())
     assert not put(inbox, start(0, 60), 2)
@@ -331,55 +328,3 @@ def test_memory_is_freed_outside_the_locks_for_which_islands_wait():
     inbox.drop(KEY)
     put(inbox, start(fragment=1, length=whole, total=whole), 2)
     assert locked == [[False, False]]
-
-
-def test_two_inboxes_have_the_memory_of_one():
-    """Anchors that are gathered had as much again as the deltas beside them."""
-    rooms = Rooms(250)
-    deltas = Inbox(LAYOUTS, rooms)
-    anchors = deltas.beside(LAYOUTS)
-    put(deltas, start(), 1)
-    put(anchors, start(island="b"), 2)
-    with pytest.raises(Busy, match="exceed the 250 that this process has of"):
-        anchors.begin(start(island="c"))
-    deltas.drop(KEY)
-    put(anchors, start(island="c"), 3)
-    with pytest.raises(Busy):
-        deltas.begin(start())
-    assert rooms.memory_bytes == 200
-
-
-def test_what_is_still_read_counts_after_it_was_dropped():
-    inbox = Inbox(LAYOUTS, Rooms(250))
-    put(inbox, start(), 1)
-    merging = inbox.payload(KEY)
-    inbox.drop(KEY)
-    put(inbox, start(island="b"), 2)
-    with pytest.raises(Busy):
-        inbox.begin(start(island="c"))
-    del merging
-    assert put(inbox, start(island="c"), 3)
-
-
-def test_memory_of_a_burst_is_given_back():
-    rooms, jobs = Rooms(1000), []
-    inbox = Inbox(LAYOUTS, rooms)
-    inbox.keep_house(0.0, jobs.append)
-    inbox.keep_house(0.0, jobs.append)
-    assert len(jobs) == 1, "one thread may be busy for long"
-    keys = [DeltaKey(island, 1, 0, 7) for island in "abcdefgh"]
-    for key in keys:
-        put(inbox, start(island=key.island), 1)
-    memory = [weakref.ref(inbox.payload(key).base) for key in keys]
-    for key in keys[1:]:
-        inbox.drop(key)
-    jobs.clear()
-    inbox.keep_house(SPAN_S - 1, jobs.append)
-    assert not jobs, "the next burst may come"
-    inbox.keep_house(SPAN_S, jobs.append)
-    jobs.pop()()
-    assert sum(held() is not None for held in memory) == 2, "as much as is in use"
-    inbox.drop(keys[0])
-    inbox.keep_house(2 * SPAN_S, jobs.append)
-    jobs.pop()()
-    assert all(held() is None for held in memory)

@@ -11,7 +11,7 @@ import pytest
 from diloco_jax import files, run_files
 from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.coordinator.holding.fragment_snapshots import KeptCycles
-from diloco_jax.protocol.holding import KeepFragment
+from diloco_jax.protocol.holding import CycleKept, HolderTroubled, KeepFragment
 from diloco_jax.protocol.messages import Version
 from diloco_jax.wire.errors import ConnectionLost
 
@@ -26,9 +26,10 @@ class Told:
         self.said = []
         self._heard = threading.Semaphore(0)
 
-    def __call__(self, cycle, trouble):
-        self.said.append((cycle, trouble))
-        self._heard.release()
+    def __call__(self, message):
+        self.said.append(message)
+        if isinstance(message, CycleKept):
+            self._heard.release()
 
     def wait(self):
         assert self._heard.acquire(timeout=60)
@@ -65,7 +66,7 @@ def test_a_cycle_appears_when_all_of_it_is_on_disk(cycles, tmp_path):
     assert cycles.numbers() == []
     keep(cycles, 3, told, fragments=(0,))
     told.wait()
-    assert told.said == [(3, "")]
+    assert told.said == [CycleKept(cycle=3)]
     assert cycles.numbers() == [3]
     names = ["00000.fragment", "00001.fragment", "cycle.json", "source/tokenizer.json"]
     assert cycles.files(3) == names
@@ -95,7 +96,8 @@ def test_a_fragment_that_does_not_come_is_no_fault_of_this_disk(cycles):
     cycles.keep(effect, breaks, told)
     told.wait()
     why = "fragment 1 did not come from its worker: the line broke"
-    assert told.said == [(1, f"cycle 1 is not kept: {why}")]
+    troubled = HolderTroubled(text=f"cycle 1 is not kept: {why}")
+    assert told.said == [troubled, CycleKept(cycle=1)]
 
 
 def test_few_are_kept_and_the_oldest_goes(cycles, tmp_path):
@@ -120,10 +122,10 @@ def test_one_that_cannot_be_written_is_given_up_and_told(cycles, tmp_path, monke
     monkeypatch.setattr(files, "write_sealed", full)
     keep(cycles, 1, told)
     told.wait()
-    ((cycle, trouble),) = told.said
-    assert cycle == 1
-    assert "cycle 1 is not kept" in trouble
-    assert "No space left" in trouble
+    trouble, kept = told.said
+    assert kept == CycleKept(cycle=1)
+    assert "cycle 1 is not kept" in trouble.text
+    assert "No space left" in trouble.text
     assert list((tmp_path / run_files.KEPT).iterdir()) == []
     keep(cycles, 2, told)
     told.wait()

@@ -114,27 +114,15 @@ def until(kind: type, end: socket.socket) -> None:
         pass
 
 
-def test_one_that_is_missing_is_dialled_and_told(dialled, caplog):
-    def breaks(end: socket.socket) -> None:
-        read_frame(end)
-
-    one = dialled(breaks, serves)
-    assert one.worker.restored() == RESTORED
-    assert "worker 0 at host:7070 is missing: the line to it broke" in caplog.text
-    shown = one.worker.shown()
-    assert (shown["address"], shown["fragments"]) == ("host:7071", 1)
-    assert shown["pid"] > 0
-    assert one.worker.alive.alerts == ("low on disk",)
+def breaks(end: socket.socket) -> None:
+    read_frame(end)
 
 
 @pytest.mark.parametrize(("every_s", "lines"), [(0.0, 2), (30.0, 1)])
-def test_one_that_stays_missing_is_told_again(
+def test_one_that_is_missing_is_dialled_and_told_now_and_then(
     dialled, caplog, monkeypatch, every_s, lines
 ):
     monkeypatch.setattr(workers, "TOLD_EVERY_S", every_s)
-
-    def breaks(end: socket.socket) -> None:
-        read_frame(end)
 
     def fails(end: socket.socket) -> None:
         read_frame(end)
@@ -142,12 +130,13 @@ def test_one_that_stays_missing_is_told_again(
 
     one = dialled(breaks, fails, serves)
     assert one.worker.restored() == RESTORED
+    assert "worker 0 at host:7070 is missing: the line to it broke" in caplog.text
     assert caplog.text.count("is missing") == lines
     assert ("no memory" in caplog.text) == (lines == 2)
-
-
-def test_two_lines_tell_of_one_that_is_missing_for_the_whole_patience():
-    assert Placement().outage_budget_s > workers.TOLD_EVERY_S
+    shown = one.worker.shown()
+    assert (shown["address"], shown["fragments"]) == ("host:7071", 1)
+    assert shown["pid"] > 0
+    assert one.worker.alive.alerts == ("low on disk",)
 
 
 def test_one_that_does_not_come_in_time_fails_the_start(dialled):

@@ -33,42 +33,25 @@ def roster(tmp_path):
     return Roster(tmp_path / "roster.msgpack")
 
 
+MEASURED = (
+    *("median_step_seconds", "max_step_gap_seconds", "step_seconds_total"),
+    *("stalled_seconds", "eval_seconds", "compile_seconds", "loss"),
+    *("bytes_up", "bytes_down", "bytes_join"),
+)
+LIVES = (
+    (1.0, 3.0, 8.0, 0.5, 2.0, 1.5, 3.0, 70, 7, 1),
+    (2.0, 2.5, 9.0, 0.25, 0.0, 4.0, 2.5, 30, 3, 1),
+)
+
+
 def two_lives(roster):
     """10 steps in 1000 .. 1010; away until 1030; then 5 steps until 1040."""
+    one, two = (dict(zip(MEASURED, life, strict=True)) for life in LIVES)
     roster.hello(hello(1), 1000.0)
-    first = measures(
-        10,
-        1002.0,
-        1010.0,
-        median_step_seconds=1.0,
-        max_step_gap_seconds=3.0,
-        step_seconds_total=8.0,
-        stalled_seconds=0.5,
-        eval_seconds=2.0,
-        compile_seconds=1.5,
-        loss=3.0,
-        bytes_up=70,
-        bytes_down=7,
-        bytes_join=1,
-    )
-    roster.report("a", first, (), 1010.0)
+    roster.report("a", measures(10, 1002.0, 1010.0, **one), (), 1010.0)
     roster.hello(hello(2), 1025.0)
     roster.report("a", Measures(compile_seconds=4.0), (), 1026.0)
-    second = measures(
-        5,
-        1030.0,
-        1040.0,
-        median_step_seconds=2.0,
-        max_step_gap_seconds=2.5,
-        step_seconds_total=9.0,
-        stalled_seconds=0.25,
-        compile_seconds=4.0,
-        loss=2.5,
-        bytes_up=30,
-        bytes_down=3,
-        bytes_join=1,
-    )
-    roster.report("a", second, (), 1040.0)
+    roster.report("a", measures(5, 1030.0, 1040.0, **two), (), 1040.0)
 
 
 def test_all_comes_back_from_the_file_losses_that_are_no_numbers_too(roster, tmp_path):
@@ -193,21 +176,18 @@ def test_the_time_for_which_the_run_was_stopped_does_not_count(roster):
     roster.hello(hello(1), 1000.0)
     roster.report("a", measures(10, 1002.0, 1010.0), (), 1010.0)
     assert roster.resume(1000.0) == {("a", 1): 10}
+    gone = roster.measure("a", 0, 0, 9000.0)
+    assert gone.provisioned_seconds == 10.0, (
+        "one that does not come was there till then"
+    )
     roster.hello(hello(2), 2025.0)
     roster.report("a", measures(5, 2030.0, 2040.0), (), 2040.0)
     member, measure = roster.members["a"], roster.measure("a", 0, 0, 2040.0)
     assert measure.provisioned_seconds == 40.0
+    assert measure.active == ((2002.0, 2010.0), (2030.0, 2040.0))
     assert member.resumed == 1
     roster.hello(hello(3), 2050.0)
     assert member.resumed == 1, "this time it alone had ended"
-    assert measure.active == ((2002.0, 2010.0), (2030.0, 2040.0))
-
-
-def test_an_island_that_does_not_come_back_was_there_until_the_stop(roster):
-    roster.hello(hello(1), 1000.0)
-    roster.report("a", measures(10, 1002.0, 1010.0), (), 1010.0)
-    roster.resume(1000.0)
-    assert roster.measure("a", 0, 0, 9000.0).provisioned_seconds == 10.0
 
 
 def test_islands_that_never_made_a_step_are_named(roster):

@@ -67,7 +67,7 @@ def test_an_island_of_a_later_term_is_to_come_again(made) -> None:
 
 def test_absurd_products_are_turned_away_at_the_door(made) -> None:
     service = made.handlers
-    service._sessions.serves = lambda stream: True
+    service.sessions.serves = lambda stream: True
     large = {"steps": 2**30, "tokens_per_step": 2**30}
     for wrong, shown in (
         (large, "1073741824 steps of 1073741824"),

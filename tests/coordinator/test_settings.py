@@ -116,19 +116,19 @@ def test_workers_are_at_addresses():
         require_merging(Placement(workers=3))
 
 
-def test_decisions_know_the_course_of_the_learning_rate():
-    inner = InnerConfig(learning_rate=0.5, warmup_fraction=0.2, final_fraction=0.3)
-    run = dataclasses.replace(RUN, inner=inner)
-    policy = policy_config(run, PLACEMENT, "r", (30, 10))
-    rates = [policy.rates[point] for point in (0, 10, 20, 60, 100)]
-    assert rates == pytest.approx([0.0, 0.25, 0.5, 0.325, 0.15])
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ({"warmup_fraction": 0.2}, [0.0, 0.25, 0.5, 0.325, 0.15]),
+        ({"warmup_fraction": 0.0, "schedule": "constant"}, [0.5] * 5),
+    ],
+)
+def test_decisions_know_the_course_of_the_learning_rate(changes, rates):
+    inner = InnerConfig(learning_rate=0.5, final_fraction=0.3, **changes)
+    policy = policy_config(dataclasses.replace(RUN, inner=inner), PLACEMENT, "r", (9,))
+    found = [policy.rates[point] for point in (0, 10, 20, 60, 100)]
+    assert found == pytest.approx(rates)
     assert len(policy.rates) == 101
-
-
-def test_decisions_know_of_a_constant_learning_rate():
-    inner = InnerConfig(learning_rate=0.5, schedule="constant", warmup_fraction=0.0)
-    run = dataclasses.replace(RUN, inner=inner)
-    assert set(policy_config(run, PLACEMENT, "r", (30, 10)).rates) == {0.5}
 
 
 def config() -> Config:

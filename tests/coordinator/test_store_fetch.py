@@ -106,40 +106,29 @@ def test_of_too_many_versions_that_are_fetched_the_oldest_goes(store):
         assert store.fetch(0, Version(1, number), None).full
 
 
-@pytest.fixture
-def now(monkeypatch):
-    """The time of the store, which a test changes."""
+def test_an_anchor_is_kept_while_it_is_fetched_and_a_while_longer(store, monkeypatch):
+    """However long that takes; then it is freed."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("diloco_jax.coordinator.holding.store.time", clock)
-    return now
 
+    def later(seconds: float) -> None:
+        gc.collect()
+        now[0] += seconds
+        store.expire_pins()
 
-def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, now):
-    store.fetch(0, Version(1, 0), None)
+    slow, quick = (store.fetch(0, Version(1, 0), None) for _ in range(2))
     pinned = weakref.ref(store.arrays(0)["anchor"][0])
     merge_once(store, 0, Version(1, 1))
-    assert pinned() is not None
-    now[0] = PIN_S + 1.0
-    store.expire_pins()
-    gc.collect()
-    assert pinned() is None
-
-
-def test_an_anchor_stays_while_it_is_fetched_however_long_that_takes(store, now):
-    slow, quick = (store.fetch(0, Version(1, 0), None) for _ in range(2))
-    merge_once(store, 0, Version(1, 1))
     del quick
-    now[0] = 10 * PIN_S
-    store.expire_pins()
+    later(10 * PIN_S)
     assert store.fetch(0, Version(1, 0), None).full, "another stripe is under way"
     del slow
-    gc.collect()
-    now[0] += 0.9 * PIN_S
-    store.expire_pins()
+    later(0.9 * PIN_S)
     assert store.fetch(0, Version(1, 0), None).full, "a stripe may have broken"
-    now[0] += 1.1 * PIN_S
-    store.expire_pins()
+    later(1.1 * PIN_S)
+    gc.collect()
+    assert pinned() is None
     with pytest.raises(VersionGone):
         store.fetch(0, Version(1, 0), None)
 

@@ -33,16 +33,23 @@ def told(run, phase="running"):
     )
 
 
+def status_of(run, phase="running", after_s=8.0, **island):
+    """The status in this phase, of an island with these changes."""
+    config, now, roster = run
+    changed = replace(now.islands["a"], **island)
+    now = state.with_island(replace(now, phase=phase), changed)
+    at = AT + after_s
+    return summary.status(config, now, roster, seconds=8.0, alerts=["alone"], now=at)
+
+
 def test_the_status_has_all_that_prometheus_collects(run):
     config, now, roster = run
     adopted = Record(kind="adopted", seq=1, step=2, fragment=1, version=Version(1, 0))
     roster.report("a", Measures(steps=3), (adopted,), AT + 8)
     newer = replace(now.fragments[1], version=Version(1, 3))
-    now = state.with_fragment(now, newer)
-    status = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 10)
+    status = status_of((config, state.with_fragment(now, newer), roster), after_s=10.0)
     (island,) = status["islands"].values()
-    assert island["lag"] == 3
-    assert island["silent_seconds"] == 2.0
+    assert (island["lag"], island["silent_seconds"]) == (3, 2.0)
     assert (status["tokens_merged"], status["tokens_lost"]) == (0, {})
     found = {
         sample.name: sample.value
@@ -55,64 +62,45 @@ def test_the_status_has_all_that_prometheus_collects(run):
 
 
 def test_the_status_says_what_is_left_of_an_island_s_start(run):
-    config, now, roster = run
     begins = Measures(programs_left=12, fragments_left=7)
-    roster.report("a", begins, (), AT + 8)
-    status = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    run[2].report("a", begins, (), AT + 8)
+    status = status_of(run)
     island = status["islands"]["a"]
     assert (island["programs_left"], island["fragments_left"]) == (12, 7)
     left = "island a: 12 programs left to compile or read, 7 fragments to fetch"
     assert left in terminal.line(status, None)
-    away = state.with_island(now, replace(now.islands["a"], status="absent"))
-    status = summary.status(config, away, roster, seconds=8.0, alerts=[], now=AT + 8)
-    assert "left to compile" not in terminal.line(status, None)
+    away = status_of(run, status="absent")
+    assert "left to compile" not in terminal.line(away, None)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_status_says_who_is_quarantined(run, apart):
-    config, now, roster = run
-    island = replace(now.islands["a"], quarantined=apart)
-    now = state.with_island(now, island)
-    status = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
-    assert status["islands"]["a"]["state"] == ("quarantined" if apart else "training")
+    island = status_of(run, quarantined=apart)["islands"]["a"]
+    assert island["state"] == ("quarantined" if apart else "training")
 
 
 @pytest.mark.parametrize(
     ("phase", "shown"),
     [("running", "stopped"), ("flushing", "stopped"), ("done", "done")],
 )
-def test_what_a_run_leaves_says_whether_it_was_over(run, phase, shown):
-    assert told(run, phase)["phase"] == shown
-
-
-def test_a_summary_has_what_a_status_has_of_the_run_as_a_whole(run):
-    config, now, roster = run
-    status = summary.status(
-        config, now, roster, seconds=8.0, alerts=["alone"], now=AT + 8
-    )
-    left = told(run)
+def test_a_summary_has_what_a_status_has_and_whether_the_run_was_over(
+    run, phase, shown
+):
+    left, status = told(run, phase), status_of(run, phase)
     for name in ("run_id", "tokens", "total_tokens", "progress", "versions", "alerts"):
         assert left[name] == status[name], name
+    assert (left["phase"], left["alerts"]) == (shown, ["alone"])
     assert (left["tokens"], left["versions"]) == (30, [[1, 0], [1, 0]])
-    assert left["alerts"] == ["alone"]
-
-
-def test_every_account_of_tokens_is_by_fragment_too(run):
-    left = told(run)
     assert left["tokens_merged_by_fragment"] == [0, 0]
     assert left["islands"]["a"]["tokens_merged_by_fragment"] == [0, 0]
 
 
 def test_a_status_has_the_bandwidth_of_live_islands(run):
-    config, now, roster = run
-    shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    shown = status_of(run)
     for part in (shown, shown["islands"]["a"]):
         rates = part["bytes_up_per_second"], part["bytes_down_per_second"]
         assert rates == (50.0, 10.0)
-    absent = replace(now.islands["a"], status="absent")
-    now = state.with_island(now, absent)
-    shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
-    assert shown["bytes_up_per_second"] == 0.0
+    assert status_of(run, status="absent")["bytes_up_per_second"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -125,23 +113,16 @@ def test_a_status_has_the_bandwidth_of_live_islands(run):
     ],
 )
 def test_a_status_says_for_whom_the_end_waits(run, phase, status, waits):
-    config, now, roster = run
-    island = replace(now.islands["a"], status=status)
-    now = state.with_island(replace(now, phase=phase), island)
-    shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
-    told = [alert for alert in shown["alerts"] if "waits for a, away" in alert]
-    assert bool(told) == waits
+    alerts = status_of(run, phase, status=status)["alerts"]
+    assert any("waits for a, away" in alert for alert in alerts) == waits
 
 
 @pytest.mark.parametrize(("predicted", "shown"), [(1234, 1234), (0, None)])
 def test_predictions_are_told_where_somebody_counts_them(run, predicted, shown):
-    config, now, roster = run
-    roster.report("a", Measures(steps=30, tokens_predicted=predicted), (), AT + 9)
-    seen = summary.status(config, now, roster, seconds=9.0, alerts=[], now=AT + 9)
-    assert seen["islands"]["a"]["tokens_predicted"] == shown
-    told = summary.summary(config, now, roster, wall_seconds=9.0, alerts=[], now=AT + 9)
-    assert told["tokens_predicted"] == shown
-    assert told["islands"]["a"]["tokens_predicted"] == shown
+    run[2].report("a", Measures(steps=30, tokens_predicted=predicted), (), AT + 8)
+    left = told(run)
+    for found in (left, left["islands"]["a"], status_of(run)["islands"]["a"]):
+        assert found["tokens_predicted"] == shown
 
 
 @pytest.mark.parametrize(
@@ -153,12 +134,11 @@ def test_predictions_are_told_where_somebody_counts_them(run, predicted, shown):
     ],
 )
 def test_a_status_says_whose_steps_change_nothing(run, skipped, loss, says):
-    config, now, roster = run
     measures = Measures(steps=30, skipped_steps=skipped, loss=loss)
-    roster.report("a", measures, (), AT + 9)
-    shown = summary.status(config, now, roster, seconds=9.0, alerts=[], now=AT + 9)
-    told = [alert for alert in shown["alerts"] if "change nothing" in alert]
-    assert [alert.split()[1] for alert in told] == ["a"] * says
+    run[2].report("a", measures, (), AT + 8)
+    alerts = status_of(run)["alerts"]
+    named = [alert.split()[1] for alert in alerts if "change nothing" in alert]
+    assert named == ["a"] * says
 
 
 def test_a_run_leaves_what_a_plan_takes(tmp_path, run):

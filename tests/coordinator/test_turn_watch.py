@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import watchdog
-from diloco_jax.coordinator.watchdog import DiskWait, TurnWatch
+from diloco_jax.coordinator.watchdog import TurnWatch
 from diloco_jax.process import LOOK_S
 
 WAIT_S = 60.0
@@ -52,20 +46,6 @@ def test_a_turn_may_take_as_long_as_a_disk_that_is_busy_and_no_longer():
     assert "placement.time_budget_s = 5" in words
 
 
-def test_a_wait_for_space_on_a_full_disk_is_no_hang(monkeypatch):
-    monkeypatch.setattr(watchdog, "AGAIN_S", 0.0)
-    disk, touches, attempts = DiskWait(WAIT_S, lambda: False), [], []
-    disk.touch = lambda: touches.append(len(attempts))
-
-    def write():
-        attempts.append(1)
-        if len(attempts) < 4:
-            raise OSError(errno.ENOSPC, "full", "log")
-
-    disk.until_written("a record", write)
-    assert touches == [1, 2, 3]
-
-
 TURNING = """
 import logging, sys, threading, time
 from diloco_jax import process
@@ -84,52 +64,25 @@ def hold_the_log():
     where_it_hangs()
 def where_it_hangs():
     threading.Event().wait(600)
-def house():
-    print("turn", flush=True)
 def often(state, now):
     return now + 0.02
-lead = EngineThread(Engine(), often, lambda: None, lambda event: None, house)
-placement = Placement(time_budget_s=LIMIT / 12, outage_budget_s=LIMIT / 2)
-if len(sys.argv) > 1:
-    threading.Timer(0.5, lead.post, (globals()[sys.argv[1]],)).start()
-with watchdog.TurnWatch(placement) as watch:
+lead = EngineThread(Engine(), often, lambda: None, lambda: None)
+threading.Timer(0.5, lead.post, (globals()[sys.argv[1]],)).start()
+with watchdog.TurnWatch(Placement(time_budget_s=1 / 12, outage_budget_s=0.5)) as watch:
     lead.touch = watch.touch
     watch.start()
     lead.run()
 """
 
 
-def process(limit_s: float, *hangs: str) -> subprocess.Popen[str]:
-    """A process that decides as the coordinator does, until it hangs somewhere."""
-    return subprocess.Popen(
-        [sys.executable, "-c", TURNING.replace("LIMIT", str(limit_s)), *hangs],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("hangs", ["where_it_hangs", "hold_the_log"])
 def test_a_process_that_hangs_ends_with_1_even_if_its_log_is_what_hangs(hangs):
-    with process(1.0, hangs) as hanging:
-        _, said = hanging.communicate(timeout=WAIT_S)
-    assert hanging.returncode == 1
+    """It decides as the coordinator does, until it hangs somewhere. One that is stopped
+    does not hang: `tests/island/test_watches.py`."""
+    command = [sys.executable, "-c", TURNING, hangs]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert ended.returncode == 1
     if hangs == "where_it_hangs":
+        said = ended.stderr
         assert "hangs: no turn of the coordinator's decisions has ended" in said
         assert "in where_it_hangs" in said, "the stack of the decisions' thread"
-
-
-def test_a_process_that_is_stopped_for_longer_goes_on():
-    """SIGSTOP, as of a debugger or a suspended container."""
-    limit_s = 1.0
-    with process(limit_s) as turning:
-        assert turning.stdout is not None
-        assert turning.stdout.readline() == "turn\n"
-        drained = threading.Thread(target=turning.stdout.read, daemon=True)
-        os.kill(turning.pid, signal.SIGSTOP)
-        time.sleep(2 * limit_s)
-        os.kill(turning.pid, signal.SIGCONT)
-        drained.start()
-        with pytest.raises(subprocess.TimeoutExpired):
-            turning.wait(2 * limit_s)
-        turning.kill()

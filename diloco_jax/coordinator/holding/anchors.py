@@ -7,7 +7,6 @@ ballots, which are compared with that anchor (`protocol/coordinator/anchors.py`)
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -23,7 +22,7 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     Publishes,
     repeat,
 )
-from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Buffer, PayloadLayout, Piece
@@ -65,15 +64,22 @@ def values_of(layout: PayloadLayout, payload: Buffer) -> list[jax.Array]:
     ]
 
 
-@dataclasses.dataclass
 class _Arriving:
-    """An anchor awaited of one island, with its parts that have come at one version."""
+    """An anchor, or a ballot, awaited of one island, with its parts that have come at
+    one version."""
 
-    awaited: AwaitAnchor
-    inbox: Inbox
-    version: Version | None = None
-    complete: bool = False
-    """All of it has come: what is checked now stays as it is."""
+    def __init__(
+        self, awaited: AwaitAnchor, layouts: Sequence[PayloadLayout], rooms: Rooms
+    ) -> None:
+        self.awaited, self._layouts, self._rooms = awaited, layouts, rooms
+        self.complete = False
+        """All of it has come: what is checked now stays as it is."""
+        self.version: Version | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Free the bytes that have come."""
+        self.inbox = Inbox(self._layouts, self._rooms)
 
     def payload(self, start: bulk.UploadStart) -> Buffer:
         """Return the bytes that have arrived."""
@@ -92,23 +98,20 @@ class LostFragments:
         store: Store,
         snapshots: FragmentSnapshots,
         publishes: Publishes,
-        deltas: Inbox,
+        rooms: Rooms,
         closing: threading.Event,
         submit: Callable[[Callable[[], None]], None],
         tell: Callable[[AnchorKept | AnchorCompared | HolderTroubled], None],
     ) -> None:
-        """snapshots: knows which are lost. deltas: an inbox for the same place.
-        closing: set at the end. submit: has a function called on a thread for long
-        work."""
+        """snapshots: knows which are lost. rooms: those of deltas. closing: set at the
+        end. submit: has a function called on a thread for long work."""
         self._store, self._snapshots, self._publishes = store, snapshots, publishes
-        self._lost, self._deltas = snapshots.lost, deltas
-        self._closing = closing
-        self._submit, self._tell = submit, tell
+        self._lost, self._rooms = snapshots.lost, rooms
+        self._closing, self._submit, self._tell = closing, submit, tell
         self._arriving: dict[tuple[int, str], _Arriving] = {}
         """By fragment and island."""
-        self._begins = threading.Lock()
+        self._begins, self._keeping = threading.Lock(), threading.Lock()
         self._prepared: dict[int, tuple[Version, dict[str, list[Any]]]] = {}
-        self._keeping = threading.Lock()
 
     @functools.cached_property
     def _layouts(self) -> list[PayloadLayout]:
@@ -134,7 +137,7 @@ class LostFragments:
             self._drop(awaited.fragment)
             self._prepared.pop(awaited.fragment, None)
         layouts = self._ballots if awaited.sample else self._layouts
-        arriving = _Arriving(awaited, self._deltas.beside(layouts))
+        arriving = _Arriving(awaited, layouts, self._rooms)
         with self._begins:
             self._arriving[awaited.fragment, awaited.island] = arriving
 
@@ -144,6 +147,14 @@ class LostFragments:
         self._store.load(fragment, arrays, version)
         self._drop(fragment)
         self._lost.discard(fragment)
+        if not self._lost:  # No delta has the size of an anchor.
+            self._submit(self._rooms.free)
+
+    def _drop(self, fragment: int) -> None:
+        """Await no anchor of the fragment; free what came of it."""
+        with self._begins:
+            for key in [key for key in self._arriving if key[0] == fragment]:
+                del self._arriving[key]
 
     # ---- islands' bytes -------------------------------------------------------------
 
@@ -159,10 +170,9 @@ class LostFragments:
                     f"what island {start.island!r} sent of fragment {start.fragment} "
                     f"at {arriving.version} is here, and is not replaced",
                 )
-            if arriving.version is None or arriving.version != start.version:
-                layouts = self._ballots if start.sample else self._layouts
+            if arriving.version != start.version:
                 arriving.version = start.version
-                arriving.inbox = self._deltas.beside(layouts)
+                arriving.clear()
             inbox = arriving.inbox
         return inbox.begin(start)
 
@@ -177,11 +187,11 @@ class LostFragments:
         if not inbox.end(start, place):
             return False
         with self._begins:
-            if arriving.inbox is not inbox:
+            # It may come twice at once, by another tick.
+            if arriving.complete or arriving.inbox is not inbox:
                 return False
             arriving.complete = True
-        act = self._compare if start.sample else self._keep
-        self._submit(lambda: self._one_by_one(act, arriving, start))
+        self._submit(lambda: self._use(arriving, start))
         return True
 
     def _of(self, start: bulk.UploadStart) -> _Arriving:
@@ -189,38 +199,38 @@ class LostFragments:
         fragment is lost: the lead may be about to ask for it; else Refused."""
         found = self._arriving.get((start.fragment, start.island))
         if found is not None:
-            awaited = found.awaited
-            asked = (awaited.incarnation, awaited.sample)
-            if asked == (start.incarnation, start.sample):
+            asked = found.awaited
+            if (asked.incarnation, asked.sample) == (start.incarnation, start.sample):
                 return found
         self._snapshots.require_here(start.fragment)
         raise Refused(
             "anchor", f"nobody asked for the anchor of fragment {start.fragment}"
         )
 
-    def _one_by_one(
-        self,
-        act: Callable[[_Arriving, bulk.UploadStart, Version], None],
-        arriving: _Arriving,
-        start: bulk.UploadStart,
-    ) -> None:
+    def _use(self, arriving: _Arriving, start: bulk.UploadStart) -> None:
+        """Keep an anchor that has come, or compare a ballot."""
         # One after the other: that which is awaited last is written last.
-        assert start.version is not None
         with self._keeping:
-            if self._is_awaited(arriving):
-                act(arriving, start, start.version)
+            if not self._is_awaited(arriving):
+                return
+            act = self._compared if start.sample else self._kept
+            told = act(arriving, arriving.payload(start))
+            arriving.clear()
+            give_memory_back()
+            if told is not None:
+                self._tell(told)
 
     def _is_awaited(self, arriving: _Arriving) -> bool:
         awaited = arriving.awaited
         return self._arriving.get((awaited.fragment, awaited.island)) is arriving
 
-    def _keep(
-        self, arriving: _Arriving, start: bulk.UploadStart, replaced: Version
-    ) -> None:
-        """Write the anchor as the first snapshot of the fragment's new term."""
-        awaited = arriving.awaited
+    def _kept(self, arriving: _Arriving, payload: Buffer) -> AnchorKept | None:
+        """Write the anchor as the first snapshot of the fragment's new term, unless it
+        is not finite; None: it is not awaited any more."""
+        awaited, replaced = arriving.awaited, arriving.version
+        assert replaced is not None
         fragment = awaited.fragment
-        values = values_of(self._layouts[fragment], arriving.payload(start))
+        values = values_of(self._layouts[fragment], payload)
         fit = all(bool(jnp.isfinite(value).all()) for value in values)
         version = Version(awaited.term, replaced.number)
         digest = parameters = ""
@@ -229,11 +239,9 @@ class LostFragments:
             digest = sha256_arrays(arrays["anchor"])
             parameters = digest_arrays(arrays["anchor"])
             if not self._write(arriving, version, arrays):
-                return
+                return None
             self._prepared[fragment] = version, arrays
-            arriving.inbox = self._deltas.beside(self._layouts)  # Frees the bytes.
-        give_memory_back()
-        kept = AnchorKept(
+        return AnchorKept(
             fragment=fragment,
             island=awaited.island,
             incarnation=awaited.incarnation,
@@ -243,7 +251,6 @@ class LostFragments:
             parameters=parameters,
             unfit=not fit,
         )
-        self._tell(kept)
 
     def _write(
         self, arriving: _Arriving, version: Version, arrays: dict[str, list[Any]]
@@ -269,37 +276,29 @@ class LostFragments:
         )
         return written is not None
 
-    def _compare(
-        self, arriving: _Arriving, start: bulk.UploadStart, version: Version
-    ) -> None:
-        """Compare a ballot with the anchor that is here."""
-        fragment, awaited = start.fragment, arriving.awaited
-        found = self._prepared.get(fragment)
-        if found is None:  # Another island's anchor is awaited meanwhile.
-            return
-        layout = self._ballots[fragment]
-        ballots = layout.unpack(arriving.payload(start))
-        anchors = found[1]["anchor"]
+    def _compared(self, arriving: _Arriving, payload: Buffer) -> AnchorCompared | None:
+        """Compare a ballot with the anchor that is here; None: another island's anchor
+        is awaited meanwhile."""
+        awaited, version = arriving.awaited, arriving.version
+        assert version is not None
+        found = self._prepared.get(awaited.fragment)
+        if found is None:
+            return None
+        layout, anchors = self._ballots[awaited.fragment], found[1]["anchor"]
         equal, squares = True, 0.0
-        for placed, theirs, anchor in zip(layout.placed, ballots, anchors, strict=True):
+        for placed, theirs, anchor in zip(
+            layout.placed, layout.unpack(payload), anchors, strict=True
+        ):
             grid = placed.piece.grid
             tiles = anchor.reshape(*grid.grid, grid.elements)
             ours = ballot_of(tiles, awaited.sample)
             same, apart = compare_ballots(ours, theirs, grid.elements)
             equal, squares = equal and same, squares + apart
-        arriving.inbox = self._deltas.beside(self._ballots)  # Frees the bytes.
-        compared = AnchorCompared(
-            fragment=fragment,
+        return AnchorCompared(
+            fragment=awaited.fragment,
             island=awaited.island,
             incarnation=awaited.incarnation,
             version=version,
             equal=equal,
             apart=math.sqrt(squares),
         )
-        self._tell(compared)
-
-    def _drop(self, fragment: int) -> None:
-        """Await no anchor of the fragment; free what came of it."""
-        with self._begins:
-            for key in [key for key in self._arriving if key[0] == fragment]:
-                del self._arriving[key]

@@ -535,8 +535,7 @@ NAME, TEMPORARY = "cycle-", ".tmp"
 CYCLE_FACTS = "cycle.json"
 KEPT_SUFFIX = ".fragment"
 
-Done = Callable[[int, str], None]
-"""Called once a cycle is kept or given up, with the reason for the latter."""
+Tell = Callable[[FromHolder], None]
 Theta = Callable[[], list[Any]]
 """Returns the arrays of a fragment, on the writer's thread; a worker's are fetched."""
 
@@ -561,10 +560,10 @@ class KeptCycles:
         """Its fragments that are on disk."""
         self._remove_torn()
 
-    def keep(self, keep: KeepFragment, theta: Theta, done: Done) -> None:
-        """Write a fragment of a cycle, later; `done` follows its last one, on the
-        writer's thread."""
-        self._writer.submit(self._write, keep, theta, done)
+    def keep(self, keep: KeepFragment, theta: Theta, tell: Tell) -> None:
+        """Write a fragment of a cycle, later; after its last one the lead is told, on
+        the writer's thread, that the cycle is kept or given up."""
+        self._writer.submit(self._write, keep, theta, tell)
 
     def numbers(self) -> list[int]:
         """Return the cycles that are kept, oldest first."""
@@ -588,7 +587,7 @@ class KeptCycles:
         """
         self._writer.close(patience_s)
 
-    def _write(self, keep: KeepFragment, theta: Theta, done: Done) -> None:
+    def _write(self, keep: KeepFragment, theta: Theta, tell: Tell) -> None:
         if keep.cycle > self._cycle:
             self._remove_torn()
             self._cycle, self._given_up, self._written = keep.cycle, False, {}
@@ -611,10 +610,10 @@ class KeptCycles:
                 where = f"{self._folder} ({error})"
                 why = f"it cannot be written to {where}; free some space there"
             logger.error("cycle %d is not kept: %s", keep.cycle, why)
-            done(keep.cycle, f"cycle {keep.cycle} is not kept: {why}")
-            return
-        logger.info("cycle %d is kept", keep.cycle)
-        done(keep.cycle, "")
+            tell(HolderTroubled(text=f"cycle {keep.cycle} is not kept: {why}"))
+        else:
+            logger.info("cycle %d is kept", keep.cycle)
+        tell(CycleKept(cycle=keep.cycle))
 
     def _write_fragment(self, scratch: Path, keep: KeepFragment, theta: Theta) -> None:
         arrays = [np.asarray(array) for array in theta()]
@@ -653,17 +652,6 @@ class KeptCycles:
     def _remove_torn(self) -> None:
         for torn in self._folder.glob(f"{NAME}*{TEMPORARY}"):
             shutil.rmtree(torn, ignore_errors=True)
-
-
-def telling(tell: Callable[[FromHolder], None]) -> Done:
-    """Return a function that tells the lead what becomes of a cycle."""
-
-    def done(cycle: int, trouble: str) -> None:
-        if trouble:
-            tell(HolderTroubled(text=trouble))
-        tell(CycleKept(cycle=cycle))
-
-    return done
 
 
 def cycle_numbers(folder: Path) -> list[int]:

@@ -42,7 +42,6 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     repeat,
     require,
     restored,
-    telling,
 )
 from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
 from diloco_jax.coordinator.holding.store import Store
@@ -160,7 +159,7 @@ class FragmentHolder(ABC):
         tells which fragments are back."""
 
     def keep_house(self, now: float) -> None:  # noqa: B027
-        """Begin to write the snapshot that is due, and to give back memory that is."""
+        """Begin to write the snapshot that is due."""
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
         """Wait for the snapshot under way; see `SnapshotWriter.wait`."""
@@ -225,7 +224,7 @@ class StoreHolder(FragmentHolder):
             store,
             snapshots,
             publishes,
-            inbox,
+            inbox.rooms,
             self._closing,
             self._submit,
             lambda report: self._tell(report),
@@ -340,8 +339,6 @@ class StoreHolder(FragmentHolder):
     def keep_house(self, now: float) -> None:
         """See `FragmentHolder`."""
         self._snapshots.write_due(now, self.store, self._publishes)
-        if not self._closing.is_set():
-            self._inbox.keep_house(now, self._submit)
 
     def save_all(self, within_s: float | None) -> bool:
         """See `FragmentHolder`. The result of a run has all fragments, those too that
@@ -359,7 +356,7 @@ class StoreHolder(FragmentHolder):
 
     def alerts(self, now: float) -> list[str]:
         """See `FragmentHolder`."""
-        return [*self._snapshots.writer.alerts(now), *self._inbox.alerts(now)]
+        return [*self._snapshots.writer.alerts(now), *self._inbox.rooms.alerts(now)]
 
     def digest(self) -> str:
         """See `FragmentHolder`."""
@@ -507,8 +504,7 @@ class StoreHolder(FragmentHolder):
     def _keep(self, keep: KeepFragment) -> None:
         assert self._kept is not None
         theta = self.store.arrays(keep.fragment)["theta"]
-        told = telling(lambda found: self._tell(found))
-        self._kept.keep(keep, lambda: theta, told)
+        self._kept.keep(keep, lambda: theta, lambda found: self._tell(found))
 
     def _merge(self, merge: Merge) -> None:
         payloads = [self._inbox.payload(key) for key in merge.deltas]

@@ -18,14 +18,13 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import machine
 from diloco_jax.coordinator.holding.store import Spares
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.fragments import Part, PayloadLayout, tiles_of
@@ -41,10 +40,6 @@ SPARED_BYTES_EACH = 32
 parameters, anchors and momentum, and what is published meanwhile."""
 TOLD_S = 60.0
 """Seconds for which people are told that a delta found no room."""
-SPAN_S = 300.0
-"""Seconds from one look to the next at spare memory, which is given back beyond what is
-in use then. New pages for a delta of 1 GB cost less than 0.6 s of them."""
-
 Place: TypeAlias = npt.NDArray[np.uint8]
 GivenUp: TypeAlias = list[npt.NDArray[np.uint8]]
 """Spare memory that no later room gets; it is freed with the list."""
@@ -76,7 +71,7 @@ class Rooms:
 
     Its memory becomes that of a later room: the kernel takes 0.1 to 0.6 s per GB to
     give a process new pages. All rooms, whoever asks for them, and spare memory never
-    have more than the limit.
+    have more than the limit, and a process keeps what it once had.
     """
 
     def __init__(
@@ -90,7 +85,6 @@ class Rooms:
         self._memory, self._disk, self._spared = memory_bytes, disk, spared_bytes
         self._lock = threading.Lock()
         self._spares = Spares()
-        self._looked = -math.inf
         self._told = False
         self._refused = -math.inf, ""
         """When a delta last found no room, and why."""
@@ -111,22 +105,11 @@ class Rooms:
             given_up += self._spares.trim(self._memory - used)
             return room
 
-    def due(self, now: float) -> bool:
-        """Tell, once in each span of time, that it is time to `give_back`. now: of the
-        monotonic clock. Called on one thread."""
-        if now - self._looked < SPAN_S:
-            return False
-        self._looked = now
-        return True
-
-    def give_back(self) -> None:
-        """Free spare memory beyond what is in use. It may take seconds."""
+    def free(self) -> None:
+        """Free the spare memory. It may take seconds."""
         with self._lock:
-            freed = self._spares.trim(self.memory_bytes)
-        # Outside the lock, for which islands' bytes wait.
-        if freed:
-            freed.clear()
-            machine.give_memory_back()
+            given_up = self._spares.trim(0)
+        given_up.clear()  # Outside the lock, for which islands' bytes wait.
 
     def on_disk(self, nbytes: int) -> Place:
         """Return a room on disk, which may take time. Raises Busy if there is none."""
@@ -270,24 +253,9 @@ class Inbox:
     def __init__(self, layouts: Sequence[PayloadLayout], rooms: Rooms) -> None:
         """layouts: of an encoded delta, by fragment. rooms: for deltas, and for parts
         of them that are on their way."""
-        self._layouts, self._rooms = layouts, rooms
+        self._layouts, self.rooms = layouts, rooms
         self._lock = threading.Lock()
         self._deltas: dict[DeltaKey, _Assembly] = {}
-
-    def beside(self, layouts: Sequence[PayloadLayout]) -> Inbox:
-        """Return an inbox for payloads of other layouts, in the same rooms."""
-        return Inbox(layouts, self._rooms)
-
-    def alerts(self, now: float) -> list[str]:
-        """See `Rooms.alerts`."""
-        return self._rooms.alerts(now)
-
-    def keep_house(
-        self, now: float, submit: Callable[[Callable[[], None]], None]
-    ) -> None:
-        """Have spare memory given back by a function for `submit`, if it is time."""
-        if self._rooms.due(now):
-            submit(self._rooms.give_back)
 
     def begin(self, start: UploadStart) -> memoryview:
         """Return the writable place of a stripe. The caller releases it, whatever
@@ -327,20 +295,17 @@ class Inbox:
     ) -> memoryview:
         """Return the place of a stripe. Nothing that takes time is done in the lock,
         which decisions need: a disk is asked, and memory goes to `given_up`."""
-        spare: Place | None = None
+        made: list[Place] = []
         while True:
             with self._lock:
-                missing = self._missing(start, layout)
-                if not missing:
-                    return self._place(start)
-                room = spare
-                if room is None:
-                    room = self._rooms.in_memory(missing, given_up)
-                if room is not None and room.nbytes == missing:
-                    self._move_in(start, layout, room)
-                    spare = None
-                    continue
-            spare = self._rooms.on_disk(missing)
+                while isinstance(place := self._place(start, layout, made), int):
+                    room = self.rooms.in_memory(place, given_up)
+                    if room is None:
+                        break
+                    made = [room]
+                else:
+                    return place
+            made = [self.rooms.on_disk(place)]
 
     def end(self, start: UploadStart, place: memoryview) -> bool:
         """Accept a stripe that is in the place from `begin`; return True once, when the
@@ -376,9 +341,15 @@ class Inbox:
                 assembly.coverage.add(start.part, here=False)
                 assembly.complete = False
 
-    def _missing(self, start: UploadStart, layout: PayloadLayout) -> int:
-        """Return the bytes of room that this stripe still needs; 0 if it has a
-        place."""
+    def _place(
+        self, start: UploadStart, layout: PayloadLayout, made: list[Place]
+    ) -> memoryview | int:
+        """Return the place of a stripe, or the bytes of the room that it still needs.
+        made: a room for it, which is taken if it has these bytes."""
+
+        def lacks(nbytes: int) -> bool:
+            return not made or made[0].nbytes != nbytes
+
         key = _key(start)
         assembly = self._deltas.get(key)
         if assembly is None:
@@ -392,28 +363,18 @@ class Inbox:
                     f"{len(held)} deltas of fragment {key.fragment} of {key.island!r} "
                     f"have arrived; come again when they are merged"
                 )
-            return layout.total_bytes
-        if assembly.complete or start.part in assembly.parts:
-            return 0
-        assembly.require_space(start.total)
-        if start.part:
-            return start.total
-        assembly.parts[start.part] = _Arriving(assembly.room)
-        return 0
-
-    def _move_in(self, start: UploadStart, layout: PayloadLayout, room: Place) -> None:
-        assembly = self._deltas.get(_key(start))
-        if assembly is None:
-            self._deltas[_key(start)] = _Assembly(layout, room)
-        else:
-            assembly.parts[start.part] = _Arriving(room)
-
-    def _place(self, start: UploadStart) -> memoryview:
-        assembly = self._deltas[_key(start)]
-        arriving = assembly.parts.get(start.part)
-        if assembly.complete or arriving is None:
+            if lacks(layout.total_bytes):
+                return layout.total_bytes
+            assembly = self._deltas[key] = _Assembly(layout, made.pop())
+        if assembly.complete:
             return _nowhere(start)
-        return arriving.lend(start)
+        if start.part not in assembly.parts:
+            assembly.require_space(start.total)
+            if start.part and lacks(start.total):
+                return start.total
+            room = made.pop() if start.part else assembly.room
+            assembly.parts[start.part] = _Arriving(room)
+        return assembly.parts[start.part].lend(start)
 
     def payload(self, key: DeltaKey) -> Place:
         """Return the bytes of a complete delta; raise KeyError if it has not

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from diloco_jax.coordinator.holding.fragment_snapshots import WRITE_AGAIN_S
-from diloco_jax.coordinator.lead import AnyEffect
+from diloco_jax.coordinator.lead import AnyEffect, Log
 from diloco_jax.protocol.coordinator import anchors, members, recovery, search
 from diloco_jax.protocol.coordinator.state import (
     Event,
@@ -198,7 +198,7 @@ class FaultyCoordinator(VirtualCoordinator):
         return super().fetch(fragment, want, have)
 
 
-class VirtualGatherer(VirtualEngine[search.Search, search.Event]):
+class VirtualGatherer(VirtualEngine[search.Search, search.Event], Log):
     """A coordinator that searches islands for anchors, with digests for them.
 
     keep: writes the first anchor of a fragment in a term, and tells whether there was
@@ -222,7 +222,8 @@ class VirtualGatherer(VirtualEngine[search.Search, search.Event]):
             config,
             anchors.begin(config, aim, clock.now),
             holder=self,
-            searcher=self,
+            log=self,
+            over=self.over,
         )
         self._keep, self._done = keep, done
         self._connections: dict[str, Connection] = {}
@@ -306,10 +307,10 @@ class VirtualGatherer(VirtualEngine[search.Search, search.Event]):
         self._awaited[message.fragment, message.island] = message
 
     def alert(self, text: str, island: str = "") -> None:
-        """See `lead.Searcher`. Nobody reads it."""
+        """See `lead.Log`. Nobody reads it."""
 
     def over(self, end: search.FoundTerm | search.GiveUp) -> None:
-        """See `lead.Searcher`."""
+        """End the search."""
         self.die()
         if isinstance(end, search.GiveUp):
             self._done(None)
