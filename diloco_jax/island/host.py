@@ -280,11 +280,6 @@ class Host(abc.ABC, Generic[L]):
             )
 
     @property
-    def starts(self) -> bool:
-        """True until the first step can be made."""
-        return self._loop is None
-
-    @property
     def loop(self) -> L:
         """The boundaries of this incarnation, once it has started."""
         assert self._loop is not None

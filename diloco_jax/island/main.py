@@ -33,11 +33,9 @@ from diloco_jax.files import StorageAway
 from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import (
-    Later,
     build_exchange,
     build_trainer,
     compile_ahead,
-    compile_programs,
     join,
 )
 from diloco_jax.island.device.exchange import (
@@ -78,9 +76,6 @@ from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
 logger = logging.getLogger(__name__)
-
-OF_STEPS = 3
-"""Programs of the steps: first moments, evaluation, step."""
 
 
 def with_model_of_run(config: Config, name: str, address: str) -> Config:
@@ -189,14 +184,10 @@ def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
     mailbox = host.mailbox
     shortage = ShortageWatch(workdir, mailbox.tell_short)
 
-    def asked_to_end(who: str) -> None:
-        host.asked_to_end(who)
-        end_starting(host)
-
-    with shortage, ended_by_signals(asked_to_end):
+    with shortage, ended_by_signals(host.asked_to_end):
         try:
             if host.config.placement.notice_s:
-                watch_metadata(asked_to_end)
+                watch_metadata(host.asked_to_end)
             host.start()
             ending = hanging.run(host.loop)
         except (ConfigError, SecurityError) as error:
@@ -217,21 +208,9 @@ def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
     return ending
 
 
-def end_starting(host: Host[Any]) -> None:
-    """End a host without others that was asked to end and still starts after a while: a
-    compiler may be at one program for minutes."""
-    if host.hosts.others:
-        return
-    stop_s = host.deadlines.stop_s
-    time.sleep(stop_s / 2)
-    if host.starts and (ending := host.mailbox.ending) is not None:
-        end_hanging(host.stop, ending, stop_s / 4)
-
-
 class TrainingHost(Host[Loop]):
     """A host that trains by the product's own loop."""
 
-    _later: Later | None = None
     _watched: WatchedModel | None = None
 
     def __init__(
@@ -288,30 +267,20 @@ class TrainingHost(Host[Loop]):
         """Compile everything, then run steps and evaluations once.
 
         No host runs a program before all hosts have compiled theirs: one may find in
-        its cache what takes another minutes. On TPUs everything is compiled before
-        anything runs. So an error of the compiler, which raises ConfigError, differs
-        from a failure of the machine, which another attempt may cure. Elsewhere a host
-        without others compiles what is seldom needed while it trains.
+        its cache what takes another minutes. So an error of a TPU's compiler, which
+        raises ConfigError, differs from a failure of the machine, which another attempt
+        may cure.
         """
         began, trainer, exchange = time.monotonic(), self._trainer, self.exchange
         placement, watched = self.config.placement, self._watched
-        ahead = bool(self.hosts.others) or jax.default_backend() == "tpu"
-        if ahead:
-            length = self.config.run.sequence_length
-            compile_ahead(trainer, exchange, length, watched, self.programs_left)
-            self.meet_compiled()
-        else:
-            count = exchange.programs(seldom=False) + OF_STEPS
-            often = exchange.lower_all(seldom=False)
-            compile_programs(often, count, self.programs_left)
-            self.programs_left(OF_STEPS)
+        length = self.config.run.sequence_length
+        compile_ahead(trainer, exchange, length, watched, self.programs_left)
+        self.meet_compiled()
         params, self._zeros = self._zeros, {}
         batch = self._validation[0]
         if placement.evaluate_every_steps:
             float(trainer.eval_step(params, batch)[0])
         if watched is not None:
-            for program in watched.lower_all():
-                program.compile()
             float(trainer.eval_step(watched.params, batch)[0])
         if placement.rehearse:
             del params  # There is room for one copy.
@@ -326,8 +295,6 @@ class TrainingHost(Host[Loop]):
                 **memory_here(),
             )
         float(metrics["loss"])
-        if not ahead:
-            self._later = Later(exchange.lower_all())
         # A compiler leaves as much freed memory as a small island needs otherwise.
         give_memory_back()
         self.compile_seconds = time.monotonic() - began
@@ -392,8 +359,6 @@ class TrainingHost(Host[Loop]):
     def close(self) -> None:
         """Free sockets and threads; wait a while for a checkpoint."""
         self.data.close()
-        if self._later is not None:
-            self._later.close(self.deadlines.stop_s / 5)
         super().close()
         patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)
         self.checkpoints.close(patience_s)

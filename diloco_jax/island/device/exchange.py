@@ -57,7 +57,6 @@ from diloco_jax.island.device.mesh import (
     zeros,
 )
 from diloco_jax.island.device.programs import (
-    OFTEN,
     Index,
     PiecePrograms,
     bits_shape,
@@ -482,21 +481,12 @@ class Exchange:
 
     # ---- programs ---------------------------------------------------------------
 
-    def lower_all(self, *, seldom: bool = True) -> Iterator[jax.stages.Lowered]:
-        """Lower all programs, one after the other, to be compiled. seldom: if False,
-        without those that an island runs only after it was away, or was late."""
+    def lower_all(self) -> Iterator[jax.stages.Lowered]:
+        """Lower all programs, one after the other, to be compiled."""
         for state in self.one_of_each():
-            for name in state.programs.names:
-                if seldom or name in OFTEN:
-                    yield state.programs.lower(name)
+            yield from map(state.programs.lower, state.programs.names)
         if self.uses is not None:
             yield from self.uses.lower_all()
-
-    def programs(self, *, seldom: bool = True) -> int:
-        """Return the number of programs that `lower_all` lowers, but those that count
-        uses."""
-        names = (n for s in self.one_of_each() for n in s.programs.names)
-        return sum(seldom or name in OFTEN for name in names)
 
     def held(self, fragment: int) -> Sequence[PieceState]:
         """Return what is held of the fragment; the caller changes nothing in it."""
