@@ -433,7 +433,7 @@ class Host(abc.ABC, Generic[L]):
         )
         if not self.hosts.others:
             return source
-        return SharedDecisions(source, self.hosts, lookahead, budget_s)
+        return SharedDecisions(source, self.hosts, lookahead)
 
     def _send_anchor(self, request: AnchorRequest, version: Version) -> None:
         fragment = request.fragment

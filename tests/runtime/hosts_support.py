@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,18 +27,16 @@ def hosts(
     address: str,
     folder: Path,
     how: str,
-    host_1: Config | None = None,
 ) -> Iterator[dict[str, subprocess.Popen]]:
     """Every host of these islands as `host_process.py`, NAME.INDEX; until the block
-    ends. host_1: what host 1 takes for the config."""
-    for index, told in enumerate((config, host_1 or config)):
-        write_config_json(told, folder / f"{index}.json")
+    ends."""
+    path = folder / "config.json"
+    write_config_json(config, path)
     children = {}
     try:
         for name in names:
             world = f"127.0.0.1:{free_port()}"
             for index in range(config.islands[name].hosts):
-                path = folder / f"{index}.json"
                 arguments = [path, name, address, folder, world, index, how]
                 with (folder / f"{name}.{index}.log").open("wb") as log:
                     children[f"{name}.{index}"] = subprocess.Popen(
@@ -69,14 +66,3 @@ def run_processes(config: Config, folder: Path, how: str) -> dict[str, np.ndarra
 def patient_config(text: Path, **sync: Any) -> Config:
     """Return a config for processes that may pause for long: no peer counts as gone."""
     return placed(make_config(text, **sync), time_budget_s=PATIENCE_S)
-
-
-def fetched_bytes(folder: Path, name: str, hosts: int) -> dict[tuple[int, int], int]:
-    """Bytes of one fetch over all hosts, by fragment and number of publishes."""
-    found: dict[tuple[int, int], int] = {}
-    for index in range(hosts):
-        text = (folder / f"{name}.{index}.fetched").read_text()
-        mine = {(fragment, count): size for fragment, count, size in json.loads(text)}
-        for kind, size in mine.items():
-            found[kind] = found.get(kind, 0) + size
-    return found
