@@ -52,7 +52,6 @@ from diloco_jax.coordinator.snapshots import (
 from diloco_jax.core.inner import learning_rate
 from diloco_jax.core.tiles import digest_all
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.source import Shares
 from diloco_jax.models.model import split_batch
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.simulation.replay.recording import read_recording
@@ -313,29 +312,6 @@ def test_replay_repeats_all_parts_bit_for_bit(resumed):
 # ---- its rows ------------------------------------------------------------------------
 
 
-def leased(tape):
-    """Positions leased to each incarnation, in the order of their use."""
-    found = {}
-    for record in tape:
-        if record["kind"] == "granted":
-            key = (record["island"], record["incarnation"])
-            positions = range(record["start"], record["stop"])
-            found.setdefault(key, []).extend(positions)
-    return found
-
-
-def trained(tape):
-    """Positions of the steps of each incarnation up to its last one in a merge."""
-    last = {}
-    for record in tape:
-        if record["kind"] == "merged":
-            for part in record["contributions"]:
-                key = (part["island"], part["incarnation"])
-                last[key] = max(last.get(key, 0), part["end"])
-    positions = leased(tape)
-    return {key: positions[key][: n * rows_of(*key)] for key, n in last.items()}
-
-
 def test_tokens_are_positions_and_predictions_are_counted_apart(resumed):
     train = load_data(resumed.config.run).train
     rows = [
@@ -351,23 +327,6 @@ def test_tokens_are_positions_and_predictions_are_counted_apart(resumed):
     predicted = sum(island["tokens_predicted"] for island in islands.values())
     assert resumed.summary["tokens_predicted"] == predicted
     assert predicted < resumed.summary["tokens_computed"]
-
-
-def test_rows_of_each_folder_are_those_that_were_trained_on(resumed):
-    summary = resumed.summary
-    rows = summary["rows_by_source"]
-    assert list(rows) == list(resumed.config.run.data.paths)
-    numbers, letters = rows.values()
-    lost = sum(summary["tokens_lost"].values())
-    settled = (numbers + letters) * SEQUENCE_LENGTH
-    # Steps that are lost in every fragment come back; others are trained on.
-    assert summary["tokens_computed"] - lost <= settled <= summary["tokens_computed"]
-    shares, used = Shares(WEIGHTS), [0, 0]
-    for positions in trained(resumed.tape).values():
-        for position in positions:
-            used[shares.draw(position)[0]] += 1
-    assert used == [numbers, letters]
-    assert abs(numbers - 2 * letters) <= 3 * max(ROWS.values())
 
 
 def test_no_position_is_leased_while_somebody_may_have_it(resumed):
@@ -389,15 +348,6 @@ def test_a_finished_run_says_so_and_changes_nothing(resumed, capsys):
 def refused(capsys, *arguments: object) -> str:
     assert cli.main(["run", *map(str, arguments)]) == 2
     return capsys.readouterr().err
-
-
-def test_a_run_that_is_served_is_refused(text, tmp_path, capsys):
-    config = make_config(text)
-    with coordinator(config, tmp_path / "run") as service:
-        shown = refused(capsys, "--resume", tmp_path / "run")
-        assert f"{tmp_path / 'run'} is in use by a coordinator, process " in shown
-        address = (tmp_path / "run" / "coordinator.address").read_text()
-        assert address == service.address
 
 
 def test_another_text_is_refused_before_anything_is_written(text, tmp_path, capsys):
@@ -426,16 +376,3 @@ def test_snapshots_of_another_model_are_refused_with_both(text, tmp_path, capsys
     shown = refused(capsys, "--resume", tmp_path / "one")
     assert "seed: 0 here, 1 there (here: this run's)" in shown
     assert (tmp_path / "one" / "summary.json").read_bytes() == before
-
-
-def test_a_graceful_stop_and_its_resumption_have_one_digest(text, tmp_path):
-    config = make_config(text)
-    with coordinator(config, tmp_path):
-        pass
-    stopped = json.loads((tmp_path / "summary.json").read_bytes())
-    with coordinator(config, tmp_path, init=False, killed=True) as service:
-        assert once_back(service) == stopped["parameters_digest"]
-    tape = list(read_tape(tmp_path / "tape.jsonl"))
-    *_, recovered = (r for r in tape if r["kind"] == "recovered")
-    assert digest_after(tape, recovered) == stopped["parameters_digest"]
-    assert stopped["phase"] == "stopped"
