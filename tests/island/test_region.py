@@ -66,6 +66,13 @@ def have(region, *payloads, name="a", number=4, part=()):
     region.got(request_of(name, number, part), Version(1, number), payloads)
 
 
+def fetched(regions, *donors, number=4, within_s=3.0):
+    """What b is given, None if nothing, and the donors that failed."""
+    sources = sources_of(regions, *donors, within_s=within_s)
+    found, failed = regions["b"].fetch_from(request_of("b", number), sources, SIZE)
+    return found and bytes(found.payload), failed
+
+
 def test_a_publish_is_given_as_it_was_announced(regions):
     have(regions["a"], PAYLOAD)
     for name in ("b", "c"):
@@ -80,20 +87,14 @@ def test_a_publish_is_given_as_it_was_announced(regions):
 
 def test_each_of_a_chain_is_given(regions):
     have(regions["a"], bytes(SIZE), PAYLOAD, number=5)
-    found, _ = regions["b"].fetch_from(
-        request_of("b", 5), sources_of(regions, "a"), SIZE
-    )
-    assert bytes(found.payload) == PAYLOAD
+    assert fetched(regions, "a", number=5) == (PAYLOAD, [])
     assert (0, Version(1, 4)) in regions["a"]._kept
 
 
 def test_who_asks_too_early_waits(regions):
     later = threading.Timer(0.6, lambda: have(regions["a"], PAYLOAD))
     later.start()
-    found, failed = regions["b"].fetch_from(
-        request_of("b"), sources_of(regions, "a"), SIZE
-    )
-    assert (bytes(found.payload), failed) == (PAYLOAD, [])
+    assert fetched(regions, "a") == (PAYLOAD, [])
 
 
 @pytest.mark.parametrize(
@@ -102,21 +103,16 @@ def test_who_asks_too_early_waits(regions):
 def test_what_was_not_announced_is_dropped(regions, lie):
     have(regions["a"], lie)
     have(regions["c"], PAYLOAD)
-    found, failed = regions["b"].fetch_from(
-        request_of("b"), sources_of(regions, "a", "c"), SIZE
-    )
-    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"])
+    assert fetched(regions, "a", "c") == (PAYLOAD, ["a"])
 
 
 def test_a_donor_that_is_dead_or_slow_is_left_in_time(regions):
     have(regions["c"], PAYLOAD)
-    sources = sources_of(regions, "a", "c", within_s=1.0)
     began = time.monotonic()
-    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
-    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"]), "it has it not"
+    found = fetched(regions, "a", "c", within_s=1.0)
+    assert found == (PAYLOAD, ["a"]), "it has it not"
     regions["a"].close()
-    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
-    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"])
+    assert fetched(regions, "a", "c", within_s=1.0) == (PAYLOAD, ["a"])
     assert time.monotonic() - began < 4 * 1.0
 
 
@@ -126,8 +122,7 @@ def test_one_that_gives_a_publish_up_has_failed_if_that_comes_late(
 ):
     later = threading.Timer(0.7, lambda: have(regions["a"]))  # It has the anchor.
     later.start()
-    sources = sources_of(regions, "a", within_s=within_s)
-    assert regions["b"].fetch_from(request_of("b"), sources, SIZE) == (None, failed)
+    assert fetched(regions, "a", within_s=within_s) == (None, failed)
 
 
 def test_one_that_stops_in_the_middle_is_left_in_time(regions, monkeypatch):
@@ -142,20 +137,16 @@ def test_one_that_stops_in_the_middle_is_left_in_time(regions, monkeypatch):
 
     monkeypatch.setattr(bulk.BulkConnection, "send_payload", stops)
     began = time.monotonic()
-    sources = sources_of(regions, "a", within_s=1.0)
-    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
+    found = fetched(regions, "a", within_s=1.0)
     stopped.set()
-    assert (found, failed) == (None, ["a"])
+    assert found == (None, ["a"])
     assert time.monotonic() - began < 3.0
 
 
 def test_what_is_gone_or_another_part_is_nobodys_fault(regions):
     have(regions["a"], number=5)
     have(regions["c"], PAYLOAD, part=PART)
-    found, failed = regions["b"].fetch_from(
-        request_of("b"), sources_of(regions, "a", "c"), SIZE
-    )
-    assert (found, failed) == (None, [])
+    assert fetched(regions, "a", "c") == (None, [])
 
 
 def test_of_a_part_without_a_digest_nobody_is_asked(regions):
@@ -224,14 +215,13 @@ def test_a_donor_with_an_impossible_address_is_one_that_failed(regions, host):
 
 def test_a_donor_that_moves_leaves_no_threads(regions, config):
     have(regions["a"], PAYLOAD)
-    found, _ = regions["b"].fetch_from(request_of("b"), sources_of(regions, "a"), SIZE)
+    assert fetched(regions, "a") == (PAYLOAD, [])
     (left,) = regions["b"]._transfers.values()
     regions["a"].close()
     regions["a"] = Region(config, "a", 0, COORDINATOR, "")
     regions["a"].begin(RUN_ID)
     have(regions["a"], PAYLOAD)
-    found, _ = regions["b"].fetch_from(request_of("b"), sources_of(regions, "a"), SIZE)
-    assert bytes(found.payload) == PAYLOAD
+    assert fetched(regions, "a") == (PAYLOAD, [])
     for thread in left._fetch_pool._threads:
         thread.join(10.0)
         assert not thread.is_alive()
