@@ -330,7 +330,6 @@ def test_tokens_are_positions_and_predictions_are_counted_apart(resumed):
 
 
 def test_no_position_is_leased_while_somebody_may_have_it(resumed):
-    """Which rows those are, and that each is settled once: test_rows.py."""
     assert tape_checks.row_problems(resumed.tape) == []
 
 
