@@ -119,25 +119,6 @@ def test_an_island_does_not_go_back_to_an_earlier_term(
     assert mailbox.ending is None
 
 
-def test_an_island_that_is_put_off_says_why_once(coordinator, link, mailbox, caplog):
-    why = Busy("island 'a' is in run r with another config")
-    coordinator.refusal = why
-    coordinator.session.fail(Busy("a new term is about to begin"))
-    refused, tries = threading.Event(), iter(range(3))
-
-    def connect(hello, session):
-        if next(tries, None) is None:
-            refused.set()
-        raise why
-
-    coordinator.connect = connect
-    assert refused.wait(WAIT_S), "it comes again"
-    texts = [r.getMessage() for r in caplog.records if "island.link" in r.name]
-    told = [text for text in texts if "another config" in text]
-    assert len(told) == 1
-    assert mailbox.ending is None
-
-
 @pytest.mark.parametrize(
     ("code", "message", "ending"),
     [
@@ -354,15 +335,6 @@ def test_a_join_gives_up_when_the_island_must_end(
     with pytest.raises(error, match=match):
         receiver.begin_join()()
     assert coordinator.requests.empty() == (error is not VersionGone)
-
-
-def test_closing_does_not_wait_for_the_network(coordinator, sender, receiver):
-    coordinator.server.stop(0.1)
-    sender.put(0, 4, encoded(1.0))
-    closing = threading.Thread(target=sender.close, args=(WAIT_S,))
-    closing.start()
-    closing.join(WAIT_S)
-    assert not closing.is_alive()
 
 
 FIRST, SECOND = ("127.0.0.1:1", "127.0.0.1:3"), ("127.0.0.1:1", "127.0.0.1:5")
