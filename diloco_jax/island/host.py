@@ -312,7 +312,6 @@ class Host(abc.ABC, Generic[L]):
         self.fetcher = Fetcher(
             self.lanes, identity, exchange, self.mailbox, self.region
         )
-        self.fetcher.lands = False
         self.sender = Sender(
             self.lanes,
             identity,
@@ -366,11 +365,11 @@ class Host(abc.ABC, Generic[L]):
         restored = self.restore(versions)
         # A join moves tiles between hosts, which may have read for unequal times.
         self._meet("restored", self._join_s, "outage")
-        arrivals, landed = self.mailbox.arrivals, self.fetcher.landed
-        anchors = None
+        arrivals, anchors = self.mailbox.arrivals, None
         if not self.gives:
+            put_anchor = self.exchange.put_anchor
             anchors = {
-                fragment: landed(arrivals.pick(fragment, version)).anchor or ()
+                fragment: put_anchor(fragment, arrivals.pick(fragment, version).anchor)
                 for fragment, version in enumerate(versions)
             }
         copy = self.copy(anchors, restored)
@@ -534,10 +533,8 @@ class Host(abc.ABC, Generic[L]):
         return versions
 
     def _compile(self) -> None:
-        """Compile, after which whatever comes goes to the devices at once."""
         self.compile()
         self.programs_left(0)
-        self.fetcher.lands = True
         self._begin("fetching")
 
     @contextlib.contextmanager

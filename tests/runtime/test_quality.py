@@ -1,5 +1,5 @@
-"""The study of quality: a rung of its ladder is one change, and what merges moments is an
-emulation but for that."""
+"""The study of quality: a rung of its ladder is one change, and what merges moments is
+an emulation but for that."""
 
 import dataclasses
 

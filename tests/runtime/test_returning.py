@@ -39,12 +39,12 @@ class Waits(TrainingHost):
 def test_anchors_come_beside_compilation(text, tmp_path, monkeypatch):
     config, caches = placed(make_config(text), time_budget_s=PATIENCE_S), list[str]()
     monkeypatch.setattr(
-        compilation, "use_cache", lambda folder, kind: caches.append(folder)
+        compilation, "use_cache", lambda folder, *kind: caches.append(folder)
     )
     with coordinator(config, tmp_path / "run") as service:
         island = Waits(config, "a", service.address, tmp_path / "a", cache="shared")
         island.start()
-        assert caches == ["shared"]
+        assert caches[-1] == "shared"
         assert island.exchange.anchor(0)
         assert not any(island.mailbox.tell_left().values())
         island.stop(Ending(0, "end of test", "stopped"))
