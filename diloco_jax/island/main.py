@@ -313,9 +313,7 @@ class TrainingHost(Host[Loop]):
 
     def restore(self, versions: Sequence[Version]) -> Restored | None:
         """Return the newest checkpoint, as far as it holds at these versions."""
-        return self.checkpoints.restore(
-            self.plan, self._trainer, self.exchange, versions
-        )
+        return self.checkpoints.restore(self._trainer, self.exchange, versions)
 
     def copy(
         self,

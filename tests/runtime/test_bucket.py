@@ -300,24 +300,6 @@ def test_islands_tell_their_loss_on_each_source(resumed):
         assert least - 0.05 < line["loss"] < most + 0.05
 
 
-THREADS = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from diloco_jax.data.prepared import read_manifest
-from diloco_jax.data.prepared import PreparedRows
-here, there = (
-    PreparedRows(folder, found, found.train)
-    for folder in sys.argv[1:]
-    for found in [read_manifest(folder)]
-)
-assert len(here) == len(there) > 100
-with ThreadPoolExecutor(8) as pool:
-    for number, row in enumerate(pool.map(there.__getitem__, range(len(here)))):
-        for name, array in here[number].items():
-            assert (row[name] == array).all(), number
-"""
-
-
 def test_programs_in_a_bucket_are_read_from_there(bucket, monkeypatch):
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
@@ -325,21 +307,6 @@ def test_programs_in_a_bucket_are_read_from_there(bucket, monkeypatch):
     compile_something(folder, "1 programs compiled, 0 read from the cache")
     compile_something(folder, "0 programs compiled, 1 read from the cache")
     assert len([name for name in bucket.names() if "_jax-cache/_shared/" in name]) == 1
-
-
-def test_several_threads_read_at_once(resumed, bucket, root):
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            THREADS,
-            str(root / "numbers"),
-            "gs://bucket/rows/numbers",
-        ],
-        env={**os.environ, **bucket.environment},
-        timeout=TIMEOUT_S,
-        check=True,
-    )
 
 
 # ---- weights in it -------------------------------------------------------------------

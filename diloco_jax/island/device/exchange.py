@@ -106,11 +106,6 @@ class PieceState:
         """Residual as if no take were outstanding."""
         return self.residual if self.before is None else self.before
 
-    def drop(self) -> None:
-        """Return to the residual before the outstanding take, if there is one."""
-        if self.before is not None:
-            self.residual, self.before = self.before, None
-
     def of(self, by_piece: Sequence[Any]) -> tuple[Any, ...]:
         """Return its own part of values by piece of the fragment."""
         return tuple([by_piece[number] for number in self.numbers])
@@ -286,7 +281,7 @@ class Exchange:
     def take(self, fragment: int, params: Any) -> ByPiece:
         """Return the fragment's encoded delta by piece, and then its counts of use.
 
-        Only one take of a fragment may be without `settle`, `reopen` or `drop`.
+        Only one take of a fragment may be without a verdict (`judge`).
         """
         leaves = jax.tree.leaves(params)
         taken: ByPiece = self._by_piece(fragment, lambda state: state.take(leaves))
@@ -377,33 +372,27 @@ class Exchange:
         adopted: Tree = jax.tree.unflatten(structure, leaves)
         return adopted
 
-    # ---- what becomes of a take -------------------------------------------------
+    def judge(self, fragment: int, outcome: TakeOutcome, params: Tree) -> Tree:
+        """Carry out the verdict on the outstanding take; return the parameters, which a
+        reset donates.
 
-    def settle(self, fragment: int) -> None:
-        """Settle a merged take: what its encoding lost is in the residual for good."""
+        Of a take that is settled, what its encoding lost is in the residual for good.
+        Otherwise the residual is again the one from before the take. One that is
+        reopened is undone: the fragment's base is the old anchor again. So it is by a
+        reset, which makes the local values those of the anchor.
+        """
+        undone, reset = outcome in ("reopened", "reset"), outcome == "reset"
         for state in self._states[fragment]:
+            if outcome != "settled":
+                state.residual = state.settled
             state.before = None
-
-    def drop(self, fragment: int) -> None:
-        """Drop a lost take: the residual is again the one from before the take."""
-        for state in self._states[fragment]:
-            state.drop()
-
-    def reopen(self, fragment: int) -> None:
-        """Undo a take: the fragment's base is the old anchor again."""
-        for state in self._states[fragment]:
-            state.drop()
-            state.base = None
-        if self.uses is not None:
+            if undone:
+                state.base = None
+        if undone and self.uses is not None:
             self.uses.reopen(fragment)
-
-    def reset(self, fragment: int, params: Tree) -> Tree:
-        """Drop a lost take, and reset the local values to the anchor. `params` is
-        donated."""
-        self.reopen(fragment)
-        if self.uses is not None:
-            self.uses.restart(fragment)
-        return self.at_anchor(fragment, params)
+            if reset:
+                self.uses.restart(fragment)
+        return self.at_anchor(fragment, params) if reset else params
 
     def at_anchor(self, fragment: int, params: Tree) -> Tree:
         """Return the parameters with the fragment at its anchor. `params` is
@@ -551,15 +540,7 @@ class LentParams:
 
     def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         """Carry out the verdict on the outstanding take."""
-        match outcome:
-            case "settled":
-                self._exchange.settle(fragment)
-            case "reopened":
-                self._exchange.reopen(fragment)
-            case "dropped":
-                self._exchange.drop(fragment)
-            case "reset":
-                self.params = self._exchange.reset(fragment, self.params)
+        self.params = self._exchange.judge(fragment, outcome, self.params)
 
 
 class Replica(LentParams):
