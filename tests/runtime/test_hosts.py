@@ -104,6 +104,7 @@ def check_traffic(config: Config, folder: Path) -> None:
     assert whole < islands["c"]["bytes_join"] < 1.1 * whole
     sums = {kind: sum(traffic[kind] for traffic in hosts) for kind in hosts[0]}
     assert islands["a"]["bytes_join"] == sums["bytes_join"]
+    assert whole <= sums["bytes_join"] <= 1.05 * whole + 400, "each byte once"
     for kind in ("bytes_up", "bytes_down", "bytes_join"):
         value = sums[kind]
         assert 0.8 * value <= islands["a"][kind] <= value
