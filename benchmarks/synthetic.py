@@ -126,6 +126,10 @@ class NoDevice:
         """See `Exchange.put_publish`."""
         return ()
 
+    def put_anchor(self, fragment: int, octets: Any) -> tuple[Any, ...]:
+        """See `Exchange.put_anchor`."""
+        return ()
+
 
 class SyntheticIsland:
     """One island: `begin` joins, and `step` is a boundary and the step after it."""

@@ -280,6 +280,11 @@ class Host(abc.ABC, Generic[L]):
             )
 
     @property
+    def starts(self) -> bool:
+        """True until the first step can be made."""
+        return self._loop is None
+
+    @property
     def loop(self) -> L:
         """The boundaries of this incarnation, once it has started."""
         assert self._loop is not None
@@ -312,6 +317,7 @@ class Host(abc.ABC, Generic[L]):
         self.fetcher = Fetcher(
             self.lanes, identity, exchange, self.mailbox, self.region
         )
+        self.fetcher.lands = False
         self.sender = Sender(
             self.lanes,
             identity,
@@ -365,11 +371,11 @@ class Host(abc.ABC, Generic[L]):
         restored = self.restore(versions)
         # A join moves tiles between hosts, which may have read for unequal times.
         self._meet("restored", self._join_s, "outage")
-        arrivals, anchors = self.mailbox.arrivals, None
+        arrivals, landed = self.mailbox.arrivals, self.fetcher.landed
+        anchors = None
         if not self.gives:
-            put_anchor = self.exchange.put_anchor
             anchors = {
-                fragment: put_anchor(fragment, arrivals.pick(fragment, version).anchor)
+                fragment: landed(arrivals.pick(fragment, version)).anchor or ()
                 for fragment, version in enumerate(versions)
             }
         copy = self.copy(anchors, restored)
@@ -432,7 +438,7 @@ class Host(abc.ABC, Generic[L]):
         )
         if not self.hosts.others:
             return source
-        return SharedDecisions(source, self.hosts, lookahead)
+        return SharedDecisions(source, self.hosts, lookahead, budget_s)
 
     def _send_anchor(self, request: AnchorRequest, version: Version) -> None:
         fragment = request.fragment
@@ -533,8 +539,10 @@ class Host(abc.ABC, Generic[L]):
         return versions
 
     def _compile(self) -> None:
+        """Compile, after which whatever comes goes to the devices at once."""
         self.compile()
         self.programs_left(0)
+        self.fetcher.lands = True
         self._begin("fetching")
 
     @contextlib.contextmanager

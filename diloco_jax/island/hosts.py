@@ -5,9 +5,10 @@ LOOKAHEAD boundaries ahead, which is more than steps are dispatched ahead, so no
 waits for it. An adoption is decided only once every host has its part of the bytes:
 host 0 sends orders to fetch as soon as it hears of a version, and the hosts answer.
 
-Keys: `gives/HOST`, `begin`, `joined`, `told/HOST`; `decision/N`; `order/N`,
-`answer/N/HOST`; `leave`, `left`; `compiled/HOST`, `restored/HOST`, `ready/HOST`, where
-`host.py` has them meet. Keys under `folder/` belong to `checkpoints.py`.
+Keys: `gives/HOST`, `begin`, `joined`, `told/HOST`; `decision/N`, `passed/N/HOST`;
+`order/N`, `answer/N/HOST`; `leave`, `left`; `compiled/HOST`, `restored/HOST`,
+`ready/HOST`, where `host.py` has them meet. Keys under `folder/` belong to
+`checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireErr
 
 logger = logging.getLogger(__name__)
 
-KEPT = 1024
-"""Decisions that are kept for followers. Steps are collectives, so no host is as far
-behind another one; and without steps there are no more in a time budget."""
+BATCH = 32
+"""Number of decisions after which a follower confirms them, so that their keys are
+forgotten."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,24 +109,46 @@ class LeaveWatch(NetworkThreads):
 class SharedDecisions:
     """Decide as host 0: a source's decision takes effect `lookahead` boundaries later,
     and is told to the others.
+
+    Raises HostsError from `at` if another host is BATCH boundaries behind and does not
+    come on within `patience_s`.
     """
 
-    def __init__(self, source: Decisions, hosts: Hosts, lookahead: int) -> None:
-        self._source, self._hosts, self._first = source, hosts, lookahead
+    def __init__(
+        self, source: Decisions, hosts: Hosts, lookahead: int, patience_s: float
+    ) -> None:
+        self._source, self._hosts, self._patience_s = source, hosts, patience_s
         self._ahead = Ahead(lookahead)
         self._numbers = itertools.count(lookahead)
 
     def at(self, step: int, *, stepping: bool) -> Decision:
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
         self._hosts.tell(f"decision/{number}", msgspec.msgpack.encode(fresh))
-        if (old := number - KEPT) >= self._first:
-            self._hosts.forget(f"decision/{old}")
+        if number % BATCH == 0:
+            self._clean_up(number - 2 * BATCH, step)
         return self._ahead.next(fresh)
 
     def wait(self, timeout_s: float) -> None:
         """See mailbox.Decisions; does not wait while something is decided."""
         if not self._ahead.pending:
             self._source.wait(timeout_s)
+
+    def _clean_up(self, start: int, step: int) -> None:
+        """Forget a batch of decisions that all hosts have acted upon."""
+        if start < 0:
+            return
+        for host in self._hosts.others:
+            key = f"passed/{start + BATCH}/{host}"
+            self._hosts.require(
+                key,
+                self._patience_s,
+                f"host {host} is {BATCH} boundaries behind at step {step}, and did not "
+                f"come on within {self._patience_s:g} s; all hosts of this island "
+                f"start again together",
+            )
+            self._hosts.forget(key)
+        for number in range(start, start + BATCH):
+            self._hosts.forget(f"decision/{number}")
 
 
 class FollowDecisions:
@@ -154,6 +177,8 @@ class FollowDecisions:
             f"host 0 said nothing for {self._patience_s:g} s at step {step}; all hosts "
             f"of this island start again together",
         )
+        if number % BATCH == 0:
+            self._hosts.tell(f"passed/{number}/{self._hosts.index}", b"")
         # Host 0 reports for all.
         self._mailbox.forget_records()
         return self._decode(heard)

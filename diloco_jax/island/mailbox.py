@@ -352,22 +352,25 @@ class NotHereError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A newer version of a fragment, ready to be adopted.
+    """A newer version of a fragment, on the device and ready to be adopted.
 
-    Either `anchor` is A_v in full, the bytes for `Exchange.put_anchor`, or `publishes`
-    lead to it from the version before: encoded, oldest first, by piece, in the plan's
-    order, as they have landed on this host (`device/mesh.py`).
+    Either `anchor` is A_v in full, or `publishes` lead to it from the version before:
+    encoded, oldest first. Both are by piece, in the plan's order, as they have landed
+    on this host (`device/mesh.py`). While the host compiles it has the bytes of an
+    anchor in `octets`, for `put_anchor`: its devices try out programs meanwhile.
     """
 
     fragment: int
     version: Version
-    anchor: Any = None
+    anchor: tuple[Any, ...] | None = None
     publishes: tuple[tuple[Any, ...], ...] = ()
+    octets: memoryview | None = None
 
     @property
     def chain(self) -> int | None:
         """Publishes in this arrival; None if it is an anchor in full."""
-        return len(self.publishes) if self.anchor is None else None
+        whole = self.anchor is not None or self.octets is not None
+        return None if whole else len(self.publishes)
 
     def followed_by(self, later: Arrival) -> Arrival:
         """Return both arrivals as one."""

@@ -184,10 +184,14 @@ def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
     mailbox = host.mailbox
     shortage = ShortageWatch(workdir, mailbox.tell_short)
 
-    with shortage, ended_by_signals(host.asked_to_end):
+    def asked_to_end(who: str) -> None:
+        host.asked_to_end(who)
+        end_starting(host)
+
+    with shortage, ended_by_signals(asked_to_end):
         try:
             if host.config.placement.notice_s:
-                watch_metadata(host.asked_to_end)
+                watch_metadata(asked_to_end)
             host.start()
             ending = hanging.run(host.loop)
         except (ConfigError, SecurityError) as error:
@@ -206,6 +210,17 @@ def _live(host: TrainingHost, hanging: HangWatch, workdir: Path) -> Ending:
         host.stop(ending)
         host.close()
     return ending
+
+
+def end_starting(host: Host[Any]) -> None:
+    """End a host without others that was asked to end and still starts after a while: a
+    compiler may be at one program for minutes."""
+    if host.hosts.others:
+        return
+    stop_s = host.deadlines.stop_s
+    time.sleep(stop_s / 2)
+    if host.starts and (ending := host.mailbox.ending) is not None:
+        end_hanging(host.stop, ending, stop_s / 4)
 
 
 class TrainingHost(Host[Loop]):

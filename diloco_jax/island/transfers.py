@@ -331,6 +331,8 @@ class Fetcher:
         """region: this host's end of the island's region, if others are in that."""
         self.lanes, self._identity = lanes, identity
         self._exchange, self._mailbox, self._region = exchange, mailbox, region
+        self.lands = True
+        """False while the host compiles: an anchor then keeps its `octets`."""
 
     def fetch(self, fetch: Fetch) -> Arrival:
         """Fetch everything that leads from `have` to `want`; A in full if `have` is
@@ -361,7 +363,8 @@ class Fetcher:
             self._mailbox.count(bytes_join=fetched.wire_bytes)
             if region is not None:
                 region.got(request, fetched.version, ())
-            return Arrival(fragment=fragment, version=fetched.version, anchor=payload)
+            whole = Arrival(fragment=fragment, version=fetched.version, octets=payload)
+            return self.landed(whole) if self.lands else whole
         if not given:  # What islands give each other costs the coordinator nothing.
             self._mailbox.count(bytes_down=fetched.wire_bytes)
         parts = [payload[i * size : (i + 1) * size] for i in range(fetched.count)]
@@ -372,6 +375,13 @@ class Fetcher:
             version=fetched.version,
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
+
+    def landed(self, arrival: Arrival) -> Arrival:
+        """Return an arrival of which all is on this host's devices."""
+        if arrival.octets is None:
+            return arrival
+        anchor = self._exchange.put_anchor(arrival.fragment, arrival.octets)
+        return dataclasses.replace(arrival, anchor=anchor, octets=None)
 
 
 class Receiver(NetworkThreads):
@@ -429,13 +439,16 @@ class Receiver(NetworkThreads):
         others that is asked to end begins no fetch.
         """
         began, pool = time.monotonic(), ThreadPoolExecutor(JOIN_FETCHES, "join")
+        landed = self._fetcher.landed
         self._left(self._count)
         coming = [pool.submit(self._join_next, began) for _ in range(self._count)]
         pool.shutdown(wait=False)
 
         def joined() -> list[Version]:
-            arrivals = [one.result() for one in coming]
-            coming.clear()  # What has landed is in the host's memory no longer.
+            arrivals = []
+            while coming:  # What has landed is in the host's memory no longer.
+                # Those that came while it compiled land while the last ones come.
+                arrivals.append(landed(coming.pop(0).result()))
             for arrival in arrivals:
                 self._mailbox.arrivals.put(arrival)
             return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]

@@ -262,11 +262,8 @@ class TrainedBody(NotedBody):
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> Restored | None:
         super().begin(fetched)
+        anchors = {f: self._anchor(f, part.data) for f, part in fetched.items()}
         trainer, exchange, begun = self._trainer, self._exchange, self._kept
-        anchors = {
-            fragment: exchange.put_anchor(fragment, _whole(part.data))
-            for fragment, part in fetched.items()
-        }
         if begun is not None:
             begun = placed(begun, trainer, exchange, exchange.put_anchor)
             self._kept = None
@@ -277,7 +274,7 @@ class TrainedBody(NotedBody):
         published: SharedFetch = fetched.data
         if published.source.full:
             self.diary.bytes_join += fetched.nbytes
-            anchor = _whole(published)
+            anchor = self._anchor(fragment, published)
             return Arrival(fragment=fragment, version=fetched.version, anchor=anchor)
         arrival = super().arrival(fragment, fetched)
         put = functools.partial(self._exchange.put_publish, fragment)
@@ -307,9 +304,9 @@ class TrainedBody(NotedBody):
     def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         self._replica.judge(fragment, outcome)
 
-
-def _whole(published: SharedFetch) -> bytes:
-    return b"".join(published.source.buffers)
+    def _anchor(self, fragment: int, published: SharedFetch) -> tuple[jax.Array, ...]:
+        payload = b"".join(published.source.buffers)
+        return self._exchange.put_anchor(fragment, payload)
 
 
 class StoreMerging:

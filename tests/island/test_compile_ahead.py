@@ -11,6 +11,8 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
+from diloco_jax.config.placement import Deadlines
+from diloco_jax.island import main
 from diloco_jax.island.device.build import (
     NotCompiledError,
     compile_ahead,
@@ -93,3 +95,31 @@ def test_a_host_without_others_compiles_no_other_program_once_asked_to_end(hosts
     ):
         compile_programs(programs, left)
     assert compiled == programs[: 1 + bool(hosts.others)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "asked", "hosts", "ends"),
+    [
+        (True, True, ALONE, True),
+        (True, False, ALONE, False),
+        (False, True, ALONE, False),
+        (True, True, Hosts(None, 0, 2), False),
+    ],
+)
+def test_one_program_of_minutes_does_not_keep_a_host_that_is_to_end(
+    monkeypatch, starts, asked, hosts, ends
+):
+    mailbox, ended = Mailbox(), []
+    if asked:
+        mailbox.end(1, "preempted (SIGTERM)", "preempted")
+    monkeypatch.setattr(main, "end_hanging", lambda *given: ended.append(given))
+    monkeypatch.setattr(main.time, "sleep", lambda seconds: None)
+    host = SimpleNamespace(
+        starts=starts,
+        stop="stop",
+        mailbox=mailbox,
+        hosts=hosts,
+        deadlines=Deadlines(8.0),
+    )
+    main.end_starting(host)
+    assert ended == [("stop", mailbox.ending, 2.0)] * ends

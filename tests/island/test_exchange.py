@@ -150,7 +150,7 @@ def piece_of(*trees):
 
 def whole(exchange, values, fragment=0):
     """The arrival of these values as the fragment's anchor in full."""
-    anchor = full_payload(values, fragment)
+    anchor = exchange.put_anchor(fragment, full_payload(values, fragment))
     return Arrival(fragment=fragment, version=V1, anchor=anchor)
 
 

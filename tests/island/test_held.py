@@ -48,14 +48,14 @@ def lent(seed, place):
     return {name: place(value) for name, value in values(seed).items()}
 
 
-def anchor_of(exchange, fragment, seed):
+def landed_anchor(exchange, fragment, seed):
     tree, part = values(seed), exchange.part_down(fragment)
     tiles = [
         TileGrid.of(piece.shape).to_tiles(tree[piece.path[0]])
         for piece in PLAN.fragments[fragment]
     ]
     own = exchange.layouts_down[fragment].cut_values(tiles, part)
-    return b"".join(x.tobytes() for x in own)
+    return exchange.put_anchor(fragment, b"".join(x.tobytes() for x in own))
 
 
 def landed_publish(exchange, fragment, seed, codec):
@@ -72,8 +72,7 @@ def landed_publish(exchange, fragment, seed, codec):
 def made(sync, memory, place):
     leaves = LikeLeaves(lent(0, place))
     exchange = Exchange(PLAN, sync, leaves.zeros(), memory)
-    anchors = {f: anchor_of(exchange, f, 1) for f in range(P)}
-    exchange.start({f: exchange.put_anchor(f, own) for f, own in anchors.items()})
+    exchange.start({f: landed_anchor(exchange, f, 1) for f in range(P)})
     return exchange, leaves
 
 
@@ -90,7 +89,7 @@ def everything(sync, memory="device", place=anywhere, fetch=jax.device_get):
             landed_publish(exchange, fragment, seed, sync.codec_down) for seed in (4, 5)
         )
         chain = Arrival(fragment=fragment, version=V1, publishes=publishes)
-        whole = anchor_of(exchange, fragment, 6)
+        whole = landed_anchor(exchange, fragment, 6)
         island.adopt(chain, keep=True)
         found[fragment, "kept"] = fetch(island.params)
         island.judge(fragment, "settled")

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from types import SimpleNamespace
 
@@ -213,18 +214,39 @@ def test_hosts_with_different_configs_are_told_apart():
         assert shown in str(refused.value)
 
 
-def test_followers_act_as_host_0_decided_some_boundaries_before(monkeypatch):
-    monkeypatch.setattr(hosts_module, "KEPT", 4)
-    store, told = Store(), iter(range(9))
+def test_host_0_is_no_further_than_decisions_are_kept_for_one_that_stands_still(
+    monkeypatch,
+):
+    """Without data it looks for some many times in a time budget."""
+    monkeypatch.setattr(hosts_module, "BATCH", 2)
+    store, told, made = Store(), iter(range(9)), []
     source = SimpleNamespace(
         at=lambda step, stepping: Decision(term=next(told)), wait=None
     )
-    first = SharedDecisions(source, Hosts(store, 0, 2), 2)
+    first = SharedDecisions(source, Hosts(store, 0, 2), 2, PATIENCE_S)
     second = FollowDecisions(Hosts(store, 1, 2), Mailbox(), 2, PATIENCE_S)
-    for boundary in range(9):
-        both = [d.at(boundary, stepping=True).term for d in (first, second)]
-        assert both == [max(boundary - 2, 0)] * 2
-    assert store.keys() == [f"decision/{number}" for number in (10, 7, 8, 9)]
+
+    def decide():
+        made.extend(first.at(n, stepping=True).term for n in range(9))
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(decide)
+        with pytest.raises(FutureTimeout):
+            ahead.result(0.2)
+        found = [second.at(n, stepping=True).term for n in range(9)]
+        ahead.result(PATIENCE_S)
+    assert found == made == [max(boundary - 2, 0) for boundary in range(9)]
+    assert store.keys() == [f"decision/{number}" for number in (10, 8, 9)]
+
+
+def test_a_host_that_does_not_come_on_is_named(monkeypatch):
+    monkeypatch.setattr(hosts_module, "BATCH", 2)
+    source = SimpleNamespace(at=lambda step, stepping: Decision(), wait=None)
+    first = SharedDecisions(source, Hosts(Store(), 0, 2), 2, 0.01)
+    for number in range(2):
+        first.at(number, stepping=True)
+    with pytest.raises(HostsError, match="host 1 is 2 boundaries behind at step 2"):
+        first.at(2, stepping=True)
 
 
 def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
+import weakref
 
 import coordinator_says as says
 import numpy as np
@@ -25,6 +27,7 @@ from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.island.link import Link
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.transfers import TOLD_FROM, Fetcher, Lanes, Receiver
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
@@ -54,6 +57,9 @@ class FakeExchange:
         return 4 * 38
 
     def put_publish(self, fragment, payload):
+        return (bytes(payload),)
+
+    def put_anchor(self, fragment, payload):
         return (bytes(payload),)
 
 
@@ -244,7 +250,7 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     coordinator.source = source(Version(1, 2), anchor, full=True)
     coordinator.fetch_errors = [VersionGone("overtaken")]
     assert receiver.begin_join()() == [Version(1, 2)]
-    assert mailbox.arrivals.pick(0, Version(1, 2)).anchor == anchor
+    assert mailbox.arrivals.pick(0, Version(1, 2)).anchor == (anchor,)
     coordinator.source = source(Version(1, 4), payload(1), payload(2))
     while not coordinator.requests.empty():
         coordinator.requests.get()
@@ -259,6 +265,34 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     measures = mailbox.status().measures
     assert measures.bytes_join >= len(anchor)
     assert measures.bytes_down >= 2 * len(payload(1))
+
+
+class EarlyFetcher:
+    """Fetches anchors that land later; counts those of which bytes are kept."""
+
+    def __init__(self, lanes):
+        self.lanes, self.kept, self.counts = lanes, [], []
+
+    def fetch(self, fetch):
+        octets = np.zeros(38, np.float32)
+        self.kept.append(weakref.ref(octets))
+        view = memoryview(octets)
+        return Arrival(fragment=fetch.fragment, version=fetch.want, octets=view)
+
+    def landed(self, arrival):
+        self.counts.append(sum(kept() is not None for kept in self.kept))
+        return dataclasses.replace(arrival, anchor=(), octets=None)
+
+
+def test_an_anchor_that_has_landed_is_in_the_hosts_memory_no_longer(client, mailbox):
+    fetcher = EarlyFetcher(Lanes(client, SIZES))
+    versions = [Version(1, 0)] * 3
+    joined = Receiver(fetcher, mailbox, DEADLINES, versions, None, 5.0).begin_join()
+    for thread in threading.enumerate():
+        if thread.name.startswith("join"):
+            thread.join(WAIT_S)
+    assert joined() == versions
+    assert fetcher.counts == [3, 2, 1]
 
 
 def test_a_join_ends_with_the_island(coordinator, receiver):
@@ -279,7 +313,7 @@ def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox)
     receiver.start()
     receiver.want(Wanted(0, Version(2, 1)))
     assert wait_for_news(mailbox).adoptions == ((0, Version(2, 1)),)
-    assert mailbox.arrivals.pick(0, Version(2, 1)).anchor == anchor
+    assert mailbox.arrivals.pick(0, Version(2, 1)).anchor == (anchor,)
     asked = [coordinator.requests.get(timeout=WAIT_S).have for _ in range(2)]
     assert asked == [Version(1, 0), None]
 

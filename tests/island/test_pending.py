@@ -39,7 +39,7 @@ class Island(LentParams):
         sync = SyncConfig(fragments=1, adopt=rule, codec_up="f32", error_feedback=False)
         params = {"w": jax.device_put(np.zeros(4, np.float32), WHOLE, may_alias=False)}
         super().__init__(Exchange(PLAN, sync, params), params)
-        self._exchange.start({0: self._exchange.put_anchor(0, self.whole(0))})
+        self._exchange.start({0: self.whole(0)})
         self.books = Books([Version(1, 0)], ADOPT_RULES.find(rule))
         self.arrivals = Arrivals()
         self.boundary = Boundary(
@@ -54,7 +54,7 @@ class Island(LentParams):
         self.seen = Counter()
 
     def whole(self, value):
-        return np.full(4, value, np.float32).tobytes()
+        return self._exchange.put_anchor(0, np.full(4, value, np.float32).tobytes())
 
     def step(self):
         self.params = jax.tree.map(lambda x: x + 1, self.params)

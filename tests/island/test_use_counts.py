@@ -10,19 +10,25 @@ from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax.config import (
     ConfigError,
+    DataConfig,
     InnerConfig,
     IslandConfig,
     RunConfig,
     SyncConfig,
 )
 from diloco_jax.core.codecs import decode_uses, get_codec
+from diloco_jax.core.families import MERGE_RULES
+from diloco_jax.core.fragment_merge import FragmentMerge
 from diloco_jax.core.fragments import get_piece, plan_fragments
+from diloco_jax.core.outer import OuterSettings
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.mesh import batch_sharding, make_mesh, place
 from diloco_jax.island.device.step import UseCounts, use_shapes
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Use
 from diloco_jax.models.transformer import input_counts
+from diloco_jax.protocol.messages import Version
 
 ROWS = 6
 AXES = {
@@ -119,16 +125,24 @@ def test_shapes_of_counts_are_rows_by_layer() -> None:
     assert found == {"table": (6,), "tower": (1,), "up": (2, 4)}
 
 
-def island_of(run: RunConfig):
-    """The plan, and the exchange and replica of an island at the first parameters."""
+def island_of(run: RunConfig, count: int = 1):
+    """The trainer, the plan, and `count` islands at the run's first parameters."""
     model, trainer = build_trainer(run, IslandConfig(batch_size=2))
     plan, first, codec = build_plan(run, model), trainer.first(0), get_codec("f32")
     values = [np.asarray(get_piece(first, piece)) for piece in plan.pieces]
     pairs = zip(values, plan.pieces, strict=True)
     begins = [codec.encode(value, piece.groups) for value, piece in pairs]
-    exchange, _ = build_exchange(run, model, trainer)
-    anchor = exchange.put_anchor(0, exchange.layouts_whole[0].pack(begins))
-    return plan, exchange, join(plan, trainer, exchange, {0: anchor})
+    exchanges = [build_exchange(run, model, trainer)[0] for _ in range(count)]
+    replicas = [
+        join(plan, trainer, x, {0: x.put_anchor(0, x.layouts_whole[0].pack(begins))})
+        for x in exchanges
+    ]
+    return plan, values, exchanges, replicas
+
+
+def mixture_of(run: RunConfig, **experts: int) -> RunConfig:
+    mixture = dataclasses.replace(run.model, experts=4, expert_dim=32, **experts)
+    return dataclasses.replace(run, model=mixture)
 
 
 def untied(**inner) -> RunConfig:
@@ -145,7 +159,7 @@ def untied(**inner) -> RunConfig:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_row_without_tokens_is_only_moved_by_decay_and_moments(optimizer) -> None:
     run = untied(optimizer=optimizer, weight_decay=0.0 if optimizer == "sgd" else 0.1)
-    plan, _, replica = island_of(run)
+    plan, _, _, (replica,) = island_of(run)
     tokens = np.random.default_rng(0).integers(0, 9, (2, SEQUENCE_LENGTH + 1))
     batch = {"tokens": tokens.astype(np.int32)}
     replica.step(batch, 0.1)
@@ -165,11 +179,8 @@ def test_a_row_without_tokens_is_only_moved_by_decay_and_moments(optimizer) -> N
 
 
 def test_each_layer_of_experts_says_how_many_tokens_each_got() -> None:
-    run = untied(optimizer="sgd", weight_decay=0.0)
-    experts = {"experts": 4, "expert_dim": 32, "experts_per_token": 2}
-    model = dataclasses.replace(run.model, **experts)
-    run = dataclasses.replace(run, model=model)
-    plan, exchange, replica = island_of(run)
+    run = mixture_of(untied(optimizer="sgd", weight_decay=0.0), experts_per_token=2)
+    plan, _, (exchange,), (replica,) = island_of(run)
     counted = [piece for piece in plan.pieces if piece.by_use]
     experts = {piece.layer for piece in counted if piece.groups == 4}
     assert experts == set(range(run.model.num_layers))
@@ -220,3 +231,73 @@ def test_a_token_uses_some_rows_and_not_all_there_are(most: float) -> None:
     model = build(run)._replace(uses={"embedding": Use("chosen", per_token=most)})
     with pytest.raises(ConfigError, match=rf"uses {most} rows of embedding at most"):
         build_plan(run, model)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_an_expert_without_a_token_weighs_nothing_whatever_moved_it(optimizer) -> None:
+    """Two islands merge and adopt what moved all experts, which gives them moments, and
+    then what one token and two did."""
+    run = untied(optimizer=optimizer, weight_decay=0.0 if optimizer == "sgd" else 0.1)
+    data = DataConfig(arrays=("segments", "tokens"))
+    run = dataclasses.replace(mixture_of(run, experts_per_token=1), data=data)
+    plan, values, exchanges, replicas = island_of(run, 2)
+    codec, random = get_codec("f32"), np.random.default_rng(0)
+    merge = FragmentMerge(
+        pieces=plan.pieces,
+        up=codec,
+        down=codec,
+        rule=MERGE_RULES.find("rda"),
+        settings=OuterSettings(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
+    )
+
+    def merged(state, taken):
+        payloads = [merge.layout_up.pack(own) for own in taken]
+        return merge.merge(
+            state,
+            payloads,
+            [merge.squares(payload) for payload in payloads],
+            [2.0, 1.0],
+            share=1.0,
+            final=False,
+            last=(),
+            tokens=[SEQUENCE_LENGTH] * 2,
+        )
+
+    def taken(*real: int) -> list[list[np.ndarray]]:
+        found = []
+        for replica, tokens in zip(replicas, real, strict=True):
+            segments = np.zeros((2, SEQUENCE_LENGTH + 1), np.int32)
+            segments[0, : tokens + 1] = 1
+            drawn = random.integers(0, 250, segments.shape).astype(np.int32)
+            replica.step({"tokens": drawn, "segments": segments}, 0.1)
+            found.append([np.asarray(part) for part in replica.take(0)])
+            replica.judge(0, "settled")
+        return found
+
+    once = merged(merge.begin(values), taken(SEQUENCE_LENGTH, SEQUENCE_LENGTH))
+    for exchange, replica in zip(exchanges, replicas, strict=True):
+        publish = exchange.put_publish(0, once.payload)
+        arrival = Arrival(fragment=0, version=Version(1, 1), publishes=(publish,))
+        replica.adopt(arrival, keep=False)
+    last = taken(1, 2)
+    again = merged(once.state, last)
+    moved, spoilt = False, [list(own) for own in last]
+    counted = [n for n, piece in enumerate(plan.pieces) if piece.by_use]
+    for at, number in enumerate(counted, start=len(plan.pieces)):
+        piece = plan.pieces[number]
+        uses = np.stack([decode_uses(own[at]) for own in last])
+        for own, spoiled, used in zip(last, spoilt, uses, strict=True):
+            delta = np.array(codec.decode(own[number], piece.shape, piece.groups))
+            moved |= bool(delta[used == 0].any())
+            delta[used == 0] = 1e3
+            spoiled[number] = np.asarray(codec.encode(delta, piece.groups))
+        before, after = (
+            piece.grid.from_tiles(state.theta[number])
+            for state in (once.state, again.state)
+        )
+        nobody = ~uses.any(axis=0)
+        assert nobody.any()
+        np.testing.assert_array_equal(before[nobody], after[nobody])
+        assert (before != after)[~nobody].any(axis=tuple(range(1, before.ndim))).all()
+    assert moved == (optimizer == "adamw")
+    assert merged(once.state, spoilt).digest == again.digest

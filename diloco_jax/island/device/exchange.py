@@ -145,8 +145,7 @@ class PieceState:
         *,
         keep: bool,
     ) -> None:
-        """Adopt the arrived version in place, of which all has landed; see
-        `Exchange.adopt`."""
+        """Adopt the arrived version in place; see `Exchange.adopt`."""
         programs, index, before = self.programs, self.index, self.anchor
         leaf = self.leaf(leaves)
         base = before if keep or self.base is None else self.base
@@ -361,9 +360,6 @@ class Exchange:
 
         keep: the last take is not in that version, and stays in the parameters.
         """
-        if arrival.anchor is not None:
-            landed = self.put_anchor(arrival.fragment, arrival.anchor)
-            arrival = dataclasses.replace(arrival, anchor=landed)
         leaves, structure = jax.tree.flatten(in_turn(params))
         for state in self._states[arrival.fragment]:
             state.adopt(leaves, arrival, self._alpha, keep=keep)

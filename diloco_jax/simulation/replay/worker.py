@@ -328,18 +328,16 @@ class _Copy:
         arrival = Arrival(
             fragment=fragment,
             version=Version(*version),
-            anchor=None if whole is None else self._part(fragment, whole),
+            anchor=None if whole is None else self._put(fragment, whole),
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
         self._replica.adopt(arrival, keep=keep)
 
     def _put(self, fragment: int, octets: bytes) -> tuple[jax.Array, ...]:
         """Place this process's share of all pieces, given as f32 tiles."""
-        return self._exchange.put_anchor(fragment, self._part(fragment, octets))
-
-    def _part(self, fragment: int, octets: bytes) -> bytes:
         part = self._exchange.part_down(fragment)
-        return _joined(self._exchange.layouts_whole[fragment].cut(octets, part))
+        whole = self._exchange.layouts_whole[fragment].cut(octets, part)
+        return self._exchange.put_anchor(fragment, _joined(whole))
 
 
 def _whole(array: jax.Array) -> npt.NDArray[Any]:
