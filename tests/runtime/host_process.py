@@ -1,9 +1,10 @@
 """One host of an island, watched: notes its parameters after every adoption, and at
 the end its traffic.
 
-CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|ends|SEED. With a seed, everything
-that this host does is late by random milliseconds, and host 1 compiles longest. "ends"
-is a seed: the island is to end before host 0 waits for host 1 to compile.
+CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|cut|ends|SEED. With a seed,
+everything that this host does is late by random milliseconds, and host 1 compiles
+longest. "cut" is scripted, and the mesh cuts every piece that it can, inside its tiles
+too. "ends" is a seed: the island is to end before host 0 waits for host 1 to compile.
 """
 
 from __future__ import annotations
@@ -42,8 +43,12 @@ def main(
     setup_logging()
     note_adoptions(Path(workdir) / f"{name}.{index}.adopted")
     note_traffic(Path(workdir) / f"{name}.{index}.traffic")
-    if how == "scripted":
+    if how in ("scripted", "cut"):
         script(config, Path(workdir), name)
+        if how == "cut":
+            from diloco_jax.island.device import mesh
+
+            mesh.LARGE = 0
     else:
         be_late(random.Random(f"{how}/{index}"))
         end_last(int(index))
@@ -82,16 +87,25 @@ def note_adoptions(path: Path) -> None:
 
 
 def note_traffic(path: Path) -> None:
-    """Writes what this host sent and received, as JSON."""
+    """Writes what this host sent and received, as JSON, and in FILE.fetched each fetch:
+    fragment, number of publishes (0: the anchor), bytes on the wire."""
     from diloco_jax.island.main import TrainingHost
+    from diloco_jax.wire.transfers import Transfers
 
-    close = TrainingHost.close
+    close, fetch = TrainingHost.close, Transfers.fetch
+    fetches: list[tuple[int, int, int]] = []
+
+    def fetched(self, request, **options):
+        found = fetch(self, request, **options)
+        fetches.append((request.fragment, found.count, found.wire_bytes))
+        return found
 
     def noted(self):
         path.write_text(json.dumps(self.mailbox.counted()[0]))
+        path.with_suffix(".fetched").write_text(json.dumps(fetches))
         close(self)
 
-    TrainingHost.close = noted
+    Transfers.fetch, TrainingHost.close = fetched, noted
 
 
 def be_late(rng: random.Random) -> None:

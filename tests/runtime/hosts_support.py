@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -66,3 +67,14 @@ def run_processes(config: Config, folder: Path, how: str) -> dict[str, np.ndarra
 def patient_config(text: Path, **sync: Any) -> Config:
     """Return a config for processes that may pause for long: no peer counts as gone."""
     return placed(make_config(text, **sync), time_budget_s=PATIENCE_S)
+
+
+def fetched_bytes(folder: Path, name: str, hosts: int) -> dict[tuple[int, int], int]:
+    """Bytes of one fetch over all hosts, by fragment and number of publishes."""
+    found: dict[tuple[int, int], int] = {}
+    for index in range(hosts):
+        text = (folder / f"{name}.{index}.fetched").read_text()
+        mine = {(fragment, count): size for fragment, count, size in json.loads(text)}
+        for kind, size in mine.items():
+            found[kind] = found.get(kind, 0) + size
+    return found

@@ -51,6 +51,7 @@ from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.evaluation import load_params
+from diloco_jax.island.link import ask_config
 from diloco_jax.models.build import build
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
@@ -300,6 +301,24 @@ def test_islands_tell_their_loss_on_each_source(resumed):
         assert least - 0.05 < line["loss"] < most + 0.05
 
 
+THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from diloco_jax.data.prepared import read_manifest
+from diloco_jax.data.prepared import PreparedRows
+here, there = (
+    PreparedRows(folder, found, found.train)
+    for folder in sys.argv[1:]
+    for found in [read_manifest(folder)]
+)
+assert len(here) == len(there) > 100
+with ThreadPoolExecutor(8) as pool:
+    for number, row in enumerate(pool.map(there.__getitem__, range(len(here)))):
+        for name, array in here[number].items():
+            assert (row[name] == array).all(), number
+"""
+
+
 def test_programs_in_a_bucket_are_read_from_there(bucket, monkeypatch):
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
@@ -307,6 +326,21 @@ def test_programs_in_a_bucket_are_read_from_there(bucket, monkeypatch):
     compile_something(folder, "1 programs compiled, 0 read from the cache")
     compile_something(folder, "0 programs compiled, 1 read from the cache")
     assert len([name for name in bucket.names() if "_jax-cache/_shared/" in name]) == 1
+
+
+def test_several_threads_read_at_once(resumed, bucket, root):
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            THREADS,
+            str(root / "numbers"),
+            "gs://bucket/rows/numbers",
+        ],
+        env={**os.environ, **bucket.environment},
+        timeout=TIMEOUT_S,
+        check=True,
+    )
 
 
 # ---- weights in it -------------------------------------------------------------------
@@ -321,25 +355,45 @@ def plain(text) -> Config:
     return placed(make_config(text), bind="127.0.0.1:0").validate()
 
 
+@contextlib.contextmanager
+def serving(bucket: Bucket, folder: Path, *source: str):
+    """A coordinator that is to begin a run from this source."""
+    run, init = folder / "run", ("--init", *source) if source else ()
+    where = ("coordinator", folder / "config.json", "--workdir", run, *init)
+    with begun(bucket, folder, *where) as process:
+        await_true(folder, process, (run / run_files.ADDRESS).exists)
+        yield
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
+
+
 def test_a_run_begins_with_weights_in_it(plain, bucket, tmp_path):
+    """Its coordinator starts again with the first config alone; and the run, copied
+    there, is a source, too."""
     bucket.put(WEIGHTS, "weights")
     write_config_json(plain, tmp_path / "config.json")
     run, source = tmp_path / "run", "hf:gs://bucket/weights"
-    where = (tmp_path / "config.json", "--workdir", run, "--init", source)
-    with begun(bucket, tmp_path, "coordinator", *where) as process:
-        await_true(tmp_path, process, (run / run_files.ADDRESS).exists)
-        process.terminate()
-        process.wait(TIMEOUT_S)
+    with serving(bucket, tmp_path, source):
+        pass
     here = started_from(plain, f"hf:{WEIGHTS}").run
     assert here.model.qk_norm
     assert not plain.run.model.qk_norm
     first = first_params(here, build(here))
     jax.tree.map(np.testing.assert_array_equal, load_params(run), first)
-    assert read_config_json(run / "config.json").run.model == (
-        dataclasses.replace(here.model, weights=source)
-    )
+    model = dataclasses.replace(here.model, weights=source)
+    assert read_config_json(run / "config.json").run.model == model
     assert (run / "source" / "config.json").is_file()
     assert not list(tmp_path.rglob("source.*.tmp"))
+    with serving(bucket, tmp_path):
+        address = (run / run_files.ADDRESS).read_text()
+        assert ask_config(address, "a", plain.placement).run.model == model
+    bucket.put(run, "run")
+    (again := tmp_path / "again").mkdir()
+    write_config_json(plain, again / "config.json")
+    with serving(bucket, again, "run:gs://bucket/run"):
+        pass
+    jax.tree.map(np.testing.assert_array_equal, load_params(again / "run"), first)
+    assert (again / "run" / "source" / "config.json").is_file()
 
 
 # ---- what is not there ---------------------------------------------------------------

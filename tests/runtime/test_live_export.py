@@ -30,6 +30,7 @@ from diloco_jax.evaluation import run as evaluate
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.wire.certificates import make_certificates
 
 pytestmark = pytest.mark.dist
 
@@ -52,6 +53,8 @@ def over(text, tmp_path_factory):
     config = dataclasses.replace(config, islands={"a": island, "b": island})
     config = placed(config, export_every=3, exports_kept=50, checkpoint_every_s=0.0)
     config = placed(config, watch_every=3, evaluate_batches=10**6)
+    make_certificates(keys := folder / "keys", [], 1, islands=["a", "b"])
+    config = placed(config, certificates=str(keys))
     workdir = folder / "run"
     kept = workdir / run_files.KEPT
     with (
@@ -60,7 +63,7 @@ def over(text, tmp_path_factory):
     ):
 
         def export(name: str, *options: object, code: int = 0):
-            to = (service.address, folder / name)
+            to = (service.address, folder / name, "--certificates", keys)
             return diloco("export", *to, *options, code=code)
 
         def merges() -> int:

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,29 @@ def test_what_an_island_sent_is_merged_after_its_goodbye(
     whose = [(c["island"], c["incarnation"], c["tick"]) for c in parts]
     assert whose[0] == ("a", 1, kept[1]["tick"])
     assert [who[:2] for who in whose[1:]] == [("a", 2), ("b", 1)]
+
+
+@pytest.fixture
+def listens() -> Iterator[None]:
+    """Ctrl-C is not ignored, as it is in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.timeout(2 * PATIENCE_S)
+@pytest.mark.usefixtures("listens")
+def test_ctrl_c_ends_an_island_with_a_goodbye(text: Path, tmp_path: Path) -> None:
+    config = long_run(text)
+
+    def interrupt(service: Coordinator) -> None:
+        await_state(service, _trains)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with coordinator(config, tmp_path) as service, ThreadPoolExecutor(1) as pool:
+        interrupted = pool.submit(interrupt, service)
+        code = main.run(config, "a", service.address, tmp_path / "a", 1)
+        interrupted.result(PATIENCE_S)
+    assert code == 0
+    (left,) = [r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "left"]
+    assert (left["reason"], left["said"]) == ("stopped", "asked to end by SIGINT")

@@ -52,6 +52,7 @@ from diloco_jax.coordinator.snapshots import (
 from diloco_jax.core.inner import learning_rate
 from diloco_jax.core.tiles import digest_all
 from diloco_jax.data.loading import load_data
+from diloco_jax.data.source import Shares
 from diloco_jax.models.model import split_batch
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.simulation.replay.recording import read_recording
@@ -312,6 +313,29 @@ def test_replay_repeats_all_parts_bit_for_bit(resumed):
 # ---- its rows ------------------------------------------------------------------------
 
 
+def leased(tape):
+    """Positions leased to each incarnation, in the order of their use."""
+    found = {}
+    for record in tape:
+        if record["kind"] == "granted":
+            key = (record["island"], record["incarnation"])
+            positions = range(record["start"], record["stop"])
+            found.setdefault(key, []).extend(positions)
+    return found
+
+
+def trained(tape):
+    """Positions of the steps of each incarnation up to its last one in a merge."""
+    last = {}
+    for record in tape:
+        if record["kind"] == "merged":
+            for part in record["contributions"]:
+                key = (part["island"], part["incarnation"])
+                last[key] = max(last.get(key, 0), part["end"])
+    positions = leased(tape)
+    return {key: positions[key][: n * rows_of(*key)] for key, n in last.items()}
+
+
 def test_tokens_are_positions_and_predictions_are_counted_apart(resumed):
     train = load_data(resumed.config.run).train
     rows = [
@@ -327,6 +351,23 @@ def test_tokens_are_positions_and_predictions_are_counted_apart(resumed):
     predicted = sum(island["tokens_predicted"] for island in islands.values())
     assert resumed.summary["tokens_predicted"] == predicted
     assert predicted < resumed.summary["tokens_computed"]
+
+
+def test_rows_of_each_folder_are_those_that_were_trained_on(resumed):
+    summary = resumed.summary
+    rows = summary["rows_by_source"]
+    assert list(rows) == list(resumed.config.run.data.paths)
+    numbers, letters = rows.values()
+    lost = sum(summary["tokens_lost"].values())
+    settled = (numbers + letters) * SEQUENCE_LENGTH
+    # Steps that are lost in every fragment come back; others are trained on.
+    assert summary["tokens_computed"] - lost <= settled <= summary["tokens_computed"]
+    shares, used = Shares(WEIGHTS), [0, 0]
+    for positions in trained(resumed.tape).values():
+        for position in positions:
+            used[shares.draw(position)[0]] += 1
+    assert used == [numbers, letters]
+    assert abs(numbers - 2 * letters) <= 3 * max(ROWS.values())
 
 
 def test_no_position_is_leased_while_somebody_may_have_it(resumed):
