@@ -183,6 +183,33 @@ def test_a_residual_comes_back_unless_a_take_or_a_merge_came_after_it(
     second.close()
 
 
+def test_residuals_and_parameters_of_bands_come_back(config, tmp_path):
+    sync = dataclasses.replace(config.run.sync, fragments=5)
+    run = dataclasses.replace(config.run, sync=sync)
+    config = dataclasses.replace(config, run=run)
+    model, trainer = build_trainer(run, config.islands["a"])
+    parts = model, trainer, build_plan(run, model)
+    versions = [FIRST] * 5
+    life = Life(config, parts, tmp_path, 1)
+    assert any(piece.bands for piece in life.plan.pieces)
+    life.join(versions)
+    assert alike(life.host("params"), life.begins)
+    life.replica.step({"tokens": BATCH}, 0.1)
+    for fragment in range(5):
+        life.replica.take(fragment)
+        life.replica.judge(fragment, "settled")
+    life.save(1, versions)
+    saved = life.host("residuals")
+    life.close()
+    second = Life(config, parts, tmp_path, 2)
+    assert list(second.join(versions).residuals) == list(range(5))
+    assert alike(second.host("residuals"), saved)
+    for pieces, residuals in zip(life.plan.fragments, saved, strict=True):
+        assert [piece.shape for piece in pieces] == [x.shape for x in residuals]
+    assert alike(second.host("params"), second.begins)
+    second.close()
+
+
 def test_a_take_after_a_checkpoint_of_the_same_step_is_known(config, parts, tmp_path):
     life = Life(config, parts, tmp_path, 1)
     life.join([FIRST, FIRST])

@@ -279,6 +279,19 @@ def test_stopped_it_still_answers_takes(loop):
     assert mailbox.status().steps == 4
 
 
+def test_each_thing_that_is_waited_for_has_its_own_deadline(loop):
+    """Else a Stop after a long outage finds all overdue, before the last merges."""
+    loop, network = loop
+    patience_s = 3 * loop.config.placement.outage_budget_s
+    assert loop._overdue("no end was announced") is None
+    network.now = 0.9 * patience_s
+    assert loop._overdue("the run did not finish") is None
+    network.now = 1.8 * patience_s
+    assert loop._overdue("the run did not finish") is None
+    network.now = 2 * patience_s
+    assert loop._overdue("the run did not finish").exit_code == 1
+
+
 def test_who_waits_for_the_end_gives_up_only_where_nobody_answers(loop):
     """The last merges of a large model take longer than any fixed time."""
     loop, network = loop

@@ -310,6 +310,20 @@ def test_a_port_that_is_taken_is_an_error(port):
         await_all(at(port, 0), 2, 1.0)
 
 
+def test_a_name_that_is_not_known_yet_is_no_error(monkeypatch):
+    """A pod has one once it runs."""
+    tries = []
+
+    def resolve(*given):
+        tries.append(given)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(world.socket, "create_connection", resolve)
+    with pytest.raises(TimeoutError, match=r"let host 1 in .*service not known"):
+        await_all(WorldAddress(address="pod-0.run:9", index=1), 2, 0.5)
+    assert len(tries) > 1
+
+
 def test_each_host_learns_the_address_at_which_it_was_met(port, pool):
     """gloo listens there, whatever the machine's own name resolves to."""
     hosts = [pool.submit(await_all, at(port, index), 2, WAIT_S) for index in (1, 0)]
