@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
+import jax
 import pytest
 from runtime_support import PATIENCE_S, coordinator, make_config, placed, with_run
 from tiny import SEQUENCE_LENGTH
@@ -121,6 +122,7 @@ def test_a_delta_goes_through_few_files(text, tmp_path, calls):
         with calls.noted() as idle:
             # As at a start, whose functions are not of the path, either.
             assert list(island.exchange.lower_all())
+            jax.jit(lambda: 0).lower().compile()
             give_memory_back()
             while loop.done < BEFORE_TAKE:
                 step()
