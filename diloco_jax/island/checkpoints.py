@@ -128,11 +128,7 @@ class Checkpoints:
             checkpoint.refuse_other(self._folder, number, self._found, self._whose)
 
     def restore(
-        self,
-        plan: FragmentPlan,
-        trainer: Trainer,
-        exchange: Exchange,
-        versions: Sequence[Version],
+        self, trainer: Trainer, exchange: Exchange, versions: Sequence[Version]
     ) -> Restored | None:
         """Return the newest checkpoint's arrays for an island that begins at these
         versions; None if there is no checkpoint. All hosts must call it."""
@@ -157,7 +153,7 @@ class Checkpoints:
             found["incarnation"],
             found["steps"],
             len(residuals),
-            len(plan.fragments),
+            len(versions),
             time.monotonic() - began,
         )
         return Restored(

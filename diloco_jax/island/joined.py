@@ -411,8 +411,7 @@ class JoinedHost(Host["JoinedLoop"]):
         """Compile every take and adoption. No host runs any before all have compiled
         them, as for the product's own loop."""
         began = time.monotonic()
-        lowered, count = self.exchange.lower_all(), self.exchange.programs()
-        compile_programs(lowered, count, self.programs_left)
+        compile_programs([*self.exchange.lower_all()], self.programs_left)
         self.meet_compiled()
         _first(self.leaves.smallest(self._zeros))
         self.compile_seconds = time.monotonic() - began

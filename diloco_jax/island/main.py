@@ -33,11 +33,9 @@ from diloco_jax.files import StorageAway
 from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import (
-    Later,
     build_exchange,
     build_trainer,
     compile_ahead,
-    compile_programs,
     join,
 )
 from diloco_jax.island.device.exchange import (
@@ -78,9 +76,6 @@ from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
 logger = logging.getLogger(__name__)
-
-OF_STEPS = 3
-"""Programs of the steps: first moments, evaluation, step."""
 
 
 def with_model_of_run(config: Config, name: str, address: str) -> Config:
@@ -231,7 +226,6 @@ def end_starting(host: Host[Any]) -> None:
 class TrainingHost(Host[Loop]):
     """A host that trains by the product's own loop."""
 
-    _later: Later | None = None
     _watched: WatchedModel | None = None
 
     def __init__(
@@ -288,30 +282,20 @@ class TrainingHost(Host[Loop]):
         """Compile everything, then run steps and evaluations once.
 
         No host runs a program before all hosts have compiled theirs: one may find in
-        its cache what takes another minutes. On TPUs everything is compiled before
-        anything runs. So an error of the compiler, which raises ConfigError, differs
-        from a failure of the machine, which another attempt may cure. Elsewhere a host
-        without others compiles what is seldom needed while it trains.
+        its cache what takes another minutes. So an error of a TPU's compiler, which
+        raises ConfigError, differs from a failure of the machine, which another attempt
+        may cure.
         """
         began, trainer, exchange = time.monotonic(), self._trainer, self.exchange
         placement, watched = self.config.placement, self._watched
-        ahead = bool(self.hosts.others) or jax.default_backend() == "tpu"
-        if ahead:
-            length = self.config.run.sequence_length
-            compile_ahead(trainer, exchange, length, watched, self.programs_left)
-            self.meet_compiled()
-        else:
-            count = exchange.programs(seldom=False) + OF_STEPS
-            often = exchange.lower_all(seldom=False)
-            compile_programs(often, count, self.programs_left)
-            self.programs_left(OF_STEPS)
+        length = self.config.run.sequence_length
+        compile_ahead(trainer, exchange, length, watched, self.programs_left)
+        self.meet_compiled()
         params, self._zeros = self._zeros, {}
         batch = self._validation[0]
         if placement.evaluate_every_steps:
             float(trainer.eval_step(params, batch)[0])
         if watched is not None:
-            for program in watched.lower_all():
-                program.compile()
             float(trainer.eval_step(watched.params, batch)[0])
         if placement.rehearse:
             del params  # There is room for one copy.
@@ -326,8 +310,6 @@ class TrainingHost(Host[Loop]):
                 **memory_here(),
             )
         float(metrics["loss"])
-        if not ahead:
-            self._later = Later(exchange.lower_all())
         # A compiler leaves as much freed memory as a small island needs otherwise.
         give_memory_back()
         self.compile_seconds = time.monotonic() - began
@@ -346,9 +328,7 @@ class TrainingHost(Host[Loop]):
 
     def restore(self, versions: Sequence[Version]) -> Restored | None:
         """Return the newest checkpoint, as far as it holds at these versions."""
-        return self.checkpoints.restore(
-            self.plan, self._trainer, self.exchange, versions
-        )
+        return self.checkpoints.restore(self._trainer, self.exchange, versions)
 
     def copy(
         self,
@@ -392,8 +372,6 @@ class TrainingHost(Host[Loop]):
     def close(self) -> None:
         """Free sockets and threads; wait a while for a checkpoint."""
         self.data.close()
-        if self._later is not None:
-            self._later.close(self.deadlines.stop_s / 5)
         super().close()
         patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)
         self.checkpoints.close(patience_s)

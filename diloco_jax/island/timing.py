@@ -75,8 +75,6 @@ class Timing:
         self._read = 0.0
         self._by_source: list[collections.deque[tuple[float, float]]] = []
         """Sums of losses and of weights of each source's last steps."""
-        self._losses_by_source: list[float] = []
-        """Their means: every boundary asks for them."""
         self._at_adoptions: collections.deque[float] = collections.deque(
             maxlen=LOSS_STEPS
         )
@@ -151,12 +149,9 @@ class Timing:
         """Note the sums of losses and of weights of each source's rows in a step."""
         if not self._by_source:
             self._by_source = [collections.deque(maxlen=LOSS_STEPS) for _ in sums]
-            self._losses_by_source = [math.nan] * len(sums)
         for number, (loss, weight) in enumerate(sums):
             if weight > 0:
-                kept = self._by_source[number]
-                kept.append((loss, weight))
-                self._losses_by_source[number] = mean(kept)
+                self._by_source[number].append((loss, weight))
 
     def skipped(self) -> int:
         """Note a step that changed nothing; return how many have by now."""
@@ -177,7 +172,7 @@ class Timing:
             eval_seconds=self._evaluated,
             compile_seconds=self._compile_seconds,
             loss=_mean_of(self._losses),
-            losses_by_source=tuple(self._losses_by_source),
+            losses_by_source=tuple(map(mean, self._by_source)),
             adoption_loss=_mean_of(self._at_adoptions),
             eval_loss=self.eval_loss,
             watched_cycle=self.watched[0],

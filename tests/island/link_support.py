@@ -167,7 +167,7 @@ class Store:
 
     def key_value_delete(self, key):
         with self._changed:
-            del self._told[key]
+            self._told.pop(key, None)  # It may never have been set.
 
     def keys(self):
         with self._changed:

@@ -85,9 +85,7 @@ class Life:
         )
 
     def join(self, versions):
-        restored = self.checkpoints.restore(
-            self.plan, self.trainer, self.exchange, versions
-        )
+        restored = self.checkpoints.restore(self.trainer, self.exchange, versions)
         anchors = {}
         for fragment, pieces in enumerate(self.plan.fragments):
             tiles = (
@@ -395,7 +393,7 @@ def kept(exchange, leaves, folder, outstanding=(), **changes):
 def test_residuals_come_back_where_nothing_came_after_them(tmp_path):
     exchange, leaves = made()
     for fragment in (0, 1, 2):
-        exchange.settle(fragment)
+        exchange.judge(fragment, "settled", None)
     state = kept(exchange, leaves, tmp_path, outstanding=[3])
     now = [FIRST_VERSION, Version(1, 5), FIRST_VERSION, FIRST_VERSION]
     restored = restored_state(state, exchange, leaves, now)

@@ -182,7 +182,7 @@ def test_a_take_that_is_reopened_leaves_no_trace_and_is_in_the_next_one():
     sync = SyncConfig(fragments=3, codec_up="int4")
     exchange, untouched = start(sync, first), start(sync, first)
     exchange.take(0, place(taken))
-    exchange.reopen(0)
+    exchange.judge(0, "reopened", None)
     for a, b in zip(
         *(x.take(0, place(later)) for x in (exchange, untouched)), strict=True
     ):
@@ -191,7 +191,7 @@ def test_a_take_that_is_reopened_leaves_no_trace_and_is_in_the_next_one():
     exchange = start(plain, first)
     exchange.take(0, place(taken))
     params = exchange.adopt(whole(exchange, second), place(later), keep=True)
-    exchange.reopen(0)
+    exchange.judge(0, "reopened", None)
     change = delta(*piece_of(second, params))
     same(exchange.take(0, params)[0], get_codec("f32").encode(change))
 
@@ -207,9 +207,9 @@ def test_settled_take_leaves_its_residual():
 
     exchange.take(0, place(local))
     assert residual() == 0
-    exchange.settle(0)
+    exchange.judge(0, "settled", None)
     assert residual() > 0
-    exchange.drop(0)  # Nothing is left to go back to.
+    exchange.judge(0, "dropped", None)  # Nothing is left to go back to.
     coder, (a, b) = get_codec("int4"), piece_of(anchor, local)
     change = delta(a, b)
     _, left = encode_with_feedback(coder, change, jnp.zeros_like(a))
@@ -224,7 +224,7 @@ def test_reset_returns_to_the_anchor():
     params = place(local)
     for fragment in range(3):
         exchange.take(fragment, params)
-        params = exchange.reset(fragment, params)
+        params = exchange.judge(fragment, "reset", params)
     for piece in PLAN.pieces:
         same(get_piece(params, piece), get_piece(anchor, piece))
 
@@ -246,8 +246,7 @@ def test_nothing_compiles_after_what_is_compiled_ahead(caplog):
     params = place(local)
     exchange = Exchange(PLAN, sync, params)
     jax.clear_caches()
-    compile_programs(exchange.lower_all(seldom=False))
-    compile_programs(exchange.lower_all())
+    compile_programs([*exchange.lower_all()])
     with jax.log_compiles(), caplog.at_level("WARNING"):
         exchange.start(
             {f: exchange.put_anchor(f, full_payload(anchor, f)) for f in range(3)}
@@ -259,7 +258,7 @@ def test_nothing_compiles_after_what_is_compiled_ahead(caplog):
             arrival = Arrival(fragment=fragment, version=V1, publishes=publishes)
             params = exchange.adopt(arrival, params, keep=True)
             params = exchange.adopt(arrival, params)
-            params = exchange.reset(fragment, params)
+            params = exchange.judge(fragment, "reset", params)
             exchange.anchor(fragment)
     assert [r.message for r in caplog.records if "Compiling" in r.message] == []
 
@@ -297,7 +296,8 @@ def test_what_is_beside_stays_as_far_from_the_parameters(fragments):
     local, average = random_params(1), random_params(2)
     low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), local)
     leaves, lent = lent_at(local, average, low)
-    lent.warm()
+    lent.warm()  # It compiles, and changes nothing.
+    assert largest(minus(leaves.as_tree(lent.params), local)) == 0
     before = minus(average, local)
     for fragment in fragments:
         lent.adopt(whole(lent._exchange, random_params(3), fragment), keep=False)
@@ -327,14 +327,6 @@ def test_a_reset_replaces_what_is_not_finite():
         lent.judge(fragment, "reset")
     assert largest(minus(leaves.as_tree(lent.params), random_params(0))) == 0
     assert largest(minus(leaves.as_tree(lent.beside[0]), random_params(0))) < 1e-6
-
-
-def test_warming_changes_nothing():
-    local, average = random_params(1), random_params(2)
-    leaves, lent = lent_at(local, average)
-    lent.warm()
-    assert largest(minus(leaves.as_tree(lent.beside[0]), average)) == 0
-    assert largest(minus(leaves.as_tree(lent.params), local)) == 0
 
 
 def test_what_cannot_be_beside_is_named():

@@ -6,27 +6,35 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from types import SimpleNamespace
 
 import jax
+import msgspec
 import pytest
 from link_support import Store
 
+from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.placement import Deadlines
+from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island import hosts as hosts_module
 from diloco_jax.island import world as island_hosts
-from diloco_jax.island.host import Host
+from diloco_jax.island.host import Host, introduction
 from diloco_jax.island.hosts import (
+    Begin,
+    FollowDecisions,
     JoinVersions,
     LeaveWatch,
     Moved,
     Orders,
     OrderThread,
+    SharedDecisions,
 )
 from diloco_jax.island.link import ending_of
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.world import Hosts, HostsError
-from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.protocol.island.boundary import Decision, Ending
 from diloco_jax.protocol.island.conversation import Fetch
 from diloco_jax.protocol.messages import ResendRequest, Version
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone
@@ -179,6 +187,66 @@ def test_an_end_before_the_first_step_is_that_of_all_hosts(error, ending, told):
             heard.result(PATIENCE_S)
     assert first._told == second._told == (told is not None)
     assert second.mailbox.ending == told
+
+
+PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
+
+
+def test_hosts_with_different_configs_are_told_apart():
+    config = Config(islands={"pair": IslandConfig(hosts=2)})
+    other = config.replace("islands.pair.remat", "full")
+    whos = [
+        introduction(c, "pair", PLAN, 1, "s", own_data=False) for c in (config, other)
+    ]
+    host = Asked(1)
+    host._who, host.region, host._hear = whos[1], None, partial(Host._hear, host)
+    host.config.placement.away_s = 0.0
+    begin = Begin(
+        who=whos[0], run_id="r", lookahead=2, gives=False, versions=(), workers=()
+    )
+    host.hosts.tell("begin", msgspec.msgpack.encode(begin))
+    with pytest.raises(ConfigError) as refused:
+        Host._hear_begin(host)
+    for shown in (
+        "host 1 of island 'pair' has another config or model than host 0",
+        "remat: 'full' here, 'none' there",
+    ):
+        assert shown in str(refused.value)
+
+
+def test_host_0_is_no_further_than_decisions_are_kept_for_one_that_stands_still(
+    monkeypatch,
+):
+    """Without data it looks for some many times in a time budget."""
+    monkeypatch.setattr(hosts_module, "BATCH", 2)
+    store, told, made = Store(), iter(range(9)), []
+    source = SimpleNamespace(
+        at=lambda step, stepping: Decision(term=next(told)), wait=None
+    )
+    first = SharedDecisions(source, Hosts(store, 0, 2), 2, PATIENCE_S)
+    second = FollowDecisions(Hosts(store, 1, 2), Mailbox(), 2, PATIENCE_S)
+
+    def decide():
+        made.extend(first.at(n, stepping=True).term for n in range(9))
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(decide)
+        with pytest.raises(FutureTimeout):
+            ahead.result(0.2)
+        found = [second.at(n, stepping=True).term for n in range(9)]
+        ahead.result(PATIENCE_S)
+    assert found == made == [max(boundary - 2, 0) for boundary in range(9)]
+    assert store.keys() == [f"decision/{number}" for number in (10, 8, 9)]
+
+
+def test_a_host_that_does_not_come_on_is_named(monkeypatch):
+    monkeypatch.setattr(hosts_module, "BATCH", 2)
+    source = SimpleNamespace(at=lambda step, stepping: Decision(), wait=None)
+    first = SharedDecisions(source, Hosts(Store(), 0, 2), 2, 0.01)
+    for number in range(2):
+        first.at(number, stepping=True)
+    with pytest.raises(HostsError, match="host 1 is 2 boundaries behind at step 2"):
+        first.at(2, stepping=True)
 
 
 def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():

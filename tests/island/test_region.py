@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
@@ -68,6 +66,13 @@ def have(region, *payloads, name="a", number=4, part=()):
     region.got(request_of(name, number, part), Version(1, number), payloads)
 
 
+def fetched(regions, *donors, number=4, within_s=3.0):
+    """What b is given, None if nothing, and the donors that failed."""
+    sources = sources_of(regions, *donors, within_s=within_s)
+    found, failed = regions["b"].fetch_from(request_of("b", number), sources, SIZE)
+    return found and bytes(found.payload), failed
+
+
 def test_a_publish_is_given_as_it_was_announced(regions):
     have(regions["a"], PAYLOAD)
     for name in ("b", "c"):
@@ -82,20 +87,14 @@ def test_a_publish_is_given_as_it_was_announced(regions):
 
 def test_each_of_a_chain_is_given(regions):
     have(regions["a"], bytes(SIZE), PAYLOAD, number=5)
-    found, _ = regions["b"].fetch_from(
-        request_of("b", 5), sources_of(regions, "a"), SIZE
-    )
-    assert bytes(found.payload) == PAYLOAD
+    assert fetched(regions, "a", number=5) == (PAYLOAD, [])
     assert (0, Version(1, 4)) in regions["a"]._kept
 
 
 def test_who_asks_too_early_waits(regions):
     later = threading.Timer(0.6, lambda: have(regions["a"], PAYLOAD))
     later.start()
-    found, failed = regions["b"].fetch_from(
-        request_of("b"), sources_of(regions, "a"), SIZE
-    )
-    assert (bytes(found.payload), failed) == (PAYLOAD, [])
+    assert fetched(regions, "a") == (PAYLOAD, [])
 
 
 @pytest.mark.parametrize(
@@ -104,21 +103,16 @@ def test_who_asks_too_early_waits(regions):
 def test_what_was_not_announced_is_dropped(regions, lie):
     have(regions["a"], lie)
     have(regions["c"], PAYLOAD)
-    found, failed = regions["b"].fetch_from(
-        request_of("b"), sources_of(regions, "a", "c"), SIZE
-    )
-    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"])
+    assert fetched(regions, "a", "c") == (PAYLOAD, ["a"])
 
 
 def test_a_donor_that_is_dead_or_slow_is_left_in_time(regions):
     have(regions["c"], PAYLOAD)
-    sources = sources_of(regions, "a", "c", within_s=1.0)
     began = time.monotonic()
-    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
-    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"]), "it has it not"
+    found = fetched(regions, "a", "c", within_s=1.0)
+    assert found == (PAYLOAD, ["a"]), "it has it not"
     regions["a"].close()
-    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
-    assert (bytes(found.payload), failed) == (PAYLOAD, ["a"])
+    assert fetched(regions, "a", "c", within_s=1.0) == (PAYLOAD, ["a"])
     assert time.monotonic() - began < 4 * 1.0
 
 
@@ -128,8 +122,7 @@ def test_one_that_gives_a_publish_up_has_failed_if_that_comes_late(
 ):
     later = threading.Timer(0.7, lambda: have(regions["a"]))  # It has the anchor.
     later.start()
-    sources = sources_of(regions, "a", within_s=within_s)
-    assert regions["b"].fetch_from(request_of("b"), sources, SIZE) == (None, failed)
+    assert fetched(regions, "a", within_s=within_s) == (None, failed)
 
 
 def test_one_that_stops_in_the_middle_is_left_in_time(regions, monkeypatch):
@@ -144,20 +137,16 @@ def test_one_that_stops_in_the_middle_is_left_in_time(regions, monkeypatch):
 
     monkeypatch.setattr(bulk.BulkConnection, "send_payload", stops)
     began = time.monotonic()
-    sources = sources_of(regions, "a", within_s=1.0)
-    found, failed = regions["b"].fetch_from(request_of("b"), sources, SIZE)
+    found = fetched(regions, "a", within_s=1.0)
     stopped.set()
-    assert (found, failed) == (None, ["a"])
+    assert found == (None, ["a"])
     assert time.monotonic() - began < 3.0
 
 
 def test_what_is_gone_or_another_part_is_nobodys_fault(regions):
     have(regions["a"], number=5)
     have(regions["c"], PAYLOAD, part=PART)
-    found, failed = regions["b"].fetch_from(
-        request_of("b"), sources_of(regions, "a", "c"), SIZE
-    )
-    assert (found, failed) == (None, [])
+    assert fetched(regions, "a", "c") == (None, [])
 
 
 def test_of_a_part_without_a_digest_nobody_is_asked(regions):
@@ -226,49 +215,16 @@ def test_a_donor_with_an_impossible_address_is_one_that_failed(regions, host):
 
 def test_a_donor_that_moves_leaves_no_threads(regions, config):
     have(regions["a"], PAYLOAD)
-    found, _ = regions["b"].fetch_from(request_of("b"), sources_of(regions, "a"), SIZE)
-    (lane,) = regions["b"]._lanes
+    assert fetched(regions, "a") == (PAYLOAD, [])
+    (left,) = regions["b"]._transfers.values()
     regions["a"].close()
     regions["a"] = Region(config, "a", 0, COORDINATOR, "")
     regions["a"].begin(RUN_ID)
     have(regions["a"], PAYLOAD)
-    found, _ = regions["b"].fetch_from(request_of("b"), sources_of(regions, "a"), SIZE)
-    assert bytes(found.payload) == PAYLOAD
-    for thread in lane.transfers._fetch_pool._threads:
+    assert fetched(regions, "a") == (PAYLOAD, [])
+    for thread in left._fetch_pool._threads:
         thread.join(10.0)
         assert not thread.is_alive()
-
-
-def test_a_donor_has_the_time_of_each_publish_to_answer_a_connection(regions):
-    def connect_s(within_s):
-        with regions["b"]._lane_to("a", regions["a"].address, within_s) as lane:
-            return lane, lane._connections._deadlines.connect_s
-
-    first, short_s = connect_s(0.1)
-    assert connect_s(0.15) == (first, short_s), "not anew for a little more"
-    assert short_s <= 0.1
-    _, longer_s = connect_s(1.0)
-    assert longer_s == 1.0
-    assert connect_s(0.1)[1] == short_s
-
-
-def test_a_call_of_little_time_ends_none_of_more_that_is_under_way(config, regions):
-    have(regions["a"], PAYLOAD)
-    region = Region(config.replace("time_budget_s", 24.0), "b", 0, COORDINATOR, "")
-    with contextlib.closing(region), ThreadPoolExecutor(1) as pool:
-        sources = sources_of(regions, "a", within_s=12.0)
-        longer = pool.submit(region.fetch_from, request_of("b", 5), sources, SIZE)
-        while not region._lanes or not region._lanes[0].transfers._open:
-            assert not longer.done(), longer.result()
-            time.sleep(0.01)
-        sources = sources_of(regions, "a", within_s=2.0)
-        found, failed = region.fetch_from(request_of("b"), sources, SIZE)
-        assert (bytes(found.payload), failed) == (PAYLOAD, [])
-        assert [lane.users for lane in region._lanes] == [1, 0]
-        have(regions["a"], PAYLOAD, number=5)
-        found, failed = longer.result()
-        assert (bytes(found.payload), failed) == (PAYLOAD, [])
-        assert len(region._lanes) == 1, "one that nobody uses is kept"
 
 
 @pytest.mark.parametrize("serve", ["", "0.0.0.0:0"])

@@ -1,4 +1,4 @@
-"""The inner step: accumulation, meshes, bad gradients, and that it learns."""
+"""The inner step: accumulation, meshes, bad gradients."""
 
 import math
 import warnings
@@ -13,9 +13,6 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.inner import make_inner
-from diloco_jax.data.corpus import Windows, load_corpus
-from diloco_jax.data.loading import GlobalIndex
-from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import TOKENS, Field
 from diloco_jax.island.device.mesh import (
     MESH_AXES,
@@ -265,23 +262,6 @@ def is_pair(value):
 
 def factored(shape):
     return len(shape) > 1 and sorted(shape)[-2] >= 128
-
-
-def test_thirty_steps_on_real_text_learn():
-    windows = Windows(load_corpus((), 0.02).train, 64)
-    reader = BatchReader(GlobalIndex(windows, seed=0), windows.fields, 64)
-    island = IslandConfig(batch_size=8)
-    model = transformer.build(preset("tiny"))
-    trainer = Trainer(model, optax.adam(1.0), island, make_mesh(island))
-    params = trainer.place_params(model.init(jax.random.key(0)))
-    state = TrainState(params, trainer.init_inner(params))
-    losses = []
-    for step in range(30):
-        batch = reader.batch(np.arange(8 * step, 8 * step + 8))
-        state, metrics = trainer.step(state, trainer.put_batch(batch), 5e-3)
-        losses.append(float(metrics["loss"]))
-    assert abs(losses[0] - math.log(256)) < 0.2
-    assert np.mean(losses[-5:]) < losses[0] - 1.5
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

@@ -77,12 +77,6 @@ def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
     assert all("wait_for_change=true&last_etag=tag+1&" in path for path in others)
 
 
-def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox):
-    server.preempted.set()
-    watch_metadata(noticed(mailbox))
-    assert wait_for_end(mailbox).exit_code == 1
-
-
 def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server, mailbox, monkeypatch
 ):
@@ -191,13 +185,6 @@ def test_a_touch_begins_the_budget_anew(clock):
         assert hangs_after(watch, clock, 20.0) == 20.0
         watch.touch()
     assert hangs_after(watch, clock, 100.0) == pytest.approx(30.0, abs=2 * LOOK_S)
-
-
-def test_a_machine_that_stands_still_does_not_hang(clock):
-    watch = watch_of(clock, 30.0)
-    for _ in range(10):
-        clock.now += 3600.0
-        assert not watch.look()
 
 
 def test_a_part_of_the_start_may_take_what_its_setting_says_and_the_budget(clock):

@@ -28,18 +28,16 @@ def hosts(
     address: str,
     folder: Path,
     how: str,
-    host_1: Config | None = None,
 ) -> Iterator[dict[str, subprocess.Popen]]:
     """Every host of these islands as `host_process.py`, NAME.INDEX; until the block
-    ends. host_1: what host 1 takes for the config."""
-    for index, told in enumerate((config, host_1 or config)):
-        write_config_json(told, folder / f"{index}.json")
+    ends."""
+    path = folder / "config.json"
+    write_config_json(config, path)
     children = {}
     try:
         for name in names:
             world = f"127.0.0.1:{free_port()}"
             for index in range(config.islands[name].hosts):
-                path = folder / f"{index}.json"
                 arguments = [path, name, address, folder, world, index, how]
                 with (folder / f"{name}.{index}.log").open("wb") as log:
                     children[f"{name}.{index}"] = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`diloco admit` and `diloco release` of a coordinator's process that is killed."""
+"""`diloco admit` and `diloco release`, and a coordinator that is killed."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 from runtime_support import (
-    COMMAND_S,
     PATIENCE_S,
-    await_that,
     client,
     coordinator,
     hello,
     make_config,
     placed,
-    started,
 )
 
-from diloco_jax import cli, run_files
-from diloco_jax.cluster.cluster import DILOCO
+from diloco_jax import cli
 from diloco_jax.config import Config
-from diloco_jax.config.loading import write_config_json
 from diloco_jax.protocol import messages
 from diloco_jax.wire import peers
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.tls import TlsFiles
-
-pytestmark = pytest.mark.dist
 
 
 def comes(
@@ -60,17 +53,13 @@ def test_an_operator_admits_and_removes_an_island_of_a_run_that_goes_on(
     config = placed(
         make_config(text), certificates=str(certificates), time_budget_s=PATIENCE_S
     )
-    write_config_json(config, path := tmp_path / "config.json")
-    run, log = tmp_path / "run", tmp_path / "log"
-    at = run / run_files.ADDRESS
+    run = tmp_path / "run"
 
     def call(command: str, name: str = "c", *options: str) -> int:
         return cli.main([command, name, "--coordinator", str(run), *options])
 
-    serve = (*DILOCO, "coordinator", path, "--workdir", run, "--bind", "127.0.0.1:0")
-    with started([*serve, "--init"], log, JAX_PLATFORMS="cpu"):
-        await_that(at.exists, COMMAND_S, said=lambda: log.read_text()[-3000:])
-        address = at.read_text()
+    with coordinator(config, run, killed=True) as service:
+        address = service.address
         assert comes(address, tmp_path, config, 1) == "unknown_island"
         assert call("admit", "c", "--certificates", str(tmp_path / "none")) == 2
         assert call("admit") == 0

@@ -51,6 +51,7 @@ from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.evaluation import load_params
+from diloco_jax.island.link import ask_config
 from diloco_jax.models.build import build
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
@@ -346,71 +347,52 @@ def test_several_threads_read_at_once(resumed, bucket, root):
 
 
 WEIGHTS = Path(__file__).parents[1] / "models" / "families" / "qwen3"
-STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def plain(text) -> Config:
     """A config of another model than that of the weights."""
-    config = make_config(text, fragments=2, steps_per_cycle=2, quorum=1)
-    config = with_run(config, total_tokens=STEPS * SEQUENCE_LENGTH)
-    islands = {"a": IslandConfig(batch_size=1, step_seconds=0.3)}
-    config = dataclasses.replace(config, islands=islands)
-    return placed(config, time_budget_s=60.0, checkpoint_every_s=0.0).validate()
+    return placed(make_config(text), bind="127.0.0.1:0").validate()
 
 
 @contextlib.contextmanager
-def serving(bucket: Bucket, folder: Path, source: str = ""):
-    """A coordinator that is to begin a run from this source; it and its address."""
-    run, init = folder / "run", ("--init", source) if source else ()
+def serving(bucket: Bucket, folder: Path, *source: str):
+    """A coordinator that is to begin a run from this source."""
+    run, init = folder / "run", ("--init", *source) if source else ()
     where = ("coordinator", folder / "config.json", "--workdir", run, *init)
     with begun(bucket, folder, *where) as process:
-        address = run / run_files.ADDRESS
-        await_true(folder, process, address.exists)
-        yield process, address.read_text()
+        await_true(folder, process, (run / run_files.ADDRESS).exists)
+        yield
         process.terminate()
-        process.wait(TIMEOUT_S)
+        assert process.wait(TIMEOUT_S) == 0
 
 
-def same(ours, theirs) -> None:
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def test_islands_get_the_model_of_the_coordinators_weights(plain, bucket, tmp_path):
-    """The coordinator is started twice, the second time with the first config alone;
-    the island never names the weights."""
+def test_a_run_begins_with_weights_in_it(plain, bucket, tmp_path):
+    """Its coordinator starts again with the first config alone; and the run, copied
+    there, is a source, too."""
     bucket.put(WEIGHTS, "weights")
     write_config_json(plain, tmp_path / "config.json")
-    run = tmp_path / "run"
-    with serving(bucket, tmp_path, "hf:gs://bucket/weights"):
+    run, source = tmp_path / "run", "hf:gs://bucket/weights"
+    with serving(bucket, tmp_path, source):
         pass
-    begun = started_from(plain, f"hf:{WEIGHTS}").run
-    assert begun.model.qk_norm
+    here = started_from(plain, f"hf:{WEIGHTS}").run
+    assert here.model.qk_norm
     assert not plain.run.model.qk_norm
-    same(load_params(run), first_params(begun, build(begun)))
-    assert read_config_json(run / "config.json").run.model == (
-        dataclasses.replace(begun.model, weights="hf:gs://bucket/weights")
-    )
+    first = first_params(here, build(here))
+    jax.tree.map(np.testing.assert_array_equal, load_params(run), first)
+    model = dataclasses.replace(here.model, weights=source)
+    assert read_config_json(run / "config.json").run.model == model
     assert (run / "source" / "config.json").is_file()
     assert not list(tmp_path.rglob("source.*.tmp"))
-    with serving(bucket, tmp_path) as (coordinator, address):
-        island = ("island", tmp_path / "config.json", "--name", "a")
-        where = ("--coordinator", address, "--workdir", tmp_path / "island")
-        done = diloco(*island, *where, **bucket.environment)
-        assert "the model is that of hf:gs://bucket/weights" in done.stderr
-        assert coordinator.wait(TIMEOUT_S) == 0
-    summary = json.loads((run / "summary.json").read_bytes())
-    assert summary["phase"] == "done"
-    assert summary["tokens_merged"] > 0
-    # A run in a bucket is a source, too.
+    with serving(bucket, tmp_path):
+        address = (run / run_files.ADDRESS).read_text()
+        assert ask_config(address, "a", plain.placement).run.model == model
     bucket.put(run, "run")
-    again = tmp_path / "again"
-    again.mkdir()
+    (again := tmp_path / "again").mkdir()
     write_config_json(plain, again / "config.json")
     with serving(bucket, again, "run:gs://bucket/run"):
         pass
-    same(load_params(again / "run"), load_params(run))
+    jax.tree.map(np.testing.assert_array_equal, load_params(again / "run"), first)
     assert (again / "run" / "source" / "config.json").is_file()
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import time
-
 import jax
 import pytest
-from runtime_support import coordinator, make_config, placed
+from runtime_support import coordinator, make_config
 
 from diloco_jax.errors import EXIT_CONFIG, EXIT_FAILED
 from diloco_jax.files import StorageAway
@@ -52,20 +49,3 @@ def test_data_in_a_bucket_that_is_away_may_be_there_the_next_time(
     monkeypatch.setattr(main, "load_data", away)
     assert main.run(make_config(text), "a", "127.0.0.1:1", tmp_path, 1) == EXIT_FAILED
     assert "cannot start: gs://bucket/rows does not answer" in caplog.text
-
-
-@pytest.fixture
-def nobody() -> str:
-    """An address at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def test_a_coordinator_that_is_not_there_may_take_as_long_as_a_compilation(
-    text, tmp_path, caplog, nobody
-):
-    config = placed(make_config(text), outage_budget_s=0.2, compile_budget_s=2.0)
-    began = time.monotonic()
-    assert main.run(config, "a", nobody, tmp_path / "a", 1) == EXIT_FAILED
-    assert time.monotonic() - began >= 2.0
-    assert f"of at most 2: {nobody}: nothing listens there" in caplog.text

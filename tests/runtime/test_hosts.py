@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from hosts_support import (
     run_processes,
 )
 from runtime_support import (
-    PATIENCE_S,
     answer,
     await_message,
     await_state,
@@ -34,7 +31,6 @@ from runtime_support import (
 from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.config.placement import Deadlines
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.models import transformer
@@ -42,8 +38,6 @@ from diloco_jax.models.build import build_plan
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
-from diloco_jax.wire.errors import Refused
-from diloco_jax.wire.server import Server
 
 pytestmark = pytest.mark.dist
 
@@ -153,6 +147,7 @@ def check_traffic(config: Config, folder: Path) -> None:
     assert whole < islands["c"]["bytes_join"] < 1.1 * whole
     sums = {kind: sum(traffic[kind] for traffic in hosts) for kind in hosts[0]}
     assert islands["a"]["bytes_join"] == sums["bytes_join"]
+    assert whole <= sums["bytes_join"] <= 1.05 * whole + 400, "each byte once"
     for kind in ("bytes_up", "bytes_down", "bytes_join"):
         value = sums[kind]
         assert 0.8 * value <= islands["a"][kind] <= value
@@ -170,52 +165,6 @@ def two(text) -> Config:
     return dataclasses.replace(patient_config(text), islands=islands).validate()
 
 
-def said(folder: Path, index: int) -> str:
-    return (folder / f"pair.{index}.log").read_text()
-
-
-def test_hosts_with_different_configs_are_told_apart(two, tmp_path):
-    pair = dataclasses.replace(two.islands["pair"], remat="full")
-    other = dataclasses.replace(two, islands={**two.islands, "pair": pair})
-    with (
-        coordinator(two, tmp_path / "run") as service,
-        hosts(two, ["pair"], service.address, tmp_path, "1", host_1=other) as children,
-    ):
-        assert children["pair.1"].wait(TIMEOUT_S) == 2, said(tmp_path, 1)
-    told = said(tmp_path, 1)
-    assert "host 1 of island 'pair' has another config or model than host 0" in told
-    assert "remat: 'full' here, 'none' there" in told
-
-
-@pytest.fixture
-def refusing() -> Iterator[str]:
-    """The address of a coordinator that lets nobody in."""
-
-    def refuse(hello, session):
-        raise Refused("config", "nobody is let in")
-
-    handlers = SimpleNamespace(connect=refuse, disconnect=lambda session: None)
-    server = Server(
-        "127.0.0.1:0",
-        handlers,
-        tls=None,
-        deadlines=Deadlines(PATIENCE_S),
-        max_islands=2,
-        max_hosts=2,
-        bulk_channels=1,
-    )
-    yield server.start()
-    server.stop(0.1)
-
-
-def test_all_hosts_end_with_the_code_of_the_first(two, tmp_path, refusing):
-    with hosts(two, ["pair"], refusing, tmp_path, "1") as children:
-        codes = [child.wait(TIMEOUT_S) for child in children.values()]
-    outputs = [said(tmp_path, index) for index in range(2)]
-    assert codes == [3, 3], outputs
-    assert all("ends: nobody is let in (config)" in output for output in outputs)
-
-
 @pytest.mark.parametrize("code", [0, 3])
 def test_hosts_end_together_though_one_of_them_still_compiles(two, tmp_path, code):
     """One is asked to end; or the coordinator hears of another process of the name."""
@@ -230,7 +179,8 @@ def test_hosts_end_together_though_one_of_them_still_compiles(two, tmp_path, cod
         else:
             children["pair.0"].send_signal(signal.SIGTERM)
         codes = [child.wait(TIMEOUT_S) for child in children.values()]
-        assert codes == [code, code], [said(tmp_path, index) for index in range(2)]
+        logs = [(tmp_path / f"pair.{index}.log").read_text() for index in range(2)]
+        assert codes == [code, code], logs
 
 
 def test_an_island_of_two_hosts_leaves_what_is_open_when_one_has_notice(two, tmp_path):

@@ -397,23 +397,17 @@ def test_an_end_that_comes_while_it_starts_is_told(
     assert left["reason"] == ("finished" if code == "finished" else "refused")
 
 
-def test_a_loop_with_data_of_its_own_is_told_apart(alone, tmp_path):
+def test_a_loop_with_data_of_its_own_and_several_steps_to_a_boundary(alone, tmp_path):
+    fields = {"every": 2, "tokens_per_step": alone.run.sequence_length}
     with coordinator(alone, tmp_path) as service:
-        with joined(alone, service, own_data=True) as island:
-            island.boundary(island.params)
+        with joined(alone, service, own_data=True, **fields) as island:
+            params = island.params
+            for _ in range(6):
+                params = island.boundary(jax.tree.map(np.add, params, params))
+            assert island.step == 3
         await_gone(service)
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     assert summary["islands"]["b"]["data"] == "own"
     tape = list(read_tape(tmp_path / "tape.jsonl"))
     (hello,) = (record for record in tape if record["kind"] == "hello")
     assert hello["environment"]["own_data"] is True
-
-
-def test_every_counts_steps_together(alone, tmp_path):
-    with coordinator(alone, tmp_path) as service:
-        length = alone.run.sequence_length
-        with joined(alone, service, every=2, tokens_per_step=length) as island:
-            params = island.params
-            for _ in range(6):
-                params = island.boundary(jax.tree.map(np.add, params, params))
-            assert island.step == 3

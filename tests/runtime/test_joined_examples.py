@@ -1,10 +1,9 @@
-"""The steps of docs/embed.md, in a loop that joins and in the product's own: with one
-script of decisions every merge has the same bits."""
+"""The steps of docs/embed.md and embed_more.md are those of islands that join."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import sys
 
 import jax
 import numpy as np
@@ -12,76 +11,28 @@ import pytest
 from example_support import write_files
 from runtime_support import make_config, run_scripted, with_run
 
-from diloco_jax.island.device.exchange import Replica
-from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.models.model import named
-
 pytestmark = pytest.mark.dist
 
 CYCLES = 2
-FACTORY = """
-import jax
-import jax.numpy as jnp
-import {page} as page
-
-from diloco_jax.models.model import Model, named
-
-shapes = jax.eval_shape(page.parameters, jax.random.key(0))
-structure = jax.tree.structure(shapes)
-names = named(jax.tree.unflatten(structure, range(structure.num_leaves)))
-
-
-def loss(params, batch):
-    rows = batch["tokens"]
-    numbers, leaves = jax.tree.leaves(names), jax.tree.leaves(params)
-    by_number = [leaf for _, leaf in sorted(zip(numbers, leaves, strict=True))]
-    loss = page.loss_of(jax.tree.unflatten(structure, by_number), rows)
-    return loss, {{"loss": loss, "tokens": jnp.float32(rows[:, 1:].size)}}
-
-
-def model(run, island, layout):
-    axes = jax.tree.map(lambda x: ("embed", *(None,) * (x.ndim - 1)), named(shapes))
-    return Model(lambda key: named(page.parameters(key)), loss, axes)
-"""
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pages")
-    write_files(folder)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(folder))
-        yield folder
 
 
 @pytest.mark.parametrize("name", ["run", "run_equinox"])
-def test_a_step_gives_the_same_bits_in_both_loops(
-    name, pages, text, tmp_path, monkeypatch
-):
+def test_steps_of_the_pages_are_merged(name, text, tmp_path, monkeypatch):
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("run", name):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     page = importlib.import_module(name)
-    config = config_of(page, text, tmp_path)
+    config = make_config(text, cycles=CYCLES)
+    config = with_run(config, model=page.config().run.model).validate()
     own = dict.fromkeys(config.islands, joined_loop(page))
     like = page.parameters(jax.random.key(1))
-    monkeypatch.setattr(Replica, "step", step_in_replica(page, like))
-    tapes = [
-        run_scripted(config, tmp_path / "own"),
-        run_scripted(config, tmp_path / "joined", own, like),
-    ]
-    own, joined = (
-        [r["digest"] for r in tape if r["kind"] == "merged" and not r["final"]]
-        for tape in tapes
-    )
-    assert own == joined
-    assert len(set(own)) == len(own) >= CYCLES * 2
-
-
-def config_of(page, text, folder):
-    """A config whose model is the page's, with its loss."""
-    factory = folder / "factory.py"
-    factory.write_text(FACTORY.format(page=page.__name__))
-    config = make_config(text, cycles=CYCLES)
-    model = dataclasses.replace(page.config().run.model, factory=f"{factory}:model")
-    return with_run(config, model=model).validate()
+    tape = run_scripted(config, tmp_path / "merged", own, like)
+    merges = [r for r in tape if r["kind"] == "merged" and not r["final"]]
+    assert len({r["digest"] for r in merges}) == len(merges) >= CYCLES * 2
+    for merge in merges:
+        assert [c["island"] for c in merge["contributions"]] == ["a", "b"]
 
 
 class PageSteps:
@@ -111,19 +62,3 @@ def joined_loop(page):
         return ending
 
     return train
-
-
-def step_in_replica(page, like):
-    """The page's step, in place of the one that the product's loop makes."""
-    leaves, made = LikeLeaves(like), {}
-
-    def step(self, batch, rate):
-        params = leaves.as_tree(self.params)
-        if self not in made:
-            rows = batch["tokens"].shape[0]
-            made[self] = PageSteps(page, rows, params)
-        params, loss = made[self](params, rate)
-        self.params = named(params)
-        return {"loss": loss, "tokens": 0.0, "skipped": False}
-
-    return step

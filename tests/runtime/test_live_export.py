@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import support
 from runtime_support import (
     await_that,
+    coordinator,
     diloco,
     make_config,
     placed,
-    started,
     with_run,
 )
 from safetensors.numpy import load_file
+from training_support import trained
 
 from diloco_jax import cli, files, run_files
 from diloco_jax.config import IslandConfig
-from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.coordinator.holding import fragment_snapshots
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.tiles import digest_arrays
@@ -31,6 +30,7 @@ from diloco_jax.evaluation import run as evaluate
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.wire.certificates import make_certificates
 
 pytestmark = pytest.mark.dist
 
@@ -53,38 +53,33 @@ def over(text, tmp_path_factory):
     config = dataclasses.replace(config, islands={"a": island, "b": island})
     config = placed(config, export_every=3, exports_kept=50, checkpoint_every_s=0.0)
     config = placed(config, watch_every=3, evaluate_batches=10**6)
-    write_config_json(config.validate(), folder / "config.json")
+    make_certificates(keys := folder / "keys", [], 1, islands=["a", "b"])
+    config = placed(config, certificates=str(keys))
     workdir = folder / "run"
-    command = [*support.DILOCO, "run", folder / "config.json", "--workdir", workdir]
-    with started(command, folder / "log") as run:
-        tape, address = workdir / run_files.TAPE, workdir / run_files.ADDRESS
-        kept = workdir / run_files.KEPT
-
-        def goes_on() -> bool:
-            assert run.poll() is None, (folder / "log").read_text()[-3000:]
-            return address.exists()
+    kept = workdir / run_files.KEPT
+    with (
+        coordinator(config.validate(), workdir) as service,
+        trained(config, service.address, folder),
+    ):
 
         def export(name: str, *options: object, code: int = 0):
-            to = (address.read_text(), folder / name)
-            keys = ("--certificates", workdir / run_files.KEYS)
-            return diloco("export", *to, *keys, *options, code=code)
+            to = (service.address, folder / name, "--certificates", keys)
+            return diloco("export", *to, *options, code=code)
 
-        await_that(
-            lambda: goes_on() and tape.read_bytes().count(b'"merged"') >= 3, TIMEOUT_S
-        )
+        def merges() -> int:
+            return sum(f.merges for f in service.lead.state.fragments)
+
+        await_that(lambda: merges() >= 3, TIMEOUT_S)
         with ThreadPoolExecutor(2) as pool:
             done = dict(zip(NAMES, pool.map(export, NAMES), strict=True))
         refused = export("none", "--cycle", 10**6, code=3)
         await_that(
             lambda: (
-                goes_on()
-                and len(fragment_snapshots.cycle_numbers(kept)) >= CYCLES
+                len(fragment_snapshots.cycle_numbers(kept)) >= CYCLES
                 and len({line["island"] for line in curve_of(workdir)}) == 2
             ),
             TIMEOUT_S,
         )
-        run.send_signal(signal.SIGINT)
-        assert run.wait(TIMEOUT_S) == 1, (folder / "log").read_text()[-3000:]
     return folder, done, refused
 
 

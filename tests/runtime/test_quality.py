@@ -1,11 +1,9 @@
-"""The study of quality: runs of two texts are not put together, a rung of its ladder is
-one change, and what merges moments is an emulation but for that."""
+"""The study of quality: a rung of its ladder is one change, and what merges moments is
+an emulation but for that."""
 
-import argparse
 import dataclasses
 
 import pytest
-import quality
 import quality_moments
 from quality_configs import SIZES
 from quality_levers import MEAN, MERGED, NEVER, ORDERS, RUNGS
@@ -15,39 +13,6 @@ from quality_rows import rows
 from diloco_jax import emulate
 
 SHORT = SIZES["0.04m, short"]
-
-
-@pytest.mark.parametrize("size", ["0.04m", "0.1m"])
-def test_another_text_than_that_of_known_runs_is_refused_before_a_run(
-    size, tmp_path, monkeypatch
-):
-    (tmp_path / "a.txt").write_text("some text " * 100)
-    run = {"size": "0.04m", "row": "data-parallel", "seed": 0, "text": "d1"}
-    options = argparse.Namespace(
-        size=size,
-        text=[str(tmp_path / "a.txt")],
-        only=["data-parallel"],
-        first_seed=1,
-        seeds=1,
-        minutes=1.0,
-        jobs=1,
-    )
-
-    class RunsError(Exception):
-        pass
-
-    def pool(jobs):
-        raise RunsError
-
-    monkeypatch.setattr(quality, "_pool", pool)
-    path = tmp_path / "quality.json"
-    refused = pytest.raises(
-        SystemExit, match=r"0.04m are of the text d1, given is \w{16}"
-    )
-    runs = pytest.raises(RunsError)
-    with refused if size == run["size"] else runs:
-        quality._work(options, path, [run])
-    assert not path.exists()
 
 
 def test_a_rung_is_the_same_change_in_both_orders():

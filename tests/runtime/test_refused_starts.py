@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from runtime_support import coordinator, make_config, placed, with_run
 
-from diloco_jax import cli, compilation
+from diloco_jax import compilation
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.coordinator.service import SearchError
 from diloco_jax.core.codecs import get_codec
@@ -61,17 +60,6 @@ def test_a_merge_route_that_is_not_to_be_had_is_refused(config, tmp_path, monkey
     native = placed(config, merge_route="native")
     message = refused_start(native, tmp_path / "run", init=True)
     assert 'placement.merge_route = "native", and merges go by "xla" here' in message
-
-
-@pytest.mark.dist
-def test_run_ends_with_code_2_when_the_port_is_in_use(config, used, tmp_path, capsys):
-    write_config_json(config, tmp_path / "two.json")
-    workdir = tmp_path / "run"
-    arguments = ["--workdir", str(workdir), "--bind", used]
-    assert cli.main(["run", str(tmp_path / "two.json"), *arguments]) == 2
-    shown = capsys.readouterr().err
-    assert f"cannot bind {used}: Address already in use" in shown
-    assert not workdir.exists()
 
 
 def test_another_address_needs_certificates_that_are_there(config, tmp_path):

@@ -371,7 +371,6 @@ def test_rows_of_each_folder_are_those_that_were_trained_on(resumed):
 
 
 def test_no_position_is_leased_while_somebody_may_have_it(resumed):
-    """Which rows those are, and that each is settled once: test_rows.py."""
     assert tape_checks.row_problems(resumed.tape) == []
 
 
@@ -389,15 +388,6 @@ def test_a_finished_run_says_so_and_changes_nothing(resumed, capsys):
 def refused(capsys, *arguments: object) -> str:
     assert cli.main(["run", *map(str, arguments)]) == 2
     return capsys.readouterr().err
-
-
-def test_a_run_that_is_served_is_refused(text, tmp_path, capsys):
-    config = make_config(text)
-    with coordinator(config, tmp_path / "run") as service:
-        shown = refused(capsys, "--resume", tmp_path / "run")
-        assert f"{tmp_path / 'run'} is in use by a coordinator, process " in shown
-        address = (tmp_path / "run" / "coordinator.address").read_text()
-        assert address == service.address
 
 
 def test_another_text_is_refused_before_anything_is_written(text, tmp_path, capsys):
@@ -426,16 +416,3 @@ def test_snapshots_of_another_model_are_refused_with_both(text, tmp_path, capsys
     shown = refused(capsys, "--resume", tmp_path / "one")
     assert "seed: 0 here, 1 there (here: this run's)" in shown
     assert (tmp_path / "one" / "summary.json").read_bytes() == before
-
-
-def test_a_graceful_stop_and_its_resumption_have_one_digest(text, tmp_path):
-    config = make_config(text)
-    with coordinator(config, tmp_path):
-        pass
-    stopped = json.loads((tmp_path / "summary.json").read_bytes())
-    with coordinator(config, tmp_path, init=False, killed=True) as service:
-        assert once_back(service) == stopped["parameters_digest"]
-    tape = list(read_tape(tmp_path / "tape.jsonl"))
-    *_, recovered = (r for r in tape if r["kind"] == "recovered")
-    assert digest_after(tape, recovered) == stopped["parameters_digest"]
-    assert stopped["phase"] == "stopped"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import tape_checks
@@ -151,3 +152,33 @@ def test_what_is_carried_is_counted():
     tape[0]["versions"] = [[2, 1], [2, 0]]
     (wrong,) = tape_checks.version_problems(tape)
     assert "merged [2, 1] after [2, 1]" in wrong
+
+
+def granted(incarnation, start, stop):
+    return life("granted", incarnation, start=start, stop=stop)
+
+
+LEASED = [
+    life("joined", 1, sequences_per_step=2),
+    granted(1, 0, 4),
+    merged(0, 1, part(0, 1)),
+    life("left", 1, in_merges=[[0, 1]]),
+    life("joined", 2, sequences_per_step=2),
+    granted(2, 2, 4),
+    granted(2, 4, 6),
+]
+"""Positions 2 and 3 are of a step that is in no merge."""
+
+
+@pytest.mark.parametrize(
+    ("at", "record", "problem"),
+    [
+        (5, granted(2, 4, 6), "position 4 was leased before 2"),
+        (5, granted(2, 1, 4), "position 1 was leased before 2"),
+        (3, life("left", 1, in_merges=[]), r"\[0, 1\] are in merges, and are free"),
+    ],
+)
+def test_rows_that_are_leased_against_the_rule_are_found(at, record, problem):
+    assert tape_checks.row_problems(LEASED) == []
+    wrong = tape_checks.row_problems([*LEASED[:at], record, *LEASED[at + 1 :]])
+    assert re.search(problem, wrong[0])

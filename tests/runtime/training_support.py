@@ -35,7 +35,7 @@ def lasting(text: Path, training_s: float) -> Config:
 
 
 @contextlib.contextmanager
-def trained(config: Config, address: str, folder: Path) -> Iterator[None]:
+def trained(config: Config, address: str, folder: Path) -> Iterator[list[TrainingHost]]:
     """All islands train until the block or the run is over; none of them fails."""
     islands = [
         TrainingHost(config, name, address, folder / name) for name in config.islands
@@ -57,7 +57,7 @@ def trained(config: Config, address: str, folder: Path) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield islands
     finally:
         for island in islands:
             island.mailbox.end(0, "the test has seen enough", "stopped")

@@ -1,21 +1,13 @@
-"""An island's compiled parts, made from its config: for runs, emulation and replay.
-
-Its first steps need half of its programs, and wait for no others: the rest is compiled
-while it trains already.
-"""
+"""An island's compiled parts, made from its config: for runs, emulation and replay."""
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
 
-from diloco_jax import compilation
 from diloco_jax.before_jax import libtpu_flags_in_force
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
@@ -28,14 +20,10 @@ from diloco_jax.island.device.exchange import (
 )
 from diloco_jax.island.device.mesh import layout, make_mesh, place
 from diloco_jax.island.device.step import Trainer, TrainState, UseCounts, use_shapes
-from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.models.model import Model, Params
 
-logger = logging.getLogger(__name__)
-
 Tree = TypeVar("Tree")
-Programs = Iterable[jax.stages.Lowered]
 Left = Callable[[int], object]
 """Is told how many programs are left to compile."""
 
@@ -96,30 +84,28 @@ def compile_ahead(
     watched: copies of the merged model, if the island evaluates that. left, and what it
     raises: as for `compile_programs`.
     """
-    programs = [*trainer.lower_all(sequence_length)]
+    programs = trainer.lower_all(sequence_length)
     if watched is not None:
         programs.append(trainer.lower_eval(watched.params, sequence_length))
         programs += watched.lower_all()
-    count = len(programs) + exchange.programs()
-    compile_programs(itertools.chain(programs, exchange.lower_all()), count, left)
+    compile_programs([*programs, *exchange.lower_all()], left)
 
 
 def compile_programs(
-    lowered: Programs, count: int = 0, left: Left = lambda _: None
+    programs: Sequence[jax.stages.Lowered], left: Left = lambda _: None
 ) -> None:
     """Compile programs, which stay compiled for their first execution, or read them
     from the cache.
 
-    count: of these and those that are compiled after them. left: called with the number
-    of those that are not compiled yet, before each.
+    left: called with the number of those that are not compiled yet, before each.
 
     On TPUs raises NotCompiledError for a status that may pass, and ConfigError for
     whatever else does not compile: another attempt would not, either. Elsewhere what
     fails may be the machine's.
     """
     try:
-        for done, program in enumerate(lowered):
-            left(max(count - done, 0))
+        for done, program in enumerate(programs):
+            left(len(programs) - done)
             program.compile()
     except jax.errors.JaxRuntimeError as error:
         if jax.default_backend() != "tpu":
@@ -180,33 +166,3 @@ def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Tree) -> Tree:
     for fragment in range(len(plan.fragments)):
         params = exchange.at_anchor(fragment, params)
     return params
-
-
-class Later:
-    """Compiles programs in a thread of its own."""
-
-    def __init__(self, lowered: Programs) -> None:
-        """lowered: made and compiled one by one; they stay compiled for their first
-        execution."""
-        self._lowered = lowered
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._compile, name="compile-later", daemon=True
-        )
-        self._thread.start()
-
-    def close(self, timeout_s: float) -> None:
-        """End it, after the program at which it is; wait for that no longer."""
-        self._closed.set()
-        self._thread.join(timeout_s)
-
-    def _compile(self) -> None:
-        try:
-            for program in self._lowered:
-                if self._closed.is_set():
-                    return
-                program.compile()
-            logger.info("all programs are there: %s", compilation.counted())
-        except Exception as error:  # The loop meets it where it needs the program.
-            logger.warning("a program that may be needed does not compile: %s", error)
-        give_memory_back()

@@ -57,7 +57,6 @@ from diloco_jax.island.device.mesh import (
     zeros,
 )
 from diloco_jax.island.device.programs import (
-    OFTEN,
     Index,
     PiecePrograms,
     bits_shape,
@@ -106,11 +105,6 @@ class PieceState:
     def settled(self) -> Any:
         """Residual as if no take were outstanding."""
         return self.residual if self.before is None else self.before
-
-    def drop(self) -> None:
-        """Return to the residual before the outstanding take, if there is one."""
-        if self.before is not None:
-            self.residual, self.before = self.before, None
 
     def of(self, by_piece: Sequence[Any]) -> tuple[Any, ...]:
         """Return its own part of values by piece of the fragment."""
@@ -286,7 +280,7 @@ class Exchange:
     def take(self, fragment: int, params: Any) -> ByPiece:
         """Return the fragment's encoded delta by piece, and then its counts of use.
 
-        Only one take of a fragment may be without `settle`, `reopen` or `drop`.
+        Only one take of a fragment may be without a verdict (`judge`).
         """
         leaves = jax.tree.leaves(params)
         taken: ByPiece = self._by_piece(fragment, lambda state: state.take(leaves))
@@ -374,33 +368,27 @@ class Exchange:
         adopted: Tree = jax.tree.unflatten(structure, leaves)
         return adopted
 
-    # ---- what becomes of a take -------------------------------------------------
+    def judge(self, fragment: int, outcome: TakeOutcome, params: Tree) -> Tree:
+        """Carry out the verdict on the outstanding take; return the parameters, which a
+        reset donates.
 
-    def settle(self, fragment: int) -> None:
-        """Settle a merged take: what its encoding lost is in the residual for good."""
+        Of a take that is settled, what its encoding lost is in the residual for good.
+        Otherwise the residual is again the one from before the take. One that is
+        reopened is undone: the fragment's base is the old anchor again. So it is by a
+        reset, which makes the local values those of the anchor.
+        """
+        undone, reset = outcome in ("reopened", "reset"), outcome == "reset"
         for state in self._states[fragment]:
+            if outcome != "settled":
+                state.residual = state.settled
             state.before = None
-
-    def drop(self, fragment: int) -> None:
-        """Drop a lost take: the residual is again the one from before the take."""
-        for state in self._states[fragment]:
-            state.drop()
-
-    def reopen(self, fragment: int) -> None:
-        """Undo a take: the fragment's base is the old anchor again."""
-        for state in self._states[fragment]:
-            state.drop()
-            state.base = None
-        if self.uses is not None:
+            if undone:
+                state.base = None
+        if undone and self.uses is not None:
             self.uses.reopen(fragment)
-
-    def reset(self, fragment: int, params: Tree) -> Tree:
-        """Drop a lost take, and reset the local values to the anchor. `params` is
-        donated."""
-        self.reopen(fragment)
-        if self.uses is not None:
-            self.uses.restart(fragment)
-        return self.at_anchor(fragment, params)
+            if reset:
+                self.uses.restart(fragment)
+        return self.at_anchor(fragment, params) if reset else params
 
     def at_anchor(self, fragment: int, params: Tree) -> Tree:
         """Return the parameters with the fragment at its anchor. `params` is
@@ -482,21 +470,12 @@ class Exchange:
 
     # ---- programs ---------------------------------------------------------------
 
-    def lower_all(self, *, seldom: bool = True) -> Iterator[jax.stages.Lowered]:
-        """Lower all programs, one after the other, to be compiled. seldom: if False,
-        without those that an island runs only after it was away, or was late."""
+    def lower_all(self) -> Iterator[jax.stages.Lowered]:
+        """Lower all programs, one after the other, to be compiled."""
         for state in self.one_of_each():
-            for name in state.programs.names:
-                if seldom or name in OFTEN:
-                    yield state.programs.lower(name)
+            yield from map(state.programs.lower, state.programs.names)
         if self.uses is not None:
             yield from self.uses.lower_all()
-
-    def programs(self, *, seldom: bool = True) -> int:
-        """Return the number of programs that `lower_all` lowers, but those that count
-        uses."""
-        names = (n for s in self.one_of_each() for n in s.programs.names)
-        return sum(seldom or name in OFTEN for name in names)
 
     def held(self, fragment: int) -> Sequence[PieceState]:
         """Return what is held of the fragment; the caller changes nothing in it."""
@@ -557,15 +536,7 @@ class LentParams:
 
     def judge(self, fragment: int, outcome: TakeOutcome) -> None:
         """Carry out the verdict on the outstanding take."""
-        match outcome:
-            case "settled":
-                self._exchange.settle(fragment)
-            case "reopened":
-                self._exchange.reopen(fragment)
-            case "dropped":
-                self._exchange.drop(fragment)
-            case "reset":
-                self.params = self._exchange.reset(fragment, self.params)
+        self.params = self._exchange.judge(fragment, outcome, self.params)
 
 
 class Replica(LentParams):

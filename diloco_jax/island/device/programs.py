@@ -45,10 +45,12 @@ T = TypeVar("T")
 Index = tuple[Any, Any]
 """Layer of a stacked tensor, or None; number of a band, or None. Each is an int32 on
 all devices of the mesh."""
-OFTEN = ("gather", "gather_anchor", "take", "arrive", "put")
-"""Programs that every island runs."""
-SELDOM = ("advance", "adopt", "move", "whole")
-"""Programs of an island that was away or late, or is asked for its anchors."""
+NAMES = (
+    *("gather_anchor", "take", "arrive", "put"),
+    *("advance", "adopt", "move", "whole"),
+)
+"""Programs of every kind: first those that every island runs, then those of one that
+was away or late, or is asked for its anchors."""
 
 
 def _program(
@@ -300,8 +302,9 @@ class PiecePrograms:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the programs, for `lower`."""
+        moved = ("gather",) if self.moved else ()
         stacked = ("unstack",) if self.rows > 1 else ()
-        return (*(OFTEN if self.moved else OFTEN[1:]), *SELDOM, *stacked)
+        return (*moved, *NAMES, *stacked)
 
     def lower(self, name: str, dtype: npt.DTypeLike = np.float32) -> jax.stages.Lowered:
         """Lower one of `names` without arrays, as `Trainer.lower` does. dtype: of the
