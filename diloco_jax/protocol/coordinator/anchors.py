@@ -313,8 +313,8 @@ class _Turn(OneStep[Search]):
         limits = believed_limits(claimed, self.config.total_tokens)
         for name in [n for n, h in heard.items() if too_high(h.known, limits)]:
             wrong = too_high(heard.pop(name).known, limits)
-            if (member := members.pop(name, None)) is not None:
-                self._disbelieve(member.offer, wrong)
+            if name in members:
+                self._disbelieve(members.pop(name).offer, wrong)
         term = FIRST_VERSION.term
         if not state.aim.first:
             term = 1 + max((h.known.term for h in heard.values()), default=0)

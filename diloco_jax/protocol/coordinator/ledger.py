@@ -7,10 +7,8 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -23,6 +21,7 @@ from diloco_jax.protocol.coordinator.state import (
     MergedTokens,
     PolicyConfig,
     State,
+    booked,
     with_account,
 )
 from diloco_jax.protocol.messages import (
@@ -54,46 +53,31 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         return self.computed - self.merged - self.carried - sum(self.lost.values())
 
 
-def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragment:
-    """Book one delta as merged. If its incarnation has ended and another has begun,
-    the delta does not count as participation of the new one.
-
-    merged: tokens of the fragment's version, which the merge leads on from.
-    """
-    account = fragment.accounts[contribution.island]
-    settled: dict[str, Any] = {}
-    if account.incarnation == contribution.incarnation:
-        settled = {
-            "merges_in": account.merges_in + 1,
-            "merges_alive": account.merges_alive + 1,
-            "missed_merges": 0,
-            "start": max(account.start, contribution.end),
-            "take": None,
-            "told": Told(tick=contribution.tick, verdict="merged", reason=""),
-            "last": contribution,
-            "base_tokens": tokens_at(fragment, contribution.base, merged),
-        }
-    account = replace(
-        account,
-        merged_tokens=account.merged_tokens + contribution.tokens,
-        **settled,
-    )
-    return with_account(fragment, contribution.island, account)
-
-
 def merge(
     fragment: Fragment, merged: Sequence[Contribution], version: Version
 ) -> Fragment:
     """Return the fragment at the version into which these deltas are merged; recovery
-    applies it too."""
+    applies it too. A delta of an incarnation that has ended does not count as
+    participation of the one that has begun since."""
     before = merged_into(fragment)
     for c in merged:
         account = fragment.accounts[c.island]
         if account.incarnation == c.incarnation:
             # Booked already, but for a record that is read again after a crash.
             account = account.lose(c.start - account.start, "overwritten")
-            fragment = with_account(fragment, c.island, account)
-        fragment = book(fragment, c, before)
+            account = replace(
+                account,
+                merges_in=account.merges_in + 1,
+                merges_alive=account.merges_alive + 1,
+                missed_merges=0,
+                start=max(account.start, c.end),
+                take=None,
+                told=Told(tick=c.tick, verdict="merged", reason=""),
+                last=c,
+                base_tokens=tokens_at(fragment, c.base, before),
+            )
+        account = replace(account, merged_tokens=account.merged_tokens + c.tokens)
+        fragment = with_account(fragment, c.island, account)
     return replace(
         fragment,
         version=version,
@@ -142,39 +126,29 @@ def close_account(
         settled_steps = island.steps
     account = fragment.accounts[island.name]
     account = account.lose(max(island.steps - settled_steps, 0), reason)
-    account = replace(
-        account,
-        start=max(island.steps, settled_steps),
-        take=None,
-        told=None,
-    )
-    return with_account(fragment, island.name, account)
+    fragment = with_account(fragment, island.name, account)
+    start = max(island.steps, settled_steps)
+    return booked(fragment, island.name, start=start, take=None, told=None)
 
 
 def carry(fragment: Fragment, name: str, steps: int) -> Fragment:
     """Book the incarnation's first `steps` steps as carried: they are in the books of
     an earlier term."""
     account = fragment.accounts[name]
-    account = replace(
-        account,
-        carrying=False,
-        start=steps,
-        carried_tokens=account.carried_tokens + steps * account.tokens_per_step,
-    )
-    return with_account(fragment, name, account)
+    tokens = account.carried_tokens + steps * account.tokens_per_step
+    return booked(fragment, name, carrying=False, start=steps, carried_tokens=tokens)
 
 
 def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragment:
     """Open the account of a new incarnation: totals stay, the step count restarts.
     carrying: the incarnation began in an earlier term."""
-    account = fragment.accounts.get(island.name)
     fresh = Account(
         incarnation=island.incarnation,
         session=island.session,
         tokens_per_step=island.tokens_per_step,
         carrying=carrying,
     )
-    if account is not None:
+    if (account := fragment.accounts.get(island.name)) is not None:
         fresh = replace(
             fresh,
             merged_tokens=account.merged_tokens,
@@ -207,7 +181,8 @@ def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
 def _weighted(config: PolicyConfig, tokens: Sequence[int]) -> int:
     """Return the mean of tokens by fragment, weighted by parameters and floored."""
     sizes = config.fragment_sizes
-    return sum(map(operator.mul, sizes, tokens)) // config.parameters
+    weighted = (size * each for size, each in zip(sizes, tokens, strict=True))
+    return sum(weighted) // config.parameters
 
 
 def run_totals(config: PolicyConfig, state: State) -> Totals:

@@ -474,6 +474,11 @@ def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
     return replace(fragment, accounts={**accounts, name: account}, lost_in_all=lost)
 
 
+def booked(fragment: Fragment, name: str, **changes: Any) -> Fragment:
+    """Return the fragment with these fields of an account changed."""
+    return with_account(fragment, name, replace(fragment.accounts[name], **changes))
+
+
 def averaged(average: float, value: float) -> float:
     """Return a running average with one more value; the first value starts it."""
     return AVERAGE_KEPT * average + (1 - AVERAGE_KEPT) * value if average else value
@@ -605,6 +610,21 @@ def take_state(take: Take | None) -> TakeState:
     if take.end is None:
         return "arrived" if take.arrived else "asked"
     return "ready" if take.arrived else "taken"
+
+
+def outstanding(fragment: Fragment, name: str) -> Take:
+    """Return the take of an island that has one."""
+    take = fragment.accounts[name].take
+    assert take is not None
+    return take
+
+
+def take_moved(fragment: Fragment, name: str, move: str, **changes: Any) -> Fragment:
+    """Return the fragment after a legal move of a take, which changes these fields."""
+    before = outstanding(fragment, name)
+    take = replace(before, **changes)
+    TAKE.check(take_state(before), move, take_state(take))
+    return booked(fragment, name, take=take)
 
 
 T = TypeVar("T", bound=msgspec.Struct)
